@@ -1,0 +1,241 @@
+"""The graph rewrite: puts `amp_cast` where the policy's decisions ask for other dtypes.
+
+One walk over the nodes, inputs first. Each output of the old graph is known by its dtype without
+mxamp ("plain") and by the entry of the new graph that stands for it. One cast a tensor and dtype;
+a cast up is undone by reading what was cast, never by casting down again.
+"""
+
+from dataclasses import dataclass, field
+from typing import AbstractSet, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Set, Tuple
+
+from mxnet.symbol import Symbol
+
+from .casting import CASTABLE, Decision, decide
+from .errors import AmpError
+from .graph import CASTS, Graph, Node, Output, infer_outputs
+from .policy import Policy
+
+__all__ = ["Rewrite", "rewrite", "rewrite_symbol"]
+
+HALVES = CASTABLE - {"float32"}
+
+
+class Entry(NamedTuple):
+    """An output in the new graph, its dtype, and what it is a mere widening of."""
+
+    output: Output
+    dtype: str
+    source: Optional["Entry"] = None
+
+
+@dataclass
+class Rewrite:
+    """The new graph and what was decided: one decision an operator node, by the node's name."""
+
+    graph: Graph
+    decisions: Dict[str, Decision] = field(default_factory=dict)
+    casts: int = 0
+
+
+def rewrite_symbol(
+    symbol: Symbol,
+    policy: Policy,
+    dtypes: Mapping[str, str],
+    guarded: AbstractSet[str] = frozenset(),
+) -> Symbol:
+    """Return `symbol` rewritten; the symbol itself where there is nothing to cast.
+
+    Its inputs and outputs keep names, order and dtypes.
+    """
+    result = rewrite(Graph.from_symbol(symbol), policy, dtypes, guarded)
+    if not result.casts:
+        return symbol
+    rewritten = result.graph.to_symbol(symbol)
+    if rewritten.list_inputs() != symbol.list_inputs():
+        raise AmpError(
+            "the rewritten graph takes its inputs in another order; please report this graph: "
+            f"{symbol.list_inputs()} became {rewritten.list_inputs()}"
+        )
+    return rewritten
+
+
+def rewrite(
+    graph: Graph,
+    policy: Policy,
+    dtypes: Mapping[str, str],
+    guarded: AbstractSet[str] = frozenset(),
+) -> Rewrite:
+    """Insert the casts that `policy` decides on.
+
+    Parameters
+    ----------
+    graph : Graph
+        Left as it is.
+    dtypes : mapping of str to str
+        The dtype of each variable by name, or "sparse"; float32 where unnamed.
+    guarded : set of str
+        Variables whose gradients may be accumulated (`grad_req="add"`): see `_guarded`.
+    """
+    return _Rewriter(graph, policy, dtypes, frozenset(guarded)).run()
+
+
+class _Rewriter:
+    def __init__(
+        self, graph: Graph, policy: Policy, dtypes: Mapping[str, str], guarded: FrozenSet[str]
+    ) -> None:
+        self.graph, self.policy = graph, policy
+        self.dtypes, self.guarded = dtypes, guarded
+        self.nodes: List[Node] = []
+        self.names: Set[str] = {node.name for node in graph.nodes}
+        self.plain: Dict[Output, str] = {}
+        self.entries: Dict[Output, Entry] = {}
+        self.cast_entries: Dict[Tuple[Output, str], Entry] = {}
+        self.copies: Dict[Output, Output] = {}
+        self.result = Rewrite(Graph([], [], dict(graph.attrs)))
+
+    def run(self) -> Rewrite:
+        for i, node in enumerate(self.graph.nodes):
+            if node.is_variable:
+                dtype = self.dtypes.get(node.name, "float32")
+                self._record(i, [dtype], [Entry((self._add(node), 0), dtype)])
+            else:
+                self._visit(i, node)
+        heads = [self._restored(head).output for head in self.graph.heads]
+        self.result.graph.nodes, self.result.graph.heads = self.nodes, heads
+        return self.result
+
+    def _visit(self, i: int, node: Node) -> None:
+        entries = [self.entries[output] for output in node.inputs]
+        plain = [self.plain[output] for output in node.inputs]
+        decision = decide(
+            node.operator, node.attrs, [e.dtype for e in entries], self.policy, node.name
+        )
+        self.result.decisions[node.name] = decision
+        if self.policy.rule(node.operator).kind == "untouched":
+            reads = [self._restored(output) for output in node.inputs]
+        else:
+            reads = [self._read(entry, decision, k) for k, entry in enumerate(entries)]
+        new = Node(
+            node.op, node.name, node.attrs, [entry.output for entry in reads],
+            [self._subgraph(graph, node, k) for k, graph in enumerate(node.subgraphs)],
+            node.num_outputs,
+        )  # fmt: skip
+        added = self._add(new)
+        before = infer_outputs(node, plain)
+        after = before
+        if [entry.dtype for entry in reads] != plain:
+            after = infer_outputs(node, [entry.dtype for entry in reads])
+        outputs = [Entry((added, k), dtype) for k, dtype in enumerate(after)]
+        if decision.through is not None:
+            outputs = [self._rounded(e, k, decision) for k, e in enumerate(outputs)]
+        elif node.operator in CASTS and reads[0].dtype in HALVES and after[0] == "float32":
+            outputs = [outputs[0]._replace(source=reads[0])]
+        self._record(i, before, outputs)
+
+    def _record(self, i: int, plain: "Tuple[str, ...] | List[str]", entries: List[Entry]) -> None:
+        for k, (dtype, entry) in enumerate(zip(plain, entries)):
+            self.plain[i, k] = dtype
+            self.entries[i, k] = entry
+
+    def _read(self, entry: Entry, decision: Decision, position: int) -> Entry:
+        """Return the entry that the operator reads as input `position`."""
+        dtype = decision.reads[position]
+        if dtype is None:
+            return entry
+        if position in decision.guards:
+            entry = Entry(self._copied(entry.output), entry.dtype)
+        if decision.through is not None:
+            entry = self._cast(entry, decision.through)
+        return self._cast(entry, dtype)
+
+    def _rounded(self, entry: Entry, position: int, decision: Decision) -> Entry:
+        if position in decision.keep_outputs or entry.dtype != "float32":
+            return entry
+        return self._cast(entry, str(decision.through))
+
+    def _restored(self, output: Output) -> Entry:
+        """Return an old output in the dtype that it had without mxamp."""
+        entry, plain = self.entries[output], self.plain[output]
+        if entry.dtype == plain or not {entry.dtype, plain} <= CASTABLE:
+            return entry
+        return self._cast(entry, plain)
+
+    def _cast(self, entry: Entry, dtype: str) -> Entry:
+        if entry.dtype == dtype:
+            return entry
+        if entry.source is not None and entry.source.dtype == dtype:
+            return entry.source
+        key = (entry.output, dtype)
+        found = self.cast_entries.get(key)
+        if found is None:
+            source = entry if entry.dtype in HALVES and dtype == "float32" else None
+            read = self._guarded(entry, dtype)
+            added = self._insert("amp_cast", read, f"amp_cast_{dtype}", {"dtype": dtype})
+            found = self.cast_entries[key] = Entry((added, 0), dtype, source)
+            self.result.casts += 1
+        return found
+
+    def _guarded(self, entry: Entry, dtype: str) -> Output:
+        """Return what a cast reads: a copy, where autograd may accumulate into a variable.
+
+        On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add": its
+        kernel never commits what it adds to. A copy in between takes the sum instead.
+        """
+        node = self.nodes[entry.output[0]]
+        if "bfloat16" in (entry.dtype, dtype) and node.is_variable and node.name in self.guarded:
+            return self._copied(entry.output)
+        return entry.output
+
+    def _copied(self, output: Output) -> Output:
+        if output not in self.copies:
+            self.copies[output] = (self._insert("_copy", output, "amp_copy", {}), 0)
+        return self.copies[output]
+
+    def _subgraph(self, graph: Graph, node: Node, position: int) -> Graph:
+        """Rewrite the body of a loop or a branch; its inputs and outputs keep their dtypes."""
+        inputs = _subgraph_inputs(node, position)
+        names = [variable.name for variable in graph.variables]
+        dtypes = {names[k]: self.plain[node.inputs[outer]] for k, outer in inputs.items()}
+        result = rewrite(graph, self.policy, dtypes, frozenset(names))
+        self.result.casts += result.casts
+        self.result.decisions.update(result.decisions)
+        return result.graph
+
+    # ------------------------------------------------------------------ new nodes
+
+    def _add(self, node: Node) -> int:
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def _insert(self, op: str, output: Output, suffix: str, attrs: Dict[str, str]) -> int:
+        producer = self.nodes[output[0]]
+        group = {k: v for k, v in producer.attrs.items() if k in ("__ctx_group__", "ctx_group")}
+        position = str(output[1]) if producer.num_outputs > 1 else ""
+        return self._add(
+            Node(op, self._name(f"{producer.name}{position}_{suffix}"), {**group, **attrs}, [output])
+        )
+
+    def _name(self, wanted: str) -> str:
+        name, count = wanted, 0
+        while name in self.names:
+            count += 1
+            name = f"{wanted}{count}"
+        self.names.add(name)
+        return name
+
+
+def _subgraph_inputs(node: Node, position: int) -> Dict[int, int]:
+    """Map the inputs of a control-flow body to the node's own inputs, by position."""
+
+    def listed(name: str) -> List[int]:
+        return [int(part) for part in node.attrs.get(name, "[]").strip("[]()").split(",") if part.strip()]
+
+    if node.operator == "_foreach":
+        # The body's positions of what the node takes, in the node's order.
+        places = listed("in_data_locs") + listed("in_state_locs") + listed("remain_locs")
+        return {place: outer for outer, place in enumerate(places)}
+    bodies = {"_while_loop": ("cond", "func"), "_cond": ("cond", "then", "else")}
+    if node.operator not in bodies:
+        return {}
+    # The node's positions of what the body takes, in the body's order.
+    return dict(enumerate(listed(f"{bodies[node.operator][position]}_input_locs")))

@@ -1,0 +1,174 @@
+"""The Symbol-level patch: rewrites graphs where they become executable.
+
+A traced graph becomes executable when a hybrid block calls its cached op, and when a symbol is
+bound. Only there dtypes and device are known. The graphs that users hold, export and save stay
+the plain ones.
+"""
+
+import functools
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+
+from mxnet.base import MXNetError
+from mxnet.context import Context
+from mxnet.gluon.block import HybridBlock
+from mxnet.ndarray import CachedOp
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from .casting import CASTABLE
+from .eager import Active, dtypes_of, on_device
+from .graph import infer_types
+from .machine import dtype_name
+from .patching import Patch
+from .policy import Policy
+from .rewrite import rewrite_symbol
+
+__all__ = ["patches"]
+
+
+def patches(active: Active) -> List[Patch]:
+    """Return the patches that make graphs follow the policy that `active` returns."""
+
+    def build_call(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
+            if active() is None:
+                return original(self, *args)
+            if self._cached_op is None:
+                self._build_cache(*args)
+            if isinstance(self._cached_op, CachedOp):
+                self._cached_op = _PolicyCachedOp(self, active)
+            return original(self, *args)
+
+        return _call_cached_op
+
+    def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def bind(
+            self: Symbol, ctx: Context, args: Any, args_grad: Any = None,
+            grad_req: Any = "write", *rest: Any, **options: Any,
+        ) -> Any:  # fmt: skip
+            policy = _policy_for(ctx)
+            symbol = self
+            if policy is not None:
+                names = self.list_arguments()
+                arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
+                dtypes = _named_dtypes(arrays)
+                symbol = rewrite_symbol(self, policy, dtypes, _accumulated(names, grad_req))
+            executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
+            executor._symbol = self
+            return executor
+
+        return bind
+
+    def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def simple_bind(
+            self: Symbol, ctx: Context, grad_req: Any = "write", type_dict: Any = None,
+            *rest: Any, **options: Any,
+        ) -> Any:  # fmt: skip
+            policy = _policy_for(ctx)
+            symbol = self
+            if policy is not None:
+                dtypes = argument_dtypes(self, type_dict)
+                guarded = _accumulated(self.list_arguments(), grad_req)
+                symbol = rewrite_symbol(self, policy, dtypes, guarded)
+                if symbol is not self:
+                    # Behind a cast MXNet can't infer an argument's dtype any more.
+                    type_dict = {**dtypes, **(type_dict or {})}
+            executor = original(symbol, ctx, grad_req, type_dict, *rest, **options)
+            executor._symbol = self
+            return executor
+
+        return simple_bind
+
+    def _policy_for(ctx: Any) -> Optional[Policy]:
+        policy = active()
+        if policy is None or not isinstance(ctx, Context):
+            return None
+        return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
+
+    return [
+        Patch(HybridBlock, "_call_cached_op", build_call),
+        Patch(Symbol, "bind", build_bind),
+        Patch(Symbol, "simple_bind", build_simple_bind),
+    ]
+
+
+def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> Dict[str, str]:
+    """Return the dtype of every argument, float32 where neither given nor inferred."""
+    known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
+    found = infer_types(symbol, known)
+    names = symbol.list_arguments()
+    inferred = dict(zip(names, found[0])) if found is not None else {}
+    return {name: known.get(name, inferred.get(name, "float32")) for name in names}
+
+
+def _named_dtypes(arrays: Mapping[str, Any]) -> Dict[str, str]:
+    given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
+    return dict(zip(given, dtypes_of(list(given.values()))))
+
+
+def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
+    """Return the arguments whose gradients are added up."""
+    if isinstance(grad_req, str):
+        return frozenset(names if grad_req == "add" else ())
+    reqs = grad_req.items() if isinstance(grad_req, Mapping) else zip(names, grad_req)
+    return frozenset(name for name, req in reqs if req == "add")
+
+
+class _PolicyCachedOp:
+    """A block's cached op that runs the graph of whatever policy is active when it is called.
+
+    One `CachedOp` a policy and dtypes of inputs, made when first needed; without a policy the
+    block's own.
+    """
+
+    def __init__(self, block: HybridBlock, active: Active) -> None:
+        self._active = active
+        self._plain = block._cached_op
+        self._symbol = block._cached_graph[1]
+        places = block._cached_op_args
+        self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
+        self._names = self._symbol.list_inputs()
+        self._data = frozenset(self._names[i] for i, (is_data, _) in enumerate(places) if is_data)
+        indices = {True: [i for i, (d, _) in enumerate(places) if d],
+                   False: [i for i, (d, _) in enumerate(places) if not d]}  # fmt: skip
+        self._flags = [("data_indices", indices[True]), ("param_indices", indices[False])]
+        self._flags += list(block._flags)
+        self._ops: Dict[Any, CachedOp] = {}
+        self._hook: Optional[Tuple[Any, bool]] = None
+
+    @property
+    def is_np_sym(self) -> bool:
+        return bool(self._plain.is_np_sym)
+
+    def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
+        return self._choose(args)(*args, **kwargs)
+
+    def _choose(self, args: Sequence[NDArray]) -> CachedOp:
+        policy = self._active()
+        if policy is None or not on_device(args[:1], policy.device):
+            return self._plain
+        added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
+        key = (policy, dtypes_of(args), added)
+        op = self._ops.get(key)
+        if op is None:
+            op = self._ops[key] = self._build(policy, key[1], added)
+        return op
+
+    def _build(
+        self, policy: Policy, dtypes: Tuple[str, ...], added: Tuple[int, ...]
+    ) -> CachedOp:
+        # What a caller passes in may be accumulated into as well: that can't be seen from here.
+        guarded = self._data | {self._names[i] for i in added}
+        symbol = rewrite_symbol(self._symbol, policy, dict(zip(self._names, dtypes)), guarded)
+        op = self._plain if symbol is self._symbol else CachedOp(symbol, self._flags)
+        if self._hook is not None:
+            op._register_op_hook(*self._hook)
+        return op
+
+    def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
+        self._hook = (callback, monitor_all)
+        for op in (self._plain, *self._ops.values()):
+            op._register_op_hook(callback, monitor_all)
