@@ -12,6 +12,61 @@ from ._compat import import_mxnet as _import_mxnet
 _import_mxnet()
 
 from .autocast import autocast, current_policy, init, is_enabled, shutdown  # noqa: E402
+from .convert import (  # noqa: E402
+    convert_bucketing_module,
+    convert_hybrid_block,
+    convert_model,
+    convert_symbol,
+)
+from .errors import (  # noqa: E402
+    AmpError,
+    ArgumentError,
+    InstallError,
+    StateError,
+    UnknownNameError,
+)
 from .policy import Policy  # noqa: E402
+from .scaler import LossScaler, NoScaler, StaticLossScaler  # noqa: E402
+from .stock_lists import (  # noqa: E402
+    list_conditional_fp32_ops,
+    list_fp32_ops,
+    list_loss_output_functions,
+    list_lp16_fp32_ops,
+    list_lp16_ops,
+    list_lp16_use_fp32_params,
+    list_widest_type_cast,
+)
+from .trainer import init_trainer, scale_loss, unscale  # noqa: E402
 
-__version__ = "0.1.0"
+from ._version import __version__  # noqa: E402
+
+__all__ = [
+    "AmpError",
+    "ArgumentError",
+    "InstallError",
+    "LossScaler",
+    "NoScaler",
+    "Policy",
+    "StateError",
+    "StaticLossScaler",
+    "UnknownNameError",
+    "autocast",
+    "convert_bucketing_module",
+    "convert_hybrid_block",
+    "convert_model",
+    "convert_symbol",
+    "current_policy",
+    "init",
+    "init_trainer",
+    "is_enabled",
+    "list_conditional_fp32_ops",
+    "list_fp32_ops",
+    "list_loss_output_functions",
+    "list_lp16_fp32_ops",
+    "list_lp16_ops",
+    "list_lp16_use_fp32_params",
+    "list_widest_type_cast",
+    "scale_loss",
+    "shutdown",
+    "unscale",
+]

@@ -8,7 +8,7 @@ depth-first walk over the graph, which casts put between nodes do not change.
 import ctypes
 import json
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
@@ -98,9 +98,9 @@ class Graph:
             **({"attrs": self.attrs} if self.attrs else {}),
         }
 
-    def to_symbol(self, like: Symbol) -> Symbol:
-        """Return it as a symbol of the same kind (classic or NumPy) as `like`."""
-        return type(like)(_load(self.to_json()))
+    def to_symbol(self, kind: Type[Symbol] = Symbol) -> Symbol:
+        """Return it as a symbol of class `kind` (classic or NumPy)."""
+        return kind(_load(self.to_json()))
 
     @property
     def variables(self) -> List[Node]:
@@ -143,7 +143,7 @@ def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
         node.num_outputs,
     )  # fmt: skip
     graph = Graph([*inputs, alone], [(count, i) for i in range(node.num_outputs)], _VERSION)
-    found = infer_types(Symbol(_load(graph.to_json())))
+    found = infer_types(graph.to_symbol())
     return found[1] if found is not None else ("float32",) * node.num_outputs
 
 

@@ -50,7 +50,7 @@ def rewrite_symbol(
     result = rewrite(Graph.from_symbol(symbol), policy, dtypes, guarded)
     if not result.casts:
         return symbol
-    rewritten = result.graph.to_symbol(symbol)
+    rewritten = result.graph.to_symbol(type(symbol))
     if rewritten.list_inputs() != symbol.list_inputs():
         raise AmpError(
             "the rewritten graph takes its inputs in another order; please report this graph: "

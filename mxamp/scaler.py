@@ -10,6 +10,7 @@ all three have the same interface, so that nobody has to ask which one is there.
 """
 
 import math
+import numbers
 from typing import Any, Dict, Mapping, Tuple, Type, TypeVar
 
 from .errors import ArgumentError
@@ -28,7 +29,6 @@ class StaticLossScaler:
     128.0
     """
 
-    #: whether a `state_dict` field is a setting or changes while training
     _fields: Tuple[str, ...] = ("loss_scale",)
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -55,11 +55,10 @@ class StaticLossScaler:
         Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
         scaler, of a newer mxamp, or lacks a field.
         """
-        values = self._checked_state(state)
-        for name, value in values.items():
+        for name, value in self._checked(state).items():
             setattr(self, f"_{name}", value)
 
-    def _checked_state(self, state: Mapping[str, Any]) -> Dict[str, Any]:
+    def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
         kind = type(self).__name__
         if not isinstance(state, Mapping) or state.get("kind") != kind:
             found = state.get("kind") if isinstance(state, Mapping) else state
@@ -172,22 +171,16 @@ class LossScaler(StaticLossScaler):
 
 def _positive(name: str, value: Any) -> float:
     """Return `value` as a positive finite float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        try:
-            # NumPy's numbers are welcome, its truth values are not.
-            if type(value).__name__.startswith("bool"):
-                raise TypeError
-            value = float(value) if not isinstance(value, (bool, str)) else math.nan
-        except (TypeError, ValueError):
-            raise ArgumentError(f"{name} is a positive number, not {value!r}") from None
-    if not (math.isfinite(value) and value > 0):
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
         raise ArgumentError(f"{name} is a positive finite number, not {value!r}")
     return float(value)
 
 
 def _count(name: str, value: Any) -> int:
     """Return `value` as an int of at least 1."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < 1:
         raise ArgumentError(f"{name} is a whole number of at least 1, not {value!r}")
     return int(value)
 

@@ -1,0 +1,255 @@
+"""Trains a network on handwritten digits in three precisions, and converts the saved model.
+
+    scripts/quickstart [--fast]
+
+A small convolutional net with BatchNorm, hybridized, same seed each time: in float32, in float16
+with dynamic loss scaling, in bfloat16. The float32 model is then exported, its files are converted
+to either precision, and loaded again by plain MXNet with mxamp switched off.
+"""
+
+import logging
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any, List, NamedTuple, Optional, Tuple
+
+import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
+
+import click
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from sklearn.datasets import load_digits
+
+from mxamp.machine import cpu_name, dtype_name, features
+
+BATCH = 64
+# High enough that the first steps overflow: the scaler has to find its way down.
+FIRST_SCALE = 2.0**24
+
+Data = Tuple[mx.nd.NDArray, mx.nd.NDArray]
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    accuracy: float
+    loss_scale: Optional[float]
+    skipped: Optional[int]
+    ms_a_step: Optional[float]
+    parameter_bytes: int
+    difference: float
+
+
+def digits() -> Tuple[Data, Data]:
+    """Return 898 images to train on and 899 to test on, 8x8, in a fixed order."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.RandomState(0).permutation(len(images))
+    images = (images[order].reshape(-1, 1, 8, 8) / 16).astype("float32")
+    labels = labels[order].astype("float32")
+    cut = len(images) // 2
+    return (
+        (mx.nd.array(images[:cut]), mx.nd.array(labels[:cut])),
+        (mx.nd.array(images[cut:]), mx.nd.array(labels[cut:])),
+    )
+
+
+def network() -> nn.HybridBlock:
+    mx.random.seed(7)
+    np.random.seed(7)
+    net = nn.HybridSequential(prefix="digits_")
+    with net.name_scope():
+        for channels in (16, 32):
+            net.add(
+                nn.Conv2D(channels, 3, padding=1, use_bias=False),
+                nn.BatchNorm(),
+                nn.Activation("relu"),
+                nn.MaxPool2D(2),
+            )
+        net.add(nn.Dense(64, activation="relu"), nn.Dense(10))
+    net.initialize(mx.init.Xavier())
+    net.hybridize(static_alloc=True)
+    return net
+
+
+def train(dtype: Optional[str], data: Data, epochs: int, advance: Any) -> Tuple[Any, Any, float]:
+    """Return the trained net, its trainer, and milliseconds a step (the median)."""
+    images, labels = data
+    net = network()
+    steps = epochs * (len(images) // BATCH)
+    schedule = mx.lr_scheduler.CosineScheduler(steps, base_lr=0.05, final_lr=0)
+    settings = {"lr_scheduler": schedule, "momentum": 0.9, "wd": 1e-4}
+    trainer = gluon.Trainer(net.collect_params(), "nag", settings)
+    if dtype == "float16":
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=FIRST_SCALE))
+    elif dtype is not None:
+        amp.init_trainer(trainer)
+    loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+    rng, times = np.random.RandomState(1), []
+    for _ in range(epochs):
+        order = rng.permutation(len(images))
+        for start in range(0, len(images) - BATCH + 1, BATCH):
+            index = mx.nd.array(order[start : start + BATCH])
+            x, y = images.take(index), labels.take(index)
+            began = time.perf_counter()
+            with autograd.record():
+                loss = loss_function(net(x), y).mean()
+                if dtype is None:
+                    autograd.backward(loss)
+                else:
+                    with amp.scale_loss(loss, trainer) as scaled:
+                        autograd.backward(scaled)
+            trainer.step(1)
+            mx.nd.waitall()
+            times.append(time.perf_counter() - began)
+            advance()
+    return net, trainer, float(np.median(times)) * 1000
+
+
+def accuracy(outputs: mx.nd.NDArray, data: Data) -> float:
+    return float((outputs.asnumpy().argmax(1) == data[1].asnumpy()).mean())
+
+
+def parameter_bytes(net: Any) -> int:
+    return sum(
+        param.data().size * (4 if dtype_name(param.dtype) == "float32" else 2)
+        for param in net.collect_params().values()
+    )
+
+
+def trained_rows(
+    data: Data, test: Data, epochs: int, folder: Path, progress: Progress
+) -> List[Row]:
+    """Train in each precision; leaves the exported float32 model in `folder`."""
+    rows: List[Row] = []
+    for dtype in (None, "float16", "bfloat16"):
+        steps = epochs * (len(data[0]) // BATCH)
+        task = progress.add_task(f"training in {dtype or 'float32'}", total=steps)
+        if dtype is not None:
+            amp.init(dtype, ctx=mx.cpu())
+        try:
+            net, trainer, ms = train(dtype, data, epochs, lambda task=task: progress.advance(task))
+            outputs = net(test[0])
+        finally:
+            amp.shutdown()
+        if dtype is None:
+            net.export(str(folder / "digits"))
+        hook = getattr(trainer, "_amp_loss_scaler", None)
+        again = net(test[0])  # the same weights, computed in float32
+        rows.append(
+            Row(
+                f"trained {dtype or 'float32'}", accuracy(outputs, test),
+                hook and hook.loss_scale, hook and hook.skips, ms, parameter_bytes(net),
+                float(abs(outputs - again).max().asscalar()),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def converted_rows(test: Data, folder: Path) -> List[Row]:
+    """Convert the exported files, load the result with mxamp off, compare."""
+    rows = []
+    expected = load(folder / "digits")(test[0])
+    for dtype in ("float16", "bfloat16"):
+        model = mx.model.load_checkpoint(str(folder / "digits"), 0)
+        policy = amp.Policy.default(dtype, device="cpu")
+        converted = amp.convert_model(*model, policy=policy, cast_optional_params=True)
+        mx.model.save_checkpoint(str(folder / dtype), 0, *converted)
+        assert not amp.is_enabled()
+        net = load(folder / dtype)
+        outputs = net(test[0])
+        rows.append(
+            Row(
+                f"converted {dtype}", accuracy(outputs, test), None, None, None,
+                parameter_bytes(net), float(abs(outputs - expected).max().asscalar()),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def load(prefix: Path) -> gluon.SymbolBlock:
+    """Load a saved model the way any MXNet program does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MXNet wonders about the dtype of its input
+        return gluon.SymbolBlock.imports(
+            f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params"
+        )
+
+
+def describe_cpu() -> str:
+    found = features()
+    if found & {"avx512_bf16", "amx_bf16"}:
+        says = "it computes bfloat16 in hardware: bfloat16 is the fast precision here"
+    elif "avx512" in found:
+        says = "it has avx512 but no bfloat16 arithmetic: bfloat16 is right, and slower than float32"
+    else:
+        says = "it has no avx512: bfloat16 is computed in float32 on rounded values, and slower"
+    return f"{cpu_name()}: {says}. float16 on CPUs is for trying and testing: true values, no speed."
+
+
+def show(rows: List[Row], console: Console) -> None:
+    table = Table(title="Handwritten digits, 899 test images")
+    table.add_column("", no_wrap=True)
+    for heading in (
+        "accuracy", "scale", "skipped", "ms/step", "bytes", "max diff",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+
+    def text(value: Any, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    for row in rows:
+        table.add_row(
+            row.name, f"{row.accuracy:.2%}", text(row.loss_scale, ",.0f"), text(row.skipped, "d"),
+            text(row.ms_a_step, ".1f"), f"{row.parameter_bytes:,}", f"{row.difference:.2g}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "scale: the loss scale at the end. skipped: steps without an update, as gradients "
+        "overflowed. bytes: of parameters. max diff: the largest difference of an output to "
+        "that of the same weights in float32."
+    )
+
+
+def failures(rows: List[Row]) -> List[str]:
+    """Return what is not as it should be."""
+    plain = rows[0].accuracy
+    found = [f"{row.name}: {row.accuracy:.2%} is not above 97 %" for row in rows if row.accuracy <= 0.97]
+    found += [
+        f"{row.name}: {row.accuracy:.2%} is more than 0.5 points from float32's {plain:.2%}"
+        for row in rows
+        if abs(row.accuracy - plain) > 0.005
+    ]
+    if not rows[1].skipped:
+        found.append("float16: the starting scale was to overflow, and no step was skipped")
+    return found
+
+
+@click.command()
+@click.option("--fast", is_flag=True, help="A third of the epochs: under 30 seconds.")
+def main(fast: bool) -> None:
+    """Train and convert in mixed precision on handwritten digits."""
+    logging.getLogger("mxamp").setLevel(logging.ERROR)
+    console = Console()
+    console.print(describe_cpu(), highlight=False)
+    data, test = digits()
+    with tempfile.TemporaryDirectory() as name, Progress(console=console, transient=True) as progress:
+        rows = trained_rows(data, test, 10 if fast else 30, Path(name), progress)
+        rows += converted_rows(test, Path(name))
+    show(rows, console)
+    problems = failures(rows)
+    for problem in problems:
+        console.print(f"[red]not as it should be:[/red] {problem}")
+    if problems:
+        raise SystemExit(1)
+    console.print("All within 0.5 points of float32's accuracy, above 97 %. Next: README.md.")
+
+
+if __name__ == "__main__":
+    main()
