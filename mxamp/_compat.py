@@ -6,6 +6,7 @@ puts back what is missing before `import mxnet`, and touches nothing that is the
 """
 
 import ctypes
+import importlib
 import importlib.util
 import math
 import sys
@@ -61,9 +62,12 @@ def import_mxnet() -> Any:
         prepare()
         if importlib.util.find_spec("mxnet") is None:
             raise InstallError(NOT_INSTALLED)
-    import mxnet
-
-    return mxnet
+        with warnings.catch_warnings():
+            # What MXNet's own import says of NumPy and distutils, nobody here can act on.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            return importlib.import_module("mxnet")
+    return sys.modules["mxnet"]
 
 
 def prepare() -> None:

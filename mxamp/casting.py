@@ -15,6 +15,8 @@ __all__ = ["CASTABLE", "Decision", "decide"]
 #: Only these are ever cast; integers, booleans and float64 never are.
 CASTABLE = frozenset({"float16", "bfloat16", "float32"})
 
+_WIDE = frozenset({"float32", "float64"})
+
 # Where one of these comes in, the call is the user's own business: it gets what it would have
 # got without mxamp. amp_cast knows no float64 and no sparse storage.
 _FOREIGN = frozenset({"float64", "sparse"})
@@ -25,8 +27,8 @@ class Decision:
     """What is done to one call of an operator.
 
     `reads[i]` is the dtype that input i is cast to, None where it stays as it is. With `through`
-    set, inputs and outputs are rounded to that dtype while the operator itself computes in
-    float32: inputs go down to it before they come up, and float32 outputs go down to it.
+    set, inputs and outputs are rounded to that dtype while the operator itself computes in a
+    wider one: inputs go down to it before they come up, and its outputs go down to it.
     `guards` are inputs that are copied before they are cast (see `_guards`).
     """
 
@@ -36,6 +38,10 @@ class Decision:
     through: Optional[str] = None
     keep_outputs: Tuple[int, ...] = ()
     guards: FrozenSet[int] = frozenset()
+
+    def rounds(self, output: int, dtype: str) -> bool:
+        """Tell whether an output that came out in `dtype` is to be rounded."""
+        return self.through is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
     def changes(self) -> bool:
@@ -81,8 +87,8 @@ def decide(
         return Decision(untouched, "no floating-point input to cast")
     dtype, reason = _compute_dtype(kind, reason, set(floats.values()), set(dtypes), policy)
     if dtype == policy.target_dtype and rule.missing is not None:
-        reads = tuple("float32" if i in floats else None for i in range(len(dtypes)))
-        reason = f"{reason}; in float32 on {dtype} values: {rule.missing}"
+        reads = tuple(rule.computes if i in floats else None for i in range(len(dtypes)))
+        reason = f"{reason}; in {rule.computes} on {dtype} values: {rule.missing}"
         return Decision(reads, reason, dtype, dtype, rule.keep_outputs)
     reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))
     return Decision(reads, reason, dtype, guards=_guards(operator, attributes, dtype, reads))

@@ -33,6 +33,7 @@ _SPARSE = -2
 _NAMES: Mapping[int, str] = {**DTYPE_NAMES, _SPARSE: "sparse"}
 _SPARSE_TYPES = frozenset({CSRNDArray, RowSparseNDArray})
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
+_FLOAT32, _FLOAT64 = DTYPE_CODES["float32"], DTYPE_CODES["float64"]
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 
 _INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
@@ -214,7 +215,7 @@ def _round(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
 
 
 def _rounded(array: NDArray, position: int, decision: Decision, is_np_op: bool) -> NDArray:
-    if position in decision.keep_outputs or _dtype_code(array) != DTYPE_CODES["float32"]:
+    if not decision.rounds(position, _NAMES.get(_dtype_code(array), "other")):
         return array
     return cast(array, str(decision.through), is_np_op)
 
@@ -232,7 +233,7 @@ def _write_out(outputs: Any, out: Any) -> Any:
 
 
 def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
-    """Return `array` in another of float16, bfloat16, float32; itself where it is that already.
+    """Return `array` in another float dtype; itself where it is that already.
 
     The cast is recorded by autograd. Rounds to nearest even.
     """
@@ -240,6 +241,11 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
     if code == DTYPE_CODES[dtype]:
         return array
     operator = _AMP_CAST
+    if _FLOAT64 in (code, DTYPE_CODES[dtype]):
+        # amp_cast knows no float64, and Cast does not round to bfloat16: by way of float32.
+        if _FLOAT32 not in (code, DTYPE_CODES[dtype]):
+            return cast(cast(array, "float32", is_np_op), dtype, is_np_op)
+        operator = _CAST
     if _BFLOAT16 in (code, DTYPE_CODES[dtype]):
         if _is_leaf(array):
             # amp_cast's gradient forgets grad_req="add" in bfloat16; the copy in between keeps it.

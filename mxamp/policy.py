@@ -62,6 +62,7 @@ class Rule:
     keep_inputs: Tuple[str, ...] = ()
     keep_outputs: Tuple[int, ...] = ()
     missing: Optional[str] = None  #: why there is no kernel in the target dtype, if there is none
+    computes: str = "float32"  #: what it runs in where the kernel is missing
 
 
 UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
@@ -296,7 +297,8 @@ def _read(
     for group in data.get("missing", ()):
         if group["device"] == device and group.get("unless") not in features:
             for name in _expand(group["operators"], where):
-                _amend(rules, name, missing=group["reason"])
+                computes = group.get("computes", "float32")
+                _amend(rules, name, missing=group["reason"], computes=computes)
     return Policy(dtype, device, MappingProxyType(rules))
 
 

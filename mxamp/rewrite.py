@@ -15,9 +15,13 @@ from .errors import AmpError
 from .graph import CASTS, Graph, Node, Output, infer_outputs
 from .policy import Policy
 
-__all__ = ["Rewrite", "rewrite", "rewrite_symbol"]
+__all__ = ["UNSAFE_LOOPS", "Rewrite", "rewrite", "rewrite_symbol"]
 
 HALVES = CASTABLE - {"float32"}
+
+#: Control flow whose gradients in graphs read memory that MXNet has never written: garbage or
+#: right by luck, in plain float32 too. Any change to their bodies changes the luck.
+UNSAFE_LOOPS = frozenset({"_while_loop", "_cond"})
 
 
 class Entry(NamedTuple):
@@ -42,12 +46,13 @@ def rewrite_symbol(
     policy: Policy,
     dtypes: Mapping[str, str],
     guarded: AbstractSet[str] = frozenset(),
+    training: bool = False,
 ) -> Symbol:
     """Return `symbol` rewritten; the symbol itself where there is nothing to cast.
 
     Its inputs and outputs keep names, order and dtypes.
     """
-    result = rewrite(Graph.from_symbol(symbol), policy, dtypes, guarded)
+    result = rewrite(Graph.from_symbol(symbol), policy, dtypes, guarded, training)
     if not result.casts:
         return symbol
     rewritten = result.graph.to_symbol(type(symbol))
@@ -64,6 +69,7 @@ def rewrite(
     policy: Policy,
     dtypes: Mapping[str, str],
     guarded: AbstractSet[str] = frozenset(),
+    training: bool = False,
 ) -> Rewrite:
     """Insert the casts that `policy` decides on.
 
@@ -75,16 +81,23 @@ def rewrite(
         The dtype of each variable by name, or "sparse"; float32 where unnamed.
     guarded : set of str
         Variables whose gradients may be accumulated (`grad_req="add"`): see `_guarded`.
+    training : bool
+        Gradients will be computed. Then the bodies of `UNSAFE_LOOPS` stay as they are.
     """
-    return _Rewriter(graph, policy, dtypes, frozenset(guarded)).run()
+    return _Rewriter(graph, policy, dtypes, frozenset(guarded), training).run()
 
 
 class _Rewriter:
     def __init__(
-        self, graph: Graph, policy: Policy, dtypes: Mapping[str, str], guarded: FrozenSet[str]
+        self,
+        graph: Graph,
+        policy: Policy,
+        dtypes: Mapping[str, str],
+        guarded: FrozenSet[str],
+        training: bool,
     ) -> None:
         self.graph, self.policy = graph, policy
-        self.dtypes, self.guarded = dtypes, guarded
+        self.dtypes, self.guarded, self.training = dtypes, guarded, training
         self.nodes: List[Node] = []
         self.names: Set[str] = {node.name for node in graph.nodes}
         self.plain: Dict[Output, str] = {}
@@ -127,7 +140,10 @@ class _Rewriter:
             after = infer_outputs(node, [entry.dtype for entry in reads])
         outputs = [Entry((added, k), dtype) for k, dtype in enumerate(after)]
         if decision.through is not None:
-            outputs = [self._rounded(e, k, decision) for k, e in enumerate(outputs)]
+            outputs = [
+                self._cast(entry, decision.through) if decision.rounds(k, entry.dtype) else entry
+                for k, entry in enumerate(outputs)
+            ]
         elif node.operator in CASTS and reads[0].dtype in HALVES and after[0] == "float32":
             outputs = [outputs[0]._replace(source=reads[0])]
         self._record(i, before, outputs)
@@ -148,11 +164,6 @@ class _Rewriter:
             entry = self._cast(entry, decision.through)
         return self._cast(entry, dtype)
 
-    def _rounded(self, entry: Entry, position: int, decision: Decision) -> Entry:
-        if position in decision.keep_outputs or entry.dtype != "float32":
-            return entry
-        return self._cast(entry, str(decision.through))
-
     def _restored(self, output: Output) -> Entry:
         """Return an old output in the dtype that it had without mxamp."""
         entry, plain = self.entries[output], self.plain[output]
@@ -165,12 +176,15 @@ class _Rewriter:
             return entry
         if entry.source is not None and entry.source.dtype == dtype:
             return entry.source
+        if "float64" in (entry.dtype, dtype) and "float32" not in (entry.dtype, dtype):
+            return self._cast(self._cast(entry, "float32"), dtype)
         key = (entry.output, dtype)
         found = self.cast_entries.get(key)
         if found is None:
             source = entry if entry.dtype in HALVES and dtype == "float32" else None
             read = self._guarded(entry, dtype)
-            added = self._insert("amp_cast", read, f"amp_cast_{dtype}", {"dtype": dtype})
+            op = "Cast" if "float64" in (entry.dtype, dtype) else "amp_cast"
+            added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype})
             found = self.cast_entries[key] = Entry((added, 0), dtype, source)
             self.result.casts += 1
         return found
@@ -193,10 +207,12 @@ class _Rewriter:
 
     def _subgraph(self, graph: Graph, node: Node, position: int) -> Graph:
         """Rewrite the body of a loop or a branch; its inputs and outputs keep their dtypes."""
+        if self.training and node.operator in UNSAFE_LOOPS:
+            return graph
         inputs = _subgraph_inputs(node, position)
         names = [variable.name for variable in graph.variables]
         dtypes = {names[k]: self.plain[node.inputs[outer]] for k, outer in inputs.items()}
-        result = rewrite(graph, self.policy, dtypes, frozenset(names))
+        result = rewrite(graph, self.policy, dtypes, frozenset(names), self.training)
         self.result.casts += result.casts
         self.result.decisions.update(result.decisions)
         return result.graph

@@ -8,20 +8,19 @@ the plain ones.
 import functools
 from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
-from mxnet.base import MXNetError
+from mxnet import autograd
 from mxnet.context import Context
 from mxnet.gluon.block import HybridBlock
 from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from .casting import CASTABLE
 from .eager import Active, dtypes_of, on_device
 from .graph import infer_types
 from .machine import dtype_name
 from .patching import Patch
 from .policy import Policy
-from .rewrite import rewrite_symbol
+from .rewrite import UNSAFE_LOOPS, rewrite_symbol
 
 __all__ = ["patches"]
 
@@ -54,7 +53,8 @@ def patches(active: Active) -> List[Patch]:
                 names = self.list_arguments()
                 arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
                 dtypes = _named_dtypes(arrays)
-                symbol = rewrite_symbol(self, policy, dtypes, _accumulated(names, grad_req))
+                guarded, training = _accumulated(names, grad_req), args_grad is not None
+                symbol = rewrite_symbol(self, policy, dtypes, guarded, training)
             executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
             executor._symbol = self
             return executor
@@ -72,7 +72,7 @@ def patches(active: Active) -> List[Patch]:
             if policy is not None:
                 dtypes = argument_dtypes(self, type_dict)
                 guarded = _accumulated(self.list_arguments(), grad_req)
-                symbol = rewrite_symbol(self, policy, dtypes, guarded)
+                symbol = rewrite_symbol(self, policy, dtypes, guarded, grad_req != "null")
                 if symbol is not self:
                     # Behind a cast MXNet can't infer an argument's dtype any more.
                     type_dict = {**dtypes, **(type_dict or {})}
@@ -136,6 +136,9 @@ class _PolicyCachedOp:
                    False: [i for i, (d, _) in enumerate(places) if not d]}  # fmt: skip
         self._flags = [("data_indices", indices[True]), ("param_indices", indices[False])]
         self._flags += list(block._flags)
+        # Only graphs that hold one of these differ in training.
+        json = Symbol.tojson(self._symbol)
+        self._loops = any(f'"op": "{name}"' in json for name in UNSAFE_LOOPS)
         self._ops: Dict[Any, CachedOp] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
 
@@ -151,18 +154,19 @@ class _PolicyCachedOp:
         if policy is None or not on_device(args[:1], policy.device):
             return self._plain
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
-        key = (policy, dtypes_of(args), added)
+        key = (policy, dtypes_of(args), added, self._loops and autograd.is_recording())
         op = self._ops.get(key)
         if op is None:
-            op = self._ops[key] = self._build(policy, key[1], added)
+            op = self._ops[key] = self._build(*key)
         return op
 
     def _build(
-        self, policy: Policy, dtypes: Tuple[str, ...], added: Tuple[int, ...]
+        self, policy: Policy, dtypes: Tuple[str, ...], added: Tuple[int, ...], training: bool
     ) -> CachedOp:
         # What a caller passes in may be accumulated into as well: that can't be seen from here.
         guarded = self._data | {self._names[i] for i in added}
-        symbol = rewrite_symbol(self._symbol, policy, dict(zip(self._names, dtypes)), guarded)
+        named = dict(zip(self._names, dtypes))
+        symbol = rewrite_symbol(self._symbol, policy, named, guarded, training)
         op = self._plain if symbol is self._symbol else CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)

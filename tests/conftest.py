@@ -1,0 +1,52 @@
+import gc
+import random
+from types import SimpleNamespace
+
+import mxamp as amp  # isort: skip - makes mxnet importable on newer Python and NumPy
+import mxnet as mx
+import numpy as np
+import pytest
+from mxamp import eager, symbolic
+
+DTYPES = ("float16", "bfloat16")
+BF16 = np.dtype([("bfloat16", np.uint16)])
+
+
+def _attributes():
+    patches = [*eager.patches(lambda: None), *symbolic.patches(lambda: None)]
+    return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in patches}
+
+
+ORIGINALS = {key: vars(owner)[name] for key, (owner, name) in _attributes().items()}
+
+
+def assert_unpatched():
+    for key, (owner, name) in _attributes().items():
+        assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    """Same seeds before each test; nothing patched, and no numpy mode left on, after it."""
+    mx.random.seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    yield
+    amp.shutdown()
+    mx.nd.waitall()
+    mx.npx.reset_np()
+    gc.collect()
+    assert_unpatched()
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture
+def on(dtype):
+    """Mixed precision on, on the CPU, in either dtype."""
+    amp.init(dtype, ctx=mx.cpu())
+    yield SimpleNamespace(dtype=dtype, policy=amp.current_policy())
+    amp.shutdown()

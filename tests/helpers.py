@@ -1,0 +1,74 @@
+"""The oracle: casts written by hand, around plain MXNet."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import mxamp as amp
+import mxnet as mx
+import numpy as np
+from mxamp.machine import dtype_name
+
+ROOT = Path(__file__).resolve().parent.parent
+BF16 = np.dtype([("bfloat16", np.uint16)])
+
+
+def mx_dtype(name):
+    return BF16 if name == "bfloat16" else name
+
+
+def classic(array):
+    return array.as_nd_ndarray() if isinstance(array, mx.np.ndarray) else array
+
+
+def down(array, dtype):
+    """The array rounded to a half precision, in that dtype."""
+    return mx.nd.amp_cast(classic(array), dtype=mx_dtype(dtype))
+
+
+def up(array):
+    return mx.nd.amp_cast(classic(array), dtype="float32")
+
+
+def rounded(array, dtype):
+    """The array rounded to a half precision, in float32."""
+    return up(down(array, dtype))
+
+
+def values(array):
+    """NumPy values of an array of any dtype, with or without mxamp on."""
+    with amp.autocast(enabled=False):
+        return up(array).asnumpy() if dtype_name(array.dtype) == "bfloat16" else array.asnumpy()
+
+
+def kind(array):
+    return dtype_name(array.dtype)
+
+
+def same(a, b):
+    """Bitwise equal, NaN included."""
+    a, b = (values(x) if isinstance(x, mx.nd.NDArray) else np.asarray(x) for x in (a, b))
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def randn(*shape, seed=0, scale=1.0):
+    return mx.nd.array(np.random.RandomState(seed).randn(*shape).astype("float32") * scale)
+
+
+def run_python(code, *, env=None, python=sys.executable, timeout=300):
+    """Run code in another process; return the finished process with its output."""
+    import os
+
+    merged = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    return subprocess.run(
+        [python, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, timeout=timeout, env=merged, check=False, cwd=str(ROOT / "tests"),
+    )  # fmt: skip
+
+
+def check_python(code, **options):
+    """Run code that must succeed in another process; return what it printed."""
+    done = run_python(code, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

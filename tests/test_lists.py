@@ -1,0 +1,112 @@
+"""The operator lists, held to MXNet's registry and to what its operators accept."""
+
+import sys
+
+import pytest
+from mxamp.graph import Node, infer_outputs
+from mxamp.operators import registry
+from mxamp.policy import CLASSES, Policy, lists_folder
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@pytest.fixture
+def data(dtype):
+    return tomllib.loads((lists_folder() / f"{dtype}.toml").read_text())
+
+
+def expanded(group):
+    for pattern in group["operators"]:
+        if pattern.endswith("*"):
+            yield from (name for name in registry() if name.startswith(pattern[:-1]))
+        else:
+            yield pattern
+
+
+def test_every_operator_has_exactly_one_class(data):
+    listed = [name for group in data["group"] + data["conditional"] for name in expanded(group)]
+    assert len(listed) == len(set(listed)), sorted(n for n in listed if listed.count(n) > 1)
+    assert set(listed) == set(registry()), "new, renamed or unknown operators"
+
+
+def test_every_group_gives_its_class_and_reason(data):
+    for group in data["group"]:
+        assert group["class"] in CLASSES
+        assert len(group["reason"]) > 5
+    for group in data["conditional"]:
+        assert group["otherwise"] in CLASSES
+        assert group["reason"]
+
+
+def test_conditions_name_attributes_that_exist(data):
+    import mxnet as mx
+
+    for group in data["conditional"]:
+        for name in group["operators"]:
+            function = getattr(mx.sym, name, None) or getattr(mx.sym._internal, name, None)
+            function = function or getattr(mx.sym.contrib, name.replace("_contrib_", ""), None)
+            words = function.__doc__ if function else group["attribute"]
+            assert group["attribute"] in words, name
+
+
+def test_exceptions_name_inputs_that_exist(data):
+    for name, inputs in data["keep_inputs"].items():
+        assert set(inputs) <= set(registry()[name].inputs), name
+
+
+@pytest.mark.parametrize(
+    "name, attrs, inputs, output",
+    [
+        ("BatchNorm", {}, "hffff", "h"), ("Embedding", {"input_dim": "3", "output_dim": "2"}, "fh", "h"),
+        ("take", {}, "hf", "h"), ("pick", {}, "hf", "h"), ("gather_nd", {}, "hf", "h"),
+        ("where", {}, "fhh", "h"), ("_npi_where", {}, "fhh", "h"),
+        ("SequenceMask", {"use_sequence_length": "True"}, "hf", "h"),
+        ("SequenceLast", {"use_sequence_length": "True"}, "hf", "h"),
+        ("SequenceReverse", {"use_sequence_length": "True"}, "hf", "h"),
+        ("_contrib_boolean_mask", {}, "hf", "h"),
+    ],
+)  # fmt: skip
+def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, output):
+    kinds = {"h": dtype, "f": "float32"}
+    node = Node(name, "n", attrs, num_outputs=3 if name == "BatchNorm" else 1)
+    assert infer_outputs(node, [kinds[i] for i in inputs])[0] == kinds[output]
+
+
+def test_tensor_core_operators_are_low_in_float16():
+    policy = Policy.default("float16", "gpu")
+    for name in (
+        "Convolution", "Deconvolution", "FullyConnected", "RNN", "dot", "batch_dot",
+        "_linalg_gemm", "_linalg_gemm2", "_npi_matmul", "_np_dot", "_npi_einsum",
+        "_contrib_interleaved_matmul_selfatt_qk", "_contrib_interleaved_matmul_encdec_valatt",
+    ):  # fmt: skip
+        rule = policy.rule(name)
+        assert rule.kind == "low"
+        assert rule.missing is None, "GPUs have the kernels"
+        assert Policy.default("float16", "cpu").rule(name).missing
+
+
+def test_what_is_wrong_or_deadly_in_bfloat16_is_neither_low_nor_neutral():
+    policy = Policy.default("bfloat16")
+    for name in (
+        "transpose", "Deconvolution", "norm", "_contrib_AdaptiveAvgPooling2D", "batch_dot", "dot",
+        "Dropout", "LayerNorm", "RNN", "SoftmaxOutput", "_contrib_BilinearResize2D",
+        "_contrib_interleaved_matmul_selfatt_qk",
+    ):  # fmt: skip
+        assert policy.rule(name).kind == "fp32", name
+        assert policy.rule(name).missing, name
+
+
+def test_numpy_operators_follow_their_classic_twins():
+    twins = {
+        "exp": "_npi_exp", "log": "_npi_log", "sum": "_np_sum", "mean": "_npi_mean",
+        "dot": "_np_dot", "relu": "_npx_relu", "transpose": "_np_transpose",
+        "Concat": "_npi_concatenate", "elemwise_sub": "_npi_subtract", "where": "_npi_where",
+        "square": "_npi_square", "tanh": "_npi_tanh", "norm": "_npi_norm",
+    }  # fmt: skip
+    for dtype in ("float16", "bfloat16"):
+        policy = Policy.default(dtype, "cpu")
+        for classic, numpy in twins.items():
+            assert policy.rule(classic).kind == policy.rule(numpy).kind, (dtype, classic)
