@@ -19,7 +19,7 @@ from mxnet.symbol import Symbol
 from .autocast import autocast, make_policy
 from .eager import cast
 from .errors import ArgumentError, StateError, unknown
-from .graph import Graph, Node
+from .graph import CASTS, Graph, Node
 from .machine import DTYPE_CODES, dtype_name
 from .policy import Conditional, Policy
 from .rewrite import rewrite
@@ -329,12 +329,23 @@ def _convert(
     given = {name: dtype_name(dtype) for name, dtype in (dtypes or {}).items() if name in inputs}
     known = argument_dtypes(sym, {k: v for k, v in given.items() if k in sym.list_arguments()})
     result = rewrite(graph, policy, {**known, **given})
-    if not result.casts:
+    if result.graph == graph:
         return _Converted(sym, {})
-    new, cast_params = result.graph, {}
+    new, cast_params = _with_dtypes(result.graph, {**known, **given}), {}
     if offline:
         new, cast_params = _cast_offline(new, frozenset(data), policy.target_dtype)
     return _Converted(new.to_symbol(_keeping_casts(type(sym))), cast_params)
+
+
+def _with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
+    """Record the dtype of each variable behind a cast, where MXNet can't infer it any more."""
+    behind = {node.inputs[0][0] for node in graph.nodes if node.op in CASTS}
+    nodes = list(graph.nodes)
+    for i in behind:
+        node, code = nodes[i], DTYPE_CODES.get(dtypes.get(nodes[i].name, "float32"))
+        if node.is_variable and "__dtype__" not in node.attrs and code is not None:
+            nodes[i] = Node("null", node.name, {**node.attrs, "__dtype__": str(code)})
+    return Graph(nodes, graph.heads, graph.attrs)
 
 
 def _cast_offline(

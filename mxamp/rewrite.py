@@ -12,7 +12,7 @@ from mxnet.symbol import Symbol
 
 from .casting import CASTABLE, Decision, decide
 from .errors import AmpError
-from .graph import CASTS, Graph, Node, Output, infer_outputs
+from .graph import Graph, Node, Output, infer_outputs
 from .policy import Policy
 
 __all__ = ["UNSAFE_LOOPS", "Rewrite", "rewrite", "rewrite_symbol"]
@@ -38,7 +38,16 @@ class Rewrite:
 
     graph: Graph
     decisions: Dict[str, Decision] = field(default_factory=dict)
-    casts: int = 0
+
+    @property
+    def casts(self) -> int:
+        """How many casts the graph holds, bodies of loops included."""
+        return _count_casts(self.graph)
+
+
+def _count_casts(graph: Graph) -> int:
+    inner = sum(_count_casts(body) for node in graph.nodes for body in node.subgraphs)
+    return inner + sum(node.op == "amp_cast" for node in graph.nodes)
 
 
 def rewrite_symbol(
@@ -52,8 +61,9 @@ def rewrite_symbol(
 
     Its inputs and outputs keep names, order and dtypes.
     """
-    result = rewrite(Graph.from_symbol(symbol), policy, dtypes, guarded, training)
-    if not result.casts:
+    graph = Graph.from_symbol(symbol)
+    result = rewrite(graph, policy, dtypes, guarded, training)
+    if result.graph == graph:
         return symbol
     rewritten = result.graph.to_symbol(type(symbol))
     if rewritten.list_inputs() != symbol.list_inputs():
@@ -99,11 +109,13 @@ class _Rewriter:
         self.graph, self.policy = graph, policy
         self.dtypes, self.guarded, self.training = dtypes, guarded, training
         self.nodes: List[Node] = []
-        self.names: Set[str] = {node.name for node in graph.nodes}
+        # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
+        self.names: Set[str] = {node.name for node in graph.nodes if node.op != "amp_cast"}
         self.plain: Dict[Output, str] = {}
         self.entries: Dict[Output, Entry] = {}
         self.cast_entries: Dict[Tuple[Output, str], Entry] = {}
         self.copies: Dict[Output, Output] = {}
+        self.roots: Dict[int, str] = {}
         self.result = Rewrite(Graph([], [], dict(graph.attrs)))
 
     def run(self) -> Rewrite:
@@ -120,6 +132,11 @@ class _Rewriter:
     def _visit(self, i: int, node: Node) -> None:
         entries = [self.entries[output] for output in node.inputs]
         plain = [self.plain[output] for output in node.inputs]
+        if node.op == "amp_cast" and {entries[0].dtype, node.attrs["dtype"]} <= CASTABLE:
+            # A cast that is there already is one that is asked for again.
+            dtype = node.attrs["dtype"]
+            self._record(i, [dtype], [self._cast(entries[0], dtype)])
+            return
         decision = decide(
             node.operator, node.attrs, [e.dtype for e in entries], self.policy, node.name
         )
@@ -144,7 +161,7 @@ class _Rewriter:
                 self._cast(entry, decision.through) if decision.rounds(k, entry.dtype) else entry
                 for k, entry in enumerate(outputs)
             ]
-        elif node.operator in CASTS and reads[0].dtype in HALVES and after[0] == "float32":
+        elif node.operator == "Cast" and reads[0].dtype in HALVES and after[0] == "float32":
             outputs = [outputs[0]._replace(source=reads[0])]
         self._record(i, before, outputs)
 
@@ -186,7 +203,6 @@ class _Rewriter:
             op = "Cast" if "float64" in (entry.dtype, dtype) else "amp_cast"
             added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype})
             found = self.cast_entries[key] = Entry((added, 0), dtype, source)
-            self.result.casts += 1
         return found
 
     def _guarded(self, entry: Entry, dtype: str) -> Output:
@@ -213,7 +229,6 @@ class _Rewriter:
         names = [variable.name for variable in graph.variables]
         dtypes = {names[k]: self.plain[node.inputs[outer]] for k, outer in inputs.items()}
         result = rewrite(graph, self.policy, dtypes, frozenset(names), self.training)
-        self.result.casts += result.casts
         self.result.decisions.update(result.decisions)
         return result.graph
 
@@ -227,9 +242,11 @@ class _Rewriter:
         producer = self.nodes[output[0]]
         group = {k: v for k, v in producer.attrs.items() if k in ("__ctx_group__", "ctx_group")}
         position = str(output[1]) if producer.num_outputs > 1 else ""
-        return self._add(
-            Node(op, self._name(f"{producer.name}{position}_{suffix}"), {**group, **attrs}, [output])
-        )
+        # Casts of casts are named after what was cast first.
+        root = self.roots.get(output[0], f"{producer.name}{position}")
+        added = self._add(Node(op, self._name(f"{root}_{suffix}"), {**group, **attrs}, [output]))
+        self.roots[added] = root
+        return added
 
     def _name(self, wanted: str) -> str:
         name, count = wanted, 0

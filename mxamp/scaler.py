@@ -149,6 +149,17 @@ class LossScaler(StaticLossScaler):
         self._clean_steps = 0
         self._overflows_left = self._hysteresis
 
+    def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
+        values = super()._checked(state)
+        # The settings go through the checks of a new scaler.
+        LossScaler(values["loss_scale"], **{name: values[name] for name in self._fields[1:-2]})
+        limits = {"overflows_left": values["hysteresis"], "clean_steps": values["growth_interval"]}
+        for name, most in limits.items():
+            value = values[name]
+            if not (isinstance(value, numbers.Integral) and 0 <= value <= most):
+                raise ArgumentError(f"{name} is a whole number from 0 to {most}, not {value!r}")
+        return values
+
     def update(self, finite: bool) -> float:
         """Take note of a step whose gradients were all `finite`, or not; return the new scale.
 
