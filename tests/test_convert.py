@@ -71,7 +71,7 @@ def test_parameters_are_cast_where_all_readers_are_low():
     assert kind(new["shared_weight"]) == "float32"
     variables = {node.name: node.attrs for node in Graph.from_symbol(symbol).variables}
     assert variables["b_weight"]["__dtype__"] == "2"
-    assert "__dtype__" not in variables["shared_weight"]
+    assert variables["shared_weight"]["__dtype__"] == "0"
 
 
 def test_data_is_never_cast_offline():

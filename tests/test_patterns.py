@@ -1,0 +1,318 @@
+"""Call patterns found in real training scripts, unchanged but for the import line.
+
+Each is run against a control loop in plain float32 with the same steps.
+"""
+
+import threading
+import types
+
+import mxamp as amp
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+CTX = [mx.cpu(0), mx.cpu(1)]
+
+
+def init_trainer(trainer):
+    """`amp.init_trainer(trainer)`, with a scale at which no step is skipped in float16."""
+    amp.init_trainer(trainer)
+    if trainer.amp_loss_scale > 1:
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=256))
+
+
+def network(outputs=2, ctx=CTX):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, activation="relu", in_units=4), nn.Dense(outputs, in_units=16))
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    rng = np.random.RandomState(5)
+    for param in net.collect_params().values():
+        param.set_data(nd.array(rng.randn(*param.shape) * 0.3))
+    net.hybridize()
+    return net
+
+
+def batches(count=6, rows=8):
+    rng = np.random.RandomState(6)
+    return [(rng.randn(rows, 4).astype("float32"), rng.randint(0, 2, rows)) for _ in range(count)]
+
+
+def split(data, label):
+    load = gluon.utils.split_and_load
+    return load(data, CTX), load(label.astype("float32"), CTX)
+
+
+def close(net, control, dtype):
+    rtol = 0.01 if dtype == "float16" else 0.05
+    for mine, theirs in zip(net.collect_params().values(), control.collect_params().values()):
+        for ctx in CTX:
+            a, b = mine.data(ctx).asnumpy(), theirs.data(ctx).asnumpy()
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * abs(b).max())
+
+
+loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def plain(step, **settings):
+    """The control loop: `step(net, trainer, parts, labels, scale)` without mxamp."""
+    net = network()
+    settings = {"learning_rate": 0.1, "momentum": 0.9, **settings}
+    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
+    for i, (data, label) in enumerate(batches()):
+        step(net, trainer, *split(data, label), i)
+    return net
+
+
+def losses_of(net, parts, labels):
+    return [loss_function(net(x), y) for x, y in zip(parts, labels)]
+
+
+def test_1_ssd_list_of_losses_and_re_hybridizing(dtype):
+    def control(net, trainer, parts, labels, i):
+        with autograd.record():
+            autograd.backward(losses_of(net, parts, labels))
+        trainer.step(8)
+
+    expected = plain(control)
+    amp.init(dtype, ctx=CTX)
+    net = network()
+    trainer = gluon.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=False
+    )
+    init_trainer(trainer)
+    for i, (data, label) in enumerate(batches()):
+        if i % 2 == 0:
+            net.hybridize(static_alloc=True, static_shape=True)
+        parts, labels = split(data, label)
+        with autograd.record():
+            losses = losses_of(net, parts, labels)
+            with amp.scale_loss(losses, trainer) as scaled_loss:
+                autograd.backward(scaled_loss)
+        trainer.step(8)
+    close(net, expected, dtype)
+
+
+def test_1_a_trainer_like_horovods():
+    class DistributedTrainer(gluon.Trainer):
+        """As Horovod's: no kvstore, `_scale` over the workers, gradients summed by hand."""
+
+        def __init__(self, params, optimizer, settings):
+            super().__init__(params, optimizer, settings, kvstore=None)
+            self._scale /= 4
+
+        def _allreduce_grads(self):
+            for param in self._params:
+                if param.grad_req != "null":
+                    for grad in param.list_grad():
+                        grad *= 4
+
+    def run(scaled):
+        net = network(ctx=CTX[:1])
+        trainer = DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        if scaled:
+            amp.init_trainer(trainer, amp.StaticLossScaler(1024))
+        for data, label in batches():
+            x, y = nd.array(data), nd.array(label)
+            with autograd.record():
+                loss = loss_function(net(x), y)
+                if scaled:
+                    with amp.scale_loss(loss, trainer) as loss:
+                        autograd.backward(loss)
+                else:
+                    autograd.backward(loss)
+            trainer.step(8)
+        assert trainer._scale == 0.25
+        return [p.data(CTX[0]).asnumpy() for p in net.collect_params().values()]
+
+    for mine, theirs in zip(run(True), run(False)):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_2_rcnn_threads_and_half_precision_parameters():
+    amp.init("float16", ctx=CTX)
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 1, in_channels=3), nn.BatchNorm(in_channels=4), nn.Dense(2, in_units=64))
+    net.initialize(ctx=CTX)
+    net.cast("float16")  # BatchNorm stays in float32
+    net.hybridize()
+    trainer = gluon.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.1, "multi_precision": True},
+        update_on_kvstore=False,
+    )  # fmt: skip
+    init_trainer(trainer)
+    kinds = {np.dtype(p.dtype).name for p in net.collect_params().values()}
+    assert kinds == {"float16", "float32"}
+    data = [nd.random.normal(shape=(2, 3, 4, 4), ctx=c).astype("float16") for c in CTX]
+    for x in data:
+        net(x)
+    before = net[0].weight.data(CTX[0]).asnumpy()
+    errors = []
+
+    def work(x):
+        try:
+            with autograd.record():
+                loss = loss_function(net(x), nd.zeros(2, ctx=x.context))
+                with amp.scale_loss(loss, trainer) as scaled:
+                    autograd.backward(scaled)
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    for _ in range(8):
+        threads = [threading.Thread(target=work, args=(x,)) for x in data]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        trainer.step(4)
+    assert not errors
+    after = net[0].weight.data(CTX[0]).asnumpy()
+    assert np.isfinite(after).all()
+    assert not np.array_equal(before, after)
+
+
+def test_3_action_recognition_accumulates(dtype, tmp_path):
+    def control(net, trainer, parts, labels, i):
+        net.collect_params().setattr("grad_req", "add") if i == 0 else None
+        with autograd.record():
+            autograd.backward(losses_of(net, parts, labels))
+        if i % 2:
+            trainer.step(16)
+            net.collect_params().zero_grad()
+
+    expected = plain(control)
+    amp.init(dtype, ctx=CTX)
+    net = network()
+    net.collect_params().setattr("grad_req", "add")
+    trainer = gluon.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=False
+    )
+    trainer.save_states(str(tmp_path / "states"))
+    trainer.load_states(str(tmp_path / "states"))
+    init_trainer(trainer)
+    for i, (data, label) in enumerate(batches()):
+        parts, labels = split(data, label)
+        with autograd.record():
+            with amp.scale_loss(losses_of(net, parts, labels), trainer) as scaled:
+                autograd.backward(scaled)
+        if i % 2:
+            trainer.step(16)
+            net.collect_params().zero_grad()
+    close(net, expected, dtype)
+
+
+def test_4_gluonnlp_clips_scaled_gradients(dtype):
+    def clip(net, limit):
+        params = [p for p in net.collect_params().values() if p.grad_req != "null"]
+        grads = [p.list_grad()[0] for p in params]
+        norm = np.sqrt(sum(float((g.astype("float32") ** 2).sum().asscalar()) for g in grads))
+        for param in params:
+            for grad in param.list_grad():
+                grad *= min(1.0, limit / (norm + 1e-8))
+
+    def control(net, trainer, parts, labels, i):
+        with autograd.record():
+            autograd.backward(losses_of(net, parts, labels))
+        trainer.allreduce_grads()
+        clip(net, 1.0)
+        trainer.update(1, ignore_stale_grad=True)
+
+    expected = plain(control)
+    amp.init(dtype, ctx=CTX)
+    net = network()
+    trainer = gluon.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=False
+    )
+    init_trainer(trainer)
+    for data, label in batches():
+        parts, labels = split(data, label)
+        with autograd.record():
+            with amp.scale_loss(losses_of(net, parts, labels), trainer) as scaled:
+                autograd.backward(scaled)
+        trainer.allreduce_grads()
+        clip(net, 1.0 * trainer._amp_loss_scaler.loss_scale)
+        trainer.update(1, ignore_stale_grad=True)
+    close(net, expected, dtype)
+
+
+def test_5_gluonnlp_2_second_record_and_a_scale_set_by_hand(dtype):
+    def control(net, trainer, parts, labels, i):
+        with autograd.record():
+            losses = losses_of(net, parts, labels)
+        for loss in losses:
+            loss.backward()
+        trainer._scale = 1.0
+        trainer.step(8)
+
+    expected = plain(control)
+    amp.init(dtype, ctx=CTX)
+    net = network()
+    trainer = gluon.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=False
+    )
+    init_trainer(trainer)
+    for data, label in batches():
+        parts, labels = split(data, label)
+        with autograd.record():
+            losses = losses_of(net, parts, labels)
+        with autograd.record(), amp.scale_loss(losses, trainer) as scaled:
+            for loss in scaled:
+                loss.backward()
+        assert trainer.amp_loss_scale == trainer._amp_loss_scaler.loss_scale
+        trainer._scale = 1.0
+        trainer.step(8)
+    close(net, expected, dtype)
+
+
+def test_6_gan_with_two_trainers(dtype):
+    def run(scale, make_trainer):
+        generator, critic = network(4, CTX[:1]), network(1, CTX[:1])
+        trainers = [make_trainer(generator), make_trainer(critic)]
+        bce = gluon.loss.SigmoidBCELoss()
+        for data, _ in batches():
+            real, noise = nd.array(data), nd.array(data[::-1].copy())
+            ones, zeros = nd.ones(8), nd.zeros(8)
+            with autograd.record():
+                fake = generator(noise)
+                loss = bce(critic(real), ones) + bce(critic(fake.detach()), zeros)
+                with scale(loss, trainers[1]) as scaled:
+                    autograd.backward(scaled)
+            trainers[1].step(8)
+            with autograd.record():
+                loss = bce(critic(generator(noise)), ones)
+                with scale(loss, trainers[0]) as scaled:
+                    autograd.backward(scaled)
+            trainers[0].step(8)
+        return generator, critic
+
+    class Plain:
+        def __init__(self, loss, trainer):
+            self.loss = loss
+
+        def __enter__(self):
+            return self.loss
+
+        def __exit__(self, *error):
+            pass
+
+    def one_context(net):
+        return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05})
+
+    def scaled_trainer(net):
+        trainer = one_context(net)
+        init_trainer(trainer)
+        return trainer
+
+    expected = run(Plain, one_context)
+    amp.init(dtype, ctx=CTX)
+    got = run(amp.scale_loss, scaled_trainer)
+    for net, control in zip(got, expected):
+        for mine, theirs in zip(net.collect_params().values(), control.collect_params().values()):
+            a, b = mine.data().asnumpy(), theirs.data().asnumpy()
+            np.testing.assert_allclose(a, b, rtol=0.05, atol=0.01 * abs(b).max())
+
+
+@pytest.mark.parametrize("name", ["init", "init_trainer", "scale_loss", "unscale"])
+def test_the_import_line_is_all_that_changes(name):
+    assert isinstance(getattr(amp, name), (types.FunctionType, type))
