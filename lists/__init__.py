@@ -1,0 +1,1 @@
+"""The operator lists, as data of the package: see `mxamp.policy`."""

@@ -11,6 +11,7 @@ from ._compat import import_mxnet as _import_mxnet
 
 _import_mxnet()
 
+from ._version import __version__  # noqa: E402
 from .autocast import autocast, current_policy, init, is_enabled, shutdown  # noqa: E402
 from .convert import (  # noqa: E402
     convert_bucketing_module,
@@ -38,8 +39,6 @@ from .stock_lists import (  # noqa: E402
 )
 from .trainer import init_trainer, scale_loss, unscale  # noqa: E402
 
-from ._version import __version__  # noqa: E402
-
 __all__ = [
     "AmpError",
     "ArgumentError",
@@ -50,6 +49,7 @@ __all__ = [
     "StateError",
     "StaticLossScaler",
     "UnknownNameError",
+    "__version__",
     "autocast",
     "convert_bucketing_module",
     "convert_hybrid_block",

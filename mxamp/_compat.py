@@ -85,10 +85,10 @@ def _restore_numpy(numpy: Any) -> None:
         missing = {k: v for k, v in _numpy_names(numpy).items() if not hasattr(numpy, k)}
     for name, value in missing.items():
         setattr(numpy, name, value)
-    if int(numpy.__version__.split(".")[0]) >= 2:
+    if not numpy.__version__.startswith("1."):
         # MXNet writes operator attributes with str(); NumPy 2 would write "np.int64(2)".
         numpy.set_printoptions(legacy="1.25")
-    compat = getattr(numpy, "compat", None)
+    compat: Any = getattr(numpy, "compat", None)
     if compat is None:
         compat = types.ModuleType("numpy.compat")
         sys.modules.setdefault("numpy.compat", compat)
@@ -146,17 +146,18 @@ def _restore_distutils() -> None:
         def __eq__(self, other: object) -> bool:
             return self.version == _version(other)
 
-        __hash__ = None  # type: ignore[assignment]
+        def __hash__(self) -> int:
+            return hash(tuple(self.version))
 
     def _version(other: Any) -> List[int]:
         return (other if isinstance(other, LooseVersion) else LooseVersion(str(other))).version
 
-    package = types.ModuleType("distutils")
-    module = types.ModuleType("distutils.version")
-    package.__path__ = []  # type: ignore[attr-defined]
-    module.LooseVersion = LooseVersion  # type: ignore[attr-defined]
-    module.StrictVersion = LooseVersion  # type: ignore[attr-defined]
-    package.version = module  # type: ignore[attr-defined]
+    package: Any = types.ModuleType("distutils")
+    module: Any = types.ModuleType("distutils.version")
+    package.__path__ = []
+    module.LooseVersion = LooseVersion
+    module.StrictVersion = LooseVersion
+    package.version = module
     sys.modules["distutils"] = package
     sys.modules["distutils.version"] = module
 

@@ -222,7 +222,7 @@ class autocast:
     def __init__(
         self, dtype: Any = None, enabled: bool = True, policy: Optional[Policy] = None
     ) -> None:
-        if isinstance(dtype, bool) or callable(dtype) and not isinstance(dtype, type):
+        if isinstance(dtype, bool) or (callable(dtype) and not isinstance(dtype, type)):
             raise ArgumentError(f"autocast takes a dtype first, not {dtype!r}: @amp.autocast()")
         if policy is not None and dtype is not None:
             raise ArgumentError("a policy holds its target dtype: give policy or dtype, not both")
@@ -232,6 +232,7 @@ class autocast:
         self._entered: List[Tuple[Optional[Policy], ...]] = []
 
     def __enter__(self) -> "autocast":
+        """Begin the region; the same object may be entered again inside it."""
         chosen = self._choose() if self._enabled else None
         _process.acquire()
         self._entered.append(_thread.regions)
@@ -239,6 +240,7 @@ class autocast:
         return self
 
     def __exit__(self, *_error: Any) -> None:
+        """End it; what was in force before is again."""
         _thread.regions = self._entered.pop()
         _process.release()
 
@@ -253,6 +255,8 @@ class autocast:
         return Policy.default(self._dtype or "float16")
 
     def __call__(self, function: Function) -> Function:
+        """Return `function` with a region around each call of it."""
+
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # A fresh region a call: the function may recurse or run in several threads.

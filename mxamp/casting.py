@@ -136,7 +136,7 @@ def _fixed_inputs(rule: Rule, attributes: Mapping[str, str]) -> FrozenSet[int]:
 def _guards(
     operator: str, attributes: Mapping[str, str], dtype: str, reads: Tuple[Optional[str], ...]
 ) -> FrozenSet[int]:
-    """Inputs that need a copy before the cast.
+    """Return the inputs that need a copy before the cast.
 
     After a float32 inference pass, oneDNN leaves the weight of a grouped convolution in a blocked
     layout that it can't reorder to bfloat16; a copy has the plain layout.

@@ -117,11 +117,18 @@ def convert(
             raise AmpError(f"{str(path)!r} is there already; --force overwrites it")
     policy = Policy.default(dtype, device).override(fp32=fp32_op)
     try:
-        model = mx.model.load_checkpoint(prefix, epoch)
+        symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
     except mx.base.MXNetError as error:
-        raise AmpError(f"{prefix!r} can't be read as a model: {str(error).splitlines()[-1]}") from None
+        raise AmpError(
+            f"{prefix!r} can't be read as a model: {str(error).splitlines()[-1]}"
+        ) from None
     converted = convert_model(
-        *model, policy=policy, excluded_sym_names=keep_fp32, cast_optional_params=cast_params
+        symbol,
+        args,
+        auxs,
+        policy=policy,
+        excluded_sym_names=keep_fp32,
+        cast_optional_params=cast_params,
     )
     with tempfile.TemporaryDirectory(dir=written[0].parent) as folder:
         mx.model.save_checkpoint(str(Path(folder) / "model"), epoch, *converted)

@@ -7,7 +7,16 @@ returns the dtypes of the original. The caller's symbol, block and dictionaries 
 import fnmatch
 import warnings
 from typing import (
-    AbstractSet, Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple,
+    AbstractSet,
+    Any,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
 )  # fmt: skip
 
 from mxnet.context import Context, current_context
@@ -331,7 +340,8 @@ def _convert(
     result = rewrite(graph, policy, {**known, **given})
     if result.graph == graph:
         return _Converted(sym, {})
-    new, cast_params = _with_dtypes(result.graph, {**known, **given}), {}
+    new = _with_dtypes(result.graph, {**known, **given})
+    cast_params: Dict[str, str] = {}
     if offline:
         new, cast_params = _cast_offline(new, frozenset(data), policy.target_dtype)
     return _Converted(new.to_symbol(_keeping_casts(type(sym))), cast_params)
@@ -348,9 +358,7 @@ def _with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
     return Graph(nodes, graph.heads, graph.attrs)
 
 
-def _cast_offline(
-    graph: Graph, keep: AbstractSet[str], dtype: str
-) -> Tuple[Graph, Dict[str, str]]:
+def _cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Graph, Dict[str, str]]:
     """Drop the casts of variables that are only read through a cast to `dtype`.
 
     The variable takes the dtype itself, recorded in its `__dtype__`.
@@ -384,9 +392,7 @@ def _without(graph: Graph, replaced: Mapping[int, int]) -> Graph:
             continue
         places[i] = len(nodes)
         inputs = [(places[source], k) for source, k in node.inputs]
-        nodes.append(
-            Node(node.op, node.name, node.attrs, inputs, node.subgraphs, node.num_outputs)
-        )
+        nodes.append(Node(node.op, node.name, node.attrs, inputs, node.subgraphs, node.num_outputs))
     return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
 
 

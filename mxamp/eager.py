@@ -150,7 +150,7 @@ class _Plan:
     def decide(self, arrays: Sequence[NDArray], keys: Any, vals: Any) -> Optional[Decision]:
         """Return what to do with these inputs, None for nothing."""
         codes = tuple([_kind_code(array) for array in arrays])
-        attributes = ()
+        attributes: Tuple[Tuple[str, str], ...] = ()
         if self._attributes:
             attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
         key = (codes, attributes)
@@ -160,10 +160,9 @@ class _Plan:
             dtypes = [_NAMES.get(code, "other") for code in codes]
             found = decide(self._operator.name, dict(attributes), dtypes, self._policy)
             decision = self._decisions[key] = found if found.changes else None
-        if decision is not None and not self._cpu_only:
-            if not on_device(arrays, self._policy.device):
-                return None
-        return decision
+        if decision is None or self._cpu_only or on_device(arrays, self._policy.device):
+            return decision
+        return None
 
 
 def _dtype_code(array: NDArray) -> int:

@@ -90,7 +90,9 @@ def _cpu_info() -> Dict[str, str]:
         keys = {"model name": "machdep.cpu.brand_string", "flags": "machdep.cpu.leaf7_features"}
         info = {}
         for name, key in keys.items():
-            done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["sysctl", "-n", key], capture_output=True, text=True, check=False
+            )
             info[name] = done.stdout.strip().lower() if name == "flags" else done.stdout.strip()
         return info
     try:

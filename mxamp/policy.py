@@ -175,12 +175,14 @@ class Policy:
         rules = dict(self.rules)
         if replace_lists:
             given = {"low": low, "fp32": fp32, "widest": widest}
+            replaced = {kind for kind, names in given.items() if names is not None}
             for name, rule in self.rules.items():
-                if conditional is not None and rule.conditions:
-                    rule = replace(rule, conditions=())
-                if given.get(rule.kind) is not None and not rule.conditions:
-                    rule = replace(rule, kind="neutral", reason=f"left out of {rule.kind}")
-                rules[name] = rule
+                kept = rule.conditions if conditional is None else ()
+                if rule.kind in replaced and not kept:
+                    why = f"left out of {rule.kind}"
+                    rules[name] = replace(rule, kind="neutral", reason=why, conditions=())
+                else:
+                    rules[name] = replace(rule, conditions=kept)
         for name, kind in chosen.items():
             old = rules.get(name, UNLISTED)
             why = f"given as {kind}"
@@ -270,9 +272,7 @@ def _read(
     data: Mapping[str, Any], device: Optional[str], features: FrozenSet[str], where: str
 ) -> Policy:
     if data.get("format") != 1:
-        raise ArgumentError(
-            f"{where} has format {data.get('format')!r}; this mxamp reads format 1"
-        )
+        raise ArgumentError(f"{where} has format {data.get('format')!r}; this mxamp reads format 1")
     dtype = check_target(data.get("dtype"))
     device = check_device(dtype, device)
     rules: Dict[str, Rule] = {}

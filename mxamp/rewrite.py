@@ -261,7 +261,11 @@ def _subgraph_inputs(node: Node, position: int) -> Dict[int, int]:
     """Map the inputs of a control-flow body to the node's own inputs, by position."""
 
     def listed(name: str) -> List[int]:
-        return [int(part) for part in node.attrs.get(name, "[]").strip("[]()").split(",") if part.strip()]
+        return [
+            int(part)
+            for part in node.attrs.get(name, "[]").strip("[]()").split(",")
+            if part.strip()
+        ]
 
     if node.operator == "_foreach":
         # The body's positions of what the node takes, in the node's order.

@@ -156,7 +156,7 @@ class LossScaler(StaticLossScaler):
         limits = {"overflows_left": values["hysteresis"], "clean_steps": values["growth_interval"]}
         for name, most in limits.items():
             value = values[name]
-            if not (isinstance(value, numbers.Integral) and 0 <= value <= most):
+            if not (isinstance(value, int) and 0 <= value <= most):
                 raise ArgumentError(f"{name} is a whole number from 0 to {most}, not {value!r}")
         return values
 

@@ -34,6 +34,9 @@ __all__ = ["StepReport", "init_trainer", "scale_loss", "unscale"]
 
 logger = logging.getLogger("mxamp")
 
+# So many names of parameters go into a log line.
+SHOWN = 3
+
 NO_POLICY = (
     "mixed precision is off, so init_trainer can't tell which loss scaler this trainer needs: "
     "call mxamp.init() first, or pass loss_scaler="
@@ -121,7 +124,7 @@ class TrainerHook:
         with autograd.pause(), autocast(enabled=False):
             for _, gradients in _fresh_gradients(self.trainer._params):
                 for gradient in gradients:
-                    gradient *= inverse
+                    _multiply(gradient, inverse)
         self._unscaled = True
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
@@ -171,7 +174,8 @@ def init_trainer(
     Parameters
     ----------
     optimizer_or_trainer : gluon.Trainer
-        Or a subclass; an Optimizer, whatever the name, is refused as in `mxnet.contrib.amp`. Its `update_on_kvstore` is switched off, as updates there can't be skipped.
+        Or a subclass. Its `update_on_kvstore` is switched off, as updates there can't be skipped.
+        An Optimizer is refused, whatever the name says, as in `mxnet.contrib.amp`.
     loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
         By default a `LossScaler()` where the target dtype is float16, and for bfloat16, which has
         float32's range, a scale of 1. Steps with non-finite gradients are skipped either way.
@@ -294,6 +298,10 @@ def _fresh_gradients(params: Sequence[Parameter]) -> List[Tuple[Parameter, List[
     return fresh
 
 
+def _multiply(array: NDArray, factor: float) -> None:
+    array *= factor
+
+
 def _map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
     if isinstance(loss, NDArray):
         return function(loss)
@@ -313,11 +321,10 @@ def _scaled(loss: NDArray, scale: float) -> NDArray:
 
 
 def _log(report: StepReport) -> None:
+    change = f"loss scale {report.loss_scale:g} -> {report.next_loss_scale:g}"
     if not report.stepped:
-        logger.info(
-            "step skipped, gradients of %s are not finite; loss scale %g -> %g",
-            ", ".join(report.nonfinite[:3]) + (", ..." if len(report.nonfinite) > 3 else ""),
-            report.loss_scale, report.next_loss_scale,
-        )  # fmt: skip
+        more = ", ..." if len(report.nonfinite) > SHOWN else ""
+        names = ", ".join(report.nonfinite[:SHOWN]) + more
+        logger.info("step skipped, gradients of %s are not finite; %s", names, change)
     elif report.next_loss_scale != report.loss_scale:
-        logger.info("loss scale %g -> %g", report.loss_scale, report.next_loss_scale)
+        logger.info(change)

@@ -16,11 +16,13 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 
 import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
 
+# isort: split
 import click
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -177,9 +179,7 @@ def load(prefix: Path) -> gluon.SymbolBlock:
     """Load a saved model the way any MXNet program does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MXNet wonders about the dtype of its input
-        return gluon.SymbolBlock.imports(
-            f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params"
-        )
+        return gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params")
 
 
 def describe_cpu() -> str:
@@ -187,14 +187,18 @@ def describe_cpu() -> str:
     if found & {"avx512_bf16", "amx_bf16"}:
         says = "it computes bfloat16 in hardware: bfloat16 is the fast precision here"
     elif "avx512" in found:
-        says = "it has avx512 but no bfloat16 arithmetic: bfloat16 is right, and slower than float32"
+        says = (
+            "it has avx512 but no bfloat16 arithmetic: bfloat16 is right, and slower than float32"
+        )
     else:
         says = "it has no avx512: bfloat16 is computed in float32 on rounded values, and slower"
-    return f"{cpu_name()}: {says}. float16 on CPUs is for trying and testing: true values, no speed."
+    return (
+        f"{cpu_name()}: {says}. float16 on CPUs is for trying and testing: true values, no speed."
+    )
 
 
 def show(rows: List[Row], console: Console) -> None:
-    table = Table(title="Handwritten digits, 899 test images")
+    table = Table(title="Handwritten digits, 899 test images", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for heading in (
         "accuracy", "scale", "skipped", "ms/step", "bytes", "max diff",
@@ -220,7 +224,9 @@ def show(rows: List[Row], console: Console) -> None:
 def failures(rows: List[Row]) -> List[str]:
     """Return what is not as it should be."""
     plain = rows[0].accuracy
-    found = [f"{row.name}: {row.accuracy:.2%} is not above 97 %" for row in rows if row.accuracy <= 0.97]
+    found = [
+        f"{row.name}: {row.accuracy:.2%} is not above 97 %" for row in rows if row.accuracy <= 0.97
+    ]
     found += [
         f"{row.name}: {row.accuracy:.2%} is more than 0.5 points from float32's {plain:.2%}"
         for row in rows
@@ -239,7 +245,9 @@ def main(fast: bool) -> None:
     console = Console()
     console.print(describe_cpu(), highlight=False)
     data, test = digits()
-    with tempfile.TemporaryDirectory() as name, Progress(console=console, transient=True) as progress:
+    with tempfile.TemporaryDirectory() as name, Progress(
+        console=console, transient=True
+    ) as progress:
         rows = trained_rows(data, test, 10 if fast else 30, Path(name), progress)
         rows += converted_rows(test, Path(name))
     show(rows, console)

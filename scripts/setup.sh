@@ -32,7 +32,8 @@ choose_python() {
     local candidate version
     if [ -n "${python:-}" ]; then
         command -v "$python" >/dev/null || fail "no Python at '$python'"
-        version=$(version_of "$python") || fail "'$python' is no Python that runs"
+        version=$(version_of "$python") || true
+        [ -n "$version" ] || fail "'$python' is no Python that runs"
         is_supported "$version" || fail "'$python' is Python $version; MXNet 1.9.1 needs $supported"
         return
     fi

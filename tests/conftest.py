@@ -2,10 +2,13 @@ import gc
 import random
 from types import SimpleNamespace
 
-import mxamp as amp  # isort: skip - makes mxnet importable on newer Python and NumPy
+import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
+
+# isort: split
 import mxnet as mx
 import numpy as np
 import pytest
+
 from mxamp import eager, symbolic
 
 DTYPES = ("float16", "bfloat16")

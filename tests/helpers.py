@@ -5,9 +5,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
+
+import mxamp as amp
 from mxamp.machine import dtype_name
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,13 +1,14 @@
 import logging
 import threading
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from mxnet import nd
+
+import mxamp as amp
 from conftest import assert_unpatched
 from helpers import check_python, kind, randn
-from mxnet import nd
 
 
 def product():

@@ -3,11 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mxamp.casting import CASTABLE, decide
 from mxamp.operators import registry
 from mxamp.policy import Policy
 
-H, B, F, D, I = "float16", "bfloat16", "float32", "float64", "int32"
+H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
 
 
 @pytest.mark.parametrize(
@@ -25,12 +26,12 @@ H, B, F, D, I = "float16", "bfloat16", "float32", "float64", "int32"
         ("RNN", {"mode": "gru"}, [F, F, F, F], [H, H, H, None]),
         ("RNN", {"mode": "lstm"}, [F, F, F, F], [H, H, H, H]),
         # fp32
-        ("softmax", {}, [H], [F]), ("softmax", {}, [F], [None]), ("softmax", {}, [I], [None]),
-        ("softmax", {}, [H, I], [F, None]),
+        ("softmax", {}, [H], [F]), ("softmax", {}, [F], [None]), ("softmax", {}, [N], [None]),
+        ("softmax", {}, [H, N], [F, None]),
         # widest
         ("broadcast_add", {}, [H, F], [F, None]), ("broadcast_add", {}, [H, H], [None, None]),
-        ("broadcast_add", {}, [H, B], [F, F]), ("broadcast_add", {}, [H, I], [None, None]),
-        ("Concat", {}, [H, F, H, I], [F, None, F, None]), ("add_n", {}, [H, D], [F, None]),
+        ("broadcast_add", {}, [H, B], [F, F]), ("broadcast_add", {}, [H, N], [None, None]),
+        ("Concat", {}, [H, F, H, N], [F, None, F, None]), ("add_n", {}, [H, D], [F, None]),
         # neutral
         ("transpose", {}, [H], [None]), ("take", {}, [H, F], [None, None]),
         ("where", {}, [F, H, H], [None, None, None]), ("where", {}, [F, H, F], [None, F, None]),
@@ -46,7 +47,7 @@ H, B, F, D, I = "float16", "bfloat16", "float32", "float64", "int32"
         ("sgd_update", {}, [H, F], [None, None]), ("Cast", {"dtype": "float32"}, [H], [None]),
         ("_zeros", {}, [], []),
         # from an operator library
-        ("my_operator", {}, [H, F, I], [F, None, None]),
+        ("my_operator", {}, [H, F, N], [F, None, None]),
     ],
 )  # fmt: skip
 def test_float16_on_gpus(operator, attributes, dtypes, reads):
@@ -57,12 +58,12 @@ def test_float16_on_gpus(operator, attributes, dtypes, reads):
 
 
 def test_a_missing_kernel_computes_on_rounded_values():
-    decision = decide("FullyConnected", {}, [F, H, I], Policy.default(H, "cpu"))
+    decision = decide("FullyConnected", {}, [F, H, N], Policy.default(H, "cpu"))
     assert decision.reads == (F, F, None)
     assert decision.through == H
     assert decision.precision == H
     assert decision.rounds(0, F)
-    assert not decision.rounds(0, I)
+    assert not decision.rounds(0, N)
     assert decide("Deconvolution", {}, [F, F], Policy.default(H, "cpu")).reads == (D, D)
 
 
@@ -97,7 +98,7 @@ def test_weights_of_grouped_convolutions_are_copied_before_the_cast():
 
 
 names = st.sampled_from(sorted(registry()))
-kinds = st.lists(st.sampled_from([H, B, F, D, I, "int64", "bool", "sparse"]), max_size=6)
+kinds = st.lists(st.sampled_from([H, B, F, D, N, "int64", "bool", "sparse"]), max_size=6)
 policies = st.sampled_from([(H, "cpu"), (H, "gpu"), (B, "cpu")])
 
 

@@ -2,14 +2,15 @@ import subprocess
 import sys
 import warnings
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from mxnet import gluon
+
+import mxamp as amp
 from helpers import kind, randn
 from mxamp.cli import main
-from mxnet import gluon
 from test_symbolic import convolutional, made
 
 
@@ -51,7 +52,17 @@ def test_version_and_module():
 def test_convert(saved, dtype, cast):
     folder, data, expected = saved
     options = ["--cast-params"] if cast else []
-    run("convert", folder / "net", "--dtype", dtype, "--out", folder / "low", "--device", "cpu", *options)
+    run(
+        "convert",
+        folder / "net",
+        "--dtype",
+        dtype,
+        "--out",
+        folder / "low",
+        "--device",
+        "cpu",
+        *options,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net = gluon.SymbolBlock.imports(
@@ -68,7 +79,16 @@ def test_convert(saved, dtype, cast):
 def test_nothing_is_overwritten_without_force(saved):
     folder, _, _ = saved
     before = (folder / "net-symbol.json").read_bytes()
-    command = ["convert", folder / "net", "--dtype", "float16", "--out", folder / "net", "--device", "cpu"]
+    command = [
+        "convert",
+        folder / "net",
+        "--dtype",
+        "float16",
+        "--out",
+        folder / "net",
+        "--device",
+        "cpu",
+    ]
     assert "--force" in run(*command, status=2).output
     assert (folder / "net-symbol.json").read_bytes() == before
     run(*command, "--force")
@@ -88,7 +108,14 @@ def test_errors_are_one_line(saved, change, words):
     options = [x for k, v in change.items() if k.startswith("--") for x in (k, v)]
     prefix = change.get("prefix", "net")
     result = run(
-        "convert", folder / prefix, "--dtype", "bfloat16", "--out", folder / "low", *options, status=2
+        "convert",
+        folder / prefix,
+        "--dtype",
+        "bfloat16",
+        "--out",
+        folder / "low",
+        *options,
+        status=2,
     )
     assert words in result.output
     assert len(result.output.strip().splitlines()) == 1
@@ -98,6 +125,8 @@ def test_errors_are_one_line(saved, change, words):
 def test_files_that_are_no_models(tmp_path):
     (tmp_path / "net-symbol.json").write_text("{}")
     mx.nd.save(str(tmp_path / "net-0000.params"), {"arg:x": randn(1)})
-    result = run("convert", tmp_path / "net", "--dtype", "float16", "--out", tmp_path / "o", status=2)
+    result = run(
+        "convert", tmp_path / "net", "--dtype", "float16", "--out", tmp_path / "o", status=2
+    )
     assert "can't be read" in result.output
     assert len(result.output.strip().splitlines()) == 1

@@ -1,13 +1,14 @@
 import warnings
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from helpers import BF16, check_python, down, kind, randn, same, values
-from mxamp.graph import Graph
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import BF16, check_python, down, kind, randn, same, values
+from mxamp.graph import Graph
 from test_symbolic import Attention, Control, convolutional, decoder, made, perceptron
 
 GPU = amp.Policy.default("float16", device="gpu")
@@ -100,7 +101,9 @@ def test_where_stock_conversion_fails():
     out = mx.sym.Convolution(x, num_filter=4, kernel=(1, 1), name="a") + mx.sym.Convolution(
         mx.sym.relu(x), num_filter=4, kernel=(1, 1), name="b"
     )
-    args = {n: randn(*s) for n, s in zip(out.list_arguments(), out.infer_shape(data=(1, 3, 4, 4))[0])}
+    args = {
+        n: randn(*s) for n, s in zip(out.list_arguments(), out.infer_shape(data=(1, 3, 4, 4))[0])
+    }
     data = args.pop("data")
     converted = amp.convert_model(out, args, {}, policy=policy_for("float16"))
     plain = out.bind(mx.cpu(), {**args, "data": data}).forward()[0]
@@ -290,7 +293,9 @@ def test_policies_for_other_devices_and_bfloat16_spellings():
     native = amp.convert_symbol(symbol, policy=GPU)
     emulated = amp.convert_symbol(symbol, policy=policy_for("float16"))
     assert len(Graph.from_symbol(native).nodes) < len(Graph.from_symbol(emulated).nodes)
-    assert amp.convert_symbol(symbol, BF16).tojson() == amp.convert_symbol(symbol, "bfloat16").tojson()
+    assert (
+        amp.convert_symbol(symbol, BF16).tojson() == amp.convert_symbol(symbol, "bfloat16").tojson()
+    )
 
 
 def test_bucketing_modules(dtype):
@@ -318,7 +323,9 @@ def test_bucketing_modules(dtype):
     fast.init_params()
     for key, batch in batches.items():
         fast.forward(batch, is_train=False)
-        np.testing.assert_allclose(fast.get_outputs()[0].asnumpy(), plain[key], rtol=0.05, atol=0.02)
+        np.testing.assert_allclose(
+            fast.get_outputs()[0].asnumpy(), plain[key], rtol=0.05, atol=0.02
+        )
 
 
 def test_signs_zeros_and_infinities_survive_the_offline_cast(dtype):

@@ -1,14 +1,15 @@
 import threading
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from helpers import check_python, down, kind, mx_dtype, randn, rounded, same, up, values
 from mxnet import autograd, nd
-from mxnet.ndarray import relu as early_relu
-from mxnet.ndarray import FullyConnected as early_fc
 from mxnet.gluon import nn
+from mxnet.ndarray import FullyConnected as EarlyFullyConnected
+from mxnet.ndarray import relu as early_relu
+
+import mxamp as amp
+from helpers import check_python, down, kind, mx_dtype, randn, rounded, same, up, values
 
 X, W, B = randn(4, 8), randn(5, 8, seed=1), randn(5, seed=2)
 
@@ -24,7 +25,7 @@ def fully_connected_by_hand(dtype):
     [
         lambda: nd.FullyConnected(X, W, B, num_hidden=5),
         lambda: nd.FullyConnected(data=X, weight=W, bias=B, num_hidden=5),
-        lambda: early_fc(X, W, B, num_hidden=5),
+        lambda: EarlyFullyConnected(X, W, B, num_hidden=5),
         lambda: nd.op.FullyConnected(X, W, B, num_hidden=5),
         lambda: mx.npx.fully_connected(
             X.as_np_ndarray(), W.as_np_ndarray(), B.as_np_ndarray(), num_hidden=5
@@ -76,9 +77,7 @@ def test_gradients_go_through_the_casts(dtype):
     x, w = X.copy(), W.copy()
     x.attach_grad(), w.attach_grad()
     with autograd.record():
-        out = nd.FullyConnected(
-            up(down(x, dtype)), up(down(w, dtype)), num_hidden=5, no_bias=True
-        )
+        out = nd.FullyConnected(up(down(x, dtype)), up(down(w, dtype)), num_hidden=5, no_bias=True)
         up(down(out, dtype)).sum().backward()
     expected = x.grad.copy(), w.grad.copy()
     with amp.autocast(dtype), autograd.record():
@@ -155,7 +154,10 @@ def test_integers_booleans_and_float64_are_never_cast(on):
 def test_large_integer_indices_survive(on):
     table = nd.arange(5000).reshape((5000, 1))
     index = nd.array([4097, 2049])
-    assert nd.Embedding(index, table, input_dim=5000, output_dim=1).asnumpy().ravel().tolist() == [4097, 2049]
+    assert nd.Embedding(index, table, input_dim=5000, output_dim=1).asnumpy().ravel().tolist() == [
+        4097,
+        2049,
+    ]
 
 
 def test_out_keeps_its_dtype_and_identity(on):

@@ -1,11 +1,12 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from helpers import down, randn
 from hypothesis import given
 from hypothesis import strategies as st
-from mxamp.finite import all_finite
 from mxnet import nd
+
+from helpers import down, randn
+from mxamp.finite import all_finite
 
 BAD = [np.inf, -np.inf, np.nan]
 
@@ -68,7 +69,9 @@ def test_views():
     assert not all_finite([array[3]])
 
 
-@given(st.lists(st.floats(width=32), max_size=50), st.sampled_from(["float32", "float16", "bfloat16"]))
+@given(
+    st.lists(st.floats(width=32), max_size=50), st.sampled_from(["float32", "float16", "bfloat16"])
+)
 def test_against_numpy(numbers, kind):
     with np.errstate(all="ignore"):
         array = nd.array(np.array([0, *numbers], "float32"))

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+
 from mxamp.graph import Node, infer_outputs
 from mxamp.operators import registry
 from mxamp.policy import CLASSES, Policy, lists_folder

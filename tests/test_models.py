@@ -2,14 +2,15 @@
 
 import math
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from helpers import randn
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 from mxnet.gluon.model_zoo import vision
+
+import mxamp as amp
+from helpers import randn
 from test_symbolic import Attention
 
 # One rounding, relatively.

@@ -1,4 +1,5 @@
 import pytest
+
 from mxamp.errors import UnknownNameError
 from mxamp.graph import Graph, Node
 from mxamp.operators import by_handle, registry, resolve
@@ -23,7 +24,9 @@ def test_resolve(alias, name):
     assert resolve(alias) is registry()[name]
 
 
-@pytest.mark.parametrize("name, close", [("Convolutoin", "Convolution"), ("fullyconnected", ""), (7, "")])
+@pytest.mark.parametrize(
+    "name, close", [("Convolutoin", "Convolution"), ("fullyconnected", ""), (7, "")]
+)
 def test_unknown_names(name, close):
     with pytest.raises(UnknownNameError, match=close):
         resolve(name)

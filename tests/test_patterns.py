@@ -6,12 +6,13 @@ Each is run against a control loop in plain float32 with the same steps.
 import threading
 import types
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+
+import mxamp as amp
 
 CTX = [mx.cpu(0), mx.cpu(1)]
 
@@ -79,7 +80,10 @@ def test_1_ssd_list_of_losses_and_re_hybridizing(dtype):
     amp.init(dtype, ctx=CTX)
     net = network()
     trainer = gluon.Trainer(
-        net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=False
+        net.collect_params(),
+        "sgd",
+        {"learning_rate": 0.1, "momentum": 0.9},
+        update_on_kvstore=False,
     )
     init_trainer(trainer)
     for i, (data, label) in enumerate(batches()):
@@ -186,7 +190,10 @@ def test_3_action_recognition_accumulates(dtype, tmp_path):
     net = network()
     net.collect_params().setattr("grad_req", "add")
     trainer = gluon.Trainer(
-        net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=False
+        net.collect_params(),
+        "sgd",
+        {"learning_rate": 0.1, "momentum": 0.9},
+        update_on_kvstore=False,
     )
     trainer.save_states(str(tmp_path / "states"))
     trainer.load_states(str(tmp_path / "states"))
@@ -222,7 +229,10 @@ def test_4_gluonnlp_clips_scaled_gradients(dtype):
     amp.init(dtype, ctx=CTX)
     net = network()
     trainer = gluon.Trainer(
-        net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=False
+        net.collect_params(),
+        "sgd",
+        {"learning_rate": 0.1, "momentum": 0.9},
+        update_on_kvstore=False,
     )
     init_trainer(trainer)
     for data, label in batches():
@@ -249,7 +259,10 @@ def test_5_gluonnlp_2_second_record_and_a_scale_set_by_hand(dtype):
     amp.init(dtype, ctx=CTX)
     net = network()
     trainer = gluon.Trainer(
-        net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=False
+        net.collect_params(),
+        "sgd",
+        {"learning_rate": 0.1, "momentum": 0.9},
+        update_on_kvstore=False,
     )
     init_trainer(trainer)
     for data, label in batches():

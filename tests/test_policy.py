@@ -1,7 +1,8 @@
 import pickle
 
-import mxamp as amp
 import pytest
+
+import mxamp as amp
 from mxamp.policy import Condition, Policy
 
 

@@ -2,9 +2,10 @@
 
 import json
 
-import mxamp as amp
 import mxnet as mx
 import pytest
+
+import mxamp as amp
 from mxamp.graph import Graph, Node, infer_outputs, infer_types
 from mxamp.rewrite import rewrite, rewrite_symbol
 
@@ -71,7 +72,9 @@ def test_a_cast_up_is_undone_by_reading_what_was_cast():
     lines = text(out)
     # The user's own Cast reads float32, as it would without mxamp, and is not cast down again.
     assert "a_amp_cast_float32 = amp_cast float32(a)" in lines
-    user = mx.sym.amp_cast(mx.sym.Cast(var("x"), dtype="float16", name="down"), dtype="float32", name="up")
+    user = mx.sym.amp_cast(
+        mx.sym.Cast(var("x"), dtype="float16", name="down"), dtype="float32", name="up"
+    )
     assert "b = FullyConnected(down, b_weight_amp_cast_float16)" in text(dense(user, "b"))
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mxamp.errors import ArgumentError
 from mxamp.scaler import LossScaler, NoScaler, StaticLossScaler, from_state_dict
 

@@ -2,24 +2,27 @@
 
 import inspect
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from helpers import BF16
 from mxnet.contrib import amp as stock
 from mxnet.contrib.amp import amp as stock_module
+
+import mxamp as amp
+from helpers import BF16
 
 NAMES = [n for n in stock_module.__all__] + ["convert_bucketing_module"]  # noqa: C416
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_and_arguments_exist(name):
-    theirs = inspect.signature(getattr(stock, name))
+    theirs = inspect.signature(getattr(stock_module, name))
     ours = inspect.signature(getattr(amp, name))
     positional = [p for p in ours.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     stock_positional = list(theirs.parameters.values())
-    assert [p.name for p in positional][: len(stock_positional)] == [p.name for p in stock_positional]
+    assert [p.name for p in positional][: len(stock_positional)] == [
+        p.name for p in stock_positional
+    ]
     for mine, their in zip(positional, stock_positional):
         if isinstance(their.default, mx.Context):
             assert mine.default is None, "the current context, not gpu(0)"

@@ -2,13 +2,14 @@
 
 import warnings
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from helpers import BF16, check_python, kind, randn, same, values
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
+
+import mxamp as amp
+from helpers import BF16, check_python, kind, randn, same, values
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,9 @@ class Attention(nn.HybridBlock):
 
 def convolutional():
     net = nn.HybridSequential()
-    net.add(Residual(4), nn.MaxPool2D(2), Residual(4), nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(3))
+    net.add(
+        Residual(4), nn.MaxPool2D(2), Residual(4), nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(3)
+    )
     return net, [randn(2, 4, 8, 8)]
 
 

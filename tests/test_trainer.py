@@ -2,14 +2,15 @@ import logging
 import threading
 from collections import namedtuple
 
-import mxamp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from helpers import BF16, kind, randn, same
-from mxamp.trainer import Stage
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import BF16, kind, randn, same
+from mxamp.trainer import Stage
 
 CONTEXTS = {"one": [mx.cpu(0)], "two": [mx.cpu(0), mx.cpu(1)]}
 
@@ -172,7 +173,9 @@ def test_init_trainer_twice_changes_nothing():
     assert trainer.amp_loss_scale == hook.loss_scale == 16
 
 
-@pytest.mark.parametrize("dtype, expected", [("float16", amp.LossScaler()), ("bfloat16", amp.NoScaler())])
+@pytest.mark.parametrize(
+    "dtype, expected", [("float16", amp.LossScaler()), ("bfloat16", amp.NoScaler())]
+)
 def test_the_scaler_follows_the_policy(dtype, expected):
     amp.init(dtype, ctx=mx.cpu())
     _, trainer = setup()
@@ -230,7 +233,9 @@ def test_unscaling_twice_or_late_is_an_error():
         amp.unscale(trainer)
         with pytest.raises(amp.StateError, match="twice"):
             amp.unscale(trainer)
-        with pytest.raises(amp.StateError, match="before the next"), amp.scale_loss(nd.ones(1), trainer):
+        with pytest.raises(amp.StateError, match="before the next"), amp.scale_loss(
+            nd.ones(1), trainer
+        ):
             pass
 
     train(net, trainer, batches(1)[0], between=twice)

@@ -1,0 +1,41 @@
+"""The README's Python blocks run, one after another, as a reader would paste them."""
+
+import re
+import runpy
+import sys
+import types
+
+import pytest
+
+from helpers import ROOT
+
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_block(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = BLOCKS[number]
+    path = tmp_path / f"block{number}.py"
+    path.write_text(code)
+    runpy.run_path(str(path))
+
+
+def test_there_are_blocks_and_both_commands():
+    assert len(BLOCKS) >= 4
+    assert "scripts/quickstart" in TEXT
+    assert "scripts/test" in TEXT
+
+
+def test_the_first_use_is_short():
+    assert len(BLOCKS[0].strip().splitlines()) <= 20
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
+
+
+def test_modules_are_modules():
+    assert isinstance(sys.modules["mxamp"], types.ModuleType)

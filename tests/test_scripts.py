@@ -1,0 +1,114 @@
+"""The two commands of the README, and what they say when they can't."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+
+BASH = shutil.which("bash")
+
+
+def script(name, *arguments, cwd=None, env=None):
+    return subprocess.run(
+        [BASH, str(ROOT / "scripts" / name), *arguments], capture_output=True, text=True,
+        cwd=cwd, env={**os.environ, **(env or {})}, check=False, timeout=600,
+    )  # fmt: skip
+
+
+def in_project_environment():
+    return os.path.realpath(sys.prefix) == os.path.realpath(ROOT / ".venv")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "test"])
+@pytest.mark.parametrize(
+    "python, words",
+    [("no-such-python", "no Python at"), ("true", "no Python that runs"), ("old", "needs 3.8")],
+)
+def test_failures_are_one_clear_line(name, python, words, tmp_path):
+    if python == "old":
+        fake = tmp_path / "python3.6"
+        fake.write_text("#!/bin/sh\necho 3.6\n")
+        fake.chmod(0o755)
+        python = str(fake)
+    done = script(name, "--python", python)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_no_python_at_all(tmp_path):
+    copy = tmp_path / "clone"
+    shutil.copytree(ROOT / "scripts", copy / "scripts")
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    for tool in ("dirname", "cat", "sed", "bash"):
+        (empty / tool).symlink_to(shutil.which(tool))
+    done = subprocess.run(
+        [BASH, str(copy / "scripts" / "test")], capture_output=True, text=True,
+        env={"PATH": str(empty)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "no Python 3.8" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_no_network(tmp_path):
+    copy = tmp_path / "clone"
+    copy.mkdir()
+    for name in ("scripts", "mxamp", "lists"):
+        shutil.copytree(ROOT / name, copy / name)
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    nowhere = {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_RETRIES": "1",
+        "PIP_FIND_LINKS": "",
+    }
+    nowhere.update({"PIP_EXTRA_INDEX_URL": "", "PIP_CONFIG_FILE": os.devnull})
+    done = subprocess.run(
+        [BASH, str(copy / "scripts" / "test"), "--setup-only", "--python", sys.executable],
+        capture_output=True, text=True, env={**os.environ, **nowhere}, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "check the network" in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_main_job_from_another_directory(tmp_path):
+    if not in_project_environment():
+        pytest.skip("runs in another environment than the project's own")
+    done = script("quickstart", "--fast", cwd=tmp_path, env={"COLUMNS": "100"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("trained float16", "trained bfloat16", "converted float16", "All within 0.5"):
+        assert words in done.stdout
+
+
+def test_set_up_a_second_time_is_quick(tmp_path):
+    if not in_project_environment():
+        pytest.skip("runs in another environment than the project's own")
+    done = script("test", "--setup-only", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "installing" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["quickstart", "test"])
+def test_scripts_can_be_executed(name):
+    assert os.access(ROOT / "scripts" / name, os.X_OK)
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--rounds", "1", "--calls", "200"]])
+def test_the_overhead_benchmark_runs(arguments):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bench_overhead"), *arguments],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in ("relu", "broadcast_add", "FullyConnected", "ResNet-50"):
+        assert words in done.stdout
