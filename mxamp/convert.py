@@ -11,7 +11,6 @@ from typing import (
     Any,
     Dict,
     Iterable,
-    List,
     Mapping,
     NamedTuple,
     Optional,
@@ -28,8 +27,9 @@ from mxnet.symbol import Symbol
 from .autocast import autocast, make_policy
 from .eager import cast
 from .errors import ArgumentError, StateError, unknown
-from .graph import CASTS, Graph, Node
-from .machine import DTYPE_CODES, dtype_name
+from .graph import Graph
+from .machine import dtype_name
+from .offline import cast_offline, with_dtypes
 from .policy import Conditional, Policy
 from .rewrite import rewrite
 from .symbolic import argument_dtypes
@@ -340,60 +340,11 @@ def _convert(
     result = rewrite(graph, policy, {**known, **given})
     if result.graph == graph:
         return _Converted(sym, {})
-    new = _with_dtypes(result.graph, {**known, **given})
+    new = with_dtypes(result.graph, {**known, **given})
     cast_params: Dict[str, str] = {}
     if offline:
-        new, cast_params = _cast_offline(new, frozenset(data), policy.target_dtype)
+        new, cast_params = cast_offline(new, frozenset(data), policy.target_dtype)
     return _Converted(new.to_symbol(_keeping_casts(type(sym))), cast_params)
-
-
-def _with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Record the dtype of each variable behind a cast, where MXNet can't infer it any more."""
-    behind = {node.inputs[0][0] for node in graph.nodes if node.op in CASTS}
-    nodes = list(graph.nodes)
-    for i in behind:
-        node, code = nodes[i], DTYPE_CODES.get(dtypes.get(nodes[i].name, "float32"))
-        if node.is_variable and "__dtype__" not in node.attrs and code is not None:
-            nodes[i] = Node("null", node.name, {**node.attrs, "__dtype__": str(code)})
-    return Graph(nodes, graph.heads, graph.attrs)
-
-
-def _cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Graph, Dict[str, str]]:
-    """Drop the casts of variables that are only read through a cast to `dtype`.
-
-    The variable takes the dtype itself, recorded in its `__dtype__`.
-    """
-    readers: Dict[int, List[Tuple[int, Node]]] = {}
-    for i, node in enumerate(graph.nodes):
-        for source, _ in node.inputs:
-            readers.setdefault(source, []).append((i, node))
-    heads = {node for node, _ in graph.heads}
-    replaced: Dict[int, int] = {}
-    found: Dict[str, str] = {}
-    nodes = list(graph.nodes)
-    for i, node in enumerate(graph.nodes):
-        if not node.is_variable or node.name in keep or i in heads or i not in readers:
-            continue
-        if all(n.op == "amp_cast" and n.attrs["dtype"] == dtype for _, n in readers[i]):
-            attrs = {**node.attrs, "__dtype__": str(DTYPE_CODES[dtype])}
-            nodes[i] = Node("null", node.name, attrs)
-            found[node.name] = dtype
-            replaced.update((j, i) for j, _ in readers[i])
-    return _without(Graph(nodes, graph.heads, graph.attrs), replaced), found
-
-
-def _without(graph: Graph, replaced: Mapping[int, int]) -> Graph:
-    """Return a graph in which each node of `replaced` is gone and its input read in its place."""
-    places: Dict[int, int] = {}
-    nodes: List[Node] = []
-    for i, node in enumerate(graph.nodes):
-        if i in replaced:
-            places[i] = places[replaced[i]]
-            continue
-        places[i] = len(nodes)
-        inputs = [(places[source], k) for source, k in node.inputs]
-        nodes.append(Node(node.op, node.name, node.attrs, inputs, node.subgraphs, node.num_outputs))
-    return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
 
 
 def _cast_params(params: Mapping[str, NDArray], converted: _Converted) -> Params:
