@@ -1,4 +1,4 @@
-"""Variables of a converted graph: their recorded dtypes, and casts made once instead of each run."""
+"""Variables of a converted graph: recorded dtypes, and casts made once instead of each run."""
 
 from typing import AbstractSet, Dict, List, Mapping, Tuple
 

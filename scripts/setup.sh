@@ -51,11 +51,24 @@ choose_python() {
     fail "no Python $supported found; install one, or name it with --python"
 }
 
+show_progress() {
+    # One line that names the package pip is at, where there is a terminal to see it.
+    local verb name
+    while read -r verb name _; do
+        case "$verb" in
+            Collecting | Downloading | Installing | Building)
+                [ -t 2 ] && printf '\r\033[K  %s %.60s' "$verb" "$name" >&2 ;;
+        esac
+    done
+    [ -t 2 ] && printf '\r\033[K' >&2
+    return 0
+}
+
 install() {
     # $@: what pip is to install. Progress goes to the terminal, all of pip's words to a file.
     local log=$venv/install.log
-    if ! "$venv_python" -m pip install --disable-pip-version-check --no-input \
-        --constraint "$root/scripts/constraints.txt" "$@" >"$log" 2>&1; then
+    if ! "$venv_python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
+        --constraint "$root/scripts/constraints.txt" "$@" 2>&1 | tee "$log" | show_progress; then
         if grep -qiE 'NewConnectionError|Name or service not known|Temporary failure|ConnectTimeout|Network is unreachable|Connection refused' "$log"; then
             fail "the package registry can't be reached; check the network (pip's words: $log)"
         fi

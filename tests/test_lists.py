@@ -55,6 +55,8 @@ def test_conditions_name_attributes_that_exist(data):
 
 def test_exceptions_name_inputs_that_exist(data):
     for name, inputs in data["keep_inputs"].items():
+        if name == "CuDNNBatchNorm" and name not in registry():
+            continue  # in GPU builds only
         assert set(inputs) <= set(registry()[name].inputs), name
 
 

@@ -96,6 +96,22 @@ def test_set_up_a_second_time_is_quick(tmp_path):
     assert "installing" not in done.stderr
 
 
+def test_an_installed_package_has_its_lists(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
+         "--no-index", "--target", str(tmp_path / "site"), str(ROOT)],
+        capture_output=True, text=True, check=False, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    code = "import mxamp.policy as p; print(p.lists_folder()); p.Policy.default('bfloat16')"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    assert done.stdout.strip() == str(tmp_path / "site" / "mxamp" / "lists")
+    assert (tmp_path / "site" / "mxamp" / "py.typed").exists()
+
+
 @pytest.mark.parametrize("name", ["quickstart", "test"])
 def test_scripts_can_be_executed(name):
     assert os.access(ROOT / "scripts" / name, os.X_OK)
