@@ -164,7 +164,7 @@ def test_two_steps(dtype, make):
             first = first or {k: p.grad().asnumpy() for k, p in params.items()}
             trainer.step(1)
             assert trainer.amp_last_step.stepped
-            losses.append(float(loss.asnumpy()))
+            losses.append(loss.asnumpy().item())
         return losses, first
 
     def distance(grads):
