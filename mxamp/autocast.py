@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, TypeVar
 
-from . import eager, machine, symbolic
+from . import eager, machine, states, symbolic
 from .errors import ArgumentError, StateError
 from .patching import Patch
 from .patching import apply as apply_patches
@@ -44,7 +44,11 @@ class _Process:
     def acquire(self) -> None:
         with self.lock:
             if not self.users:
-                patches = [*eager.patches(active_policy), *symbolic.patches(active_policy)]
+                patches = [
+                    *eager.patches(active_policy),
+                    *symbolic.patches(active_policy),
+                    *states.patches(),
+                ]
                 apply_patches(patches)
                 self.patches = patches
             self.users += 1

@@ -19,6 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.numpy import _api_internal
 from mxnet.ndarray.sparse import CSRNDArray, RowSparseNDArray
 
+from . import heads
 from .casting import CASTABLE, Decision, decide
 from .machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from .operators import Operator, by_handle, resolve
@@ -64,6 +65,8 @@ def patches(active: Active) -> List[Patch]:
             if policy is None:
                 return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
             plan = plans(policy)[handle]
+            if handle in heads.HANDLES and autograd.is_recording():
+                ndargs = [heads.with_scalable_gradient(ndargs[0]), *ndargs[1:]]
             decision = plan.decide(ndargs, keys, vals) if plan is not None and ndargs else None
             if decision is None:
                 return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)

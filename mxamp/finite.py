@@ -19,7 +19,7 @@ from mxnet.ndarray.sparse import RowSparseNDArray
 
 from .machine import dtype_name
 
-__all__ = ["all_finite"]
+__all__ = ["all_finite", "square_sum"]
 
 # The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
@@ -33,14 +33,39 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
 
     Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
     """
-    dense = [array.data if isinstance(array, RowSparseNDArray) else array for array in arrays]
-    dense = [array for array in dense if array.size]
+    dense = _dense(arrays)
     on_gpu = [array for array in dense if array.context.device_type == "gpu"]
     with autograd.pause():
         # What GPUs compute while the CPU looks at its own.
         pending = _start_on_gpus(on_gpu)
         finite = all(_finite_on_cpu(array) for array in dense if array.context.device_type != "gpu")
         return finite and all(bool(flag.asscalar()) for flag in pending)
+
+
+def square_sum(arrays: Sequence[NDArray]) -> float:
+    """Return the sum of the squares of all elements: Inf or NaN where one is. Waits for them."""
+    with autograd.pause(), np.errstate(all="ignore"):
+        return sum(_square_sum(array) for array in _dense(arrays))
+
+
+def _square_sum(array: NDArray) -> float:
+    if array.context.device_type == "gpu":
+        return float((array.astype("float32") ** 2).sum().asscalar())
+    dtype = dtype_name(array.dtype)
+    if dtype == "bfloat16":
+        values = (_memory(array, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = _memory(array, np.dtype(dtype))
+        values = values.astype(np.float32) if dtype == "float16" else values
+    total = np.dot(values, values)
+    if not np.isfinite(total):  # squares of finite numbers may be beyond float32
+        total = np.dot(values.astype(np.float64), values.astype(np.float64))
+    return float(total)
+
+
+def _dense(arrays: Sequence[NDArray]) -> List[NDArray]:
+    dense = [array.data if isinstance(array, RowSparseNDArray) else array for array in arrays]
+    return [array for array in dense if array.size]
 
 
 def _finite_on_cpu(array: NDArray) -> bool:

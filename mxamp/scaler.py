@@ -32,7 +32,7 @@ class StaticLossScaler:
     _fields: Tuple[str, ...] = ("loss_scale",)
 
     def __init__(self, scale: float = 1.0) -> None:
-        self._loss_scale = _positive("scale", scale)
+        self._loss_scale = positive_number("scale", scale)
 
     @property
     def loss_scale(self) -> float:
@@ -71,7 +71,7 @@ class StaticLossScaler:
         if missing:
             raise ArgumentError(f"the state of a {kind} lacks {', '.join(missing)}")
         values = {name: state[name] for name in self._fields}
-        _positive("loss_scale", values["loss_scale"])
+        positive_number("loss_scale", values["loss_scale"])
         return values
 
     def __eq__(self, other: object) -> bool:
@@ -130,13 +130,13 @@ class LossScaler(StaticLossScaler):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
-        super().__init__(_positive("init_scale", init_scale))
-        self._growth_factor = _positive("growth_factor", growth_factor)
-        self._backoff_factor = _positive("backoff_factor", backoff_factor)
-        self._growth_interval = _count("growth_interval", growth_interval)
-        self._min_scale = _positive("min_scale", min_scale)
-        self._max_scale = _positive("max_scale", max_scale)
-        self._hysteresis = _count("hysteresis", hysteresis)
+        super().__init__(positive_number("init_scale", init_scale))
+        self._growth_factor = positive_number("growth_factor", growth_factor)
+        self._backoff_factor = positive_number("backoff_factor", backoff_factor)
+        self._growth_interval = positive_count("growth_interval", growth_interval)
+        self._min_scale = positive_number("min_scale", min_scale)
+        self._max_scale = positive_number("max_scale", max_scale)
+        self._hysteresis = positive_count("hysteresis", hysteresis)
         if self._growth_factor <= 1:
             raise ArgumentError(f"growth_factor is more than 1, not {growth_factor!r}")
         if self._backoff_factor >= 1:
@@ -180,7 +180,7 @@ class LossScaler(StaticLossScaler):
         return self._loss_scale
 
 
-def _positive(name: str, value: Any) -> float:
+def positive_number(name: str, value: Any) -> float:
     """Return `value` as a positive finite float."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
@@ -188,7 +188,7 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def _count(name: str, value: Any) -> int:
+def positive_count(name: str, value: Any) -> int:
     """Return `value` as an int of at least 1."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < 1:

@@ -5,6 +5,7 @@ They hold canonical operator names, and go into `init` and `convert_*` as they a
 
 from typing import Any, Dict, List, Optional, Tuple
 
+from .heads import OUTPUTS
 from .policy import Policy, check_target
 
 __all__ = [
@@ -16,13 +17,6 @@ __all__ = [
     "list_lp16_use_fp32_params",
     "list_widest_type_cast",
 ]
-
-_LOSS_OUTPUTS = (
-    "SoftmaxOutput",
-    "LinearRegressionOutput",
-    "LogisticRegressionOutput",
-    "MAERegressionOutput",
-)
 
 
 def _policy(target_dtype: Any) -> Policy:
@@ -68,7 +62,7 @@ def list_widest_type_cast(target_dtype: Any) -> List[str]:
 def list_loss_output_functions(target_dtype: Any) -> List[str]:
     """Return the operators that ignore head gradients and start the backward pass themselves."""
     check_target(target_dtype)
-    return list(_LOSS_OUTPUTS)
+    return list(OUTPUTS)
 
 
 def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool]]]:

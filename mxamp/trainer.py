@@ -1,41 +1,30 @@
-"""The hook into Gluon's Trainer: scaled losses in, unscaled and finite updates out.
+"""Loss scaling for Gluon's Trainer: scaled losses in, unscaled and finite updates out.
 
-`Trainer._update` asks `self._amp_loss_scaler.has_overflow(params)` before it updates, and skips
-the update on True. That question is all the hook needs: by then `step` has reduced the gradients
-of all devices and set the optimizer's `rescale_grad`, which takes the scale out again.
-
-Whether gradients carry the scale is a state of the trainer:
-
-    none ── scale_loss ──► scaled ── unscale ──► unscaled
-      ▲                      │                      │
-      └────────── step or update, done or skipped ──┘
-
-A step without `scale_loss` finds "none" and is a plain step of MXNet's.
+What happens inside a trainer is in `hook`; here is what users call.
 """
 
 import logging
-import threading
+import math
 from contextlib import contextmanager
-from enum import Enum
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional
 
 from mxnet import autograd
-from mxnet.gluon import Parameter, Trainer
+from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
-from .autocast import active_policy, autocast
+from .autocast import active_policy
 from .errors import ArgumentError, StateError
-from .finite import all_finite
+from .finite import square_sum
+from .heads import scaled_heads
+from .hook import Stage, TrainerHook, multiply
 from .machine import dtype_name
-from .scaler import LossScaler, NoScaler, StaticLossScaler
+from .scaler import LossScaler, NoScaler, StaticLossScaler, positive_count, positive_number
+from .states import SAVED_STATE, append_state, read_state
 
-__all__ = ["StepReport", "init_trainer", "scale_loss", "unscale"]
+__all__ = ["clip_grad_global_norm", "hook_of", "init_trainer", "scale_loss", "unscale"]
 
 logger = logging.getLogger("mxamp")
-
-# So many names of parameters go into a log line.
-SHOWN = 3
 
 NO_POLICY = (
     "mixed precision is off, so init_trainer can't tell which loss scaler this trainer needs: "
@@ -46,117 +35,16 @@ ON_KVSTORE = (
     "this trainer updates its parameters on the kvstore, where a gradient that overflowed can't "
     "be kept out any more: make it with Trainer(..., update_on_kvstore=False)"
 )
-STEP_BEFORE_SCALING = (
-    "these gradients have been unscaled and not been used: call trainer.step() or update() "
-    "before the next scale_loss"
+ASYNCHRONOUS = (
+    "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
+    "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
 )
-NOTHING_TO_UNSCALE = (
-    "there are no scaled gradients: unscale comes after scale_loss and backward, and before step"
-)
-UNSCALED_TWICE = "these gradients are unscaled already: unscale was called twice before the step"
-
-
-class Stage(Enum):
-    """Whether a trainer's gradients carry the loss scale."""
-
-    NONE = "none"
-    SCALED = "scaled"
-    UNSCALED = "unscaled"
-
-
-class StepReport(NamedTuple):
-    """What became of an update: `trainer.amp_last_step`."""
-
-    stepped: bool  #: False where it was skipped
-    loss_scale: float  #: what the gradients carried
-    next_loss_scale: float
-    nonfinite: Tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
-
-
-class TrainerHook:
-    """One trainer's loss scaling; what `trainer._amp_loss_scaler` is.
-
-    `loss_scale` is the scale that the current gradients carry, as scripts written for
-    `mxnet.contrib.amp` read it.
-    """
-
-    def __init__(self, trainer: Trainer, scaler: StaticLossScaler) -> None:
-        self.trainer, self.scaler = trainer, scaler
-        self.steps = self.skips = 0
-        self._lock = threading.Lock()
-        self._losses = 0  # scaled since the last update
-        self._unscaled = False
-        self._publish(None)
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale of the current gradients and of the next loss."""
-        return self.scaler.loss_scale
-
-    @property
-    def stage(self) -> Stage:
-        """Whether the gradients carry the scale now."""
-        if not self._losses:
-            return Stage.NONE
-        return Stage.UNSCALED if self._unscaled else Stage.SCALED
-
-    @contextmanager
-    def scaling(self) -> Iterator[float]:
-        """Yield the scale for losses whose gradients will carry it; an error takes that back."""
-        with self._lock:
-            if self.stage is Stage.UNSCALED:
-                raise StateError(STEP_BEFORE_SCALING)
-            self._losses += 1
-        try:
-            yield self.loss_scale
-        except BaseException:
-            with self._lock:
-                self._losses = max(self._losses - 1, 0)
-            raise
-
-    def unscale(self) -> None:
-        """Divide the gradients of all devices by the scale."""
-        if self.stage is Stage.NONE:
-            raise StateError(NOTHING_TO_UNSCALE)
-        if self.stage is Stage.UNSCALED:
-            raise StateError(UNSCALED_TWICE)
-        inverse = 1.0 / self.loss_scale
-        with autograd.pause(), autocast(enabled=False):
-            for _, gradients in _fresh_gradients(self.trainer._params):
-                for gradient in gradients:
-                    _multiply(gradient, inverse)
-        self._unscaled = True
-
-    def has_overflow(self, params: Sequence[Parameter]) -> bool:
-        """Answer `Trainer._update`: True, and the update is skipped."""
-        stage = self.stage
-        if stage is Stage.NONE:
-            return False
-        scale = self.loss_scale
-        fresh = _fresh_gradients(params)
-        finite = all_finite([g for _, gradients in fresh for g in gradients])
-        if finite and stage is Stage.SCALED:
-            self.trainer._optimizer.rescale_grad /= scale
-        names = () if finite else tuple(p.name for p, grads in fresh if not all_finite(grads))
-        if not finite:
-            # Else a later step with ignore_stale_grad=True would use what was skipped here.
-            for param, _ in fresh:
-                for data in param.list_data():
-                    data._fresh_grad = False
-        after = self.scaler.update(finite)
-        self._losses, self._unscaled = 0, False
-        self.steps, self.skips = self.steps + finite, self.skips + (not finite)
-        self._publish(StepReport(finite, scale, after, names))
-        _log(self.trainer.amp_last_step)
-        return not finite
-
-    def _publish(self, report: Optional[StepReport]) -> None:
-        self.trainer.amp_loss_scale = self.loss_scale
-        self.trainer.amp_last_step = report
 
 
 def init_trainer(
-    optimizer_or_trainer: Trainer, loss_scaler: Optional[StaticLossScaler] = None
+    optimizer_or_trainer: Trainer,
+    loss_scaler: Optional[StaticLossScaler] = None,
+    max_consecutive_skips: Optional[int] = None,
 ) -> None:
     """Give a Gluon Trainer loss scaling.
 
@@ -179,6 +67,9 @@ def init_trainer(
     loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
         By default a `LossScaler()` where the target dtype is float16, and for bfloat16, which has
         float32's range, a scale of 1. Steps with non-finite gradients are skipped either way.
+    max_consecutive_skips : int, optional
+        So many skipped steps in a row end the training with a `StateError` that names the
+        parameters whose gradients were the first to overflow. By default training goes on.
 
     Raises
     ------
@@ -201,20 +92,30 @@ def init_trainer(
         raise ArgumentError(
             f"loss_scaler is a LossScaler, StaticLossScaler or NoScaler, not {loss_scaler!r}"
         )
+    if max_consecutive_skips is not None:
+        max_consecutive_skips = positive_count("max_consecutive_skips", max_consecutive_skips)
     hook = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(hook, TrainerHook) and hook.trainer is trainer:
         if loss_scaler is not None:
             hook.scaler = loss_scaler
-            hook._publish(trainer.amp_last_step)
+            hook.publish(trainer.amp_last_step)
+        if max_consecutive_skips is not None:
+            hook.max_consecutive_skips = max_consecutive_skips
         return
-    if loss_scaler is None:
-        policy = active_policy()
-        if policy is None:
-            raise StateError(NO_POLICY)
-        loss_scaler = LossScaler() if policy.target_dtype == "float16" else NoScaler()
+    chosen = loss_scaler if loss_scaler is not None else _default_scaler()
     _keep_updates_off_kvstore(trainer)
-    trainer._amp_original_scale = trainer._scale
-    trainer._amp_loss_scaler = TrainerHook(trainer, loss_scaler)
+    hook = TrainerHook(trainer, chosen, max_consecutive_skips)
+    saved = getattr(trainer, SAVED_STATE, None)  # of load_states, called before
+    if saved is not None and loss_scaler is None:
+        hook.load_state_dict(saved)
+    _attach(trainer, hook)
+
+
+def _default_scaler() -> StaticLossScaler:
+    policy = active_policy()
+    if policy is None:
+        raise StateError(NO_POLICY)
+    return LossScaler() if policy.target_dtype == "float16" else NoScaler()
 
 
 @contextmanager
@@ -240,10 +141,17 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
     several threads too: the scale changes in steps only. An error inside leaves the trainer as it
     was.
     """
-    with _hook(optimizer_or_trainer).scaling() as scale:
-        with autograd.record(train_mode=autograd.is_training()):
-            scaled = _map_losses(loss, lambda array: _scaled(array, scale))
-        yield scaled
+    hook = hook_of(optimizer_or_trainer)
+    values: List[NDArray] = []
+
+    def scaled(array: NDArray) -> NDArray:
+        values.append(array.detach())
+        return _scaled(array, hook.loss_scale)
+
+    with autograd.record(train_mode=autograd.is_training()):
+        losses = _map_losses(loss, scaled)
+    with hook.scaling(values) as scale, scaled_heads(scale):
+        yield losses
 
 
 def unscale(optimizer_or_trainer: Trainer) -> None:
@@ -260,16 +168,68 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
     Covers all devices. Raises `StateError` where gradients are not scaled, or are unscaled
     already. Float16 gradients (of parameters cast to float16) lose what the scale has kept.
     """
-    _hook(optimizer_or_trainer).unscale()
+    hook_of(optimizer_or_trainer).unscale()
 
 
-def _hook(trainer: Any) -> TrainerHook:
+def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
+    """Unscale a trainer's gradients and clip them to a global norm; return the norm before.
+
+    ::
+
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+        norm = amp.clip_grad_global_norm(trainer, 1.0)
+        trainer.step(1)
+
+    The norm is that of all gradients together, reduced over devices first, so that every device
+    clips by the same factor; `step` does not reduce them again. Where it is Inf or NaN nothing is
+    clipped, and the step is going to be skipped. Waits for the gradients.
+
+    Gradients are those of the loss as it was: with `step(batch_size)` they are divided by the
+    batch size after they have been clipped.
+    """
+    hook = hook_of(trainer)
+    limit = positive_number("max_norm", max_norm)
+    if hook.stage is not Stage.SCALED:
+        hook.unscale()  # raises: there is nothing to clip, or it is unscaled already
+    trainer.allreduce_grads()
+    gradients = hook.unscale()
+    first = trainer._contexts[0]
+    norm = math.sqrt(square_sum([g for g in gradients if g.context == first]))
+    if math.isfinite(norm) and norm > limit:
+        multiply(gradients, limit / norm)
+    return norm
+
+
+def hook_of(trainer: Any) -> TrainerHook:
+    """Return the hook that `init_trainer` gave to a trainer."""
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"a gluon.Trainer is needed here, not {trainer!r}")
     hook = getattr(trainer, "_amp_loss_scaler", None)
     if not isinstance(hook, TrainerHook):
         raise StateError(NOT_INITIALIZED)
     return hook
+
+
+def _attach(trainer: Trainer, hook: TrainerHook) -> None:
+    """Put the hook where MXNet asks for it, and its state into the trainer's files."""
+    kind = type(trainer)
+
+    def save_states(fname: str) -> None:
+        kind.save_states(trainer, fname)
+        append_state(fname, hook.state_dict())
+
+    def load_states(fname: str) -> None:
+        state = read_state(fname)
+        kind.load_states(trainer, fname)
+        if state is not None:
+            hook.load_state_dict(state)
+
+    save_states.__doc__, load_states.__doc__ = kind.save_states.__doc__, kind.load_states.__doc__
+    trainer.save_states, trainer.load_states = save_states, load_states
+    trainer._allreduce_grads = hook.reduce
+    trainer._amp_original_scale = trainer._scale
+    trainer._amp_loss_scaler = hook
 
 
 def _keep_updates_off_kvstore(trainer: Trainer) -> None:
@@ -279,27 +239,13 @@ def _keep_updates_off_kvstore(trainer: Trainer) -> None:
         return
     if trainer._contains_sparse_weight:
         raise StateError(ON_KVSTORE + " (row_sparse parameters, which need it, can't be scaled)")
+    kvstore = trainer._kvstore_params["kvstore"]
+    if "async" in str(getattr(kvstore, "type", kvstore)):
+        raise StateError(ASYNCHRONOUS)
     settings = trainer._kvstore_params
     if settings["update_on_kvstore"]:
         logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
     settings["update_on_kvstore"] = False
-
-
-def _fresh_gradients(params: Sequence[Parameter]) -> List[Tuple[Parameter, List[NDArray]]]:
-    """Return the gradients, on all devices, that backward has written since the last step."""
-    fresh = []
-    for param in params:
-        if param.grad_req == "null" or param._grad is None:
-            continue
-        pairs = zip(param.list_data(), param.list_grad())
-        gradients = [gradient for data, gradient in pairs if data._fresh_grad]
-        if gradients:
-            fresh.append((param, gradients))
-    return fresh
-
-
-def _multiply(array: NDArray, factor: float) -> None:
-    array *= factor
 
 
 def _map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
@@ -318,13 +264,3 @@ def _scaled(loss: NDArray, scale: float) -> NDArray:
     if dtype_name(loss.dtype) not in ("float32", "float64"):
         loss = loss.astype("float32")  # 65504 is float16's largest number
     return loss * scale if scale != 1 else loss
-
-
-def _log(report: StepReport) -> None:
-    change = f"loss scale {report.loss_scale:g} -> {report.next_loss_scale:g}"
-    if not report.stepped:
-        more = ", ..." if len(report.nonfinite) > SHOWN else ""
-        names = ", ".join(report.nonfinite[:SHOWN]) + more
-        logger.info("step skipped, gradients of %s are not finite; %s", names, change)
-    elif report.next_loss_scale != report.loss_scale:
-        logger.info(change)

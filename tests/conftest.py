@@ -9,14 +9,14 @@ import mxnet as mx
 import numpy as np
 import pytest
 
-from mxamp import eager, symbolic
+from mxamp import eager, states, symbolic
 
 DTYPES = ("float16", "bfloat16")
 BF16 = np.dtype([("bfloat16", np.uint16)])
 
 
 def _attributes():
-    patches = [*eager.patches(lambda: None), *symbolic.patches(lambda: None)]
+    patches = [*eager.patches(lambda: None), *symbolic.patches(lambda: None), *states.patches()]
     return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in patches}
 
 

@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import BF16, kind, randn, same
-from mxamp.trainer import Stage
+from mxamp.hook import Stage
 
 CONTEXTS = {"one": [mx.cpu(0)], "two": [mx.cpu(0), mx.cpu(1)]}
 
@@ -144,7 +144,7 @@ def test_the_report():
     net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
     assert trainer.amp_last_step is None
     train(net, trainer, batches(1)[0])
-    assert trainer.amp_last_step == (True, 1024, 1024, ())
+    assert trainer.amp_last_step == (True, 1024, 1024, (), True)
     train(net, trainer, poisoned(batches(1)[0]))
     report = trainer.amp_last_step
     assert (report.stepped, report.loss_scale, report.next_loss_scale) == (False, 1024, 512)
