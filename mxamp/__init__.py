@@ -26,6 +26,7 @@ from .errors import (  # noqa: E402
     StateError,
     UnknownNameError,
 )
+from .grad_scaler import GradScaler  # noqa: E402
 from .policy import Policy  # noqa: E402
 from .scaler import LossScaler, NoScaler, StaticLossScaler  # noqa: E402
 from .stock_lists import (  # noqa: E402
@@ -37,11 +38,12 @@ from .stock_lists import (  # noqa: E402
     list_lp16_use_fp32_params,
     list_widest_type_cast,
 )
-from .trainer import init_trainer, scale_loss, unscale  # noqa: E402
+from .trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale  # noqa: E402
 
 __all__ = [
     "AmpError",
     "ArgumentError",
+    "GradScaler",
     "InstallError",
     "LossScaler",
     "NoScaler",
@@ -51,6 +53,7 @@ __all__ = [
     "UnknownNameError",
     "__version__",
     "autocast",
+    "clip_grad_global_norm",
     "convert_bucketing_module",
     "convert_hybrid_block",
     "convert_model",

@@ -27,7 +27,7 @@ from mxnet.ndarray.ndarray import NDArray
 from .autocast import autocast
 from .errors import StateError
 from .finite import all_finite
-from .scaler import StaticLossScaler, from_state_dict
+from .scaler import StaticLossScaler
 
 __all__ = ["Stage", "StepReport", "TrainerHook", "fresh_gradients", "multiply"]
 
@@ -209,7 +209,7 @@ class TrainerHook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `save_states` kept."""
-        self.scaler = from_state_dict(state["scaler"])
+        self.scaler = self.scaler.resumed(state["scaler"])
         self.steps, self.skips = int(state["steps"]), int(state["skips"])
         self.publish(None)
 

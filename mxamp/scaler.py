@@ -39,10 +39,18 @@ class StaticLossScaler:
         """The scale that the next backward pass uses."""
         return self._loss_scale
 
+    def set_scale(self, scale: float) -> None:
+        """Use another scale from now on."""
+        self._loss_scale = positive_number("scale", scale)
+
     def update(self, finite: bool) -> float:
         """Take note of a step whose gradients were all `finite`, or not; return the new scale."""
         del finite
         return self._loss_scale
+
+    def resumed(self, state: Mapping[str, Any]) -> "StaticLossScaler":
+        """Return the scaler that goes on from `state` in this one's place, of whatever kind."""
+        return from_state_dict(state)
 
     def state_dict(self) -> Dict[str, Any]:
         """Return everything it takes to go on from here, as plain numbers and strings."""

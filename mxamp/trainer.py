@@ -146,10 +146,10 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
 
     def scaled(array: NDArray) -> NDArray:
         values.append(array.detach())
-        return _scaled(array, hook.loss_scale)
+        return scaled_loss(array, hook.loss_scale)
 
     with autograd.record(train_mode=autograd.is_training()):
-        losses = _map_losses(loss, scaled)
+        losses = map_losses(loss, scaled)
     with hook.scaling(values) as scale, scaled_heads(scale):
         yield losses
 
@@ -248,19 +248,21 @@ def _keep_updates_off_kvstore(trainer: Trainer) -> None:
     settings["update_on_kvstore"] = False
 
 
-def _map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
+def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
+    """Return `loss` with `function` applied to each array, in the same containers."""
     if isinstance(loss, NDArray):
         return function(loss)
     if isinstance(loss, dict):
-        return type(loss)((key, _map_losses(value, function)) for key, value in loss.items())
+        return type(loss)((key, map_losses(value, function)) for key, value in loss.items())
     if isinstance(loss, tuple) and hasattr(loss, "_fields"):
-        return type(loss)(*(_map_losses(value, function) for value in loss))
+        return type(loss)(*(map_losses(value, function) for value in loss))
     if isinstance(loss, (list, tuple)):
-        return type(loss)(_map_losses(value, function) for value in loss)
+        return type(loss)(map_losses(value, function) for value in loss)
     raise ArgumentError(f"a loss is an NDArray, or lists, tuples and dicts of them, not {loss!r}")
 
 
-def _scaled(loss: NDArray, scale: float) -> NDArray:
+def scaled_loss(loss: NDArray, scale: float) -> NDArray:
+    """Return a loss times `scale`, in float32 where it was in half precision."""
     if dtype_name(loss.dtype) not in ("float32", "float64"):
         loss = loss.astype("float32")  # 65504 is float16's largest number
     return loss * scale if scale != 1 else loss

@@ -78,10 +78,13 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("precision", [None, "float16", "bfloat16"])
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("ctx", CONTEXTS)
 @pytest.mark.parametrize("optimizer, settings", SETTINGS)
-def test_an_overflowing_step_is_as_if_it_had_not_been(optimizer, settings, ctx, hybrid):
+def test_an_overflowing_step_is_as_if_it_had_not_been(optimizer, settings, ctx, hybrid, precision):
+    if precision:
+        amp.init(precision, ctx=mx.cpu())
     data = batches()
     runs = []
     for bad in (True, False):
@@ -441,3 +444,149 @@ def test_a_loss_scale_set_by_hand_on_the_trainer():
     train(net, trainer, data)
     train(control, plain, data, scaled=False)
     assert_same_weights(net, control)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("ctx", CONTEXTS)
+@pytest.mark.parametrize("way", ["step", "allreduce"])
+def test_clipping_by_global_norm(ctx, max_norm, way):
+    data = batches()
+    net, trainer = setup(CONTEXTS[ctx], scaler=amp.StaticLossScaler(1024))
+    control, plain = setup(CONTEXTS[ctx])
+    plain._kvstore_params["update_on_kvstore"] = False
+    norms = []
+
+    def clip():
+        if way == "allreduce":
+            trainer.allreduce_grads()
+        norms.append(amp.clip_grad_global_norm(trainer, max_norm))
+
+    def clip_plain():
+        plain.allreduce_grads()
+        params = control.collect_params().values()
+        grads = [p.list_grad()[0] for p in params]
+        norm = np.sqrt(sum((g.asnumpy().astype("float64") ** 2).sum() for g in grads))
+        assert norms[-1] == pytest.approx(norm, rel=1e-5)
+        for param in params:
+            for grad in param.list_grad():
+                grad *= min(1.0, max_norm / norms[-1])
+
+    for batch in data:
+        update = trainer.update if way == "allreduce" else trainer.step
+        train(net, trainer, batch, between=clip, step=update)
+        train(control, plain, batch, scaled=False, between=clip_plain, step=plain.update)
+    assert_same_weights(net, control)
+
+
+def test_clipping_what_is_not_finite_skips_the_step():
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
+    before = weights(net)
+    norms = []
+    train(
+        net, trainer, poisoned(batches(1)[0]),
+        between=lambda: norms.append(amp.clip_grad_global_norm(trainer, 1.0)),
+    )  # fmt: skip
+    assert not np.isfinite(norms[0])
+    assert not trainer.amp_last_step.stepped
+    for a, b in zip(before, weights(net)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_clipping_at_the_wrong_moment():
+    _, trainer = setup(scaler=amp.StaticLossScaler(8))
+    with pytest.raises(amp.StateError, match="no scaled gradients"):
+        amp.clip_grad_global_norm(trainer, 1.0)
+    for wrong in (0, -1, None, "1", np.nan):
+        with pytest.raises(amp.ArgumentError, match="max_norm"):
+            amp.clip_grad_global_norm(trainer, wrong)
+
+
+def test_a_run_that_can_not_recover_ends():
+    net, trainer = setup()
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=8), max_consecutive_skips=3)
+    bad = poisoned(batches(1)[0])
+    train(net, trainer, bad)
+    train(net, trainer, batches(1)[0])
+    train(net, trainer, bad)
+    train(net, trainer, bad)
+    with pytest.raises(amp.StateError, match="3 steps in a row") as raised:
+        train(net, trainer, bad)
+    assert net[0].weight.name in str(raised.value)
+    assert "loss itself" in str(raised.value)
+    train(net, trainer, batches(1)[0])
+    assert trainer.amp_last_step.stepped
+    for wrong in (0, 1.5, True):
+        with pytest.raises(amp.ArgumentError, match="max_consecutive_skips"):
+            amp.init_trainer(trainer, max_consecutive_skips=wrong)
+
+
+def test_the_report_tells_a_bad_loss_from_a_scale_that_is_too_high():
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
+    train(net, trainer, poisoned(batches(1)[0]))
+    assert not trainer.amp_last_step.loss_finite
+    with autograd.record():
+        loss = (net(nd.array(batches(1)[0])) ** 2).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+    net[0].weight.grad()[0, 0] = np.inf
+    trainer.step(4)
+    assert not trainer.amp_last_step.stepped
+    assert trainer.amp_last_step.loss_finite
+
+
+def test_asynchronous_kvstores_are_refused():
+    net, _ = setup()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_async")
+    with pytest.raises(amp.StateError, match="dist_sync"):
+        amp.init_trainer(trainer, amp.StaticLossScaler(8))
+
+
+OUTPUTS = [
+    "SoftmaxOutput",
+    "LinearRegressionOutput",
+    "LogisticRegressionOutput",
+    "MAERegressionOutput",
+]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_output_operators_are_scaled_with_the_loss_alone(on, name):
+    x = randn(4, 3)
+    label = nd.array([0, 1, 2, 0]) if name == "SoftmaxOutput" else randn(4, 3, seed=1)
+    x.attach_grad()
+    operator = getattr(nd, name)
+    with amp.autocast(enabled=False), autograd.record():
+        operator(x, label).backward()
+    plain = x.grad.asnumpy()
+    _, trainer = setup(scaler=amp.StaticLossScaler(1024))
+    for _ in range(3):
+        with autograd.record():
+            out = operator(x, label)
+            with amp.scale_loss(out, trainer) as scaled:
+                scaled.backward()
+        np.testing.assert_array_equal(x.grad.asnumpy(), plain * 1024)
+        with autograd.record():
+            operator(x, label).backward()
+        np.testing.assert_array_equal(x.grad.asnumpy(), plain)
+
+
+def test_output_operators_train_as_without_scaling(on):
+    def run(scaled):
+        dense = nn.Dense(3, in_units=4)
+        dense.initialize()
+        dense.weight.set_data(randn(3, 4))
+        trainer = gluon.Trainer(dense.collect_params(), "sgd", {"learning_rate": 0.1})
+        if scaled:
+            amp.init_trainer(trainer, amp.StaticLossScaler(64))
+        for _ in range(3):
+            with autograd.record():
+                out = nd.SoftmaxOutput(dense(randn(4, 4, seed=9)), nd.array([0, 1, 2, 0]))
+                if scaled:
+                    with amp.scale_loss(out, trainer) as out:
+                        out.backward()
+                else:
+                    out.backward()
+            trainer.step(4)
+        return dense.weight.data().asnumpy()
+
+    np.testing.assert_allclose(run(True), run(False), rtol=0.01, atol=1e-3)
