@@ -164,12 +164,10 @@ class TrainerHook:
         report = self._report(finite, scale, fresh)
         self._losses, self._loss_values = 0, []
         self._unscaled = self._reduced = False
+        self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
         _log(report)
-        if not finite:
-            self._count_skip(report)
-        else:
-            self.steps, self._skips_in_a_row = self.steps + 1, 0
+        self._watch(report)
         return not finite
 
     def _report(self, finite: bool, scale: float, fresh: FreshGradients) -> StepReport:
@@ -183,10 +181,14 @@ class TrainerHook:
         loss_finite = all_finite(self._loss_values)
         return StepReport(False, scale, self.scaler.update(False), names, loss_finite)
 
-    def _count_skip(self, report: StepReport) -> None:
+    def _watch(self, report: StepReport) -> None:
+        """End a run that skips step after step, if it was asked for."""
+        if report.stepped:
+            self._skips_in_a_row = 0
+            return
         if not self._skips_in_a_row:
             self._first_culprits = report.nonfinite
-        self.skips, self._skips_in_a_row = self.skips + 1, self._skips_in_a_row + 1
+        self._skips_in_a_row += 1
         limit = self.max_consecutive_skips
         if limit is not None and self._skips_in_a_row >= limit:
             skipped, self._skips_in_a_row = self._skips_in_a_row, 0
@@ -202,6 +204,7 @@ class TrainerHook:
         """Show the state on the trainer."""
         self.trainer.amp_loss_scale = self.loss_scale
         self.trainer.amp_last_step = report
+        self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
 
     def state_dict(self) -> Dict[str, Any]:
         """Return what `save_states` keeps: the scaler and the counts."""

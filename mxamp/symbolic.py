@@ -6,6 +6,7 @@ the plain ones.
 """
 
 import functools
+import logging
 from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import autograd
@@ -17,12 +18,20 @@ from mxnet.symbol import Symbol
 
 from .eager import Active, dtypes_of, on_device
 from .graph import infer_types
+from .heads import OUTPUTS
 from .machine import dtype_name
 from .patching import Patch
 from .policy import Policy
 from .rewrite import UNSAFE_LOOPS, rewrite_symbol
 
 __all__ = ["patches"]
+
+logger = logging.getLogger("mxamp")
+
+UNSCALED_OUTPUTS = (
+    "%s in a hybridized block ignores the scale of a loss: don't use scale_loss with this block, "
+    "or call the operator outside of it, or use a loss such as gluon.loss.SoftmaxCrossEntropyLoss"
+)
 
 
 def patches(active: Active) -> List[Patch]:
@@ -139,6 +148,7 @@ class _PolicyCachedOp:
         # Only graphs that hold one of these differ in training.
         json = Symbol.tojson(self._symbol)
         self._loops = any(f'"op": "{name}"' in json for name in UNSAFE_LOOPS)
+        self._outputs = [name for name in OUTPUTS if f'"op": "{name}"' in json]
         self._ops: Dict[Any, CachedOp] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
 
@@ -166,6 +176,8 @@ class _PolicyCachedOp:
         # What a caller passes in may be accumulated into as well: that can't be seen from here.
         guarded = self._data | {self._names[i] for i in added}
         named = dict(zip(self._names, dtypes))
+        if policy.target_dtype == "float16" and autograd.is_recording() and self._outputs:
+            logger.warning(UNSCALED_OUTPUTS, self._outputs[0])
         symbol = rewrite_symbol(self._symbol, policy, named, guarded, training)
         op = self._plain if symbol is self._symbol else CachedOp(symbol, self._flags)
         if self._hook is not None:

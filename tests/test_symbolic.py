@@ -573,3 +573,19 @@ def test_shape_changes_and_re_hybridizing(on):
     net.hybridize()
     assert net(randn(3, 8)).shape == (3, 3)
     assert BF16 is not None
+
+
+def test_output_operators_in_hybrid_blocks_are_named(caplog):
+    class Net(nn.HybridBlock):
+        def hybrid_forward(self, F, x, label):
+            return F.SoftmaxOutput(x, label)
+
+    net = Net()
+    net.hybridize()
+    with amp.autocast("float16"):
+        net(randn(2, 3), nd.zeros(2))
+        assert "SoftmaxOutput" not in caplog.text
+        net.hybridize()
+        with autograd.record():
+            net(randn(2, 3), nd.zeros(2))
+    assert "SoftmaxOutput in a hybridized block" in caplog.text
