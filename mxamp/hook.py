@@ -129,9 +129,10 @@ class TrainerHook:
 
     def reduce(self) -> None:
         """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
-        if self.stage is Stage.NONE or not self._reduced:
-            type(self.trainer)._allreduce_grads(self.trainer)
-            self._reduced = True
+        if self._reduced:
+            return
+        type(self.trainer)._allreduce_grads(self.trainer)
+        self._reduced = self.stage is not Stage.NONE
 
     def mark_scaled(self) -> None:
         """Take the gradients for scaled ones, whoever has scaled the loss."""

@@ -74,6 +74,15 @@ def test_one_scaler_over_two_trainers():
 def test_two_devices():
     scaler = amp.GradScaler(init_scale=1024)
     mine, control = setup(CONTEXTS["two"]), setup()
+    train(scaler, [mine], batches()[0])
+    plain([control], batches()[0])
+    # A plain step in between.
+    net, trainer = mine
+    with autograd.record():
+        losses = [(net(nd.ones((2, 4), ctx=ctx)) ** 2).sum() for ctx in CONTEXTS["two"]]
+    autograd.backward(losses)
+    trainer.step(4)
+    plain([control], np.ones((4, 4), "float32"))
     for batch in batches():
         train(scaler, [mine], batch)
         plain([control], batch)
