@@ -65,7 +65,7 @@ def patches(active: Active) -> List[Patch]:
             if policy is None:
                 return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
             plan = plans(policy)[handle]
-            if handle in heads.HANDLES and autograd.is_recording():
+            if handle in heads.HANDLES and _starts_backward(ndargs):
                 ndargs = [heads.with_scalable_gradient(ndargs[0]), *ndargs[1:]]
             decision = plan.decide(ndargs, keys, vals) if plan is not None and ndargs else None
             if decision is None:
@@ -107,6 +107,10 @@ def patches(active: Active) -> List[Patch]:
         Patch(_api_internal, "tensordot", build_tensordot),  # the one that goes another way
         Patch(NDArray, "asnumpy", build_asnumpy),
     ]
+
+
+def _starts_backward(arrays: Sequence[NDArray]) -> bool:
+    return autograd.is_recording() and _NAMES.get(_kind_code(arrays[0])) in CASTABLE
 
 
 # ---------------------------------------------------------------------- decisions, remembered

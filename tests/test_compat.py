@@ -73,7 +73,7 @@ def test_restoring_numpy():
     bare.__version__ = "2.4.0"
     bare.options = {}
     bare.set_printoptions = bare.options.update
-    for name in ("all", "any", "prod", "cumprod", "sort", "isin", "ravel", "trapezoid"):
+    for name in ("all", "any", "prod", "cumprod", "round", "sort", "isin", "ravel", "trapezoid"):
         setattr(bare, name, getattr(np, name, np.sort))
     bare.set_printoptions = lambda **options: bare.options.update(options)
     bare.compat = types.ModuleType("numpy.compat")
