@@ -113,7 +113,8 @@ def _numpy_names(numpy: Any) -> Dict[str, Any]:
         "Inf": math.inf, "NAN": math.nan, "NaN": math.nan, "PINF": math.inf, "NINF": -math.inf,
         "PZERO": 0.0, "NZERO": -0.0,
         "alltrue": numpy.all, "sometrue": numpy.any, "product": numpy.prod,
-        "cumproduct": numpy.cumprod, "round_": numpy.round, "msort": lambda a: numpy.sort(a, axis=0),
+        "cumproduct": numpy.cumprod, "round_": numpy.round,
+        "msort": lambda a: numpy.sort(a, axis=0),
         "in1d": lambda a, b, **options: numpy.isin(numpy.ravel(a), b, **options),
         "trapz": getattr(numpy, "trapezoid", None),
     }  # fmt: skip
