@@ -21,7 +21,7 @@ from mxnet.ndarray.sparse import CSRNDArray, RowSparseNDArray
 
 from . import heads
 from .casting import CASTABLE, Decision, decide
-from .machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
+from .machine import DTYPE_CODES, DTYPE_NAMES, default_device, dtype_name
 from .operators import Operator, by_handle, resolve
 from .patching import Patch
 from .policy import Policy
@@ -152,7 +152,7 @@ class _Plan:
         named += [a for a in ("num_group", "mode") if operator.name in ("Convolution", "RNN")]
         self._attributes = frozenset(named)
         # Without a GPU in the machine every array is on the policy's device.
-        self._cpu_only = policy.device == "cpu" and mx.context.num_gpus() == 0
+        self._cpu_only = policy.device == default_device() == "cpu"
 
     def decide(self, arrays: Sequence[NDArray], keys: Any, vals: Any) -> Optional[Decision]:
         """Return what to do with these inputs, None for nothing."""

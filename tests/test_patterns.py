@@ -35,6 +35,11 @@ def network(outputs=2, ctx=CTX):
     return net
 
 
+def make_trainer(net):
+    settings = {"learning_rate": 0.1, "momentum": 0.9}
+    return gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
+
+
 def batches(count=6, rows=8):
     rng = np.random.RandomState(6)
     return [(rng.randn(rows, 4).astype("float32"), rng.randint(0, 2, rows)) for _ in range(count)]
@@ -56,11 +61,10 @@ def close(net, control, dtype):
 loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
-def plain(step, **settings):
+def plain(step):
     """The control loop: `step(net, trainer, parts, labels, scale)` without mxamp."""
     net = network()
-    settings = {"learning_rate": 0.1, "momentum": 0.9, **settings}
-    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
+    trainer = make_trainer(net)
     for i, (data, label) in enumerate(batches()):
         step(net, trainer, *split(data, label), i)
     return net
@@ -79,12 +83,7 @@ def test_1_ssd_list_of_losses_and_re_hybridizing(dtype):
     expected = plain(control)
     amp.init(dtype, ctx=CTX)
     net = network()
-    trainer = gluon.Trainer(
-        net.collect_params(),
-        "sgd",
-        {"learning_rate": 0.1, "momentum": 0.9},
-        update_on_kvstore=False,
-    )
+    trainer = make_trainer(net)
     init_trainer(trainer)
     for i, (data, label) in enumerate(batches()):
         if i % 2 == 0:
@@ -189,12 +188,7 @@ def test_3_action_recognition_accumulates(dtype, tmp_path):
     amp.init(dtype, ctx=CTX)
     net = network()
     net.collect_params().setattr("grad_req", "add")
-    trainer = gluon.Trainer(
-        net.collect_params(),
-        "sgd",
-        {"learning_rate": 0.1, "momentum": 0.9},
-        update_on_kvstore=False,
-    )
+    trainer = make_trainer(net)
     trainer.save_states(str(tmp_path / "states"))
     trainer.load_states(str(tmp_path / "states"))
     init_trainer(trainer)
@@ -228,12 +222,7 @@ def test_4_gluonnlp_clips_scaled_gradients(dtype):
     expected = plain(control)
     amp.init(dtype, ctx=CTX)
     net = network()
-    trainer = gluon.Trainer(
-        net.collect_params(),
-        "sgd",
-        {"learning_rate": 0.1, "momentum": 0.9},
-        update_on_kvstore=False,
-    )
+    trainer = make_trainer(net)
     init_trainer(trainer)
     for data, label in batches():
         parts, labels = split(data, label)
@@ -258,12 +247,7 @@ def test_5_gluonnlp_2_second_record_and_a_scale_set_by_hand(dtype):
     expected = plain(control)
     amp.init(dtype, ctx=CTX)
     net = network()
-    trainer = gluon.Trainer(
-        net.collect_params(),
-        "sgd",
-        {"learning_rate": 0.1, "momentum": 0.9},
-        update_on_kvstore=False,
-    )
+    trainer = make_trainer(net)
     init_trainer(trainer)
     for data, label in batches():
         parts, labels = split(data, label)
