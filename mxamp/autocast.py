@@ -16,7 +16,7 @@ from .patching import apply as apply_patches
 from .patching import undo as undo_patches
 from .policy import Conditional, Policy, check_target
 
-__all__ = ["active_policy", "autocast", "current_policy", "init", "is_enabled", "shutdown"]
+__all__ = ["autocast", "current_policy", "init", "is_enabled", "shutdown"]
 
 logger = logging.getLogger("mxamp")
 
@@ -45,8 +45,8 @@ class _Process:
         with self.lock:
             if not self.users:
                 patches = [
-                    *eager.patches(active_policy),
-                    *symbolic.patches(active_policy),
+                    *eager.patches(current_policy),
+                    *symbolic.patches(current_policy),
                     *states.patches(),
                 ]
                 apply_patches(patches)
@@ -72,18 +72,15 @@ _process = _Process()
 _thread = _Thread()
 
 
-def active_policy() -> Optional[Policy]:
+def current_policy() -> Optional[Policy]:
     """Return the policy that the current thread computes under, None where it is off."""
     regions = _thread.regions
     return regions[-1] if regions else _process.policy
 
 
-current_policy = active_policy
-
-
 def is_enabled() -> bool:
     """Tell whether mixed precision is on in the current thread."""
-    return active_policy() is not None
+    return current_policy() is not None
 
 
 def init(
@@ -251,7 +248,7 @@ class autocast:
     def _choose(self) -> Policy:
         if self._policy is not None:
             return self._policy
-        around = active_policy()
+        around = current_policy()
         if around is None:
             around = next((p for p in reversed(_thread.regions) if p is not None), _process.policy)
         if around is not None and self._dtype in (None, around.target_dtype):

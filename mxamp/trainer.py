@@ -13,7 +13,7 @@ from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
-from .autocast import active_policy
+from .autocast import current_policy
 from .errors import ArgumentError, StateError
 from .finite import square_sum
 from .heads import scaled_heads
@@ -114,7 +114,7 @@ def init_trainer(
 
 
 def _default_scaler() -> StaticLossScaler:
-    policy = active_policy()
+    policy = current_policy()
     if policy is None:
         raise StateError(NO_POLICY)
     return LossScaler() if policy.target_dtype == "float16" else NoScaler()
