@@ -89,7 +89,8 @@ def decide(
     if dtype == policy.target_dtype and rule.missing is not None:
         reads = tuple(rule.computes if i in floats else None for i in range(len(dtypes)))
         reason = f"{reason}; in {rule.computes} on {dtype} values: {rule.missing}"
-        return Decision(reads, reason, dtype, dtype, rule.keep_outputs)
+        guards = _guards(operator, attributes, dtype, reads)
+        return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
     reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))
     return Decision(reads, reason, dtype, guards=_guards(operator, attributes, dtype, reads))
 

@@ -7,6 +7,7 @@ scaled loss does not scale what they send back. Called eagerly, their input is p
 between the two writes to it. A backward pass outside `scale_loss` is unscaled.
 """
 
+import atexit
 import threading
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator
@@ -30,6 +31,7 @@ OUTPUTS = (
 HANDLES = frozenset(resolve(name).handle for name in OUTPUTS)
 
 _extra: Dict[Any, NDArray] = {}
+atexit.register(_extra.clear)  # before MXNet's library goes
 _lock = threading.Lock()
 
 
