@@ -26,6 +26,7 @@ from .errors import (  # noqa: E402
     StateError,
     UnknownNameError,
 )
+from .explain import explain  # noqa: E402
 from .grad_scaler import GradScaler  # noqa: E402
 from .policy import Policy  # noqa: E402
 from .scaler import LossScaler, NoScaler, StaticLossScaler  # noqa: E402
@@ -59,6 +60,7 @@ __all__ = [
     "convert_model",
     "convert_symbol",
     "current_policy",
+    "explain",
     "init",
     "init_trainer",
     "is_enabled",

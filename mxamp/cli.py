@@ -84,6 +84,48 @@ def operators(names: Sequence[str], dtype: str, device: Optional[str], kind: Opt
 @main.command()
 @click.argument("prefix")
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--dtype", type=DTYPES, default="float16", show_default=True)
+@click.option("--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU.")
+@click.option("--keep-fp32", multiple=True, metavar="PATTERN", help="Layers to keep in float32.")
+@click.option("--name", default="*", help="Only operators of this name; * and ? are known.")
+@click.option("--precision", help="Only operators of this precision, such as float32.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def explain(
+    prefix: str,
+    epoch: int,
+    dtype: str,
+    device: Optional[str],
+    keep_fp32: Sequence[str],
+    name: str,
+    precision: Optional[str],
+    as_json: bool,
+) -> None:
+    """Show what mixed precision does to the saved model PREFIX, operator by operator."""
+    from .explain import explain as explain_symbol
+    from .policy import Policy
+
+    symbol, args, auxs = _load(prefix, epoch)
+    plan = explain_symbol(
+        symbol, policy=Policy.default(dtype, device), excluded_sym_names=keep_fp32,
+        params={**args, **auxs},
+    )  # fmt: skip
+    shown = plan.filter(name=name, precision=precision)
+    if as_json:
+        click.echo(shown.to_json())
+        return
+    table = Table("name", "operator", "precision", "reason")
+    for node in shown.nodes:
+        colour = {dtype: "green", "float32": "yellow"}.get(node.precision, "")
+        cell = f"[{colour}]{node.precision}[/]" if colour else node.precision
+        table.add_row(node.name, node.operator, cell, node.reason)
+    console = Console()
+    console.print(table)
+    console.print(plan.summary(), highlight=False)
+
+
+@main.command()
+@click.argument("prefix")
+@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--dtype", type=DTYPES, required=True)
 @click.option("--out", required=True, help="Prefix of the files to write.")
 @click.option("--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU.")
@@ -109,19 +151,11 @@ def convert(
     from .policy import Policy
 
     read, written = _files(prefix, epoch), _files(out, epoch)
-    for path in read:
-        if not path.is_file():
-            raise AmpError(f"there is no file {str(path)!r}")
     for path in written:
         if path.exists() and not force:
             raise AmpError(f"{str(path)!r} is there already; --force overwrites it")
     policy = Policy.default(dtype, device).override(fp32=fp32_op)
-    try:
-        symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
-    except mx.base.MXNetError as error:
-        raise AmpError(
-            f"{prefix!r} can't be read as a model: {str(error).splitlines()[-1]}"
-        ) from None
+    symbol, args, auxs = _load(prefix, epoch)
     converted = convert_model(
         symbol,
         args,
@@ -137,6 +171,21 @@ def convert(
             made.replace(path)
     sizes = [sum(path.stat().st_size for path in paths) for paths in (read, written)]
     click.echo(f"{written[0]}, {written[1]}: {sizes[1]:,} bytes, from {sizes[0]:,}")
+
+
+def _load(prefix: str, epoch: int) -> Tuple[Any, Any, Any]:
+    import mxnet as mx
+
+    for path in _files(prefix, epoch):
+        if not path.is_file():
+            raise AmpError(f"there is no file {str(path)!r}")
+    try:
+        symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
+    except mx.base.MXNetError as error:
+        raise AmpError(
+            f"{prefix!r} can't be read as a model: {str(error).splitlines()[-1]}"
+        ) from None
+    return symbol, args, auxs
 
 
 def _files(prefix: str, epoch: int) -> Tuple[Path, Path]:

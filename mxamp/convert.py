@@ -4,7 +4,7 @@ What comes out holds stock operators only and runs in plain MXNet, without mxamp
 returns the dtypes of the original. The caller's symbol, block and dictionaries stay as they are.
 """
 
-import fnmatch
+import logging
 import warnings
 from typing import (
     AbstractSet,
@@ -14,7 +14,6 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
-    Sequence,
     Tuple,
 )  # fmt: skip
 
@@ -24,19 +23,24 @@ from mxnet.module import BucketingModule
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
+from .arguments import Names, checked_policy, known_dtypes, known_names, names_of
 from .autocast import autocast, make_policy
 from .eager import cast
-from .errors import ArgumentError, StateError, unknown
+from .errors import ArgumentError, StateError
 from .graph import Graph
-from .machine import dtype_name
-from .offline import cast_offline, with_dtypes
+from .offline import cast_offline, losses, with_dtypes
 from .policy import Conditional, Policy
 from .rewrite import rewrite
-from .symbolic import argument_dtypes
 
 __all__ = ["convert_bucketing_module", "convert_hybrid_block", "convert_model", "convert_symbol"]
 
-Names = Optional[Iterable[str]]
+logger = logging.getLogger("mxamp")
+
+LOSSY = (
+    "casting parameter %r to %s turns %d finite values into infinity and %d values into zero: keep "
+    "what reads it in float32 with excluded_sym_names, or leave cast_optional_params off"
+)
+
 Params = Dict[str, NDArray]
 
 NOT_RUN = (
@@ -329,18 +333,13 @@ def _convert(
     if not isinstance(sym, Symbol):
         raise ArgumentError(f"a model's graph is a Symbol, not {type(sym).__name__}")
     graph = Graph.from_symbol(sym)
-    patterns = _names("excluded_sym_names", excluded)
-    _check_layers(patterns, graph)
-    if patterns:
-        policy = policy.override(fp32_layers=patterns)
-    inputs = sym.list_inputs()
-    data = _known(_names("data_names", data_names), inputs, "input")
-    given = {name: dtype_name(dtype) for name, dtype in (dtypes or {}).items() if name in inputs}
-    known = argument_dtypes(sym, {k: v for k, v in given.items() if k in sym.list_arguments()})
-    result = rewrite(graph, policy, {**known, **given})
+    policy = checked_policy(policy, excluded, graph)
+    data = known_names(names_of("data_names", data_names), sym.list_inputs(), "input")
+    found = known_dtypes(sym, dtypes)
+    result = rewrite(graph, policy, found)
     if result.graph == graph:
         return _Converted(sym, {})
-    new = with_dtypes(result.graph, {**known, **given})
+    new = with_dtypes(result.graph, found)
     cast_params: Dict[str, str] = {}
     if offline:
         new, cast_params = cast_offline(new, frozenset(data), policy.target_dtype)
@@ -349,43 +348,12 @@ def _convert(
 
 def _cast_params(params: Mapping[str, NDArray], converted: _Converted) -> Params:
     with autocast(enabled=False):
-        return {
+        result = {
             name: cast(array, converted.params[name]) if name in converted.params else array
             for name, array in params.items()
         }
-
-
-# ---------------------------------------------------------------------- checks on arguments
-
-
-def _names(argument: str, names: Names) -> Sequence[str]:
-    if names is None:
-        return ()
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ArgumentError(f"{argument} is a list of names, not {names!r}")
-    found = list(names)
-    if not all(isinstance(name, str) for name in found):
-        raise ArgumentError(f"{argument} is a list of strings, not {found!r}")
-    return found
-
-
-def _known(names: Sequence[str], there: Sequence[str], kind: str) -> Sequence[str]:
-    for name in names:
-        if name not in there:
-            raise unknown(kind, name, there)
-    return names
-
-
-def _check_layers(patterns: Sequence[str], graph: Graph) -> None:
-    layers = list(_layer_names(graph))
-    for pattern in patterns:
-        if not fnmatch.filter(layers, pattern):
-            raise unknown("layer", pattern, layers, "* and ? stand for any characters")
-
-
-def _layer_names(graph: Graph) -> Iterable[str]:
-    for node in graph.nodes:
-        if not node.is_variable:
-            yield node.name
-        for inner in node.subgraphs:
-            yield from _layer_names(inner)
+    for name in result.keys() & converted.params.keys():
+        overflown, vanished = losses(params[name], result[name])
+        if overflown or vanished:
+            logger.warning(LOSSY, name, converted.params[name], overflown, vanished)
+    return result

@@ -2,10 +2,14 @@
 
 from typing import AbstractSet, Dict, List, Mapping, Tuple
 
+import numpy as np
+from mxnet.ndarray.ndarray import NDArray
+
+from .eager import cast
 from .graph import CASTS, Graph, Node
 from .machine import DTYPE_CODES
 
-__all__ = ["cast_offline", "with_dtypes"]
+__all__ = ["cast_offline", "losses", "with_dtypes"]
 
 
 def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
@@ -55,3 +59,11 @@ def _without(graph: Graph, replaced: Mapping[int, int]) -> Graph:
         inputs = [(places[source], k) for source, k in node.inputs]
         nodes.append(Node(node.op, node.name, node.attrs, inputs, node.subgraphs, node.num_outputs))
     return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
+
+
+def losses(before: NDArray, after: NDArray) -> Tuple[int, int]:
+    """Return how many finite values a cast has made infinite, and how many others zero."""
+    old, new = before.asnumpy(), cast(after, "float32").asnumpy()
+    overflown = np.isfinite(old) & np.isinf(new)
+    vanished = (old != 0) & (new == 0)
+    return int(overflown.sum()), int(vanished.sum())

@@ -34,10 +34,10 @@ class Entry(NamedTuple):
 
 @dataclass
 class Rewrite:
-    """The new graph and what was decided: one decision an operator node, by the node's name."""
+    """The new graph, and what was decided for each operator node: by name, with its operator."""
 
     graph: Graph
-    decisions: Dict[str, Decision] = field(default_factory=dict)
+    decisions: Dict[str, Tuple[str, Decision]] = field(default_factory=dict)
 
     @property
     def casts(self) -> int:
@@ -140,7 +140,7 @@ class _Rewriter:
         decision = decide(
             node.operator, node.attrs, [e.dtype for e in entries], self.policy, node.name
         )
-        self.result.decisions[node.name] = decision
+        self.result.decisions[node.name] = (node.operator, decision)
         if self.policy.rule(node.operator).kind == "untouched":
             reads = [self._restored(output) for output in node.inputs]
         else:

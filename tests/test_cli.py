@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 import warnings
@@ -130,3 +131,14 @@ def test_files_that_are_no_models(tmp_path):
     )
     assert "can't be read" in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+def test_explain(saved):
+    folder, _, _ = saved
+    output = run("explain", folder / "net", "--dtype", "float16", "--device", "gpu").output
+    assert "Convolution" in output
+    assert "casts" in output
+    data = json.loads(run("explain", folder / "net", "--precision", "float32", "--json").output)
+    assert data["nodes"]
+    assert {node["precision"] for node in data["nodes"]} == {"float32"}
+    assert "no file" in run("explain", folder / "none", status=2).output
