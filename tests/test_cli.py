@@ -138,7 +138,8 @@ def test_explain(saved):
     output = run("explain", folder / "net", "--dtype", "float16", "--device", "gpu").output
     assert "Convolution" in output
     assert "casts" in output
-    data = json.loads(run("explain", folder / "net", "--precision", "float32", "--json").output)
+    command = ["explain", folder / "net", "--device", "gpu", "--precision", "float16", "--json"]
+    data = json.loads(run(*command).output)
     assert data["nodes"]
-    assert {node["precision"] for node in data["nodes"]} == {"float32"}
+    assert {node["precision"] for node in data["nodes"]} == {"float16"}
     assert "no file" in run("explain", folder / "none", status=2).output
