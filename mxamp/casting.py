@@ -106,6 +106,9 @@ def _classify(
         if condition.holds(attributes):
             value = attributes.get(condition.attribute, condition.default)
             return "fp32", f"{condition.attribute}={value}: {rule.reason}"
+    if rule.conditions:
+        watched = ", ".join(condition.attribute for condition in rule.conditions)
+        return rule.kind, f"{rule.kind} with this {watched}"
     return rule.kind, rule.reason
 
 

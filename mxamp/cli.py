@@ -113,7 +113,10 @@ def explain(
     if as_json:
         click.echo(shown.to_json())
         return
-    table = Table("name", "operator", "precision", "reason")
+    table = Table()
+    table.add_column("name", overflow="fold")
+    for heading in ("operator", "precision", "reason"):
+        table.add_column(heading)
     for node in shown.nodes:
         colour = {dtype: "green", "float32": "yellow"}.get(node.precision, "")
         cell = f"[{colour}]{node.precision}[/]" if colour else node.precision
