@@ -8,8 +8,13 @@ import mxamp as amp  # before mxnet: makes it importable on newer Python and Num
 import mxnet as mx
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from mxamp import eager, states, symbolic
+
+# The first example of a test may load lists or wait for a busy machine.
+settings.register_profile("mxamp", deadline=None)
+settings.load_profile("mxamp")
 
 DTYPES = ("float16", "bfloat16")
 BF16 = np.dtype([("bfloat16", np.uint16)])
