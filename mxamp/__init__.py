@@ -13,12 +13,14 @@ _import_mxnet()
 
 from ._version import __version__  # noqa: E402
 from .autocast import autocast, current_policy, init, is_enabled, shutdown  # noqa: E402
+from .compare import OutputError, compare_models, random_inputs  # noqa: E402
 from .convert import (  # noqa: E402
     convert_bucketing_module,
     convert_hybrid_block,
     convert_model,
     convert_symbol,
 )
+from .drawing import draw  # noqa: E402
 from .errors import (  # noqa: E402
     AmpError,
     ArgumentError,
@@ -26,7 +28,8 @@ from .errors import (  # noqa: E402
     StateError,
     UnknownNameError,
 )
-from .explain import explain  # noqa: E402
+from .explain import Plan, explain  # noqa: E402
+from .files import ConvertedFiles, convert_files  # noqa: E402
 from .grad_scaler import GradScaler  # noqa: E402
 from .policy import Policy  # noqa: E402
 from .scaler import LossScaler, NoScaler, StaticLossScaler  # noqa: E402
@@ -44,10 +47,13 @@ from .trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale  #
 __all__ = [
     "AmpError",
     "ArgumentError",
+    "ConvertedFiles",
     "GradScaler",
     "InstallError",
     "LossScaler",
     "NoScaler",
+    "OutputError",
+    "Plan",
     "Policy",
     "StateError",
     "StaticLossScaler",
@@ -55,11 +61,14 @@ __all__ = [
     "__version__",
     "autocast",
     "clip_grad_global_norm",
+    "compare_models",
     "convert_bucketing_module",
+    "convert_files",
     "convert_hybrid_block",
     "convert_model",
     "convert_symbol",
     "current_policy",
+    "draw",
     "explain",
     "init",
     "init_trainer",
@@ -71,6 +80,7 @@ __all__ = [
     "list_lp16_ops",
     "list_lp16_use_fp32_params",
     "list_widest_type_cast",
+    "random_inputs",
     "scale_loss",
     "shutdown",
     "unscale",

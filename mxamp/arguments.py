@@ -7,7 +7,7 @@ from mxnet.symbol import Symbol
 
 from .errors import ArgumentError, unknown
 from .graph import Graph
-from .machine import dtype_name
+from .machine import DTYPE_CODES, dtype_name
 from .policy import Policy
 from .symbolic import argument_dtypes
 
@@ -23,13 +23,24 @@ def checked_policy(policy: Policy, excluded: Names, graph: Graph) -> Policy:
     return policy.override(fp32_layers=patterns) if patterns else policy
 
 
-def known_dtypes(sym: Symbol, dtypes: Optional[Mapping[str, Any]]) -> Dict[str, str]:
-    """Return the dtype of every input of a symbol: given, inferred, or float32."""
-    inputs = set(sym.list_inputs())
-    given = {name: dtype_name(dtype) for name, dtype in (dtypes or {}).items() if name in inputs}
+def known_dtypes(
+    sym: Symbol, held: Mapping[str, Any], given: Optional[Mapping[str, Any]] = None
+) -> Dict[str, str]:
+    """Return the dtype of every input of a symbol: a parameter's, given, inferred, or float32."""
+    inputs = sym.list_inputs()
+    known = {name: dtype_name(dtype) for name, dtype in held.items() if name in inputs}
+    if given is not None and not isinstance(given, Mapping):
+        raise ArgumentError(f"input_dtypes maps names of inputs to dtypes, and is not {given!r}")
+    for name, dtype in (given or {}).items():
+        known_names([name], inputs, "input")
+        known[name] = dtype_name(dtype)
+        if known[name] not in DTYPE_CODES:
+            raise ArgumentError(
+                f"the dtype of input {name!r} is one of {', '.join(DTYPE_CODES)}, not {dtype!r}"
+            )
     arguments = set(sym.list_arguments())
-    known = argument_dtypes(sym, {k: v for k, v in given.items() if k in arguments})
-    return {**known, **given}
+    inferred = argument_dtypes(sym, {k: v for k, v in known.items() if k in arguments})
+    return {**inferred, **known}
 
 
 def names_of(argument: str, names: Names) -> Sequence[str]:

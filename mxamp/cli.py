@@ -1,9 +1,7 @@
 """The command `mxamp`: what this machine does, what the lists say, and converting saved models."""
 
 import sys
-import tempfile
-from pathlib import Path
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import click
 from rich.console import Console
@@ -20,12 +18,24 @@ DEVICES = click.Choice(["cpu", "gpu"])
 class _Group(click.Group):
     """A group whose errors are one line on standard error and exit status 2."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; click's own errors, of usage, are one line too."""
         try:
-            return super().invoke(ctx)
-        except AmpError as error:
-            click.echo(f"error: {error}", err=True)
-            sys.exit(2)
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.exceptions.Exit as done:
+            sys.exit(done.exit_code)
+        except click.Abort:
+            _fail("interrupted")
+        except click.UsageError as error:
+            where = f" ({error.ctx.command_path} --help)" if error.ctx else ""
+            _fail(" ".join(error.format_message().split()) + where)
+        except (AmpError, OSError) as error:
+            _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(2)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,6 +100,7 @@ def operators(names: Sequence[str], dtype: str, device: Optional[str], kind: Opt
 @click.option("--name", default="*", help="Only operators of this name; * and ? are known.")
 @click.option("--precision", help="Only operators of this precision, such as float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--graph", metavar="FILE", help="Draw it too, as .svg, .png, .pdf or .dot.")
 def explain(
     prefix: str,
     epoch: int,
@@ -99,16 +110,21 @@ def explain(
     name: str,
     precision: Optional[str],
     as_json: bool,
+    graph: Optional[str],
 ) -> None:
     """Show what mixed precision does to the saved model PREFIX, operator by operator."""
+    from .drawing import draw
     from .explain import explain as explain_symbol
+    from .files import load_model
     from .policy import Policy
 
-    symbol, args, auxs = _load(prefix, epoch)
+    symbol, args, auxs = load_model(prefix, epoch)
     plan = explain_symbol(
         symbol, policy=Policy.default(dtype, device), excluded_sym_names=keep_fp32,
         params={**args, **auxs},
     )  # fmt: skip
+    if graph:
+        draw(plan, graph)
     shown = plan.filter(name=name, precision=precision)
     if as_json:
         click.echo(shown.to_json())
@@ -135,6 +151,16 @@ def explain(
 @click.option("--keep-fp32", multiple=True, metavar="PATTERN", help="Layers to keep in float32.")
 @click.option("--fp32-op", multiple=True, metavar="NAME", help="Operators to keep in float32.")
 @click.option("--cast-params", is_flag=True, help="Store parameters in DTYPE where all read it.")
+@click.option("--cast-io", is_flag=True, help="Take and return DTYPE where that is computed in.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="NAME:SHAPE|NAME:FILE.npy",
+    help="Shape or values of an input, such as data:1,3,224,224, for --check.",
+)  # fmt: skip
+@click.option(
+    "--input-dtype", "dtypes", multiple=True, metavar="NAME:DTYPE",
+    help="Dtype of an input that is not float32, such as index:int64.",
+)  # fmt: skip
+@click.option("--check", is_flag=True, help="Run both models on the inputs, or random ones.")
 @click.option("--force", is_flag=True, help="Overwrite files.")
 def convert(
     prefix: str,
@@ -145,54 +171,74 @@ def convert(
     keep_fp32: Sequence[str],
     fp32_op: Sequence[str],
     cast_params: bool,
+    cast_io: bool,
+    inputs: Sequence[str],
+    dtypes: Sequence[str],
+    check: bool,
     force: bool,
 ) -> None:
     """Convert PREFIX-symbol.json and PREFIX-NNNN.params to mixed precision."""
-    import mxnet as mx
-
-    from .convert import convert_model
+    from .compare import random_inputs
+    from .files import convert_files, load_model
     from .policy import Policy
 
-    read, written = _files(prefix, epoch), _files(out, epoch)
-    for path in written:
-        if path.exists() and not force:
-            raise AmpError(f"{str(path)!r} is there already; --force overwrites it")
+    known = dict(_pair("--input-dtype", text) for text in dtypes)
+    shapes, values = _inputs(inputs)
+    if inputs and not check:
+        raise click.UsageError("--input is for --check; give that too", click.get_current_context())
+    check_inputs = None
+    if check:
+        rest = {**shapes, **{name: value.shape for name, value in values.items()}}
+        check_inputs = {**random_inputs(load_model(prefix, epoch), rest, known), **values}
     policy = Policy.default(dtype, device).override(fp32=fp32_op)
-    symbol, args, auxs = _load(prefix, epoch)
-    converted = convert_model(
-        symbol,
-        args,
-        auxs,
-        policy=policy,
-        excluded_sym_names=keep_fp32,
-        cast_optional_params=cast_params,
+    done = convert_files(
+        prefix, out, epoch, excluded_sym_names=keep_fp32, cast_optional_params=cast_params,
+        policy=policy, keep_io_types=not cast_io,
+        input_dtypes=known, check_inputs=check_inputs, force=force,
+    )  # fmt: skip
+    if check:
+        Console().print(_errors_table(done.errors))
+    click.echo(
+        f"{done.symbol}, {done.params}: {done.bytes_after:,} bytes, from {done.bytes_before:,}"
     )
-    with tempfile.TemporaryDirectory(dir=written[0].parent) as folder:
-        mx.model.save_checkpoint(str(Path(folder) / "model"), epoch, *converted)
-        mx.nd.waitall()
-        for made, path in zip(_files(str(Path(folder) / "model"), epoch), written):
-            made.replace(path)
-    sizes = [sum(path.stat().st_size for path in paths) for paths in (read, written)]
-    click.echo(f"{written[0]}, {written[1]}: {sizes[1]:,} bytes, from {sizes[0]:,}")
 
 
-def _load(prefix: str, epoch: int) -> Tuple[Any, Any, Any]:
-    import mxnet as mx
-
-    for path in _files(prefix, epoch):
-        if not path.is_file():
-            raise AmpError(f"there is no file {str(path)!r}")
-    try:
-        symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
-    except mx.base.MXNetError as error:
-        raise AmpError(
-            f"{prefix!r} can't be read as a model: {str(error).splitlines()[-1]}"
-        ) from None
-    return symbol, args, auxs
+def _pair(option: str, text: str) -> Tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not (name and colon and value):
+        raise click.UsageError(
+            f"{option} takes NAME:VALUE, not {text!r}", click.get_current_context()
+        )
+    return name, value
 
 
-def _files(prefix: str, epoch: int) -> Tuple[Path, Path]:
-    return Path(f"{prefix}-symbol.json"), Path(f"{prefix}-{epoch:04d}.params")
+def _inputs(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[str, Any]]:
+    """Return shapes and values of inputs, by name."""
+    import numpy as np
+
+    shapes, values = {}, {}
+    for text in texts:
+        name, value = _pair("--input", text)
+        if value.endswith(".npy"):
+            values[name] = np.load(value)
+            continue
+        try:
+            shapes[name] = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            raise click.UsageError(
+                f"--input takes NAME:1,3,224,224 or NAME:FILE.npy, not {text!r}",
+                click.get_current_context(),
+            ) from None
+    return shapes, values
+
+
+def _errors_table(errors: Iterable[Any]) -> Table:
+    table = Table("output", "shape", "relative error", "largest", "same argmax")
+    for error in errors:
+        same = "" if error.same_argmax is None else f"{error.same_argmax:.1%}"
+        shape = "x".join(map(str, error.shape))
+        table.add_row(error.name, shape, f"{error.relative:.2e}", f"{error.maximum:.2e}", same)
+    return table
 
 
 __all__: List[str] = ["main"]

@@ -10,11 +10,13 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from .arguments import checked_policy, known_dtypes
-from .autocast import make_policy
-from .errors import ArgumentError, StateError
-from .graph import CASTS, Graph
+from .autocast import autocast, make_policy
+from .blocks import Examples, trace
+from .eager import cast
+from .errors import ArgumentError
+from .graph import CASTS, Graph, Node
 from .machine import dtype_name
-from .offline import cast_offline
+from .offline import cast_offline, losses
 from .policy import Policy
 from .rewrite import rewrite
 
@@ -31,6 +33,7 @@ class NodePlan:
     operator: str
     precision: str
     reason: str
+    inputs: Tuple[Tuple[str, Optional[str]], ...] = ()  #: (name, the dtype it is cast to or None)
 
 
 @dataclass(frozen=True)
@@ -43,19 +46,39 @@ class Cast:
 
 
 @dataclass(frozen=True)
+class OfflineCast:
+    """A parameter that `cast_optional_params` casts, and what that does to its values."""
+
+    name: str
+    dtype: str
+    size: int
+    overflown: int  #: finite values that become infinite
+    vanished: int  #: values that become zero
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is decided for a graph. `str(plan)` is a table, `len(plan)` counts its operators.
 
+    `inputs` are the model's inputs without the parameters that were given.
     `bytes_before` and `bytes_after` are those of the parameters, the latter with
-    `cast_optional_params`; 0 where no parameters were given.
+    `cast_optional_params`, and `offline` are the parameters that it casts; nothing where no
+    parameters were given.
     """
 
     target_dtype: str
     device: str
     nodes: Tuple[NodePlan, ...]
     casts: Tuple[Cast, ...]
+    inputs: Tuple[str, ...] = ()
     bytes_before: int = 0
     bytes_after: int = 0
+    offline: Tuple[OfflineCast, ...] = ()
+
+    @property
+    def lossy(self) -> Tuple[OfflineCast, ...]:
+        """The parameters that lose values when they are cast offline."""
+        return tuple(cast for cast in self.offline if cast.overflown or cast.vanished)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -121,6 +144,9 @@ class Plan:
             size = (
                 f"; parameters {self.bytes_before:,} bytes, {self.bytes_after:,} with casts offline"
             )
+        if self.lossy:
+            names = ", ".join(cast.name for cast in self.lossy)
+            size += f"; casts offline would lose values of {names}"
         return f"{len(self)} operators: {counts}; {len(self.casts)} casts{size}"
 
 
@@ -132,8 +158,9 @@ def explain(
     excluded_sym_names: Optional[Iterable[str]] = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
     params: Optional[Mapping[str, NDArray]] = None,
+    example_inputs: Examples = None,
 ) -> Plan:
-    """Return what mixed precision does to a symbol, or to a block that was hybridized and run.
+    """Return what mixed precision does to a symbol or a block.
 
     >>> import mxnet as mx, mxamp as amp
     >>> net = mx.sym.softmax(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc"))
@@ -147,55 +174,77 @@ def explain(
     target_dtype, policy, excluded_sym_names, input_dtypes
         As of `convert_symbol`.
     params : dict of str to NDArray, optional
-        A symbol's parameters, for their size; a block brings its own.
+        A symbol's parameters, for their size and what a cast does to their values; a block
+        brings its own.
+    example_inputs : NDArray or sequence, optional
+        The arguments of one call, for a block that was not hybridized and run before.
     """
-    symbol, held = _graph_of(model, params)
+    symbol, held = _graph_of(model, params, example_inputs)
     chosen = make_policy(target_dtype, policy=policy)
     graph = Graph.from_symbol(symbol)
     chosen = checked_policy(chosen, excluded_sym_names, graph)
     dtypes = {name: array.dtype for name, array in held.items()}
-    result = rewrite(graph, chosen, known_dtypes(symbol, {**dtypes, **(input_dtypes or {})}))
+    result = rewrite(graph, chosen, known_dtypes(symbol, dtypes, input_dtypes))
+    edges = dict(_edges(result.graph))
     nodes = tuple(
-        NodePlan(name, operator, decision.precision, decision.reason)
+        NodePlan(name, operator, decision.precision, decision.reason, edges.get(name, ()))
         for name, (operator, decision) in result.decisions.items()
     )
-    keep = frozenset(name for name in symbol.list_inputs() if name not in held)
-    _, offline = cast_offline(result.graph, keep, chosen.target_dtype)
-    sizes = {
-        name: (array.size, dtype_name(array.dtype), offline.get(name, dtype_name(array.dtype)))
-        for name, array in held.items()
-    }
+    data = tuple(name for name in symbol.list_inputs() if name not in held)
+    _, offline = cast_offline(result.graph, frozenset(data), chosen.target_dtype)
+    casts = tuple(_offline_cast(name, held[name], dtype) for name, dtype in offline.items())
+    before = sum(array.size * _width(array.dtype) for array in held.values())
+    saved = sum(c.size * (_width(held[c.name].dtype) - _width(c.dtype)) for c in casts)
     return Plan(
-        chosen.target_dtype,
-        chosen.device,
-        nodes,
-        tuple(_casts(result.graph)),
-        sum(size * _BYTES.get(before, 1) for size, before, _ in sizes.values()),
-        sum(size * _BYTES.get(after, 1) for size, _, after in sizes.values()),
-    )
+        chosen.target_dtype, chosen.device, nodes, tuple(_casts(result.graph)), data,
+        before, before - saved, casts,
+    )  # fmt: skip
+
+
+def _width(dtype: Any) -> int:
+    return _BYTES.get(dtype_name(dtype), 1)
+
+
+def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
+    with autocast(enabled=False):
+        return OfflineCast(name, dtype, array.size, *losses(array, cast(array, dtype)))
 
 
 def _graph_of(
-    model: Any, params: Optional[Mapping[str, NDArray]]
+    model: Any, params: Optional[Mapping[str, NDArray]], example_inputs: Examples
 ) -> Tuple[Symbol, Dict[str, NDArray]]:
     if isinstance(model, Symbol):
         used = set(model.list_inputs())
         return model, {name: array for name, array in (params or {}).items() if name in used}
     if not isinstance(model, HybridBlock):
         raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {type(model).__name__}")
-    if not model._cached_graph:
-        raise StateError(
-            f"block {model.name!r} has no graph yet: hybridize it and run it once before explain"
-        )
-    symbol = model._cached_graph[1]
-    used = set(symbol.list_inputs())
-    found = {name: param for name, param in model.collect_params().items() if name in used}
-    return symbol, {name: param.data(param.list_ctx()[0]) for name, param in found.items()}
+    traced = trace(model, example_inputs)
+    return traced.symbol, traced.values()
+
+
+def _edges(graph: Graph) -> Iterable[Tuple[str, Tuple[Tuple[str, Optional[str]], ...]]]:
+    """Yield each node with what it reads, behind the casts that were inserted."""
+    for node in graph.nodes:
+        yield node.name, tuple(_source(graph, i) for i, _ in node.inputs)
+        for body in node.subgraphs:
+            yield from _edges(body)
+
+
+def _source(graph: Graph, position: int) -> Tuple[str, Optional[str]]:
+    node, dtype = graph.nodes[position], None
+    while _inserted(node) or (node.op == "_copy" and "_amp_copy" in node.name):
+        dtype = dtype or node.attrs.get("dtype")
+        node = graph.nodes[node.inputs[0][0]]
+    return node.name, dtype
+
+
+def _inserted(node: Node) -> bool:
+    return node.op in CASTS and f"_amp_cast_{node.attrs['dtype']}" in node.name
 
 
 def _casts(graph: Graph) -> Iterable[Cast]:
     for node in graph.nodes:
-        if node.op in CASTS and node.name.split("_")[-1] == node.attrs.get("dtype"):
+        if _inserted(node):
             yield Cast(node.name, graph.nodes[node.inputs[0][0]].name, node.attrs["dtype"])
         for body in node.subgraphs:
             yield from _casts(body)

@@ -6,7 +6,18 @@ a cast up is undone by reading what was cast, never by casting down again.
 """
 
 from dataclasses import dataclass, field
-from typing import AbstractSet, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Set, Tuple
+from typing import (
+    AbstractSet,
+    Dict,
+    FrozenSet,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from mxnet.symbol import Symbol
 
@@ -80,6 +91,7 @@ def rewrite(
     dtypes: Mapping[str, str],
     guarded: AbstractSet[str] = frozenset(),
     training: bool = False,
+    restore: bool = True,
 ) -> Rewrite:
     """Insert the casts that `policy` decides on.
 
@@ -93,8 +105,10 @@ def rewrite(
         Variables whose gradients may be accumulated (`grad_req="add"`): see `_guarded`.
     training : bool
         Gradients will be computed. Then the bodies of `UNSAFE_LOOPS` stay as they are.
+    restore : bool
+        Give the graph's outputs the dtypes that they had; otherwise they stay as computed.
     """
-    return _Rewriter(graph, policy, dtypes, frozenset(guarded), training).run()
+    return _Rewriter(graph, policy, dtypes, frozenset(guarded), training, restore).run()
 
 
 class _Rewriter:
@@ -105,9 +119,11 @@ class _Rewriter:
         dtypes: Mapping[str, str],
         guarded: FrozenSet[str],
         training: bool,
+        restore: bool,
     ) -> None:
         self.graph, self.policy = graph, policy
         self.dtypes, self.guarded, self.training = dtypes, guarded, training
+        self.restore = restore
         self.nodes: List[Node] = []
         # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
         self.names: Set[str] = {node.name for node in graph.nodes if node.op != "amp_cast"}
@@ -125,7 +141,7 @@ class _Rewriter:
                 self._record(i, [dtype], [Entry((self._add(node), 0), dtype)])
             else:
                 self._visit(i, node)
-        heads = [self._restored(head).output for head in self.graph.heads]
+        heads = [self._head(head).output for head in self.graph.heads]
         self.result.graph.nodes, self.result.graph.heads = self.nodes, heads
         return self.result
 
@@ -136,6 +152,11 @@ class _Rewriter:
             # A cast that is there already is one that is asked for again.
             dtype = node.attrs["dtype"]
             self._record(i, [dtype], [self._cast(entries[0], dtype)])
+            return
+        if node.op == "amp_multicast" and set(plain) <= CASTABLE:
+            # On CPUs it has no kernel for float16 next to float32; casts of ours say the same.
+            dtype = _common(plain, node.attrs.get("cast_narrow") in ("True", "1"))
+            self._record(i, [dtype] * len(plain), [self._cast(e, dtype) for e in entries])
             return
         decision = decide(
             node.operator, node.attrs, [e.dtype for e in entries], self.policy, node.name
@@ -188,12 +209,16 @@ class _Rewriter:
             return entry
         return self._cast(entry, plain)
 
+    def _head(self, output: Output) -> Entry:
+        return self._restored(output) if self.restore else self.entries[output]
+
     def _cast(self, entry: Entry, dtype: str) -> Entry:
         if entry.dtype == dtype:
             return entry
         if entry.source is not None and entry.source.dtype == dtype:
             return entry.source
-        if "float64" in (entry.dtype, dtype) and "float32" not in (entry.dtype, dtype):
+        if "float32" not in (entry.dtype, dtype):
+            # amp_cast knows no float64, and between the two halves gives garbage in graphs.
             return self._cast(self._cast(entry, "float32"), dtype)
         key = (entry.output, dtype)
         found = self.cast_entries.get(key)
@@ -255,6 +280,14 @@ class _Rewriter:
             name = f"{wanted}{count}"
         self.names.add(name)
         return name
+
+
+def _common(dtypes: Sequence[str], narrow: bool) -> str:
+    """Return the dtype that `amp_multicast` brings its inputs to."""
+    halves = sorted(set(dtypes) & HALVES)
+    if len(set(dtypes)) == 1 or (narrow and len(halves) == 1):
+        return halves[0] if halves else "float32"
+    return "float32"
 
 
 def _subgraph_inputs(node: Node, position: int) -> Dict[int, int]:

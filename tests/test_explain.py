@@ -91,6 +91,7 @@ def test_json():
     assert data["nodes"][0] == {
         "name": "fc", "operator": "FullyConnected", "precision": "float16",
         "reason": plan["fc"].reason,
+        "inputs": [["data", "float16"], ["fc_weight", "float16"], ["fc_bias", "float16"]],
     }  # fmt: skip
 
 

@@ -1,0 +1,123 @@
+"""Models in files: `PREFIX-symbol.json` and `PREFIX-NNNN.params`, read, converted and written."""
+
+import tempfile
+from pathlib import Path
+from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
+
+import mxnet as mx
+from mxnet.base import MXNetError
+
+from .arguments import Names
+from .compare import Model, OutputError, compare_models
+from .convert import convert_model
+from .errors import ArgumentError, StateError
+from .policy import Policy
+
+__all__ = ["ConvertedFiles", "convert_files", "load_model"]
+
+LOST = (
+    "the converted model gives Inf or NaN in {count} elements of output {name!r} where the "
+    "original is finite; nothing was written. Keep more of it in float32"
+)
+
+
+class ConvertedFiles(NamedTuple):
+    """What `convert_files` has written, and the errors of the outputs if it was to check them."""
+
+    symbol: Path
+    params: Path
+    bytes_before: int
+    bytes_after: int
+    errors: Tuple[OutputError, ...]
+
+
+def convert_files(
+    prefix: Union[str, Path],
+    out: Union[str, Path],
+    epoch: int = 0,
+    target_dtype: Any = "float16",
+    excluded_sym_names: Names = None,
+    cast_optional_params: bool = False,
+    *,
+    policy: Optional[Policy] = None,
+    keep_io_types: bool = True,
+    input_dtypes: Optional[Mapping[str, Any]] = None,
+    check_inputs: Optional[Mapping[str, Any]] = None,
+    force: bool = False,
+) -> ConvertedFiles:
+    """Convert the saved model `prefix` to mixed precision and save it as `out`.
+
+    ::
+
+        amp.convert_files("resnet", "resnet-bf16", target_dtype="bfloat16")
+
+    The new files load in plain MXNet: `SymbolBlock.imports`, `mx.mod.Module.load`,
+    `mx.model.load_checkpoint`. Both appear at once, complete, or not at all.
+
+    Parameters
+    ----------
+    prefix, out : str or Path
+        What comes before `-symbol.json` and `-0000.params`.
+    epoch : int, default 0
+        The number in the name of the parameter file, of both models.
+    check_inputs : dict of str to array, optional
+        Run both models on these inputs before anything is written, and return the errors
+        (`compare_models`; `random_inputs` makes inputs).
+    force : bool, default False
+        Overwrite files that are there.
+
+    The other parameters are those of `convert_model`.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such model, or a file to write is there already.
+    StateError
+        The converted model does not run here, or gives Inf or NaN where the original doesn't.
+    """
+    read, written = _files(prefix, epoch), _files(out, epoch)
+    folder = written[0].parent
+    if not folder.is_dir():
+        raise ArgumentError(f"there is no folder {str(folder)!r} to write to")
+    for path in written:
+        if path.exists() and not force:
+            raise ArgumentError(
+                f"{str(path)!r} is there already; overwrite it with force (--force)"
+            )
+    model = load_model(prefix, epoch)
+    converted = convert_model(
+        *model, target_dtype=target_dtype, excluded_sym_names=excluded_sym_names,
+        cast_optional_params=cast_optional_params, policy=policy, keep_io_types=keep_io_types,
+        input_dtypes=input_dtypes,
+    )  # fmt: skip
+    errors: Tuple[OutputError, ...] = ()
+    if check_inputs is not None:
+        errors = compare_models(model, converted, check_inputs)
+        for error in errors:
+            if error.lost:
+                raise StateError(LOST.format(count=error.lost, name=error.name))
+    before = sum(path.stat().st_size for path in read)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        mx.model.save_checkpoint(str(Path(place) / "model"), epoch, *converted)
+        mx.nd.waitall()
+        for made, path in zip(_files(Path(place) / "model", epoch), written):
+            made.replace(path)
+    after = sum(path.stat().st_size for path in written)
+    return ConvertedFiles(*written, before, after, errors)
+
+
+def load_model(prefix: Union[str, Path], epoch: int = 0) -> Model:
+    """Read a saved model: (symbol, arg_params, aux_params)."""
+    for path in _files(prefix, epoch):
+        if not path.is_file():
+            raise ArgumentError(f"there is no file {str(path)!r}")
+    try:
+        symbol, args, auxs = mx.model.load_checkpoint(str(prefix), epoch)
+    except (MXNetError, ValueError, UnicodeDecodeError) as error:
+        why = str(error).strip().splitlines()[-1] if str(error).strip() else "MXNet refuses it"
+        raise ArgumentError(f"{str(prefix)!r} can't be read as a model: {why}") from None
+    return symbol, args, auxs
+
+
+def _files(prefix: Union[str, Path], epoch: int) -> Tuple[Path, Path]:
+    return Path(f"{prefix}-symbol.json"), Path(f"{prefix}-{epoch:04d}.params")
