@@ -94,7 +94,9 @@ def convert_graph(
         return Converted(sym, {})
     new = with_dtypes(result.graph, found)
     kept = _kept_inputs(sym, data, offline, keep_io_types) | frozenset(keep)
-    new, cast_inputs = cast_offline(new, kept, policy.target_dtype)
+    cast_inputs: Dict[str, str] = {}
+    if not kept.issuperset(sym.list_inputs()):
+        new, cast_inputs = cast_offline(new, kept, policy.target_dtype)
     return Converted(new.to_symbol(_keeping_casts(type(sym))), cast_inputs)
 
 

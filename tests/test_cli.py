@@ -77,6 +77,65 @@ def test_convert(saved, dtype, cast):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("given", ["shape", "file", "integers"])
+def test_check(saved, dtype, given):
+    folder, data, _ = saved
+    options = ["--check", "--input", "data:2,4,8,8"]
+    if given == "file":
+        np.save(folder / "data.npy", data.asnumpy())
+        options[2] = f"data:{folder / 'data.npy'}"
+    elif given == "integers":
+        options += ["--input-dtype", "data:float32"]
+    output = run(
+        "convert", folder / "net", "--dtype", dtype, "--out", folder / "low", "--device", "cpu",
+        *options,
+    ).output  # fmt: skip
+    assert "relative error" in output
+    assert "2x3" in output
+    assert "bytes" in output
+
+
+def test_inputs_and_outputs_in_the_target_dtype(saved):
+    folder, _, _ = saved
+    run(
+        "convert", folder / "net", "--dtype", "bfloat16", "--out", folder / "low", "--cast-io",
+        "--check", "--input", "data:2,4,8,8",
+    )  # fmt: skip
+    symbol = mx.sym.load(str(folder / "low-symbol.json"))
+    assert symbol.attr_dict()["data"]["__dtype__"] == "12"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "'--out'"),
+        (["--out", "o", "--dtype", "int8"], "int8"),
+        (["--out", "o", "--check", "--input", "data"], "NAME:VALUE"),
+        (["--out", "o", "--check", "--input", "data:a,b"], "1,3,224,224"),
+        (["--out", "o", "--check", "--input", "data:none.npy"], "none.npy"),
+        (["--out", "o", "--input", "data:1,2"], "--check"),
+        (["--out", "o", "--check"], "shapes of the inputs data"),
+        (["--out", "o", "--wrong"], "--wrong"),
+    ],
+)
+def test_wrong_usage_is_one_line(saved, arguments, words, monkeypatch):
+    folder, _, _ = saved
+    monkeypatch.chdir(folder)
+    result = run("convert", "net", *(arguments or ["--dtype", "float16"]), *(
+        [] if "--dtype" in arguments or not arguments else ["--dtype", "float16"]), status=2)  # fmt: skip
+    assert words in result.output
+    assert len(result.output.strip().splitlines()) == 1
+    assert not list(folder.glob("o-*"))
+    assert len(run("no-such-command", status=2).output.strip().splitlines()) == 1
+
+
+def test_a_drawing(saved):
+    folder, _, _ = saved
+    run("explain", folder / "net", "--device", "gpu", "--graph", folder / "net.dot")
+    assert "Convolution" in (folder / "net.dot").read_text()
+    assert ".svg" in run("explain", folder / "net", "--graph", "net.gif", status=2).output
+
+
 def test_nothing_is_overwritten_without_force(saved):
     folder, _, _ = saved
     before = (folder / "net-symbol.json").read_bytes()

@@ -4,6 +4,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp as stock
 from mxnet.gluon import nn
 
 import mxamp as amp
@@ -129,6 +130,9 @@ def test_excluded_layers():
         ({"excluded_sym_names": [1]}, amp.ArgumentError, "strings"),
         ({"data_names": ["dat"]}, amp.UnknownNameError, "'data'"),
         ({"target_dtype": "int8"}, amp.ArgumentError, "int8"),
+        ({"input_dtypes": {"dta": "int32"}}, amp.UnknownNameError, "'data'"),
+        ({"input_dtypes": {"data": "int7"}}, amp.ArgumentError, "int7"),
+        ({"input_dtypes": ["data"]}, amp.ArgumentError, "input_dtypes maps"),
         ({"fp32_ops": ["sofmax"]}, amp.UnknownNameError, "softmax"),
         ({"fp32_ops": ["dot"], "target_dtype_ops": ["dot"]}, amp.ArgumentError, "dot"),
     ],
@@ -218,6 +222,99 @@ def test_converted_blocks_are_called_like_the_original(dtype):
         np.testing.assert_allclose(got.asnumpy(), wanted.asnumpy(), rtol=0.05, atol=0.02)
     assert set(fast.collect_params()) == set(net.collect_params())
     assert fast.collect_params()[net.dense.weight.name].lr_mult == 3
+
+
+def lstm():
+    layer = gluon.rnn.LSTM(6, num_layers=2, layout="NTC", input_size=5)
+    layer.initialize(mx.init.Xavier())
+    layer.hybridize()
+    return layer, randn(2, 3, 5)
+
+
+def test_recurrent_layers_without_states(dtype):
+    layer, x = lstm()
+    plain = layer(x)
+    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype))
+    out = low(x)
+    assert kind(out) == "float32"
+    np.testing.assert_allclose(out.asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.02)
+    with amp.autocast(dtype):
+        assert same(out, layer(x))
+    with autograd.record():
+        low(x).sum().backward()
+    assert all(p.grad().asnumpy().any() for p in low.collect_params().values())
+
+
+def test_recurrent_layers_with_states(dtype):
+    layer, x = lstm()
+    states = [randn(2, 2, 6, seed=i) for i in range(2)]
+    plain, plain_states = layer(x, states)
+    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype))
+    out, new_states = low(x, states)
+    assert [s.shape for s in new_states] == [s.shape for s in plain_states]
+    np.testing.assert_allclose(out.asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.02)
+    zero, _ = low(x)
+    begun, _ = low(x, low.begin_state(batch_size=2))
+    assert same(zero, begun)
+    assert low.state_info(2) == layer.state_info(2)
+    again = amp.convert_hybrid_block(low, policy=policy_for(dtype))
+    assert same(again(x)[0], zero)
+
+
+def test_recurrent_cells(dtype):
+    cell = gluon.rnn.GRUCell(6, input_size=5)
+    cell.initialize()
+    cell.hybridize()
+    x, states = randn(2, 5), cell.begin_state(batch_size=2)
+    plain, _ = cell(x, states)
+    low = amp.convert_hybrid_block(cell, policy=policy_for(dtype))
+    out, new_states = low(x, low.begin_state(batch_size=2))
+    assert same(new_states[0], out)
+    np.testing.assert_allclose(out.asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.02)
+
+
+def test_a_block_that_has_not_run(dtype):
+    for make in (convolutional, perceptron):
+        net, data = made(make)
+        low = amp.convert_hybrid_block(net, policy=policy_for(dtype), example_inputs=data[0])
+        assert not net._cached_graph
+        assert not net._active
+        with amp.autocast(dtype):
+            net.hybridize()
+            assert same(low(*data), net(*data))
+    layer = gluon.rnn.LSTM(6)
+    layer.initialize()
+    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype), example_inputs=randn(3, 2, 5))
+    assert low(randn(3, 2, 5)).shape == (3, 2, 6)
+    with pytest.raises(amp.StateError, match="does not run"):
+        amp.convert_hybrid_block(nn.Dense(2), example_inputs=randn(2, 2))
+    with pytest.raises(amp.StateError, match="example_inputs"):
+        amp.convert_hybrid_block(nn.Dense(2))
+
+
+def test_converted_blocks_keep_grad_req(dtype):
+    net, data, _, _, _ = model(perceptron)
+    first, *rest = net.collect_params().values()
+    first.grad_req = "null"
+    rest[0].grad_req = "add"
+    rest[0].wd_mult = 0.5
+    low = amp.convert_hybrid_block(net, policy=policy_for(dtype)).collect_params()
+    assert {n: p.grad_req for n, p in low.items()} == {
+        n: p.grad_req for n, p in net.collect_params().items()
+    }
+    assert low[rest[0].name].wd_mult == 0.5
+    with pytest.raises(amp.ArgumentError, match="ctx is"):
+        amp.convert_hybrid_block(net, ctx="cpu")
+
+
+def test_lists_of_stock_are_taken():
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    for lists in (amp, stock):
+        converted = amp.convert_symbol(
+            symbol, "float16", lists.list_lp16_ops("float16"), lists.list_fp32_ops("float16"),
+            lists.list_conditional_fp32_ops("float16"),
+        )  # fmt: skip
+        assert "amp_cast" in converted.tojson()
 
 
 @pytest.mark.parametrize("offline", [False, True])

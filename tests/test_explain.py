@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import mxnet as mx
 import numpy as np
@@ -8,6 +9,7 @@ from test_convert import GPU, model
 
 import mxamp as amp
 from helpers import randn
+from mxamp.drawing import to_dot
 from test_symbolic import Control, convolutional, made, perceptron
 
 
@@ -124,3 +126,61 @@ def test_parameters_that_do_not_survive_the_cast_are_named(caplog):
     caplog.clear()
     amp.convert_model(net, {"fc_weight": randn(1, 6)}, {}, policy=GPU, cast_optional_params=True)
     assert not caplog.records
+
+
+def test_losses_of_an_offline_cast_are_reported():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), no_bias=True, num_hidden=1, name="fc")
+    weight = nd.array([[1.0, 1e6, -1e6, 1e-9, 0.0, np.inf]])
+    plan = amp.explain(net, policy=GPU, params={"fc_weight": weight})
+    (found,) = plan.lossy
+    assert (found.name, found.dtype, found.size) == ("fc_weight", "float16", 6)
+    assert (found.overflown, found.vanished) == (2, 1)
+    assert "would lose values of fc_weight" in plan.summary()
+    calm = amp.explain(net, policy=GPU, params={"fc_weight": randn(1, 6)})
+    assert not calm.lossy
+    assert len(calm.offline) == 1
+
+
+def test_a_block_that_has_not_run_is_explained_on_an_example(dtype):
+    net, data = made(perceptron)
+    plan = amp.explain(net, dtype, example_inputs=data[0])
+    assert plan.counts()[dtype] >= 2
+    assert plan.inputs == ("data",)
+
+
+def test_drawn_as_text():
+    plan = amp.explain(
+        dense_net(), policy=GPU, params={"fc_weight": randn(4, 4), "fc_bias": randn(4)}
+    )
+    dot = to_dot(plan)
+    assert '"fc" [label="fc\\nFullyConnected" fillcolor="#8fd18f"' in dot
+    assert '"soft" [label="soft\\nsoftmax" fillcolor="#f5d76e"' in dot
+    assert '"data" -> "fc" [label="float16"' in dot
+    assert '"block" -> "soft"\n' in dot
+    assert "fc_weight" not in dot
+    assert '"fc_weight" -> "fc"' in to_dot(amp.explain(dense_net(), policy=GPU))
+
+
+def test_drawn_to_files(tmp_path):
+    plan = amp.explain(dense_net(), policy=GPU)
+    amp.draw(plan, tmp_path / "net.dot")
+    assert (tmp_path / "net.dot").read_text() == to_dot(plan)
+    with pytest.raises(amp.ArgumentError, match=r"\.svg"):
+        amp.draw(plan, tmp_path / "net.gif")
+    with pytest.raises(amp.ArgumentError, match="no folder"):
+        amp.draw(plan, tmp_path / "none" / "net.svg")
+
+
+def test_without_graphviz(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(amp.StateError, match="Graphviz is not installed"):
+        amp.draw(amp.explain(dense_net(), policy=GPU), tmp_path / "net.svg")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_with_graphviz(tmp_path):
+    amp.draw(amp.explain(dense_net(), policy=GPU), tmp_path / "net.svg")
+    text = (tmp_path / "net.svg").read_text()
+    assert "<svg" in text
+    assert "FullyConnected" in text

@@ -119,12 +119,19 @@ def test_scripts_can_be_executed(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--rounds", "1", "--calls", "200"]])
-def test_the_overhead_benchmark_runs(arguments):
+@pytest.mark.parametrize(
+    "name, arguments, words",
+    [
+        ("bench_overhead", ["--rounds", "1", "--calls", "200"],
+         ["relu", "broadcast_add", "FullyConnected", "ResNet-50"]),
+        ("bench_convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"]),
+    ],
+)  # fmt: skip
+def test_benchmarks_run(name, arguments, words):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_overhead"), *arguments],
+        [sys.executable, str(ROOT / "scripts" / name), *arguments],
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for words in ("relu", "broadcast_add", "FullyConnected", "ResNet-50"):
-        assert words in done.stdout
+    for word in words:
+        assert word in done.stdout
