@@ -11,6 +11,7 @@ PYTHONS = ["3.8", "3.9", "3.10", "3.11", "3.12"]
 def install(session: nox.Session) -> None:
     """Install mxamp as the scripts do."""
     session.install("-e", ".[cpu,test]", "-c", "scripts/constraints.txt")
+    session.install("--no-deps", "gluoncv", "-c", "scripts/constraints.txt")
 
 
 @nox.session(python=PYTHONS)

@@ -103,5 +103,8 @@ setup() {
     else
         install --no-build-isolation --editable "$root[$extras]"
     fi
+    case "$extras" in
+        *test*) install --no-deps gluoncv ;;
+    esac
     printf '%s' "$wanted" >"$stamp"
 }

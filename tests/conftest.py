@@ -20,6 +20,14 @@ DTYPES = ("float16", "bfloat16")
 BF16 = np.dtype([("bfloat16", np.uint16)])
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-models",
+        action="store_true",
+        help="convert every model of the zoos, not one a family",
+    )
+
+
 def _attributes():
     patches = [*eager.patches(lambda: None), *symbolic.patches(lambda: None), *states.patches()]
     return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in patches}

@@ -1,17 +1,23 @@
 """Real models: converted graphs run, agree with float32, and hold no more casts than stock's.
 
-Each model runs in a process of its own: some of them, plain, end it.
+By default a model of each family; `--all-models` takes all of MXNet's model zoo and of GluonCV's
+classification, segmentation, detection and pose models that build without a download, an hour or
+two. Each model runs in a process of its own: some of them, plain, end it.
 """
 
 import json
 
 import pytest
 
-from helpers import DTYPES, run_python
+from helpers import run_python
 
-# Output error of a converted model, relative L2. At random weights: ResNet-like networks multiply
-# one rounding (2^-11 and 2^-8) by some ten; deep ones without normalisation by more.
-TOLERANCE = {"float16": 0.02, "bfloat16": 0.15}
+# One rounding, relatively.
+UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+# At random weights deep networks are chaotic: they multiply one rounding by some ten or a hundred.
+# So the error is measured against that of the float32 network with each weight disturbed by one
+# rounding (a normal error of that size).
+TOLERANCE = 1.0
 
 CHOSEN = [
     "mx:resnet18_v1", "mx:resnet50_v2", "mx:vgg11_bn", "mx:squeezenet1_1", "mx:densenet121",
@@ -24,8 +30,9 @@ CHOSEN = [
 
 #: Heights and widths of inputs, by a part of the name; the first that fits.
 SIZES = {
-    "inception": (299, 299), "ssd_512": (512, 512), "ssd_300": (300, 300), "pose": (256, 192),
-    "cifar": (32, 32), "fcn": (480, 480), "deeplab": (480, 480), "psp": (480, 480),
+    "inception": (299, 299), "googlenet": (224, 224), "nasnet": (224, 224), "xception": (224, 224), "ssd_512": (512, 512), "ssd_300": (300, 300), "pose": (256, 192),
+    "cifar": (32, 32), "fcn": (128, 128), "deeplab": (128, 128), "psp": (128, 128),
+    "icnet": (480, 480), "danet": (128, 128), "fastscnn": (480, 480), "vgg": (224, 224),
     "yolo3": (128, 128), "densenet": (224, 224), "squeezenet": (224, 224), "alexnet": (224, 224),
     "": (96, 96),
 }  # fmt: skip
@@ -39,28 +46,39 @@ import mxnet as mx
 from mxnet.contrib import amp as stock
 from mxamp.graph import Graph
 from mxamp.machine import BFLOAT16
-from mxamp.operators import resolve
 
 origin, name = NAME.split(":")
 if origin == "mx":
     net = getattr(mx.gluon.model_zoo.vision, name)(classes=10)
 else:
+    import numpy as np
+    for missing, kind in (("float", float), ("int", int), ("bool", bool)):
+        if missing not in vars(np):
+            setattr(np, missing, kind)  # GluonCV 0.10 is from before NumPy 1.24
     from gluoncv import model_zoo
+    options = {"pretrained": False, "pretrained_base": False}
+    if any(kind in name for kind in ("fcn", "psp", "deeplab", "danet")):
+        options["crop_size"] = SIZE[0]
     try:
-        net = model_zoo.get_model(name, pretrained=False, pretrained_base=False)
+        net = model_zoo.get_model(name, **options)
     except TypeError:
         net = model_zoo.get_model(name, pretrained=False)
 size = SIZE
 mx.random.seed(0)
+for param in net.collect_params(".*(gamma|beta)").values():
+    # GluonCV asks for Xavier in SSD, which knows no vectors.
+    param.init = mx.init.One() if param.name.endswith("gamma") else mx.init.Zero()
 net.initialize(mx.init.MSRAPrelu())
 data = mx.nd.random.normal(shape=(2, 3) + size) * 0.5
 
-# A first pass takes the statistics of its batch: activations are of a trained network's size then.
+# A first pass takes the size of each activation, as training would: without it float16 vanishes in
+# deep networks. The mean stays: random networks of centred activations are chaotic.
 forward = mx.gluon.nn.BatchNorm.forward
 def takes_statistics(self, x, *rest):
-    self._kwargs["momentum"] = 0.0
-    with mx.autograd.train_mode():
-        return forward(self, x, *rest)
+    forward(self, x, *rest)
+    axes = tuple(i for i in range(x.ndim) if i != 1)
+    self.running_var.set_data((x**2).mean(axis=axes) + 1e-3)
+    return forward(self, x, *rest)
 mx.gluon.nn.BatchNorm.forward = takes_statistics
 net(data)
 mx.nd.waitall()
@@ -85,28 +103,32 @@ def before_selection(symbol):
 
 result = {}
 whole = before_selection(symbol)
-for dtype in DTYPES:
+for dtype in UNIT:
     policy = amp.Policy.default(dtype, "cpu")
     low, low_args, low_auxs = amp.convert_model(symbol, args, auxs, policy=policy)
     boxes = amp.compare_models((symbol, args, auxs), (low, low_args, low_auxs), {"data": data})
     low = amp.convert_model(whole, args, auxs, policy=policy)
     errors = amp.compare_models((whole, args, auxs), low, {"data": data})
+    noisy = {k: v * mx.nd.random.normal(1, UNIT[dtype], v.shape) for k, v in args.items()}
+    noise = amp.compare_models((whole, args, auxs), (whole, noisy, auxs), {"data": data})
     count = lambda s: s.tojson(remove_amp_cast=False).count('"op": "amp_')
     try:
         theirs = count(stock.convert_symbol(symbol, target_dtype=dtype, data_names=["data"]))
     except Exception:
         theirs = None
-    # With its own lists, so that what is compared is the rewrite. They know some operators by two
-    # names, in two lists.
+    # With its own lists, so that what is compared is the rewrite. They go by name, and know some
+    # operators by two names in two lists: those that this graph uses count.
     spelled = BFLOAT16 if dtype == "bfloat16" else dtype
-    names = lambda listed: {resolve(n).name for n in listed if n not in ("CuDNNBatchNorm", "_TensorRT")}
-    fp32 = names(stock.list_fp32_ops(spelled))
+    used = {node.op for node in Graph.from_symbol(symbol).nodes}
+    names = lambda listed: [name for name in listed if name in used]
     native = amp.Policy.default(dtype, "gpu" if dtype == "float16" else "cpu").override(
-        low=stock.list_lp16_ops(spelled), widest=names(stock.list_widest_type_cast(spelled)) - fp32,
-        fp32=fp32, conditional=stock.list_conditional_fp32_ops(spelled), replace_lists=True,
+        low=names(stock.list_lp16_ops(spelled)), fp32=names(stock.list_fp32_ops(spelled)),
+        widest=names(stock.list_widest_type_cast(spelled)), replace_lists=True,
+        conditional=[c for c in stock.list_conditional_fp32_ops(spelled) if c[0] in used],
     )
     result[dtype] = {
         "relative": max(e.relative for e in errors),
+        "noise": max(e.relative for e in noise),
         "lost": sum(e.lost for e in (*errors, *boxes)),
         "ours": count(amp.convert_symbol(symbol, policy=native)),
         "stock": theirs,
@@ -116,17 +138,48 @@ print(json.dumps(result))
 """
 
 
+#: Of GluonCV's names, those of other kinds: two-stage detectors, video, tracking, depth, other
+#: builds of the same graph, and what plain MXNet 1.9.1 can't run.
+OTHER_KINDS = (
+    "rcnn", "kinetics", "ucf101", "hmdb51", "sthsth", "i3d", "slowfast", "siamrpn", "monodepth", "int8",
+    "custom", "_gn", "center_net", "hrnet", "custom", "resnetv1b_p", "doublehead", "r2plus1d", "c3d", "p3d",
+)  # fmt: skip
+
+
+def all_models():
+    from mxnet.gluon.model_zoo import vision
+
+    names = [
+        f"mx:{name}"
+        for name, made in vars(vision).items()
+        if (callable(made) and name[0].islower() and name[-1].isdigit()) or name.endswith("_bn")
+    ]
+    names = [n for n in names if "get_" not in n]
+    try:
+        from gluoncv import model_zoo
+    except ImportError:
+        return names
+    return names + [
+        f"cv:{n}" for n in model_zoo.get_model_list() if not any(kind in n for kind in OTHER_KINDS)
+    ]
+
+
+def pytest_generate_tests(metafunc):
+    if "name" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--all-models")
+        metafunc.parametrize("name", all_models() if every else CHOSEN)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHOSEN)
 def test_a_model_of_each_kind(name):
     if name.startswith("cv:"):
         pytest.importorskip("gluoncv")
     size = next(size for part, size in SIZES.items() if part in name)
-    code = f"NAME, SIZE, DTYPES = {name!r}, {size!r}, {DTYPES!r}\n{PROGRAM}"
+    code = f"NAME, SIZE, UNIT = {name!r}, {size!r}, {UNIT!r}\n{PROGRAM}"
     done = run_python(code, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     for dtype, found in json.loads(done.stdout.splitlines()[-1]).items():
-        assert 0 < found["relative"] < TOLERANCE[dtype], (dtype, found)
+        assert 0 < found["relative"] < TOLERANCE * found["noise"], (dtype, found)
         assert found["lost"] == 0
         assert found["casts_twice"] == 0
         if found["stock"] is not None:
