@@ -65,9 +65,12 @@ else:
         net = model_zoo.get_model(name, pretrained=False)
 size = SIZE
 mx.random.seed(0)
-for param in net.collect_params(".*(gamma|beta)").values():
-    # GluonCV asks for Xavier in SSD, which knows no vectors.
-    param.init = mx.init.One() if param.name.endswith("gamma") else mx.init.Zero()
+for name, param in net.collect_params().items():
+    # GluonCV asks for Xavier in the BatchNorms of SSD, which knows no vectors.
+    if name.endswith(("gamma", "_var")):
+        param.init = mx.init.One()
+    elif name.endswith(("beta", "_mean")):
+        param.init = mx.init.Zero()
 net.initialize(mx.init.MSRAPrelu())
 data = mx.nd.random.normal(shape=(2, 3) + size) * 0.5
 
