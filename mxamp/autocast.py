@@ -10,6 +10,7 @@ import threading
 from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, TypeVar
 
 from . import eager, machine, states, symbolic
+from .doors import shut_doors
 from .errors import ArgumentError, StateError
 from .patching import Patch
 from .patching import apply as apply_patches
@@ -192,6 +193,7 @@ def shutdown() -> None:
     Does nothing where it is off. Blocks stay usable, and compute in float32. Regions of
     `autocast` that are open stay in force until they end.
     """
+    shut_doors()
     with _process.lock:
         if _process.policy is None:
             return

@@ -102,6 +102,9 @@ def _classify(
         return rule.kind, rule.reason
     if layer is not None and policy.keeps_layer(layer):
         return "fp32", f"layer {layer!r} is kept in float32 by name"
+    for op_type, kind in rule.by_op_type:
+        if attributes.get("op_type") == op_type:
+            return kind, f"custom operator {op_type!r} was registered as {kind}"
     for condition in rule.conditions:
         if condition.holds(attributes):
             value = attributes.get(condition.attribute, condition.default)

@@ -69,6 +69,37 @@ def info() -> None:
     Console().print(table)
 
 
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dtype", type=DTYPES, help="Default: float16 with a GPU, else bfloat16.")
+@click.option("--policy", "path", type=click.Path(), help="An operator list of your own (TOML).")
+def run(script: str, arguments: Sequence[str], dtype: Optional[str], path: Optional[str]) -> None:
+    """Run a Python SCRIPT with ARGUMENTS in mixed precision, loss scaling included.
+
+    The script needs no change. One that uses mxamp or mxnet.contrib.amp itself is left alone.
+    """
+    import runpy
+    from pathlib import Path
+
+    from . import automatic
+    from .policy import Policy
+
+    if not Path(script).is_file():
+        raise AmpError(f"there is no file {script!r}")
+    if dtype and path:
+        raise AmpError("--policy holds its target dtype: give --dtype or --policy, not both")
+    automatic.show_log()
+    own = automatic.uses_amp(script)
+    if own is not None:
+        automatic.logger.info(automatic.OWN_AMP, script, own)
+    else:
+        automatic.start(dtype, Policy.load(path) if path else None, door="mxamp run")
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
 @main.command()
 @click.argument("names", nargs=-1)
 @click.option("--dtype", type=DTYPES, default="float16", show_default=True)

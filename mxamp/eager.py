@@ -25,6 +25,7 @@ from .machine import DTYPE_CODES, DTYPE_NAMES, default_device, dtype_name
 from .operators import Operator, by_handle, resolve
 from .patching import Patch
 from .policy import Policy
+from .seen import note
 
 __all__ = ["cast", "dtypes_of", "on_device", "patches"]
 
@@ -150,6 +151,7 @@ class _Plan:
         # Attributes that a decision reads; others need not be looked at.
         named = [c.attribute for c in policy.rule(operator.name).conditions]
         named += [a for a in ("num_group", "mode") if operator.name in ("Convolution", "RNN")]
+        named += ["op_type"] if operator.name == "Custom" else []
         self._attributes = frozenset(named)
         # Without a GPU in the machine every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"
@@ -167,6 +169,7 @@ class _Plan:
             dtypes = [_NAMES.get(code, "other") for code in codes]
             found = decide(self._operator.name, dict(attributes), dtypes, self._policy)
             decision = self._decisions[key] = found if found.changes else None
+            note(self._operator.name, found.precision)
         if decision is None or self._cpu_only or on_device(arrays, self._policy.device):
             return decision
         return None

@@ -178,7 +178,9 @@ class GradScaler:
     def _hook(self, trainer: Trainer) -> TrainerHook:
         if not isinstance(getattr(trainer, "_amp_loss_scaler", None), TrainerHook):
             init_trainer(trainer, _Recorder(self))
+            hook_of(trainer).door = "GradScaler"
         hook = hook_of(trainer)
+        hook.check_door("GradScaler", "init_trainer")
         if not isinstance(hook.scaler, _Recorder) or hook.scaler.owner is not self:
             raise StateError(FOREIGN_TRAINER)
         return hook

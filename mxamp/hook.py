@@ -38,6 +38,10 @@ FreshGradients = List[Tuple[Parameter, List[NDArray]]]
 # So many names of parameters go into a log line.
 SHOWN = 3
 
+SCALED_TWICE = (
+    "the losses of this trainer are scaled by {one} already; {other} would scale them twice: leave "
+    "one of the two out"
+)
 STEP_BEFORE_SCALING = (
     "these gradients have been unscaled and not been used: call trainer.step() or update() "
     "before the next scale_loss"
@@ -75,13 +79,19 @@ class TrainerHook:
     """One trainer's loss scaling; what `trainer._amp_loss_scaler` is.
 
     `loss_scale` is the scale that the current gradients carry, as scripts written for
-    `mxnet.contrib.amp` read it. `steps` and `skips` count updates done and skipped.
+    `mxnet.contrib.amp` read it. `steps` and `skips` count updates done and skipped. `door` is the
+    name of what scales this trainer's losses.
     """
 
     def __init__(
-        self, trainer: Trainer, scaler: StaticLossScaler, max_consecutive_skips: Optional[int]
+        self,
+        trainer: Trainer,
+        scaler: StaticLossScaler,
+        max_consecutive_skips: Optional[int],
+        door: str = "init_trainer",
     ) -> None:
         self.trainer, self.scaler = trainer, scaler
+        self.door = door
         self.max_consecutive_skips = max_consecutive_skips
         self.steps = self.skips = 0
         self._skips_in_a_row = 0
@@ -97,6 +107,11 @@ class TrainerHook:
     def loss_scale(self) -> float:
         """The scale of the current gradients and of the next loss."""
         return self.scaler.loss_scale
+
+    def check_door(self, *doors: str) -> None:
+        """Raise `StateError` where another door than `doors` scales this trainer's losses."""
+        if self.door not in doors:
+            raise StateError(SCALED_TWICE.format(one=self.door, other=doors[0]))
 
     @property
     def stage(self) -> Stage:

@@ -66,7 +66,11 @@ class Rule:
     keep_outputs: Tuple[int, ...] = ()
     missing: Optional[str] = None  #: why there is no kernel in the target dtype, if there is none
     computes: str = "float32"  #: what it runs in where the kernel is missing
+    by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of the user's own custom operators
 
+
+#: Classes of custom operators, by the name they were registered under.
+custom_operators: Dict[str, str] = {}
 
 UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
 
@@ -124,7 +128,7 @@ class Policy:
         The default device is the GPU if there is one, else the CPU.
         """
         dtype = check_target(target_dtype)
-        return _default(dtype, check_device(dtype, device), machine.features())
+        return _with_custom(_default(dtype, check_device(dtype, device), machine.features()))
 
     @classmethod
     def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
@@ -135,7 +139,7 @@ class Policy:
             raise ArgumentError(f"no operator list at {str(path)!r}") from None
         except tomllib.TOMLDecodeError as error:
             raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
-        return _read(data, device, machine.features(), where=str(path))
+        return _with_custom(_read(data, device, machine.features(), where=str(path)))
 
     def override(
         self,
@@ -263,6 +267,13 @@ def _default(dtype: str, device: str, features: FrozenSet[str]) -> Policy:
     path = lists_folder() / f"{dtype}.toml"
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     return _read(data, device, features, where=path.name)
+
+
+def _with_custom(policy: Policy) -> Policy:
+    if not custom_operators:
+        return policy
+    rule = replace(policy.rule("Custom"), by_op_type=tuple(sorted(custom_operators.items())))
+    return replace(policy, rules=MappingProxyType({**policy.rules, "Custom": rule}))
 
 
 def lists_folder() -> Path:

@@ -25,6 +25,7 @@ from .casting import CASTABLE, Decision, decide
 from .errors import AmpError
 from .graph import Graph, Node, Output, infer_outputs
 from .policy import Policy
+from .seen import note
 
 __all__ = ["UNSAFE_LOOPS", "Rewrite", "rewrite", "rewrite_symbol"]
 
@@ -74,6 +75,8 @@ def rewrite_symbol(
     """
     graph = Graph.from_symbol(symbol)
     result = rewrite(graph, policy, dtypes, guarded, training)
+    for operator, decision in result.decisions.values():
+        note(operator, decision.precision)
     if result.graph == graph:
         return symbol
     rewritten = result.graph.to_symbol(type(symbol))

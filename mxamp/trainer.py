@@ -98,6 +98,7 @@ def init_trainer(
         max_consecutive_skips = positive_count("max_consecutive_skips", max_consecutive_skips)
     hook = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(hook, TrainerHook) and hook.trainer is trainer:
+        hook.check_door("init_trainer", "initialize")
         if loss_scaler is not None:
             hook.scaler = loss_scaler
             hook.publish(trainer.amp_last_step)
@@ -144,6 +145,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
     was.
     """
     hook = hook_of(optimizer_or_trainer)
+    hook.check_door("scale_loss", "init_trainer", "initialize")
     values: List[NDArray] = []
 
     def scaled(array: NDArray) -> NDArray:

@@ -84,7 +84,7 @@ setup() {
         say "removing .venv, which has another Python than $version"
         rm -rf "$venv"
     fi
-    wanted=$( (echo "$version $extras $root"; cat "$root/setup.cfg" "$root/pyproject.toml" "$root/scripts/constraints.txt") | cksum)
+    wanted=$( (echo "$version $extras $root"; cat "$root/setup.cfg" "$root/setup.py" "$root/pyproject.toml" "$root/scripts/constraints.txt") | cksum)
     stamp=$venv/.installed-$(printf '%s' "$extras" | tr ',' '-')
     if [ -x "$venv_python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return

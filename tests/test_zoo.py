@@ -24,7 +24,7 @@ CHOSEN = [
     "mx:mobilenet_v2_1_0", "mx:inception_v3", "mx:alexnet",
     "cv:resnest14", "cv:se_resnext50_32x4d", "cv:mobilenetv3_small", "cv:cifar_resnet20_v1",
     "cv:fcn_resnet50_voc", "cv:deeplab_resnet50_ade", "cv:psp_resnet50_ade",
-    "cv:ssd_512_mobilenet1.0_voc", "cv:ssd_300_vgg16_atrous_voc", "cv:yolo3_mobilenet1.0_voc",
+    "cv:ssd_512_resnet18_v1_voc", "cv:ssd_300_vgg16_atrous_voc", "cv:yolo3_mobilenet1.0_voc",
     "cv:yolo3_darknet53_coco", "cv:simple_pose_resnet18_v1b", "cv:mobile_pose_mobilenet1.0",
 ]  # fmt: skip
 

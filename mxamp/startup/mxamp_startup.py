@@ -1,0 +1,46 @@
+"""Turns mixed precision on when MXNet is imported, where the environment asks for it.
+
+Every Python that has mxamp installed runs `mxamp_startup.pth` when it starts: one look at the
+environment. This module, which imports nothing of mxamp, is loaded only if the variable is set, and
+mxamp only if the program then imports MXNet.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+
+
+class _Loaded(importlib.abc.Loader):
+    """Hands out the MXNet that was imported meanwhile."""
+
+    def __init__(self, module):
+        self.module, self.spec = module, module.__spec__
+
+    def create_module(self, spec):
+        return self.module
+
+    def exec_module(self, module):
+        module.__spec__ = self.spec
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "mxnet":
+            return None
+        sys.meta_path.remove(self)
+        # Imports MXNet too, and makes it importable on newer Python and NumPy before.
+        from mxamp.automatic import start_from_environment
+        from mxamp.errors import AmpError
+
+        try:
+            start_from_environment()
+        except AmpError as error:
+            print(f"mxamp: {error}", file=sys.stderr)
+        return importlib.machinery.ModuleSpec(name, _Loaded(sys.modules[name]))
+
+
+def install():
+    """Wait for the import of MXNet."""
+    # Some environments read their .pth files twice, through lib and lib64.
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
