@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, TypeVar
 
-from . import eager, machine, states, symbolic
+from . import clipping, eager, machine, states, symbolic
 from .doors import shut_doors
 from .errors import ArgumentError, StateError
 from .patching import Patch
@@ -40,6 +40,7 @@ class _Process:
         self.lock = threading.RLock()
         self.policy: Optional[Policy] = None
         self.users = 0
+        self.held = False
         self.patches: List[Patch] = []
 
     def acquire(self) -> None:
@@ -49,6 +50,7 @@ class _Process:
                     *eager.patches(current_policy),
                     *symbolic.patches(current_policy),
                     *states.patches(),
+                    *clipping.patches(lambda: autocast(enabled=False)),
                 ]
                 apply_patches(patches)
                 self.patches = patches
@@ -147,6 +149,14 @@ def init(
         logger.warning(SLOW, machine.cpu_name())
 
 
+def hold() -> None:
+    """Keep MXNet's functions patched until `shutdown`, policy or not: for front doors."""
+    with _process.lock:
+        if not _process.held:
+            _process.acquire()
+            _process.held = True
+
+
 def make_policy(
     target_dtype: Any,
     target_precision_ops: Optional[Iterable[str]] = None,
@@ -195,6 +205,9 @@ def shutdown() -> None:
     """
     shut_doors()
     with _process.lock:
+        if _process.held:
+            _process.held = False
+            _process.release()
         if _process.policy is None:
             return
         _process.policy = None

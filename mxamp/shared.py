@@ -11,11 +11,12 @@ import weakref
 from typing import Any, Callable, List, Optional, Tuple
 
 import mxnet as mx
-from mxnet import autograd, gluon
+from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from .autocast import autocast
+from . import clipping
+from .autocast import autocast, hold
 from .doors import on_shut, open_door
 from .errors import AmpError
 from .heads import scaled_heads
@@ -128,13 +129,13 @@ def open_backward(default: Callable[[], Optional[Scaling]]) -> None:
 
         return __init__
 
+    hold()  # of clip_global_norm, too, where no policy is in force
     open_door(
         "backward",
         [
             Patch(Trainer, "__init__", build_init),
             Patch(autograd, "backward", _build_backward),
             Patch(NDArray, "backward", _build_method),
-            Patch(gluon.utils, "clip_global_norm", _build_clip),
         ],
     )
 
@@ -178,14 +179,13 @@ def _build_method(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def _build_clip(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def clip_global_norm(arrays: Any, max_norm: float, check_isfinite: bool = True) -> Any:
-        held = [scaler.held for _, scaler in _attached() if scaler.held is not None]
-        scale = held[0] if held else 1.0  # outstanding gradients all carry the same
-        return original(arrays, max_norm * scale, check_isfinite) / scale
+def _outstanding() -> float:
+    """Return the scale of gradients that wait for a step: they all carry the same."""
+    held = [scaler.held for _, scaler in _attached() if scaler.held is not None]
+    return held[0] if held else 1.0
 
-    return clip_global_norm
+
+clipping.scales.append(_outstanding)
 
 
 def _attached() -> _Attached:

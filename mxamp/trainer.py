@@ -98,7 +98,7 @@ def init_trainer(
         max_consecutive_skips = positive_count("max_consecutive_skips", max_consecutive_skips)
     hook = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(hook, TrainerHook) and hook.trainer is trainer:
-        hook.check_door("init_trainer", "initialize")
+        hook.check_door("init_trainer")
         if loss_scaler is not None:
             hook.scaler = loss_scaler
             hook.publish(trainer.amp_last_step)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from mxamp import eager, states, symbolic
+from mxamp import clipping, eager, states, symbolic
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)
@@ -29,7 +29,12 @@ def pytest_addoption(parser):
 
 
 def _attributes():
-    patches = [*eager.patches(lambda: None), *symbolic.patches(lambda: None), *states.patches()]
+    patches = [
+        *eager.patches(lambda: None),
+        *symbolic.patches(lambda: None),
+        *states.patches(),
+        *clipping.patches(None),
+    ]
     return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in patches}
 
 

@@ -62,7 +62,7 @@ def test_no_network(tmp_path):
     copy.mkdir()
     for name in ("scripts", "mxamp", "lists"):
         shutil.copytree(ROOT / name, copy / name)
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     nowhere = {
         "PIP_INDEX_URL": "http://127.0.0.1:9/simple",

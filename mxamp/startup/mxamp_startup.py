@@ -8,23 +8,27 @@ mxamp only if the program then imports MXNet.
 import importlib.abc
 import importlib.machinery
 import sys
+from types import ModuleType
+from typing import Any, Optional
 
 
 class _Loaded(importlib.abc.Loader):
     """Hands out the MXNet that was imported meanwhile."""
 
-    def __init__(self, module):
+    def __init__(self, module: ModuleType) -> None:
         self.module, self.spec = module, module.__spec__
 
-    def create_module(self, spec):
+    def create_module(self, spec: Any) -> ModuleType:
         return self.module
 
-    def exec_module(self, module):
+    def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> Optional[importlib.machinery.ModuleSpec]:
         if name != "mxnet":
             return None
         sys.meta_path.remove(self)
@@ -39,7 +43,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.machinery.ModuleSpec(name, _Loaded(sys.modules[name]))
 
 
-def install():
+def install() -> None:
     """Wait for the import of MXNet."""
     # Some environments read their .pth files twice, through lib and lib64.
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
