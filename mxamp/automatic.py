@@ -146,7 +146,13 @@ def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=1)
 def _at_fork() -> None:
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: shutdown() if _on else None)
+        os.register_at_fork(after_in_child=_off_in_child)
+
+
+def _off_in_child() -> None:
+    if _on:
+        logger.disabled = True  # one line from each worker would be noise
+        shutdown()
 
 
 on_shut(_on.clear)

@@ -80,6 +80,7 @@ def run(script: str, arguments: Sequence[str], dtype: Optional[str], path: Optio
     The script needs no change. One that uses mxamp or mxnet.contrib.amp itself is left alone.
     """
     import runpy
+    import traceback
     from pathlib import Path
 
     from . import automatic
@@ -97,7 +98,12 @@ def run(script: str, arguments: Sequence[str], dtype: Optional[str], path: Optio
         automatic.start(dtype, Policy.load(path) if path else None, door="mxamp run")
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception:
+        # The script's own errors are shown as Python shows them.
+        traceback.print_exc()
+        sys.exit(1)
 
 
 @main.command()

@@ -188,6 +188,7 @@ def test_data_loader_workers_compute_as_without(tmp_path):
     done = run(LOADER, tmp_path, value="bfloat16")
     assert said(done, "exact") == "True loss True"
     assert done.stderr.count("operators lowered") == 1
+    assert "mixed precision is off" not in done.stderr
 
 
 @pytest.mark.parametrize("value", ["0", "", "off"])
@@ -276,6 +277,16 @@ def test_arguments_and_policies_of_run(tmp_path):
         done = run(script, tmp_path, command=["-m", "mxamp", "run", *wrong])
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("line", ["raise OSError('mine')", "open('none')", "1 / 0"])
+def test_errors_of_the_script_are_its_own(tmp_path, line):
+    done = run(f"import mxnet\n{line}", tmp_path, command=["-m", "mxamp", "run"])
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert f"    {line}" in done.stderr
+    done = run("import mxnet, sys\nsys.exit(7)", tmp_path, command=["-m", "mxamp", "run"])
+    assert done.returncode == 7
 
 
 def test_the_hook_costs_nothing_where_the_variable_is_unset():

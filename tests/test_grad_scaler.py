@@ -1,3 +1,4 @@
+import digits
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
@@ -163,3 +164,25 @@ def test_a_trainers_file_goes_back_to_the_scaler(tmp_path):
     assert scaler.get_scale() == 32
     train(scaler, [pair], batches(1)[0])
     assert pair[1].amp_last_step.loss_scale == 32
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_loop_in_pytorchs_manner_reaches_float32s_accuracy(dtype):
+    plain = digits.network()
+    digits.train(plain, digits.trainer_of(plain), lambda loss: loss.backward(), overflow_at=-1)
+    net = digits.network()
+    net.hybridize()
+    trainer = digits.trainer_of(net)
+    scaler = amp.GradScaler(init_scale=2.0**20, max_scale=2.0**24)
+
+    def step():
+        scaler.step(trainer, digits.BATCH)
+        scaler.update()
+
+    with amp.autocast(dtype):
+        skipped = digits.train(net, trainer, lambda loss: scaler.scale(loss).backward(), step)
+    assert skipped
+    assert trainer.amp_skips >= 1
+    assert abs(digits.accuracy(net) - digits.accuracy(plain)) < 0.02
+    assert digits.accuracy(net) > digits.ACCURACY
+    assert not amp.is_enabled()

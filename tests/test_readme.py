@@ -11,6 +11,7 @@ from helpers import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
@@ -20,6 +21,17 @@ def test_block(number, tmp_path, monkeypatch):
     path = tmp_path / f"block{number}.py"
     path.write_text(code)
     runpy.run_path(str(path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert blocks
+    for number, code in enumerate(blocks):
+        path = tmp_path / f"block{number}.py"
+        path.write_text(code)
+        runpy.run_path(str(path))
 
 
 def test_there_are_blocks_and_both_commands():
