@@ -138,8 +138,8 @@ def rebuilt(
 ) -> SymbolBlock:
     """Return a block that runs `symbol` and is called as `block` is.
 
-    `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult` and, but for
-    the `frozen` ones, `grad_req`.
+    `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult` and `grad_req`;
+    those that are `frozen` get no gradients.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
@@ -151,9 +151,9 @@ def rebuilt(
     result._in_format, result._out_format = traced.formats
     for name, param in result.collect_params().items():
         param.cast(values[name].dtype)
+        # Before it is loaded: MXNet makes no bfloat16 gradients under NumPy semantics.
+        param.grad_req = "null" if name in frozen else traced.params[name].grad_req
         param._load_init(values[name], contexts)
-        if name not in frozen:
-            param.grad_req = traced.params[name].grad_req
         param.lr_mult = traced.params[name].lr_mult
         param.wd_mult = traced.params[name].wd_mult
     result.hybridize(**dict(block._flags[:2]) if block._flags else {})

@@ -152,14 +152,15 @@ def explain(
     """Show what mixed precision does to the saved model PREFIX, operator by operator."""
     from .drawing import draw
     from .explain import explain as explain_symbol
-    from .files import load_model
+    from .files import load_model, saved_semantics
     from .policy import Policy
 
     symbol, args, auxs = load_model(prefix, epoch)
-    plan = explain_symbol(
-        symbol, policy=Policy.default(dtype, device), excluded_sym_names=keep_fp32,
-        params={**args, **auxs},
-    )  # fmt: skip
+    with saved_semantics(prefix, epoch):
+        plan = explain_symbol(
+            symbol, policy=Policy.default(dtype, device), excluded_sym_names=keep_fp32,
+            params={**args, **auxs},
+        )  # fmt: skip
     if graph:
         draw(plan, graph)
     shown = plan.filter(name=name, precision=precision)
@@ -216,7 +217,7 @@ def convert(
 ) -> None:
     """Convert PREFIX-symbol.json and PREFIX-NNNN.params to mixed precision."""
     from .compare import random_inputs
-    from .files import convert_files, load_model
+    from .files import convert_files, load_model, saved_semantics
     from .policy import Policy
 
     known = dict(_pair("--input-dtype", text) for text in dtypes)
@@ -226,7 +227,8 @@ def convert(
     check_inputs = None
     if check:
         rest = {**shapes, **{name: value.shape for name, value in values.items()}}
-        check_inputs = {**random_inputs(load_model(prefix, epoch), rest, known), **values}
+        with saved_semantics(prefix, epoch):
+            check_inputs = {**random_inputs(load_model(prefix, epoch), rest, known), **values}
     policy = Policy.default(dtype, device).override(fp32=fp32_op)
     done = convert_files(
         prefix, out, epoch, excluded_sym_names=keep_fp32, cast_optional_params=cast_params,

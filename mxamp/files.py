@@ -1,5 +1,6 @@
 """Models in files: `PREFIX-symbol.json` and `PREFIX-NNNN.params`, read, converted and written."""
 
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
@@ -11,10 +12,19 @@ from .arguments import Names
 from .compare import Model, OutputError, compare_models
 from .convert import convert_model
 from .errors import ArgumentError, StateError
-from .policy import Policy
+from .policy import Policy, check_target
 
-__all__ = ["ConvertedFiles", "convert_files", "load_model"]
+__all__ = ["ConvertedFiles", "convert_files", "load_model", "saved_semantics"]
 
+# A file of arrays: its magic, a reserved number, how many arrays, and the first one's magic
+# (NDArray::Load in MXNet's ndarray.cc).
+_FIRST_ARRAY = struct.Struct("<QQQI")
+_NUMPY_ARRAY = 0xF993FACA
+
+NUMPY_BFLOAT16 = (
+    "{prefix!r} was saved under NumPy semantics, where MXNet can't load bfloat16 parameters: leave "
+    "out cast_optional_params (--cast-params), or convert to float16"
+)
 LOST = (
     "the converted model gives Inf or NaN in {count} elements of output {name!r} where the "
     "original is finite; nothing was written. Keep more of it in float32"
@@ -84,26 +94,45 @@ def convert_files(
             raise ArgumentError(
                 f"{str(path)!r} is there already; overwrite it with force (--force)"
             )
-    model = load_model(prefix, epoch)
-    converted = convert_model(
-        *model, target_dtype=target_dtype, excluded_sym_names=excluded_sym_names,
-        cast_optional_params=cast_optional_params, policy=policy, keep_io_types=keep_io_types,
-        input_dtypes=input_dtypes,
-    )  # fmt: skip
-    errors: Tuple[OutputError, ...] = ()
-    if check_inputs is not None:
-        errors = compare_models(model, converted, check_inputs)
-        for error in errors:
-            if error.lost:
-                raise StateError(LOST.format(count=error.lost, name=error.name))
-    before = sum(path.stat().st_size for path in read)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        mx.model.save_checkpoint(str(Path(place) / "model"), epoch, *converted)
-        mx.nd.waitall()
-        for made, path in zip(_files(Path(place) / "model", epoch), written):
-            made.replace(path)
-    after = sum(path.stat().st_size for path in written)
-    return ConvertedFiles(*written, before, after, errors)
+    with saved_semantics(prefix, epoch):
+        model = load_model(prefix, epoch)
+        dtype = check_target(policy.target_dtype if policy is not None else target_dtype)
+        if cast_optional_params and dtype == "bfloat16" and mx.util.is_np_shape():
+            raise ArgumentError(NUMPY_BFLOAT16.format(prefix=str(prefix)))
+        converted = convert_model(
+            *model, target_dtype=target_dtype, excluded_sym_names=excluded_sym_names,
+            cast_optional_params=cast_optional_params, policy=policy, keep_io_types=keep_io_types,
+            input_dtypes=input_dtypes,
+        )  # fmt: skip
+        errors: Tuple[OutputError, ...] = ()
+        if check_inputs is not None:
+            errors = compare_models(model, converted, check_inputs)
+            for error in errors:
+                if error.lost:
+                    raise StateError(LOST.format(count=error.lost, name=error.name))
+        before = sum(path.stat().st_size for path in read)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            mx.model.save_checkpoint(str(Path(place) / "model"), epoch, *converted)
+            mx.nd.waitall()
+            for made, path in zip(_files(Path(place) / "model", epoch), written):
+                made.replace(path)
+        after = sum(path.stat().st_size for path in written)
+        return ConvertedFiles(*written, before, after, errors)
+
+
+def saved_semantics(prefix: Union[str, Path], epoch: int = 0) -> Any:
+    """Return a context in which a saved model can be read and run: NumPy's shapes, or classic ones.
+
+    MXNet marks each array of a file with the semantics that were on when it was saved, and loads it
+    under the same only.
+    """
+    try:
+        with open(_files(prefix, epoch)[1], "rb") as file:
+            head = file.read(_FIRST_ARRAY.size)
+    except OSError:
+        head = b""  # load_model says what is missing
+    marked = len(head) == _FIRST_ARRAY.size and _FIRST_ARRAY.unpack(head)[-1] == _NUMPY_ARRAY
+    return mx.util.np_shape(marked or mx.util.is_np_shape())
 
 
 def load_model(prefix: Union[str, Path], epoch: int = 0) -> Model:
@@ -112,7 +141,8 @@ def load_model(prefix: Union[str, Path], epoch: int = 0) -> Model:
         if not path.is_file():
             raise ArgumentError(f"there is no file {str(path)!r}")
     try:
-        symbol, args, auxs = mx.model.load_checkpoint(str(prefix), epoch)
+        with saved_semantics(prefix, epoch):
+            symbol, args, auxs = mx.model.load_checkpoint(str(prefix), epoch)
     except (MXNetError, ValueError, UnicodeDecodeError) as error:
         why = str(error).strip().splitlines()[-1] if str(error).strip() else "MXNet refuses it"
         raise ArgumentError(f"{str(prefix)!r} can't be read as a model: {why}") from None

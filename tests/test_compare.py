@@ -1,5 +1,7 @@
 """Two models side by side, and conversion from files to files."""
 
+import warnings
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -131,3 +133,40 @@ def test_a_model_that_overflows_is_not_written(tmp_path):
             check_inputs={"data": nd.ones((2, 4))},
         )  # fmt: skip
     assert not list(tmp_path.glob("low*"))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_models_of_numpy_semantics(tmp_path, dtype, cast):
+    class Net(mx.gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.dense = mx.gluon.nn.Dense(4, in_units=4)
+
+        def hybrid_forward(self, F, x):
+            return F.np.sum(F.np.tanh(self.dense(x)))
+
+    mx.npx.set_np()
+    net, x = Net(), mx.np.ones((2, 4))
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    plain = net(x)
+    net.export(str(tmp_path / "net"))
+    again = amp.convert_hybrid_block(net, policy=policy_for(dtype), cast_optional_params=cast)(x)
+    mx.npx.reset_np()
+    options = {"policy": policy_for(dtype), "cast_optional_params": cast}
+    if cast and dtype == "bfloat16":
+        with pytest.raises(amp.ArgumentError, match="NumPy semantics"):
+            amp.convert_files(tmp_path / "net", tmp_path / "low", **options)
+        assert not list(tmp_path.glob("low*"))
+        return
+    done = amp.convert_files(
+        tmp_path / "net", tmp_path / "low", check_inputs={"data": x}, **options
+    )
+    assert done.errors[0].shape == ()
+    assert done.errors[0].relative < 0.05
+    mx.npx.set_np()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        low = mx.gluon.SymbolBlock.imports(str(done.symbol), ["data"], str(done.params))
+    assert low(x).asnumpy() == again.asnumpy()
+    np.testing.assert_allclose(low(x).asnumpy(), plain.asnumpy(), rtol=0.05)
