@@ -125,6 +125,7 @@ def test_scripts_can_be_executed(name):
         ("bench_overhead", ["--rounds", "1", "--calls", "200"],
          ["relu", "broadcast_add", "FullyConnected", "ResNet-50"]),
         ("bench_convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"]),
+        ("bench", ["--rounds", "1", "--model", "lstm-8"], ["mxamp", "training", "float32"]),
     ],
 )  # fmt: skip
 def test_benchmarks_run(name, arguments, words):

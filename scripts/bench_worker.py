@@ -1,0 +1,254 @@
+"""One contender of `scripts/bench`: builds a model, says so, and does a step for each line it reads.
+
+bench_worker.py CONTENDER MODEL MODE DTYPE FOLDER
+"""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, List, Tuple
+
+import numpy as np
+
+
+def speak(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def arrays(model: str) -> Tuple[List[Any], Any]:
+    """Return the inputs and the labels of a model, the same in every process."""
+    random = np.random.RandomState(0)
+    name, batch = model.rsplit("-", 1)
+    rows = int(batch)
+    if name == "mlp":
+        inputs = random.randn(rows, 4096)
+    elif name == "bert":
+        inputs = random.randn(rows, 128, 768)
+    elif name in ("lstm", "lstm_cell"):
+        inputs = random.randn(rows, 20, 256)
+    else:
+        inputs = random.randn(rows, 3, 224, 224)
+    return [inputs.astype("float32")], random.randint(0, 10, rows).astype("float32")
+
+
+# ---------------------------------------------------------------------- MXNet
+
+
+def mxnet_model(model: str) -> Any:
+    from mxnet.gluon import nn, rnn
+    from mxnet.gluon.model_zoo import vision
+
+    name = model.rsplit("-", 1)[0]
+
+    class Layer(nn.HybridBlock):
+        """An encoder layer of BERT-base."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            with self.name_scope():
+                self.qkv = nn.Dense(2304, flatten=False, in_units=768)
+                self.out = nn.Dense(768, flatten=False, in_units=768)
+                self.first = nn.Dense(3072, flatten=False, in_units=768)
+                self.second = nn.Dense(768, flatten=False, in_units=3072)
+                self.norms = nn.HybridSequential()
+                self.norms.add(nn.LayerNorm(in_channels=768), nn.LayerNorm(in_channels=768))
+
+        def hybrid_forward(self, F: Any, x: Any) -> Any:  # noqa: N803
+            def heads(t: Any) -> Any:
+                t = F.transpose(F.reshape(t, shape=(0, 0, 12, 64)), axes=(0, 2, 1, 3))
+                return F.reshape(t, shape=(-3, 0, 0))
+
+            q, k, v = (heads(t) for t in F.split(self.qkv(x), num_outputs=3, axis=-1))
+            scores = F.softmax(F.batch_dot(q, k, transpose_b=True) * 0.125)
+            mixed = F.reshape(F.batch_dot(scores, v), shape=(-4, -1, 12, 0, 0))
+            mixed = F.reshape(F.transpose(mixed, axes=(0, 2, 1, 3)), shape=(0, 0, -3))
+            x = self.norms[0](x + self.out(mixed))
+            return self.norms[1](x + self.second(F.LeakyReLU(self.first(x), act_type="gelu")))
+
+    class Bert(nn.HybridBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            with self.name_scope():
+                self.layers = nn.HybridSequential()
+                self.layers.add(Layer(), Layer())
+                self.classifier = nn.Dense(10, in_units=768)
+
+        def hybrid_forward(self, F: Any, x: Any) -> Any:  # noqa: N803
+            return self.classifier(F.mean(self.layers(x), axis=1))
+
+    class Recurrent(nn.HybridBlock):
+        def __init__(self, fused: bool) -> None:
+            super().__init__()
+            self.fused = fused
+            with self.name_scope():
+                if fused:
+                    self.rnn = rnn.LSTM(256, 2, layout="NTC", input_size=256)
+                else:
+                    self.rnn = rnn.LSTMCell(256, input_size=256)
+                self.classifier = nn.Dense(10, in_units=256)
+
+        def hybrid_forward(self, F: Any, x: Any) -> Any:  # noqa: N803
+            if self.fused:
+                out = self.rnn(x)
+            else:
+                out, _ = self.rnn.unroll(20, x, layout="NTC", merge_outputs=True)
+            return self.classifier(F.mean(out, axis=1))
+
+    if name == "mlp":
+        net = nn.HybridSequential()
+        for _ in range(3):
+            net.add(nn.Dense(4096, activation="relu", in_units=4096))
+        net.add(nn.Dense(10, in_units=4096))
+        return net
+    if name == "bert":
+        return Bert()
+    if name in ("lstm", "lstm_cell"):
+        return Recurrent(name == "lstm")
+    zoo = {"mobilenet_v2": "mobilenet_v2_1_0", "resnet50": "resnet50_v1"}
+    return getattr(vision, zoo.get(name, name))(classes=10)
+
+
+def mxnet_step(
+    contender: str, model: str, mode: str, dtype: str, folder: Path
+) -> Callable[[], Any]:
+    if contender == "mxamp":
+        import mxnet as mx
+
+        import mxamp as amp
+
+        amp.init(dtype, ctx=mx.cpu())
+    else:
+        import mxamp._compat
+
+        mxamp._compat.import_mxnet()
+        import mxnet as mx
+        from mxnet.contrib import amp
+
+        if contender == "stock":
+            amp.init(dtype)
+    from mxnet import autograd, gluon, nd
+
+    mx.random.seed(0)
+    inputs, label = arrays(model)
+    data, labels = [nd.array(a) for a in inputs], nd.array(label)
+    net = mxnet_model(model)
+    net.initialize(mx.init.Xavier())
+    file = folder / "mxnet.params"
+    if contender == "float32":
+        net(*data)
+        net.save_parameters(str(file))
+    else:
+        net.load_parameters(str(file))
+    net.hybridize(static_alloc=True, static_shape=True)
+    loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+    params = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    trainer = gluon.Trainer(
+        net.collect_params(),
+        "sgd",
+        {"learning_rate": 1e-6, "momentum": 0.9},
+        update_on_kvstore=False,
+    )
+    if contender != "float32":
+        amp.init_trainer(trainer)
+
+    def train() -> None:
+        with autograd.record():
+            loss = loss_function(net(*data), labels)
+            if contender == "float32":
+                autograd.backward(loss)
+            else:
+                with amp.scale_loss(loss, trainer) as scaled:
+                    autograd.backward(scaled)
+        trainer.step(len(labels))
+        nd.waitall()
+
+    def infer() -> None:
+        net(*data).wait_to_read()
+
+    np.save(folder / f"{contender}-outputs.npy", net(*data).astype("float32").asnumpy())
+    if mode == "training":
+        train()
+        scale = getattr(trainer, "amp_last_step", None)
+        factor = scale.loss_scale if scale is not None else 1.0
+        if contender == "stock":
+            factor = trainer._amp_loss_scaler.loss_scale
+        grads = [p.grad().astype("float32").asnumpy().ravel() / factor for p in params]
+        np.save(folder / f"{contender}-gradients.npy", np.concatenate(grads))
+    return train if mode == "training" else infer
+
+
+# ---------------------------------------------------------------------- PyTorch
+
+
+def torch_step(model: str, mode: str, dtype: str) -> Callable[[], Any]:
+    import torch
+    from torch import nn
+
+    name = model.rsplit("-", 1)[0]
+    torch.manual_seed(0)
+
+    class Bert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.classifier = nn.Linear(768, 10)
+
+        def forward(self, x: Any) -> Any:
+            return self.classifier(self.layers(x).mean(1))
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(256, 256, 2, batch_first=True)
+            self.classifier = nn.Linear(256, 10)
+
+        def forward(self, x: Any) -> Any:
+            return self.classifier(self.rnn(x)[0].mean(1))
+
+    layers = [m for _ in range(3) for m in (nn.Linear(4096, 4096), nn.ReLU())]
+    made = {
+        "mlp": lambda: nn.Sequential(*layers, nn.Linear(4096, 10)), "bert": Bert, "lstm": Recurrent,
+    }  # fmt: skip
+    if name not in made:
+        raise NotImplementedError(f"NotImplementedError: no {name} for PyTorch here")
+    net = made[name]()
+    inputs, label = arrays(model)
+    data = [torch.from_numpy(a) for a in inputs]
+    labels = torch.from_numpy(label).long()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9)
+    low = getattr(torch, dtype)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=low):
+            loss = nn.functional.cross_entropy(net(*data), labels)
+        loss.backward()
+        optimizer.step()
+
+    def infer() -> None:
+        with torch.inference_mode(), torch.autocast("cpu", dtype=low):
+            net(*data)
+
+    return train if mode == "training" else infer
+
+
+def main() -> None:
+    contender, model, mode, dtype, folder = sys.argv[1:]
+    if contender == "torch":
+        step = torch_step(model, mode, dtype)
+    else:
+        step = mxnet_step(contender, model, mode, dtype, Path(folder))
+    step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    speak(memory=peak * 1024)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        step()
+        speak(seconds=time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()
