@@ -1,4 +1,4 @@
-"""One contender of `scripts/bench`: builds a model, says so, and does a step for each line it reads.
+"""One contender of `scripts/bench`: builds a model, and does a step for each line it reads.
 
 bench_worker.py CONTENDER MODEL MODE DTYPE FOLDER
 """
