@@ -5,12 +5,13 @@ or `mx.operator.CustomOp`, is in no list; here is where its author says what it 
 """
 
 import functools
-from typing import Any, Callable, Tuple, TypeVar
+from typing import Any, Callable, Set, TypeVar
 
 from mxnet.ndarray.ndarray import NDArray
 
 from .autocast import autocast, current_policy
 from .casting import CASTABLE
+from .containers import map_arrays
 from .doors import open_door
 from .eager import cast
 from .errors import ArgumentError
@@ -83,8 +84,7 @@ def promote_function(function: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if current_policy() is None:
             return function(*args, **kwargs)
-        found = {dtype_name(a.dtype) for a in _arrays((args, kwargs))} & CASTABLE
-        if len(found) > 1:
+        if len(_dtypes((args, kwargs)) & CASTABLE) > 1:
             args, kwargs = _cast_all((args, kwargs), "float32")
         return function(*args, **kwargs)
 
@@ -142,23 +142,14 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
     custom_operators[op_type] = _KINDS[kind]
 
 
-def _arrays(value: Any) -> Tuple[NDArray, ...]:
-    if isinstance(value, NDArray):
-        return (value,)
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        return tuple(array for item in value for array in _arrays(item))
-    return ()
+def _dtypes(value: Any) -> Set[str]:
+    found: Set[str] = set()
+    map_arrays(value, lambda array: found.add(dtype_name(array.dtype)), lambda other: None)
+    return found
 
 
 def _cast_all(value: Any, dtype: str) -> Any:
-    if isinstance(value, NDArray):
-        return cast(value, dtype) if dtype_name(value.dtype) in CASTABLE else value
-    if isinstance(value, dict):
-        return type(value)((key, _cast_all(item, dtype)) for key, item in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast_all(item, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast_all(item, dtype) for item in value)
-    return value
+    def cast_one(array: NDArray) -> NDArray:
+        return cast(array, dtype) if dtype_name(array.dtype) in CASTABLE else array
+
+    return map_arrays(value, cast_one, lambda other: other)

@@ -14,6 +14,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
 from .autocast import current_policy
+from .containers import map_arrays
 from .errors import ArgumentError, StateError
 from .finite import square_sum
 from .heads import scaled_heads
@@ -254,15 +255,11 @@ def _keep_updates_off_kvstore(trainer: Trainer) -> None:
 
 def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
     """Return `loss` with `function` applied to each array, in the same containers."""
-    if isinstance(loss, NDArray):
-        return function(loss)
-    if isinstance(loss, dict):
-        return type(loss)((key, map_losses(value, function)) for key, value in loss.items())
-    if isinstance(loss, tuple) and hasattr(loss, "_fields"):
-        return type(loss)(*(map_losses(value, function) for value in loss))
-    if isinstance(loss, (list, tuple)):
-        return type(loss)(map_losses(value, function) for value in loss)
-    raise ArgumentError(f"a loss is an NDArray, or lists, tuples and dicts of them, not {loss!r}")
+    return map_arrays(loss, function, _no_loss)
+
+
+def _no_loss(value: Any) -> Any:
+    raise ArgumentError(f"a loss is an NDArray, or lists, tuples and dicts of them, not {value!r}")
 
 
 def scaled_loss(loss: NDArray, scale: float) -> NDArray:
