@@ -15,6 +15,7 @@ from .blocks import Examples, trace
 from .eager import cast
 from .errors import ArgumentError
 from .graph import CASTS, Graph, Node
+from .hook import shortened
 from .machine import dtype_name
 from .offline import cast_offline, losses
 from .policy import Policy
@@ -145,8 +146,8 @@ class Plan:
                 f"; parameters {self.bytes_before:,} bytes, {self.bytes_after:,} with casts offline"
             )
         if self.lossy:
-            names = ", ".join(cast.name for cast in self.lossy)
-            size += f"; casts offline would lose values of {names}"
+            names = shortened([cast.name for cast in self.lossy])
+            size += f"; casts offline would lose values of {len(self.lossy)} parameters: {names}"
         return f"{len(self)} operators: {counts}; {len(self.casts)} casts{size}"
 
 
