@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple, TypeVar
 
-from . import clipping, eager, machine, states, symbolic
+from . import clipping, eager, machine, states, symbolic, updates
 from .doors import shut_doors
 from .errors import ArgumentError, StateError
 from .patching import Patch
@@ -50,6 +50,7 @@ class _Process:
                     *eager.patches(current_policy),
                     *symbolic.patches(current_policy),
                     *states.patches(),
+                    *updates.patches(current_policy),
                     *clipping.patches(lambda: autocast(enabled=False)),
                 ]
                 apply_patches(patches)
@@ -95,6 +96,7 @@ def init(
     widest_ops: Optional[Iterable[str]] = None,
     policy: Optional[Policy] = None,
     ctx: Any = None,
+    tuned: bool = True,
 ) -> None:
     """Turn mixed precision on for the whole process.
 
@@ -121,6 +123,9 @@ def init(
     ctx : Context or str, optional
         The kind of device to run in mixed precision. By default the GPU if there is one, else
         the CPU. Arrays on other devices are left alone.
+    tuned : bool, default True
+        Let bfloat16 graphs choose faster equivalents of operators, and precisions by shape.
+        False is `policy.untuned()`.
 
     Raises
     ------
@@ -136,6 +141,7 @@ def init(
     chosen = make_policy(
         target_dtype, target_precision_ops, conditional_fp32_ops, fp32_ops, widest_ops, policy, ctx
     )
+    chosen = chosen if tuned else chosen.untuned()
     with _process.lock:
         if _process.policy is not None:
             if _process.policy != chosen:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import FrozenSet, Mapping, Optional, Sequence, Tuple
 
 from .operators import registry
-from .policy import Policy, Rule
+from .policy import Policy
+from .rules import Rule
 
 __all__ = ["CASTABLE", "Decision", "decide"]
 
@@ -55,6 +56,7 @@ def decide(
     dtypes: Sequence[str],
     policy: Policy,
     layer: Optional[str] = None,
+    kept: Optional[str] = None,
 ) -> Decision:
     """Return what `policy` does to a call of `operator` with inputs of these `dtypes`.
 
@@ -68,6 +70,8 @@ def decide(
         One an input: a dtype's name, or "sparse" for an array of sparse storage.
     layer : str, optional
         The graph node's name, for the policy's `fp32_layers`.
+    kept : str, optional
+        Why this call stays in float32, if its shapes or its neighbours say so.
 
     Example
     -------
@@ -76,7 +80,7 @@ def decide(
     ('float16', None, 'float16')
     """
     rule = policy.rule(operator)
-    kind, reason = _classify(rule, attributes, policy, layer)
+    kind, reason = _classify(rule, attributes, policy, layer, kept)
     untouched = (None,) * len(dtypes)
     if kind == "untouched":
         return Decision(untouched, reason)
@@ -96,12 +100,18 @@ def decide(
 
 
 def _classify(
-    rule: Rule, attributes: Mapping[str, str], policy: Policy, layer: Optional[str]
+    rule: Rule,
+    attributes: Mapping[str, str],
+    policy: Policy,
+    layer: Optional[str],
+    kept: Optional[str],
 ) -> Tuple[str, str]:
     if rule.kind == "untouched":
         return rule.kind, rule.reason
     if layer is not None and policy.keeps_layer(layer):
-        return "fp32", f"layer {layer!r} is kept in float32 by name"
+        kept = f"layer {layer!r} is kept in float32 by name"
+    if kept is not None:
+        return "fp32", kept
     for op_type, kind in rule.by_op_type:
         if attributes.get("op_type") == op_type:
             return kind, f"custom operator {op_type!r} was registered as {kind}"

@@ -138,6 +138,11 @@ def operators(names: Sequence[str], dtype: str, device: Optional[str], kind: Opt
 @click.option("--precision", help="Only operators of this precision, such as float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--graph", metavar="FILE", help="Draw it too, as .svg, .png, .pdf or .dot.")
+@click.option(
+    "--mode", type=click.Choice(["converted", "inference", "training"]), default="converted",
+    show_default=True, help="Explain the converted model, or what runs while mxamp is on.",
+)  # fmt: skip
+@click.option("--input", "inputs", multiple=True, metavar="NAME:SHAPE", help="Shape of an input.")
 def explain(
     prefix: str,
     epoch: int,
@@ -148,6 +153,8 @@ def explain(
     precision: Optional[str],
     as_json: bool,
     graph: Optional[str],
+    mode: str,
+    inputs: Sequence[str],
 ) -> None:
     """Show what mixed precision does to the saved model PREFIX, operator by operator."""
     from .drawing import draw
@@ -159,7 +166,7 @@ def explain(
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol, policy=Policy.default(dtype, device), excluded_sym_names=keep_fp32,
-            params={**args, **auxs},
+            params={**args, **auxs}, mode=mode, input_shapes=_inputs(inputs)[0],
         )  # fmt: skip
     if graph:
         draw(plan, graph)

@@ -8,6 +8,7 @@ from mxnet.symbol import Symbol
 
 from .arguments import Names, checked_policy, known_dtypes, known_names, names_of
 from .autocast import autocast
+from .choices import choose
 from .eager import cast
 from .errors import ArgumentError
 from .graph import Graph
@@ -77,10 +78,13 @@ def convert_graph(
     offline: bool = False,
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
-    param_dtypes: Optional[Mapping[str, Any]] = None,
+    params: Optional[Mapping[str, NDArray]] = None,
     keep: Iterable[str] = (),
 ) -> Converted:
-    """Convert a symbol as `convert_symbol` says; inputs in `keep` are not cast offline."""
+    """Convert a symbol as `convert_symbol` says; inputs in `keep` are not cast offline.
+
+    Where parameters are known, precisions are chosen by their shapes too.
+    """
     if not isinstance(sym, Symbol):
         raise ArgumentError(f"a model's graph is a Symbol, not {type(sym).__name__}")
     graph = Graph.from_symbol(sym)
@@ -88,8 +92,12 @@ def convert_graph(
     data = known_names(names_of("data_names", data_names), sym.list_inputs(), "input")
     if not keep_io_types and data_names is None:
         raise ArgumentError(NO_DATA_NAMES.format(inputs=", ".join(sym.list_inputs())))
-    found = known_dtypes(sym, param_dtypes or {}, input_dtypes)
-    result = rewrite(graph, policy, found, restore=keep_io_types)
+    held = params or {}
+    found = known_dtypes(sym, {name: p.dtype for name, p in held.items()}, input_dtypes)
+    shapes = {name: p.shape for name, p in held.items()}
+    # A model that is to be kept keeps its operators: no substitutions.
+    choices = choose(sym, policy.override(substitutions=()), shapes, training=False)
+    result = rewrite(graph, policy, found, restore=keep_io_types, choices=choices)
     if result.graph == graph:
         return Converted(sym, {})
     new = with_dtypes(result.graph, found)

@@ -126,10 +126,9 @@ def convert_model(
     data = None
     if isinstance(sym, Symbol):
         data = [name for name in sym.list_inputs() if name not in held]
-    dtypes = {name: array.dtype for name, array in held.items()}
     converted = convert_graph(
         sym, chosen, excluded_sym_names, data, cast_optional_params, keep_io_types,
-        input_dtypes, dtypes,
+        input_dtypes, held,
     )  # fmt: skip
     args, auxs = cast_params(arg_params, converted), cast_params(aux_params, converted)
     return converted.symbol, args, auxs
@@ -190,10 +189,9 @@ def convert_hybrid_block(
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
     values = traced.values()
-    dtypes = {name: value.dtype for name, value in values.items()}
     converted = convert_graph(
         traced.symbol, chosen, excluded_sym_names, traced.data_names, cast_optional_params,
-        keep_io_types, input_dtypes, dtypes,
+        keep_io_types, input_dtypes, values,
     )  # fmt: skip
     values = cast_params(values, converted)
     return rebuilt(block, traced, converted.symbol, values, contexts, converted.inputs)
@@ -229,7 +227,6 @@ def convert_bucketing_module(
     )
     args, auxs = bucketing_mod.get_params()
     held = {**args, **auxs}
-    dtypes = {name: array.dtype for name, array in held.items()}
     plain = {key: module._symbol for key, module in bucketing_mod._buckets.items()}
 
     def converted(keep: AbstractSet[str]) -> Dict[Any, Converted]:
@@ -237,7 +234,7 @@ def convert_bucketing_module(
             key: convert_graph(
                 symbol, chosen, excluded_sym_names,
                 [name for name in symbol.list_inputs() if name not in held],
-                cast_optional_params, keep_io_types, input_dtypes, dtypes, keep,
+                cast_optional_params, keep_io_types, input_dtypes, held, keep,
             )
             for key, symbol in plain.items()
         }  # fmt: skip

@@ -3,15 +3,16 @@
 import fnmatch
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from .arguments import checked_policy, known_dtypes
+from .arguments import checked_policy, known_dtypes, known_names
 from .autocast import autocast, make_policy
 from .blocks import Examples, trace
+from .choices import choose
 from .eager import cast
 from .errors import ArgumentError
 from .graph import CASTS, Graph, Node
@@ -23,6 +24,7 @@ from .rewrite import rewrite
 
 __all__ = ["Cast", "NodePlan", "Plan", "explain"]
 
+MODES = ("converted", "inference", "training")
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -160,6 +162,8 @@ def explain(
     input_dtypes: Optional[Mapping[str, Any]] = None,
     params: Optional[Mapping[str, NDArray]] = None,
     example_inputs: Examples = None,
+    mode: str = "converted",
+    input_shapes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> Plan:
     """Return what mixed precision does to a symbol or a block.
 
@@ -179,13 +183,30 @@ def explain(
         brings its own.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, for a block that was not hybridized and run before.
+    mode : str, default "converted"
+        What to explain: the converted model; or, with "inference" or "training", the graph that
+        runs while mixed precision is on: some operators have others standing in for them.
+    input_shapes : dict of str to tuple, optional
+        Shapes of inputs, for precisions that depend on them (dense layers of few rows, in
+        training).
     """
+    if mode not in MODES:
+        raise ArgumentError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
     symbol, held = _graph_of(model, params, example_inputs)
     chosen = make_policy(target_dtype, policy=policy)
     graph = Graph.from_symbol(symbol)
     chosen = checked_policy(chosen, excluded_sym_names, graph)
     dtypes = {name: array.dtype for name, array in held.items()}
-    result = rewrite(graph, chosen, known_dtypes(symbol, dtypes, input_dtypes))
+    known_names(list(input_shapes or {}), symbol.list_inputs(), "input")
+    shapes = {name: array.shape for name, array in held.items()}
+    shapes.update({name: tuple(shape) for name, shape in (input_shapes or {}).items()})
+    running = mode != "converted"
+    choosing = chosen if running else chosen.override(substitutions=())
+    choices = choose(symbol, choosing, shapes, mode == "training")
+    result = rewrite(
+        graph, chosen, known_dtypes(symbol, dtypes, input_dtypes),
+        training=mode == "training", choices=choices,
+    )  # fmt: skip
     edges = dict(_edges(result.graph))
     nodes = tuple(
         NodePlan(name, operator, decision.precision, decision.reason, edges.get(name, ()))

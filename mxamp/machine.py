@@ -18,6 +18,7 @@ __all__ = [
     "default_device",
     "dtype_name",
     "features",
+    "threads",
 ]
 
 logger = logging.getLogger("mxamp")
@@ -67,6 +68,16 @@ def _gpus() -> int:
     except mx.base.MXNetError as error:  # a CUDA build without a usable driver
         logger.debug("counting GPUs failed, using the CPU: %s", error)
         return 0
+
+
+def threads() -> int:
+    """Return how many cores MXNet's kernels may use."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if limit.isdigit() and int(limit):
+        return int(limit)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def features() -> FrozenSet[str]:

@@ -7,72 +7,43 @@ your own), resolved against MXNet's registry and one kind of device, and never c
 import fnmatch
 import sys
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import (
+    AbstractSet,
+    Any,
+    Dict,
+    FrozenSet,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from . import machine
-from .errors import ArgumentError
-from .operators import registry, resolve
+from . import substitutions as known
+from .errors import ArgumentError, unknown
+from .operators import resolve
+from .rules import UNLISTED, Condition, Rule, read_rules
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["CLASSES", "Condition", "Policy", "Rule"]
+__all__ = ["Policy"]
 
-CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
 TARGETS = ("float16", "bfloat16")
-
-# Largest and smallest magnitude that float16 holds as something else than infinity or zero.
-_FLOAT16_MAX, _FLOAT16_TINY = 65504.0, 2.0**-25
-
-# The one operator with exceptions that CPU builds of MXNet don't have.
-_GPU_ONLY = "CuDNNBatchNorm"
 
 Conditional = Tuple[str, str, Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Condition:
-    """An operator is fp32 where `attribute` is one of `values`, or beyond float16's range."""
-
-    attribute: str
-    values: Tuple[str, ...] = ()
-    beyond_range: bool = False
-    default: Optional[str] = None
-
-    def holds(self, attributes: Mapping[str, str]) -> bool:
-        """Tell whether it holds for a call with `attributes` (unset ones have their default)."""
-        value = attributes.get(self.attribute, self.default)
-        if value is None:
-            return False
-        if self.beyond_range:
-            return _beyond_float16(str(value))
-        return str(value) in self.values
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a policy says of one operator."""
-
-    operator: str
-    kind: str  #: one of `CLASSES`
-    reason: str
-    conditions: Tuple[Condition, ...] = ()
-    keep_inputs: Tuple[str, ...] = ()
-    keep_outputs: Tuple[int, ...] = ()
-    missing: Optional[str] = None  #: why there is no kernel in the target dtype, if there is none
-    computes: str = "float32"  #: what it runs in where the kernel is missing
-    by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of the user's own custom operators
-
-
 #: Classes of custom operators, by the name they were registered under.
 custom_operators: Dict[str, str] = {}
-
-UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +62,8 @@ class Policy:
     rules: Mapping[str, Rule] = field(repr=False)
     #: names (with * and ?) of graph nodes that stay in float32; eager calls have no names
     fp32_layers: Tuple[str, ...] = ()
+    #: the faster equivalents that graphs about to run get: name, and what it was measured to gain
+    substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def rule(self, operator: str) -> Rule:
         """Return what the policy says of an operator, by canonical name."""
@@ -99,6 +72,11 @@ class Policy:
     def keeps_layer(self, name: str) -> bool:
         """Tell whether a graph node called `name` stays in float32 by its name."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.fp32_layers)
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether there is anything that `choices.choose` has to look for."""
+        return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     def operators(self, kind: str) -> List[str]:
         """Return the operators of one class, sorted; "conditional" for those with conditions."""
@@ -109,7 +87,10 @@ class Policy:
         )
 
     def _key(self) -> Tuple[Any, ...]:
-        return (self.target_dtype, self.device, self.fp32_layers, frozenset(self.rules.values()))
+        return (
+            self.target_dtype, self.device, self.fp32_layers, frozenset(self.substitutions),
+            frozenset(self.rules.values()),
+        )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -150,6 +131,7 @@ class Policy:
         *,
         replace_lists: bool = False,
         fp32_layers: Sequence[str] = (),
+        substitutions: Optional[Iterable[str]] = None,
     ) -> "Policy":
         """Return a policy with some operators put in other classes, by any of their names.
 
@@ -160,6 +142,9 @@ class Policy:
         `conditional` takes (operator, attribute, values) as `mxnet.contrib.amp` does. With
         `replace_lists`, a list that is given replaces the policy's own, as it does in
         `mxnet.contrib.amp.init`: what the old list held and no new one names becomes neutral.
+
+        `substitutions` are those of the policy's own to make, by name. An operator that is given a
+        class has it whatever its shapes are.
 
         Raises `UnknownNameError` for a name MXNet does not know, `ArgumentError` for one that
         stands in two lists.
@@ -183,24 +168,26 @@ class Policy:
         if replace_lists:
             given = {"low": low, "fp32": fp32, "widest": widest}
             replaced = {kind for kind, names in given.items() if names is not None}
-            for name, rule in self.rules.items():
-                kept = rule.conditions if conditional is None else ()
-                if rule.kind in replaced and not kept:
-                    why = f"left out of {rule.kind}"
-                    rules[name] = replace(rule, kind="neutral", reason=why, conditions=())
-                else:
-                    rules[name] = replace(rule, conditions=kept)
-        for name, kind in chosen.items():
-            old = rules.get(name, UNLISTED)
-            why = f"given as {kind}"
-            rules[name] = replace(old, operator=name, kind=kind, reason=why, conditions=())
-        for name, found in conditions.items():
-            old = rules.get(name, UNLISTED)
-            # fp32 otherwise would make the condition void: the operator follows its input then.
-            kind = "neutral" if old.kind in ("fp32", "untouched") else old.kind
-            rules[name] = replace(old, operator=name, kind=kind, conditions=found)
+            rules = _emptied(rules, replaced, keep_conditions=conditional is None)
+        _put(rules, chosen, conditions)
+        made = self.substitutions
+        if substitutions is not None:
+            names = _known_substitutions(substitutions, made)
+            made = MappingProxyType({name: made[name] for name in names})
         layers = tuple(dict.fromkeys((*self.fp32_layers, *fp32_layers)))
-        return replace(self, rules=MappingProxyType(rules), fp32_layers=layers)
+        return replace(self, rules=MappingProxyType(rules), fp32_layers=layers, substitutions=made)
+
+    def untuned(self) -> "Policy":
+        """Return the policy without substitutions and choices by shape.
+
+        >>> Policy.default("bfloat16").untuned().substitutions
+        mappingproxy({})
+
+        With it, eager calls, hybridized blocks and converted models agree bit for bit in bfloat16
+        too, as they do in float16 anyway.
+        """
+        rules = {name: replace(rule, by_shape=()) for name, rule in self.rules.items()}
+        return replace(self.override(substitutions=()), rules=MappingProxyType(rules))
 
 
 # ---------------------------------------------------------------------- checks on arguments
@@ -236,6 +223,48 @@ def check_names(kind: str, names: Optional[Iterable[str]]) -> List[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"the {kind} operators are a list of names, not {names!r}")
     return [resolve(name).name for name in names]
+
+
+def _emptied(
+    rules: Mapping[str, Rule], replaced: AbstractSet[str], keep_conditions: bool
+) -> Dict[str, Rule]:
+    """Return rules where the classes in `replaced` have become neutral."""
+    found = {}
+    for name, rule in rules.items():
+        kept = rule.conditions if keep_conditions else ()
+        if rule.kind in replaced and not kept:
+            why = f"left out of {rule.kind}"
+            found[name] = replace(rule, kind="neutral", reason=why, conditions=())
+        else:
+            found[name] = replace(rule, conditions=kept)
+    return found
+
+
+def _put(
+    rules: Dict[str, Rule],
+    chosen: Mapping[str, str],
+    conditions: Mapping[str, Tuple[Condition, ...]],
+) -> None:
+    """Put operators in the classes that were chosen, and under conditions."""
+    for name, kind in chosen.items():
+        old = rules.get(name, UNLISTED)
+        why = f"given as {kind}"
+        rules[name] = replace(old, operator=name, kind=kind, reason=why, conditions=(), by_shape=())
+    for name, found in conditions.items():
+        old = rules.get(name, UNLISTED)
+        # fp32 otherwise would make the condition void: the operator follows its input then.
+        kind = "neutral" if old.kind in ("fp32", "untouched") else old.kind
+        rules[name] = replace(old, operator=name, kind=kind, conditions=found)
+
+
+def _known_substitutions(given: Iterable[str], there: Mapping[str, str]) -> List[str]:
+    if isinstance(given, str):
+        raise ArgumentError(f"substitutions is a list of names, not {given!r}")
+    names = list(given)
+    for name in names:
+        if name not in there:
+            raise unknown("substitution", name, there)
+    return names
 
 
 def _conditions(
@@ -289,62 +318,11 @@ def _read(
         raise ArgumentError(f"{where} has format {data.get('format')!r}; this mxamp reads format 1")
     dtype = check_target(data.get("dtype"))
     device = check_device(dtype, device)
-    rules: Dict[str, Rule] = {}
-    for group in data.get("group", ()):
-        kind = group["class"]
-        if kind not in CLASSES:
-            raise ArgumentError(f"{where}: class {kind!r} is none of {', '.join(CLASSES)}")
-        for name in _expand(group["operators"], where):
-            _add(rules, Rule(name, kind, group["reason"]), where)
-    for group in data.get("conditional", ()):
-        for name in _expand(group["operators"], where):
-            default = registry()[name].defaults.get(group["attribute"])
-            condition = Condition(
-                group["attribute"], tuple(group.get("values", ())),
-                group.get("beyond_range", False), default,
-            )  # fmt: skip
-            _add(rules, Rule(name, group["otherwise"], group["reason"], (condition,)), where)
-    for name, inputs in data.get("keep_inputs", {}).items():
-        if name != _GPU_ONLY or name in registry():
-            _amend(rules, name, keep_inputs=tuple(inputs))
-    for name, outputs in data.get("keep_outputs", {}).items():
-        _amend(rules, name, keep_outputs=tuple(outputs))
-    for group in data.get("missing", ()):
-        if group["device"] == device and group.get("unless") not in features:
-            for name in _expand(group["operators"], where):
-                computes = group.get("computes", "float32")
-                _amend(rules, name, missing=group["reason"], computes=computes)
-    return Policy(dtype, device, MappingProxyType(rules))
-
-
-def _expand(patterns: Iterable[str], where: str) -> List[str]:
-    """Return the registered operators that names and patterns ending in * stand for."""
-    names: List[str] = []
-    for pattern in patterns:
-        if pattern.endswith("*"):
-            names.extend(name for name in registry() if name.startswith(pattern[:-1]))
-        elif pattern in registry():
-            names.append(pattern)
-        else:
-            canonical = resolve(pattern).name
-            raise ArgumentError(f"{where}: {pattern!r} is an alias; write {canonical!r}")
-    return names
-
-
-def _add(rules: Dict[str, Rule], rule: Rule, where: str) -> None:
-    if rule.operator in rules:
-        raise ArgumentError(f"{where}: operator {rule.operator!r} stands in two groups")
-    rules[rule.operator] = rule
-
-
-def _amend(rules: Dict[str, Rule], name: str, **changes: Any) -> None:
-    name = resolve(name).name
-    rules[name] = replace(rules.get(name, replace(UNLISTED, operator=name)), **changes)
-
-
-def _beyond_float16(text: str) -> bool:
-    try:
-        value = abs(float(text))
-    except ValueError:
-        return False
-    return value > _FLOAT16_MAX or 0 < value <= _FLOAT16_TINY
+    rules = read_rules(data, device, features, where)
+    made = data.get("substitutions", {})
+    for name in made:
+        if name not in known.NAMES:
+            raise unknown("substitution", name, known.NAMES)
+    return Policy(
+        dtype, device, MappingProxyType(rules), substitutions=MappingProxyType(dict(made))
+    )

@@ -5,7 +5,7 @@ mxamp ("plain") and by the entry of the new graph that stands for it. One cast a
 a cast up is undone by reading what was cast, never by casting down again.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import (
     AbstractSet,
     Dict,
@@ -21,7 +21,9 @@ from typing import (
 
 from mxnet.symbol import Symbol
 
+from . import substitutions
 from .casting import CASTABLE, Decision, decide
+from .choices import NONE, Choices
 from .errors import AmpError
 from .graph import Graph, Node, Output, infer_outputs
 from .policy import Policy
@@ -68,13 +70,14 @@ def rewrite_symbol(
     dtypes: Mapping[str, str],
     guarded: AbstractSet[str] = frozenset(),
     training: bool = False,
+    choices: Choices = NONE,
 ) -> Symbol:
     """Return `symbol` rewritten; the symbol itself where there is nothing to cast.
 
     Its inputs and outputs keep names, order and dtypes.
     """
     graph = Graph.from_symbol(symbol)
-    result = rewrite(graph, policy, dtypes, guarded, training)
+    result = rewrite(graph, policy, dtypes, guarded, training, choices=choices)
     for operator, decision in result.decisions.values():
         note(operator, decision.precision)
     if result.graph == graph:
@@ -95,6 +98,7 @@ def rewrite(
     guarded: AbstractSet[str] = frozenset(),
     training: bool = False,
     restore: bool = True,
+    choices: Choices = NONE,
 ) -> Rewrite:
     """Insert the casts that `policy` decides on.
 
@@ -110,8 +114,10 @@ def rewrite(
         Gradients will be computed. Then the bodies of `UNSAFE_LOOPS` stay as they are.
     restore : bool
         Give the graph's outputs the dtypes that they had; otherwise they stay as computed.
+    choices : Choices
+        What shapes and neighbours have decided: `choices.choose`.
     """
-    return _Rewriter(graph, policy, dtypes, frozenset(guarded), training, restore).run()
+    return _Rewriter(graph, policy, dtypes, frozenset(guarded), training, restore, choices).run()
 
 
 class _Rewriter:
@@ -123,10 +129,14 @@ class _Rewriter:
         guarded: FrozenSet[str],
         training: bool,
         restore: bool,
+        choices: Choices,
     ) -> None:
         self.graph, self.policy = graph, policy
         self.dtypes, self.guarded, self.training = dtypes, guarded, training
-        self.restore = restore
+        self.restore, self.choices = restore, choices
+        self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
+        self.stand_ins: Dict[str, Node] = {}
+        self.number = len(graph.nodes)
         self.nodes: List[Node] = []
         # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
         self.names: Set[str] = {node.name for node in graph.nodes if node.op != "amp_cast"}
@@ -142,6 +152,8 @@ class _Rewriter:
             if node.is_variable:
                 dtype = self.dtypes.get(node.name, "float32")
                 self._record(i, [dtype], [Entry((self._add(node), 0), dtype)])
+            elif node.name in self.substituted and self._castable(node):
+                self._substitute(i, node)
             else:
                 self._visit(i, node)
         heads = [self._head(head).output for head in self.graph.heads]
@@ -161,9 +173,14 @@ class _Rewriter:
             dtype = _common(plain, node.attrs.get("cast_narrow") in ("True", "1"))
             self._record(i, [dtype] * len(plain), [self._cast(e, dtype) for e in entries])
             return
+        stand_in = self.stand_ins.get(node.name)
         decision = decide(
-            node.operator, node.attrs, [e.dtype for e in entries], self.policy, node.name
-        )
+            node.operator, node.attrs, [e.dtype for e in entries], self.policy,
+            (stand_in or node).name, self.kept.get(node.name),
+        )  # fmt: skip
+        if stand_in is not None:
+            reason = f"stands in for {stand_in.op}: {decision.reason}"
+            decision = replace(decision, reason=reason)
         self.result.decisions[node.name] = (node.operator, decision)
         if self.policy.rule(node.operator).kind == "untouched":
             reads = [self._restored(output) for output in node.inputs]
@@ -188,6 +205,27 @@ class _Rewriter:
         elif node.operator == "Cast" and reads[0].dtype in HALVES and after[0] == "float32":
             outputs = [outputs[0]._replace(source=reads[0])]
         self._record(i, before, outputs)
+
+    def _castable(self, node: Node) -> bool:
+        return all(self.plain[output] in CASTABLE for output in node.inputs)
+
+    def _substitute(self, i: int, node: Node) -> None:
+        """Visit what stands in for a node; its last part takes the node's place and name."""
+        substitution = substitutions.ALL[self.substituted[node.name]]
+        parts = substitution.build(node.attrs)
+        outputs = list(node.inputs)
+        hidden = {k: v for k, v in node.attrs.items() if k.startswith("__")}
+        for part in parts:
+            last = part is parts[-1]
+            name = node.name if last else self._name(f"{node.name}_{part.suffix}")
+            self.number += not last
+            place = i if last else self.number
+            self.stand_ins[name] = node
+            if substitution.float32:
+                self.kept[name] = "float32 sums"
+            inputs = [outputs[k] for k in part.inputs]
+            self._visit(place, Node(part.op, name, {**hidden, **part.attrs}, inputs))
+            outputs.append((place, 0))
 
     def _record(self, i: int, plain: "Tuple[str, ...] | List[str]", entries: List[Entry]) -> None:
         for k, (dtype, entry) in enumerate(zip(plain, entries)):
@@ -256,7 +294,8 @@ class _Rewriter:
         inputs = _subgraph_inputs(node, position)
         names = [variable.name for variable in graph.variables]
         dtypes = {names[k]: self.plain[node.inputs[outer]] for k, outer in inputs.items()}
-        result = rewrite(graph, self.policy, dtypes, frozenset(names), self.training)
+        result = rewrite(graph, self.policy, dtypes, frozenset(names), self.training,
+                         choices=self.choices)  # fmt: skip
         self.result.decisions.update(result.decisions)
         return result.graph
 

@@ -16,6 +16,7 @@ from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
+from .choices import NONE, Choices, choose
 from .eager import Active, dtypes_of, on_device
 from .graph import infer_types
 from .heads import OUTPUTS
@@ -63,7 +64,9 @@ def patches(active: Active) -> List[Patch]:
                 arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
                 dtypes = _named_dtypes(arrays)
                 guarded, training = _accumulated(names, grad_req), args_grad is not None
-                symbol = rewrite_symbol(self, policy, dtypes, guarded, training)
+                shapes = {name: array.shape for name, array in arrays.items()}
+                choices = choose(self, policy, shapes, training)
+                symbol = rewrite_symbol(self, policy, dtypes, guarded, training, choices)
             executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
             executor._symbol = self
             return executor
@@ -79,12 +82,16 @@ def patches(active: Active) -> List[Patch]:
             policy = _policy_for(ctx)
             symbol = self
             if policy is not None:
+                names = self.list_arguments()
                 dtypes = argument_dtypes(self, type_dict)
-                guarded = _accumulated(self.list_arguments(), grad_req)
-                symbol = rewrite_symbol(self, policy, dtypes, guarded, grad_req != "null")
+                guarded, training = _accumulated(names, grad_req), grad_req != "null"
+                shapes = {name: options[name] for name in names if name in options}
+                choices = choose(self, policy, shapes, training)
+                symbol = rewrite_symbol(self, policy, dtypes, guarded, training, choices)
                 if symbol is not self:
                     # Behind a cast MXNet can't infer an argument's dtype any more.
                     type_dict = {**dtypes, **(type_dict or {})}
+                    options = {**_inferred_shapes(self, shapes), **options}
             executor = original(symbol, ctx, grad_req, type_dict, *rest, **options)
             executor._symbol = self
             return executor
@@ -113,6 +120,12 @@ def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> D
     return {name: known.get(name, inferred.get(name, "float32")) for name in names}
 
 
+def _inferred_shapes(symbol: Symbol, known: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the shapes of a symbol's arguments, as far as they follow from those `known`."""
+    found, _, _ = symbol.infer_shape_partial(**known)
+    return {name: shape for name, shape in zip(symbol.list_arguments(), found or ()) if shape}
+
+
 def _named_dtypes(arrays: Mapping[str, Any]) -> Dict[str, str]:
     given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
     return dict(zip(given, dtypes_of(list(given.values()))))
@@ -129,8 +142,8 @@ def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
 class _PolicyCachedOp:
     """A block's cached op that runs the graph of whatever policy is active when it is called.
 
-    One `CachedOp` a policy and dtypes of inputs, made when first needed; without a policy the
-    block's own.
+    One `CachedOp` a policy, dtypes of inputs and choices by shape, made when first needed; without
+    a policy the block's own.
     """
 
     def __init__(self, block: HybridBlock, active: Active) -> None:
@@ -140,16 +153,16 @@ class _PolicyCachedOp:
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
         self._names = self._symbol.list_inputs()
-        self._data = frozenset(self._names[i] for i, (is_data, _) in enumerate(places) if is_data)
-        indices = {True: [i for i, (d, _) in enumerate(places) if d],
-                   False: [i for i, (d, _) in enumerate(places) if not d]}  # fmt: skip
-        self._flags = [("data_indices", indices[True]), ("param_indices", indices[False])]
-        self._flags += list(block._flags)
+        self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
+        self._data = frozenset(self._names[i] for i in self._inputs)
+        params = [i for i, _ in self._parameters]
+        self._flags = [("data_indices", self._inputs), ("param_indices", params), *block._flags]
         # Only graphs that hold one of these differ in training.
         json = Symbol.tojson(self._symbol)
         self._loops = any(f'"op": "{name}"' in json for name in UNSAFE_LOOPS)
         self._outputs = [name for name in OUTPUTS if f'"op": "{name}"' in json]
         self._ops: Dict[Any, CachedOp] = {}
+        self._chosen: Dict[Any, Choices] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
 
     @property
@@ -164,21 +177,37 @@ class _PolicyCachedOp:
         if policy is None or not on_device(args[:1], policy.device):
             return self._plain
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
-        key = (policy, dtypes_of(args), added, self._loops and autograd.is_recording())
+        training = autograd.is_recording()
+        choices = self._choices(policy, args, training) if policy.chooses else NONE
+        key = (policy, dtypes_of(args), added, self._loops and training, choices)
         op = self._ops.get(key)
         if op is None:
             op = self._ops[key] = self._build(*key)
         return op
 
+    def _choices(self, policy: Policy, args: Sequence[NDArray], training: bool) -> Choices:
+        """Return what shapes choose: looked for once for each set of the data's shapes."""
+        key = (policy, training, *[args[i].shape for i in self._inputs])
+        found = self._chosen.get(key)
+        if found is None:
+            shapes = {name: array.shape for name, array in zip(self._names, args)}
+            found = self._chosen[key] = choose(self._symbol, policy, shapes, training)
+        return found
+
     def _build(
-        self, policy: Policy, dtypes: Tuple[str, ...], added: Tuple[int, ...], training: bool
+        self,
+        policy: Policy,
+        dtypes: Tuple[str, ...],
+        added: Tuple[int, ...],
+        training: bool,
+        choices: Choices,
     ) -> CachedOp:
         # What a caller passes in may be accumulated into as well: that can't be seen from here.
         guarded = self._data | {self._names[i] for i in added}
         named = dict(zip(self._names, dtypes))
         if policy.target_dtype == "float16" and autograd.is_recording() and self._outputs:
             logger.warning(UNSCALED_OUTPUTS, self._outputs[0])
-        symbol = rewrite_symbol(self._symbol, policy, named, guarded, training)
+        symbol = rewrite_symbol(self._symbol, policy, named, guarded, training, choices)
         op = self._plain if symbol is self._symbol else CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)

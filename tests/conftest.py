@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from mxamp import clipping, eager, states, symbolic
+from mxamp import clipping, eager, states, symbolic, updates
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)
@@ -33,6 +33,7 @@ def _attributes():
         *eager.patches(lambda: None),
         *symbolic.patches(lambda: None),
         *states.patches(),
+        *updates.patches(lambda: None),
         *clipping.patches(None),
     ]
     return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in patches}
@@ -69,7 +70,7 @@ def dtype(request):
 
 @pytest.fixture
 def on(dtype):
-    """Mixed precision on, on the CPU, in either dtype."""
-    amp.init(dtype, ctx=mx.cpu())
+    """Mixed precision on, on the CPU, in either dtype, the same in eager calls and in graphs."""
+    amp.init(dtype, ctx=mx.cpu(), tuned=False)
     yield SimpleNamespace(dtype=dtype, policy=amp.current_policy())
     amp.shutdown()

@@ -6,7 +6,8 @@ import pytest
 
 from mxamp.graph import Node, infer_outputs
 from mxamp.operators import registry
-from mxamp.policy import CLASSES, Policy, lists_folder
+from mxamp.policy import Policy, lists_folder
+from mxamp.rules import CLASSES
 
 if sys.version_info >= (3, 11):
     import tomllib

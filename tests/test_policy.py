@@ -4,7 +4,8 @@ import pytest
 
 import mxamp as amp
 from mxamp.operators import registry
-from mxamp.policy import Condition, Policy
+from mxamp.policy import Policy
+from mxamp.rules import Condition
 
 
 def test_policies_are_values():

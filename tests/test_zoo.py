@@ -135,7 +135,7 @@ for dtype in UNIT:
         "lost": sum(e.lost for e in (*errors, *boxes)),
         "ours": count(amp.convert_symbol(symbol, policy=native)),
         "stock": theirs,
-        "casts_twice": count(amp.convert_symbol(low[0], policy=policy)) - count(low[0]),
+        "casts_twice": count(amp.convert_model(*low, policy=policy)[0]) - count(low[0]),
     }
 print(json.dumps(result))
 """

@@ -1,0 +1,211 @@
+"""What the shapes and the neighbours of a graph's operators decide, before it is rewritten.
+
+Some bfloat16 kernels are fast or slow by shape, and by the memory layout that their input comes
+in. The rules here keep such an operator in float32; the operator lists say which rules look at
+which operators, and what was measured.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Callable, Dict, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+from mxnet.base import MXNetError
+from mxnet.symbol import Symbol
+
+from . import substitutions
+from .graph import Graph, Node, Output
+from .policy import Policy
+
+__all__ = ["NONE", "RULES", "Choices", "choose"]
+
+Shape = Tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
+NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
+
+# oneDNN's kernels for these give their output in the layout of their input.
+_KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
+
+# oneDNN's bfloat16 convolutions work on blocks of so many channels.
+_BLOCK = 16
+# A dense layer with more rows gains whatever its weight's size; see `few_rows`.
+_MANY_ROWS = 256
+_WEIGHTS_A_ROW = 2**15
+# A first layer's colours.
+_FEW_CHANNELS = 3
+
+
+class Choices(NamedTuple):
+    """By name of node: why it stays in float32, and which substitution is made for it."""
+
+    kept: FrozenSet[Tuple[str, str]] = frozenset()
+    substituted: FrozenSet[Tuple[str, str]] = frozenset()
+
+
+NONE = Choices()
+
+
+@dataclass
+class Site:
+    """An operator and what surrounds it. Shapes are None where they are not known."""
+
+    node: Node
+    shapes: Tuple[Optional[Shape], Optional[Shape]]  #: of its first two inputs
+    training: bool
+    feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
+    blocked: bool  #: its first input is in oneDNN's blocked layout
+
+
+def choose(symbol: Symbol, policy: Policy, shapes: Shapes, training: bool) -> Choices:
+    """Return what `policy` chooses for a graph whose variables have these `shapes`.
+
+    Names that are missing have no known shape; rules that need it don't apply then.
+    """
+    if not policy.chooses:
+        return NONE
+    kept: Dict[str, str] = {}
+    substituted: Dict[str, str] = {}
+    _choose(Graph.from_symbol(symbol), policy, shapes, training, kept, substituted)
+    return Choices(frozenset(kept.items()), frozenset(substituted.items()))
+
+
+def _choose(
+    graph: Graph, policy: Policy, shapes: Shapes, training: bool,
+    kept: Dict[str, str], substituted: Dict[str, str],
+) -> None:  # fmt: skip
+    known = _input_shapes(graph, shapes, policy, training)
+    norms = _before_norms(graph)
+    blocked: Dict[Output, bool] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            continue
+        for body in node.subgraphs:
+            _choose(body, policy, {}, training, kept, substituted)
+        rule = policy.rule(node.operator)
+        first = bool(node.inputs) and blocked.get(node.inputs[0], False)
+        site = Site(node, known.get(i, (None, None)), training, i in norms, first)
+        for name, reason in rule.by_shape:
+            if RULES[name](site):
+                kept[node.name] = reason
+        blocked[i, 0] = node.name not in kept and _gives_blocks(site, rule.kind, blocked)
+        found = substitutions.find(node.operator, node.attrs, site.shapes[0], training)
+        if found in policy.substitutions and rule.kind != "low":
+            substituted[node.name] = str(found)
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+def few_rows(site: Site) -> bool:
+    """Find dense layers in training whose weight is large for the rows it is multiplied by.
+
+    Its backward pass then spends its time on moving and casting the weight's gradient. Measured
+    to lose up to 16 to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096.
+    """
+    data, weight = site.shapes
+    if not site.training or data is None or weight is None:
+        return False
+    flatten = site.node.attrs.get("flatten", "True") in ("True", "1")
+    rows = data[0] if flatten else math.prod(data[:-1])
+    return rows <= min(math.prod(weight) / _WEIGHTS_A_ROW, _MANY_ROWS)
+
+
+def odd_channels(site: Site) -> bool:
+    """Find convolutions without a blocked bfloat16 kernel, where that costs most.
+
+    With channels that are no multiples of 16 its output has the plain layout, in which a BatchNorm
+    behind it is 5 times slower; with 3 input channels, a first layer, it is slower itself.
+    """
+    channels = _channels(site)
+    if channels is None:
+        return False
+    return channels[0] <= _FEW_CHANNELS or (site.feeds_norm and not _in_blocks(channels))
+
+
+def plain_layout(site: Site) -> bool:
+    """Find normalisations whose input is not in oneDNN's blocked layout."""
+    return not site.blocked
+
+
+#: By the names that operator lists call them.
+RULES: Mapping[str, Callable[[Site], bool]] = {
+    rule.__name__: rule for rule in (few_rows, odd_channels, plain_layout)
+}
+
+
+# ---------------------------------------------------------------------- layouts and shapes
+
+
+def _channels(site: Site) -> Optional[Tuple[int, int]]:
+    """Return a convolution's channels, in and out."""
+    weight = site.shapes[1]
+    if weight is None:
+        return None
+    return weight[1] * int(site.node.attrs.get("num_group", "1")), weight[0]
+
+
+def _in_blocks(channels: Sequence[int]) -> bool:
+    return all(count % _BLOCK == 0 for count in channels)
+
+
+def _gives_blocks(site: Site, kind: str, blocked: Mapping[Output, bool]) -> bool:
+    """Tell whether an operator that is not kept in float32 gives a blocked bfloat16 output."""
+    operator = site.node.operator
+    if operator == "Convolution":
+        channels = _channels(site)
+        return kind == "low" and (channels is None or _in_blocks(channels))
+    if operator not in _KEEP_LAYOUT or site.node.attrs.get("dim", "1") != "1":
+        return False
+    tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
+    return all(blocked.get(output, False) for output in tensors)
+
+
+def _before_norms(graph: Graph) -> FrozenSet[int]:
+    """Return the nodes whose output reaches a BatchNorm in the layout that they give it."""
+    found: Set[int] = set()
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        if not node.is_variable and (
+            node.operator in NORMS or (i in found and node.operator in _KEEP_LAYOUT)
+        ):
+            found.update(source for source, _ in node.inputs)
+    return frozenset(found)
+
+
+def _input_shapes(
+    graph: Graph, shapes: Shapes, policy: Policy, training: bool
+) -> Dict[int, Tuple[Optional[Shape], Optional[Shape]]]:
+    """Return the shapes of the first two inputs of the operators that a choice may look at."""
+    wanted = {
+        i: node.inputs[:2]
+        for i, node in enumerate(graph.nodes)
+        if not node.is_variable
+        and (policy.rule(node.operator).by_shape or node.operator in substitutions.BY_SHAPE)
+    }
+    found: Dict[Output, Optional[Shape]] = {
+        (i, 0): shapes.get(node.name) for i, node in enumerate(graph.nodes) if node.is_variable
+    }
+    if any(found.values()):
+        asked = {o: None for outputs in wanted.values() for o in outputs if found.get(o) is None}
+        if asked:
+            # The operators too: the shapes of their parameters follow from the other inputs.
+            asked.update({(i, 0): None for i in wanted})
+            found.update(_infer(graph, list(asked), shapes))
+    of_two = {i: [found.get(output) for output in outputs] for i, outputs in wanted.items()}
+    return {i: (shapes[0], shapes[-1]) for i, shapes in of_two.items()}
+
+
+def _infer(graph: Graph, outputs: Sequence[Output], shapes: Shapes) -> Dict[Output, Shape]:
+    symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
+    inputs = set(symbol.list_inputs())
+    try:
+        known = {name: shape for name, shape in shapes.items() if name in inputs}
+        _, found, _ = symbol.infer_shape_partial(**known)
+    except MXNetError:
+        return {}  # the graph can't run on these shapes; MXNet will say why
+    return {output: shape for output, shape in zip(outputs, found or ()) if _known(shape)}
+
+
+def _known(shape: Optional[Shape]) -> bool:
+    # Classic semantics write 0 for what is unknown, NumPy's -1.
+    return bool(shape) and min(shape or ()) > 0

@@ -1,0 +1,254 @@
+"""Faster equivalents of operators: the same values and gradients, in graphs that run, only there."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import randn, same, values
+from mxamp.errors import UnknownNameError
+from mxamp.graph import Graph
+from mxamp.substitutions import ALL, NAMES
+
+#: Substitutions made, and everything in float32.
+FLOAT32 = amp.Policy.default("bfloat16").override(low=[], replace_lists=True)
+
+
+class Call(gluon.HybridBlock):
+    """One operator, between parameters called gamma and beta if it takes them."""
+
+    def __init__(self, name, parameters=False, **attrs):
+        super().__init__()
+        self.operator, self.attrs, self.more = name, attrs, parameters
+        if parameters:
+            with self.name_scope():
+                self.gamma = self.params.get("gamma", shape=(48,))
+                self.beta = self.params.get("beta", shape=(48,))
+
+    def hybrid_forward(self, F, x, **params):
+        module = F.npx if hasattr(x, "as_nd_ndarray") and self.operator.startswith("n") else F
+        rest = [params["gamma"], params["beta"]] if self.more else []
+        return getattr(module, self.operator)(x, *rest, **self.attrs)
+
+
+def run(block, x, policy=None, weight=None):
+    """Return the output and the gradients of input and parameters."""
+    x = x.copy()
+    x.attach_grad()
+    block.hybridize()
+    with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
+        with autograd.record():
+            out = block(x)
+            loss = (out * (randn(*out.shape, seed=3) if weight is None else weight)).sum()
+        loss.backward()
+        params = block.collect_params().values()
+        return values(out), values(x.grad), *(values(p.grad()) for p in params)
+
+
+CASES = {
+    "relu": (Call, {"name": "relu"}, 0),
+    "relu6": (Call, {"name": "clip", "a_min": 0, "a_max": 6}, 0),
+    "sigmoid": (Call, {"name": "sigmoid"}, 2e-7),
+    "tanh": (Call, {"name": "tanh"}, 3e-7),
+    "layer_norm": (Call, {"name": "LayerNorm", "parameters": True, "eps": 1e-4}, 2e-6),
+    "mean": (Call, {"name": "mean", "axis": 1}, 5e-7),
+}
+
+
+def made(name, **more):
+    kind, options, tolerance = CASES[name]
+    mx.random.seed(1)
+    block = kind(**{**options, **more})
+    block.initialize(mx.init.Uniform(1))
+    return block, tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_agree(name):
+    x = randn(6, 7, 48, scale=4)
+    block, tolerance = made(name)
+    plain = run(block, x)
+    other = run(block, x, FLOAT32)
+    for mine, theirs in zip(other, plain):
+        assert mine.shape == theirs.shape
+        assert np.abs(mine - theirs).max() <= tolerance * max(1, np.abs(theirs).max())
+
+
+def test_every_substitution_has_its_case_and_its_measurement():
+    assert set(CASES) == set(ALL)
+    assert set(NAMES) == set(amp.Policy.default("bfloat16").substitutions)
+    assert not amp.Policy.default("float16", "cpu").substitutions
+
+
+def operators(symbol, policy=None, mode="inference", **options):
+    policy = policy or amp.Policy.default("bfloat16")
+    plan = amp.explain(symbol, policy=policy, mode=mode, **options)
+    return [node.operator for node in plan.nodes]
+
+
+def symbol_of(name, **more):
+    return made(name, **more)[0](mx.sym.var("data"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_explain_shows_them_and_the_switch_takes_them_out(name):
+    symbol, policy = symbol_of(name), amp.Policy.default("bfloat16")
+    shapes = {"input_shapes": {"data": (6, 7, 48)}}
+    plan = amp.explain(symbol, policy=policy, mode="training", **shapes)
+    assert all(f"stands in for {Graph.from_symbol(symbol).nodes[-1].op}" in n.reason for n in plan.nodes)  # fmt: skip
+    assert plan.nodes[-1].name == Graph.from_symbol(symbol).nodes[-1].name
+    plain = [Graph.from_symbol(symbol).nodes[-1].operator]
+    assert [node.operator for node in plan.nodes] != plain
+    for off in (policy.untuned(), policy.override(substitutions=())):
+        assert operators(symbol, off, "training", **shapes) == plain
+    others = [other for other in policy.substitutions if other != name]
+    assert operators(symbol, policy.override(substitutions=others), "training", **shapes) == plain
+    assert operators(symbol, policy, "converted", **shapes) == plain
+
+
+@pytest.mark.parametrize(
+    "name, changes, mode, shape",
+    [
+        ("relu6", {"a_max": 5}, "training", (2, 3)),
+        ("layer_norm", {}, "inference", (2, 48)),
+        ("layer_norm", {"axis": 0}, "training", (48, 2)),
+        ("layer_norm", {"output_mean_var": True}, "training", (2, 48)),
+        ("mean", {}, "training", (2, 3)),
+        ("mean", {}, "training", (2, 3, 4, 5)),
+        ("mean", {"axis": 2}, "training", (2, 3, 4)),
+        ("mean", {"exclude": True}, "training", (2, 3, 4)),
+    ],
+)  # fmt: skip
+def test_where_they_do_not_apply(name, changes, mode, shape):
+    symbol = symbol_of(name, **changes)
+    left = operators(symbol, mode=mode, input_shapes={"data": shape})
+    assert left == [Graph.from_symbol(symbol).nodes[-1].operator]
+
+
+def test_what_a_user_has_classed_stays():
+    symbol = mx.sym.tanh(mx.sym.var("data"))
+    policy = amp.Policy.default("bfloat16").override(low=["tanh"])
+    assert operators(symbol, policy) == ["tanh"]
+    with pytest.raises(UnknownNameError, match="'relu6'"):
+        policy.override(substitutions=["relu7"])
+
+
+def test_integers_and_float64_stay():
+    block = Call("relu")
+    block.hybridize()
+    with amp.autocast("bfloat16"):
+        assert block(nd.array([-1, 2], dtype="int32")).asnumpy().tolist() == [0, 2]
+        assert block(nd.array([-1, 2], dtype="float64")).dtype == np.float64
+
+
+def test_layers_kept_by_name_stay_float32():
+    symbol = mx.sym.relu(
+        mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc"), name="gate"
+    )
+    plan = amp.explain(symbol, "bfloat16", mode="inference", excluded_sym_names=["gate"])
+    assert plan["gate"].operator == "Activation"
+    assert plan["gate"].precision == "float32"
+    assert amp.explain(symbol, "bfloat16", mode="inference")["gate"].precision == "bfloat16"
+
+
+class Net(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.Conv2D(16, 3, in_channels=16, use_bias=False)
+            self.norm = nn.BatchNorm(in_channels=16)
+            self.second = nn.Conv2D(32, 1, in_channels=16)
+
+    def hybrid_forward(self, F, x):
+        return self.second(F.clip(self.norm(self.first(x)), 0, 6))
+
+
+def test_relu6_between_convolutions_takes_bfloat16_through_its_relu():
+    net = Net()
+    net.initialize()
+    plan = amp.explain(net, "bfloat16", mode="training", example_inputs=randn(2, 16, 8, 8))
+    by_operator = {node.operator: node.precision for node in plan.nodes}
+    assert by_operator["Activation"] == by_operator["BatchNorm"] == "bfloat16"
+    assert by_operator["_minimum_scalar"] == "float32"
+    assert "clip" not in by_operator
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_what_is_saved_keeps_its_operators(tmp_path):
+    net = Net()
+    net.initialize()
+    net.hybridize()
+    x = randn(2, 16, 8, 8)
+    plain = net(x)
+    with amp.autocast("bfloat16"):
+        low = net(x)
+        net.export(str(tmp_path / "net"))
+    assert not same(low, plain)
+    assert "clip" in (tmp_path / "net-symbol.json").read_text()
+    assert same(gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params"))(x), plain)  # fmt: skip
+    amp.convert_hybrid_block(net, "bfloat16").export(str(tmp_path / "low"))
+    assert "clip" in (tmp_path / "low-symbol.json").read_text()
+
+
+@pytest.mark.parametrize("how", ["bind", "simple_bind"])
+def test_executors_make_them_too(how):
+    data = randn(3, 5, 48, scale=3)
+    net = mx.sym.LayerNorm(mx.sym.mean(mx.sym.tanh(mx.sym.var("data")), axis=1), name="norm")
+    arrays = {"data": data, "norm_gamma": randn(48, seed=1), "norm_beta": randn(48, seed=2)}
+
+    def outputs(policy):
+        grads = {name: nd.zeros(array.shape) for name, array in arrays.items()}
+        with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
+            if how == "bind":
+                executor = net.bind(mx.cpu(), arrays, grads)
+            else:
+                executor = net.simple_bind(mx.cpu(), data=data.shape)
+                executor.copy_params_from(arrays)
+            executor.forward(is_train=True)
+            executor.backward(nd.ones((3, 48)))
+        names = executor.output_dict.keys()
+        return list(names), [values(a) for a in (*executor.outputs, *executor.grad_arrays)]
+
+    names, plain = outputs(None)
+    made_names, found = outputs(FLOAT32)
+    assert made_names == names
+    assert any(not same(mine, theirs) for mine, theirs in zip(found, plain))
+    for mine, theirs in zip(found, plain):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=2e-6)
+
+
+def test_inside_loops():
+    class Loop(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.contrib.foreach(lambda row, s: (F.tanh(row + s), s + row), x, F.sum(x, axis=0) * 0)[0]  # fmt: skip
+
+    block = Loop()
+    block.hybridize()
+    x = randn(3, 4)
+    plain = block(x)
+    plan = amp.explain(block, "bfloat16", mode="inference")
+    assert "Activation" in [node.operator for node in plan.nodes]
+    with amp.autocast(policy=FLOAT32):
+        np.testing.assert_allclose(block(x).asnumpy(), plain.asnumpy(), rtol=1e-6)
+
+
+def test_numpy_blocks():
+    mx.npx.set_np()
+
+    class Block(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.npx.relu(x), F.np.tanh(x), F.npx.sigmoid(x)
+
+    block = Block()
+    block.hybridize()
+    for x in (mx.np.random.normal(size=(3, 4)), mx.np.array(0.5), mx.np.zeros((0, 3))):
+        plain = block(x)
+        with amp.autocast(policy=FLOAT32):
+            found = block(x)
+        for mine, theirs in zip(found, plain):
+            assert isinstance(mine, mx.np.ndarray)
+            np.testing.assert_allclose(mine.asnumpy(), theirs.asnumpy(), rtol=1e-6)
+    found = operators(block, input_shapes={"data": (3, 4)})
+    assert set(found) == {"Activation"}
