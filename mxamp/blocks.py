@@ -139,7 +139,7 @@ def rebuilt(
     """Return a block that runs `symbol` and is called as `block` is.
 
     `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult` and `grad_req`;
-    those that are `frozen` get no gradients.
+    those that are `frozen`, all new ones among them, get no gradients.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
@@ -154,7 +154,8 @@ def rebuilt(
         # Before it is loaded: MXNet makes no bfloat16 gradients under NumPy semantics.
         param.grad_req = "null" if name in frozen else traced.params[name].grad_req
         param._load_init(values[name], contexts)
-        param.lr_mult = traced.params[name].lr_mult
-        param.wd_mult = traced.params[name].wd_mult
+        if name in traced.params:
+            param.lr_mult = traced.params[name].lr_mult
+            param.wd_mult = traced.params[name].wd_mult
     result.hybridize(**dict(block._flags[:2]) if block._flags else {})
     return result

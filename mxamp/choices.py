@@ -20,6 +20,7 @@ __all__ = ["NONE", "RULES", "Choices", "choose"]
 
 Shape = Tuple[int, ...]
 Shapes = Mapping[str, Shape]
+Found = Tuple[str, substitutions.Detail]
 
 NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
 
@@ -36,10 +37,10 @@ _FEW_CHANNELS = 3
 
 
 class Choices(NamedTuple):
-    """By name of node: why it stays in float32, and which substitution is made for it."""
+    """By name of node: why it stays in float32, and which substitution is made, with its detail."""
 
     kept: FrozenSet[Tuple[str, str]] = frozenset()
-    substituted: FrozenSet[Tuple[str, str]] = frozenset()
+    substituted: FrozenSet[Tuple[str, Found]] = frozenset()
 
 
 NONE = Choices()
@@ -64,14 +65,14 @@ def choose(symbol: Symbol, policy: Policy, shapes: Shapes, training: bool) -> Ch
     if not policy.chooses:
         return NONE
     kept: Dict[str, str] = {}
-    substituted: Dict[str, str] = {}
+    substituted: Dict[str, Found] = {}
     _choose(Graph.from_symbol(symbol), policy, shapes, training, kept, substituted)
     return Choices(frozenset(kept.items()), frozenset(substituted.items()))
 
 
 def _choose(
     graph: Graph, policy: Policy, shapes: Shapes, training: bool,
-    kept: Dict[str, str], substituted: Dict[str, str],
+    kept: Dict[str, str], substituted: Dict[str, Found],
 ) -> None:  # fmt: skip
     known = _input_shapes(graph, shapes, policy, training)
     norms = _before_norms(graph)
@@ -89,8 +90,8 @@ def _choose(
                 kept[node.name] = reason
         blocked[i, 0] = node.name not in kept and _gives_blocks(site, rule.kind, blocked)
         found = substitutions.find(node.operator, node.attrs, site.shapes[0], training)
-        if found in policy.substitutions and rule.kind != "low":
-            substituted[node.name] = str(found)
+        if found and found[0] in policy.substitutions and rule.kind != "low":
+            substituted[node.name] = found
 
 
 # ---------------------------------------------------------------------- the rules
@@ -151,7 +152,7 @@ def _in_blocks(channels: Sequence[int]) -> bool:
 def _gives_blocks(site: Site, kind: str, blocked: Mapping[Output, bool]) -> bool:
     """Tell whether an operator that is not kept in float32 gives a blocked bfloat16 output."""
     operator = site.node.operator
-    if operator == "Convolution":
+    if operator in ("Convolution", "_sg_mkldnn_conv"):
         channels = _channels(site)
         return kind == "low" and (channels is None or _in_blocks(channels))
     if operator not in _KEEP_LAYOUT or site.node.attrs.get("dim", "1") != "1":

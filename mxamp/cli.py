@@ -206,6 +206,7 @@ def explain(
     help="Dtype of an input that is not float32, such as index:int64.",
 )  # fmt: skip
 @click.option("--check", is_flag=True, help="Run both models on the inputs, or random ones.")
+@click.option("--fuse", is_flag=True, help="Fuse operators, for bfloat16 inference on CPUs only.")
 @click.option("--force", is_flag=True, help="Overwrite files.")
 def convert(
     prefix: str,
@@ -220,6 +221,7 @@ def convert(
     inputs: Sequence[str],
     dtypes: Sequence[str],
     check: bool,
+    fuse: bool,
     force: bool,
 ) -> None:
     """Convert PREFIX-symbol.json and PREFIX-NNNN.params to mixed precision."""
@@ -240,7 +242,7 @@ def convert(
     done = convert_files(
         prefix, out, epoch, excluded_sym_names=keep_fp32, cast_optional_params=cast_params,
         policy=policy, keep_io_types=not cast_io,
-        input_dtypes=known, check_inputs=check_inputs, force=force,
+        input_dtypes=known, check_inputs=check_inputs, force=force, fuse=fuse,
     )  # fmt: skip
     if check:
         Console().print(_errors_table(done.errors))

@@ -17,6 +17,7 @@ from .autocast import make_policy
 from .blocks import Examples, contexts_of, rebuilt, trace
 from .conversion import Converted, Params, cast_params, convert_graph
 from .errors import ArgumentError, StateError
+from .fusion import fused
 from .policy import Conditional, Policy
 
 __all__ = ["convert_bucketing_module", "convert_hybrid_block", "convert_model", "convert_symbol"]
@@ -104,6 +105,7 @@ def convert_model(
     policy: Optional[Policy] = None,
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
+    fuse: bool = False,
 ) -> Tuple[Symbol, Params, Params]:
     """Return a float32 model's symbol and parameters, converted as by `convert_symbol`.
 
@@ -115,6 +117,11 @@ def convert_model(
 
     The parameters come back in new dictionaries; with `cast_optional_params` those that are read
     in the target dtype alone are cast to it.
+
+    `fuse=True` is for inference in bfloat16 on CPUs: BatchNorms are folded, in float32, into the
+    products before them, and oneDNN's fused operators take the place of products with activations
+    and sums behind them. The model runs on MXNet's CPU builds only then, and does not train;
+    parameters are cast as with `cast_optional_params`.
     """
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
@@ -126,12 +133,15 @@ def convert_model(
     data = None
     if isinstance(sym, Symbol):
         data = [name for name in sym.list_inputs() if name not in held]
+        if fuse:
+            sym, held, chosen = fused(sym, held, chosen, excluded_sym_names)
     converted = convert_graph(
-        sym, chosen, excluded_sym_names, data, cast_optional_params, keep_io_types,
+        sym, chosen, excluded_sym_names, data, cast_optional_params or fuse, keep_io_types,
         input_dtypes, held,
     )  # fmt: skip
-    args, auxs = cast_params(arg_params, converted), cast_params(aux_params, converted)
-    return converted.symbol, args, auxs
+    values = cast_params(held, converted)
+    auxs = {name: value for name, value in values.items() if name in aux_params}
+    return converted.symbol, {n: v for n, v in values.items() if n not in auxs}, auxs
 
 
 def convert_hybrid_block(
@@ -149,6 +159,7 @@ def convert_hybrid_block(
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
     example_inputs: Examples = None,
+    fuse: bool = False,
 ) -> SymbolBlock:
     """Return a mixed-precision block that is called as `block` is.
 
@@ -175,6 +186,8 @@ def convert_hybrid_block(
         Where the new block's parameters are; by default on the current context.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, to trace a block that has no graph yet.
+    fuse : bool, default False
+        As of `convert_model`. The new block's parameters are all frozen then.
 
     The other parameters are those of `convert_symbol`.
 
@@ -188,13 +201,16 @@ def convert_hybrid_block(
     )
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
-    values = traced.values()
+    symbol, values = traced.symbol, traced.values()
+    if fuse:
+        symbol, values, chosen = fused(symbol, values, chosen, excluded_sym_names)
     converted = convert_graph(
-        traced.symbol, chosen, excluded_sym_names, traced.data_names, cast_optional_params,
+        symbol, chosen, excluded_sym_names, traced.data_names, cast_optional_params or fuse,
         keep_io_types, input_dtypes, values,
     )  # fmt: skip
     values = cast_params(values, converted)
-    return rebuilt(block, traced, converted.symbol, values, contexts, converted.inputs)
+    frozen = values if fuse else converted.inputs
+    return rebuilt(block, traced, converted.symbol, values, contexts, frozen)
 
 
 def convert_bucketing_module(

@@ -23,7 +23,7 @@ _NUMPY_ARRAY = 0xF993FACA
 
 NUMPY_BFLOAT16 = (
     "{prefix!r} was saved under NumPy semantics, where MXNet can't load bfloat16 parameters: leave "
-    "out cast_optional_params (--cast-params), or convert to float16"
+    "out cast_optional_params (--cast-params) and fuse (--fuse), or convert to float16"
 )
 LOST = (
     "the converted model gives Inf or NaN in {count} elements of output {name!r} where the "
@@ -54,6 +54,7 @@ def convert_files(
     input_dtypes: Optional[Mapping[str, Any]] = None,
     check_inputs: Optional[Mapping[str, Any]] = None,
     force: bool = False,
+    fuse: bool = False,
 ) -> ConvertedFiles:
     """Convert the saved model `prefix` to mixed precision and save it as `out`.
 
@@ -97,12 +98,12 @@ def convert_files(
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         dtype = check_target(policy.target_dtype if policy is not None else target_dtype)
-        if cast_optional_params and dtype == "bfloat16" and mx.util.is_np_shape():
+        if (cast_optional_params or fuse) and dtype == "bfloat16" and mx.util.is_np_shape():
             raise ArgumentError(NUMPY_BFLOAT16.format(prefix=str(prefix)))
         converted = convert_model(
             *model, target_dtype=target_dtype, excluded_sym_names=excluded_sym_names,
             cast_optional_params=cast_optional_params, policy=policy, keep_io_types=keep_io_types,
-            input_dtypes=input_dtypes,
+            input_dtypes=input_dtypes, fuse=fuse,
         )  # fmt: skip
         errors: Tuple[OutputError, ...] = ()
         if check_inputs is not None:

@@ -37,13 +37,20 @@ HALVES = CASTABLE - {"float32"}
 #: right by luck, in plain float32 too. Any change to their bodies changes the luck.
 UNSAFE_LOOPS = frozenset({"_while_loop", "_cond"})
 
+LOOPS = UNSAFE_LOOPS | {"_foreach"}
+
 
 class Entry(NamedTuple):
-    """An output in the new graph, its dtype, and what it is a mere widening of."""
+    """An output in the new graph, its dtype, and what it is a mere widening of.
+
+    One that is `by_choice` is float32 only because a choice by shape has kept it so: next to the
+    target dtype it is cast down, where others would widen.
+    """
 
     output: Output
     dtype: str
     source: Optional["Entry"] = None
+    by_choice: bool = False
 
 
 @dataclass
@@ -173,6 +180,9 @@ class _Rewriter:
             dtype = _common(plain, node.attrs.get("cast_narrow") in ("True", "1"))
             self._record(i, [dtype] * len(plain), [self._cast(e, dtype) for e in entries])
             return
+        kind = self.policy.rule(node.operator).kind
+        if kind == "widest":
+            entries = self._lowered(entries)
         stand_in = self.stand_ins.get(node.name)
         decision = decide(
             node.operator, node.attrs, [e.dtype for e in entries], self.policy,
@@ -182,7 +192,7 @@ class _Rewriter:
             reason = f"stands in for {stand_in.op}: {decision.reason}"
             decision = replace(decision, reason=reason)
         self.result.decisions[node.name] = (node.operator, decision)
-        if self.policy.rule(node.operator).kind == "untouched":
+        if kind == "untouched":
             reads = [self._restored(output) for output in node.inputs]
         else:
             reads = [self._read(entry, decision, k) for k, entry in enumerate(entries)]
@@ -196,7 +206,13 @@ class _Rewriter:
         after = before
         if [entry.dtype for entry in reads] != plain:
             after = infer_outputs(node, [entry.dtype for entry in reads])
-        outputs = [Entry((added, k), dtype) for k, dtype in enumerate(after)]
+        chosen = node.name in self.kept or (
+            kind in ("neutral", "widest") and any(entry.by_choice for entry in reads)
+        )
+        outputs = [
+            Entry((added, k), dtype, by_choice=chosen and dtype == "float32")
+            for k, dtype in enumerate(after)
+        ]
         if decision.through is not None:
             outputs = [
                 self._cast(entry, decision.through) if decision.rounds(k, entry.dtype) else entry
@@ -210,27 +226,43 @@ class _Rewriter:
         return all(self.plain[output] in CASTABLE for output in node.inputs)
 
     def _substitute(self, i: int, node: Node) -> None:
-        """Visit what stands in for a node; its last part takes the node's place and name."""
-        substitution = substitutions.ALL[self.substituted[node.name]]
-        parts = substitution.build(node.attrs)
+        """Visit what stands in for a node; its last parts are the node's outputs."""
+        name, detail = self.substituted[node.name]
+        substitution = substitutions.ALL[name]
+        parts = substitution.build(node.attrs, detail)
+        when_training, always = substitution.float32
         outputs = list(node.inputs)
         hidden = {k: v for k, v in node.attrs.items() if k.startswith("__")}
         for part in parts:
-            last = part is parts[-1]
-            name = node.name if last else self._name(f"{node.name}_{part.suffix}")
-            self.number += not last
-            place = i if last else self.number
+            name = self._name(f"{node.name}_{part.suffix}") if part.suffix else node.name
             self.stand_ins[name] = node
-            if substitution.float32:
-                self.kept[name] = "float32 sums"
+            if always or (when_training and self.training):
+                self.kept[name] = "float32 sums" if always else "its gradient is faster in float32"
             inputs = [outputs[k] for k in part.inputs]
-            self._visit(place, Node(part.op, name, {**hidden, **part.attrs}, inputs))
-            outputs.append((place, 0))
+            self._visit(self.number, Node(part.op, name, {**hidden, **part.attrs}, inputs))
+            outputs.append((self.number, 0))
+            self.number += 1
+        # Parts that all have names of their own are each an output.
+        count = len(parts) if parts[-1].suffix else 1
+        for k, output in enumerate(outputs[-count:]):
+            self._record_one((i, k), self.plain[output], self.entries[output])
 
     def _record(self, i: int, plain: "Tuple[str, ...] | List[str]", entries: List[Entry]) -> None:
         for k, (dtype, entry) in enumerate(zip(plain, entries)):
-            self.plain[i, k] = dtype
-            self.entries[i, k] = entry
+            self._record_one((i, k), dtype, entry)
+
+    def _record_one(self, output: Output, plain: str, entry: Entry) -> None:
+        self.plain[output], self.entries[output] = plain, entry
+
+    def _lowered(self, entries: List[Entry]) -> List[Entry]:
+        """Cast what is float32 by choice to the target dtype, where all others have that."""
+        target = self.policy.target_dtype
+        floats = [entry for entry in entries if entry.dtype in CASTABLE]
+        if not any(e.dtype == target for e in floats):
+            return entries
+        if not all(e.dtype == target or e.by_choice for e in floats):
+            return entries
+        return [self._cast(e, target) if e.by_choice else e for e in entries]
 
     def _read(self, entry: Entry, decision: Decision, position: int) -> Entry:
         """Return the entry that the operator reads as input `position`."""
@@ -289,8 +321,8 @@ class _Rewriter:
 
     def _subgraph(self, graph: Graph, node: Node, position: int) -> Graph:
         """Rewrite the body of a loop or a branch; its inputs and outputs keep their dtypes."""
-        if self.training and node.operator in UNSAFE_LOOPS:
-            return graph
+        if node.operator not in LOOPS or (self.training and node.operator in UNSAFE_LOOPS):
+            return graph  # oneDNN's fused operators hold graphs too
         inputs = _subgraph_inputs(node, position)
         names = [variable.name for variable in graph.variables]
         dtypes = {names[k]: self.plain[node.inputs[outer]] for k, outer in inputs.items()}

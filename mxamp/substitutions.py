@@ -14,6 +14,7 @@ from typing import Callable, FrozenSet, List, Mapping, NamedTuple, Optional, Seq
 __all__ = ["ALL", "BY_SHAPE", "NAMES", "OPTIMIZERS", "Part", "Substitution", "find"]
 
 Attributes = Mapping[str, str]
+Detail = Tuple[int, ...]
 
 
 class Part(NamedTuple):
@@ -40,14 +41,17 @@ class Call(NamedTuple):
 class Substitution:
     """What stands in for calls of `operators`, where `applies` says so.
 
-    With `float32`, its parts compute in float32 whatever class their operators have.
+    `build` gets the attributes, and of the shape no more than `detail` returns: shapes that agree in
+    it share a graph. A part without a suffix is the one output; else every part is an output.
     """
 
     name: str
     operators: FrozenSet[str]
-    build: Callable[[Attributes], Sequence[Part]]
+    build: Callable[[Attributes, Detail], Sequence[Part]]
     applies: Callable[[Call], bool] = lambda _call: True
-    float32: bool = False
+    detail: Callable[[Call], Detail] = lambda _call: ()
+    #: Its parts compute in float32, whatever class their operators have: when training, always.
+    float32: Tuple[bool, bool] = (False, False)
     by_shape: FrozenSet[str] = frozenset()  #: those of `operators` where `applies` wants the shape
 
 
@@ -58,7 +62,7 @@ def _activation(kind: str, operator: str, numpy: str) -> Substitution:
     parts = [Part("Activation", "", (0,), {"act_type": kind})]
     names = frozenset({operator, numpy})
     by_shape = frozenset({numpy})
-    return Substitution(kind, names, lambda _attrs: parts, _has_elements, by_shape=by_shape)
+    return Substitution(kind, names, lambda *_: parts, _has_elements, by_shape=by_shape)
 
 
 def _has_elements(call: Call) -> bool:
@@ -85,7 +89,7 @@ def _is_relu6(call: Call) -> bool:
     return (float(call.attrs["a_min"]), float(call.attrs["a_max"])) == (0, 6)
 
 
-def _relu6(_attrs: Attributes) -> Sequence[Part]:
+def _relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """Return min(max(x, 0), 6), exact in every float dtype."""
     return [
         Part("Activation", "relu", (0,), {"act_type": "relu"}),
@@ -99,7 +103,7 @@ def _is_trained_layer_norm(call: Call) -> bool:
     return call.training and plain and not _is_true(attrs.get("output_mean_var", "False"))
 
 
-def _layer_norm(attrs: Attributes) -> Sequence[Part]:
+def _layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """Return row sums and broadcasts as products with vectors: their gradients are products too.
 
     The gradients of MXNet's own kernel, and of its broadcasts, are reductions that it does one
@@ -131,7 +135,7 @@ def _is_mean_of_rows(call: Call) -> bool:
     return three and over_one and not _is_true(attrs.get("exclude", "False"))
 
 
-def _mean(attrs: Attributes) -> Sequence[Part]:
+def _mean(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """Return the mean over the middle of three axes, as products with a constant row."""
     parts = _Parts(inputs=1)
     add = parts.add
@@ -144,11 +148,37 @@ def _mean(attrs: Attributes) -> Sequence[Part]:
     return parts.found
 
 
+def _is_split_of_rows(call: Call) -> bool:
+    """Tell whether it splits the last axis, where MXNet's kernel copies element by element."""
+    shape, attrs = call.shape, call.attrs
+    last = shape is not None and int(attrs.get("axis", "1")) in (-1, len(shape) - 1)
+    return last and not _is_true(attrs.get("squeeze_axis", "False"))
+
+
+def _split_bounds(call: Call) -> Detail:
+    length, attrs = (call.shape or (0,))[-1], call.attrs
+    sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
+    if sections:
+        return tuple(length * i // sections for i in range(sections + 1))
+    starts = [int(text) for text in attrs["indices"].strip("[]() ").split(",") if text.strip()]
+    return (*starts, length)
+
+
+def _split(attrs: Attributes, bounds: Detail) -> Sequence[Part]:
+    pairs = zip(bounds, bounds[1:])
+    return [
+        Part("slice_axis", f"slice{i}", (0,), {"axis": "-1", "begin": str(a), "end": str(b)})
+        for i, (a, b) in enumerate(pairs)
+    ]
+
+
 def _is_true(text: str) -> bool:
     return text in ("True", "1", "true")
 
 
 # ---------------------------------------------------------------------- all of them
+
+SPLITS = frozenset({"SliceChannel", "_split_v2"})
 
 ALL: Mapping[str, Substitution] = MappingProxyType(
     {
@@ -160,11 +190,15 @@ ALL: Mapping[str, Substitution] = MappingProxyType(
             Substitution("relu6", frozenset({"clip"}), _relu6, _is_relu6),
             Substitution(
                 "layer_norm", frozenset({"LayerNorm"}), _layer_norm, _is_trained_layer_norm,
-                float32=True,
+                float32=(True, True),
             ),
             Substitution(
                 "mean", frozenset({"mean"}), _mean, _is_mean_of_rows,
-                float32=True, by_shape=frozenset({"mean"}),
+                float32=(True, True), by_shape=frozenset({"mean"}),
+            ),
+            Substitution(
+                "split", SPLITS, _split, _is_split_of_rows, _split_bounds,
+                float32=(True, False), by_shape=SPLITS,
             ),
         )
     }
@@ -184,9 +218,10 @@ _BY_OPERATOR = {name: found for found in ALL.values() for name in found.operator
 
 def find(
     operator: str, attrs: Attributes, shape: Optional[Tuple[int, ...]], training: bool
-) -> Optional[str]:
-    """Return the name of the substitution for a call of `operator`, None where there is none."""
+) -> Optional[Tuple[str, Detail]]:
+    """Return the substitution for a call of `operator`, with its detail; None if there is none."""
     found = _BY_OPERATOR.get(operator)
     if found is None or (shape is None and operator in found.by_shape):
         return None
-    return found.name if found.applies(Call(attrs, shape, training)) else None
+    call = Call(attrs, shape, training)
+    return (found.name, found.detail(call)) if found.applies(call) else None

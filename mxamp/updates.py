@@ -1,8 +1,8 @@
 """Faster optimizer steps on CPUs: SGD's and Adam's arithmetic, done block by block in NumPy.
 
 MXNet's kernels for these run at a fraction of the memory's speed on a core. Blocks of the arrays
-that fit into the cache, worked on in place, are up to 3 times faster, and the same bit for bit: each
-operation rounds to float32 in the order in which MXNet's kernels do it.
+that fit into the cache, worked on in place, are up to 3 times faster, and the same bit for bit:
+each operation rounds to float32 in the order in which MXNet's kernels do it.
 """
 
 import functools

@@ -110,24 +110,32 @@ def mxnet_model(model: str) -> Any:
     return getattr(vision, zoo.get(name, name))(classes=10)
 
 
+def switched_on(contender: str, dtype: str) -> Any:
+    """Return the AMP that a contender uses, on if it is to be."""
+    if contender in ("mxamp", "substituted", "fused"):
+        import mxamp as amp
+
+        policy = amp.Policy.default(dtype, "cpu")
+        if contender == "substituted":
+            policy = policy.override(low=[], replace_lists=True)
+        if contender != "fused":
+            amp.init(policy=policy)
+        return amp
+    import mxamp._compat
+
+    mxamp._compat.import_mxnet()
+    from mxnet.contrib import amp
+
+    if contender == "stock":
+        amp.init(dtype)
+    return amp
+
+
 def mxnet_step(
     contender: str, model: str, mode: str, dtype: str, folder: Path
 ) -> Callable[[], Any]:
-    if contender == "mxamp":
-        import mxnet as mx
-
-        import mxamp as amp
-
-        amp.init(dtype, ctx=mx.cpu())
-    else:
-        import mxamp._compat
-
-        mxamp._compat.import_mxnet()
-        import mxnet as mx
-        from mxnet.contrib import amp
-
-        if contender == "stock":
-            amp.init(dtype)
+    amp = switched_on(contender, dtype)
+    import mxnet as mx
     from mxnet import autograd, gluon, nd
 
     mx.random.seed(0)
@@ -150,7 +158,10 @@ def mxnet_step(
         {"learning_rate": 1e-6, "momentum": 0.9},
         update_on_kvstore=False,
     )
-    if contender != "float32":
+    if contender == "fused":
+        net = amp.convert_hybrid_block(net, dtype, example_inputs=data, fuse=True)
+        net.hybridize(static_alloc=True, static_shape=True)
+    elif contender != "float32":
         amp.init_trainer(trainer)
 
     def train() -> None:
@@ -170,10 +181,11 @@ def mxnet_step(
     np.save(folder / f"{contender}-outputs.npy", net(*data).astype("float32").asnumpy())
     if mode == "training":
         train()
-        scale = getattr(trainer, "amp_last_step", None)
-        factor = scale.loss_scale if scale is not None else 1.0
+        factor = 1.0
         if contender == "stock":
             factor = trainer._amp_loss_scaler.loss_scale
+        elif contender == "mxamp":
+            factor = trainer.amp_last_step.loss_scale
         grads = [p.grad().astype("float32").asnumpy().ravel() / factor for p in params]
         np.save(folder / f"{contender}-gradients.npy", np.concatenate(grads))
     return train if mode == "training" else infer
@@ -182,7 +194,7 @@ def mxnet_step(
 # ---------------------------------------------------------------------- PyTorch
 
 
-def torch_step(model: str, mode: str, dtype: str) -> Callable[[], Any]:
+def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any]:
     import torch
     from torch import nn
 
@@ -199,10 +211,22 @@ def torch_step(model: str, mode: str, dtype: str) -> Callable[[], Any]:
         def forward(self, x: Any) -> Any:
             return self.classifier(self.layers(x).mean(1))
 
-    class Recurrent(nn.Module):
+    class Unrolled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn = nn.LSTM(256, 256, 2, batch_first=True)
+            self.cell = nn.LSTMCell(256, 256)
+
+        def forward(self, x: Any) -> Any:
+            out, state = [], None
+            for step in x.unbind(1):
+                state = self.cell(step, state)
+                out.append(state[0])
+            return torch.stack(out, 1), state
+
+    class Recurrent(nn.Module):
+        def __init__(self, rnn: Any) -> None:
+            super().__init__()
+            self.rnn = rnn
             self.classifier = nn.Linear(256, 10)
 
         def forward(self, x: Any) -> Any:
@@ -210,26 +234,35 @@ def torch_step(model: str, mode: str, dtype: str) -> Callable[[], Any]:
 
     layers = [m for _ in range(3) for m in (nn.Linear(4096, 4096), nn.ReLU())]
     made = {
-        "mlp": lambda: nn.Sequential(*layers, nn.Linear(4096, 10)), "bert": Bert, "lstm": Recurrent,
+        "mlp": lambda: nn.Sequential(*layers, nn.Linear(4096, 10)), "bert": Bert,
+        "lstm": lambda: Recurrent(nn.LSTM(256, 256, 2, batch_first=True)),
+        "lstm_cell": lambda: Recurrent(Unrolled()),
     }  # fmt: skip
-    if name not in made:
-        raise NotImplementedError(f"NotImplementedError: no {name} for PyTorch here")
-    net = made[name]()
+    if name in made:
+        net = made[name]()
+    else:
+        import torchvision
+
+        net = getattr(torchvision.models, name)(num_classes=10)
+        net = net.to(memory_format=torch.channels_last)
     inputs, label = arrays(model)
     data = [torch.from_numpy(a) for a in inputs]
+    if data[0].ndim == len("NCHW"):
+        data = [x.contiguous(memory_format=torch.channels_last) for x in data]
+    net.train(mode == "training")
     labels = torch.from_numpy(label).long()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9)
-    low = getattr(torch, dtype)
+    context = lambda: torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=low)  # noqa: E731
 
     def train() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=low):
+        with context():
             loss = nn.functional.cross_entropy(net(*data), labels)
         loss.backward()
         optimizer.step()
 
     def infer() -> None:
-        with torch.inference_mode(), torch.autocast("cpu", dtype=low):
+        with torch.inference_mode(), context():
             net(*data)
 
     return train if mode == "training" else infer
@@ -237,8 +270,8 @@ def torch_step(model: str, mode: str, dtype: str) -> Callable[[], Any]:
 
 def main() -> None:
     contender, model, mode, dtype, folder = sys.argv[1:]
-    if contender == "torch":
-        step = torch_step(model, mode, dtype)
+    if contender.startswith("torch"):
+        step = torch_step(model, mode, dtype, contender == "torch")
     else:
         step = mxnet_step(contender, model, mode, dtype, Path(folder))
     step()

@@ -35,7 +35,8 @@ def network(seed=0):
     net = nn.HybridSequential()
     net.add(
         nn.Conv2D(16, 3, padding=1, in_channels=1), nn.BatchNorm(in_channels=16), nn.Activation("relu"),
-        nn.MaxPool2D(2), nn.Flatten(), nn.Dense(10, in_units=256),
+        nn.MaxPool2D(2), nn.Conv2D(16, 3, padding=1, in_channels=16), nn.Activation("relu"),
+        nn.Flatten(), nn.Dense(10, in_units=256),
     )  # fmt: skip
     net.initialize(mx.init.Xavier())
     return net

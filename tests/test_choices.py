@@ -159,6 +159,36 @@ def test_norms_behind_dense_layers_stay_in_float32():
     assert precisions(net, (2, 16)) == [("FullyConnected", "bfloat16"), ("BatchNorm", "float32")]
 
 
+class Shortcut(gluon.HybridBlock):
+    """A first convolution, and a residual connection from it."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.join = join
+        with self.name_scope():
+            self.stem = nn.Conv2D(16, 3, padding=1, in_channels=3)
+            self.conv = nn.Conv2D(16, 3, padding=1, in_channels=16)
+
+    def hybrid_forward(self, F, x):
+        x = F.Pooling(self.stem(x), kernel=(2, 2), stride=(2, 2))
+        return self.join(F, x, self.conv(x))
+
+
+def test_a_shortcut_from_a_kept_layer_does_not_widen_what_follows():
+    shape = (2, 3, 8, 8)
+    for join in (lambda F, a, b: F.elemwise_add(a, b), lambda F, a, b: F.concat(a, b)):
+        net = Shortcut(join)
+        net.initialize()
+        *kept, conv, joined = precisions(net, shape)
+        assert [precision for _, precision in kept] == ["float32", "float32"]
+        assert conv == ("Convolution", "bfloat16")
+        assert joined[1] == "bfloat16"
+    # What is float32 for another reason still widens.
+    net = Shortcut(lambda F, a, b: F.elemwise_add(F.exp(a), b))
+    net.initialize()
+    assert precisions(net, shape)[-1][1] == "float32"
+
+
 def test_the_plan_says_why():
     net = sequential(nn.Conv2D(24, 1, in_channels=16), nn.BatchNorm())
     plan = amp.explain(net, policy=B, example_inputs=nd.zeros((1, 16, 4, 4)))

@@ -11,7 +11,7 @@ from helpers import ROOT
 # Each room may import those to its left; see docs of the modules themselves.
 ROOMS = [
     "errors", "_version", "_compat", "machine", "operators", "substitutions", "rules", "policy", "casting", "patching", "doors", "seen", "graph", "choices",
-    "rewrite", "heads", "eager", "offline", "symbolic", "states", "memory", "updates", "clipping", "autocast", "scaler", "containers", "finite", "hook", "trainer", "grad_scaler", "shared", "modules", "decorate", "functions", "levels", "contrib", "automatic", "stock_lists", "arguments", "conversion", "blocks", "convert",
+    "rewrite", "heads", "eager", "offline", "symbolic", "states", "memory", "updates", "clipping", "autocast", "scaler", "containers", "finite", "hook", "trainer", "grad_scaler", "shared", "modules", "decorate", "functions", "levels", "contrib", "automatic", "stock_lists", "arguments", "fusion", "conversion", "blocks", "convert",
     "explain", "drawing", "compare", "files",
     "cli", "__init__", "__main__",
 ]  # fmt: skip

@@ -28,9 +28,20 @@ class Call(gluon.HybridBlock):
                 self.beta = self.params.get("beta", shape=(48,))
 
     def hybrid_forward(self, F, x, **params):
-        module = F.npx if hasattr(x, "as_nd_ndarray") and self.operator.startswith("n") else F
         rest = [params["gamma"], params["beta"]] if self.more else []
-        return getattr(module, self.operator)(x, *rest, **self.attrs)
+        return getattr(F, self.operator)(x, *rest, **self.attrs)
+
+
+class Split(gluon.HybridBlock):
+    """A split whose outputs are treated unlike each other."""
+
+    def __init__(self, name, **attrs):
+        super().__init__()
+        self.operator, self.attrs = name, attrs
+
+    def hybrid_forward(self, F, x):
+        outputs = getattr(F, self.operator)(x, **self.attrs)
+        return F.concat(*[out * (k + 1.5) for k, out in enumerate(outputs)], dim=1)
 
 
 def run(block, x, policy=None, weight=None):
@@ -77,9 +88,51 @@ def test_values_and_gradients_agree(name):
 
 
 def test_every_substitution_has_its_case_and_its_measurement():
-    assert set(CASES) == set(ALL)
+    assert {*CASES, "split"} == set(ALL)
     assert set(NAMES) == set(amp.Policy.default("bfloat16").substitutions)
     assert not amp.Policy.default("float16", "cpu").substitutions
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize(
+    "name, attrs",
+    [
+        ("split", {"axis": -1, "num_outputs": 3}), ("split", {"axis": 2, "num_outputs": 2}),
+        ("split_v2", {"axis": -1, "indices_or_sections": 4}),
+        ("split_v2", {"axis": 2, "indices_or_sections": (5, 6, 30)}),
+    ],
+)  # fmt: skip
+def test_splits_of_the_last_axis(name, attrs, low):
+    policy = amp.Policy.default("bfloat16") if low else FLOAT32
+    off = policy.override(substitutions=())
+    x, block = randn(4, 7, 48), Split(name, **attrs)
+    if "indices_or_sections" in attrs and isinstance(attrs["indices_or_sections"], tuple):
+        x, block = randn(4, 48), Call(name, **{**attrs, "axis": 1})
+        symbol = block(mx.sym.var("data"))
+        bounds = [0, 5, 6, 30, 48]
+        with amp.autocast(policy=policy):
+            executor = symbol.simple_bind(mx.cpu(), data=(4, 48))
+            found = executor.forward(is_train=True, data=x)
+        assert list(executor.output_dict) == symbol.list_outputs()
+        for k, output in enumerate(found):
+            assert same(output, x[:, bounds[k] : bounds[k + 1]])
+        return
+    for mine, theirs in zip(run(block, x, policy), run(block, x, off)):
+        assert same(mine, theirs)
+    plan = amp.explain(block, policy=policy, mode="training", input_shapes={"data": x.shape})
+    assert "slice_axis" in [node.operator for node in plan.nodes]
+
+
+def test_a_split_follows_its_length():
+    block = Split("split", axis=-1, num_outputs=2)
+    block.hybridize()
+    with amp.autocast(policy=FLOAT32):
+        for length in (4, 10, 4):
+            x = randn(2, 3, length)
+            expected = nd.concat(x[:, :, : length // 2] * 1.5, x[:, :, length // 2 :] * 2.5, dim=1)
+            assert same(block(x), expected)
+        block(randn(5, 3, 4))
+        assert len(block._cached_op._ops) == 2
 
 
 def operators(symbol, policy=None, mode="inference", **options):

@@ -1,0 +1,170 @@
+"""Fusion for inference on CPUs: BatchNorm into weights, and oneDNN's fused operators.
+
+MXNet's own fusion folds BatchNorm into weights in the dtype that they have. In bfloat16 that biases
+them, since it rounds toward zero: here they are folded in float32, then cast.
+"""
+
+from typing import Any, Dict, List, Mapping, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from .arguments import Names, checked_policy
+from .choices import choose
+from .errors import ArgumentError
+from .graph import Graph, Node
+from .policy import Policy
+from .substitutions import ALL, find
+
+__all__ = ["folded", "fused"]
+
+Params = Dict[str, NDArray]
+
+NOT_HERE = (
+    "fuse=True is for inference in bfloat16 on CPUs, for which oneDNN has fused operators; this "
+    "policy is for {dtype} on the {device}"
+)
+
+#: oneDNN's fused operators.
+FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
+
+# The products that a BatchNorm folds into, with channels on axis 1 of their output.
+_PRODUCTS = frozenset({"Convolution", "FullyConnected"})
+# Inputs of a product: data and weight.
+_WITHOUT_BIAS = 2
+
+
+def fused(
+    symbol: Symbol, params: Mapping[str, NDArray], policy: Policy, excluded: Names = None
+) -> Tuple[Symbol, Params, Policy]:
+    """Return a float32 model with fused operators, and a policy that lowers them.
+
+    Products that `policy` keeps in float32, by shape or by the names `excluded`, are kept when
+    they are fused. Raises `ArgumentError` where `policy` is for no fused operators.
+    """
+    if (policy.target_dtype, policy.device) != ("bfloat16", "cpu"):
+        raise ArgumentError(NOT_HERE.format(dtype=policy.target_dtype, device=policy.device))
+    layers = checked_policy(policy, excluded, Graph.from_symbol(symbol))
+    symbol, params = folded(_renamed(symbol), params)
+    shapes = {name: array.shape for name, array in params.items()}
+    kept = dict(choose(symbol, policy, shapes, training=False).kept)
+    graph = Graph.from_symbol(symbol.get_backend_symbol("MKLDNN"))
+    names = [
+        node.name
+        for node in graph.nodes
+        if node.op in FUSED
+        and any(
+            inner.name in kept or layers.keeps_layer(inner.name)
+            for body in node.subgraphs
+            for inner in body.nodes
+        )
+    ]
+    return graph.to_symbol(type(symbol)), params, policy.override(low=FUSED, fp32_layers=names)
+
+
+def _renamed(symbol: Symbol) -> Symbol:
+    """Return a symbol with those activations that oneDNN fuses."""
+    graph = Graph.from_symbol(symbol)
+    nodes = []
+    for node in graph.nodes:
+        found = None if node.is_variable else find(node.operator, node.attrs, None, False)
+        activation = found is not None and found[0] in ("relu", "sigmoid", "tanh")
+        for part in ALL[found[0]].build(node.attrs, ()) if found and activation else ():
+            node = Node(part.op, node.name, {**node.attrs, **part.attrs}, node.inputs)  # noqa: PLW2901
+        nodes.append(node)
+    return Graph(nodes, graph.heads, graph.attrs).to_symbol(type(symbol))
+
+
+def folded(symbol: Symbol, params: Mapping[str, NDArray]) -> Tuple[Symbol, Params]:
+    """Fold BatchNorms into the products before them; return the symbol and its parameters.
+
+    A BatchNorm stays where its input is no product's or is read by others too, and where others
+    read the parameters as well.
+    """
+    graph = Graph.from_symbol(symbol)
+    readers = _readers(graph)
+    used = {output for node in graph.nodes for output in node.inputs} | set(graph.heads)
+    statistics_read = {i for i, output in used if output}
+    norms = [i for i, node in enumerate(graph.nodes) if node.op == "BatchNorm"]
+    pairs = [_Pair(graph, i) for i in norms if i not in statistics_read]
+    at_norm = {pair.norm: pair for pair in pairs if pair.folds(readers, params)}
+    at_product = {pair.product: pair for pair in at_norm.values()}
+    values = dict(params)
+    nodes: List[Node] = []
+    places: Dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        if i in at_norm:
+            places[i] = places[at_norm[i].product]
+            continue
+        inputs = [(places[source], k) for source, k in node.inputs]
+        attrs = node.attrs
+        if i in at_product:
+            weight, bias = at_product[i].fold(values)
+            values.update({at_product[i].weight: weight, at_product[i].bias: bias})
+            if len(inputs) == _WITHOUT_BIAS:
+                nodes.append(Node("null", at_product[i].bias))
+                inputs.append((len(nodes) - 1, 0))
+            attrs = {**attrs, "no_bias": "False"}
+        places[i] = len(nodes)
+        nodes.append(Node(node.op, node.name, attrs, inputs, node.subgraphs, node.num_outputs))
+    heads = [(places[i], k) for i, k in graph.heads]
+    new = Graph(nodes, heads, graph.attrs).to_symbol(type(symbol))
+    names = set(new.list_inputs())
+    return new, {name: value for name, value in values.items() if name in names}
+
+
+class _Pair:
+    """A BatchNorm and the operator before it."""
+
+    def __init__(self, graph: Graph, norm: int) -> None:
+        node = graph.nodes[norm]
+        self.norm, self.product = norm, node.inputs[0][0]
+        before = graph.nodes[self.product]
+        names = [graph.nodes[source].name for source, _ in before.inputs]
+        self.attrs, self.before = node.attrs, before
+        self.statistics = [graph.nodes[source].name for source, _ in node.inputs[1:]]
+        self.weight = names[1] if len(names) > 1 else ""
+        self.bias = names[-1] if len(names) > _WITHOUT_BIAS else f"{before.name}_folded_bias"
+        self.read = {*names[1:], *self.statistics}
+
+    def folds(self, readers: Mapping[str, int], params: Mapping[str, NDArray]) -> bool:
+        """Tell whether the two can become one. `readers` count a node's readers by its name."""
+        channels_first = self.attrs.get("axis", "1") == "1" and not (
+            self.before.op == "FullyConnected"
+            and self.before.attrs.get("flatten", "True") not in ("True", "1")
+        )
+        return (
+            self.before.op in _PRODUCTS
+            and channels_first
+            and readers[self.before.name] == 1
+            and all(readers[name] == 1 for name in self.read)
+            and all(name in params and params[name].dtype is np.float32 for name in self.read)
+        )
+
+    def fold(self, values: Mapping[str, NDArray]) -> Tuple[NDArray, NDArray]:
+        """Return the product's weight and bias with the BatchNorm in them, in float32."""
+        gamma, beta, mean, variance = (
+            values[name].asnumpy().astype(np.float64) for name in self.statistics
+        )
+        if self.attrs.get("fix_gamma", "True") in ("True", "1"):
+            gamma = np.ones_like(gamma)
+        scale = gamma / np.sqrt(variance + float(self.attrs.get("eps", "0.001")))
+        weight = values[self.weight].asnumpy()
+        bias = values[self.bias].asnumpy() if self.bias in values else 0.0
+        new = weight * scale.reshape((-1,) + (1,) * (weight.ndim - 1))
+        return _array(new), _array(beta + (bias - mean) * scale)
+
+
+def _array(values: Any) -> NDArray:
+    return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
+
+
+def _readers(graph: Graph) -> Dict[str, int]:
+    """Return how often each node is read, by name; as an output of the graph it counts too."""
+    found = {node.name: 0 for node in graph.nodes}
+    outputs = [output for node in graph.nodes for output in node.inputs] + graph.heads
+    for i, _ in outputs:
+        found[graph.nodes[i].name] += 1
+    return found

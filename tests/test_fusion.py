@@ -1,0 +1,199 @@
+"""Fused models: BatchNorm folded in float32, oneDNN's operators, the same answers."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from digits import arrays, batches
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import check_python, same
+from mxamp.cli import main
+from mxamp.fusion import folded
+from mxamp.graph import Graph
+
+B = amp.Policy.default("bfloat16")
+
+
+def operators(symbol):
+    return [node.op for node in Graph.from_symbol(symbol).nodes if not node.is_variable]
+
+
+def params_of(symbol, shape):
+    random = np.random.RandomState(0)
+    found = {}
+    shapes, _, aux = symbol.infer_shape(data=shape)
+    names = [*symbol.list_arguments(), *symbol.list_auxiliary_states()]
+    for name, size in zip(names, [*shapes, *aux]):
+        array = random.rand(*size) + 0.5 if "var" in name else random.randn(*size)
+        found[name] = nd.array(array.astype("float32"))
+    data = found.pop("data")
+    return found, data
+
+
+def run(symbol, params, data):
+    names = symbol.list_arguments()
+    args = {name: data if name == "data" else params[name] for name in names}
+    auxs = {name: params[name] for name in symbol.list_auxiliary_states()}
+    return symbol.bind(mx.cpu(), args, aux_states=auxs).forward()[0].asnumpy()
+
+
+def conv(data, name="conv", **more):
+    options = {"kernel": (3, 3), "num_filter": 6, **more}
+    return mx.sym.Convolution(data, name=name, **options)
+
+
+X = mx.sym.var("data")
+FOLDED = {
+    "bias": lambda: mx.sym.BatchNorm(conv(X), fix_gamma=False),
+    "no bias": lambda: mx.sym.BatchNorm(conv(X, no_bias=True), fix_gamma=False, eps=1e-5),
+    "fixed gamma": lambda: mx.sym.BatchNorm(conv(X, no_bias=True)),
+    "groups": lambda: mx.sym.BatchNorm(conv(X, num_group=2), fix_gamma=False),
+    "dense": lambda: mx.sym.BatchNorm(mx.sym.FullyConnected(X, num_hidden=5), fix_gamma=False),
+    "two": lambda: mx.sym.BatchNorm(
+        conv(mx.sym.relu(mx.sym.BatchNorm(conv(X, "a"), name="na")), "b"), name="nb"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folding_in_float32_keeps_values(name, monkeypatch):
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+    symbol = FOLDED[name]()
+    params, data = params_of(symbol, (2, 4, 8, 8))
+    kept = {key: value.copy() for key, value in params.items()}
+    new, values = folded(symbol, params)
+    assert "BatchNorm" not in operators(new)
+    assert set(values) == set(new.list_inputs()) - {"data"}
+    expected = run(symbol, params, data)
+    np.testing.assert_allclose(run(new, values, data), expected, rtol=1e-4, atol=1e-4)
+    assert all(same(params[key], kept[key]) for key in kept)
+
+
+def shared_weight():
+    weight = mx.sym.var("weight")
+    first = mx.sym.BatchNorm(conv(X, "a", weight=weight, pad=(1, 1), num_filter=4), name="n")
+    return conv(first, "b", weight=weight, pad=(1, 1), num_filter=4)
+
+
+def read_twice(join):
+    product = conv(X)
+    return join(mx.sym.BatchNorm(product, name="n"), product)
+
+
+LEFT = {
+    "read twice": lambda: read_twice(mx.sym.elemwise_add),
+    "shared weight": shared_weight,
+    "an output": lambda: read_twice(lambda *outputs: mx.sym.Group(outputs)),
+    "first": lambda: conv(mx.sym.BatchNorm(X, name="n")),
+    "channels last": lambda: mx.sym.BatchNorm(conv(X), axis=-1),
+    "rows": lambda: mx.sym.BatchNorm(mx.sym.FullyConnected(X, num_hidden=5, flatten=False)),
+    "statistics": lambda: mx.sym.BatchNorm(conv(X), output_mean_var=True),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_can_not_be_folded_stays(name):
+    symbol = LEFT[name]()
+    params, _ = params_of(symbol, (2, 4, 8, 8))
+    new, values = folded(symbol, params)
+    assert operators(new) == operators(symbol)
+    assert all(same(values[key], params[key]) for key in values)
+
+
+def network(trained):
+    """A residual network with depthwise convolutions and relu6, its test images and labels."""
+
+    class Block(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.a = nn.Conv2D(16, 3, padding=1, groups=16, in_channels=16, use_bias=False)
+                self.na = nn.BatchNorm()
+                self.b = nn.Conv2D(16, 1, in_channels=16)
+                self.nb = nn.BatchNorm()
+
+        def hybrid_forward(self, F, x):
+            return F.relu(x + self.nb(self.b(F.clip(self.na(self.a(x)), 0, 6))))
+
+    mx.random.seed(4)
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(16, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"), Block(), Block(),
+        nn.Conv2D(32, 3, strides=2), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(10),
+    )  # fmt: skip
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 3e-3})
+    loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+    for _ in range(trained):
+        for images, labels in batches():
+            with mx.autograd.record():
+                loss = loss_function(net(images), labels)
+            loss.backward()
+            trainer.step(len(labels))
+    _, _, images, labels = arrays()
+    return net, nd.array(images), labels
+
+
+def test_a_trained_network_fused_answers_as_unfused(tmp_path):
+    net, test, labels = network(trained=3)
+    plain = net(test).asnumpy()
+    low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=True)
+    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True)
+    found = {name: block(test).asnumpy() for name, block in (("low", low), ("fast", fast))}
+
+    def error(name):
+        return np.linalg.norm(found[name] - plain) / np.linalg.norm(plain)
+
+    def right(outputs):
+        return float((outputs.argmax(1) == labels).mean())
+
+    assert right(plain) > 0.9
+    assert right(found["fast"]) >= right(plain) - 0.005
+    assert 0 < error("fast") <= 1.5 * error("low")
+    used = operators(fast._cached_graph[1])
+    assert not {"BatchNorm", "Convolution", "FullyConnected", "clip", "relu"} & set(used)
+    assert used.count("_sg_mkldnn_conv") == 6
+    assert all(p.grad_req == "null" for p in fast.collect_params().values())
+    assert all(p.grad_req == "write" for n, p in net.collect_params().items() if "weight" in n)
+    # The files run in MXNet alone.
+    fast.export(str(tmp_path / "fast"))
+    nd.save(str(tmp_path / "test"), test)
+    printed = check_python(f"""
+        import mxamp._compat as c; c.import_mxnet()
+        import mxnet as mx
+        block = mx.gluon.SymbolBlock.imports(
+            "{tmp_path}/fast-symbol.json", ["data"], "{tmp_path}/fast-0000.params")
+        mx.nd.save("{tmp_path}/out", block(mx.nd.load("{tmp_path}/test")[0]))
+        import sys; print("mxamp.policy" in sys.modules)
+    """)
+    assert printed.split()[-1] in ("True", "False")
+    assert same(nd.load(str(tmp_path / "out"))[0], found["fast"])
+
+
+def test_on_and_off_and_again():
+    net, test, _ = network(trained=0)
+    net(test[:2])
+    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True)
+    out = fast(test[:8])
+    with amp.autocast("bfloat16"):
+        assert same(fast(test[:8]), out)
+    assert same(amp.convert_hybrid_block(fast, "bfloat16")(test[:8]), out)
+
+
+def test_the_command(tmp_path):
+    net, test, _ = network(trained=0)
+    net(test[:2])
+    net.export(str(tmp_path / "net"))
+    arguments = ["convert", tmp_path / "net", "--out", tmp_path / "low", "--fuse"]
+    arguments += ["--check", "--input", "data:4,1,8,8", "--dtype"]
+    run_it = lambda dtype: CliRunner().invoke(main, [*map(str, arguments), dtype])  # noqa: E731
+    done = run_it("float16")
+    assert done.exit_code == 2
+    assert "bfloat16 on CPUs" in done.output
+    assert not list(tmp_path.glob("low*"))
+    assert run_it("bfloat16").exit_code == 0
+    assert "_sg_mkldnn_conv" in (tmp_path / "low-symbol.json").read_text()
