@@ -71,7 +71,7 @@ def start(
     lowered.clear()
     open_backward(scaling)
     open_modules(scaling)
-    open_door(door, [p for owner in _owners() for p in (Patch(owner, "init", _build_init),)])
+    open_door(door, [Patch(owner, "init", _build_init) for owner in _owners()])
     # Data loaders' workers compute as without mxamp: nothing there is worth lowering.
     _at_fork()
     atexit.register(_summary, policy, found)

@@ -176,24 +176,37 @@ def _before_norms(graph: Graph) -> FrozenSet[int]:
 def _input_shapes(
     graph: Graph, shapes: Shapes, policy: Policy, training: bool
 ) -> Dict[int, Tuple[Optional[Shape], Optional[Shape]]]:
-    """Return the shapes of the first two inputs of the operators that a choice may look at."""
-    wanted = {
-        i: node.inputs[:2]
-        for i, node in enumerate(graph.nodes)
-        if not node.is_variable
-        and (policy.rule(node.operator).by_shape or node.operator in substitutions.BY_SHAPE)
-    }
+    """Return the shapes of the first two inputs of operators, as far as a choice looks at them."""
     found: Dict[Output, Optional[Shape]] = {
         (i, 0): shapes.get(node.name) for i, node in enumerate(graph.nodes) if node.is_variable
     }
-    if any(found.values()):
-        asked = {o: None for outputs in wanted.values() for o in outputs if found.get(o) is None}
-        if asked:
-            # The operators too: the shapes of their parameters follow from the other inputs.
-            asked.update({(i, 0): None for i in wanted})
-            found.update(_infer(graph, list(asked), shapes))
-    of_two = {i: [found.get(output) for output in outputs] for i, outputs in wanted.items()}
-    return {i: (shapes[0], shapes[-1]) for i, shapes in of_two.items()}
+    wanted: Dict[int, Tuple[Optional[Output], Optional[Output]]] = {}
+    for i, node in enumerate(graph.nodes):
+        looked_at = () if node.is_variable else _looked_at(node, policy, training)
+        if looked_at:
+            first, second = (node.inputs[k] if k in looked_at else None for k in (0, 1))
+            wanted[i] = first, second
+    asked = {o for pair in wanted.values() for o in pair if o is not None and found.get(o) is None}
+    if asked and any(found.values()):
+        # The operators too: the shapes of their parameters follow from the other inputs.
+        found.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], shapes))
+    return {
+        i: (found.get(first) if first else None, found.get(second) if second else None)
+        for i, (first, second) in wanted.items()
+    }
+
+
+def _looked_at(node: Node, policy: Policy, training: bool) -> FrozenSet[int]:
+    """Return the positions of the inputs whose shapes a choice for `node` depends on."""
+    positions: Set[int] = set()
+    for name, _ in policy.rule(node.operator).by_shape:
+        if name == "few_rows" and training:
+            positions |= {0, 1}
+        elif name == "odd_channels":
+            positions.add(1)
+    if node.operator in substitutions.BY_SHAPE:
+        positions.add(0)
+    return frozenset(positions)
 
 
 def _infer(graph: Graph, outputs: Sequence[Output], shapes: Shapes) -> Dict[Output, Shape]:

@@ -41,8 +41,8 @@ class Call(NamedTuple):
 class Substitution:
     """What stands in for calls of `operators`, where `applies` says so.
 
-    `build` gets the attributes, and of the shape no more than `detail` returns: shapes that agree in
-    it share a graph. A part without a suffix is the one output; else every part is an output.
+    `build` gets the attributes, and of the shape only what `detail` returns: shapes that agree
+    in it share a graph. A part without a suffix is the one output; else every part is an output.
     """
 
     name: str

@@ -184,3 +184,21 @@ def test_with_graphviz(tmp_path):
     text = (tmp_path / "net.svg").read_text()
     assert "<svg" in text
     assert "FullyConnected" in text
+
+
+def test_modes_and_shapes():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1024, name="fc")
+    shapes = {"data": (4, 1024)}
+    weight = {"fc_weight": mx.nd.zeros((1024, 1024)), "fc_bias": mx.nd.zeros(1024)}
+    precision = {
+        mode: amp.explain(net, "bfloat16", params=weight, mode=mode, input_shapes=shapes)["fc"].precision
+        for mode in ("converted", "inference", "training")
+    }  # fmt: skip
+    assert precision == {
+        "converted": "bfloat16", "inference": "bfloat16", "training": "float32",
+    }  # fmt: skip
+    assert amp.explain(net, "bfloat16", mode="training")["fc"].precision == "bfloat16"
+    with pytest.raises(amp.ArgumentError, match="converted, inference, training"):
+        amp.explain(net, "bfloat16", mode="evaluation")
+    with pytest.raises(amp.UnknownNameError, match="'data'"):
+        amp.explain(net, "bfloat16", input_shapes={"dato": (1, 2)})

@@ -140,3 +140,25 @@ def test_errors_pickle():
     error = pickle.loads(pickle.dumps(amp.UnknownNameError("words")))  # noqa: S301
     assert isinstance(error, amp.AmpError)
     assert isinstance(error, ValueError)
+
+
+def test_lists_name_only_rules_and_substitutions_that_exist(tmp_path):
+    path = tmp_path / "list.toml"
+    for extra, words in (
+        ('[substitutions]\nrelu7 = "faster"', "'relu6'"),
+        ('[[by_shape]]\nrule = "many_rows"\noperators = ["dot"]\nreason = "why"', "few_rows"),
+    ):
+        path.write_text('format = 1\ndtype = "bfloat16"\n' + extra)
+        with pytest.raises(amp.ArgumentError, match=words):
+            Policy.load(path)
+
+
+def test_untuned_policies_differ_and_say_the_same_of_classes():
+    policy = Policy.default("bfloat16")
+    untuned = policy.untuned()
+    assert untuned != policy
+    assert untuned == untuned.untuned()
+    assert untuned.operators("low") == policy.operators("low")
+    assert not untuned.chooses
+    assert policy.override(fp32=["relu"]).substitutions == policy.substitutions
+    assert policy.override(substitutions=["relu6"]) != policy

@@ -1,5 +1,6 @@
 """The two commands of the README, and what they say when they can't."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from helpers import ROOT
+from mxamp.machine import features
 
 BASH = shutil.which("bash")
 
@@ -125,7 +127,8 @@ def test_scripts_can_be_executed(name):
         ("bench_overhead", ["--rounds", "1", "--calls", "200"],
          ["relu", "broadcast_add", "FullyConnected", "ResNet-50"]),
         ("bench_convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"]),
-        ("bench", ["--rounds", "1", "--model", "lstm-8"], ["mxamp", "training", "float32"]),
+        ("bench", ["--rounds", "1", "--model", "lstm-8"], ["mxamp, fused", "training", "float32"]),
+        ("bench_kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"]),
     ],
 )  # fmt: skip
 def test_benchmarks_run(name, arguments, words):
@@ -136,3 +139,21 @@ def test_benchmarks_run(name, arguments, words):
     assert done.returncode == 0, done.stderr
     for word in words:
         assert word in done.stdout
+
+
+@pytest.mark.slow
+def test_the_probe_says_what_works_and_what_does_not(tmp_path):
+    out = tmp_path / "probe.json"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "probe_operators"),
+         "Activation", "transpose", "dot", "--out", str(out)],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["operators"]
+    assert set(found) == {"Activation", "transpose", "dot"}
+    assert "failure" in found["transpose"]["plain"]
+    assert "failure" in found["dot"]["plain"]
+    if "avx512" in features():
+        assert found["Activation"]["blocked"]["output_error"] < 0.01
+        assert found["Activation"]["plain"]["forward_speed"] > 0
