@@ -245,3 +245,24 @@ def test_tuned_training_is_as_close_to_float32_as_untuned(batch):
         return max(np.linalg.norm(f - p) / (np.linalg.norm(p) + 1e-6) for f, p in zip(found, plain))
 
     assert 0 < error(tuned) <= 2 * error(untuned) + 1e-6
+
+
+def test_a_weight_that_every_step_reads_is_cast_once():
+    class Unrolled(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.cell = gluon.rnn.LSTMCell(32, input_size=16)
+
+        def hybrid_forward(self, F, x):
+            return self.cell.unroll(6, x, layout="NTC", merge_outputs=True)[0]
+
+    block = Unrolled()
+    block.initialize()
+    plan = amp.explain(
+        block, policy=B, mode="training", example_inputs=nd.zeros((2, 6, 16)),
+        input_shapes={"data": (2, 6, 16)},
+    )  # fmt: skip
+    casts = [cast.source for cast in plan.casts]
+    weights = [name for name in block.collect_params() if name.endswith("weight")]
+    assert [casts.count(name) for name in weights] == [1, 1]

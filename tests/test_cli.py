@@ -202,3 +202,15 @@ def test_explain(saved):
     assert data["nodes"]
     assert {node["precision"] for node in data["nodes"]} == {"float16"}
     assert "no file" in run("explain", folder / "none", status=2).output
+
+
+def test_explain_in_other_modes(saved):
+    folder, _, _ = saved
+    arguments = ["explain", folder / "net", "--dtype", "bfloat16", "--json"]
+    shapes = ["--input", "data:2,4,8,8"]
+    converted = run(*arguments).output
+    training = run(*arguments, *shapes, "--mode", "training").output
+    assert "layout" in converted
+    assert "layout" in training
+    assert "few rows" not in converted
+    assert "'data'" in run(*arguments, "--input", "dato:1,2", status=2).output

@@ -1,5 +1,6 @@
 """The operator lists, held to MXNet's registry and to what its operators accept."""
 
+import json
 import sys
 
 import pytest
@@ -114,3 +115,58 @@ def test_numpy_operators_follow_their_classic_twins():
         policy = Policy.default(dtype, "cpu")
         for classic, numpy in twins.items():
             assert policy.rule(classic).kind == policy.rule(numpy).kind, (dtype, classic)
+
+
+# ---------------------------------------------------------------------- evidence for bfloat16
+
+PROBE = json.loads((lists_folder() / "bfloat16-probe.json").read_text())["operators"]
+# Output and gradient are rounded once, which is 1.7e-3 at most; kernels that truncate reach twice that.
+ROUNDING = 4e-3
+
+
+def bfloat16_list():
+    return tomllib.loads((lists_folder() / "bfloat16.toml").read_text())
+
+
+def in_bfloat16():
+    """The operators that may compute in bfloat16, but those that do so in float32 on rounded values."""
+    data = bfloat16_list()
+    missing = {
+        name for group in data["missing"] if "unless" not in group for name in expanded(group)
+    }
+    return sorted(
+        name
+        for group in data["group"] + data["conditional"]
+        if group.get("class", group.get("otherwise")) in ("low", "widest", "neutral")
+        for name in expanded(group)
+        if name not in missing
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", in_bfloat16())
+def test_what_computes_in_bfloat16_works_there(name):
+    assert PROBE[name], "probe it: scripts/probe_operators"
+    for layout, found in PROBE[name].items():
+        assert "failure" not in found, (layout, found)
+        assert found["output_error"] < ROUNDING, layout
+        assert found["gradient_error"] < ROUNDING, layout
+
+
+@pytest.mark.parametrize("name", in_bfloat16())
+def test_what_computes_in_bfloat16_is_no_slower_or_says_why(name):
+    slower = bfloat16_list()["slower"]
+    layouts = PROBE[name].values()
+    slow = any(min(found["forward_speed"], found["training_speed"]) < 0.8 for found in layouts)
+    assert not slow or name in slower, PROBE[name]
+    assert slow or name not in slower, "no slower: leave it out of the list"
+
+
+@pytest.mark.parametrize("name", sorted(PROBE))
+def test_what_fails_in_bfloat16_is_not_asked_to(name):
+    rule = Policy.default("bfloat16").rule(name)
+    wrong = any(
+        "failure" in found or not max(found["output_error"], found["gradient_error"]) < 0.1
+        for found in PROBE[name].values()
+    )
+    if wrong:
+        assert rule.kind == "fp32"
