@@ -90,7 +90,7 @@ def _choose(
                 kept[node.name] = reason
         blocked[i, 0] = node.name not in kept and _gives_blocks(site, rule.kind, blocked)
         found = substitutions.find(node.operator, node.attrs, site.shapes[0], training)
-        if found and found[0] in policy.substitutions and rule.kind != "low":
+        if found and found[0] in policy.substitutions and not rule.given:
             substituted[node.name] = found
 
 

@@ -29,6 +29,10 @@ NOT_HERE = (
 
 #: oneDNN's fused operators.
 FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
+NO_KERNELS = (
+    "oneDNN has no bfloat16 kernels for this CPU, which has no avx512 (or DNNL_MAX_CPU_ISA hides "
+    "it): convert without fuse"
+)
 
 # The products that a BatchNorm folds into, with channels on axis 1 of their output.
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
@@ -46,6 +50,8 @@ def fused(
     """
     if (policy.target_dtype, policy.device) != ("bfloat16", "cpu"):
         raise ArgumentError(NOT_HERE.format(dtype=policy.target_dtype, device=policy.device))
+    if policy.rule("Convolution").missing:
+        raise ArgumentError(NO_KERNELS)
     layers = checked_policy(policy, excluded, Graph.from_symbol(symbol))
     symbol, params = folded(_renamed(symbol), params)
     shapes = {name: array.shape for name, array in params.items()}

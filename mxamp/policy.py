@@ -248,8 +248,10 @@ def _put(
     """Put operators in the classes that were chosen, and under conditions."""
     for name, kind in chosen.items():
         old = rules.get(name, UNLISTED)
-        why = f"given as {kind}"
-        rules[name] = replace(old, operator=name, kind=kind, reason=why, conditions=(), by_shape=())
+        rules[name] = replace(
+            old, operator=name, kind=kind, reason=f"given as {kind}", given=True,
+            conditions=(), by_shape=(),
+        )  # fmt: skip
     for name, found in conditions.items():
         old = rules.get(name, UNLISTED)
         # fp32 otherwise would make the condition void: the operator follows its input then.

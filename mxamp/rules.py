@@ -53,6 +53,7 @@ class Rule:
     computes: str = "float32"  #: what it runs in where the kernel is missing
     by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of the user's own custom operators
     by_shape: Tuple[Tuple[str, str], ...] = ()  #: rules of `choices`, and why they keep float32
+    given: bool = False  #: by a user, who wants this operator: nothing stands in for it
 
 
 UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")

@@ -15,6 +15,7 @@ from mxamp.fusion import folded
 from mxamp.graph import Graph
 
 B = amp.Policy.default("bfloat16")
+with_avx512 = pytest.mark.skipif(bool(B.rule("Convolution").missing), reason="no bfloat16 kernels")
 
 
 def operators(symbol):
@@ -138,6 +139,7 @@ def network(trained):
     return net, nd.array(images), labels
 
 
+@with_avx512
 def test_a_trained_network_fused_answers_as_unfused(tmp_path):
     net, test, labels = network(trained=3)
     plain = net(test).asnumpy()
@@ -174,6 +176,7 @@ def test_a_trained_network_fused_answers_as_unfused(tmp_path):
     assert same(nd.load(str(tmp_path / "out"))[0], found["fast"])
 
 
+@with_avx512
 def test_on_and_off_and_again():
     net, test, _ = network(trained=0)
     net(test[:2])
@@ -184,6 +187,7 @@ def test_on_and_off_and_again():
     assert same(amp.convert_hybrid_block(fast, "bfloat16")(test[:8]), out)
 
 
+@with_avx512
 def test_the_command(tmp_path):
     net, test, _ = network(trained=0)
     net(test[:2])
@@ -197,3 +201,19 @@ def test_the_command(tmp_path):
     assert not list(tmp_path.glob("low*"))
     assert run_it("bfloat16").exit_code == 0
     assert "_sg_mkldnn_conv" in (tmp_path / "low-symbol.json").read_text()
+
+
+def test_without_avx512_it_says_so():
+    printed = check_python(
+        """
+        import mxamp as amp, mxnet as mx
+        net = mx.gluon.nn.Dense(2, in_units=3)
+        net.initialize()
+        try:
+            amp.convert_hybrid_block(net, "bfloat16", example_inputs=mx.nd.ones((1, 3)), fuse=True)
+        except amp.ArgumentError as error:
+            print(error)
+        """,
+        env={"DNNL_MAX_CPU_ISA": "AVX2"},
+    )
+    assert "avx512" in printed

@@ -182,8 +182,9 @@ def test_where_they_do_not_apply(name, changes, mode, shape):
 
 def test_what_a_user_has_classed_stays():
     symbol = mx.sym.tanh(mx.sym.var("data"))
-    policy = amp.Policy.default("bfloat16").override(low=["tanh"])
-    assert operators(symbol, policy) == ["tanh"]
+    policy = amp.Policy.default("bfloat16")
+    for kind in ("low", "fp32", "widest"):
+        assert operators(symbol, policy.override(**{kind: ["tanh"]})) == ["tanh"]
     with pytest.raises(UnknownNameError, match="'relu6'"):
         policy.override(substitutions=["relu7"])
 
