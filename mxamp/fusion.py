@@ -4,6 +4,7 @@ MXNet's own fusion folds BatchNorm into weights in the dtype that they have. In 
 them, since it rounds toward zero: here they are folded in float32, then cast.
 """
 
+from dataclasses import replace
 from typing import Any, Dict, List, Mapping, Tuple
 
 import mxnet as mx
@@ -15,6 +16,7 @@ from .arguments import Names, checked_policy
 from .choices import choose
 from .errors import ArgumentError
 from .graph import Graph, Node
+from .offline import without
 from .policy import Policy
 from .substitutions import ALL, find
 
@@ -36,6 +38,7 @@ NO_KERNELS = (
 
 # The products that a BatchNorm folds into, with channels on axis 1 of their output.
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
+_APART = "_amp_apart"
 # Inputs of a product: data and weight.
 _WITHOUT_BIAS = 2
 
@@ -53,10 +56,13 @@ def fused(
     if policy.rule("Convolution").missing:
         raise ArgumentError(NO_KERNELS)
     layers = checked_policy(policy, excluded, Graph.from_symbol(symbol))
-    symbol, params = folded(_renamed(symbol), params)
+    symbol, params = folded(_renamed(symbol), params, layers)
     shapes = {name: array.shape for name, array in params.items()}
     kept = dict(choose(symbol, policy, shapes, training=False).kept)
-    graph = Graph.from_symbol(symbol.get_backend_symbol("MKLDNN"))
+    apart = _norms_apart(Graph.from_symbol(symbol)).to_symbol(type(symbol))
+    graph = Graph.from_symbol(apart.get_backend_symbol("MKLDNN"))
+    barriers = [i for i, node in enumerate(graph.nodes) if node.name.endswith(_APART)]
+    graph = without(graph, {i: graph.nodes[i].inputs[0][0] for i in barriers})
     names = [
         node.name
         for node in graph.nodes
@@ -83,17 +89,35 @@ def _renamed(symbol: Symbol) -> Symbol:
     return Graph(nodes, graph.heads, graph.attrs).to_symbol(type(symbol))
 
 
-def folded(symbol: Symbol, params: Mapping[str, NDArray]) -> Tuple[Symbol, Params]:
+def _norms_apart(graph: Graph) -> Graph:
+    """Put an operator before each BatchNorm that is left: MXNet would fold it in bfloat16."""
+    nodes: List[Node] = []
+    places: Dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        inputs = [(places[source], k) for source, k in node.inputs]
+        if node.op == "BatchNorm":
+            nodes.append(Node("BlockGrad", node.name + _APART, {}, inputs[:1]))
+            inputs[0] = (len(nodes) - 1, 0)
+        places[i] = len(nodes)
+        nodes.append(replace(node, inputs=inputs))
+    return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
+
+
+def folded(symbol: Symbol, params: Mapping[str, NDArray], policy: Policy) -> Tuple[Symbol, Params]:
     """Fold BatchNorms into the products before them; return the symbol and its parameters.
 
-    A BatchNorm stays where its input is no product's or is read by others too, and where others
-    read the parameters as well.
+    A BatchNorm stays where its input is no product's or is read by others too, where others read
+    the parameters as well, and where `policy` keeps it in float32 by name.
     """
     graph = Graph.from_symbol(symbol)
     readers = _readers(graph)
     used = {output for node in graph.nodes for output in node.inputs} | set(graph.heads)
     statistics_read = {i for i, output in used if output}
-    norms = [i for i, node in enumerate(graph.nodes) if node.op == "BatchNorm"]
+    norms = [
+        i
+        for i, node in enumerate(graph.nodes)
+        if node.op == "BatchNorm" and not policy.keeps_layer(node.name)
+    ]
     pairs = [_Pair(graph, i) for i in norms if i not in statistics_read]
     at_norm = {pair.norm: pair for pair in pairs if pair.folds(readers, params)}
     at_product = {pair.product: pair for pair in at_norm.values()}
@@ -114,7 +138,7 @@ def folded(symbol: Symbol, params: Mapping[str, NDArray]) -> Tuple[Symbol, Param
                 inputs.append((len(nodes) - 1, 0))
             attrs = {**attrs, "no_bias": "False"}
         places[i] = len(nodes)
-        nodes.append(Node(node.op, node.name, attrs, inputs, node.subgraphs, node.num_outputs))
+        nodes.append(replace(node, attrs=attrs, inputs=inputs))
     heads = [(places[i], k) for i, k in graph.heads]
     new = Graph(nodes, heads, graph.attrs).to_symbol(type(symbol))
     names = set(new.list_inputs())

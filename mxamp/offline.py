@@ -9,7 +9,7 @@ from .eager import cast
 from .graph import CASTS, Graph, Node
 from .machine import DTYPE_CODES
 
-__all__ = ["cast_offline", "losses", "with_dtypes"]
+__all__ = ["cast_offline", "losses", "with_dtypes", "without"]
 
 
 def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
@@ -44,10 +44,10 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
             nodes[i] = Node("null", node.name, attrs)
             found[node.name] = dtype
             replaced.update((j, i) for j, _ in readers[i])
-    return _without(Graph(nodes, graph.heads, graph.attrs), replaced), found
+    return without(Graph(nodes, graph.heads, graph.attrs), replaced), found
 
 
-def _without(graph: Graph, replaced: Mapping[int, int]) -> Graph:
+def without(graph: Graph, replaced: Mapping[int, int]) -> Graph:
     """Return a graph in which each node of `replaced` is gone and its input read in its place."""
     places: Dict[int, int] = {}
     nodes: List[Node] = []

@@ -9,7 +9,7 @@ from mxnet import gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import check_python, same
+from helpers import check_python, kind, same
 from mxamp.cli import main
 from mxamp.fusion import folded
 from mxamp.graph import Graph
@@ -65,7 +65,7 @@ def test_folding_in_float32_keeps_values(name, monkeypatch):
     symbol = FOLDED[name]()
     params, data = params_of(symbol, (2, 4, 8, 8))
     kept = {key: value.copy() for key, value in params.items()}
-    new, values = folded(symbol, params)
+    new, values = folded(symbol, params, B)
     assert "BatchNorm" not in operators(new)
     assert set(values) == set(new.list_inputs()) - {"data"}
     expected = run(symbol, params, data)
@@ -99,7 +99,7 @@ LEFT = {
 def test_what_can_not_be_folded_stays(name):
     symbol = LEFT[name]()
     params, _ = params_of(symbol, (2, 4, 8, 8))
-    new, values = folded(symbol, params)
+    new, values = folded(symbol, params, B)
     assert operators(new) == operators(symbol)
     assert all(same(values[key], params[key]) for key in values)
 
@@ -185,6 +185,22 @@ def test_on_and_off_and_again():
     with amp.autocast("bfloat16"):
         assert same(fast(test[:8]), out)
     assert same(amp.convert_hybrid_block(fast, "bfloat16")(test[:8]), out)
+
+
+@with_avx512
+def test_layers_are_kept_in_float32_by_name():
+    net, test, _ = network(trained=0)
+    net(test[:2])
+    names = ["batchnorm0_fwd", "*_conv1_fwd", "dense0_fwd"]
+    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True, excluded_sym_names=names)
+    assert operators(fast._cached_graph[1]).count("BatchNorm") == 1
+    dtypes = {name: kind(p.data()) for name, p in fast.collect_params().items()}
+    kept = [name for name in dtypes if "_conv1_weight" in name or "dense0_weight" in name]
+    assert len(kept) >= 3
+    assert {dtypes[name] for name in kept} == {"float32"}
+    assert "bfloat16" in dtypes.values()
+    with pytest.raises(amp.UnknownNameError, match="conv0_fwd"):
+        amp.convert_hybrid_block(net, "bfloat16", fuse=True, excluded_sym_names=["conv0_fwt"])
 
 
 @with_avx512
