@@ -6,8 +6,20 @@ which operators, and what was measured.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
-from typing import Callable, Dict, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import (
+    AbstractSet,
+    Callable,
+    Dict,
+    FrozenSet,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from mxnet.base import MXNetError
 from mxnet.symbol import Symbol
@@ -29,9 +41,11 @@ _KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", 
 
 # oneDNN's bfloat16 convolutions work on blocks of so many channels.
 _BLOCK = 16
-# A dense layer with more rows gains whatever its weight's size; see `few_rows`.
+# Dense layers in training: with more rows they gain whatever the weight's size; see `few_rows`.
 _MANY_ROWS = 256
 _WEIGHTS_A_ROW = 2**15
+# In inference: what casting a weight costs, in rows that it is multiplied by.
+_ROWS_A_CAST = 24
 # A first layer's colours.
 _FEW_CHANNELS = 3
 
@@ -55,59 +69,94 @@ class Site:
     training: bool
     feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
     blocked: bool  #: its first input is in oneDNN's blocked layout
+    uses: int  #: how often the graph reads its second input; 0 where that needs no cast
 
 
-def choose(symbol: Symbol, policy: Policy, shapes: Shapes, training: bool) -> Choices:
+def choose(
+    symbol: Symbol,
+    policy: Policy,
+    shapes: Shapes,
+    training: bool,
+    stored: AbstractSet[str] = frozenset(),
+) -> Choices:
     """Return what `policy` chooses for a graph whose variables have these `shapes`.
 
-    Names that are missing have no known shape; rules that need it don't apply then.
+    Names that are missing have no known shape; rules that need it don't apply then. Variables in
+    `stored` have the target dtype already.
     """
     if not policy.chooses:
         return NONE
     kept: Dict[str, str] = {}
     substituted: Dict[str, Found] = {}
-    _choose(Graph.from_symbol(symbol), policy, shapes, training, kept, substituted)
+    _choose(Graph.from_symbol(symbol), policy, shapes, training, stored, kept, substituted)
     return Choices(frozenset(kept.items()), frozenset(substituted.items()))
 
 
 def _choose(
-    graph: Graph, policy: Policy, shapes: Shapes, training: bool,
+    graph: Graph, policy: Policy, shapes: Shapes, training: bool, stored: AbstractSet[str],
     kept: Dict[str, str], substituted: Dict[str, Found],
 ) -> None:  # fmt: skip
-    known = _input_shapes(graph, shapes, policy, training)
+    known = _input_shapes(graph, shapes, policy)
     norms = _before_norms(graph)
+    readers = Counter(output for node in graph.nodes for output in node.inputs)
+    readers.update({(i, 0): -count for (i, _), count in readers.items()
+                    if graph.nodes[i].name in stored})  # fmt: skip
     blocked: Dict[Output, bool] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             continue
         for body in node.subgraphs:
-            _choose(body, policy, {}, training, kept, substituted)
-        rule = policy.rule(node.operator)
+            _choose(body, policy, {}, training, stored, kept, substituted)
         first = bool(node.inputs) and blocked.get(node.inputs[0], False)
-        site = Site(node, known.get(i, (None, None)), training, i in norms, first)
-        for name, reason in rule.by_shape:
-            if RULES[name](site):
-                kept[node.name] = reason
-        blocked[i, 0] = node.name not in kept and _gives_blocks(site, rule.kind, blocked)
-        found = substitutions.find(node.operator, node.attrs, site.shapes[0], training)
-        if found and found[0] in policy.substitutions and not rule.given:
+        uses = readers[node.inputs[1]] if len(node.inputs) > 1 else 0
+        site = Site(node, known.get(i, (None, None)), training, i in norms, first, uses)
+        found = _substitution(site, policy)
+        answered: AbstractSet[str] = frozenset()
+        if found is not None:
             substituted[node.name] = found
+            answered = substitutions.ALL[found[0]].answers
+        rule = policy.rule(node.operator)
+        for name, reason in rule.by_shape:
+            if name not in answered and RULES[name](site):
+                kept[node.name] = reason
+        blocked[i, 0] = node.name not in kept and (
+            bool(answered) or _gives_blocks(site, rule.kind, blocked)
+        )
+
+
+def _substitution(site: Site, policy: Policy) -> Optional[Found]:
+    """Return what stands in for an operator, unless a user has classed that operator."""
+    node, rule = site.node, policy.rule(site.node.operator)
+    found = substitutions.find(node.operator, node.attrs, site.training, *site.shapes)
+    if found is None or found[0] not in policy.substitutions or rule.given:
+        return None
+    if substitutions.ALL[found[0]].lowered and (
+        rule.kind != "low" or rule.missing or policy.keeps_layer(node.name)
+    ):
+        return None
+    return found
 
 
 # ---------------------------------------------------------------------- the rules
 
 
 def few_rows(site: Site) -> bool:
-    """Find dense layers in training whose weight is large for the rows it is multiplied by.
+    """Find dense layers whose weight is large for the rows it is multiplied by.
 
-    Its backward pass then spends its time on moving and casting the weight's gradient. Measured
-    to lose up to 16 to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096.
+    In training the backward pass then spends its time on moving and casting the weight's gradient.
+    Measured to lose up to 16 to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096.
+
+    In inference it is the cast of the weight that costs, unless the weight is stored in bfloat16:
+    as much as some 23 rows gain, by 1.46 times for 64 rows at 4096x4096 where the product alone
+    is 1.95 times as fast.
     """
     data, weight = site.shapes
-    if not site.training or data is None or weight is None:
+    if data is None or weight is None:
         return False
     flatten = site.node.attrs.get("flatten", "True") in ("True", "1")
     rows = data[0] if flatten else math.prod(data[:-1])
+    if not site.training:
+        return 0 < rows * site.uses <= _ROWS_A_CAST
     return rows <= min(math.prod(weight) / _WEIGHTS_A_ROW, _MANY_ROWS)
 
 
@@ -174,7 +223,7 @@ def _before_norms(graph: Graph) -> FrozenSet[int]:
 
 
 def _input_shapes(
-    graph: Graph, shapes: Shapes, policy: Policy, training: bool
+    graph: Graph, shapes: Shapes, policy: Policy
 ) -> Dict[int, Tuple[Optional[Shape], Optional[Shape]]]:
     """Return the shapes of the first two inputs of operators, as far as a choice looks at them."""
     found: Dict[Output, Optional[Shape]] = {
@@ -182,7 +231,7 @@ def _input_shapes(
     }
     wanted: Dict[int, Tuple[Optional[Output], Optional[Output]]] = {}
     for i, node in enumerate(graph.nodes):
-        looked_at = () if node.is_variable else _looked_at(node, policy, training)
+        looked_at = () if node.is_variable else _looked_at(node, policy)
         if looked_at:
             first, second = (node.inputs[k] if k in looked_at else None for k in (0, 1))
             wanted[i] = first, second
@@ -196,16 +245,16 @@ def _input_shapes(
     }
 
 
-def _looked_at(node: Node, policy: Policy, training: bool) -> FrozenSet[int]:
+def _looked_at(node: Node, policy: Policy) -> FrozenSet[int]:
     """Return the positions of the inputs whose shapes a choice for `node` depends on."""
     positions: Set[int] = set()
     for name, _ in policy.rule(node.operator).by_shape:
-        if name == "few_rows" and training:
+        if name == "few_rows":
             positions |= {0, 1}
         elif name == "odd_channels":
             positions.add(1)
     if node.operator in substitutions.BY_SHAPE:
-        positions.add(0)
+        positions.add(substitutions.BY_SHAPE[node.operator])
     return frozenset(positions)
 
 

@@ -187,8 +187,8 @@ def explain(
         What to explain: the converted model; or, with "inference" or "training", the graph that
         runs while mixed precision is on: some operators have others standing in for them.
     input_shapes : dict of str to tuple, optional
-        Shapes of inputs, for precisions that depend on them (dense layers of few rows, in
-        training).
+        Shapes of inputs, for precisions of graphs that run, where they depend on them (dense
+        layers of few rows). What is converted depends on its parameters' shapes alone.
     """
     if mode not in MODES:
         raise ArgumentError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
@@ -199,8 +199,9 @@ def explain(
     dtypes = {name: array.dtype for name, array in held.items()}
     known_names(list(input_shapes or {}), symbol.list_inputs(), "input")
     shapes = {name: array.shape for name, array in held.items()}
-    shapes.update({name: tuple(shape) for name, shape in (input_shapes or {}).items()})
     running = mode != "converted"
+    if running:
+        shapes.update({name: tuple(shape) for name, shape in (input_shapes or {}).items()})
     choosing = chosen if running else chosen.override(substitutions=())
     choices = choose(symbol, choosing, shapes, mode == "training")
     result = rewrite(

@@ -58,7 +58,7 @@ def fused(
     layers = checked_policy(policy, excluded, Graph.from_symbol(symbol))
     symbol, params = folded(_renamed(symbol), params, layers)
     shapes = {name: array.shape for name, array in params.items()}
-    kept = dict(choose(symbol, policy, shapes, training=False).kept)
+    kept = dict(choose(symbol, policy.override(substitutions=()), shapes, training=False).kept)
     apart = _norms_apart(Graph.from_symbol(symbol)).to_symbol(type(symbol))
     graph = Graph.from_symbol(apart.get_backend_symbol("MKLDNN"))
     barriers = [i for i, node in enumerate(graph.nodes) if node.name.endswith(_APART)]
@@ -81,7 +81,7 @@ def _renamed(symbol: Symbol) -> Symbol:
     graph = Graph.from_symbol(symbol)
     nodes = []
     for node in graph.nodes:
-        found = None if node.is_variable else find(node.operator, node.attrs, None, False)
+        found = None if node.is_variable else find(node.operator, node.attrs, False)
         activation = found is not None and found[0] in ("relu", "sigmoid", "tanh")
         for part in ALL[found[0]].build(node.attrs, ()) if found and activation else ():
             node = Node(part.op, node.name, {**node.attrs, **part.attrs}, node.inputs)  # noqa: PLW2901

@@ -239,12 +239,15 @@ class _Rewriter:
             if always or (when_training and self.training):
                 self.kept[name] = "float32 sums" if always else "its gradient is faster in float32"
             inputs = [outputs[k] for k in part.inputs]
-            self._visit(self.number, Node(part.op, name, {**hidden, **part.attrs}, inputs))
+            attrs = {**hidden, **part.attrs}
+            count = 1 if part.suffix else node.num_outputs
+            self._visit(self.number, Node(part.op, name, attrs, inputs, num_outputs=count))
             outputs.append((self.number, 0))
             self.number += 1
-        # Parts that all have names of their own are each an output.
-        count = len(parts) if parts[-1].suffix else 1
-        for k, output in enumerate(outputs[-count:]):
+        if not parts[-1].suffix:
+            outputs = [(self.number - 1, k) for k in range(node.num_outputs)]
+        # Else parts that all have names of their own are each an output.
+        for k, output in enumerate(outputs[-node.num_outputs :]):
             self._record_one((i, k), self.plain[output], self.entries[output])
 
     def _record(self, i: int, plain: "Tuple[str, ...] | List[str]", entries: List[Entry]) -> None:

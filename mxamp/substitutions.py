@@ -7,7 +7,7 @@ operators that they have. Which substitutions a policy makes, and what each was 
 stands in its operator list.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Callable, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -15,6 +15,11 @@ __all__ = ["ALL", "BY_SHAPE", "NAMES", "OPTIMIZERS", "Part", "Substitution", "fi
 
 Attributes = Mapping[str, str]
 Detail = Tuple[int, ...]
+
+# The channels of a first layer, and what the filters of one with a blocked kernel come in.
+_COLOURS, _BLOCK = 3, 16
+# Beyond it the fourth channel's products cost more than the layout saves.
+_LARGEST_KERNEL = 7
 
 
 class Part(NamedTuple):
@@ -34,6 +39,7 @@ class Call(NamedTuple):
 
     attrs: Attributes
     shape: Optional[Tuple[int, ...]]  #: of its first input, where that is known
+    weight: Optional[Tuple[int, ...]]  #: the shape of its second, where that is known
     training: bool  #: gradients will be computed
 
 
@@ -41,8 +47,9 @@ class Call(NamedTuple):
 class Substitution:
     """What stands in for calls of `operators`, where `applies` says so.
 
-    `build` gets the attributes, and of the shape only what `detail` returns: shapes that agree
-    in it share a graph. A part without a suffix is the one output; else every part is an output.
+    `build` gets the attributes, and of the shapes only what `detail` returns: shapes that agree
+    in it share a graph. The outputs are those of a last part without a suffix; else each part is
+    an output.
     """
 
     name: str
@@ -52,7 +59,11 @@ class Substitution:
     detail: Callable[[Call], Detail] = lambda _call: ()
     #: Its parts compute in float32, whatever class their operators have: when training, always.
     float32: Tuple[bool, bool] = (False, False)
-    by_shape: FrozenSet[str] = frozenset()  #: those of `operators` where `applies` wants the shape
+    #: Those of `operators` where `applies` wants a shape, and which input's.
+    by_shape: Mapping[str, int] = field(default_factory=dict)
+    lowered: bool = False  #: only where the operator computes in the target dtype
+    #: Rules by shape (`rules.BY_SHAPE`) whose reason to keep it in float32 is gone with it.
+    answers: FrozenSet[str] = frozenset()
 
 
 # ---------------------------------------------------------------------- one operator for another
@@ -61,7 +72,7 @@ class Substitution:
 def _activation(kind: str, operator: str, numpy: str) -> Substitution:
     parts = [Part("Activation", "", (0,), {"act_type": kind})]
     names = frozenset({operator, numpy})
-    by_shape = frozenset({numpy})
+    by_shape = {numpy: 0}
     return Substitution(kind, names, lambda *_: parts, _has_elements, by_shape=by_shape)
 
 
@@ -148,6 +159,37 @@ def _mean(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     return parts.found
 
 
+def _is_image_convolution(call: Call) -> bool:
+    """Tell whether it is a first layer that reads colours, with a blocked kernel for four."""
+    attrs, weight = call.attrs, call.weight
+    return (
+        weight is not None
+        and len(weight) == len("OIHW")
+        and weight[1] == _COLOURS
+        and weight[0] % _BLOCK == 0
+        and max(weight[2:]) <= _LARGEST_KERNEL
+        and attrs.get("layout", "None") in ("None", "NCHW")
+        and attrs.get("num_group", "1") == "1"
+    )
+
+
+def _image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return the convolution with a fourth channel of zeros, in the image and in the weight.
+
+    oneDNN's bfloat16 convolution works on pairs of channels: for three of them it falls back to
+    a matrix product per image, whose output has the plain layout.
+    """
+    bias = () if _is_true(attrs.get("no_bias", "False")) else (2,)
+    parts = _Parts(inputs=2 + len(bias))
+    padded = []
+    for tensor, name in enumerate(("data", "weight")):
+        channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
+        zeros = parts.add("zeros_like", f"{name}_zeros", channel)
+        padded.append(parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1"))
+    parts.add("Convolution", "", *padded, *bias, **attrs)
+    return parts.found
+
+
 def _is_split_of_rows(call: Call) -> bool:
     """Tell whether it splits the last axis, where MXNet's kernel copies element by element."""
     shape, attrs = call.shape, call.attrs
@@ -156,20 +198,33 @@ def _is_split_of_rows(call: Call) -> bool:
 
 
 def _split_bounds(call: Call) -> Detail:
-    length, attrs = (call.shape or (0,))[-1], call.attrs
+    """Return the number of axes where one kernel can do it, else 0; then the bounds of the parts.
+
+    In training, equal parts are split along an axis of their own before the last: the gradient
+    is then copied together row by row. That of slices is a sum of arrays that are mostly zeros.
+    """
+    shape, attrs = call.shape or (0,), call.attrs
     sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
     if sections:
-        return tuple(length * i // sections for i in range(sections + 1))
+        axes = len(shape) if call.training else 0
+        return (axes, *(shape[-1] * i // sections for i in range(sections + 1)))
     starts = [int(text) for text in attrs["indices"].strip("[]() ").split(",") if text.strip()]
-    return (*starts, length)
+    return (0, *starts, shape[-1])
 
 
-def _split(attrs: Attributes, bounds: Detail) -> Sequence[Part]:
-    pairs = zip(bounds, bounds[1:])
-    return [
-        Part("slice_axis", f"slice{i}", (0,), {"axis": "-1", "begin": str(a), "end": str(b)})
-        for i, (a, b) in enumerate(pairs)
-    ]
+def _split(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    axes, *bounds = detail
+    if not axes:
+        return [
+            Part("slice_axis", f"slice{i}", (0,), {"axis": "-1", "begin": str(a), "end": str(b)})
+            for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
+        ]
+    parts = _Parts(inputs=1)
+    count = str(len(bounds) - 1)
+    shape = ", ".join(["0"] * (axes - 1) + ["-4", count, "-1"])
+    rows = parts.add("Reshape", "parts", 0, shape=f"({shape})")
+    parts.add("SliceChannel", "", rows, axis=str(axes - 1), num_outputs=count, squeeze_axis="True")
+    return parts.found
 
 
 def _is_true(text: str) -> bool:
@@ -194,11 +249,16 @@ ALL: Mapping[str, Substitution] = MappingProxyType(
             ),
             Substitution(
                 "mean", frozenset({"mean"}), _mean, _is_mean_of_rows,
-                float32=(True, True), by_shape=frozenset({"mean"}),
+                float32=(True, True), by_shape={"mean": 0},
+            ),
+            Substitution(
+                "image_convolution", frozenset({"Convolution"}), _image_convolution,
+                _is_image_convolution, by_shape={"Convolution": 1}, lowered=True,
+                answers=frozenset({"odd_channels"}),
             ),
             Substitution(
                 "split", SPLITS, _split, _is_split_of_rows, _split_bounds,
-                float32=(True, False), by_shape=SPLITS,
+                float32=(True, False), by_shape=dict.fromkeys(SPLITS, 0),
             ),
         )
     }
@@ -210,18 +270,22 @@ OPTIMIZERS = ("sgd", "adam")
 #: What a policy may name as its substitutions.
 NAMES = (*ALL, *OPTIMIZERS)
 
-#: Operators whose substitution depends on the shape of their first input.
-BY_SHAPE = frozenset(name for found in ALL.values() for name in found.by_shape)
+#: Operators whose substitution depends on a shape, and which input's.
+BY_SHAPE = {name: k for found in ALL.values() for name, k in found.by_shape.items()}
 
 _BY_OPERATOR = {name: found for found in ALL.values() for name in found.operators}
 
 
 def find(
-    operator: str, attrs: Attributes, shape: Optional[Tuple[int, ...]], training: bool
+    operator: str,
+    attrs: Attributes,
+    training: bool,
+    shape: Optional[Tuple[int, ...]] = None,
+    weight: Optional[Tuple[int, ...]] = None,
 ) -> Optional[Tuple[str, Detail]]:
     """Return the substitution for a call of `operator`, with its detail; None if there is none."""
     found = _BY_OPERATOR.get(operator)
-    if found is None or (shape is None and operator in found.by_shape):
+    if found is None or (operator in BY_SHAPE and (shape, weight)[BY_SHAPE[operator]] is None):
         return None
-    call = Call(attrs, shape, training)
+    call = Call(attrs, shape, weight, training)
     return (found.name, found.detail(call)) if found.applies(call) else None

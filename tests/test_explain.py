@@ -188,15 +188,19 @@ def test_with_graphviz(tmp_path):
 
 def test_modes_and_shapes():
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1024, name="fc")
-    shapes = {"data": (4, 1024)}
     weight = {"fc_weight": mx.nd.zeros((1024, 1024)), "fc_bias": mx.nd.zeros(1024)}
-    precision = {
-        mode: amp.explain(net, "bfloat16", params=weight, mode=mode, input_shapes=shapes)["fc"].precision
-        for mode in ("converted", "inference", "training")
-    }  # fmt: skip
-    assert precision == {
-        "converted": "bfloat16", "inference": "bfloat16", "training": "float32",
-    }  # fmt: skip
+
+    def precisions(rows):
+        shapes = {"data": (rows, 1024)}
+        plans = [
+            amp.explain(net, "bfloat16", params=weight, mode=mode, input_shapes=shapes)
+            for mode in ("converted", "inference", "training")
+        ]
+        return [plan["fc"].precision for plan in plans]
+
+    assert precisions(4) == ["bfloat16", "float32", "float32"]
+    assert precisions(30) == ["bfloat16", "bfloat16", "float32"]
+    assert precisions(300) == ["bfloat16", "bfloat16", "bfloat16"]
     assert amp.explain(net, "bfloat16", mode="training")["fc"].precision == "bfloat16"
     with pytest.raises(amp.ArgumentError, match="converted, inference, training"):
         amp.explain(net, "bfloat16", mode="evaluation")

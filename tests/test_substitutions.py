@@ -1,5 +1,7 @@
 """Faster equivalents of operators: the same values and gradients, in graphs that run, only there."""
 
+from dataclasses import replace
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -44,12 +46,14 @@ class Split(gluon.HybridBlock):
         return F.concat(*[out * (k + 1.5) for k, out in enumerate(outputs)], dim=1)
 
 
-def run(block, x, policy=None, weight=None):
-    """Return the output and the gradients of input and parameters."""
+def run(block, x, policy=None, weight=None, training=True):
+    """Return the output, in training with the gradients of input and parameters."""
     x = x.copy()
     x.attach_grad()
     block.hybridize()
     with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
+        if not training:
+            return values(block(x))
         with autograd.record():
             out = block(x)
             loss = (out * (randn(*out.shape, seed=3) if weight is None else weight)).sum()
@@ -88,7 +92,7 @@ def test_values_and_gradients_agree(name):
 
 
 def test_every_substitution_has_its_case_and_its_measurement():
-    assert {*CASES, "split"} == set(ALL)
+    assert {*CASES, "split", "image_convolution"} == set(ALL)
     assert set(NAMES) == set(amp.Policy.default("bfloat16").substitutions)
     assert not amp.Policy.default("float16", "cpu").substitutions
 
@@ -119,8 +123,74 @@ def test_splits_of_the_last_axis(name, attrs, low):
         return
     for mine, theirs in zip(run(block, x, policy), run(block, x, off)):
         assert same(mine, theirs)
-    plan = amp.explain(block, policy=policy, mode="training", input_shapes={"data": x.shape})
-    assert "slice_axis" in [node.operator for node in plan.nodes]
+    for mode, operator in (("training", "Reshape"), ("inference", "slice_axis")):
+        assert operator in operators(block, policy, mode, input_shapes={"data": x.shape})
+    off = run(block, x, policy, training=False), run(block, x, off, training=False)
+    assert same(*off)
+
+
+CONVOLUTION = {"kernel": (3, 3), "num_filter": 16, "name": "conv"}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel, stride", [(3, 1), (7, 2)])
+def test_a_convolution_of_images_gets_a_fourth_channel(bias, kernel, stride):
+    mx.random.seed(4)
+    block = nn.Conv2D(32, kernel, stride, kernel // 2, in_channels=3, use_bias=bias)
+    block.initialize(mx.init.Uniform(1))
+    x, policy = randn(2, 3, 20, 20), amp.Policy.default("bfloat16")
+    plain, mine = run(block, x), run(block, x, policy)
+    untuned = run(block, x, policy.untuned())
+    for exact, found, other in zip(plain, mine, untuned):
+        assert found.shape == exact.shape
+        assert not same(found, exact)
+        # The zeros change no sum; only the order of adding up is another.
+        assert np.linalg.norm(found - exact) <= 1.1 * np.linalg.norm(other - exact)
+        assert np.linalg.norm(found - other) <= 2e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(
+    "shape, changes, policy",
+    [
+        ((1, 1, 9, 9), {}, {}),
+        ((1, 4, 9, 9), {}, {}),
+        ((1, 3, 9, 9), {"num_filter": 24}, {}),
+        ((1, 3, 9, 9), {"kernel": (3, 9)}, {}),
+        ((1, 3, 9, 9), {"num_filter": 48, "num_group": 3}, {}),
+        ((1, 9, 9, 3), {"layout": "NHWC"}, {}),
+        ((1, 3, 9), {"kernel": (3,)}, {}),
+        ((1, 3, 9, 9, 9), {"kernel": (3, 3, 3)}, {}),
+        ((1, 3, 9, 9), {}, {"low": ["Convolution"]}),
+        ((1, 3, 9, 9), {}, {"fp32_layers": ["conv"]}),
+        ((1, 3, 9, 9), {}, {"low": [], "replace_lists": True}),
+        ((1, 3, 9, 9), {}, {"substitutions": ["split"]}),
+    ],
+)
+def test_which_convolutions_get_no_fourth_channel(shape, changes, policy):
+    symbol = mx.sym.Convolution(mx.sym.var("data"), **{**CONVOLUTION, **changes})
+    chosen = amp.Policy.default("bfloat16").override(**policy)
+    options = {"mode": "training", "input_shapes": {"data": shape}}
+    assert operators(symbol, chosen, **options) == ["Convolution"]
+
+
+def test_where_convolutions_have_no_bfloat16_kernel_they_get_no_fourth_channel():
+    policy = amp.Policy.default("bfloat16")
+    rule = replace(policy.rule("Convolution"), missing="made up")
+    policy = replace(policy, rules={**policy.rules, "Convolution": rule})
+    symbol = mx.sym.Convolution(mx.sym.var("data"), **CONVOLUTION)
+    assert operators(symbol, policy, input_shapes={"data": (1, 3, 9, 9)}) == ["Convolution"]
+
+
+def test_what_follows_a_convolution_of_images_is_bfloat16():
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, 3), nn.BatchNorm(), nn.Activation("relu"), nn.MaxPool2D())
+    net.initialize()
+    x = randn(1, 3, 8, 8)
+    shapes = {"data": x.shape}
+    plan = amp.explain(net, "bfloat16", mode="training", example_inputs=x, input_shapes=shapes)
+    by_operator = {node.operator: node.precision for node in plan.nodes}
+    assert {by_operator[n] for n in ("Convolution", "BatchNorm", "Pooling")} == {"bfloat16"}
+    assert "stands in for Convolution" in plan.nodes[0].reason
 
 
 def test_a_split_follows_its_length():
