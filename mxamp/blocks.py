@@ -1,16 +1,19 @@
 """Gluon blocks seen from outside: their traced graph, and a block rebuilt around another one."""
 
 import warnings
-from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.context import Context, current_context
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
+from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
+from .autocast import current_policy
 from .errors import ArgumentError, StateError
+from .symbolic import PolicyCachedOp, Source
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
 
@@ -95,7 +98,25 @@ def _with_states(
     return (inputs, [states] if isinstance(states, NDArray) else states, *lengths)
 
 
-class _Recurrent(SymbolBlock):  # type: ignore[misc]
+class _Converted(SymbolBlock):  # type: ignore[misc]
+    """A converted block: exports its graph, and runs that of its source, tuned to what it is given.
+
+    The two compute alike; only in the second operators may have others standing in for them.
+    """
+
+    _source: Optional[Source] = None
+    _cached_op: Any
+
+    def _call_cached_op(self, *args: Any) -> Any:
+        if self._source is not None:
+            if self._cached_op is None:
+                self._build_cache(*args)
+            if isinstance(self._cached_op, CachedOp):
+                self._cached_op = PolicyCachedOp(self, current_policy, self._source)
+        return super()._call_cached_op(*args)
+
+
+class _Recurrent(_Converted):
     """A converted recurrent layer or cell: makes its states as the original does."""
 
     def _like(self, original: HybridBlock) -> "_Recurrent":
@@ -135,16 +156,19 @@ def rebuilt(
     values: Mapping[str, NDArray],
     contexts: List[Context],
     frozen: Mapping[str, Any],
+    source: Optional[Source] = None,
 ) -> SymbolBlock:
     """Return a block that runs `symbol` and is called as `block` is.
 
     `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult` and `grad_req`;
-    those that are `frozen`, all new ones among them, get no gradients.
+    those that are `frozen`, all new ones among them, get no gradients. With its `source`, the
+    block runs that tuned by its policy.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
-        result = (_Recurrent if recurrent else SymbolBlock)(symbol, traced.inputs)
+        result = (_Recurrent if recurrent else _Converted)(symbol, traced.inputs)
+    result._source = source
     if recurrent:
         result._like(getattr(block, "_original", block))
     # MXNet flattens the inputs and outputs of a SymbolBlock; these two give them their shape back.

@@ -64,10 +64,11 @@ def _keeping_casts(kind: type) -> type:
 
 
 class Converted(NamedTuple):
-    """A converted symbol, and the inputs that it now takes in another dtype."""
+    """A converted symbol, the inputs that it now takes in another dtype, and what decided it."""
 
     symbol: Symbol
     inputs: Dict[str, str]
+    policy: Policy
 
 
 def convert_graph(
@@ -99,13 +100,13 @@ def convert_graph(
     choices = choose(sym, policy.override(substitutions=()), shapes, training=False)
     result = rewrite(graph, policy, found, restore=keep_io_types, choices=choices)
     if result.graph == graph:
-        return Converted(sym, {})
+        return Converted(sym, {}, policy)
     new = with_dtypes(result.graph, found)
     kept = _kept_inputs(sym, data, offline, keep_io_types) | frozenset(keep)
     cast_inputs: Dict[str, str] = {}
     if not kept.issuperset(sym.list_inputs()):
         new, cast_inputs = cast_offline(new, kept, policy.target_dtype)
-    return Converted(new.to_symbol(_keeping_casts(type(sym))), cast_inputs)
+    return Converted(new.to_symbol(_keeping_casts(type(sym))), cast_inputs, policy)
 
 
 def _kept_inputs(

@@ -19,6 +19,7 @@ from .conversion import Converted, Params, cast_params, convert_graph
 from .errors import ArgumentError, StateError
 from .fusion import fused
 from .policy import Conditional, Policy
+from .symbolic import Source
 
 __all__ = ["convert_bucketing_module", "convert_hybrid_block", "convert_model", "convert_symbol"]
 
@@ -176,7 +177,11 @@ def convert_hybrid_block(
 
     Nested inputs and outputs and the states of recurrent layers are as the block's own. The new
     block holds copies of the parameters that its graph reads, under the same names, and trains;
-    what `cast_optional_params` has cast is frozen.
+    what `cast_optional_params` has cast is frozen: for inference, where it saves the casts.
+
+    In bfloat16 the block runs tuned to the shapes that it is given, as blocks do after `init`;
+    what it exports is the converted graph. Without `policy.untuned()` the two may differ by
+    rounding.
 
     Parameters
     ----------
@@ -210,7 +215,10 @@ def convert_hybrid_block(
     )  # fmt: skip
     values = cast_params(values, converted)
     frozen = values if fuse else converted.inputs
-    return rebuilt(block, traced, converted.symbol, values, contexts, frozen)
+    # With other dtypes of inputs and outputs than its own, the source is another model.
+    tuned = converted.policy.chooses and keep_io_types
+    source = Source(symbol, converted.policy, frozenset(converted.inputs)) if tuned else None
+    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source)
 
 
 def convert_bucketing_module(

@@ -78,13 +78,14 @@ def rewrite_symbol(
     guarded: AbstractSet[str] = frozenset(),
     training: bool = False,
     choices: Choices = NONE,
+    stored: AbstractSet[str] = frozenset(),
 ) -> Symbol:
     """Return `symbol` rewritten; the symbol itself where there is nothing to cast.
 
     Its inputs and outputs keep names, order and dtypes.
     """
     graph = Graph.from_symbol(symbol)
-    result = rewrite(graph, policy, dtypes, guarded, training, choices=choices)
+    result = rewrite(graph, policy, dtypes, guarded, training, choices=choices, stored=stored)
     for operator, decision in result.decisions.values():
         note(operator, decision.precision)
     if result.graph == graph:
@@ -106,6 +107,7 @@ def rewrite(
     training: bool = False,
     restore: bool = True,
     choices: Choices = NONE,
+    stored: AbstractSet[str] = frozenset(),
 ) -> Rewrite:
     """Insert the casts that `policy` decides on.
 
@@ -123,8 +125,12 @@ def rewrite(
         Give the graph's outputs the dtypes that they had; otherwise they stay as computed.
     choices : Choices
         What shapes and neighbours have decided: `choices.choose`.
+    stored : set of str
+        Variables that were cast to the target dtype before they are passed in.
     """
-    return _Rewriter(graph, policy, dtypes, frozenset(guarded), training, restore, choices).run()
+    return _Rewriter(
+        graph, policy, dtypes, frozenset(guarded), training, restore, choices, stored
+    ).run()
 
 
 class _Rewriter:
@@ -137,10 +143,11 @@ class _Rewriter:
         training: bool,
         restore: bool,
         choices: Choices,
+        stored: AbstractSet[str],
     ) -> None:
         self.graph, self.policy = graph, policy
         self.dtypes, self.guarded, self.training = dtypes, guarded, training
-        self.restore, self.choices = restore, choices
+        self.restore, self.choices, self.stored = restore, choices, stored
         self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
         self.stand_ins: Dict[str, Node] = {}
         self.number = len(graph.nodes)
@@ -158,7 +165,8 @@ class _Rewriter:
         for i, node in enumerate(self.graph.nodes):
             if node.is_variable:
                 dtype = self.dtypes.get(node.name, "float32")
-                self._record(i, [dtype], [Entry((self._add(node), 0), dtype)])
+                held = self.policy.target_dtype if node.name in self.stored else dtype
+                self._record(i, [dtype], [Entry((self._add(node), 0), held)])
             elif node.name in self.substituted and self._castable(node):
                 self._substitute(i, node)
             else:

@@ -7,7 +7,18 @@ the plain ones.
 
 import functools
 import logging
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from mxnet import autograd
 from mxnet.context import Context
@@ -25,7 +36,7 @@ from .patching import Patch
 from .policy import Policy
 from .rewrite import UNSAFE_LOOPS, rewrite_symbol
 
-__all__ = ["patches"]
+__all__ = ["PolicyCachedOp", "Source", "patches"]
 
 logger = logging.getLogger("mxamp")
 
@@ -46,7 +57,7 @@ def patches(active: Active) -> List[Patch]:
             if self._cached_op is None:
                 self._build_cache(*args)
             if isinstance(self._cached_op, CachedOp):
-                self._cached_op = _PolicyCachedOp(self, active)
+                self._cached_op = PolicyCachedOp(self, active)
             return original(self, *args)
 
         return _call_cached_op
@@ -139,20 +150,32 @@ def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
     return frozenset(name for name, req in reqs if req == "add")
 
 
-class _PolicyCachedOp:
+class Source(NamedTuple):
+    """The graph that a converted block was made of, by what policy, and what was cast then."""
+
+    symbol: Symbol
+    policy: Policy
+    stored: FrozenSet[str]
+
+
+class PolicyCachedOp:
     """A block's cached op that runs the graph of whatever policy is active when it is called.
 
     One `CachedOp` a policy, dtypes of inputs and choices by shape, made when first needed; without
-    a policy the block's own.
+    a policy the block's own. That of a converted block runs its `source`, by that policy always.
     """
 
-    def __init__(self, block: HybridBlock, active: Active) -> None:
+    def __init__(self, block: HybridBlock, active: Active, source: Optional[Source] = None) -> None:
         self._active = active
         self._plain = block._cached_op
         self._symbol = block._cached_graph[1]
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
         self._names = self._symbol.list_inputs()
+        self._stored: FrozenSet[str] = frozenset()
+        if source is not None:
+            self._symbol, policy, self._stored = source
+            self._active = lambda: policy
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self._data = frozenset(self._names[i] for i in self._inputs)
         params = [i for i, _ in self._parameters]
@@ -167,9 +190,11 @@ class _PolicyCachedOp:
 
     @property
     def is_np_sym(self) -> bool:
+        """Whether the graph is one of NumPy operators."""
         return bool(self._plain.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
+        """Run the graph that fits, as a `CachedOp` does."""
         return self._choose(args)(*args, **kwargs)
 
     def _choose(self, args: Sequence[NDArray]) -> CachedOp:
@@ -191,7 +216,8 @@ class _PolicyCachedOp:
         found = self._chosen.get(key)
         if found is None:
             shapes = {name: array.shape for name, array in zip(self._names, args)}
-            found = self._chosen[key] = choose(self._symbol, policy, shapes, training)
+            found = choose(self._symbol, policy, shapes, training, self._stored)
+            self._chosen[key] = found
         return found
 
     def _build(
@@ -204,10 +230,12 @@ class _PolicyCachedOp:
     ) -> CachedOp:
         # What a caller passes in may be accumulated into as well: that can't be seen from here.
         guarded = self._data | {self._names[i] for i in added}
-        named = dict(zip(self._names, dtypes))
+        named = {n: d for n, d in zip(self._names, dtypes) if n not in self._stored}
         if policy.target_dtype == "float16" and autograd.is_recording() and self._outputs:
             logger.warning(UNSCALED_OUTPUTS, self._outputs[0])
-        symbol = rewrite_symbol(self._symbol, policy, named, guarded, training, choices)
+        symbol = rewrite_symbol(
+            self._symbol, policy, named, guarded, training, choices, self._stored
+        )
         op = self._plain if symbol is self._symbol else CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
