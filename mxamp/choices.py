@@ -28,7 +28,7 @@ from . import substitutions
 from .graph import Graph, Node, Output
 from .policy import Policy
 
-__all__ = ["NONE", "RULES", "Choices", "choose"]
+__all__ = ["NONE", "RULES", "Choices", "choose", "stand_in"]
 
 Shape = Tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -46,8 +46,8 @@ _MANY_ROWS = 256
 _WEIGHTS_A_ROW = 2**15
 # In inference: what casting a weight costs, in rows that it is multiplied by.
 _ROWS_A_CAST = 24
-# A first layer's colours.
-_FEW_CHANNELS = 3
+# A first layer's colours; with a fourth channel oneDNN has a blocked kernel.
+_FEW_CHANNELS, _FOUR = 3, 4
 
 
 class Choices(NamedTuple):
@@ -110,7 +110,7 @@ def _choose(
         first = bool(node.inputs) and blocked.get(node.inputs[0], False)
         uses = readers[node.inputs[1]] if len(node.inputs) > 1 else 0
         site = Site(node, known.get(i, (None, None)), training, i in norms, first, uses)
-        found = _substitution(site, policy)
+        found = stand_in(node, policy, training, *site.shapes)
         answered: AbstractSet[str] = frozenset()
         if found is not None:
             substituted[node.name] = found
@@ -124,10 +124,19 @@ def _choose(
         )
 
 
-def _substitution(site: Site, policy: Policy) -> Optional[Found]:
-    """Return what stands in for an operator, unless a user has classed that operator."""
-    node, rule = site.node, policy.rule(site.node.operator)
-    found = substitutions.find(node.operator, node.attrs, site.training, *site.shapes)
+def stand_in(
+    node: Node,
+    policy: Policy,
+    training: bool,
+    shape: Optional[Shape] = None,
+    weight: Optional[Shape] = None,
+) -> Optional[Found]:
+    """Return what stands in for an operator, unless a user has classed that operator.
+
+    `shape` and `weight` are those of its first two inputs, where they are known.
+    """
+    rule = policy.rule(node.operator)
+    found = substitutions.find(node.operator, node.attrs, training, shape, weight)
     if found is None or found[0] not in policy.substitutions or rule.given:
         return None
     if substitutions.ALL[found[0]].lowered and (
@@ -194,8 +203,9 @@ def _channels(site: Site) -> Optional[Tuple[int, int]]:
     return weight[1] * int(site.node.attrs.get("num_group", "1")), weight[0]
 
 
-def _in_blocks(channels: Sequence[int]) -> bool:
-    return all(count % _BLOCK == 0 for count in channels)
+def _in_blocks(channels: Tuple[int, int]) -> bool:
+    read, written = channels
+    return (read % _BLOCK == 0 or read == _FOUR) and written % _BLOCK == 0
 
 
 def _gives_blocks(site: Site, kind: str, blocked: Mapping[Output, bool]) -> bool:

@@ -5,7 +5,7 @@ them, since it rounds toward zero: here they are folded in float32, then cast.
 """
 
 from dataclasses import replace
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -13,12 +13,12 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from .arguments import Names, checked_policy
-from .choices import choose
+from .choices import choose, stand_in
 from .errors import ArgumentError
 from .graph import Graph, Node
 from .offline import without
 from .policy import Policy
-from .substitutions import ALL, find
+from .substitutions import ALL, Part, find
 
 __all__ = ["folded", "fused"]
 
@@ -38,7 +38,12 @@ NO_KERNELS = (
 
 # The products that a BatchNorm folds into, with channels on axis 1 of their output.
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
-_APART = "_amp_apart"
+_APART = "amp_apart"
+_FOURTH = (
+    Part("slice_axis", "data_red", (0,), {"axis": "1", "begin": "0", "end": "1"}),
+    Part("zeros_like", "data_zeros", (1,), {}),
+    Part("Concat", "data_four", (0, 2), {"num_args": "2", "dim": "1"}),
+)
 # Inputs of a product: data and weight.
 _WITHOUT_BIAS = 2
 
@@ -56,12 +61,12 @@ def fused(
     if policy.rule("Convolution").missing:
         raise ArgumentError(NO_KERNELS)
     layers = checked_policy(policy, excluded, Graph.from_symbol(symbol))
-    symbol, params = folded(_renamed(symbol), params, layers)
+    symbol, params = _with_four_channels(*folded(_renamed(symbol), params, layers), layers)
     shapes = {name: array.shape for name, array in params.items()}
     kept = dict(choose(symbol, policy.override(substitutions=()), shapes, training=False).kept)
     apart = _norms_apart(Graph.from_symbol(symbol)).to_symbol(type(symbol))
     graph = Graph.from_symbol(apart.get_backend_symbol("MKLDNN"))
-    barriers = [i for i, node in enumerate(graph.nodes) if node.name.endswith(_APART)]
+    barriers = [i for i, node in enumerate(graph.nodes) if node.name.endswith(f"_{_APART}")]
     graph = without(graph, {i: graph.nodes[i].inputs[0][0] for i in barriers})
     names = [
         node.name
@@ -89,17 +94,51 @@ def _renamed(symbol: Symbol) -> Symbol:
     return Graph(nodes, graph.heads, graph.attrs).to_symbol(type(symbol))
 
 
+def _with_four_channels(symbol: Symbol, params: Params, policy: Policy) -> Tuple[Symbol, Params]:
+    """Give convolutions of images a fourth channel of zeros, as the substitution does in graphs."""
+    graph = Graph.from_symbol(symbol)
+    readers, values = _readers(graph), dict(params)
+    images: Dict[str, str] = {}
+    for node in graph.nodes:
+        name = graph.nodes[node.inputs[1][0]].name if len(node.inputs) > 1 else ""
+        weight = values.get(name) if readers.get(name) == 1 else None
+        if weight is None:
+            continue
+        found = stand_in(node, policy, training=False, weight=weight.shape)
+        if found is not None and found[0] == "image_convolution":
+            images[node.name] = name
+            values[name] = mx.nd.concat(weight, weight[:, :1] * 0, dim=1)
+    weights = set(images.values())
+    nodes = [
+        replace(node, attrs={k: v for k, v in node.attrs.items() if k != "__shape__"})
+        if node.name in weights
+        else node
+        for node in graph.nodes
+    ]
+    graph = Graph(nodes, graph.heads, graph.attrs)
+    graph = _with_parts(graph, lambda node: _FOURTH if node.name in images else ())
+    return graph.to_symbol(type(symbol)), values
+
+
 def _norms_apart(graph: Graph) -> Graph:
     """Put an operator before each BatchNorm that is left: MXNet would fold it in bfloat16."""
+    apart = [Part("BlockGrad", _APART, (0,), {})]
+    return _with_parts(graph, lambda node: apart if node.op == "BatchNorm" else ())
+
+
+def _with_parts(graph: Graph, parts: Callable[[Node], Sequence[Part]]) -> Graph:
+    """Put `parts` before the first input of nodes: they count it as 0, and themselves from 1."""
     nodes: List[Node] = []
     places: Dict[int, int] = {}
     for i, node in enumerate(graph.nodes):
         inputs = [(places[source], k) for source, k in node.inputs]
-        if node.op == "BatchNorm":
-            nodes.append(Node("BlockGrad", node.name + _APART, {}, inputs[:1]))
-            inputs[0] = (len(nodes) - 1, 0)
+        found = inputs[:1]
+        for part in parts(node):
+            read = [found[k] for k in part.inputs]
+            found.append((len(nodes), 0))
+            nodes.append(Node(part.op, f"{node.name}_{part.suffix}", dict(part.attrs), read))
         places[i] = len(nodes)
-        nodes.append(replace(node, inputs=inputs))
+        nodes.append(replace(node, inputs=[*found[-1:], *inputs[1:]]))
     return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
 
 

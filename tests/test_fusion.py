@@ -187,6 +187,54 @@ def test_on_and_off_and_again():
     assert same(amp.convert_hybrid_block(fast, "bfloat16")(test[:8]), out)
 
 
+def image_network():
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(16, 3, padding=1, in_channels=3), nn.BatchNorm(), nn.Activation("relu"),
+        nn.Conv2D(32, 3, in_channels=16), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(10),
+    )  # fmt: skip
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+@with_avx512
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_images_get_a_fourth_channel(tmp_path):
+    net, x = image_network(), nd.random.normal(shape=(30, 3, 12, 12))
+    plain = net(x).asnumpy()
+    low = amp.convert_hybrid_block(
+        net, "bfloat16", example_inputs=x, cast_optional_params=True
+    )(x).asnumpy()  # fmt: skip
+    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
+    error = np.linalg.norm(fast(x).asnumpy() - plain)
+    assert 0 < error <= 1.5 * np.linalg.norm(low - plain)
+    assert same(net(x), plain)
+    first = fast.collect_params()[net[0].weight.name].data()
+    assert (first.shape, kind(first)) == ((16, 4, 3, 3), "bfloat16")
+    assert net[0].weight.shape == (16, 3, 3, 3)
+    fast.export(str(tmp_path / "fast"))
+    again = gluon.SymbolBlock.imports(
+        str(tmp_path / "fast-symbol.json"), ["data"], str(tmp_path / "fast-0000.params")
+    )
+    assert same(again(x), fast(x))
+
+
+@with_avx512
+@pytest.mark.parametrize("how", ["by name", "by policy", "untuned"])
+def test_which_images_get_no_fourth_channel(how):
+    net, x = image_network(), nd.random.normal(shape=(2, 3, 12, 12))
+    options = {
+        "by name": {"excluded_sym_names": ["*conv0_fwd"]},
+        "by policy": {"policy": B.override(substitutions=["relu6"])},
+        "untuned": {"policy": B.untuned()},
+    }[how]
+    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True, **options)
+    first = fast.collect_params()[net[0].weight.name].data()
+    assert first.shape == (16, 3, 3, 3)
+    assert kind(first) == ("bfloat16" if how == "untuned" else "float32")
+    fast(x).wait_to_read()
+
+
 @with_avx512
 def test_layers_are_kept_in_float32_by_name():
     net, test, _ = network(trained=0)
