@@ -112,13 +112,13 @@ def mxnet_model(model: str) -> Any:
 
 def switched_on(contender: str, dtype: str) -> Any:
     """Return the AMP that a contender uses, on if it is to be."""
-    if contender in ("mxamp", "substituted", "fused"):
+    if contender in ("mxamp", "substituted", "converted", "fused"):
         import mxamp as amp
 
         policy = amp.Policy.default(dtype, "cpu")
         if contender == "substituted":
             policy = policy.override(low=[], replace_lists=True)
-        if contender != "fused":
+        if contender not in ("converted", "fused"):
             amp.init(policy=policy)
         return amp
     import mxamp._compat
@@ -158,8 +158,10 @@ def mxnet_step(
         {"learning_rate": 1e-6, "momentum": 0.9},
         update_on_kvstore=False,
     )
-    if contender == "fused":
-        net = amp.convert_hybrid_block(net, dtype, example_inputs=data, fuse=True)
+    if contender in ("converted", "fused"):
+        net = amp.convert_hybrid_block(
+            net, dtype, cast_optional_params=True, example_inputs=data, fuse=contender == "fused"
+        )
         net.hybridize(static_alloc=True, static_shape=True)
     elif contender != "float32":
         amp.init_trainer(trainer)
