@@ -1,0 +1,173 @@
+"""Converted blocks run tuned to what they are given, and export what they were converted to."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import randn, same, values
+from mxamp.graph import Graph
+
+B = amp.Policy.default("bfloat16")
+
+
+class Net(gluon.HybridBlock):
+    """Much that is tuned: colours, relu6, a split, LayerNorm, a mean over rows, dense layers."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.Conv2D(16, 3, in_channels=3, use_bias=False)
+            self.bn = nn.BatchNorm(in_channels=16)
+            self.second = nn.Conv2D(24, 1, in_channels=16)
+            self.ln = nn.LayerNorm(in_channels=24)
+            self.dense = nn.Dense(48, flatten=False, in_units=24)
+            self.last = nn.Dense(64, in_units=24)
+
+    def hybrid_forward(self, F, x):
+        x = F.clip(self.bn(self.first(x)), 0, 6)
+        x = F.transpose(F.reshape(self.second(x), shape=(0, 0, -1)), axes=(0, 2, 1))
+        a, b = F.split(self.dense(self.ln(x)), num_outputs=2, axis=-1)
+        return self.last(F.mean(a * F.sigmoid(b), axis=1))
+
+
+@pytest.fixture
+def net():
+    mx.random.seed(5)
+    block = Net()
+    block.initialize(mx.init.Xavier())
+    block.hybridize()
+    block(randn(1, 3, 6, 6))
+    return block
+
+
+def trained(block, x):
+    """Return the output and the gradients of what has any."""
+    with autograd.record():
+        out = block(x)
+        loss = (out * out).sum()
+    loss.backward()
+    params = block.collect_params().items()
+    return [values(out), *(values(p.grad()) for _, p in sorted(params) if p.grad_req != "null")]
+
+
+def operators(block):
+    graph = Graph.from_symbol(block._cached_graph[1])
+    return [node.op for node in graph.nodes if not node.is_variable]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_it_runs_as_a_block_does_under_the_policy(net, offline):
+    low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=offline)
+    there = operators(low)
+    for rows in (40, 1, 40):
+        x = randn(rows, 3, 6, 6)
+        out = low(x)
+        if rows > 1 or not offline:
+            with amp.autocast("bfloat16"):
+                assert same(out, net(x))
+        with amp.autocast(policy=B.untuned()):
+            assert not same(out, net(x))
+    assert operators(low) == there
+    assert "clip" in there
+    assert "Concat" not in there
+
+
+def test_dense_layers_of_few_rows_are_bfloat16_where_their_weight_is(net):
+    x = randn(2, 3, 6, 6)
+    with amp.autocast(enabled=False):
+        plain = net(x).asnumpy()
+
+    def is_rounded(out):
+        low = nd.amp_cast(nd.array(out), dtype=amp.machine.BFLOAT16)
+        return same(nd.amp_cast(low, dtype="float32"), out)
+
+    cast, live = (
+        amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=offline)(x).asnumpy()
+        for offline in (True, False)
+    )
+    assert is_rounded(cast)
+    assert not is_rounded(live)
+    for out in (cast, live):
+        assert 0 < np.linalg.norm(out - plain) < 0.02 * np.linalg.norm(plain)
+
+
+def test_it_trains_as_a_block_does_under_the_policy(net):
+    low = amp.convert_hybrid_block(net, "bfloat16")
+    x = randn(8, 3, 6, 6)
+    with amp.autocast("bfloat16"):
+        expected = trained(net, x)
+    for mine, theirs in zip(trained(low, x), expected):
+        assert same(mine, theirs)
+    for param in low.collect_params().values():
+        if param.grad_req != "null":
+            param.grad_req = "add"
+            param.zero_grad()
+    for _ in range(2):
+        twice = trained(low, x)
+    for mine, theirs in zip(twice[1:], expected[1:]):
+        np.testing.assert_allclose(mine, 2 * theirs, rtol=1e-3, atol=1e-3 * np.abs(theirs).max())
+
+
+def test_it_runs_as_converted_whatever_is_on(net):
+    x = randn(30, 3, 6, 6)
+    low = amp.convert_hybrid_block(net, "bfloat16")
+    out = low(x).asnumpy()
+    for other in (amp.autocast(enabled=False), amp.autocast("float16"), amp.autocast("bfloat16")):
+        with other:
+            assert same(low(x), out)
+    amp.init("float16", ctx=mx.cpu())
+    assert same(low(x), out)
+    amp.shutdown()
+    low.hybridize(static_alloc=True, static_shape=True)
+    assert same(low(x), out)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": B.untuned()}, {"target_dtype": "bfloat16", "keep_io_types": False},
+        {"policy": amp.Policy.default("float16", "cpu")},
+    ],
+)  # fmt: skip
+def test_where_nothing_is_tuned_it_runs_what_it_exports(net, options, tmp_path):
+    low, x = amp.convert_hybrid_block(net, **options), randn(3, 3, 6, 6)
+    out = low(x)
+    low.export(str(tmp_path / "low"))
+    again = gluon.SymbolBlock.imports(
+        str(tmp_path / "low-symbol.json"), ["data"], str(tmp_path / "low-0000.params")
+    )
+    assert same(values(out), values(again(x)))
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_what_it_exports_differs_from_it_by_rounding_alone(net, tmp_path):
+    x = randn(30, 3, 6, 6)
+    with amp.autocast(enabled=False):
+        plain = net(x).asnumpy()
+    low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=True)
+    out = low(x).asnumpy()
+    low.export(str(tmp_path / "low"))
+    again = gluon.SymbolBlock.imports(
+        str(tmp_path / "low-symbol.json"), ["data"], str(tmp_path / "low-0000.params")
+    )
+    exported = again(x).asnumpy()
+    assert not same(out, exported)
+    assert np.linalg.norm(out - exported) < 2 * np.linalg.norm(exported - plain)
+
+
+def test_states_and_nested_inputs_stay():
+    cell = gluon.rnn.LSTMCell(8, input_size=6)
+    cell.initialize()
+    x, states = randn(30, 6), [randn(30, 8, seed=1), randn(30, 8, seed=2)]
+    cell.hybridize()
+    cell(x, states)
+    low = amp.convert_hybrid_block(cell, "bfloat16", cast_optional_params=True)
+    out, (first, second) = low(x, states)
+    with amp.autocast("bfloat16"):
+        expected, (h, c) = cell(x, states)
+    for mine, theirs in ((out, expected), (first, h), (second, c)):
+        assert same(mine, theirs)
