@@ -129,7 +129,7 @@ def _layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     weights = add("Reshape", "weights", share, shape="(-1, 1)")
     mean = add("dot", "mean", x, weights)
     centred = add("elemwise_sub", "centred", x, add("dot", "means", mean, row))
-    variance = add("dot", "variance", add("elemwise_mul", "square", centred, centred), weights)
+    variance = add("dot", "variance", add("square", "square", centred), weights)
     padded = add("_plus_scalar", "padded", variance, scalar=attrs.get("eps", "1e-05"))
     inverse = add("rsqrt", "inverse", padded)
     scale = add("dot", "scale", inverse, add("Reshape", "gammas", gamma, shape="(1, -1)"))
