@@ -32,6 +32,7 @@ __all__ = ["NONE", "RULES", "Choices", "choose", "stand_in"]
 
 Shape = Tuple[int, ...]
 Shapes = Mapping[str, Shape]
+Pair = Tuple[Optional[Shape], Optional[Shape]]
 Found = Tuple[str, substitutions.Detail]
 
 NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
@@ -65,7 +66,7 @@ class Site:
     """An operator and what surrounds it. Shapes are None where they are not known."""
 
     node: Node
-    shapes: Tuple[Optional[Shape], Optional[Shape]]  #: of its first two inputs
+    shapes: Pair  #: of its first two inputs
     training: bool
     feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
     blocked: bool  #: its first input is in oneDNN's blocked layout
@@ -78,25 +79,30 @@ def choose(
     shapes: Shapes,
     training: bool,
     stored: AbstractSet[str] = frozenset(),
+    converting: bool = False,
 ) -> Choices:
     """Return what `policy` chooses for a graph whose variables have these `shapes`.
 
     Names that are missing have no known shape; rules that need it don't apply then. Variables in
-    `stored` have the target dtype already.
+    `stored` have the target dtype already. A graph that is `converting`, for data of any shape,
+    keeps its operators.
     """
     if not policy.chooses:
         return NONE
+    if converting:
+        policy = policy.override(substitutions=())
     kept: Dict[str, str] = {}
     substituted: Dict[str, Found] = {}
-    _choose(Graph.from_symbol(symbol), policy, shapes, training, stored, kept, substituted)
+    graph = Graph.from_symbol(symbol)
+    known = _input_shapes(graph, shapes, policy, rows=not converting)
+    _choose(graph, policy, known, training, stored, kept, substituted)
     return Choices(frozenset(kept.items()), frozenset(substituted.items()))
 
 
 def _choose(
-    graph: Graph, policy: Policy, shapes: Shapes, training: bool, stored: AbstractSet[str],
-    kept: Dict[str, str], substituted: Dict[str, Found],
+    graph: Graph, policy: Policy, known: Mapping[int, Pair], training: bool,
+    stored: AbstractSet[str], kept: Dict[str, str], substituted: Dict[str, Found],
 ) -> None:  # fmt: skip
-    known = _input_shapes(graph, shapes, policy)
     norms = _before_norms(graph)
     readers = Counter(output for node in graph.nodes for output in node.inputs)
     readers.update({(i, 0): -count for (i, _), count in readers.items()
@@ -232,16 +238,17 @@ def _before_norms(graph: Graph) -> FrozenSet[int]:
     return frozenset(found)
 
 
-def _input_shapes(
-    graph: Graph, shapes: Shapes, policy: Policy
-) -> Dict[int, Tuple[Optional[Shape], Optional[Shape]]]:
-    """Return the shapes of the first two inputs of operators, as far as a choice looks at them."""
+def _input_shapes(graph: Graph, shapes: Shapes, policy: Policy, rows: bool) -> Dict[int, Pair]:
+    """Return the shapes of the first two inputs of operators, as far as a choice looks at them.
+
+    Without `rows` it does not look at those of data.
+    """
     found: Dict[Output, Optional[Shape]] = {
         (i, 0): shapes.get(node.name) for i, node in enumerate(graph.nodes) if node.is_variable
     }
     wanted: Dict[int, Tuple[Optional[Output], Optional[Output]]] = {}
     for i, node in enumerate(graph.nodes):
-        looked_at = () if node.is_variable else _looked_at(node, policy)
+        looked_at = () if node.is_variable else _looked_at(node, policy, rows)
         if looked_at:
             first, second = (node.inputs[k] if k in looked_at else None for k in (0, 1))
             wanted[i] = first, second
@@ -255,15 +262,15 @@ def _input_shapes(
     }
 
 
-def _looked_at(node: Node, policy: Policy) -> FrozenSet[int]:
+def _looked_at(node: Node, policy: Policy, rows: bool) -> FrozenSet[int]:
     """Return the positions of the inputs whose shapes a choice for `node` depends on."""
     positions: Set[int] = set()
     for name, _ in policy.rule(node.operator).by_shape:
-        if name == "few_rows":
+        if name == "few_rows" and rows:
             positions |= {0, 1}
         elif name == "odd_channels":
             positions.add(1)
-    if node.operator in substitutions.BY_SHAPE:
+    if rows and node.operator in substitutions.BY_SHAPE:
         positions.add(substitutions.BY_SHAPE[node.operator])
     return frozenset(positions)
 

@@ -96,8 +96,7 @@ def convert_graph(
     held = params or {}
     found = known_dtypes(sym, {name: p.dtype for name, p in held.items()}, input_dtypes)
     shapes = {name: p.shape for name, p in held.items()}
-    # A model that is to be kept keeps its operators: no substitutions.
-    choices = choose(sym, policy.override(substitutions=()), shapes, training=False)
+    choices = choose(sym, policy, shapes, training=False, converting=True)
     result = rewrite(graph, policy, found, restore=keep_io_types, choices=choices)
     if result.graph == graph:
         return Converted(sym, {}, policy)

@@ -202,8 +202,7 @@ def explain(
     running = mode != "converted"
     if running:
         shapes.update({name: tuple(shape) for name, shape in (input_shapes or {}).items()})
-    choosing = chosen if running else chosen.override(substitutions=())
-    choices = choose(symbol, choosing, shapes, mode == "training")
+    choices = choose(symbol, chosen, shapes, mode == "training", converting=not running)
     result = rewrite(
         graph, chosen, known_dtypes(symbol, dtypes, input_dtypes),
         training=mode == "training", choices=choices,

@@ -63,7 +63,7 @@ def fused(
     layers = checked_policy(policy, excluded, Graph.from_symbol(symbol))
     symbol, params = _with_four_channels(*folded(_renamed(symbol), params, layers), layers)
     shapes = {name: array.shape for name, array in params.items()}
-    kept = dict(choose(symbol, policy.override(substitutions=()), shapes, training=False).kept)
+    kept = dict(choose(symbol, policy, shapes, training=False, converting=True).kept)
     apart = _norms_apart(Graph.from_symbol(symbol)).to_symbol(type(symbol))
     graph = Graph.from_symbol(apart.get_backend_symbol("MKLDNN"))
     barriers = [i for i, node in enumerate(graph.nodes) if node.name.endswith(f"_{_APART}")]
