@@ -102,12 +102,12 @@ def _with_four_channels(symbol: Symbol, params: Params, policy: Policy) -> Tuple
     for node in graph.nodes:
         name = graph.nodes[node.inputs[1][0]].name if len(node.inputs) > 1 else ""
         weight = values.get(name) if readers.get(name) == 1 else None
-        if weight is None:
+        if weight is None or weight.dtype is not np.float32:
             continue
         found = stand_in(node, policy, training=False, weight=weight.shape)
         if found is not None and found[0] == "image_convolution":
             images[node.name] = name
-            values[name] = mx.nd.concat(weight, weight[:, :1] * 0, dim=1)
+            values[name] = _array(np.pad(weight.asnumpy(), ((0, 0), (0, 1), (0, 0), (0, 0))))
     weights = set(images.values())
     nodes = [
         replace(node, attrs={k: v for k, v in node.attrs.items() if k != "__shape__"})

@@ -220,6 +220,18 @@ def test_images_get_a_fourth_channel(tmp_path):
 
 
 @with_avx512
+def test_images_under_numpy_semantics():
+    mx.npx.set_np()
+    net, x = image_network(), mx.np.random.normal(size=(30, 3, 12, 12))
+    net.hybridize()
+    plain = net(x).asnumpy()
+    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True)
+    out = fast(x)
+    assert isinstance(out, mx.np.ndarray)
+    assert 0 < np.linalg.norm(out.asnumpy() - plain) < 0.02 * np.linalg.norm(plain)
+
+
+@with_avx512
 @pytest.mark.parametrize("how", ["by name", "by policy", "untuned"])
 def test_which_images_get_no_fourth_channel(how):
     net, x = image_network(), nd.random.normal(shape=(2, 3, 12, 12))
