@@ -130,8 +130,12 @@ def test_splits_of_the_last_axis(name, attrs, low):
 
 
 CONVOLUTION = {"kernel": (3, 3), "num_filter": 16, "name": "conv"}
+with_avx512 = pytest.mark.skipif(
+    bool(amp.Policy.default("bfloat16").rule("Convolution").missing), reason="no bfloat16 kernels"
+)
 
 
+@with_avx512
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kernel, stride", [(3, 1), (7, 2)])
 def test_a_convolution_of_images_gets_a_fourth_channel(bias, kernel, stride):
@@ -181,6 +185,7 @@ def test_where_convolutions_have_no_bfloat16_kernel_they_get_no_fourth_channel()
     assert operators(symbol, policy, input_shapes={"data": (1, 3, 9, 9)}) == ["Convolution"]
 
 
+@with_avx512
 def test_what_follows_a_convolution_of_images_is_bfloat16():
     net = nn.HybridSequential()
     net.add(nn.Conv2D(16, 3), nn.BatchNorm(), nn.Activation("relu"), nn.MaxPool2D())
