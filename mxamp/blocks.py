@@ -7,13 +7,11 @@ from mxnet.context import Context, current_context
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
-from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from .autocast import current_policy
 from .errors import ArgumentError, StateError
-from .symbolic import PolicyCachedOp, Source
+from .symbolic import Source, follow
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
 
@@ -105,14 +103,11 @@ class _Converted(SymbolBlock):  # type: ignore[misc]
     """
 
     _source: Optional[Source] = None
-    _cached_op: Any
 
     def _call_cached_op(self, *args: Any) -> Any:
-        if self._source is not None:
-            if self._cached_op is None:
-                self._build_cache(*args)
-            if isinstance(self._cached_op, CachedOp):
-                self._cached_op = PolicyCachedOp(self, current_policy, self._source)
+        source = self._source
+        if source is not None:
+            follow(self, args, lambda: source.policy, source)
         return super()._call_cached_op(*args)
 
 

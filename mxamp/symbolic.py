@@ -36,7 +36,7 @@ from .patching import Patch
 from .policy import Policy
 from .rewrite import UNSAFE_LOOPS, rewrite_symbol
 
-__all__ = ["PolicyCachedOp", "Source", "patches"]
+__all__ = ["Source", "follow", "patches"]
 
 logger = logging.getLogger("mxamp")
 
@@ -54,10 +54,7 @@ def patches(active: Active) -> List[Patch]:
         def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
             if active() is None:
                 return original(self, *args)
-            if self._cached_op is None:
-                self._build_cache(*args)
-            if isinstance(self._cached_op, CachedOp):
-                self._cached_op = PolicyCachedOp(self, active)
+            follow(self, args, active)
             return original(self, *args)
 
         return _call_cached_op
@@ -158,11 +155,24 @@ class Source(NamedTuple):
     stored: FrozenSet[str]
 
 
-class PolicyCachedOp:
+def follow(
+    block: HybridBlock, args: Sequence[Any], active: Active, source: Optional[Source] = None
+) -> None:
+    """Let a block that is called with `args` run graphs by the policy that `active` returns.
+
+    They are made of the block's own graph, that of a converted block of its `source`.
+    """
+    if block._cached_op is None:
+        block._build_cache(*args)
+    if isinstance(block._cached_op, CachedOp):
+        block._cached_op = _PolicyCachedOp(block, active, source)
+
+
+class _PolicyCachedOp:
     """A block's cached op that runs the graph of whatever policy is active when it is called.
 
     One `CachedOp` a policy, dtypes of inputs and choices by shape, made when first needed; without
-    a policy the block's own. That of a converted block runs its `source`, by that policy always.
+    a policy the block's own.
     """
 
     def __init__(self, block: HybridBlock, active: Active, source: Optional[Source] = None) -> None:
@@ -174,8 +184,7 @@ class PolicyCachedOp:
         self._names = self._symbol.list_inputs()
         self._stored: FrozenSet[str] = frozenset()
         if source is not None:
-            self._symbol, policy, self._stored = source
-            self._active = lambda: policy
+            self._symbol, self._stored = source.symbol, source.stored
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self._data = frozenset(self._names[i] for i in self._inputs)
         params = [i for i, _ in self._parameters]
@@ -190,11 +199,9 @@ class PolicyCachedOp:
 
     @property
     def is_np_sym(self) -> bool:
-        """Whether the graph is one of NumPy operators."""
         return bool(self._plain.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
-        """Run the graph that fits, as a `CachedOp` does."""
         return self._choose(args)(*args, **kwargs)
 
     def _choose(self, args: Sequence[NDArray]) -> CachedOp:
