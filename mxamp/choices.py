@@ -40,15 +40,11 @@ NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
 # oneDNN's kernels for these give their output in the layout of their input.
 _KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
 
-# oneDNN's bfloat16 convolutions work on blocks of so many channels.
-_BLOCK = 16
 # Dense layers in training: with more rows they gain whatever the weight's size; see `few_rows`.
 _MANY_ROWS = 256
 _WEIGHTS_A_ROW = 2**15
 # In inference: what casting a weight costs, in rows that it is multiplied by.
 _ROWS_A_CAST = 24
-# A first layer's colours; with a fourth channel oneDNN has a blocked kernel.
-_FEW_CHANNELS, _FOUR = 3, 4
 
 
 class Choices(NamedTuple):
@@ -104,9 +100,13 @@ def _choose(
     stored: AbstractSet[str], kept: Dict[str, str], substituted: Dict[str, Found],
 ) -> None:  # fmt: skip
     norms = _before_norms(graph)
-    readers = Counter(output for node in graph.nodes for output in node.inputs)
-    readers.update({(i, 0): -count for (i, _), count in readers.items()
-                    if graph.nodes[i].name in stored})  # fmt: skip
+    cast = (
+        output
+        for node in graph.nodes
+        for output in node.inputs
+        if graph.nodes[output[0]].name not in stored
+    )
+    readers = Counter(cast)
     blocked: Dict[Output, bool] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
@@ -184,7 +184,7 @@ def odd_channels(site: Site) -> bool:
     channels = _channels(site)
     if channels is None:
         return False
-    return channels[0] <= _FEW_CHANNELS or (site.feeds_norm and not _in_blocks(channels))
+    return channels[0] <= substitutions.COLOURS or (site.feeds_norm and not _in_blocks(channels))
 
 
 def plain_layout(site: Site) -> bool:
@@ -211,7 +211,8 @@ def _channels(site: Site) -> Optional[Tuple[int, int]]:
 
 def _in_blocks(channels: Tuple[int, int]) -> bool:
     read, written = channels
-    return (read % _BLOCK == 0 or read == _FOUR) and written % _BLOCK == 0
+    block, four = substitutions.BLOCK, substitutions.COLOURS + 1
+    return (read % block == 0 or read == four) and written % block == 0
 
 
 def _gives_blocks(site: Site, kind: str, blocked: Mapping[Output, bool]) -> bool:

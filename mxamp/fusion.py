@@ -18,7 +18,7 @@ from .errors import ArgumentError
 from .graph import Graph, Node
 from .offline import without
 from .policy import Policy
-from .substitutions import ALL, Part, find
+from .substitutions import ALL, Part, find, fourth_channel
 
 __all__ = ["folded", "fused"]
 
@@ -39,11 +39,6 @@ NO_KERNELS = (
 # The products that a BatchNorm folds into, with channels on axis 1 of their output.
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
 _APART = "amp_apart"
-_FOURTH = (
-    Part("slice_axis", "data_red", (0,), {"axis": "1", "begin": "0", "end": "1"}),
-    Part("zeros_like", "data_zeros", (1,), {}),
-    Part("Concat", "data_four", (0, 2), {"num_args": "2", "dim": "1"}),
-)
 # Inputs of a product: data and weight.
 _WITHOUT_BIAS = 2
 
@@ -116,7 +111,8 @@ def _with_four_channels(symbol: Symbol, params: Params, policy: Policy) -> Tuple
         for node in graph.nodes
     ]
     graph = Graph(nodes, graph.heads, graph.attrs)
-    graph = _with_parts(graph, lambda node: _FOURTH if node.name in images else ())
+    fourth = fourth_channel()
+    graph = _with_parts(graph, lambda node: fourth if node.name in images else ())
     return graph.to_symbol(type(symbol)), values
 
 

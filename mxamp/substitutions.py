@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Callable, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-__all__ = ["ALL", "BY_SHAPE", "NAMES", "OPTIMIZERS", "Part", "Substitution", "find"]
+__all__ = [
+    "ALL", "BLOCK", "BY_SHAPE", "COLOURS", "NAMES", "OPTIMIZERS", "Part", "Substitution", "find",
+    "fourth_channel",
+]  # fmt: skip
 
 Attributes = Mapping[str, str]
 Detail = Tuple[int, ...]
 
-# The channels of a first layer, and what the filters of one with a blocked kernel come in.
-_COLOURS, _BLOCK = 3, 16
+#: The channels of a first layer; with one more oneDNN has a blocked kernel for it.
+COLOURS = 3
+#: oneDNN's bfloat16 convolutions work on blocks of so many channels.
+BLOCK = 16
 # Beyond it the fourth channel's products cost more than the layout saves.
 _LARGEST_KERNEL = 7
 
@@ -165,8 +170,8 @@ def _is_image_convolution(call: Call) -> bool:
     return (
         weight is not None
         and len(weight) == len("OIHW")
-        and weight[1] == _COLOURS
-        and weight[0] % _BLOCK == 0
+        and weight[1] == COLOURS
+        and weight[0] % BLOCK == 0
         and max(weight[2:]) <= _LARGEST_KERNEL
         and attrs.get("layout", "None") in ("None", "NCHW")
         and attrs.get("num_group", "1") == "1"
@@ -181,12 +186,21 @@ def _image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """
     bias = () if _is_true(attrs.get("no_bias", "False")) else (2,)
     parts = _Parts(inputs=2 + len(bias))
-    padded = []
-    for tensor, name in enumerate(("data", "weight")):
-        channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
-        zeros = parts.add("zeros_like", f"{name}_zeros", channel)
-        padded.append(parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1"))
+    padded = [_add_fourth(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))]
     parts.add("Convolution", "", *padded, *bias, **attrs)
+    return parts.found
+
+
+def _add_fourth(parts: _Parts, tensor: int, name: str) -> int:
+    channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
+    zeros = parts.add("zeros_like", f"{name}_zeros", channel)
+    return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")
+
+
+def fourth_channel() -> Sequence[Part]:
+    """Return what gives one image its fourth channel, where the weight has it already."""
+    parts = _Parts(inputs=1)
+    _add_fourth(parts, 0, "data")
     return parts.found
 
 
