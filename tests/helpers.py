@@ -7,12 +7,17 @@ from pathlib import Path
 
 import mxnet as mx
 import numpy as np
+import pytest
 
 import mxamp as amp
+from mxamp.graph import Graph
 from mxamp.machine import dtype_name
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = np.dtype([("bfloat16", np.uint16)])
+with_avx512 = pytest.mark.skipif(
+    bool(amp.Policy.default("bfloat16").rule("Convolution").missing), reason="no bfloat16 kernels"
+)
 
 
 def mx_dtype(name):
@@ -55,6 +60,17 @@ def same(a, b):
 
 def randn(*shape, seed=0, scale=1.0):
     return mx.nd.array(np.random.RandomState(seed).randn(*shape).astype("float32") * scale)
+
+
+def operators_of(symbol):
+    return [node.op for node in Graph.from_symbol(symbol).nodes if not node.is_variable]
+
+
+def exported(block, folder):
+    """A block that was run and exported, loaded again by MXNet."""
+    block.export(str(folder / "exported"))
+    files = (str(folder / f"exported-{part}") for part in ("symbol.json", "0000.params"))
+    return mx.gluon.SymbolBlock.imports(next(files), ["data"], next(files))
 
 
 def run_python(code, *, env=None, python=sys.executable, timeout=300):

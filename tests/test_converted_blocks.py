@@ -7,8 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn, same, values
-from mxamp.graph import Graph
+from helpers import exported, operators_of, randn, same, values
 
 B = amp.Policy.default("bfloat16")
 
@@ -53,15 +52,10 @@ def trained(block, x):
     return [values(out), *(values(p.grad()) for _, p in sorted(params) if p.grad_req != "null")]
 
 
-def operators(block):
-    graph = Graph.from_symbol(block._cached_graph[1])
-    return [node.op for node in graph.nodes if not node.is_variable]
-
-
 @pytest.mark.parametrize("offline", [False, True])
 def test_it_runs_as_a_block_does_under_the_policy(net, offline):
     low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=offline)
-    there = operators(low)
+    there = operators_of(low._cached_graph[1])
     for rows in (40, 1, 40):
         x = randn(rows, 3, 6, 6)
         out = low(x)
@@ -70,7 +64,7 @@ def test_it_runs_as_a_block_does_under_the_policy(net, offline):
                 assert same(out, net(x))
         with amp.autocast(policy=B.untuned()):
             assert not same(out, net(x))
-    assert operators(low) == there
+    assert operators_of(low._cached_graph[1]) == there
     assert "clip" in there
     assert "Concat" not in there
 
@@ -136,11 +130,7 @@ def test_it_runs_as_converted_whatever_is_on(net):
 def test_where_nothing_is_tuned_it_runs_what_it_exports(net, options, tmp_path):
     low, x = amp.convert_hybrid_block(net, **options), randn(3, 3, 6, 6)
     out = low(x)
-    low.export(str(tmp_path / "low"))
-    again = gluon.SymbolBlock.imports(
-        str(tmp_path / "low-symbol.json"), ["data"], str(tmp_path / "low-0000.params")
-    )
-    assert same(values(out), values(again(x)))
+    assert same(values(out), values(exported(low, tmp_path)(x)))
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
@@ -150,13 +140,9 @@ def test_what_it_exports_differs_from_it_by_rounding_alone(net, tmp_path):
         plain = net(x).asnumpy()
     low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=True)
     out = low(x).asnumpy()
-    low.export(str(tmp_path / "low"))
-    again = gluon.SymbolBlock.imports(
-        str(tmp_path / "low-symbol.json"), ["data"], str(tmp_path / "low-0000.params")
-    )
-    exported = again(x).asnumpy()
-    assert not same(out, exported)
-    assert np.linalg.norm(out - exported) < 2 * np.linalg.norm(exported - plain)
+    other = exported(low, tmp_path)(x).asnumpy()
+    assert not same(out, other)
+    assert np.linalg.norm(out - other) < 2 * np.linalg.norm(other - plain)
 
 
 def test_states_and_nested_inputs_stay():

@@ -9,17 +9,11 @@ from mxnet import gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import check_python, kind, same
+from helpers import check_python, exported, kind, operators_of, same, with_avx512
 from mxamp.cli import main
 from mxamp.fusion import folded
-from mxamp.graph import Graph
 
 B = amp.Policy.default("bfloat16")
-with_avx512 = pytest.mark.skipif(bool(B.rule("Convolution").missing), reason="no bfloat16 kernels")
-
-
-def operators(symbol):
-    return [node.op for node in Graph.from_symbol(symbol).nodes if not node.is_variable]
 
 
 def params_of(symbol, shape):
@@ -66,7 +60,7 @@ def test_folding_in_float32_keeps_values(name, monkeypatch):
     params, data = params_of(symbol, (2, 4, 8, 8))
     kept = {key: value.copy() for key, value in params.items()}
     new, values = folded(symbol, params, B)
-    assert "BatchNorm" not in operators(new)
+    assert "BatchNorm" not in operators_of(new)
     assert set(values) == set(new.list_inputs()) - {"data"}
     expected = run(symbol, params, data)
     np.testing.assert_allclose(run(new, values, data), expected, rtol=1e-4, atol=1e-4)
@@ -100,7 +94,7 @@ def test_what_can_not_be_folded_stays(name):
     symbol = LEFT[name]()
     params, _ = params_of(symbol, (2, 4, 8, 8))
     new, values = folded(symbol, params, B)
-    assert operators(new) == operators(symbol)
+    assert operators_of(new) == operators_of(symbol)
     assert all(same(values[key], params[key]) for key in values)
 
 
@@ -156,7 +150,7 @@ def test_a_trained_network_fused_answers_as_unfused(tmp_path):
     assert right(plain) > 0.9
     assert right(found["fast"]) >= right(plain) - 0.005
     assert 0 < error("fast") <= 1.5 * error("low")
-    used = operators(fast._cached_graph[1])
+    used = operators_of(fast._cached_graph[1])
     assert not {"BatchNorm", "Convolution", "FullyConnected", "clip", "relu"} & set(used)
     assert used.count("_sg_mkldnn_conv") == 6
     assert all(p.grad_req == "null" for p in fast.collect_params().values())
@@ -212,11 +206,7 @@ def test_images_get_a_fourth_channel(tmp_path):
     first = fast.collect_params()[net[0].weight.name].data()
     assert (first.shape, kind(first)) == ((16, 4, 3, 3), "bfloat16")
     assert net[0].weight.shape == (16, 3, 3, 3)
-    fast.export(str(tmp_path / "fast"))
-    again = gluon.SymbolBlock.imports(
-        str(tmp_path / "fast-symbol.json"), ["data"], str(tmp_path / "fast-0000.params")
-    )
-    assert same(again(x), fast(x))
+    assert same(exported(fast, tmp_path)(x), fast(x))
 
 
 @with_avx512
@@ -253,7 +243,7 @@ def test_layers_are_kept_in_float32_by_name():
     net(test[:2])
     names = ["batchnorm0_fwd", "*_conv1_fwd", "dense0_fwd"]
     fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True, excluded_sym_names=names)
-    assert operators(fast._cached_graph[1]).count("BatchNorm") == 1
+    assert operators_of(fast._cached_graph[1]).count("BatchNorm") == 1
     dtypes = {name: kind(p.data()) for name, p in fast.collect_params().items()}
     kept = [name for name in dtypes if "_conv1_weight" in name or "dense0_weight" in name]
     assert len(kept) >= 3

@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn, same, values
+from helpers import randn, same, values, with_avx512
 from mxamp.errors import UnknownNameError
 from mxamp.graph import Graph
 from mxamp.substitutions import ALL, NAMES
@@ -130,9 +130,6 @@ def test_splits_of_the_last_axis(name, attrs, low):
 
 
 CONVOLUTION = {"kernel": (3, 3), "num_filter": 16, "name": "conv"}
-with_avx512 = pytest.mark.skipif(
-    bool(amp.Policy.default("bfloat16").rule("Convolution").missing), reason="no bfloat16 kernels"
-)
 
 
 @with_avx512
