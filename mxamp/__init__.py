@@ -7,22 +7,21 @@ True
 >>> amp.shutdown()
 """
 
-from ._compat import import_mxnet as _import_mxnet
+from .framework.compat import import_mxnet as _import_mxnet
 
 _import_mxnet()
 
 from ._version import __version__  # noqa: E402
-from .autocast import autocast, current_policy, init, is_enabled, shutdown  # noqa: E402
-from .compare import OutputError, compare_models, random_inputs  # noqa: E402
-from .contrib import patch_contrib  # noqa: E402
-from .convert import (  # noqa: E402
+from .convert.compare import OutputError, compare_models, random_inputs  # noqa: E402
+from .convert.files import ConvertedFiles, convert_files  # noqa: E402
+from .convert.models import (  # noqa: E402
     convert_bucketing_module,
     convert_hybrid_block,
     convert_model,
     convert_symbol,
 )
-from .decorate import decorate  # noqa: E402
-from .drawing import draw  # noqa: E402
+from .debugging.drawing import draw  # noqa: E402
+from .debugging.explain import Plan, explain  # noqa: E402
 from .errors import (  # noqa: E402
     AmpError,
     ArgumentError,
@@ -30,22 +29,18 @@ from .errors import (  # noqa: E402
     StateError,
     UnknownNameError,
 )
-from .explain import Plan, explain  # noqa: E402
-from .files import ConvertedFiles, convert_files  # noqa: E402
-from .functions import (  # noqa: E402
+from .frontends.contrib import patch_contrib  # noqa: E402
+from .frontends.decorate import decorate  # noqa: E402
+from .frontends.functions import (  # noqa: E402
     float_function,
     half_function,
     promote_function,
-    register_custom_operator,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
-from .grad_scaler import GradScaler  # noqa: E402
-from .levels import initialize  # noqa: E402
-from .policy import Policy  # noqa: E402
-from .scaler import LossScaler, NoScaler, StaticLossScaler  # noqa: E402
-from .stock_lists import (  # noqa: E402
+from .frontends.opt_levels import initialize  # noqa: E402
+from .frontends.stock_lists import (  # noqa: E402
     list_conditional_fp32_ops,
     list_fp32_ops,
     list_loss_output_functions,
@@ -54,7 +49,13 @@ from .stock_lists import (  # noqa: E402
     list_lp16_use_fp32_params,
     list_widest_type_cast,
 )
-from .trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale  # noqa: E402
+from .patches.autocast import autocast, init, shutdown  # noqa: E402
+from .policy.active import current_policy, is_enabled  # noqa: E402
+from .policy.custom_operators import register_custom_operator  # noqa: E402
+from .policy.policy import Policy  # noqa: E402
+from .scaling.grad_scaler import GradScaler  # noqa: E402
+from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler  # noqa: E402
+from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale  # noqa: E402
 
 __all__ = [
     "AmpError",

@@ -7,9 +7,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ._compat import import_mxnet
 from ._version import __version__
 from .errors import AmpError
+from .framework.compat import import_mxnet
 
 DTYPES = click.Choice(["float16", "bfloat16"])
 DEVICES = click.Choice(["cpu", "gpu"])
@@ -50,7 +50,7 @@ def info() -> None:
     """Say what this machine computes in which precision."""
     import mxnet as mx
 
-    from . import machine
+    from .framework import machine
 
     found = machine.features()
     speed = "in hardware" if found & {"avx512_bf16", "amx_bf16"} else "right, but not faster"
@@ -83,8 +83,8 @@ def run(script: str, arguments: Sequence[str], dtype: Optional[str], path: Optio
     import traceback
     from pathlib import Path
 
-    from . import automatic
-    from .policy import Policy
+    from .frontends import automatic
+    from .policy.policy import Policy
 
     if not Path(script).is_file():
         raise AmpError(f"there is no file {script!r}")
@@ -95,7 +95,7 @@ def run(script: str, arguments: Sequence[str], dtype: Optional[str], path: Optio
     if own is not None:
         automatic.logger.info(automatic.OWN_AMP, script, own)
     else:
-        automatic.start(dtype, Policy.load(path) if path else None, door="mxamp run")
+        automatic.start(dtype, Policy.load(path) if path else None, name="mxamp run")
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
@@ -113,15 +113,15 @@ def run(script: str, arguments: Sequence[str], dtype: Optional[str], path: Optio
 @click.option("--class", "kind", help="Only operators of this class, such as low or fp32.")
 def operators(names: Sequence[str], dtype: str, device: Optional[str], kind: Optional[str]) -> None:
     """Show the class of operators, by any of their NAMES, and why."""
-    from .operators import resolve
-    from .policy import Policy
+    from .framework.operators import resolve
+    from .policy.policy import Policy
 
     policy = Policy.default(dtype, device if dtype == "float16" else "cpu")
     chosen = [resolve(name).name for name in names] or sorted(policy.rules)
     table = Table("operator", "class", "reason")
     for name in chosen:
         rule = policy.rule(name)
-        said = "conditional" if rule.conditions else rule.kind
+        said = "conditional" if rule.conditions else rule.op_class
         if kind in (None, said):
             why = rule.reason + (f" (no kernel here: {rule.missing})" if rule.missing else "")
             table.add_row(name, said, why)
@@ -157,10 +157,10 @@ def explain(
     inputs: Sequence[str],
 ) -> None:
     """Show what mixed precision does to the saved model PREFIX, operator by operator."""
-    from .drawing import draw
-    from .explain import explain as explain_symbol
-    from .files import load_model, saved_semantics
-    from .policy import Policy
+    from .convert.files import load_model, saved_semantics
+    from .debugging.drawing import draw
+    from .debugging.explain import explain as explain_symbol
+    from .policy.policy import Policy
 
     symbol, args, auxs = load_model(prefix, epoch)
     with saved_semantics(prefix, epoch):
@@ -225,9 +225,9 @@ def convert(
     force: bool,
 ) -> None:
     """Convert PREFIX-symbol.json and PREFIX-NNNN.params to mixed precision."""
-    from .compare import random_inputs
-    from .files import convert_files, load_model, saved_semantics
-    from .policy import Policy
+    from .convert.compare import random_inputs
+    from .convert.files import convert_files, load_model, saved_semantics
+    from .policy.policy import Policy
 
     known = dict(_pair("--input-dtype", text) for text in dtypes)
     shapes, values = _inputs(inputs)

@@ -121,9 +121,9 @@ def switched_on(contender: str, dtype: str) -> Any:
         if contender not in ("converted", "fused"):
             amp.init(policy=policy)
         return amp
-    import mxamp._compat
+    import mxamp.framework.compat
 
-    mxamp._compat.import_mxnet()
+    mxamp.framework.compat.import_mxnet()
     from mxnet.contrib import amp
 
     if contender == "stock":

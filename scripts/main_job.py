@@ -28,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 
-from mxamp.machine import cpu_name, dtype_name, features
+from mxamp.framework.machine import cpu_name, dtype_name, features
 
 BATCH = 64
 # High enough that the first steps overflow: the scaler has to find its way down.

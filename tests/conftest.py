@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from mxamp import clipping, eager, states, symbolic, updates
+from mxamp.framework.patching import FrontEnd, _stacks
+from mxamp.patches.autocast import _casting
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)
@@ -29,20 +30,15 @@ def pytest_addoption(parser):
 
 
 def _attributes():
-    patches = [
-        *eager.patches(lambda: None),
-        *symbolic.patches(lambda: None),
-        *states.patches(),
-        *updates.patches(lambda: None),
-        *clipping.patches(None),
-    ]
-    return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in patches}
+    return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in _casting.patches()}
 
 
 ORIGINALS = {key: vars(owner)[name] for key, (owner, name) in _attributes().items()}
 
 
 def assert_unpatched():
+    assert not FrontEnd._opened
+    assert not _stacks
     for key, (owner, name) in _attributes().items():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
 

@@ -9,7 +9,7 @@ import ast
 import mxnet as mx
 
 from helpers import down, kind, up
-from mxamp.machine import features
+from mxamp.framework.machine import features
 
 LOW = {"float16": {"FullyConnected", "Convolution", "dot"},
        "bfloat16": {"FullyConnected", "Convolution"}}  # fmt: skip

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from mxamp.graph import Graph
-from mxamp.machine import dtype_name
+from mxamp.framework.machine import dtype_name
+from mxamp.graph.graph import Graph
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = np.dtype([("bfloat16", np.uint16)])

@@ -12,7 +12,7 @@ from mxnet import gluon
 import mxamp as amp
 from helpers import kind, randn
 from mxamp.cli import main
-from test_symbolic import convolutional, made
+from nets import convolutional, made
 
 
 @pytest.fixture

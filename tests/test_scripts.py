@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from helpers import ROOT
-from mxamp.machine import features
+from mxamp.framework.machine import features
 
 BASH = shutil.which("bash")
 
@@ -105,7 +105,7 @@ def test_an_installed_package_has_its_lists(tmp_path):
         capture_output=True, text=True, check=False, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    code = "import mxamp.policy as p; print(p.lists_folder()); p.Policy.default('bfloat16')"
+    code = "import mxamp as amp; from mxamp.policy import lists; print(lists.lists_folder()); amp.Policy.default('bfloat16')"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True,
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},

@@ -8,13 +8,15 @@ import pytest
 
 from helpers import ROOT
 
-# Each room may import those to its left; see docs of the modules themselves.
-ROOMS = [
-    "errors", "_version", "_compat", "machine", "operators", "substitutions", "rules", "policy", "casting", "patching", "doors", "seen", "graph", "choices",
-    "rewrite", "heads", "eager", "offline", "symbolic", "states", "memory", "updates", "clipping", "autocast", "scaler", "containers", "finite", "hook", "trainer", "grad_scaler", "shared", "modules", "decorate", "functions", "levels", "contrib", "automatic", "stock_lists", "arguments", "fusion", "conversion", "blocks", "convert",
-    "explain", "drawing", "compare", "files",
-    "cli", "__init__", "__main__",
+PACKAGE = ROOT / "mxamp"
+# Each may import those before it.
+ORDER = [
+    "errors", "_version", "framework", "policy", "graph", "scaling", "patches", "convert", "debugging",
+    "frontends", "cli", "__init__", "__main__",
 ]  # fmt: skip
+MODULES = sorted(
+    path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if "startup" not in path.parts
+)
 
 
 def tool(name, *arguments):
@@ -40,27 +42,74 @@ def test_mypy():
     assert done.returncode == 0, done.stdout
 
 
-def test_every_module_has_its_room():
-    assert sorted(path.stem for path in (ROOT / "mxamp").glob("*.py")) == sorted(ROOMS)
+def place(parts):
+    """Where a module stands: its package, or itself where it is on top."""
+    return ORDER.index(parts[0])
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_one_way(room):
-    path = ROOT / "mxamp" / f"{room}.py"
-    text = path.read_text()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            names = [node.module.split(".")[0]] if node.module else [a.name for a in node.names]
-            for name in names:
-                assert ROOMS.index(name) < ROOMS.index(room), f"{room} imports {name}"
-    assert len(text.splitlines()) <= 400, "two ideas in one room"
+def imports(path):
+    """The modules of mxamp that one imports, as tuples of names, at the top or inside functions."""
+    package = path.parent.parts
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "mxamp" for alias in node.names), path
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            for alias in node.names:
+                target = (*base, *(node.module.split(".") if node.module else ()))
+                inner = (*target, alias.name)
+                yield inner if PACKAGE.joinpath(*inner).with_suffix(".py").exists() else target
 
 
-def test_pure_rooms_import_no_mxnet():
-    for room in ("errors", "scaler", "patching"):
+def test_every_module_has_its_place():
+    assert {path.with_suffix("").parts[0] for path in MODULES} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_no_import_points_up(path):
+    here = path.with_suffix("").parts
+    for there in imports(path):
+        assert place(there) <= place(here), f"{path} imports {'.'.join(there)}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    edges = {path.with_suffix("").parts: set(imports(path)) for path in MODULES}
+    done = set()
+
+    def visit(module, trail):
+        assert module not in trail, " -> ".join(".".join(m) for m in (*trail, module))
+        if module not in done:
+            for there in edges.get(module, ()):
+                visit(there, (*trail, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_modules_and_functions_are_short(path):
+    tree = ast.parse((PACKAGE / path).read_text())
+    assert len((PACKAGE / path).read_text().splitlines()) <= 300, "two ideas in one module"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            documented = isinstance(node.body[0], ast.Expr) and ast.get_docstring(node) is not None
+            first = node.body[1 if documented and len(node.body) > 1 else 0]
+            assert node.end_lineno - first.lineno < 60, node.name
+
+
+@pytest.mark.parametrize("package", [name for name in ORDER if (PACKAGE / name).is_dir()])
+def test_a_package_itself_holds_a_docstring_alone(package):
+    tree = ast.parse((PACKAGE / package / "__init__.py").read_text())
+    assert ast.get_docstring(tree)
+    assert len(tree.body) == 1
+
+
+def test_pure_modules_import_no_mxnet():
+    for name in ("errors", "scaling/scaler", "framework/patching", "policy/rules"):
         assert "mxnet" not in [
             alias.name.split(".")[0]
-            for node in ast.walk(ast.parse((ROOT / "mxamp" / f"{room}.py").read_text()))
+            for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
             if isinstance(node, ast.Import)
             for alias in node.names
         ]

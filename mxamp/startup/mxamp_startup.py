@@ -33,8 +33,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         # Imports MXNet too, and makes it importable on newer Python and NumPy before.
-        from mxamp.automatic import start_from_environment
         from mxamp.errors import AmpError
+        from mxamp.frontends.automatic import start_from_environment
 
         try:
             start_from_environment()

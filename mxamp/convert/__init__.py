@@ -1,0 +1,1 @@
+"""Saved models and blocks, converted. Imports `patches` and below."""

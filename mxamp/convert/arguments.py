@@ -1,0 +1,77 @@
+"""Checks on what conversion and its kin are given: layers, inputs, dtypes."""
+
+import fnmatch
+from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
+
+from mxnet.symbol import Symbol
+
+from ..errors import ArgumentError, unknown
+from ..framework.machine import DTYPE_CODES, dtype_name
+from ..graph.graph import Graph, argument_dtypes
+from ..policy.policy import Policy
+
+__all__ = ["Names", "checked_policy", "known_dtypes", "known_names", "names_of"]
+
+Names = Optional[Iterable[str]]
+
+
+def checked_policy(policy: Policy, excluded: Names, graph: Graph) -> Policy:
+    """Return the policy with layers of `graph` kept in float32 by name."""
+    patterns = names_of("excluded_sym_names", excluded)
+    _check_layers(patterns, graph)
+    return policy.override(fp32_layers=patterns) if patterns else policy
+
+
+def known_dtypes(
+    sym: Symbol, held: Mapping[str, Any], given: Optional[Mapping[str, Any]] = None
+) -> Dict[str, str]:
+    """Return the dtype of every input of a symbol: a parameter's, given, inferred, or float32."""
+    inputs = sym.list_inputs()
+    known = {name: dtype_name(dtype) for name, dtype in held.items() if name in inputs}
+    if given is not None and not isinstance(given, Mapping):
+        raise ArgumentError(f"input_dtypes maps names of inputs to dtypes, and is not {given!r}")
+    for name, dtype in (given or {}).items():
+        known_names([name], inputs, "input")
+        known[name] = dtype_name(dtype)
+        if known[name] not in DTYPE_CODES:
+            raise ArgumentError(
+                f"the dtype of input {name!r} is one of {', '.join(DTYPE_CODES)}, not {dtype!r}"
+            )
+    arguments = set(sym.list_arguments())
+    inferred = argument_dtypes(sym, {k: v for k, v in known.items() if k in arguments})
+    return {**inferred, **known}
+
+
+def names_of(argument: str, names: Names) -> Sequence[str]:
+    """Return a list of names that an argument gives; none where it gives None."""
+    if names is None:
+        return ()
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ArgumentError(f"{argument} is a list of names, not {names!r}")
+    found = list(names)
+    if not all(isinstance(name, str) for name in found):
+        raise ArgumentError(f"{argument} is a list of strings, not {found!r}")
+    return found
+
+
+def known_names(names: Sequence[str], there: Sequence[str], kind: str) -> Sequence[str]:
+    """Return `names`, all of which are `there`."""
+    for name in names:
+        if name not in there:
+            raise unknown(kind, name, there)
+    return names
+
+
+def _check_layers(patterns: Sequence[str], graph: Graph) -> None:
+    layers = list(_layer_names(graph))
+    for pattern in patterns:
+        if not fnmatch.filter(layers, pattern):
+            raise unknown("layer", pattern, layers, "* and ? stand for any characters")
+
+
+def _layer_names(graph: Graph) -> Iterable[str]:
+    for node in graph.nodes:
+        if not node.is_variable:
+            yield node.name
+        for inner in node.subgraphs:
+            yield from _layer_names(inner)

@@ -1,0 +1,180 @@
+"""Gluon blocks seen from outside: their traced graph, and a block rebuilt around another one."""
+
+import warnings
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from mxnet.context import Context, current_context
+from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
+from mxnet.gluon.parameter import DeferredInitializationError
+from mxnet.gluon.rnn.rnn_layer import _RNNLayer
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ..errors import ArgumentError, StateError
+from ..patches.cached_op import Source, follow
+
+__all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
+
+NOT_RUN = (
+    "block {name!r} has no graph yet: call block.hybridize() and run it once on an example input, "
+    "or give that input as example_inputs"
+)
+NO_VALUE = "parameter {name!r} has no value yet: initialize the block and run it once"
+
+Examples = Union[None, NDArray, Sequence[Any]]
+
+_TRACE = ("_cached_graph", "_in_format", "_out_format")
+
+
+class Traced:
+    """A block's graph: inputs, symbol, the formats of its arguments, the parameters it reads."""
+
+    def __init__(self, block: HybridBlock) -> None:
+        self.inputs, self.symbol = block._cached_graph
+        self.formats = block._in_format, block._out_format
+        used = set(self.symbol.list_inputs())
+        self.params: Dict[str, Parameter] = {
+            name: param for name, param in block.collect_params().items() if name in used
+        }
+
+    @property
+    def data_names(self) -> List[str]:
+        """The inputs that are no parameters."""
+        return [variable.name for variable in self.inputs]
+
+    def values(self) -> Dict[str, NDArray]:
+        """Return the parameters' values, on the CPU."""
+        for name, param in self.params.items():
+            if param._data is None:
+                raise StateError(NO_VALUE.format(name=name))
+        return {name: param._reduce() for name, param in self.params.items()}
+
+
+def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:
+    """Return the graph of a block: the one it ran with, else one traced on an example.
+
+    The block's own graph stays as it is. Parameters whose shape waits for a first input are
+    initialized by the example, as they are by any first call.
+    """
+    if not isinstance(block, HybridBlock):
+        raise ArgumentError(f"block is a HybridBlock, not {type(block).__name__}")
+    if example_inputs is None or (block._cached_graph and isinstance(block, SymbolBlock)):
+        if not block._cached_graph:
+            raise StateError(NOT_RUN.format(name=block.name))
+        return Traced(block)
+    one = isinstance(example_inputs, NDArray)
+    arguments: Tuple[Any, ...] = (example_inputs,) if one else tuple(example_inputs)
+    if any(p._data is None for p in block.collect_params().values()):
+        try:
+            block(*arguments)
+        except (DeferredInitializationError, RuntimeError) as error:
+            raise StateError(f"block {block.name!r} does not run: {error}") from None
+    kept = {name: getattr(block, name) for name in _TRACE}
+    try:
+        block._cached_graph = ()
+        block._get_graph(*_as_called(block, arguments))
+        return Traced(block)
+    finally:
+        for name, value in kept.items():
+            setattr(block, name, value)
+
+
+def _as_called(block: HybridBlock, arguments: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """Return what `block.forward` is given: recurrent layers make states where there are none."""
+    if not isinstance(block, _RNNLayer):
+        return arguments
+    block.skip_states = len(arguments) == 1
+    return _with_states(block, *arguments)
+
+
+def _with_states(
+    block: _RNNLayer, inputs: NDArray, states: Any = None, *lengths: Any
+) -> Tuple[Any, ...]:
+    if states is None:
+        rows = inputs.shape[block._layout.find("N")]
+        states = block.begin_state(rows, ctx=inputs.context, dtype=inputs.dtype)
+    return (inputs, [states] if isinstance(states, NDArray) else states, *lengths)
+
+
+class _Converted(SymbolBlock):  # type: ignore[misc]
+    """A converted block: exports its graph, and runs that of its source, tuned to what it is given.
+
+    The two compute alike; only in the second operators may have others standing in for them.
+    """
+
+    _source: Optional[Source] = None
+
+    def _call_cached_op(self, *args: Any) -> Any:
+        source = self._source
+        if source is not None:
+            follow(self, args, source)
+        return super()._call_cached_op(*args)
+
+
+class _Recurrent(_Converted):
+    """A converted recurrent layer or cell: makes its states as the original does."""
+
+    def _like(self, original: HybridBlock) -> "_Recurrent":
+        # Past Block.__setattr__, which would make the original a child.
+        object.__setattr__(self, "_original", original)
+        return self
+
+    def state_info(self, *args: Any, **kwargs: Any) -> Any:
+        """Return shapes and layouts of the states, as the original's `state_info`."""
+        return self._original.state_info(*args, **kwargs)
+
+    def begin_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Return initial states, as the original's `begin_state`."""
+        return self._original.begin_state(*args, **kwargs)
+
+    def __call__(self, inputs: Any, *args: Any) -> Any:
+        """Call it as the original: a layer's states may be left out."""
+        if isinstance(self._original, _RNNLayer):
+            return super().__call__(*_with_states(self._original, inputs, *args))
+        return super().__call__(inputs, *args)
+
+
+def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
+    """Return a list of contexts for a `ctx` argument; the current one by default."""
+    if ctx is None:
+        return [current_context()]
+    found = [ctx] if isinstance(ctx, Context) else list(ctx)
+    if not found or not all(isinstance(c, Context) for c in found):
+        raise ArgumentError(f"ctx is a Context or a list of them, not {ctx!r}")
+    return found
+
+
+def rebuilt(
+    block: HybridBlock,
+    traced: Traced,
+    symbol: Symbol,
+    values: Mapping[str, NDArray],
+    contexts: List[Context],
+    frozen: Mapping[str, Any],
+    source: Optional[Source] = None,
+) -> SymbolBlock:
+    """Return a block that runs `symbol` and is called as `block` is.
+
+    `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult` and `grad_req`;
+    those that are `frozen`, all new ones among them, get no gradients. With its `source`, the
+    block runs that tuned by its policy.
+    """
+    recurrent = hasattr(block, "begin_state")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
+        result = (_Recurrent if recurrent else _Converted)(symbol, traced.inputs)
+    result._source = source
+    if recurrent:
+        result._like(getattr(block, "_original", block))
+    # MXNet flattens the inputs and outputs of a SymbolBlock; these two give them their shape back.
+    result._in_format, result._out_format = traced.formats
+    for name, param in result.collect_params().items():
+        param.cast(values[name].dtype)
+        # Before it is loaded: MXNet makes no bfloat16 gradients under NumPy semantics.
+        param.grad_req = "null" if name in frozen else traced.params[name].grad_req
+        param._load_init(values[name], contexts)
+        if name in traced.params:
+            param.lr_mult = traced.params[name].lr_mult
+            param.wd_mult = traced.params[name].wd_mult
+    result.hybridize(**dict(block._flags[:2]) if block._flags else {})
+    return result

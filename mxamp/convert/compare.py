@@ -1,0 +1,188 @@
+"""Two models side by side: run on the same inputs, and the errors of one against the other."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+from mxnet import nd
+from mxnet._ctypes.ndarray import CachedOp
+from mxnet.base import MXNetError
+from mxnet.context import Context, current_context
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ..errors import ArgumentError, StateError
+from ..framework.arrays import cast
+from ..framework.machine import DTYPE_NAMES, dtype_name
+from ..graph.graph import Graph
+from ..policy.active import suspended
+
+__all__ = ["Model", "OutputError", "compare_models", "random_inputs"]
+
+Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
+
+NO_SHAPES = (
+    "the shapes of the inputs {inputs} can't be inferred from the parameters: give them, as "
+    "name:1,3,224,224"
+)
+NOT_HERE = (
+    "the model does not run here: {why}. One that was converted for GPUs runs on GPUs only, and "
+    "can be checked there"
+)
+#: Random integers are below this: small enough for any table, label or length.
+_INTEGERS = 2
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """How far one output of a model is from another model's.
+
+    `relative` is the L2 norm of the difference over that of the first model's output, `maximum`
+    the largest absolute difference; both leave out elements that are not finite in the first.
+    `same_argmax` is the share of rows whose largest element stays the same, for outputs of two
+    dimensions. `lost` counts elements that are finite in the first model and not in the second.
+    """
+
+    name: str
+    shape: Tuple[int, ...]
+    relative: float
+    maximum: float
+    same_argmax: Optional[float]
+    lost: int
+
+
+def compare_models(
+    model: Model,
+    other: Model,
+    inputs: Mapping[str, Any],
+    ctx: Optional[Context] = None,
+) -> Tuple[OutputError, ...]:
+    """Run two models on the same inputs; return the errors of the second's outputs.
+
+    ::
+
+        model = mx.model.load_checkpoint("resnet", 0)
+        converted = amp.convert_model(*model, target_dtype="bfloat16")
+        for error in amp.compare_models(model, converted, {"data": batch}):
+            print(error.name, error.relative)
+
+    Parameters
+    ----------
+    model, other : (Symbol, arg_params, aux_params)
+        The one to measure against, and the one to measure. Run in inference, without mxamp.
+    inputs : dict of str to array
+        A value for each input that is no parameter; labels may be left out.
+    ctx : Context, optional
+        Where to run them; by default the current context.
+
+    Raises
+    ------
+    ArgumentError
+        An input is missing or has no fitting shape.
+    StateError
+        A model does not run here, say one that was converted for GPUs on a CPU.
+    """
+    ctx = ctx or current_context()
+    ours, theirs = (_outputs(m, inputs, ctx) for m in (model, other))
+    names = model[0].list_outputs()
+    return tuple(_error(name, a, b) for name, a, b in zip(names, ours, theirs))
+
+
+def random_inputs(
+    model: Model,
+    shapes: Optional[Mapping[str, Sequence[int]]] = None,
+    dtypes: Optional[Mapping[str, Any]] = None,
+    seed: int = 0,
+) -> Dict[str, NDArray]:
+    """Return random values for the inputs of a model: normal floats, integers below 2.
+
+    `shapes` and `dtypes` are by name; float32 is the default. What follows from other shapes,
+    labels say, may be left out.
+    """
+    symbol, args, auxs = model
+    shapes, dtypes = dict(shapes or {}), dict(dtypes or {})
+    names = [n for n in symbol.list_inputs() if n not in args and n not in auxs]
+    known = {name: array.shape for name, array in args.items() if name in symbol.list_arguments()}
+    try:
+        inferred = symbol.infer_shape_partial(**{**known, **shapes})[0]
+    except MXNetError as error:
+        raise ArgumentError(f"inputs of these shapes don't fit: {_reason(error)}") from None
+    every = dict(zip(symbol.list_arguments(), inferred or ()))
+    wanted = {name: tuple(shapes.get(name) or every.get(name) or ()) for name in names}
+    open_ones = [name for name, shape in wanted.items() if not shape or min(shape) <= 0]
+    if open_ones:
+        raise ArgumentError(NO_SHAPES.format(inputs=", ".join(open_ones)))
+    random = np.random.RandomState(seed)
+    return {
+        name: _random(random, shape, dtype_name(dtypes.get(name, "float32")))
+        for name, shape in wanted.items()
+    }
+
+
+def _random(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> NDArray:
+    if "float" not in dtype:
+        return nd.array(random.randint(0, _INTEGERS, shape), dtype=dtype)
+    values = nd.array(random.randn(*shape), dtype="float32")
+    return values if dtype == "float32" else cast(values, dtype)
+
+
+def _outputs(model: Model, inputs: Mapping[str, Any], ctx: Context) -> Sequence[Any]:
+    symbol, args, auxs = model
+    variables = Graph.from_symbol(symbol).variables
+    codes = {variable.name: variable.attrs.get("__dtype__") for variable in variables}
+    names = symbol.list_inputs()
+    values = {**args, **auxs}
+    with suspended():
+        for name, value in inputs.items():
+            if name in names:
+                array = value if isinstance(value, NDArray) else nd.array(value)
+                code = codes[name]
+                values[name] = array if code is None else cast(array, DTYPE_NAMES[int(code)])
+        try:
+            values.update(_labels(symbol, values, [name for name in names if name not in values]))
+            # Not bound: an executor would fuse operators, each model's in its own way.
+            run = CachedOp(symbol)
+            outputs = run(*(values[name].as_in_context(ctx) for name in names))
+            listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+            return [cast(output, "float32").asnumpy() for output in listed]
+        except MXNetError as error:
+            raise StateError(NOT_HERE.format(why=_reason(error))) from None
+
+
+def _labels(
+    symbol: Symbol, values: Mapping[str, NDArray], missing: Sequence[str]
+) -> Dict[str, NDArray]:
+    """Return zeros for arguments whose shape follows from the others."""
+    if not missing:
+        return {}
+    shapes = symbol.infer_shape_partial(**{name: array.shape for name, array in values.items()})[0]
+    found = dict(zip(symbol.list_arguments(), shapes or ()))
+    unknown = [name for name in missing if not found.get(name) or min(found[name]) <= 0]
+    if unknown:
+        raise ArgumentError(f"inputs without a value: {', '.join(unknown)}")
+    return {name: nd.zeros(found[name]) for name in missing}
+
+
+def _error(name: str, ours: Any, theirs: Any) -> OutputError:
+    if ours.shape != theirs.shape:
+        raise ArgumentError(f"output {name!r} has shape {ours.shape} and {theirs.shape}")
+    finite = np.isfinite(ours)
+    lost = finite & ~np.isfinite(theirs)
+    both = finite & ~lost
+    base, difference = ours[both].astype("float64"), (theirs - ours)[both].astype("float64")
+    norm = math.sqrt(float((base**2).sum()))
+    distance = math.sqrt(float((difference**2).sum()))
+    relative = distance / norm if norm else float(distance > 0)
+    agreement = None
+    if ours.ndim == 2 and ours.shape[1] > 1:  # noqa: PLR2004
+        agreement = float((ours.argmax(1) == theirs.argmax(1)).mean())
+    maximum = float(abs(difference).max()) if difference.size else 0.0
+    return OutputError(name, ours.shape, relative, maximum, agreement, int(lost.sum()))
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of an MXNet error that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wanted = [line for line in lines if "Error" in line or "Check failed" in line]
+    return (wanted or lines or ["unknown"])[-1]

@@ -1,0 +1,316 @@
+"""Converting models: symbols, parameters and blocks in, mixed-precision ones out.
+
+What comes out holds stock operators only and runs in plain MXNet, without mxamp. It takes and
+returns the dtypes of the original. The caller's symbol, block and dictionaries stay as they are.
+"""
+
+from typing import AbstractSet, Any, Dict, Iterable, Mapping, Optional, Tuple
+
+from mxnet.context import Context
+from mxnet.gluon import HybridBlock, SymbolBlock
+from mxnet.module import BucketingModule
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ..errors import ArgumentError, StateError
+from ..graph.fuse import fused
+from ..graph.graph import Graph
+from ..patches.cached_op import Source
+from ..policy.overrides import Conditional
+from ..policy.policy import Policy
+from .arguments import Names, checked_policy
+from .blocks import Examples, contexts_of, rebuilt, trace
+from .symbols import Converted, Params, cast_params, convert_graph
+
+__all__ = ["convert_bucketing_module", "convert_hybrid_block", "convert_model", "convert_symbol"]
+
+
+def convert_symbol(
+    sym: Symbol,
+    target_dtype: Any = "float16",
+    target_dtype_ops: Names = None,
+    fp32_ops: Names = None,
+    conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
+    excluded_sym_names: Names = None,
+    data_names: Names = None,
+    cast_optional_params: bool = False,
+    *,
+    widest_dtype_ops: Names = None,
+    policy: Optional[Policy] = None,
+    keep_io_types: bool = True,
+    input_dtypes: Optional[Mapping[str, Any]] = None,
+) -> Symbol:
+    """Return a float32 symbol with casts inserted.
+
+    >>> import mxnet as mx, mxamp as amp
+    >>> net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    >>> policy = amp.Policy.default("float16", device="gpu")
+    >>> amp.convert_symbol(net, policy=policy).get_internals().list_outputs()[1]
+    'data_amp_cast_float16_output'
+
+    Parameters
+    ----------
+    sym : Symbol
+        Stays as it is.
+    target_dtype : str or dtype, default "float16"
+        "float16" or "bfloat16".
+    target_dtype_ops, fp32_ops, widest_dtype_ops : list of str, optional
+        Operators to run in the target dtype, in float32, in the widest dtype of their inputs;
+        each replaces the default list, as in `mxnet.contrib.amp`.
+    conditional_fp32_ops : list of (str, str, list of str), optional
+        (operator, attribute, values): float32 where the attribute has one of the values.
+    excluded_sym_names : list of str, optional
+        Nodes to keep in float32, by name; * and ? stand for any characters.
+    data_names : list of str, optional
+        The inputs that are no parameters. Never cast offline.
+    cast_optional_params : bool, default False
+        Give parameters that are only read in the target dtype that dtype, with no cast in the
+        graph; their values must then be cast too, which `convert_model` does.
+    policy : Policy, optional
+        In place of `target_dtype` and the operator lists. The default one is for the kind of
+        device this machine has: to convert for GPUs on a machine without one, give
+        `Policy.default("float16", device="gpu")`.
+    keep_io_types : bool, default True
+        Take and return the dtypes of the original. Otherwise outputs stay in the dtype that they
+        are computed in, and data that is only read in the target dtype must be given in it.
+    input_dtypes : dict of str to dtype, optional
+        Dtypes of inputs that are not float32 and can't be inferred.
+
+    Raises
+    ------
+    UnknownNameError
+        An operator, node or input that is not there, with the closest match.
+    ArgumentError
+        Arguments of wrong types, or an operator in two lists.
+    """
+    chosen = Policy.from_lists(
+        target_dtype,
+        target_dtype_ops,
+        fp32_ops,
+        widest_dtype_ops,
+        conditional_fp32_ops,
+        policy=policy,
+    )
+    return convert_graph(
+        sym, chosen, excluded_sym_names, data_names, cast_optional_params, keep_io_types,
+        input_dtypes,
+    ).symbol  # fmt: skip
+
+
+def convert_model(
+    sym: Symbol,
+    arg_params: Mapping[str, NDArray],
+    aux_params: Mapping[str, NDArray],
+    target_dtype: Any = "float16",
+    target_dtype_ops: Names = None,
+    fp32_ops: Names = None,
+    conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
+    excluded_sym_names: Names = None,
+    cast_optional_params: bool = False,
+    *,
+    widest_dtype_ops: Names = None,
+    policy: Optional[Policy] = None,
+    keep_io_types: bool = True,
+    input_dtypes: Optional[Mapping[str, Any]] = None,
+    fuse: bool = False,
+) -> Tuple[Symbol, Params, Params]:
+    """Return a float32 model's symbol and parameters, converted as by `convert_symbol`.
+
+    ::
+
+        model = mx.model.load_checkpoint("resnet", 0)
+        sym, args, auxs = amp.convert_model(*model, target_dtype="bfloat16")
+        mx.model.save_checkpoint("resnet-bf16", 0, sym, args, auxs)
+
+    The parameters come back in new dictionaries; with `cast_optional_params` those that are read
+    in the target dtype alone are cast to it.
+
+    `fuse=True` is for inference in bfloat16 on CPUs: BatchNorms are folded, in float32, into the
+    products before them, and oneDNN's fused operators take the place of products with activations
+    and sums behind them. The model runs on MXNet's CPU builds only then, and does not train;
+    parameters are cast as with `cast_optional_params`.
+    """
+    for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
+        if not isinstance(params, Mapping):
+            raise ArgumentError(f"{name} maps names to NDArrays, and is not {params!r}")
+    chosen = Policy.from_lists(
+        target_dtype,
+        target_dtype_ops,
+        fp32_ops,
+        widest_dtype_ops,
+        conditional_fp32_ops,
+        policy=policy,
+    )
+    held = {**arg_params, **aux_params}
+    data = None
+    if isinstance(sym, Symbol):
+        data = [name for name in sym.list_inputs() if name not in held]
+        if fuse:
+            sym, held, chosen = fused(
+                sym,
+                held,
+                chosen,
+                checked_policy(chosen, excluded_sym_names, Graph.from_symbol(sym)),
+            )
+    converted = convert_graph(
+        sym, chosen, excluded_sym_names, data, cast_optional_params or fuse, keep_io_types,
+        input_dtypes, held,
+    )  # fmt: skip
+    values = cast_params(held, converted)
+    auxs = {name: value for name, value in values.items() if name in aux_params}
+    return converted.symbol, {n: v for n, v in values.items() if n not in auxs}, auxs
+
+
+def convert_hybrid_block(
+    block: HybridBlock,
+    target_dtype: Any = "float16",
+    target_dtype_ops: Names = None,
+    fp32_ops: Names = None,
+    conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
+    excluded_sym_names: Names = None,
+    ctx: Optional[Context] = None,
+    cast_optional_params: bool = False,
+    *,
+    widest_dtype_ops: Names = None,
+    policy: Optional[Policy] = None,
+    keep_io_types: bool = True,
+    input_dtypes: Optional[Mapping[str, Any]] = None,
+    example_inputs: Examples = None,
+    fuse: bool = False,
+) -> SymbolBlock:
+    """Return a mixed-precision block that is called as `block` is.
+
+    ::
+
+        net.hybridize()
+        net(example)
+        fast = amp.convert_hybrid_block(net, "bfloat16")
+        fast(data)
+
+    or, of a block that was not hybridized and run::
+
+        fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=example)
+
+    Nested inputs and outputs and the states of recurrent layers are as the block's own. The new
+    block holds copies of the parameters that its graph reads, under the same names, and trains;
+    what `cast_optional_params` has cast is frozen: for inference, where it saves the casts.
+
+    In bfloat16 the block runs tuned to the shapes that it is given, as blocks do after `init`;
+    what it exports is the converted graph. Without `policy.untuned()` the two may differ by
+    rounding.
+
+    Parameters
+    ----------
+    block : HybridBlock
+        Stays as it is.
+    ctx : Context or list of Context, optional
+        Where the new block's parameters are; by default on the current context.
+    example_inputs : NDArray or sequence, optional
+        The arguments of one call, to trace a block that has no graph yet.
+    fuse : bool, default False
+        As of `convert_model`. The new block's parameters are all frozen then.
+
+    The other parameters are those of `convert_symbol`.
+
+    Raises
+    ------
+    StateError
+        The block has no graph yet and no example was given, or a parameter has no value.
+    """
+    chosen = Policy.from_lists(
+        target_dtype,
+        target_dtype_ops,
+        fp32_ops,
+        widest_dtype_ops,
+        conditional_fp32_ops,
+        policy=policy,
+    )
+    contexts = contexts_of(ctx)
+    traced = trace(block, example_inputs)
+    symbol, values = traced.symbol, traced.values()
+    if fuse:
+        symbol, values, chosen = fused(
+            symbol,
+            values,
+            chosen,
+            checked_policy(chosen, excluded_sym_names, Graph.from_symbol(symbol)),
+        )
+    converted = convert_graph(
+        symbol, chosen, excluded_sym_names, traced.data_names, cast_optional_params or fuse,
+        keep_io_types, input_dtypes, values,
+    )  # fmt: skip
+    values = cast_params(values, converted)
+    frozen = values if fuse else converted.inputs
+    # With other dtypes of inputs and outputs than its own, the source is another model.
+    tuned = converted.policy.chooses and keep_io_types
+    source = Source(symbol, converted.policy, frozenset(converted.inputs)) if tuned else None
+    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source)
+
+
+def convert_bucketing_module(
+    bucketing_mod: BucketingModule,
+    target_dtype: Any = "float16",
+    target_dtype_ops: Names = None,
+    fp32_ops: Names = None,
+    conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
+    excluded_sym_names: Names = None,
+    cast_optional_params: bool = False,
+    *,
+    widest_dtype_ops: Names = None,
+    policy: Optional[Policy] = None,
+    keep_io_types: bool = True,
+    input_dtypes: Optional[Mapping[str, Any]] = None,
+) -> BucketingModule:
+    """Return a bound and initialized `BucketingModule` with the symbol of each bucket converted.
+
+    The parameters are those of `convert_model`. A parameter is cast offline only if every bucket
+    reads it in the target dtype alone.
+    """
+    if not isinstance(bucketing_mod, BucketingModule):
+        raise ArgumentError(
+            f"convert_bucketing_module takes a BucketingModule, not {type(bucketing_mod).__name__}"
+        )
+    if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
+        raise StateError("bind the BucketingModule and initialize its parameters before converting")
+    chosen = Policy.from_lists(
+        target_dtype,
+        target_dtype_ops,
+        fp32_ops,
+        widest_dtype_ops,
+        conditional_fp32_ops,
+        policy=policy,
+    )
+    args, auxs = bucketing_mod.get_params()
+    held = {**args, **auxs}
+    plain = {key: module._symbol for key, module in bucketing_mod._buckets.items()}
+
+    def converted(keep: AbstractSet[str]) -> Dict[Any, Converted]:
+        return {
+            key: convert_graph(
+                symbol, chosen, excluded_sym_names,
+                [name for name in symbol.list_inputs() if name not in held],
+                cast_optional_params, keep_io_types, input_dtypes, held, keep,
+            )
+            for key, symbol in plain.items()
+        }  # fmt: skip
+
+    found = converted(frozenset())
+    common = set.intersection(*(set(one.inputs) for one in found.values()))
+    keep = {name for one in found.values() for name in one.inputs} - common
+    if keep:
+        found = converted(keep)
+    first = next(iter(found.values()))
+    return BucketingModule.load_dict(
+        {key: one.symbol for key, one in found.items()},
+        sym_gen=bucketing_mod._sym_gen,
+        arg_params=cast_params(args, first),
+        aux_params=cast_params(auxs, first),
+        default_bucket_key=bucketing_mod._default_bucket_key,
+        logger=bucketing_mod.logger,
+        context=bucketing_mod._context,
+        work_load_list=bucketing_mod._work_load_list,
+        fixed_param_names=bucketing_mod._fixed_param_names,
+        state_names=bucketing_mod._state_names,
+        group2ctxs=bucketing_mod._group2ctxs,
+        compression_params=bucketing_mod._compression_params,
+    )

@@ -1,0 +1,120 @@
+"""Arrays as MXNet holds them: dtype, device and memory, and casts between float dtypes."""
+
+import ctypes
+from typing import Any, Mapping, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet._ctypes import ndarray as mx_ctypes
+from mxnet.base import _LIB, check_call
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray.sparse import CSRNDArray, RowSparseNDArray
+
+from .machine import DTYPE_CODES, DTYPE_NAMES
+from .operators import resolve
+
+__all__ = [
+    "KIND_NAMES",
+    "cast",
+    "copy",
+    "dtype_code",
+    "dtypes_of",
+    "flat_view",
+    "invoke",
+    "kind_code",
+    "on_device",
+]
+
+_SPARSE = -2
+#: What `kind_code` returns, by name: a dtype, or "sparse".
+KIND_NAMES: Mapping[int, str] = {**DTYPE_NAMES, _SPARSE: "sparse"}
+_SPARSE_TYPES = frozenset({CSRNDArray, RowSparseNDArray})
+_BFLOAT16 = DTYPE_CODES["bfloat16"]
+_FLOAT32, _FLOAT64 = DTYPE_CODES["float32"], DTYPE_CODES["float64"]
+_CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
+
+#: MXNet's own entry to every operator, as it was before anything was patched: calls that mxamp
+#: makes itself never go through its patch.
+invoke = mx_ctypes._imperative_invoke
+_AMP_CAST = resolve("amp_cast").handle
+_CAST = resolve("Cast").handle
+_COPY = resolve("identity").handle
+
+
+def dtype_code(array: NDArray) -> int:
+    """Return MXNet's number for an array's dtype (0.3 us; `array.dtype` takes 2)."""
+    code = ctypes.c_int()
+    _LIB.MXNDArrayGetDType(array.handle, ctypes.byref(code))
+    return code.value
+
+
+def kind_code(array: NDArray) -> int:
+    """Return the number of an array's dtype, or one of its own for sparse storage."""
+    return _SPARSE if type(array) in _SPARSE_TYPES else dtype_code(array)
+
+
+def dtypes_of(arrays: Sequence[NDArray]) -> Tuple[str, ...]:
+    """Return the kind of each array as `policy.decision` takes it: a dtype's name, or "sparse"."""
+    return tuple([KIND_NAMES.get(kind_code(array), "other") for array in arrays])
+
+
+def on_device(arrays: Sequence[NDArray], device: str) -> bool:
+    """Tell whether all arrays are on the policy's kind of device ("cpu" or "gpu")."""
+    wanted = _CPU_TYPES if device == "cpu" else frozenset({"gpu"})
+    return all(array.context.device_type in wanted for array in arrays)
+
+
+def copy(array: NDArray, is_np_op: bool = False) -> NDArray:
+    """Return a copy in the plain memory layout, recorded by autograd."""
+    return invoke(_COPY, [array], [], [], None, is_np_op, False)
+
+
+def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
+    """Return `array` in another float dtype; the array itself where it has that dtype.
+
+    Rounds to nearest even. Autograd records the cast.
+    """
+    code = dtype_code(array)
+    if code == DTYPE_CODES[dtype]:
+        return array
+    operator = _AMP_CAST
+    if _FLOAT64 in (code, DTYPE_CODES[dtype]):
+        # amp_cast knows no float64, and Cast does not round to bfloat16: by way of float32.
+        if _FLOAT32 not in (code, DTYPE_CODES[dtype]):
+            return cast(cast(array, "float32", is_np_op), dtype, is_np_op)
+        operator = _CAST
+    if _BFLOAT16 in (code, DTYPE_CODES[dtype]):
+        if _is_leaf(array):
+            # amp_cast's gradient forgets grad_req="add" in bfloat16; the copy in between keeps it.
+            array = copy(array, is_np_op)
+        if mx.util.is_np_shape() and array.size <= 1:
+            operator = _CAST  # oneDNN, which does amp_cast, knows no empty and no 0-d arrays
+    return invoke(operator, [array], ["dtype"], [dtype], None, is_np_op, False)
+
+
+def write(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
+    """Write `source` into `target`, which has this dtype; `castable`: amp_cast knows both."""
+    operator = _AMP_CAST if castable else _CAST
+    invoke(operator, [source], ["dtype"], [dtype], target, False, False)
+
+
+def _is_leaf(array: NDArray) -> bool:
+    """Tell whether autograd would write a gradient of `array` now."""
+    return autograd.is_recording() and array.grad is not None
+
+
+def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
+    """Return the elements of a dense CPU array as a flat NumPy array over the same memory.
+
+    Waits for what computes the array, and with `write` for what reads it too. The view is valid
+    while the array lives and keeps its layout.
+    """
+    if write:
+        check_call(_LIB.MXNDArrayWaitToWrite(array.handle))
+    array.wait_to_read()
+    data = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(data)))
+    count = array.size * np.dtype(dtype).itemsize
+    buffer = (ctypes.c_char * count).from_address(data.value)
+    return np.frombuffer(buffer, dtype=dtype)

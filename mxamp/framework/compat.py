@@ -1,0 +1,191 @@
+"""What MXNet 1.9.1 needs to import on today's Python, NumPy and CUDA wheels.
+
+MXNet 1.9.1 is of 2022. NumPy has since dropped names that it reads while it is imported, Python
+3.12 dropped `distutils`, and its CUDA build looks for CUDA 11 libraries on the system. `prepare`
+puts back what is missing before `import mxnet`, and touches nothing that is there.
+"""
+
+import ctypes
+import importlib
+import importlib.util
+import math
+import sys
+import types
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+from ..errors import InstallError
+
+__all__ = ["import_mxnet", "prepare"]
+
+# Loaded in this order, each resolves the next one's symbols.
+CUDA_LIBRARIES = (
+    "libcudart.so.11.0",
+    "libnvrtc.so.11.2",
+    "libnvToolsExt.so.1",
+    "libcublasLt.so.11",
+    "libcublas.so.11",
+    "libcusparse.so.11",
+    "libcusolver.so.11",
+    "libcufft.so.10",
+    "libcurand.so.10",
+    "libcudnn.so.8",
+    "libnccl.so.2",
+)
+
+FAILED_BEFORE = (
+    "MXNet was imported before mxamp and failed, and can't be imported a second time in the same "
+    "process. Start a new process and put `import mxamp` above the first `import mxnet`."
+)
+NO_DRIVER = (
+    "mxnet-cu112 is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install "
+    "the driver (450.80 or later), or on a machine without an NVIDIA GPU install the CPU build: "
+    "pip uninstall mxnet-cu112 && pip install mxnet==1.9.1"
+)
+NOT_INSTALLED = (
+    "MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for mxnet==1.9.1, "
+    "mxamp[cu112] for mxnet-cu112==1.9.1."
+)
+
+
+def import_mxnet() -> Any:
+    """Return the module `mxnet`, made importable first.
+
+    Raises `InstallError` where MXNet is missing, its GPU driver is, or an earlier import of it
+    in this process has failed.
+    """
+    if "mxnet" not in sys.modules:
+        if any(name.startswith("mxnet.") for name in sys.modules):
+            raise InstallError(FAILED_BEFORE)
+        prepare()
+        if importlib.util.find_spec("mxnet") is None:
+            raise InstallError(NOT_INSTALLED)
+        with warnings.catch_warnings():
+            # What MXNet's own import says of NumPy and distutils, nobody here can act on.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            return importlib.import_module("mxnet")
+    return sys.modules["mxnet"]
+
+
+def prepare() -> None:
+    """Put back what MXNet 1.9.1 reads while it is imported; nothing that is there is changed."""
+    import numpy
+
+    _restore_numpy(numpy)
+    _restore_distutils()
+    _preload_cuda()
+
+
+def _restore_numpy(numpy: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy 1.20 to 1.23 have the names and deprecate them
+        missing = {k: v for k, v in _numpy_names(numpy).items() if not hasattr(numpy, k)}
+    for name, value in missing.items():
+        setattr(numpy, name, value)
+    if not numpy.__version__.startswith("1."):
+        # MXNet writes operator attributes with str(); NumPy 2 would write "np.int64(2)".
+        numpy.set_printoptions(legacy="1.25")
+    compat: Any = getattr(numpy, "compat", None)
+    if compat is None:
+        compat = types.ModuleType("numpy.compat")
+        sys.modules.setdefault("numpy.compat", compat)
+        numpy.compat = compat
+    if not hasattr(compat, "basestring"):
+        compat.basestring = str
+
+
+def _numpy_names(numpy: Any) -> Dict[str, Any]:
+    """Names that NumPy 1.24 to 2.4 have dropped and MXNet reads, with what they stood for."""
+
+    def financial(name: str) -> Callable[..., Any]:
+        # MXNet only looks these up, for its table of NumPy functions that it hands back to NumPy.
+        def missing(*_args: Any, **_kwargs: Any) -> Any:
+            raise AttributeError(f"numpy.{name} was removed from NumPy; see numpy_financial")
+
+        missing.__name__ = name
+        return missing
+
+    names: Dict[str, Any] = {
+        "bool": bool, "int": int, "float": float, "complex": complex, "object": object, "str": str,
+        "Inf": math.inf, "NAN": math.nan, "NaN": math.nan, "PINF": math.inf, "NINF": -math.inf,
+        "PZERO": 0.0, "NZERO": -0.0,
+        "alltrue": numpy.all, "sometrue": numpy.any, "product": numpy.prod,
+        "cumproduct": numpy.cumprod, "round_": numpy.round,
+        "msort": lambda a: numpy.sort(a, axis=0),
+        "in1d": lambda a, b, **options: numpy.isin(numpy.ravel(a), b, **options),
+        "trapz": getattr(numpy, "trapezoid", None),
+    }  # fmt: skip
+    names.update((name, financial(name)) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate"))
+    return names
+
+
+def _restore_distutils() -> None:
+    """Stand in for `distutils.version`, of which MXNet uses LooseVersion's comparison."""
+    if importlib.util.find_spec("distutils") is not None:
+        return
+
+    class LooseVersion:
+        def __init__(self, vstring: str = "0") -> None:
+            self.vstring = vstring
+            self.version: List[int] = [int(p) for p in vstring.split(".") if p.isdigit()]
+
+        def __lt__(self, other: Any) -> bool:
+            return self.version < _version(other)
+
+        def __le__(self, other: Any) -> bool:
+            return self.version <= _version(other)
+
+        def __gt__(self, other: Any) -> bool:
+            return self.version > _version(other)
+
+        def __ge__(self, other: Any) -> bool:
+            return self.version >= _version(other)
+
+        def __eq__(self, other: object) -> bool:
+            return self.version == _version(other)
+
+        def __hash__(self) -> int:
+            return hash(tuple(self.version))
+
+    def _version(other: Any) -> List[int]:
+        return (other if isinstance(other, LooseVersion) else LooseVersion(str(other))).version
+
+    package: Any = types.ModuleType("distutils")
+    module: Any = types.ModuleType("distutils.version")
+    package.__path__ = []
+    module.LooseVersion = LooseVersion
+    module.StrictVersion = LooseVersion
+    package.version = module
+    sys.modules["distutils"] = package
+    sys.modules["distutils.version"] = module
+
+
+def _preload_cuda() -> None:
+    """Load CUDA 11 from the nvidia-*-cu11 wheels, so that mxnet-cu112 needs no system CUDA."""
+    try:
+        metadata.distribution("mxnet-cu112")
+    except metadata.PackageNotFoundError:
+        return
+    try:
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise InstallError(NO_DRIVER) from error
+    folders = _wheel_folders()
+    for name in CUDA_LIBRARIES:
+        for folder in folders:
+            if (folder / name).exists():
+                ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+                break
+
+
+def _wheel_folders() -> List[Path]:
+    """Where the nvidia-*-cu11 wheels keep their libraries: site-packages/nvidia/*/lib."""
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except ValueError:
+        return []
+    places = spec.submodule_search_locations if spec is not None else None
+    return sorted(lib for place in places or () for lib in Path(place).glob("*/lib"))

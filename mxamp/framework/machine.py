@@ -1,0 +1,133 @@
+"""The machine and its dtypes: what MXNet calls them, and what the CPU can do."""
+
+import logging
+import os
+import platform
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Dict, FrozenSet, Mapping
+
+import numpy as np
+
+__all__ = [
+    "BFLOAT16",
+    "DTYPE_CODES",
+    "DTYPE_NAMES",
+    "computes_bfloat16",
+    "cpu_name",
+    "default_device",
+    "dtype_name",
+    "features",
+    "threads",
+]
+
+logger = logging.getLogger("mxamp")
+
+#: MXNet's bfloat16: a NumPy structure that holds the raw 16 bits.
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+
+#: MXNet's numbers for dtypes (mshadow/base.h), by name and back.
+DTYPE_CODES: Mapping[str, int] = {
+    "float32": 0, "float64": 1, "float16": 2, "uint8": 3, "int32": 4, "int8": 5, "int64": 6,
+    "bool": 7, "bfloat16": 12,
+}  # fmt: skip
+DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items()}
+
+# DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
+_BELOW_AVX512 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"}
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype given as a string, a NumPy type or MXNet's bfloat16.
+
+    >>> dtype_name(np.float16), dtype_name(BFLOAT16)
+    ('float16', 'bfloat16')
+
+    What is no dtype comes back as its `repr`, for the error that follows.
+    """
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        return dtype
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        return repr(dtype)
+    return "bfloat16" if found == BFLOAT16 else found.name
+
+
+def default_device() -> str:
+    """Return "gpu" where MXNet sees one, else "cpu"."""
+    return "gpu" if _gpus() else "cpu"
+
+
+@lru_cache(maxsize=None)
+def _gpus() -> int:
+    import mxnet as mx
+
+    try:
+        return int(mx.context.num_gpus())
+    except mx.base.MXNetError as error:  # a CUDA build without a usable driver
+        logger.debug("counting GPUs failed, using the CPU: %s", error)
+        return 0
+
+
+def threads() -> int:
+    """Return how many cores MXNet's kernels may use."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if limit.isdigit() and int(limit):
+        return int(limit)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def features() -> FrozenSet[str]:
+    """Return which of avx512, avx512_bf16 and amx_bf16 oneDNN may use on this CPU.
+
+    `DNNL_MAX_CPU_ISA`, which limits oneDNN, limits this too.
+    """
+    limit = os.environ.get("DNNL_MAX_CPU_ISA", "ALL").upper()
+    found = _cpu_flags()
+    if limit in _BELOW_AVX512:
+        return frozenset()
+    if limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
+        return found & {"avx512"}
+    return found
+
+
+def computes_bfloat16() -> bool:
+    """Tell whether the CPU has arithmetic for bfloat16 that oneDNN may use."""
+    return bool(features() & {"avx512_bf16", "amx_bf16"})
+
+
+@lru_cache(maxsize=None)
+def _cpu_info() -> Dict[str, str]:
+    """Return the first processor's lines of /proc/cpuinfo, or macOS's words for them."""
+    if platform.system() == "Darwin":
+        keys = {"model name": "machdep.cpu.brand_string", "flags": "machdep.cpu.leaf7_features"}
+        info = {}
+        for name, key in keys.items():
+            done = subprocess.run(
+                ["sysctl", "-n", key], capture_output=True, text=True, check=False
+            )
+            info[name] = done.stdout.strip().lower() if name == "flags" else done.stdout.strip()
+        return info
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+@lru_cache(maxsize=None)
+def _cpu_flags() -> FrozenSet[str]:
+    flags = set(_cpu_info().get("flags", "").split())
+    # What oneDNN calls avx512_core.
+    found = {"avx512"} if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags else set()
+    return frozenset(found | (flags & {"avx512_bf16", "amx_bf16"}))
+
+
+def cpu_name() -> str:
+    """Return what the CPU calls itself."""
+    return _cpu_info().get("model name") or platform.processor() or platform.machine()

@@ -1,0 +1,160 @@
+"""MXNet's operator registry: what every operator is called, takes, and writes to.
+
+MXNet 1.9.1 registers 886 operators under 1167 names. Aliases share one handle, so an operator is
+known here by its handle and its one canonical name.
+"""
+
+import ctypes
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Dict, List, Mapping, Optional, Tuple
+
+from mxnet.base import _LIB, check_call, mx_uint, py_str
+
+from ..errors import UnknownNameError, unknown
+
+__all__ = [
+    "BACKWARD_STARTERS",
+    "LOSS_OUTPUTS",
+    "Operator",
+    "by_handle",
+    "registry",
+    "resolve",
+]
+
+#: Output operators with a loss of their own (canonical names): they ignore the gradient that comes
+#: to them and start the backward pass themselves.
+LOSS_OUTPUTS = (
+    "SoftmaxOutput",
+    "LinearRegressionOutput",
+    "LogisticRegressionOutput",
+    "MAERegressionOutput",
+)
+
+#: All operators that start the backward pass, whatever gradient comes to them.
+BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_loss"})
+
+# Positions of inputs that an operator writes to (FMutateInputs in MXNet's sources).
+_STATISTICS = (3, 4)
+_MUTABLE: Dict[str, Tuple[int, ...]] = {
+    "BatchNorm": _STATISTICS,
+    "BatchNorm_v1": _STATISTICS,
+    "_contrib_BatchNormWithReLU": _STATISTICS,
+    "_contrib_SyncBatchNorm": _STATISTICS,
+    "_contrib_quantized_batch_norm": _STATISTICS,
+    "CuDNNBatchNorm": _STATISTICS,
+    "IdentityAttachKLSparseReg": (1,),
+    "sgd_mom_update": (2,), "mp_sgd_update": (2,), "mp_sgd_mom_update": (2, 3),
+    "nag_mom_update": (2,), "mp_nag_mom_update": (2, 3), "signum_update": (2,),
+    "adam_update": (2, 3), "ftml_update": (2, 3, 4), "ftrl_update": (2, 3),
+    "rmsprop_update": (2,), "rmspropalex_update": (2, 3, 4),
+    "lamb_update_phase1": (2, 3), "mp_lamb_update_phase1": (2, 3), "mp_lamb_update_phase2": (4,),
+    "_adamw_update": (2, 3), "_mp_adamw_update": (2, 3, 4),
+    "_sparse_adagrad_update": (2,), "_contrib_group_adagrad_update": (2,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One registered operator.
+
+    `inputs` are the names of its tensors, in order (a variadic operator has one name for all of
+    them); `defaults` maps its optional attributes to their defaults, as MXNet prints them;
+    `mutable_inputs` are the positions of inputs it writes to.
+    """
+
+    name: str
+    aliases: Tuple[str, ...]
+    handle: int
+    inputs: Tuple[str, ...]
+    defaults: Mapping[str, str]
+    variadic: bool
+    mutable_inputs: Tuple[int, ...] = ()
+
+    def positions(self, names: Tuple[str, ...], attributes: Mapping[str, str]) -> Tuple[int, ...]:
+        """Return the positions of the inputs called `names` in a call with these `attributes`."""
+        inputs = self.inputs
+        if self.name == "RNN" and attributes.get("mode", "lstm") != "lstm":
+            # Only an LSTM takes a cell state; without it, what follows moves up.
+            inputs = tuple(name for name in inputs if name != "state_cell")
+        return tuple(inputs.index(name) for name in names if name in inputs)
+
+
+@lru_cache(maxsize=None)
+def registry() -> Mapping[str, Operator]:
+    """Return every operator of the loaded MXNet by canonical name (30 ms, once)."""
+    aliases: Dict[int, List[str]] = {}
+    for name in _all_names():
+        aliases.setdefault(_handle(name), []).append(name)
+    found = (_describe(handle, tuple(names)) for handle, names in aliases.items())
+    return MappingProxyType({operator.name: operator for operator in found})
+
+
+@lru_cache(maxsize=None)
+def by_handle() -> Mapping[int, Operator]:
+    """Return every operator by the handle that calls carry."""
+    return MappingProxyType({operator.handle: operator for operator in registry().values()})
+
+
+@lru_cache(maxsize=None)
+def _by_name() -> Mapping[str, Operator]:
+    return {alias: op for op in registry().values() for alias in (*op.aliases, op.name)}
+
+
+def resolve(name: str) -> Operator:
+    """Return the operator called `name`, canonical or alias.
+
+    >>> resolve("concat").name
+    'Concat'
+
+    Raises `UnknownNameError` with the closest names where there is none.
+    """
+    if not isinstance(name, str):
+        raise UnknownNameError(f"an operator is named by a string, not by {name!r}")
+    try:
+        return _by_name()[name]
+    except KeyError:
+        raise unknown("operator", name, _by_name()) from None
+
+
+def _all_names() -> List[str]:
+    size, names = mx_uint(), ctypes.POINTER(ctypes.c_char_p)()
+    check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(names)))
+    return sorted(py_str(names[i]) for i in range(size.value))
+
+
+def _handle(name: str) -> int:
+    handle = ctypes.c_void_p()
+    check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
+    return int(handle.value or 0)
+
+
+def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:
+    strings = ctypes.POINTER(ctypes.c_char_p)
+    name, about, key_var, returns = (ctypes.c_char_p() for _ in range(4))
+    count, names, types, texts = mx_uint(), strings(), strings(), strings()
+    check_call(
+        _LIB.MXSymbolGetAtomicSymbolInfo(
+            ctypes.c_void_p(handle),
+            *map(ctypes.byref, (name, about, count, names, types, texts, key_var, returns)),
+        )
+    )
+    arguments = [(py_str(names[i]), py_str(types[i])) for i in range(count.value)]
+    canonical = py_str(name.value)
+    return Operator(
+        name=canonical,
+        aliases=tuple(alias for alias in aliases if alias != canonical),
+        handle=handle,
+        inputs=tuple(arg for arg, kind in arguments if "NDArray" in kind or "Symbol" in kind),
+        defaults={arg: value for arg, kind in arguments if (value := _default(kind)) is not None},
+        variadic=bool(py_str(key_var.value)) or any(kind.endswith("[]") for _, kind in arguments),
+        mutable_inputs=_MUTABLE.get(canonical, ()),
+    )
+
+
+def _default(kind: str) -> Optional[str]:
+    """Read the default out of MXNet's description: "int, optional, default='1'"."""
+    match = re.search(r"default=(.*)$", kind)
+    return match.group(1).strip("'") if match else None

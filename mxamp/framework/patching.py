@@ -1,0 +1,142 @@
+"""Replacing attributes of other people's modules, and putting them back.
+
+A `Patch` is one attribute. A `PatchSet` is a group of patches with the state they share: it is put
+in place whole or not at all, and `close` takes it off. A `FrontEnd` is a patch set that
+`mxamp.shutdown()` closes.
+
+Patches of one attribute may be stacked, and taken off in any order. An attribute that somebody
+else has replaced since is left alone.
+"""
+
+import logging
+import threading
+from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
+
+__all__ = ["FrontEnd", "Patch", "PatchSet"]
+
+logger = logging.getLogger("mxamp")
+
+#: Which patches lie on top of each other on one attribute, by owner and name: taking one off from
+#: below needs those above it. Empty while nothing is patched.
+_stacks: Dict[Tuple[int, str], List["Patch"]] = {}
+
+
+class Patch:
+    """One attribute of one owner, and the function that makes its replacement.
+
+    `build` takes the original and returns what replaces it. It may be called again, with another
+    original, when a patch below this one is taken off.
+    """
+
+    def __init__(self, owner: Any, name: str, build: Callable[[Any], Any]) -> None:
+        self.owner, self.name, self.build = owner, name, build
+        self.original: Any = None
+        self.ours: Any = None
+
+    def apply(self) -> None:
+        """Put the replacement in place."""
+        # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
+        self._put_over(vars(self.owner)[self.name])
+        _stacks.setdefault(self._key, []).append(self)
+
+    def undo(self) -> None:
+        """Put the original back, unless somebody else has replaced ours since."""
+        stack = _stacks[self._key]
+        position = stack.index(self)
+        ours_on_top = vars(self.owner).get(self.name) is stack[-1].ours
+        above = stack[position + 1 :]
+        stack.remove(self)
+        if not stack:
+            del _stacks[self._key]
+        if not ours_on_top:
+            logger.warning("%s was patched by others too; left as it is", self)
+            return
+        setattr(self.owner, self.name, self.original)
+        below = self.original
+        for patch in above:
+            patch._put_over(below)
+            below = patch.ours
+
+    def _put_over(self, original: Any) -> None:
+        self.original, self.ours = original, self.build(original)
+        setattr(self.owner, self.name, self.ours)
+
+    @property
+    def _key(self) -> Tuple[int, str]:
+        return id(self.owner), self.name
+
+    def __repr__(self) -> str:
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
+
+
+class PatchSet:
+    """Patches that belong together, and the state that belongs to them.
+
+    A subclass keeps its state in attributes and forgets it in `close`.
+    """
+
+    #: Of all sets: two that are opened in two threads may patch the same attribute.
+    _lock: ClassVar[Any] = threading.RLock()
+
+    def __init__(self, patches: Sequence[Patch] = ()) -> None:
+        self._patches = tuple(patches)
+        self._applied: List[Patch] = []
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches to put in place: those given at construction, unless overridden."""
+        return self._patches
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the patches are in place."""
+        return bool(self._applied)
+
+    def open(self) -> None:
+        """Put all patches in place, or none; does nothing where they are in place."""
+        with self._lock:
+            if self.is_open:
+                return
+            try:
+                for patch in self.patches():
+                    patch.apply()
+                    self._applied.append(patch)
+            except BaseException:
+                self._undo()
+                raise
+
+    def close(self) -> None:
+        """Take the patches off; does nothing where they are off."""
+        with self._lock:
+            self._undo()
+
+    def _undo(self) -> None:
+        while self._applied:
+            self._applied.pop().undo()
+
+
+class FrontEnd(PatchSet):
+    """A patch set that `mxamp.shutdown()` closes."""
+
+    #: The open ones, in the order they were opened: `shutdown` has to find them all.
+    _opened: ClassVar[List["FrontEnd"]] = []
+
+    def open(self) -> None:
+        """Put all patches in place, or none, until `close` or `close_all`."""
+        with self._lock:
+            super().open()
+            if self not in self._opened:
+                self._opened.append(self)
+
+    def close(self) -> None:
+        """Take the patches off; does nothing where they are off."""
+        with self._lock:
+            super().close()
+            if self in self._opened:
+                self._opened.remove(self)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Close every open front end, the last one first."""
+        with cls._lock:
+            for front_end in reversed(list(cls._opened)):
+                front_end.close()

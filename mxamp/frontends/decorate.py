@@ -1,0 +1,96 @@
+"""Optimizers that scale losses themselves: Paddle's and TensorFlow's way."""
+
+import copy
+from typing import Any, Union
+
+from mxnet.optimizer import Optimizer
+
+from ..errors import ArgumentError, StateError
+from ..scaling.scaler import LossScaler, Scaler, StaticLossScaler
+from ..scaling.shared_scale import SharedScale, scale_of
+from .backward import backward_patches
+from .module_api import DecoratedName, module_patches
+
+__all__ = ["decorate"]
+
+_COPIED = ("_index_update_count", "_all_index_update_counts", "lr_mult", "wd_mult", "idx2name")
+
+
+def decorate(
+    optimizer: Union[str, Optimizer],
+    init_loss_scaling: float = 2.0**16,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    use_dynamic_loss_scaling: bool = True,
+) -> Union[str, Optimizer]:
+    """Return an optimizer that trains with loss scaling, wherever MXNet takes an optimizer.
+
+    ::
+
+        amp.init("float16")
+        module.fit(data, optimizer=amp.decorate("sgd"), optimizer_params={"learning_rate": 0.1})
+
+        trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.Adam()))
+        with autograd.record():
+            loss = loss_function(net(data), label)
+        loss.backward()  # scaled
+        trainer.step(batch_size)  # unscaled; skipped where a gradient overflowed
+
+    In `Module`, `BucketingModule` and `fit` the scale enters the graph behind `SoftmaxOutput`,
+    the regression outputs, `SVMOutput` and `MakeLoss`: decorate before the module is bound (`fit`
+    binds it). With `gluon.Trainer`, `backward` scales the gradients of its heads.
+
+    Parameters
+    ----------
+    optimizer : str or Optimizer
+        A name comes back as a name, an optimizer as a copy.
+    init_loss_scaling, incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio
+        The first scale; so many clean steps before it grows and overflows before it shrinks; and
+        by how much.
+    use_dynamic_loss_scaling : bool, default True
+        False keeps the first scale. Steps that overflow are skipped either way.
+
+    `optimizer._amp_scaling` counts `steps` and `skips` and holds the `loss_scale`.
+
+    Raises
+    ------
+    ArgumentError
+        Neither a name nor an optimizer, or numbers that no scaler takes.
+    StateError
+        It is decorated already.
+    """
+    if getattr(optimizer, "scaling", None) is not None or scale_of(optimizer) is not None:
+        raise StateError("this optimizer is decorated already: its losses would be scaled twice")
+    scaler: Scaler = StaticLossScaler(init_loss_scaling)
+    if use_dynamic_loss_scaling:
+        scaler = LossScaler(
+            init_loss_scaling,
+            incr_ratio,
+            decr_ratio,
+            incr_every_n_steps,
+            min_scale=min(1.0, init_loss_scaling),
+            max_scale=max(2.0**24, init_loss_scaling),
+            hysteresis=decr_every_n_nan_or_inf,
+        )
+    decorated = _decorated(optimizer, SharedScale(scaler, "decorate"))
+    backward_patches.open()
+    module_patches.open()
+    return decorated
+
+
+def _decorated(optimizer: Any, shared: SharedScale) -> Any:
+    """Return the name, or a copy of the optimizer, with a scale."""
+    if isinstance(optimizer, str):
+        decorated = DecoratedName(optimizer)
+        decorated.scaling = shared
+        return decorated
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"decorate takes an Optimizer or its name, not {optimizer!r}")
+    result = copy.copy(optimizer)
+    for name in _COPIED:
+        if hasattr(result, name):
+            setattr(result, name, copy.deepcopy(getattr(result, name)))
+    result._amp_scaling = shared
+    return result

@@ -1,0 +1,141 @@
+"""Functions of the user's own: which precision they run in.
+
+Built-in operators follow the policy's lists. Python functions of arrays are in no list; here their
+author says what they want. (`policy.custom_operators` does so for `mx.operator.CustomOp`.)
+"""
+
+import functools
+from typing import Any, Callable, Set, TypeVar
+
+from mxnet.ndarray.ndarray import NDArray
+
+from ..errors import ArgumentError
+from ..framework.arrays import cast
+from ..framework.machine import dtype_name
+from ..framework.nested import map_arrays
+from ..framework.patching import FrontEnd, Patch
+from ..policy.active import current_policy, suspended
+from ..policy.decision import CASTABLE
+
+__all__ = [
+    "float_function",
+    "half_function",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_MARK = "_amp_registered_as"
+
+
+def half_function(function: Function) -> Function:
+    """Cast a function's float arrays to the target dtype, while mixed precision is on.
+
+    ::
+
+        @amp.half_function
+        def attention(query, key, value): ...
+
+    Arrays may stand in lists, tuples and dicts. Operators inside follow the policy.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        policy = current_policy()
+        if policy is None:
+            return function(*args, **kwargs)
+        args, kwargs = _cast_all((args, kwargs), policy.target_dtype)
+        return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def float_function(function: Function) -> Function:
+    """Cast a function's half-precision arrays to float32, and run it as without mxamp.
+
+    ::
+
+        @amp.float_function
+        def focal_loss(prediction, label): ...
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if current_policy() is None:
+            return function(*args, **kwargs)
+        args, kwargs = _cast_all((args, kwargs), "float32")
+        with suspended():
+            return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def promote_function(function: Function) -> Function:
+    """Cast a function's float arrays to the widest dtype among them, while mixed precision is on.
+
+    ::
+
+        @amp.promote_function
+        def mix(a, b, ratio): ...
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if current_policy() is None:
+            return function(*args, **kwargs)
+        if len(_dtypes((args, kwargs)) & CASTABLE) > 1:
+            args, kwargs = _cast_all((args, kwargs), "float32")
+        return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Make `module.name` a `half_function`, until `shutdown`.
+
+    ::
+
+        amp.register_half_function(my_layers, "attention")
+    """
+    _register(module, name, half_function)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Make `module.name` a `float_function`, until `shutdown`."""
+    _register(module, name, float_function)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Make `module.name` a `promote_function`, until `shutdown`."""
+    _register(module, name, promote_function)
+
+
+def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    if not callable(vars(module).get(name)):
+        where = getattr(module, "__name__", repr(module))
+        raise ArgumentError(f"there is no function {name!r} in {where}")
+    if getattr(vars(module)[name], _MARK, None) is not wrap:
+        FrontEnd([Patch(module, name, functools.partial(_marked, wrap))]).open()
+
+
+def _marked(wrap: Callable[[Any], Any], function: Any) -> Any:
+    """Return the function wrapped, and marked: a second registration does nothing."""
+    wrapped = wrap(function)
+    setattr(wrapped, _MARK, wrap)
+    return wrapped
+
+
+def _dtypes(value: Any) -> Set[str]:
+    found: Set[str] = set()
+    map_arrays(value, lambda array: found.add(dtype_name(array.dtype)), lambda other: None)
+    return found
+
+
+def _cast_all(value: Any, dtype: str) -> Any:
+    def cast_one(array: NDArray) -> NDArray:
+        return cast(array, dtype) if dtype_name(array.dtype) in CASTABLE else array
+
+    return map_arrays(value, cast_one, lambda other: other)

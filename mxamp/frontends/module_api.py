@@ -1,0 +1,233 @@
+"""Loss scaling for the symbolic Module API.
+
+The graph that a module binds takes the scale as one more input (`graph.scale_input`), a state of
+the module. Updates take the scale out again, and are skipped on all devices where one gradient is
+not finite.
+"""
+
+import functools
+import logging
+import os
+import weakref
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, Optional, Sequence
+
+from mxnet.module import Module
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ..errors import StateError
+from ..framework.patching import FrontEnd, Patch
+from ..graph.graph import Graph
+from ..graph.scale_input import SCALE_INPUT, with_scale_input
+from ..policy.active import suspended
+from ..scaling.finite import all_finite
+from ..scaling.shared_scale import SharedScale, scale_of
+
+__all__ = ["DecoratedName", "module_patches"]
+
+logger = logging.getLogger("mxamp")
+
+_UPDATE_SWITCH = "MXNET_UPDATE_ON_KVSTORE"
+
+ON_KVSTORE = (
+    "this module updates its parameters on the kvstore {kind!r}, where a gradient that overflowed "
+    "can't be kept out: use a synchronous kvstore, such as 'local', 'device' or 'dist_sync'"
+)
+
+
+class DecoratedName(str):
+    """An optimizer's name with a scale: `Module` makes the optimizer itself."""
+
+    scaling: SharedScale
+
+
+class _BoundState:
+    """What is known of one module: whether its graph takes the scale, and what was used."""
+
+    def __init__(self, scalable: bool) -> None:
+        self.scalable = scalable
+        self.used = 1.0  #: the scale that its gradients carry
+
+
+class _ModulePatches(FrontEnd):
+    """Patches of `Module`, and what is known of each module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: For modules whose optimizer has no scale of its own; None leaves them as they are.
+        self.default: Optional[SharedScale] = None
+        self.states: "weakref.WeakKeyDictionary[Module, _BoundState]" = weakref.WeakKeyDictionary()
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches."""
+        return [
+            Patch(Module, "bind", _build_bind),
+            Patch(Module, "init_optimizer", _build_init_optimizer),
+            Patch(Module, "backward", _build_backward),
+            Patch(Module, "get_input_grads", _build_input_grads),
+            Patch(Module, "update", _build_update),
+        ]
+
+    def close(self) -> None:
+        """Take the patches off, and forget the modules."""
+        super().close()
+        self.default = None
+        self.states.clear()
+
+    def used_by(self, module: Module) -> float:
+        """Return the scale that a module's gradients carry."""
+        return self.states[module].used if module in self.states else 1.0
+
+
+#: One a process, as the class that it patches is.
+module_patches = _ModulePatches()
+
+
+def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def bind(
+        self: Module,
+        data_shapes: Any,
+        label_shapes: Any = None,
+        for_training: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        again = kwargs.get("force_rebind") or args[1:2] == (True,)
+        scalable = None
+        if for_training and (again or not self.binded):
+            scalable = _with_scale(self._symbol)
+        with _bound_as(self, scalable):
+            original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
+        if scalable is not None:
+            module_patches.states[self] = _BoundState(True)
+            _set_scale(self, 1.0)
+
+    return bind
+
+
+def _with_scale(symbol: Symbol) -> Optional[Symbol]:
+    graph = with_scale_input(Graph.from_symbol(symbol))
+    return None if graph is None else graph.to_symbol(type(symbol))
+
+
+@contextmanager
+def _bound_as(module: Module, scalable: Optional[Symbol]) -> Iterator[None]:
+    """Let a module bind another symbol: only executors take the scale, what is saved does not."""
+    symbol, names = module._symbol, module._state_names
+    try:
+        if scalable is not None:
+            module._symbol, module._state_names = scalable, [*names, SCALE_INPUT]
+        yield
+    finally:
+        module._symbol, module._state_names = symbol, names
+
+
+def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_optimizer(
+        self: Module, kvstore: Any = "local", optimizer: Any = "sgd", *args: Any, **kwargs: Any
+    ) -> None:
+        asked = getattr(optimizer, "scaling", None) or scale_of(optimizer)
+        shared = asked or module_patches.default
+        if shared is None:
+            original(self, kvstore, optimizer, *args, **kwargs)
+            return
+        with _updates_off_kvstore():
+            original(self, kvstore, optimizer, *args, **kwargs)
+        if self._update_on_kvstore:
+            raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
+        self._optimizer._amp_scaling = shared
+
+    return init_optimizer
+
+
+def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(self: Module, out_grads: Any = None) -> None:
+        shared = scale_of(self._optimizer) if self.optimizer_initialized else None
+        state = module_patches.states.setdefault(self, _BoundState(False))
+        if shared is not None and (state.scalable or out_grads is not None):
+            state.used = shared.loss_scale
+            out_grads = _times(out_grads, state.used)
+        else:
+            state.used = 1.0
+        if state.scalable:
+            _set_scale(self, state.used)
+        original(self, out_grads)
+
+    return backward
+
+
+def _build_input_grads(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_input_grads(self: Module, *args: Any, **kwargs: Any) -> Any:
+        return _times(original(self, *args, **kwargs), 1 / module_patches.used_by(self))
+
+    return get_input_grads
+
+
+def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Module) -> None:
+        shared = scale_of(self._optimizer)
+        if shared is None or self not in module_patches.states:
+            original(self)
+        else:
+            _update(self, shared, original)
+
+    return update
+
+
+def _update(module: Module, shared: SharedScale, original: Callable[..., Any]) -> None:
+    """Update a module's parameters with the scale taken out, or skip the update."""
+    group, kvstore, optimizer = module._exec_group, module._kvstore, module._optimizer
+    used = module_patches.used_by(module)
+    if kvstore:
+        # Before the check, so that all devices and workers decide alike.
+        for i, (name, gradients) in enumerate(zip(group.param_names, group.grad_arrays)):
+            if gradients[0] is not None:
+                kvstore.push(name, gradients, priority=-i)
+                kvstore.pull(name, out=gradients, priority=-i)
+    finite = all_finite([g for of_one in group.grad_arrays for g in of_one if g is not None])
+    if finite:
+        rescale = optimizer.rescale_grad
+        optimizer.rescale_grad, module._kvstore = rescale / used, None
+        try:
+            original(module)
+        finally:
+            optimizer.rescale_grad, module._kvstore = rescale, kvstore
+    else:
+        logger.info("module update skipped, gradients are not finite; loss scale %g", used)
+    shared.record(finite)
+
+
+def _set_scale(module: Module, scale: float) -> None:
+    group = module._exec_group
+    with suspended():
+        for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
+            array[:] = scale - 1
+
+
+def _times(arrays: Any, factor: float) -> Any:
+    if arrays is None or factor == 1:
+        return arrays
+    if isinstance(arrays, NDArray):
+        with suspended():
+            return arrays * factor
+    return [_times(array, factor) for array in arrays]
+
+
+@contextmanager
+def _updates_off_kvstore() -> Iterator[None]:
+    """Tell MXNet to update parameters outside of kvstores, by its own switch."""
+    before = os.environ.get(_UPDATE_SWITCH)
+    os.environ[_UPDATE_SWITCH] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_UPDATE_SWITCH]
+        else:
+            os.environ[_UPDATE_SWITCH] = before

@@ -1,0 +1,233 @@
+"""Optimization levels: Apex's way.
+
+| level | what it does |
+|---|---|
+| O0 | float32 throughout; nothing is patched |
+| O1 | operators run by list (`init`), parameters stay float32, the loss scale is dynamic |
+| O2 | parameters in float16, normalisation in float32, float32 master weights, dynamic loss scale |
+| O3 | all in float16, but for what MXNet has in float32 only; loss scale 1 |
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+
+from mxnet import nd
+from mxnet.gluon import Block, Trainer, nn
+from mxnet.util import is_np_array
+
+from ..errors import ArgumentError, StateError
+from ..framework.machine import dtype_name
+from ..patches.autocast import init
+from ..policy.active import current_policy
+from ..policy.policy import Policy
+from ..policy.targets import check_target
+from ..scaling.hook import TrainerHook
+from ..scaling.scaler import LossScaler, NoScaler, Scaler, StaticLossScaler
+from ..scaling.trainer import attach_hook
+
+__all__ = ["initialize"]
+
+_NORMS = (nn.BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
+
+
+@dataclass(frozen=True)
+class _Level:
+    patched: bool
+    cast: bool
+    master_weights: bool
+    dynamic: bool
+    float_norms: bool
+
+
+_LEVELS = {
+    "O0": _Level(False, False, False, False, True),
+    "O1": _Level(True, False, False, True, True),
+    "O2": _Level(True, True, True, True, True),
+    "O3": _Level(True, True, False, False, False),
+}
+
+NO_HALF_BATCHNORM = (
+    "keep_batchnorm_fp32=False: MXNet's BatchNorm takes float32 parameters and statistics only"
+)
+ONLY_FLOAT16 = (
+    "opt_level {level!r} casts parameters, and MXNet's optimizers know no bfloat16 ones: use 'O1', "
+    "or dtype='float16'"
+)
+
+
+def initialize(
+    models: Union[Block, Sequence[Block]],
+    trainers: Union[None, Trainer, Sequence[Trainer]] = None,
+    opt_level: str = "O1",
+    keep_batchnorm_fp32: Optional[bool] = None,
+    loss_scale: Union[None, float, str] = None,
+    *,
+    dtype: Any = "float16",
+    ctx: Any = None,
+) -> Any:
+    """Set nets and trainers up for an optimization level; return them, as they were given.
+
+    ::
+
+        net, trainer = amp.initialize(net, trainer, opt_level="O2")
+        with autograd.record():
+            loss = loss_function(net(data), label)
+            with amp.scale_loss(loss, trainer) as scaled:
+                autograd.backward(scaled)
+        trainer.step(batch_size)
+
+    Parameters
+    ----------
+    models : Block or list of Block
+        Initialized, and cast in place by O2 and O3. Their `save_parameters` writes float32 and
+        `load_parameters` reads it, at every level.
+    trainers : Trainer or list of Trainer, optional
+        Before their first step.
+    opt_level : str
+        "O0", "O1", "O2" or "O3": see the module's table.
+    keep_batchnorm_fp32 : bool, optional
+        True with O3 keeps all normalisation in float32. BatchNorm's parameters stay float32 in
+        any case; False is an error. Not for O0 and O1, which cast no parameters.
+    loss_scale : float or "dynamic", optional
+        In place of the level's. Not for O0.
+    dtype : str, default "float16"
+        "bfloat16" with O1 only.
+    ctx : Context, optional
+        As of `init`.
+
+    Raises
+    ------
+    ArgumentError
+        An unknown level, or an override that does not go with it.
+    StateError
+        Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
+        net has parameters that are not float32: it was initialized before.
+    """
+    level = _checked_level(opt_level, keep_batchnorm_fp32, loss_scale)
+    nets, optimizers = _listed("models", models, Block), _listed("trainers", trainers, Trainer)
+    target = check_target(dtype)
+    if level.cast and target != "float16":
+        raise ArgumentError(ONLY_FLOAT16.format(level=opt_level))
+    scaler = _scaler_maker(level, loss_scale, target)
+    _check_fresh(nets, optimizers)
+    if level.patched:
+        init(policy=_policy(target, ctx, opt_level))
+    for net in nets:
+        if level.cast:
+            _cast(net, level.float_norms or bool(keep_batchnorm_fp32))
+            _save_in_float32(net)
+    for trainer in optimizers:
+        if level.master_weights:
+            trainer._optimizer.multi_precision = True
+        if level.patched:
+            attach_hook(trainer, scaler(), scaled_by="initialize")
+    return models if trainers is None else (models, trainers)
+
+
+def _checked_level(
+    name: str, keep_batchnorm_fp32: Optional[bool], loss_scale: Union[None, float, str]
+) -> _Level:
+    if name not in _LEVELS:
+        raise ArgumentError(
+            f"opt_level is one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
+        )
+    level = _LEVELS[name]
+    if keep_batchnorm_fp32 is not None and not level.cast:
+        raise ArgumentError(f"keep_batchnorm_fp32 goes with O2 and O3: {name} casts no parameters")
+    if keep_batchnorm_fp32 is False:
+        raise ArgumentError(NO_HALF_BATCHNORM)
+    if loss_scale is not None and not level.patched:
+        raise ArgumentError("loss_scale goes with O1, O2 and O3: O0 is plain float32")
+    if isinstance(loss_scale, str) and loss_scale != "dynamic":
+        raise ArgumentError(f"loss_scale is a number or 'dynamic', not {loss_scale!r}")
+    return level
+
+
+def _scaler_maker(
+    level: _Level, loss_scale: Union[None, float, str], target: str
+) -> Callable[[], Scaler]:
+    """Return what makes one scaler a trainer."""
+    if isinstance(loss_scale, str):
+        return LossScaler
+    if loss_scale is not None:
+        StaticLossScaler(loss_scale)  # an error comes before anything is changed
+        return functools.partial(StaticLossScaler, loss_scale)
+    return LossScaler if level.dynamic and target == "float16" else NoScaler
+
+
+def _listed(name: str, given: Any, kind: type) -> List[Any]:
+    listed = [] if given is None else [given] if isinstance(given, kind) else given
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(x, kind) for x in listed):
+        raise ArgumentError(f"{name} are a {kind.__name__} or a list of them, not {given!r}")
+    return list(listed)
+
+
+def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
+    if current_policy() is not None:
+        raise StateError(
+            "initialize turns mixed precision on, and init() or another door has done so already: "
+            "use one of the two, or call mxamp.shutdown() before"
+        )
+    for trainer in trainers:
+        hook = getattr(trainer, "_amp_loss_scaler", None)
+        if isinstance(hook, TrainerHook):
+            hook.check_scaled_by("initialize")
+            raise StateError("initialize was called for this trainer already")
+        if trainer._kv_initialized:
+            raise StateError("initialize comes before a trainer's first step")
+    for net in nets:
+        for name, param in net.collect_params().items():
+            if dtype_name(param.dtype) == "float16":
+                raise StateError(f"parameter {name!r} is float16 already: was it cast before?")
+
+
+def _policy(target: str, ctx: Any, opt_level: str) -> Policy:
+    policy = Policy.from_lists(target, ctx=ctx)
+    if opt_level != "O3":
+        return policy
+    # All low: what the lists keep in float32 follows its inputs, where MXNet has kernels for that.
+    kept = [name for name in policy.operators("fp32") if policy.rule(name).missing is not None]
+    return policy.override(fp32=kept, replace_lists=True)
+
+
+def _cast(net: Block, float_norms: bool) -> None:
+    net.cast("float16")
+
+    def back(block: Block) -> None:
+        if isinstance(block, _NORMS if float_norms else nn.BatchNorm):
+            for param in block._reg_params.values():
+                param.cast("float32")
+
+    net.apply(back)
+
+
+def _save_in_float32(net: Block) -> None:
+    """Let `save_parameters` write float32, and `load_parameters` read it into what is there."""
+    load = net.load_parameters
+
+    @functools.wraps(net.save_parameters)
+    def save_parameters(filename: str, deduplicate: bool = False) -> None:
+        params = net._collect_params_with_prefix()
+        seen = set()
+        values = {}
+        for name, param in params.items():
+            if deduplicate and id(param) in seen:
+                continue
+            seen.add(id(param))
+            value = param._reduce()
+            values[name] = value.astype("float32") if value.dtype != "float32" else value
+        if is_np_array():
+            from mxnet import npx
+
+            npx.save(filename, values)
+        else:
+            nd.save(filename, values)
+
+    @functools.wraps(load)
+    def load_parameters(filename: str, *args: Any, **kwargs: Any) -> None:
+        names: Tuple[str, ...] = ("ctx", "allow_missing", "ignore_extra", "cast_dtype")
+        options = {"cast_dtype": True, **dict(zip(names, args)), **kwargs}
+        load(filename, **options)
+
+    net.save_parameters, net.load_parameters = save_parameters, load_parameters

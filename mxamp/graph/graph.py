@@ -1,0 +1,192 @@
+"""A Symbol's JSON as a graph, and dtype inference over it.
+
+JSON is the one form in which MXNet 1.9.1 lets Python see and change a whole graph. Node order
+there is free as long as inputs come first; the order of a symbol's inputs follows from a
+depth-first walk over the graph, which casts put between nodes do not change.
+"""
+
+import ctypes
+import json
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+
+from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
+from mxnet.symbol import Symbol
+
+from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
+from ..framework.operators import resolve
+
+__all__ = ["CASTS", "Graph", "Node", "Output", "infer_outputs"]
+
+Output = Tuple[int, int]  #: (node, output of it)
+CASTS = frozenset({"amp_cast", "Cast"})
+
+
+@dataclass
+class Node:
+    """One node: a variable (`op` "null") or an operator called by any of its names."""
+
+    op: str
+    name: str
+    attrs: Dict[str, str] = field(default_factory=dict)
+    inputs: List[Output] = field(default_factory=list)
+    subgraphs: List["Graph"] = field(default_factory=list)
+    num_outputs: int = 1
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is an input of the graph."""
+        return self.op == "null"
+
+    @property
+    def operator(self) -> str:
+        """The operator's canonical name."""
+        return resolve(self.op).name
+
+    def to_json(self) -> Dict[str, Any]:
+        """Return it as MXNet writes it."""
+        found: Dict[str, Any] = {"op": self.op, "name": self.name}
+        if self.attrs:
+            found["attrs"] = self.attrs
+        found["inputs"] = [[node, output, 0] for node, output in self.inputs]
+        if self.subgraphs:
+            found["subgraphs"] = [graph.to_json() for graph in self.subgraphs]
+        return found
+
+
+@dataclass
+class Graph:
+    """Nodes in an order in which inputs come first, and the outputs that make the result."""
+
+    nodes: List[Node]
+    heads: List[Output]
+    attrs: Dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_symbol(cls, symbol: Symbol) -> "Graph":
+        """Read a symbol, casts included."""
+        return cls.from_json(json.loads(Symbol.tojson(symbol, remove_amp_cast=False)))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Graph":
+        """Read MXNet's JSON, loaded."""
+        ends = data["node_row_ptr"]
+        nodes = [
+            Node(
+                op=node["op"],
+                name=node["name"],
+                attrs=dict(node.get("attrs", {})),
+                inputs=[(entry[0], entry[1]) for entry in node["inputs"]],
+                subgraphs=[cls.from_json(graph) for graph in node.get("subgraphs", ())],
+                num_outputs=ends[i + 1] - ends[i],
+            )
+            for i, node in enumerate(data["nodes"])
+        ]
+        heads = [(head[0], head[1]) for head in data["heads"]]
+        return cls(nodes, heads, dict(data.get("attrs", {})))
+
+    def to_json(self) -> Dict[str, Any]:
+        """Return it as MXNet reads it."""
+        ends = [0]
+        for node in self.nodes:
+            ends.append(ends[-1] + node.num_outputs)
+        return {
+            "nodes": [node.to_json() for node in self.nodes],
+            "arg_nodes": [i for i, node in enumerate(self.nodes) if node.is_variable],
+            "node_row_ptr": ends,
+            "heads": [[node, output, 0] for node, output in self.heads],
+            **({"attrs": self.attrs} if self.attrs else {}),
+        }
+
+    def to_symbol(self, kind: Type[Symbol] = Symbol) -> Symbol:
+        """Return it as a symbol of class `kind` (classic or NumPy)."""
+        return kind(_load(self.to_json()))
+
+    @property
+    def variables(self) -> List[Node]:
+        """Its inputs, in MXNet's order."""
+        return [node for node in self.nodes if node.is_variable]
+
+
+# ---------------------------------------------------------------------- dtypes
+
+_inferred: Dict[Any, Tuple[str, ...]] = {}
+
+# Without it MXNet takes a graph for one of version 0.8 and "upgrades" it.
+_VERSION = {"mxnet_version": ["int", 10901]}
+
+
+def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
+    """Return the dtype of each output of `node`, hidden ones included, for these inputs.
+
+    MXNet is asked, on a graph of that one node (0.1 ms); answers are remembered. Where it can't
+    tell, outputs are taken to be float32.
+    """
+    if node.subgraphs:
+        return _ask(node, dtypes)
+    attrs = frozenset(item for item in node.attrs.items() if not item[0].startswith("__"))
+    key = (node.op, attrs, tuple(dtypes), node.num_outputs)
+    found = _inferred.get(key)
+    if found is None:
+        found = _inferred[key] = _ask(node, dtypes)
+    return found
+
+
+def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
+    count = len(dtypes)
+    inputs = [
+        Node("null", f"input{i}", {"__dtype__": str(DTYPE_CODES.get(dtype, 0))})
+        for i, dtype in enumerate(dtypes)
+    ]
+    alone = Node(
+        node.op, "node", node.attrs, [(i, 0) for i in range(count)], node.subgraphs,
+        node.num_outputs,
+    )  # fmt: skip
+    graph = Graph([*inputs, alone], [(count, i) for i in range(node.num_outputs)], _VERSION)
+    found = infer_types(graph.to_symbol())
+    return found[1] if found is not None else ("float32",) * node.num_outputs
+
+
+def infer_types(
+    symbol: Symbol, known: Optional[Mapping[str, str]] = None
+) -> Optional[Tuple[Tuple[str, ...], ...]]:
+    """Return the dtypes of a symbol's arguments, outputs and auxiliary states, by name.
+
+    `known` maps names of arguments to dtypes. None where MXNet can't infer them all.
+    """
+    known = known or {}
+    keys = (ctypes.c_char_p * len(known))(*(name.encode() for name in known))
+    codes = (ctypes.c_int * len(known))(*(DTYPE_CODES[dtype] for dtype in known.values()))
+    sizes = [mx_uint() for _ in range(3)]
+    types = [ctypes.POINTER(ctypes.c_int)() for _ in range(3)]
+    complete = ctypes.c_int()
+    pairs = [ctypes.byref(value) for pair in zip(sizes, types) for value in pair]
+    try:
+        check_call(
+            _LIB.MXSymbolInferType(
+                symbol.handle, mx_uint(len(known)), keys, codes, *pairs, ctypes.byref(complete)
+            )
+        )
+    except MXNetError:
+        return None
+    if not complete.value:
+        return None
+    return tuple(
+        tuple(DTYPE_NAMES.get(found[i], "other") for i in range(size.value))
+        for size, found in zip(sizes, types)
+    )
+
+
+def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> Dict[str, str]:
+    """Return the dtype of every argument, float32 where neither given nor inferred."""
+    known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
+    found = infer_types(symbol, known)
+    names = symbol.list_arguments()
+    inferred = dict(zip(names, found[0])) if found is not None else {}
+    return {name: known.get(name, inferred.get(name, "float32")) for name in names}
+
+
+def _load(data: Mapping[str, Any]) -> SymbolHandle:
+    handle = SymbolHandle()
+    check_call(_LIB.MXSymbolCreateFromJSON(c_str(json.dumps(data)), ctypes.byref(handle)))
+    return handle

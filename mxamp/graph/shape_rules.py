@@ -1,0 +1,292 @@
+"""What the shapes and the neighbours of a graph's operators decide, before it is rewritten.
+
+Some bfloat16 kernels are fast or slow by shape, and by the memory layout that their input comes
+in. The rules here keep such an operator in float32; the operator lists say which rules look at
+which operators, and what was measured.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import (
+    AbstractSet,
+    Callable,
+    Dict,
+    FrozenSet,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
+
+from mxnet.base import MXNetError
+from mxnet.symbol import Symbol
+
+from ..policy.policy import Policy
+from . import substitutions
+from .graph import Graph, Node, Output
+
+__all__ = ["NONE", "RULES", "Choices", "choose", "stand_in"]
+
+Shape = Tuple[int, ...]
+Shapes = Mapping[str, Shape]
+Pair = Tuple[Optional[Shape], Optional[Shape]]
+Found = Tuple[str, substitutions.Detail]
+
+NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
+
+# oneDNN's kernels for these give their output in the layout of their input.
+_KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
+
+# Dense layers in training: with more rows they gain whatever the weight's size; see `few_rows`.
+_MANY_ROWS = 256
+_WEIGHTS_A_ROW = 2**15
+# In inference: what casting a weight costs, in rows that it is multiplied by.
+_ROWS_A_CAST = 24
+
+
+class Choices(NamedTuple):
+    """By name of node: why it stays in float32, and which substitution is made, with its detail."""
+
+    kept: FrozenSet[Tuple[str, str]] = frozenset()
+    substituted: FrozenSet[Tuple[str, Found]] = frozenset()
+
+
+NONE = Choices()
+
+
+@dataclass
+class Site:
+    """An operator and what surrounds it. Shapes are None where they are not known."""
+
+    node: Node
+    shapes: Pair  #: of its first two inputs
+    training: bool
+    feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
+    blocked: bool  #: its first input is in oneDNN's blocked layout
+    uses: int  #: how often the graph reads its second input; 0 where that needs no cast
+
+
+def choose(
+    symbol: Symbol,
+    policy: Policy,
+    shapes: Shapes,
+    training: bool,
+    stored: AbstractSet[str] = frozenset(),
+    converting: bool = False,
+) -> Choices:
+    """Return what `policy` chooses for a graph whose variables have these `shapes`.
+
+    Names that are missing have no known shape; rules that need it don't apply then. Variables in
+    `stored` have the target dtype already. A graph that is `converting`, for data of any shape,
+    keeps its operators.
+    """
+    if not policy.chooses:
+        return NONE
+    if converting:
+        policy = policy.override(substitutions=())
+    kept: Dict[str, str] = {}
+    substituted: Dict[str, Found] = {}
+    graph = Graph.from_symbol(symbol)
+    known = _input_shapes(graph, shapes, policy, rows=not converting)
+    _choose(graph, policy, known, training, stored, kept, substituted)
+    return Choices(frozenset(kept.items()), frozenset(substituted.items()))
+
+
+def _choose(
+    graph: Graph, policy: Policy, known: Mapping[int, Pair], training: bool,
+    stored: AbstractSet[str], kept: Dict[str, str], substituted: Dict[str, Found],
+) -> None:  # fmt: skip
+    norms = _before_norms(graph)
+    cast = (
+        output
+        for node in graph.nodes
+        for output in node.inputs
+        if graph.nodes[output[0]].name not in stored
+    )
+    readers = Counter(cast)
+    blocked: Dict[Output, bool] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            continue
+        for body in node.subgraphs:
+            _choose(body, policy, {}, training, stored, kept, substituted)
+        first = bool(node.inputs) and blocked.get(node.inputs[0], False)
+        uses = readers[node.inputs[1]] if len(node.inputs) > 1 else 0
+        site = Site(node, known.get(i, (None, None)), training, i in norms, first, uses)
+        found = stand_in(node, policy, training, *site.shapes)
+        answered: AbstractSet[str] = frozenset()
+        if found is not None:
+            substituted[node.name] = found
+            answered = substitutions.ALL[found[0]].answers
+        rule = policy.rule(node.operator)
+        for name, reason in rule.by_shape:
+            if name not in answered and RULES[name](site):
+                kept[node.name] = reason
+        blocked[i, 0] = node.name not in kept and (
+            bool(answered) or _gives_blocks(site, rule.op_class, blocked)
+        )
+
+
+def stand_in(
+    node: Node,
+    policy: Policy,
+    training: bool,
+    shape: Optional[Shape] = None,
+    weight: Optional[Shape] = None,
+) -> Optional[Found]:
+    """Return what stands in for an operator, unless a user has classed that operator.
+
+    `shape` and `weight` are those of its first two inputs, where they are known.
+    """
+    rule = policy.rule(node.operator)
+    found = substitutions.find(node.operator, node.attrs, training, shape, weight)
+    if found is None or found[0] not in policy.substitutions or rule.given:
+        return None
+    if substitutions.ALL[found[0]].lowered and (
+        rule.op_class != "low" or rule.missing or policy.keeps_layer(node.name)
+    ):
+        return None
+    return found
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+def few_rows(site: Site) -> bool:
+    """Find dense layers whose weight is large for the rows it is multiplied by.
+
+    In training the backward pass then spends its time on moving and casting the weight's gradient.
+    Measured to lose up to 16 to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096.
+
+    In inference it is the cast of the weight that costs, unless the weight is stored in bfloat16:
+    as much as some 23 rows gain, by 1.46 times for 64 rows at 4096x4096 where the product alone
+    is 1.95 times as fast.
+    """
+    data, weight = site.shapes
+    if data is None or weight is None:
+        return False
+    flatten = site.node.attrs.get("flatten", "True") in ("True", "1")
+    rows = data[0] if flatten else math.prod(data[:-1])
+    if not site.training:
+        return 0 < rows * site.uses <= _ROWS_A_CAST
+    return rows <= min(math.prod(weight) / _WEIGHTS_A_ROW, _MANY_ROWS)
+
+
+def odd_channels(site: Site) -> bool:
+    """Find convolutions without a blocked bfloat16 kernel, where that costs most.
+
+    With channels that are no multiples of 16 its output has the plain layout, in which a BatchNorm
+    behind it is 5 times slower; with 3 input channels, a first layer, it is slower itself.
+    """
+    channels = _channels(site)
+    if channels is None:
+        return False
+    return channels[0] <= substitutions.COLOURS or (site.feeds_norm and not _in_blocks(channels))
+
+
+def plain_layout(site: Site) -> bool:
+    """Find normalisations whose input is not in oneDNN's blocked layout."""
+    return not site.blocked
+
+
+#: By the names that operator lists call them.
+RULES: Mapping[str, Callable[[Site], bool]] = {
+    rule.__name__: rule for rule in (few_rows, odd_channels, plain_layout)
+}
+
+
+# ---------------------------------------------------------------------- layouts and shapes
+
+
+def _channels(site: Site) -> Optional[Tuple[int, int]]:
+    """Return a convolution's channels, in and out."""
+    weight = site.shapes[1]
+    if weight is None:
+        return None
+    return weight[1] * int(site.node.attrs.get("num_group", "1")), weight[0]
+
+
+def _in_blocks(channels: Tuple[int, int]) -> bool:
+    read, written = channels
+    block, four = substitutions.BLOCK, substitutions.COLOURS + 1
+    return (read % block == 0 or read == four) and written % block == 0
+
+
+def _gives_blocks(site: Site, kind: str, blocked: Mapping[Output, bool]) -> bool:
+    """Tell whether an operator that is not kept in float32 gives a blocked bfloat16 output."""
+    operator = site.node.operator
+    if operator in ("Convolution", "_sg_mkldnn_conv"):
+        channels = _channels(site)
+        return kind == "low" and (channels is None or _in_blocks(channels))
+    if operator not in _KEEP_LAYOUT or site.node.attrs.get("dim", "1") != "1":
+        return False
+    tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
+    return all(blocked.get(output, False) for output in tensors)
+
+
+def _before_norms(graph: Graph) -> FrozenSet[int]:
+    """Return the nodes whose output reaches a BatchNorm in the layout that they give it."""
+    found: Set[int] = set()
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        if not node.is_variable and (
+            node.operator in NORMS or (i in found and node.operator in _KEEP_LAYOUT)
+        ):
+            found.update(source for source, _ in node.inputs)
+    return frozenset(found)
+
+
+def _input_shapes(graph: Graph, shapes: Shapes, policy: Policy, rows: bool) -> Dict[int, Pair]:
+    """Return the shapes of the first two inputs of operators, as far as a choice looks at them.
+
+    Without `rows` it does not look at those of data.
+    """
+    found: Dict[Output, Optional[Shape]] = {
+        (i, 0): shapes.get(node.name) for i, node in enumerate(graph.nodes) if node.is_variable
+    }
+    wanted: Dict[int, Tuple[Optional[Output], Optional[Output]]] = {}
+    for i, node in enumerate(graph.nodes):
+        looked_at = () if node.is_variable else _looked_at(node, policy, rows)
+        if looked_at:
+            first, second = (node.inputs[k] if k in looked_at else None for k in (0, 1))
+            wanted[i] = first, second
+    asked = {o for pair in wanted.values() for o in pair if o is not None and found.get(o) is None}
+    if asked and any(found.values()):
+        # The operators too: the shapes of their parameters follow from the other inputs.
+        found.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], shapes))
+    return {
+        i: (found.get(first) if first else None, found.get(second) if second else None)
+        for i, (first, second) in wanted.items()
+    }
+
+
+def _looked_at(node: Node, policy: Policy, rows: bool) -> FrozenSet[int]:
+    """Return the positions of the inputs whose shapes a choice for `node` depends on."""
+    positions: Set[int] = set()
+    for name, _ in policy.rule(node.operator).by_shape:
+        if name == "few_rows" and rows:
+            positions |= {0, 1}
+        elif name == "odd_channels":
+            positions.add(1)
+    if rows and node.operator in substitutions.BY_SHAPE:
+        positions.add(substitutions.BY_SHAPE[node.operator])
+    return frozenset(positions)
+
+
+def _infer(graph: Graph, outputs: Sequence[Output], shapes: Shapes) -> Dict[Output, Shape]:
+    symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
+    inputs = set(symbol.list_inputs())
+    try:
+        known = {name: shape for name, shape in shapes.items() if name in inputs}
+        _, found, _ = symbol.infer_shape_partial(**known)
+    except MXNetError:
+        return {}  # the graph can't run on these shapes; MXNet will say why
+    return {output: shape for output, shape in zip(outputs, found or ()) if _known(shape)}
+
+
+def _known(shape: Optional[Shape]) -> bool:
+    # Classic semantics write 0 for what is unknown, NumPy's -1.
+    return bool(shape) and min(shape or ()) > 0

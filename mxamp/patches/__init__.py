@@ -1,0 +1,1 @@
+"""Mixed precision switched on in running code. Imports `scaling`, `graph` and below."""

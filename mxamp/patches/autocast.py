@@ -1,0 +1,220 @@
+"""Switching mixed precision on and off: for the process, or for a region of code.
+
+`init` sets the process's policy, `autocast` one for the code inside it. MXNet's functions are
+patched while either is in force, and are its own again after that.
+"""
+
+import functools
+import logging
+from typing import Any, Callable, Iterable, List, Optional, Sequence, TypeVar
+
+from ..errors import ArgumentError, StateError
+from ..framework import machine
+from ..framework.patching import FrontEnd, Patch, PatchSet
+from ..policy import active
+from ..policy.overrides import Conditional
+from ..policy.policy import Policy
+from ..policy.targets import check_target
+from ..scaling import checkpoint, clipping
+from . import cached_op, eager, optimizers, symbolic
+
+__all__ = ["autocast", "init", "shutdown"]
+
+logger = logging.getLogger("mxamp")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DIFFERENT = (
+    "mixed precision is on already, with another policy: {old}. Call mxamp.shutdown() before "
+    "init() with different arguments, or use mxamp.autocast() for a part of the program."
+)
+SLOW = (
+    "this CPU (%s) computes no bfloat16 in hardware: the results are right, but it will not be "
+    "faster than float32"
+)
+
+
+class _CastingPatches(PatchSet):
+    """The patches that any policy needs, in place while somebody needs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._users = 0
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches, made anew: what they remember is of one time in force."""
+        found: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
+        return [*found, *optimizers.patches(), *checkpoint.patches(), *clipping.patches()]
+
+    def acquire(self) -> None:
+        """Put them in place for one more user."""
+        with self._lock:
+            self.open()
+            self._users += 1
+
+    def release(self) -> None:
+        """Take them off with the last user."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self.close()
+
+
+#: One a process: `init` and every `autocast` region use the same patches.
+_casting = _CastingPatches()
+
+
+def init(
+    target_dtype: Any = "float16",
+    target_precision_ops: Optional[Iterable[str]] = None,
+    conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
+    fp32_ops: Optional[Iterable[str]] = None,
+    *,
+    widest_ops: Optional[Iterable[str]] = None,
+    policy: Optional[Policy] = None,
+    ctx: Any = None,
+    tuned: bool = True,
+) -> None:
+    """Turn mixed precision on for the whole process.
+
+    >>> import mxamp as amp
+    >>> amp.init("bfloat16")
+    >>> amp.current_policy().target_dtype
+    'bfloat16'
+    >>> amp.shutdown()
+
+    Blocks may be made, hybridized and imported before or after it.
+
+    Parameters
+    ----------
+    target_dtype : str or dtype, default "float16"
+        "float16", or "bfloat16" (CPUs only, as in MXNet 1.9.1).
+    target_precision_ops, fp32_ops, widest_ops : list of str, optional
+        Operators, by any of their names, to run in the target dtype, in float32, and in the
+        widest dtype of their inputs. As in `mxnet.contrib.amp`, a list that is given replaces
+        the default one; use `Policy.override` to change single operators.
+    conditional_fp32_ops : list of (str, str, list of str), optional
+        (operator, attribute, values): float32 where the attribute has one of the values.
+    policy : Policy, optional
+        A whole policy in place of all of the above.
+    ctx : Context or str, optional
+        The kind of device to run in mixed precision. By default the GPU if there is one, else
+        the CPU. Arrays on other devices are left alone.
+    tuned : bool, default True
+        Let bfloat16 graphs choose faster equivalents of operators, and precisions by shape.
+        False is `policy.untuned()`.
+
+    Raises
+    ------
+    UnknownNameError
+        An operator that MXNet does not know.
+    ArgumentError
+        An unknown dtype or device, or an operator in two lists.
+    StateError
+        Mixed precision is on already with other arguments.
+
+    A second call with the same arguments does nothing. An error leaves nothing patched.
+    """
+    chosen = Policy.from_lists(
+        target_dtype,
+        target_precision_ops,
+        fp32_ops,
+        widest_ops,
+        conditional_fp32_ops,
+        policy=policy,
+        ctx=ctx,
+    )
+    chosen = chosen if tuned else chosen.untuned()
+    with _casting._lock:
+        if active.process.policy is not None:
+            if active.process.policy != chosen:
+                raise StateError(DIFFERENT.format(old=active.process.policy))
+            logger.debug("init: mixed precision is on already with the same policy")
+            return
+        _casting.acquire()
+        active.process.policy = chosen
+    logger.info("mixed precision is on: %s on %s", chosen.target_dtype, chosen.device)
+    if chosen.target_dtype == "bfloat16" and not machine.computes_bfloat16():
+        logger.warning(SLOW, machine.cpu_name())
+
+
+def shutdown() -> None:
+    """Turn mixed precision off for the process: MXNet's functions are its own again.
+
+    Does nothing where it is off. Blocks stay usable, and compute in float32. Regions of
+    `autocast` that are open stay in force until they end.
+    """
+    FrontEnd.close_all()
+    with _casting._lock:
+        if active.process.policy is None:
+            return
+        active.process.policy = None
+        _casting.release()
+    logger.info("mixed precision is off")
+
+
+class autocast:
+    """Mixed precision for a region of code or a function, in the current thread or task.
+
+    >>> import mxamp as amp
+    >>> with amp.autocast("bfloat16"):
+    ...     amp.is_enabled()
+    True
+
+    Regions nest; `enabled=False` turns mixed precision off inside one. `init` is not needed.
+
+    Parameters
+    ----------
+    dtype : str or dtype, optional
+        "float16" or "bfloat16". By default the one in force around it, else "float16".
+    enabled : bool, default True
+        False turns mixed precision off inside.
+    policy : Policy, optional
+        A whole policy in place of the default one for `dtype`.
+
+    Raises
+    ------
+    ArgumentError
+        An unknown dtype, or both a dtype and a policy.
+    """
+
+    def __init__(
+        self, dtype: Any = None, enabled: bool = True, policy: Optional[Policy] = None
+    ) -> None:
+        if isinstance(dtype, bool) or (callable(dtype) and not isinstance(dtype, type)):
+            raise ArgumentError(f"autocast takes a dtype first, not {dtype!r}: @amp.autocast()")
+        if policy is not None and dtype is not None:
+            raise ArgumentError("a policy holds its target dtype: give policy or dtype, not both")
+        self._dtype = check_target(dtype) if dtype is not None else None
+        self._policy = Policy.from_lists(policy=policy) if policy is not None else None
+        self._enabled = bool(enabled)
+
+    def __enter__(self) -> "autocast":
+        """Begin the region; the same object may be entered again inside it."""
+        chosen = self._choose() if self._enabled else None
+        _casting.acquire()
+        active.enter_region(chosen)
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        """End it; what was in force before is again."""
+        active.leave_region()
+        _casting.release()
+
+    def _choose(self) -> Policy:
+        if self._policy is not None:
+            return self._policy
+        around = active.nearest_policy()
+        if around is not None and self._dtype in (None, around.target_dtype):
+            return around
+        return Policy.default(self._dtype or "float16")
+
+    def __call__(self, function: Function) -> Function:
+        """Return `function` with a region around each call of it."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]

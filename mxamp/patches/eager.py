@@ -1,0 +1,220 @@
+"""The NDArray-level patch: casts the inputs of eager calls as the policy decides.
+
+All of `mx.nd`, `mx.np` and `mx.npx`, the methods of arrays and Python's operators end in one
+function, `_imperative_invoke`, looked up at call time in three modules. It is replaced there, so
+names that user code imported long before are covered too.
+"""
+
+import functools
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+from mxnet import autograd
+from mxnet._ctypes import ndarray as mx_ctypes
+from mxnet.ndarray import _internal as mx_internal
+from mxnet.ndarray import register as mx_register
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray.numpy import _api_internal
+
+from ..framework import arrays as mx_arrays
+from ..framework.arrays import KIND_NAMES, cast, dtype_code, kind_code, on_device
+from ..framework.machine import DTYPE_CODES, default_device, dtype_name
+from ..framework.operators import Operator, by_handle, resolve
+from ..framework.patching import Patch
+from ..policy.active import current_policy, note_precision
+from ..policy.decision import CASTABLE, Decision, decide
+from ..policy.policy import Policy
+from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
+from ..scaling.loss_outputs import with_scalable_gradient
+
+__all__ = ["patches"]
+
+_BFLOAT16 = DTYPE_CODES["bfloat16"]
+_TENSORDOT = resolve("_npi_tensordot").handle
+
+_INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
+
+
+def patches() -> List[Patch]:
+    """Return the patches that make eager calls follow the policy in force."""
+    casts = _PolicyCasts()
+    invoke = functools.partial(_build_invoke, casts)
+    return [
+        *(Patch(module, "_imperative_invoke", invoke) for module in _INVOKE_MODULES),
+        # The one NumPy function that goes another way.
+        Patch(_api_internal, "tensordot", functools.partial(_build_tensordot, casts)),
+        Patch(NDArray, "asnumpy", _build_asnumpy),
+    ]
+
+
+def _build_invoke(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callable[..., Any]:
+    def _imperative_invoke(
+        handle: int,
+        ndargs: List[NDArray],
+        keys: Any,
+        vals: Any,
+        out: Any,
+        is_np_op: bool,
+        output_is_list: bool,
+    ) -> Any:
+        policy = current_policy()
+        if policy is None:
+            return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
+        if handle in LOSS_OUTPUT_HANDLES and _starts_backward(ndargs):
+            ndargs = [with_scalable_gradient(ndargs[0]), *ndargs[1:]]
+        operator = casts.of(policy)[handle]
+        decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
+        if decision is None:
+            return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
+        reads = _read(decision, ndargs)
+        outputs = original(handle, reads, keys, vals, None, is_np_op, output_is_list)
+        outputs = _round(decision, outputs, is_np_op)
+        return outputs if out is None else _write_out(outputs, out)
+
+    return _imperative_invoke
+
+
+def _build_tensordot(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callable[..., Any]:
+    def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
+        policy = current_policy()
+        operator = casts.of(policy)[_TENSORDOT] if policy is not None else None
+        decision = operator.decide([a, b], (), ()) if operator is not None else None
+        if decision is None:
+            return original(a, b, axes)
+        return _round(decision, original(*_read(decision, [a, b]), axes), True)
+
+    return tensordot
+
+
+def _build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def asnumpy(self: NDArray) -> Any:
+        # Plain MXNet gives bfloat16's raw bits; metrics and printing want the values.
+        if current_policy() is not None and dtype_code(self) == _BFLOAT16:
+            with autograd.pause():
+                return original(cast(self, "float32"))
+        return original(self)
+
+    return asnumpy
+
+
+def _starts_backward(arrays: Sequence[NDArray]) -> bool:
+    return autograd.is_recording() and KIND_NAMES.get(kind_code(arrays[0])) in CASTABLE
+
+
+# ---------------------------------------------------------------------- decisions, remembered
+
+
+class _PolicyCasts:
+    """What was decided so far, by policy."""
+
+    def __init__(self) -> None:
+        self._tables: Dict[int, _OperatorCasts] = {}
+
+    def of(self, policy: Policy) -> "_OperatorCasts":
+        table = self._tables.get(id(policy))
+        if table is None:
+            table = self._tables[id(policy)] = _OperatorCasts(policy)
+        return table
+
+
+class _OperatorCasts(Dict[int, Optional["_Casts"]]):
+    """A policy's casts by operator handle, made when first asked for; None where it never casts."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def __missing__(self, handle: int) -> "Optional[_Casts]":
+        operator = by_handle().get(handle)
+        casts = operator is not None and _may_cast(operator, self.policy)
+        made = self[handle] = _Casts(operator, self.policy) if operator and casts else None
+        return made
+
+
+def _may_cast(operator: Operator, policy: Policy) -> bool:
+    rule = policy.rule(operator.name)
+    if rule.op_class == "untouched":
+        return False
+    follows = rule.op_class in ("neutral", "widest") and not rule.conditions
+    alone = len(operator.inputs) <= 1 and not operator.variadic
+    return not (follows and rule.missing is None and alone)
+
+
+class _Casts:
+    """The decisions for one operator under one policy, by the dtypes of its inputs."""
+
+    __slots__ = ("_attributes", "_cpu_only", "_decisions", "_operator", "_policy")
+
+    def __init__(self, operator: Operator, policy: Policy) -> None:
+        self._operator, self._policy = operator, policy
+        self._decisions: Dict[Any, Optional[Decision]] = {}
+        # Attributes that a decision reads; others need not be looked at.
+        named = [c.attribute for c in policy.rule(operator.name).conditions]
+        named += [a for a in ("num_group", "mode") if operator.name in ("Convolution", "RNN")]
+        named += ["op_type"] if operator.name == "Custom" else []
+        self._attributes = frozenset(named)
+        # Without a GPU in the machine every array is on the policy's device.
+        self._cpu_only = policy.device == default_device() == "cpu"
+
+    def decide(self, arrays: Sequence[NDArray], keys: Any, vals: Any) -> Optional[Decision]:
+        """Return what to do with these inputs, None for nothing."""
+        codes = tuple([kind_code(array) for array in arrays])
+        attributes: Tuple[Tuple[str, str], ...] = ()
+        if self._attributes:
+            attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
+        key = (codes, attributes)
+        try:
+            decision = self._decisions[key]
+        except KeyError:
+            decision = self._decisions[key] = self._decide_anew(codes, dict(attributes))
+        if decision is None or self._cpu_only or on_device(arrays, self._policy.device):
+            return decision
+        return None
+
+    def _decide_anew(self, codes: Sequence[int], attributes: Dict[str, str]) -> Optional[Decision]:
+        dtypes = [KIND_NAMES.get(code, "other") for code in codes]
+        decision = decide(self._operator.name, attributes, dtypes, self._policy)
+        note_precision(self._operator.name, decision.precision)
+        return decision if decision.changes else None
+
+
+# ---------------------------------------------------------------------- decisions, applied
+
+
+def _read(decision: Decision, arrays: Sequence[NDArray]) -> List[NDArray]:
+    """Return the inputs as the operator is to read them."""
+    inputs = list(arrays)
+    for i, dtype in enumerate(decision.reads):
+        if dtype is None:
+            continue
+        array = mx_arrays.copy(arrays[i]) if i in decision.guards else arrays[i]
+        if decision.through is not None:
+            array = cast(array, decision.through)
+        inputs[i] = cast(array, dtype)
+    return inputs
+
+
+def _round(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
+    """Return the outputs, rounded to the dtype that the decision computes through."""
+    if decision.through is None:
+        return outputs
+    if not isinstance(outputs, list):
+        return _rounded(outputs, 0, decision, is_np_op)
+    return [_rounded(array, i, decision, is_np_op) for i, array in enumerate(outputs)]
+
+
+def _rounded(array: NDArray, position: int, decision: Decision, is_np_op: bool) -> NDArray:
+    if not decision.rounds(position, KIND_NAMES.get(dtype_code(array), "other")):
+        return array
+    return cast(array, str(decision.through), is_np_op)
+
+
+def _write_out(outputs: Any, out: Any) -> Any:
+    """Write results to the arrays that `out=` gave, in those arrays' own dtypes."""
+    results = outputs if isinstance(outputs, list) else [outputs]
+    targets = out if isinstance(out, (list, tuple)) else [out]
+    for result, target in zip(results, targets):
+        dtype = dtype_name(target.dtype)
+        castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
+        mx_arrays.write(result, target, dtype, castable)
+    return out

@@ -1,0 +1,1 @@
+"""Which precision each operator computes in, as values. Imports `framework`."""

@@ -1,0 +1,88 @@
+"""The policy in force: that of the process, or of the innermost `autocast` region around the code.
+
+Regions belong to the execution context (`contextvars`): each thread and each asyncio task has its
+own. The patches ask `current_policy` at every call.
+"""
+
+from contextvars import ContextVar
+from typing import Any, Optional, Set, Tuple
+
+from .policy import Policy
+
+__all__ = [
+    "current_policy",
+    "enter_region",
+    "is_enabled",
+    "leave_region",
+    "nearest_policy",
+    "note_precision",
+    "process",
+    "suspended",
+]
+
+_Regions = Tuple[Optional[Policy], ...]
+_regions: ContextVar[_Regions] = ContextVar("mxamp_regions", default=())
+
+
+class _Process:
+    """What holds for the whole process; `init` and `shutdown` write it."""
+
+    policy: Optional[Policy] = None
+
+    def __init__(self) -> None:
+        #: Operators that have computed in the target dtype, for the summary of an automatic run.
+        self.lowered: Set[str] = set()
+
+
+#: One a process by its nature: MXNet's functions, which `init` patches, are too.
+process = _Process()
+
+
+def current_policy() -> Optional[Policy]:
+    """Return the policy that the calling code computes under, None where casting is off."""
+    regions = _regions.get()
+    return regions[-1] if regions else process.policy
+
+
+def is_enabled() -> bool:
+    """Tell whether mixed precision is on for the calling code."""
+    return current_policy() is not None
+
+
+def nearest_policy() -> Optional[Policy]:
+    """Return the policy of the innermost region that has one, else the process's."""
+    for policy in reversed(_regions.get()):
+        if policy is not None:
+            return policy
+    return process.policy
+
+
+def enter_region(policy: Optional[Policy]) -> None:
+    """Begin a region under `policy`; None turns casting off in it."""
+    _regions.set((*_regions.get(), policy))
+
+
+def leave_region() -> None:
+    """End the innermost region."""
+    _regions.set(_regions.get()[:-1])
+
+
+class suspended:
+    """Casting off inside: for code of mxamp's own, which knows the dtypes that it wants.
+
+    Unlike `autocast(enabled=False)` it patches nothing (0.3 us against 240 where AMP is off).
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        enter_region(None)
+
+    def __exit__(self, *_error: Any) -> None:
+        leave_region()
+
+
+def note_precision(operator: str, dtype: str) -> None:
+    """Remember that an operator has computed in a dtype."""
+    if dtype in ("float16", "bfloat16"):
+        process.lowered.add(operator)

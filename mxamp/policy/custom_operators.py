@@ -1,0 +1,46 @@
+"""Precision of the user's own operators (`mx.operator.Custom`): by the name they register."""
+
+from typing import Dict, Tuple
+
+from ..errors import ArgumentError
+
+__all__ = ["registered_classes", "register_custom_operator"]
+
+#: What the user calls a precision, and the class it means.
+_CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
+
+#: Class by registered name. One a process, as MXNet's registry of custom operators is.
+_registered: Dict[str, str] = {}
+
+
+def register_custom_operator(op_type: str, kind: str = "half") -> None:
+    """Say what precision a custom operator (`mx.operator.Custom`) runs in; by default float32.
+
+    ::
+
+        amp.register_custom_operator("my_activation", "half")
+
+    Parameters
+    ----------
+    op_type : str
+        The name it was registered under with `mx.operator.register`.
+    kind : str
+        "half" (the target dtype), "float" (float32) or "promote" (the widest of its inputs).
+
+    Policies made after this call follow it: call it before `init`.
+
+    Raises
+    ------
+    ArgumentError
+        `op_type` is no name, or `kind` is none of the three.
+    """
+    if not isinstance(op_type, str) or not op_type:
+        raise ArgumentError(f"op_type is the name of a custom operator, not {op_type!r}")
+    if kind not in _CLASSES:
+        raise ArgumentError(f"kind is one of {', '.join(_CLASSES)}, not {kind!r}")
+    _registered[op_type] = _CLASSES[kind]
+
+
+def registered_classes() -> Tuple[Tuple[str, str], ...]:
+    """Return (registered name, class) of each custom operator, sorted."""
+    return tuple(sorted(_registered.items()))

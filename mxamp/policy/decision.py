@@ -1,0 +1,164 @@
+"""The one decision: which dtype each input of an operator is cast to, and why.
+
+`decide` is a pure function of names and dtypes. Eager calls, graphs about to run and saved graphs
+all ask it, so that they agree bit for bit.
+"""
+
+from dataclasses import dataclass
+from typing import FrozenSet, Mapping, Optional, Sequence, Tuple
+
+from ..framework.operators import registry
+from .policy import Policy
+from .rules import Rule
+
+__all__ = ["CASTABLE", "Decision", "decide"]
+
+#: Only these are ever cast; integers, booleans and float64 never are.
+CASTABLE = frozenset({"float16", "bfloat16", "float32"})
+
+_WIDE = frozenset({"float32", "float64"})
+
+# Where one of these comes in, the call is the user's own business: it gets what it would have
+# got without mxamp. amp_cast knows no float64 and no sparse storage.
+_FOREIGN = frozenset({"float64", "sparse"})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done to one call of an operator.
+
+    `reads[i]` is the dtype that input i is cast to, None where it stays as it is. With `through`
+    set, inputs and outputs are rounded to that dtype while the operator itself computes in a
+    wider one: inputs go down to it before they come up, and its outputs go down to it.
+    `guards` are inputs that are copied before they are cast (see `_guards`).
+    """
+
+    reads: Tuple[Optional[str], ...]
+    reason: str
+    precision: str = "as is"  #: the dtype it computes in, for a reader
+    through: Optional[str] = None
+    keep_outputs: Tuple[int, ...] = ()
+    guards: FrozenSet[int] = frozenset()
+
+    def rounds(self, output: int, dtype: str) -> bool:
+        """Tell whether an output that came out in `dtype` is to be rounded."""
+        return self.through is not None and output not in self.keep_outputs and dtype in _WIDE
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to do."""
+        return self.through is not None or any(dtype is not None for dtype in self.reads)
+
+
+def decide(
+    operator: str,
+    attributes: Mapping[str, str],
+    dtypes: Sequence[str],
+    policy: Policy,
+    layer: Optional[str] = None,
+    kept: Optional[str] = None,
+) -> Decision:
+    """Return what `policy` does to a call of `operator` with inputs of these `dtypes`.
+
+    Parameters
+    ----------
+    operator : str
+        Its canonical name.
+    attributes : mapping of str to str
+        The attributes that were set, as MXNet writes them.
+    dtypes : sequence of str
+        One an input: a dtype's name, or "sparse" for an array of sparse storage.
+    layer : str, optional
+        The graph node's name, for the policy's `fp32_layers`.
+    kept : str, optional
+        Why this call stays in float32, if its shapes or its neighbours say so.
+
+    Example
+    -------
+    >>> policy = Policy.default("float16", "gpu")
+    >>> decide("FullyConnected", {}, ["float32", "float16", "float32"], policy).reads
+    ('float16', None, 'float16')
+    """
+    rule = policy.rule(operator)
+    kind, reason = _classify(rule, attributes, policy, layer, kept)
+    untouched = (None,) * len(dtypes)
+    if kind == "untouched":
+        return Decision(untouched, reason)
+
+    fixed = _fixed_inputs(rule, attributes)
+    floats = {i: d for i, d in enumerate(dtypes) if d in CASTABLE and i not in fixed}
+    if not floats:
+        return Decision(untouched, "no floating-point input to cast")
+    dtype, reason = _compute_dtype(kind, reason, set(floats.values()), set(dtypes), policy)
+    if dtype == policy.target_dtype and rule.missing is not None:
+        reads = tuple(rule.computes if i in floats else None for i in range(len(dtypes)))
+        reason = f"{reason}; in {rule.computes} on {dtype} values: {rule.missing}"
+        guards = _guards(operator, attributes, dtype, reads)
+        return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
+    reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))
+    return Decision(reads, reason, dtype, guards=_guards(operator, attributes, dtype, reads))
+
+
+def _classify(
+    rule: Rule,
+    attributes: Mapping[str, str],
+    policy: Policy,
+    layer: Optional[str],
+    kept: Optional[str],
+) -> Tuple[str, str]:
+    if rule.op_class == "untouched":
+        return rule.op_class, rule.reason
+    if layer is not None and policy.keeps_layer(layer):
+        kept = f"layer {layer!r} is kept in float32 by name"
+    if kept is not None:
+        return "fp32", kept
+    for op_type, kind in rule.by_op_type:
+        if attributes.get("op_type") == op_type:
+            return kind, f"custom operator {op_type!r} was registered as {kind}"
+    for condition in rule.conditions:
+        if condition.holds(attributes):
+            value = attributes.get(condition.attribute, condition.default)
+            return "fp32", f"{condition.attribute}={value}: {rule.reason}"
+    if rule.conditions:
+        watched = ", ".join(condition.attribute for condition in rule.conditions)
+        return rule.op_class, f"{rule.op_class} with this {watched}"
+    return rule.op_class, rule.reason
+
+
+def _compute_dtype(
+    kind: str, reason: str, floats: "set[str]", dtypes: "set[str]", policy: Policy
+) -> Tuple[str, str]:
+    """Return the dtype that an operator of class `kind` computes in, given these inputs."""
+    target = policy.target_dtype
+    if dtypes & _FOREIGN:
+        return "float32", "next to float64 or sparse inputs nothing is lowered"
+    if kind == "low":
+        if floats <= {target, "float32"}:
+            return target, reason
+        return "float32", f"an input of the user's own half precision is no {target}"
+    if kind == "fp32" or len(floats) > 1:
+        return "float32", reason
+    return floats.pop(), reason
+
+
+def _fixed_inputs(rule: Rule, attributes: Mapping[str, str]) -> FrozenSet[int]:
+    """Positions that are never cast: statistics and indices by the list, and what is written to."""
+    operator = registry().get(rule.operator)
+    if operator is None:
+        return frozenset()
+    kept = operator.positions(rule.keep_inputs, attributes)
+    return frozenset((*kept, *operator.mutable_inputs))
+
+
+def _guards(
+    operator: str, attributes: Mapping[str, str], dtype: str, reads: Tuple[Optional[str], ...]
+) -> FrozenSet[int]:
+    """Return the inputs that need a copy before the cast.
+
+    After a float32 inference pass, oneDNN leaves the weight of a grouped convolution in a blocked
+    layout that it can't reorder to bfloat16; a copy has the plain layout.
+    """
+    grouped = str(attributes.get("num_group", "1")) != "1"
+    if operator == "Convolution" and dtype == "bfloat16" and grouped and reads[1] is not None:
+        return frozenset({1})
+    return frozenset()

@@ -1,0 +1,127 @@
+"""Changing single operators of a policy: the checks, and the rules that come out."""
+
+from dataclasses import replace
+from typing import AbstractSet, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+
+from ..errors import ArgumentError, unknown
+from ..framework.operators import resolve
+from .rules import UNLISTED, Condition, Rule
+
+__all__ = ["Conditional", "Names", "checked_substitutions", "overridden"]
+
+#: (operator, attribute, values): fp32 where the attribute has one of the values.
+Conditional = Tuple[str, str, Sequence[str]]
+Names = Optional[Iterable[str]]
+
+
+def overridden(
+    rules: Mapping[str, Rule],
+    given: Mapping[str, Names],
+    conditional: Optional[Iterable[Conditional]],
+    replace_lists: bool,
+) -> Dict[str, Rule]:
+    """Return rules with operators put in other classes, as `Policy.override` says.
+
+    `given` maps a class to operators by any of their names, or to None.
+    """
+    classes: Dict[str, str] = {}
+    for op_class, names in given.items():
+        for name in _canonical(op_class, names):
+            if classes.setdefault(name, op_class) != op_class:
+                raise _in_two_lists(name, classes[name], op_class)
+    conditions = _conditions(conditional)
+    for name in conditions:
+        if classes.get(name) in ("fp32", "widest"):
+            raise _in_two_lists(name, classes[name], "conditionally fp32")
+    result = dict(rules)
+    if replace_lists:
+        replaced = {op_class for op_class, names in given.items() if names is not None}
+        result = _emptied(rules, replaced, keep_conditions=conditional is None)
+    _put(result, classes, conditions)
+    return result
+
+
+def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> List[str]:
+    """Return names of substitutions, all of which are `there`."""
+    if isinstance(given, str):
+        raise ArgumentError(f"substitutions is a list of names, not {given!r}")
+    names = list(given)
+    for name in names:
+        if name not in there:
+            raise unknown("substitution", name, there)
+    return names
+
+
+def _canonical(op_class: str, names: Names) -> List[str]:
+    """Return the canonical names of operators given by any name."""
+    if names is None:
+        return []
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ArgumentError(f"the {op_class} operators are a list of names, not {names!r}")
+    return [resolve(name).name for name in names]
+
+
+def _in_two_lists(name: str, one: str, other: str) -> ArgumentError:
+    return ArgumentError(
+        f"operator {name!r} is given as {one} and as {other}; leave it in one list"
+    )
+
+
+def _conditions(
+    conditional: Optional[Iterable[Conditional]],
+) -> Dict[str, Tuple[Condition, ...]]:
+    """Return the conditions by canonical operator name."""
+    found: Dict[str, Tuple[Condition, ...]] = {}
+    for entry in conditional if conditional is not None else ():
+        try:
+            name, attribute, values = entry
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"a conditional operator is (operator, attribute, [values]), not {entry!r}"
+            ) from None
+        if isinstance(values, str):
+            raise ArgumentError(f"the values of {attribute!r} are a list, not {values!r}")
+        operator = resolve(name)
+        condition = Condition(
+            attribute, tuple(map(str, values)), default=operator.defaults.get(attribute)
+        )
+        found[operator.name] = (*found.get(operator.name, ()), condition)
+    return found
+
+
+def _emptied(
+    rules: Mapping[str, Rule], replaced: AbstractSet[str], keep_conditions: bool
+) -> Dict[str, Rule]:
+    """Return rules where the classes in `replaced` have become neutral."""
+    result = {}
+    for name, rule in rules.items():
+        kept = rule.conditions if keep_conditions else ()
+        if rule.op_class in replaced and not kept:
+            why = f"left out of {rule.op_class}"
+            result[name] = replace(rule, op_class="neutral", reason=why, conditions=())
+        else:
+            result[name] = replace(rule, conditions=kept)
+    return result
+
+
+def _put(
+    rules: Dict[str, Rule],
+    classes: Mapping[str, str],
+    conditions: Mapping[str, Tuple[Condition, ...]],
+) -> None:
+    """Put operators in these classes, and under these conditions."""
+    for name, op_class in classes.items():
+        rules[name] = replace(
+            rules.get(name, UNLISTED),
+            operator=name,
+            op_class=op_class,
+            reason=f"given as {op_class}",
+            given=True,
+            conditions=(),
+            by_shape=(),
+        )
+    for name, of_one in conditions.items():
+        old = rules.get(name, UNLISTED)
+        # fp32 otherwise would make the condition void: the operator follows its input then.
+        op_class = "neutral" if old.op_class in ("fp32", "untouched") else old.op_class
+        rules[name] = replace(old, operator=name, op_class=op_class, conditions=of_one)

@@ -1,0 +1,194 @@
+"""A policy: which precision each operator computes in, as a value.
+
+A policy is read from an operator list (`lists/float16.toml`, `lists/bfloat16.toml`, or a file of
+your own), resolved against MXNet's registry and one kind of device, and never changes after that.
+"""
+
+import fnmatch
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+
+from ..errors import ArgumentError
+from ..framework import machine
+from .custom_operators import registered_classes
+from .lists import OperatorList, own_list, read_list
+from .overrides import Conditional, Names, checked_substitutions, overridden
+from .rules import UNLISTED, Rule
+from .targets import check_device, check_target, device_type
+
+__all__ = ["Policy"]
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """Which precision every operator computes in, on one kind of device.
+
+    >>> policy = Policy.default("float16", device="cpu")
+    >>> policy.rule("Convolution").op_class
+    'low'
+
+    Policies compare and hash by value; two that say the same are the same.
+    """
+
+    target_dtype: str
+    device: str
+    rules: Mapping[str, Rule] = field(repr=False)
+    #: names (with * and ?) of graph nodes that stay in float32; eager calls have no names
+    fp32_layers: Tuple[str, ...] = ()
+    #: the faster equivalents that graphs about to run get: name, and what it was measured to gain
+    substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def rule(self, operator: str) -> Rule:
+        """Return what the policy says of an operator, by canonical name."""
+        return self.rules.get(operator, UNLISTED)
+
+    def keeps_layer(self, name: str) -> bool:
+        """Tell whether a graph node called `name` stays in float32 by its name."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.fp32_layers)
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether shapes and neighbours of operators decide anything (`graph.shape_rules`)."""
+        return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
+
+    def operators(self, op_class: str) -> List[str]:
+        """Return the operators of one class, sorted; "conditional" for those with conditions."""
+        if op_class == "conditional":
+            return sorted(name for name, rule in self.rules.items() if rule.conditions)
+        return sorted(
+            name
+            for name, rule in self.rules.items()
+            if rule.op_class == op_class and not rule.conditions
+        )
+
+    def _key(self) -> Tuple[Any, ...]:
+        rules = frozenset(self.rules.values())
+        layers = self.fp32_layers
+        return self.target_dtype, self.device, layers, frozenset(self.substitutions), rules
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Policy) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((self.target_dtype, self.device, self.fp32_layers))
+
+    # ------------------------------------------------------------------ making one
+
+    @classmethod
+    def default(cls, target_dtype: str = "float16", device: Optional[str] = None) -> "Policy":
+        """Return mxamp's own policy for a dtype and a device type ("cpu" or "gpu").
+
+        The default device is the GPU if there is one, else the CPU.
+        """
+        dtype = check_target(target_dtype)
+        device = check_device(dtype, device)
+        return _default(dtype, device, machine.features(), registered_classes())
+
+    @classmethod
+    def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
+        """Read an operator list in the format of `lists/float16.toml`."""
+        return _made_of(read_list(path, device, machine.features()), registered_classes())
+
+    @classmethod
+    def from_lists(
+        cls,
+        target_dtype: Any = "float16",
+        low: Names = None,
+        fp32: Names = None,
+        widest: Names = None,
+        conditional: Optional[Iterable[Conditional]] = None,
+        *,
+        policy: Optional["Policy"] = None,
+        ctx: Any = None,
+    ) -> "Policy":
+        """Return the policy that the arguments of `init` and `convert_*` describe.
+
+        That is `policy` itself where it is given, and given alone; else the default one for
+        `target_dtype` and the kind of device of `ctx`, with each operator list that is given in
+        place of its own.
+
+        Raises `ArgumentError` where `policy` is no policy or is not given alone, and what
+        `override` raises.
+        """
+        lists = (low, fp32, widest, conditional)
+        if policy is not None:
+            if not isinstance(policy, Policy):
+                raise ArgumentError(f"policy is an mxamp.Policy, not {policy!r}")
+            if any(given is not None for given in lists) or ctx is not None:
+                raise ArgumentError("a policy holds operator lists and device: give it alone")
+            return policy
+        base = cls.default(check_target(target_dtype), device_type(ctx))
+        if all(given is None for given in lists):
+            return base
+        return base.override(low, fp32, widest, conditional, replace_lists=True)
+
+    def override(
+        self,
+        low: Names = None,
+        fp32: Names = None,
+        widest: Names = None,
+        conditional: Optional[Iterable[Conditional]] = None,
+        *,
+        replace_lists: bool = False,
+        fp32_layers: Sequence[str] = (),
+        substitutions: Optional[Iterable[str]] = None,
+    ) -> "Policy":
+        """Return a policy with some operators put in other classes, by any of their names.
+
+        >>> policy = Policy.default("float16", "cpu").override(fp32=["Convolution"])
+        >>> policy.rule("Convolution").op_class
+        'fp32'
+
+        `conditional` takes (operator, attribute, values) as `mxnet.contrib.amp` does. With
+        `replace_lists`, a list that is given replaces the policy's own, as it does in
+        `mxnet.contrib.amp.init`: what the old list held and no new one names becomes neutral.
+
+        `substitutions` names those of the policy's own that it is to keep. An operator that is
+        given a class has it whatever its shapes are.
+
+        Raises `UnknownNameError` for a name MXNet does not know, `ArgumentError` for one that
+        stands in two lists.
+        """
+        given = {"low": low, "fp32": fp32, "widest": widest}
+        rules = overridden(self.rules, given, conditional, replace_lists)
+        kept = self.substitutions
+        if substitutions is not None:
+            names = checked_substitutions(substitutions, kept)
+            kept = MappingProxyType({name: kept[name] for name in names})
+        layers = tuple(dict.fromkeys((*self.fp32_layers, *fp32_layers)))
+        return replace(self, rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
+
+    def untuned(self) -> "Policy":
+        """Return the policy without substitutions and choices by shape.
+
+        >>> Policy.default("bfloat16").untuned().substitutions
+        mappingproxy({})
+
+        With it, eager calls, hybridized blocks and converted models agree bit for bit in bfloat16
+        too, as they do in float16 anyway.
+        """
+        rules = {name: replace(rule, by_shape=()) for name, rule in self.rules.items()}
+        return replace(self.override(substitutions=()), rules=MappingProxyType(rules))
+
+
+CustomClasses = Tuple[Tuple[str, str], ...]
+
+
+@lru_cache(maxsize=None)
+def _default(dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses) -> Policy:
+    # Cached: caches of graphs and casts are kept by policy, and equal ones share them.
+    return _made_of(own_list(dtype, device, features), custom)
+
+
+def _made_of(read: OperatorList, custom: CustomClasses) -> Policy:
+    """Return the policy of an operator list, with the user's custom operators in it."""
+    rules = read.rules
+    if custom:
+        rule = replace(rules.get("Custom", UNLISTED), by_op_type=custom)
+        rules = MappingProxyType({**rules, "Custom": rule})
+    return Policy(read.target_dtype, read.device, rules, substitutions=read.substitutions)

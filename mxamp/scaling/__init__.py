@@ -1,0 +1,1 @@
+"""Loss scaling: scalers, the Trainer's overflow check, checkpoints. Imports `policy` and below."""

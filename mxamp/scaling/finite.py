@@ -1,0 +1,94 @@
+"""Whether gradients are finite: exact, in one pass, with one synchronisation a device.
+
+On CPUs an array's memory is read in place. A float32 array's dot product with itself runs at the
+speed of memory and is finite only if every element is; where it isn't (a finite 1e25 squares to
+infinity too) the elements are looked at one by one. Half precision is checked by its exponent
+bits. `multi_all_finite`, which MXNet has for this, takes 40 % of a ResNet-50 training step on
+CPUs and knows no bfloat16.
+"""
+
+from typing import Any, Dict, List, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray.sparse import RowSparseNDArray
+
+from ..framework.arrays import flat_view
+from ..framework.machine import dtype_name
+
+__all__ = ["all_finite", "square_sum"]
+
+# The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
+_EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
+_REAL = {"float32": np.float32, "float64": np.float64}
+# As many arrays as one call of multi_all_finite takes.
+_CHUNK = 200
+
+
+def all_finite(arrays: Sequence[NDArray]) -> bool:
+    """Tell whether no element of `arrays` is Inf or NaN.
+
+    Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
+    """
+    dense = _dense(arrays)
+    on_gpu = [array for array in dense if array.context.device_type == "gpu"]
+    with autograd.pause():
+        # What GPUs compute while the CPU looks at its own.
+        pending = _start_on_gpus(on_gpu)
+        finite = all(_finite_on_cpu(array) for array in dense if array.context.device_type != "gpu")
+        return finite and all(bool(flag.asscalar()) for flag in pending)
+
+
+def square_sum(arrays: Sequence[NDArray]) -> float:
+    """Return the sum of the squares of all elements: Inf or NaN where one is. Waits for them."""
+    with autograd.pause(), np.errstate(all="ignore"):
+        return sum(_square_sum(array) for array in _dense(arrays))
+
+
+def _square_sum(array: NDArray) -> float:
+    if array.context.device_type == "gpu":
+        return float((array.astype("float32") ** 2).sum().asscalar())
+    dtype = dtype_name(array.dtype)
+    if dtype == "bfloat16":
+        values = (flat_view(array, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = flat_view(array, np.dtype(dtype))
+        values = values.astype(np.float32) if dtype == "float16" else values
+    total = np.dot(values, values)
+    if not np.isfinite(total):  # squares of finite numbers may be beyond float32
+        total = np.dot(values.astype(np.float64), values.astype(np.float64))
+    return float(total)
+
+
+def _dense(arrays: Sequence[NDArray]) -> List[NDArray]:
+    dense = [array.data if isinstance(array, RowSparseNDArray) else array for array in arrays]
+    return [array for array in dense if array.size]
+
+
+def _finite_on_cpu(array: NDArray) -> bool:
+    dtype = dtype_name(array.dtype)
+    if dtype in _EXPONENT:
+        bits = flat_view(array, np.uint16)
+        return bool((bits & _EXPONENT[dtype]).max() != _EXPONENT[dtype])
+    if dtype not in _REAL:
+        return True
+    values = flat_view(array, _REAL[dtype])
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.dot(values, values))) or bool(np.isfinite(values).all())
+
+
+def _start_on_gpus(arrays: Sequence[NDArray]) -> List[NDArray]:
+    """Start the check on GPUs; return one flag a device and dtype, not waited for."""
+    groups: Dict[Any, List[NDArray]] = {}
+    for array in arrays:
+        groups.setdefault((array.context, dtype_name(array.dtype)), []).append(array)
+    flags = []
+    for (ctx, _), group in groups.items():
+        flag = mx.nd.ones((1,), ctx=ctx)
+        for start in range(0, len(group), _CHUNK):
+            part = group[start : start + _CHUNK]
+            mx.nd.multi_all_finite(*part, num_arrays=len(part), init_output=False, out=flag)
+        flags.append(flag)
+    return flags

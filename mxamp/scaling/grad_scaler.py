@@ -1,0 +1,190 @@
+"""Loss scaling in PyTorch's manner: one scaler, any number of trainers, explicit calls.
+
+scaler.scale(loss).backward()
+scaler.unscale_(trainer)        # optional, to clip
+scaler.step(trainer, batch_size)
+scaler.update()
+"""
+
+import weakref
+from enum import Enum
+from typing import Any, Dict, List, Mapping, Optional
+
+from mxnet import autograd
+from mxnet.gluon import Trainer
+
+from ..errors import ArgumentError, StateError
+from .hook import TrainerHook
+from .scaler import LossScaler, Scaler, positive_number
+from .trainer import attach_hook, hook_of, map_losses, scaled_loss
+
+__all__ = ["GradScaler"]
+
+STEPPED_TWICE = "step was called for this trainer already since the last update(): call update()"
+UNSCALED_TWICE = "unscale_ was called for this trainer already since the last update()"
+UNSCALED_LATE = "unscale_ comes before step, and this trainer has stepped since the last update()"
+NOTHING_TO_UPDATE = "update() comes after step(trainer, batch_size), and no trainer has stepped"
+FOREIGN_TRAINER = (
+    "this trainer has a loss scaler of its own, of init_trainer or of another GradScaler: use one"
+)
+
+
+class _Stage(Enum):
+    READY = 0
+    UNSCALED = 1
+    STEPPED = 2
+
+
+class _Recorder(Scaler):
+    """What a trainer of a `GradScaler` has for a scaler: it reports, and changes nothing."""
+
+    def __init__(self, owner: "GradScaler") -> None:
+        super().__init__(1.0)
+        self.owner = owner
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the `GradScaler`."""
+        return self.owner.get_scale()
+
+    def update(self, finite: bool) -> float:
+        """Tell the `GradScaler` of a step."""
+        self.owner._finite.append(finite)
+        return self.loss_scale
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return the state of the `GradScaler`."""
+        return self.owner.state_dict()
+
+    def resumed(self, state: Mapping[str, Any]) -> Scaler:
+        """Hand a trainer's saved state to the `GradScaler`."""
+        self.owner.load_state_dict(state)
+        return self
+
+
+class GradScaler:
+    """A dynamic loss scale for training loops written as for PyTorch.
+
+    ::
+
+        scaler = amp.GradScaler()
+        with autograd.record(), amp.autocast("float16"):
+            loss = loss_function(net(data), label)
+        scaler.scale(loss).backward()
+        scaler.step(trainer, batch_size)
+        scaler.update()
+
+    Parameters
+    ----------
+    init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
+        As of `LossScaler`.
+    enabled : bool, default True
+        False makes every method do nothing but what plain MXNet would.
+
+    Calls out of order raise `StateError`: a second `step` before `update`, `unscale_` twice or
+    after `step`, `update` before any `step`.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        hysteresis: int = 1,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        self._scaler = LossScaler(
+            init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale,
+            hysteresis,
+        )  # fmt: skip
+        self._enabled = bool(enabled)
+        self._finite: List[bool] = []
+        self._stages: "weakref.WeakKeyDictionary[Trainer, _Stage]" = weakref.WeakKeyDictionary()
+
+    def is_enabled(self) -> bool:
+        """Tell whether it scales."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """Return the scale of the next loss; 1 where disabled."""
+        return self._scaler.loss_scale if self._enabled else 1.0
+
+    def scale(self, loss: Any) -> Any:
+        """Return the loss, or all in lists, tuples and dicts, times the scale.
+
+        Works inside `autograd.record()` and outside.
+        """
+        if not self._enabled:
+            return loss
+        scale = self.get_scale()
+        with autograd.record(train_mode=autograd.is_training()):
+            return map_losses(loss, lambda array: scaled_loss(array, scale))
+
+    def unscale_(self, trainer: Trainer) -> None:
+        """Divide a trainer's gradients by the scale, to clip or look at them before `step`."""
+        if not self._enabled:
+            return
+        hook = self._hook(trainer)
+        stage = self._stages.get(trainer, _Stage.READY)
+        if stage is not _Stage.READY:
+            raise StateError(UNSCALED_TWICE if stage is _Stage.UNSCALED else UNSCALED_LATE)
+        hook.mark_scaled()
+        hook.unscale()
+        self._stages[trainer] = _Stage.UNSCALED
+
+    def step(self, trainer: Trainer, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Do `trainer.step(batch_size)` on unscaled gradients; skip it where one is not finite."""
+        if not self._enabled:
+            trainer.step(batch_size, ignore_stale_grad)
+            return
+        hook = self._hook(trainer)
+        if self._stages.get(trainer) is _Stage.STEPPED:
+            raise StateError(STEPPED_TWICE)
+        hook.mark_scaled()
+        trainer.step(batch_size, ignore_stale_grad)
+        self._stages[trainer] = _Stage.STEPPED
+
+    def update(self, new_scale: Optional[float] = None) -> None:
+        """Set the scale for the next losses: by the steps since the last update, or as given."""
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._scaler.set_scale(positive_number("new_scale", new_scale))
+        elif not self._finite:
+            raise StateError(NOTHING_TO_UPDATE)
+        else:
+            self._scaler.update(all(self._finite))
+        self._finite = []
+        for trainer in list(self._stages):
+            trainer.amp_loss_scale = self.get_scale()
+        self._stages.clear()
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return everything it takes to go on from here; {} where disabled."""
+        return self._scaler.state_dict() if self._enabled else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        if not self._enabled:
+            return
+        if not state:
+            raise ArgumentError("this is the state of a disabled GradScaler: there is none to load")
+        self._scaler.load_state_dict(state)
+
+    def _hook(self, trainer: Trainer) -> TrainerHook:
+        if not isinstance(getattr(trainer, "_amp_loss_scaler", None), TrainerHook):
+            if not isinstance(trainer, Trainer):
+                raise ArgumentError(f"a GradScaler steps a gluon.Trainer, not {trainer!r}")
+            attach_hook(trainer, _Recorder(self), scaled_by="GradScaler")
+        hook = hook_of(trainer)
+        hook.check_scaled_by("GradScaler", "init_trainer")
+        if not isinstance(hook.scaler, _Recorder) or hook.scaler.owner is not self:
+            raise StateError(FOREIGN_TRAINER)
+        return hook
+
+    def __repr__(self) -> str:
+        return f"GradScaler({self.get_scale():g}{'' if self._enabled else ', enabled=False'})"

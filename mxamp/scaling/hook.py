@@ -1,0 +1,281 @@
+"""Per-trainer loss-scaling state, and the overflow check before each update.
+
+`Trainer._update` asks `self._amp_loss_scaler.has_overflow(params)` before it updates, and skips
+the update on True. That question is all the hook needs: by then `step` has reduced the gradients
+of all devices and set the optimizer's `rescale_grad`, which takes the scale out again.
+
+Whether gradients carry the scale is a state of the trainer:
+
+    none ── scale_loss ──► scaled ── unscale ──► unscaled
+      ▲                      │                      │
+      └────────── step or update, done or skipped ──┘
+
+A step without `scale_loss` finds "none" and is a plain step of MXNet's.
+"""
+
+import logging
+import threading
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.gluon import Parameter, Trainer
+from mxnet.ndarray.ndarray import NDArray
+
+from ..errors import StateError
+from ..policy.active import suspended
+from .finite import all_finite
+from .scaler import Scaler
+
+__all__ = ["Stage", "StepReport", "TrainerHook", "fresh_gradients", "multiply"]
+
+logger = logging.getLogger("mxamp")
+
+FreshGradients = List[Tuple[Parameter, List[NDArray]]]
+
+# So many names of parameters go into a log line.
+SHOWN = 3
+
+SCALED_TWICE = (
+    "the losses of this trainer are scaled by {one} already; {other} would scale them twice: leave "
+    "one of the two out"
+)
+STEP_BEFORE_SCALING = (
+    "these gradients have been unscaled and not been used: call trainer.step() or update() "
+    "before the next scale_loss"
+)
+NOTHING_TO_UNSCALE = (
+    "there are no scaled gradients: unscale comes after scale_loss and backward, and before step"
+)
+UNSCALED_TWICE = "these gradients are unscaled already: unscale was called twice before the step"
+TOO_MANY_SKIPS = (
+    "{count} steps in a row were skipped, and the loss scale is down to {scale:g}. The first had "
+    "gradients that are not finite in {names}.{loss} Look for a learning rate that is too high, a "
+    "division by zero or a logarithm of zero."
+)
+
+
+class Stage(Enum):
+    """Whether a trainer's gradients carry the loss scale."""
+
+    NONE = "none"
+    SCALED = "scaled"
+    UNSCALED = "unscaled"
+
+
+class StepReport(NamedTuple):
+    """What became of an update: `trainer.amp_last_step`."""
+
+    stepped: bool  #: False where it was skipped
+    loss_scale: float  #: what the gradients carried
+    next_loss_scale: float
+    nonfinite: Tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
+    loss_finite: bool = True  #: False where the loss itself was Inf or NaN before it was scaled
+
+
+class TrainerHook:
+    """One trainer's loss scaling; what `trainer._amp_loss_scaler` is.
+
+    `loss_scale` is the scale that the current gradients carry, as scripts written for
+    `mxnet.contrib.amp` read it. `steps` and `skips` count updates done and skipped. `scaled_by`
+    names the API that scales this trainer's losses.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        scaler: Scaler,
+        max_consecutive_skips: Optional[int] = None,
+        scaled_by: str = "init_trainer",
+    ) -> None:
+        self.trainer, self.scaler = trainer, scaler
+        self.scaled_by = scaled_by
+        self.max_consecutive_skips = max_consecutive_skips
+        self.steps = self.skips = 0
+        self._skips_in_a_row = 0
+        self._first_culprits: Tuple[str, ...] = ()
+        self._lock = threading.Lock()
+        self._reduced = False
+        self._losses = 0  # scaled since the last update
+        self._loss_values: List[NDArray] = []
+        self._unscaled = False
+        self.publish(None)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the current gradients and of the next loss."""
+        return self.scaler.loss_scale
+
+    def check_scaled_by(self, *allowed: str) -> None:
+        """Raise `StateError` where an API that is not `allowed` scales this trainer's losses."""
+        if self.scaled_by not in allowed:
+            raise StateError(SCALED_TWICE.format(one=self.scaled_by, other=allowed[0]))
+
+    @property
+    def stage(self) -> Stage:
+        """Whether the gradients carry the scale now."""
+        if not self._losses:
+            return Stage.NONE
+        return Stage.UNSCALED if self._unscaled else Stage.SCALED
+
+    @contextmanager
+    def scaling(self, values: Sequence[NDArray]) -> Iterator[float]:
+        """Yield the scale for losses whose gradients will carry it; an error takes that back.
+
+        `values` are the losses before they are scaled, to be looked at if the step overflows.
+        """
+        start_kvstore(self.trainer)
+        with self._lock:
+            if self.stage is Stage.UNSCALED:
+                raise StateError(STEP_BEFORE_SCALING)
+            self._losses += 1
+            self._loss_values.extend(values)
+            self._reduced = False
+        try:
+            yield self.loss_scale
+        except BaseException:
+            with self._lock:
+                self._losses = max(self._losses - 1, 0)
+                kept = {id(value) for value in values}
+                self._loss_values = [v for v in self._loss_values if id(v) not in kept]
+            raise
+
+    def reduce(self) -> None:
+        """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
+        if self._reduced:
+            return
+        type(self.trainer)._allreduce_grads(self.trainer)
+        self._reduced = self.stage is not Stage.NONE
+
+    def mark_scaled(self) -> None:
+        """Mark the gradients as scaled, even if `scale_loss` was not used."""
+        with self._lock:
+            self._losses = self._losses or 1
+
+    def unscale(self) -> List[NDArray]:
+        """Divide the gradients of all devices by the scale; return them."""
+        if self.stage is Stage.NONE:
+            raise StateError(NOTHING_TO_UNSCALE)
+        if self.stage is Stage.UNSCALED:
+            raise StateError(UNSCALED_TWICE)
+        inverse = 1.0 / self.loss_scale
+        fresh = fresh_gradients(self.trainer._params)
+        gradients = [gradient for _, of_one in fresh for gradient in of_one]
+        multiply(gradients, inverse)
+        self._unscaled = True
+        return gradients
+
+    def has_overflow(self, params: Sequence[Parameter]) -> bool:
+        """Answer `Trainer._update`: True, and the update is skipped."""
+        stage = self.stage
+        if stage is Stage.NONE:
+            return False
+        scale = self.loss_scale
+        fresh = fresh_gradients(params)
+        finite = all_finite([g for _, gradients in fresh for g in gradients])
+        if finite and stage is Stage.SCALED:
+            self.trainer._optimizer.rescale_grad /= scale
+        report = self._report(finite, scale, fresh)
+        self._losses, self._loss_values = 0, []
+        self._unscaled = self._reduced = False
+        self.steps, self.skips = self.steps + finite, self.skips + (not finite)
+        self.publish(report)
+        _log(report)
+        self._watch(report)
+        return not finite
+
+    def _report(self, finite: bool, scale: float, fresh: FreshGradients) -> StepReport:
+        if finite:
+            return StepReport(True, scale, self.scaler.update(True))
+        names = tuple(param.name for param, gradients in fresh if not all_finite(gradients))
+        # Else a later step with ignore_stale_grad=True would use what is skipped here.
+        for param, _ in fresh:
+            for data in param.list_data():
+                data._fresh_grad = False
+        loss_finite = all_finite(self._loss_values)
+        return StepReport(False, scale, self.scaler.update(False), names, loss_finite)
+
+    def _watch(self, report: StepReport) -> None:
+        """End a run that skips step after step, if it was asked for."""
+        if report.stepped:
+            self._skips_in_a_row = 0
+            return
+        if not self._skips_in_a_row:
+            self._first_culprits = report.nonfinite
+        self._skips_in_a_row += 1
+        limit = self.max_consecutive_skips
+        if limit is not None and self._skips_in_a_row >= limit:
+            skipped, self._skips_in_a_row = self._skips_in_a_row, 0
+            whose = shortened(self._first_culprits)
+            raise StateError(
+                TOO_MANY_SKIPS.format(
+                    count=skipped, names=whose, scale=report.next_loss_scale,
+                    loss="" if report.loss_finite else " The loss itself was not finite either.",
+                )
+            )  # fmt: skip
+
+    def publish(self, report: Optional[StepReport]) -> None:
+        """Show the state on the trainer."""
+        self.trainer.amp_loss_scale = self.loss_scale
+        self.trainer.amp_last_step = report
+        self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return what `save_states` keeps: the scaler and the counts."""
+        return {"scaler": self.scaler.state_dict(), "steps": self.steps, "skips": self.skips}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `save_states` kept."""
+        self.scaler = self.scaler.resumed(state["scaler"])
+        self.steps, self.skips = int(state["steps"]), int(state["skips"])
+        self.publish(None)
+
+
+def fresh_gradients(params: Sequence[Parameter]) -> FreshGradients:
+    """Return the gradients, on all devices, that backward has written since the last step."""
+    fresh = []
+    for param in params:
+        if param.grad_req == "null" or param._grad is None:
+            continue
+        pairs = zip(param.list_data(), param.list_grad())
+        gradients = [gradient for data, gradient in pairs if data._fresh_grad]
+        if gradients:
+            fresh.append((param, gradients))
+    return fresh
+
+
+def multiply(arrays: Sequence[NDArray], factor: float) -> None:
+    """Multiply arrays in place, each in its own dtype."""
+    with autograd.pause(), suspended():
+        for i in range(len(arrays)):
+            arrays[i].__imul__(factor)
+
+
+def start_kvstore(trainer: Trainer) -> None:
+    """Give a distributed trainer's weights to its kvstore, and wait, before gradients follow.
+
+    Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
+    where parameters are not updated on it.
+    """
+    kind = trainer._kvstore_params["kvstore"]
+    if trainer._kv_initialized or "dist" not in str(getattr(kind, "type", kind)):
+        return
+    trainer._init_kvstore()
+    trainer._init_params()
+    mx.nd.waitall()
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return the first names of a list, and whether there are more."""
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+
+
+def _log(report: StepReport) -> None:
+    change = f"loss scale {report.loss_scale:g} -> {report.next_loss_scale:g}"
+    if not report.stepped:
+        names = shortened(report.nonfinite)
+        logger.info("step skipped, gradients of %s are not finite; %s", names, change)
+    elif report.next_loss_scale != report.loss_scale:
+        logger.info(change)

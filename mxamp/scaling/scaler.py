@@ -1,0 +1,227 @@
+"""Loss scaling as arithmetic: pure state transitions, no MXNet.
+
+float16 gradients below 6e-8 become zero. Multiplying the loss by a large scale, and the gradients
+by its inverse before the update, keeps them; the largest scale that does not overflow is found by
+trying (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2).
+
+A scaler is told after each step whether all gradients were finite, and answers with the scale for
+the next backward pass. `LossScaler` adapts, `StaticLossScaler` does not, `NoScaler` is 1 always;
+all three are a `Scaler`, so that no caller has to ask which one is there.
+"""
+
+import math
+import numbers
+from typing import Any, Callable, Dict, Mapping, Tuple
+
+from ..errors import ArgumentError
+
+__all__ = ["LossScaler", "NoScaler", "Scaler", "StaticLossScaler"]
+
+STATE_VERSION = 1
+
+
+class Scaler:
+    """What every loss scaler is: a scale, how it reacts to a step, and its state.
+
+    Use one of its kinds: `LossScaler`, `StaticLossScaler` or `NoScaler`.
+    """
+
+    _fields: Tuple[str, ...] = ("loss_scale",)
+
+    def __init__(self, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next backward pass uses."""
+        return self._loss_scale
+
+    def set_scale(self, scale: float) -> None:
+        """Use another scale from now on."""
+        self._loss_scale = positive_number("scale", scale)
+
+    def update(self, finite: bool) -> float:
+        """Take note of a step whose gradients were all `finite`, or not; return the new scale."""
+        del finite
+        return self._loss_scale
+
+    def resumed(self, state: Mapping[str, Any]) -> "Scaler":
+        """Return the scaler that goes on from `state` in this one's place, of whatever kind."""
+        return from_state_dict(state)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return everything it takes to go on from here, as plain numbers and strings."""
+        values = {name: getattr(self, f"_{name}") for name in self._fields}
+        return {"kind": type(self).__name__, "version": STATE_VERSION, **values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
+        scaler, of a newer mxamp, or lacks a field.
+        """
+        for name, value in self._checked(state).items():
+            setattr(self, f"_{name}", value)
+
+    def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
+        kind = type(self).__name__
+        if not isinstance(state, Mapping) or state.get("kind") != kind:
+            given = state.get("kind") if isinstance(state, Mapping) else state
+            raise ArgumentError(f"this is no state of a {kind}, but of {given!r}")
+        if state.get("version") != STATE_VERSION:
+            raise ArgumentError(
+                f"the state has version {state.get('version')!r}, this mxamp reads {STATE_VERSION}"
+            )
+        missing = [name for name in self._fields if name not in state]
+        if missing:
+            raise ArgumentError(f"the state of a {kind} lacks {', '.join(missing)}")
+        values = {name: state[name] for name in self._fields}
+        positive_number("loss_scale", values["loss_scale"])
+        return values
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._loss_scale:g})"
+
+
+class StaticLossScaler(Scaler):
+    """A loss scale that stays what it is; steps that overflow are still skipped.
+
+    >>> StaticLossScaler(128).loss_scale
+    128.0
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(positive_number("scale", scale))
+
+
+class NoScaler(Scaler):
+    """A scale of 1: bfloat16 has float32's range. Steps with non-finite gradients are skipped."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def __repr__(self) -> str:
+        return "NoScaler()"
+
+
+class LossScaler(Scaler):
+    """A loss scale that backs off at each overflow and grows again after a run of clean steps.
+
+    >>> scaler = LossScaler(init_scale=1024, growth_interval=2)
+    >>> [scaler.update(finite) for finite in (False, True, True)]
+    [512.0, 512.0, 1024.0]
+
+    Parameters
+    ----------
+    init_scale : float, default 2**16
+    growth_factor : float, default 2
+        More than 1.
+    backoff_factor : float, default 0.5
+        Between 0 and 1.
+    growth_interval : int, default 2000
+        So many finite steps in a row, and the scale grows.
+    min_scale, max_scale : float, default 1 and 2**24
+        The scale never leaves them.
+    hysteresis : int, default 1
+        So many overflows before the scale backs off; the count is refilled when it grows.
+    """
+
+    _fields = (
+        "loss_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale",
+        "max_scale", "hysteresis", "clean_steps", "overflows_left",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        hysteresis: int = 1,
+    ) -> None:
+        super().__init__(positive_number("init_scale", init_scale))
+        self._growth_factor = positive_number("growth_factor", growth_factor)
+        self._backoff_factor = positive_number("backoff_factor", backoff_factor)
+        self._growth_interval = positive_count("growth_interval", growth_interval)
+        self._min_scale = positive_number("min_scale", min_scale)
+        self._max_scale = positive_number("max_scale", max_scale)
+        self._hysteresis = positive_count("hysteresis", hysteresis)
+        if self._growth_factor <= 1:
+            raise ArgumentError(f"growth_factor is more than 1, not {growth_factor!r}")
+        if self._backoff_factor >= 1:
+            raise ArgumentError(f"backoff_factor is between 0 and 1, not {backoff_factor!r}")
+        if not self._min_scale <= self._loss_scale <= self._max_scale:
+            raise ArgumentError(
+                "min_scale <= init_scale <= max_scale does not hold for "
+                f"{min_scale!r}, {init_scale!r}, {max_scale!r}"
+            )
+        self._clean_steps = 0
+        self._overflows_left = self._hysteresis
+
+    def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
+        values = super()._checked(state)
+        # The settings go through the checks of a new scaler.
+        LossScaler(values["loss_scale"], **{name: values[name] for name in self._fields[1:-2]})
+        limits = {"overflows_left": values["hysteresis"], "clean_steps": values["growth_interval"]}
+        for name, most in limits.items():
+            value = values[name]
+            if not (isinstance(value, int) and 0 <= value <= most):
+                raise ArgumentError(f"{name} is a whole number from 0 to {most}, not {value!r}")
+        return values
+
+    def update(self, finite: bool) -> float:
+        """Take note of a step whose gradients were all `finite`, or not; return the new scale.
+
+        The answer is in force for the very next backward pass.
+        """
+        if finite:
+            self._clean_steps += 1
+            if self._clean_steps >= self._growth_interval:
+                grown = self._loss_scale * self._growth_factor
+                self._loss_scale = min(grown, self._max_scale)
+                self._clean_steps = 0
+                self._overflows_left = self._hysteresis
+        else:
+            self._clean_steps = 0
+            self._overflows_left = max(self._overflows_left - 1, 0)
+            if not self._overflows_left:
+                self._loss_scale = max(self._loss_scale * self._backoff_factor, self._min_scale)
+        return self._loss_scale
+
+
+def positive_number(name: str, value: Any) -> float:
+    """Return `value` as a positive finite float."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ArgumentError(f"{name} is a positive finite number, not {value!r}")
+    return float(value)
+
+
+def positive_count(name: str, value: Any) -> int:
+    """Return `value` as an int of at least 1."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ArgumentError(f"{name} is a whole number of at least 1, not {value!r}")
+    return int(value)
+
+
+_KINDS: Dict[str, Callable[[], Scaler]] = {
+    kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)
+}
+
+
+def from_state_dict(state: Mapping[str, Any]) -> Scaler:
+    """Return the scaler that a `state_dict` describes."""
+    kind = _KINDS.get(str(state.get("kind"))) if isinstance(state, Mapping) else None
+    if kind is None:
+        raise ArgumentError(f"this is no scaler's state: {state!r}")
+    scaler = kind()
+    scaler.load_state_dict(state)
+    return scaler

@@ -1,0 +1,291 @@
+"""Loss scaling for Gluon's Trainer: scaled losses in, unscaled and finite updates out.
+
+What happens inside a trainer is in `hook`; here is what users call.
+"""
+
+import logging
+import math
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, List, Optional
+
+from mxnet import autograd
+from mxnet.gluon import Trainer
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.optimizer import Optimizer
+
+from ..errors import ArgumentError, StateError
+from ..framework.machine import dtype_name
+from ..framework.nested import map_arrays
+from ..policy.active import current_policy
+from .checkpoint import SAVED_STATE, append_state, read_state
+from .finite import square_sum
+from .hook import Stage, TrainerHook, multiply
+from .loss_outputs import scaled_heads
+from .scaler import LossScaler, NoScaler, Scaler, positive_count, positive_number
+
+__all__ = [
+    "attach_hook",
+    "clip_grad_global_norm",
+    "hook_of",
+    "init_trainer",
+    "map_losses",
+    "scale_loss",
+    "scaled_loss",
+    "unscale",
+]
+
+logger = logging.getLogger("mxamp")
+
+NO_POLICY = (
+    "mixed precision is off, so init_trainer can't tell which loss scaler this trainer needs: "
+    "call mxamp.init() first, or pass loss_scaler="
+)
+NOT_INITIALIZED = "this trainer has no loss scaler yet: call mxamp.init_trainer(trainer) first"
+ON_KVSTORE = (
+    "this trainer updates its parameters on the kvstore, where a gradient that overflowed can't "
+    "be kept out any more: make it with Trainer(..., update_on_kvstore=False)"
+)
+ASYNCHRONOUS = (
+    "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
+    "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
+)
+
+
+def init_trainer(
+    optimizer_or_trainer: Trainer,
+    loss_scaler: Optional[Scaler] = None,
+    max_consecutive_skips: Optional[int] = None,
+) -> None:
+    """Give a Gluon Trainer loss scaling.
+
+    >>> import mxnet as mx, mxamp as amp
+    >>> net = mx.gluon.nn.Dense(1)
+    >>> net.initialize()
+    >>> trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
+    >>> amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
+    >>> trainer.amp_loss_scale
+    1024.0
+
+    After it, `trainer.amp_loss_scale` is the scale of the current gradients,
+    `trainer.amp_last_step` the `StepReport` of the last update, and `trainer.amp_steps` and
+    `trainer.amp_skips` count updates done and skipped. `save_states` and `load_states` carry the
+    scaler and the counts.
+
+    Parameters
+    ----------
+    optimizer_or_trainer : gluon.Trainer
+        Or a subclass. Its `update_on_kvstore` is switched off, as updates there can't be skipped.
+        An Optimizer is refused, whatever the name says, as in `mxnet.contrib.amp`.
+    loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
+        By default a `LossScaler()` where the target dtype is float16, and for bfloat16, which has
+        float32's range, a scale of 1. Steps with non-finite gradients are skipped either way.
+    max_consecutive_skips : int, optional
+        So many skipped steps in a row end the training with a `StateError` that names the
+        parameters whose gradients were the first to overflow. By default training goes on.
+
+    Raises
+    ------
+    ArgumentError
+        Not a Trainer, or not a scaler.
+    StateError
+        Mixed precision is off and no scaler is given; or the trainer has updated parameters on
+        its kvstore already, or has to.
+
+    A second call without a scaler does nothing; with one, the scaler is replaced.
+    """
+    trainer = optimizer_or_trainer
+    if isinstance(trainer, Optimizer):
+        raise ArgumentError(
+            "init_trainer takes a gluon.Trainer; an Optimizer alone has no place to skip a step"
+        )
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {trainer!r}")
+    if loss_scaler is not None and not isinstance(loss_scaler, Scaler):
+        raise ArgumentError(
+            f"loss_scaler is a LossScaler, StaticLossScaler or NoScaler, not {loss_scaler!r}"
+        )
+    if max_consecutive_skips is not None:
+        max_consecutive_skips = positive_count("max_consecutive_skips", max_consecutive_skips)
+    attach_hook(trainer, loss_scaler, max_consecutive_skips)
+
+
+def attach_hook(
+    trainer: Trainer,
+    loss_scaler: Optional[Scaler],
+    max_consecutive_skips: Optional[int] = None,
+    scaled_by: str = "init_trainer",
+) -> None:
+    """Give a trainer the hook of `init_trainer`, for losses that the API `scaled_by` scales.
+
+    A trainer that has one keeps it, with what is given replaced.
+    """
+    hook = getattr(trainer, "_amp_loss_scaler", None)
+    if isinstance(hook, TrainerHook) and hook.trainer is trainer:
+        hook.check_scaled_by(scaled_by)
+        if loss_scaler is not None:
+            hook.scaler = loss_scaler
+            hook.publish(trainer.amp_last_step)
+        if max_consecutive_skips is not None:
+            hook.max_consecutive_skips = max_consecutive_skips
+        return
+    chosen = loss_scaler if loss_scaler is not None else _default_scaler()
+    _keep_updates_off_kvstore(trainer)
+    hook = TrainerHook(trainer, chosen, max_consecutive_skips, scaled_by)
+    saved = getattr(trainer, SAVED_STATE, None)  # of load_states, called before
+    if saved is not None and loss_scaler is None:
+        hook.load_state_dict(saved)
+    _attach(trainer, hook)
+
+
+def _default_scaler() -> Scaler:
+    policy = current_policy()
+    if policy is None:
+        raise StateError(NO_POLICY)
+    return LossScaler() if policy.target_dtype == "float16" else NoScaler()
+
+
+@contextmanager
+def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
+    """Yield the loss times the trainer's loss scale; the trainer will know of it.
+
+    ::
+
+        with autograd.record():
+            loss = loss_function(net(data), label)
+            with amp.scale_loss(loss, trainer) as scaled:
+                autograd.backward(scaled)
+        trainer.step(batch_size)
+
+    Parameters
+    ----------
+    loss : NDArray, or lists, tuples and dicts of them
+        Comes back in the same containers. A float16 loss is scaled, and comes back, in float32.
+    optimizer_or_trainer : gluon.Trainer
+        After `init_trainer`.
+
+    Works inside `autograd.record()` and outside. Several losses may be scaled before one step, in
+    several threads too: the scale changes in steps only. An error inside leaves the trainer as it
+    was.
+    """
+    hook = hook_of(optimizer_or_trainer)
+    hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
+    values: List[NDArray] = []
+
+    def scaled(array: NDArray) -> NDArray:
+        values.append(array.detach())
+        return scaled_loss(array, hook.loss_scale)
+
+    with autograd.record(train_mode=autograd.is_training()):
+        losses = map_losses(loss, scaled)
+    with hook.scaling(values) as scale, scaled_heads(scale):
+        yield losses
+
+
+def unscale(optimizer_or_trainer: Trainer) -> None:
+    """Divide a trainer's gradients by the loss scale, to clip or look at them before the step.
+
+    ::
+
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+        amp.unscale(trainer)
+        gluon.utils.clip_global_norm([p.grad() for p in params], 1.0)
+        trainer.step(batch_size)
+
+    Covers all devices. Raises `StateError` where gradients are not scaled, or are unscaled
+    already. Float16 gradients (of parameters cast to float16) lose what the scale has kept.
+    """
+    hook_of(optimizer_or_trainer).unscale()
+
+
+def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
+    """Unscale a trainer's gradients and clip them to a global norm; return the norm before.
+
+    ::
+
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+        norm = amp.clip_grad_global_norm(trainer, 1.0)
+        trainer.step(1)
+
+    The norm is that of all gradients together, reduced over devices first, so that every device
+    clips by the same factor; `step` does not reduce them again. Where it is Inf or NaN nothing is
+    clipped, and the step is going to be skipped. Waits for the gradients.
+
+    Gradients are those of the loss as it was: with `step(batch_size)` they are divided by the
+    batch size after they have been clipped.
+    """
+    hook = hook_of(trainer)
+    limit = positive_number("max_norm", max_norm)
+    if hook.stage is not Stage.SCALED:
+        hook.unscale()  # raises: there is nothing to clip, or it is unscaled already
+    trainer.allreduce_grads()
+    gradients = hook.unscale()
+    first = trainer._contexts[0]
+    norm = math.sqrt(square_sum([g for g in gradients if g.context == first]))
+    if math.isfinite(norm) and norm > limit:
+        multiply(gradients, limit / norm)
+    return norm
+
+
+def hook_of(trainer: Any) -> TrainerHook:
+    """Return the hook that `init_trainer` gave to a trainer."""
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(f"a gluon.Trainer is needed here, not {trainer!r}")
+    hook = getattr(trainer, "_amp_loss_scaler", None)
+    if not isinstance(hook, TrainerHook):
+        raise StateError(NOT_INITIALIZED)
+    return hook
+
+
+def _attach(trainer: Trainer, hook: TrainerHook) -> None:
+    """Put the hook where MXNet asks for it, and its state into the trainer's files."""
+    kind = type(trainer)
+
+    def save_states(fname: str) -> None:
+        kind.save_states(trainer, fname)
+        append_state(fname, hook.state_dict())
+
+    def load_states(fname: str) -> None:
+        state = read_state(fname)
+        kind.load_states(trainer, fname)
+        if state is not None:
+            hook.load_state_dict(state)
+
+    save_states.__doc__, load_states.__doc__ = kind.save_states.__doc__, kind.load_states.__doc__
+    trainer.save_states, trainer.load_states = save_states, load_states
+    trainer._allreduce_grads = hook.reduce
+    trainer._amp_original_scale = trainer._scale
+    trainer._amp_loss_scaler = hook
+
+
+def _keep_updates_off_kvstore(trainer: Trainer) -> None:
+    if trainer._kv_initialized:
+        if trainer._kvstore is not None and trainer._update_on_kvstore:
+            raise StateError(ON_KVSTORE)
+        return
+    if trainer._contains_sparse_weight:
+        raise StateError(ON_KVSTORE + " (row_sparse parameters, which need it, can't be scaled)")
+    kvstore = trainer._kvstore_params["kvstore"]
+    if "async" in str(getattr(kvstore, "type", kvstore)):
+        raise StateError(ASYNCHRONOUS)
+    settings = trainer._kvstore_params
+    if settings["update_on_kvstore"]:
+        logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
+    settings["update_on_kvstore"] = False
+
+
+def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
+    """Return `loss` with `function` applied to each array, in the same containers."""
+    return map_arrays(loss, function, _no_loss)
+
+
+def _no_loss(value: Any) -> Any:
+    raise ArgumentError(f"a loss is an NDArray, or lists, tuples and dicts of them, not {value!r}")
+
+
+def scaled_loss(loss: NDArray, scale: float) -> NDArray:
+    """Return a loss times `scale`, in float32 where it was in half precision."""
+    if dtype_name(loss.dtype) not in ("float32", "float64"):
+        loss = loss.astype("float32")  # 65504 is float16's largest number
+    return loss * scale if scale != 1 else loss

@@ -1,0 +1,208 @@
+import json
+import shutil
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+
+import mxamp as amp
+from helpers import randn
+from models import GPU, model
+from mxamp.debugging.drawing import to_dot
+from nets import Control, convolutional, made, perceptron
+
+
+def dense_net():
+    data = mx.sym.var("data")
+    net = mx.sym.FullyConnected(data, num_hidden=4, name="fc")
+    net = mx.sym.Activation(net, act_type="softrelu", name="act")
+    return mx.sym.softmax(mx.sym.BlockGrad(net, name="block"), name="soft")
+
+
+def test_each_operator_has_a_precision_and_a_reason():
+    plan = amp.explain(dense_net(), policy=GPU)
+    assert [(n.name, n.operator, n.precision) for n in plan.nodes] == [
+        ("fc", "FullyConnected", "float16"), ("act", "Activation", "float32"),
+        ("block", "BlockGrad", "float32"), ("soft", "softmax", "float32"),
+    ]  # fmt: skip
+    assert "act_type=softrelu" in plan["act"].reason
+    assert "tensor cores" in plan["fc"].reason
+    assert len(plan) == 4
+    assert (plan.casts[0].source, plan.casts[0].dtype) == ("data", "float16")
+    with pytest.raises(KeyError):
+        plan["none"]
+
+
+def test_reasons_name_exclusions_and_missing_kernels():
+    plan = amp.explain(dense_net(), policy=GPU, excluded_sym_names=["f*"])
+    assert plan["fc"].precision == "float32"
+    assert "by name" in plan["fc"].reason
+    assert not plan.casts
+    on_cpu = amp.explain(dense_net(), policy=amp.Policy.default("float16", "cpu"))
+    assert "no half-precision gemm" in on_cpu["fc"].reason
+
+
+def test_blocks_count_their_parameters(dtype):
+    net, _ = made(perceptron)
+    with pytest.raises(amp.StateError, match="hybridize"):
+        amp.explain(net)
+    net.hybridize()
+    net(nd.ones((4, 8)))
+    plan = amp.explain(net, dtype)
+    total = sum(p.data().size for p in net.collect_params().values())
+    assert plan.bytes_before == 4 * total
+    assert plan.bytes_after < plan.bytes_before
+    low = amp.convert_hybrid_block(net, dtype, cast_optional_params=True)
+    widths = {np.float32: 4}
+    stored = sum(
+        p.data().size * widths.get(p.data().dtype, 2) for p in low.collect_params().values()
+    )
+    assert plan.bytes_after == stored
+
+
+def test_a_table_and_a_summary():
+    text = str(amp.explain(dense_net(), policy=GPU))
+    lines = text.splitlines()
+    assert lines[0].split() == ["name", "operator", "precision", "reason"]
+    assert lines[1].startswith("fc ")
+    assert lines[-1].startswith("4 operators: 1 in float16, 3 in float32")
+
+
+def test_filters():
+    plan = amp.explain(dense_net(), policy=GPU)
+    assert [n.name for n in plan.filter(precision="float16").nodes] == ["fc"]
+    assert [n.name for n in plan.filter(name="s*").nodes] == ["soft"]
+    assert [n.name for n in plan.filter(operator="Activation").nodes] == ["act"]
+
+
+def test_two_plans_compared():
+    one = amp.explain(dense_net(), policy=GPU)
+    two = amp.explain(dense_net(), policy=GPU.override(fp32=["FullyConnected"], low=["softmax"]))
+    assert one.compare(two) == [
+        ("fc", "float16", "float32"), ("soft", "float32", "float16"),
+    ]  # fmt: skip
+    assert one.compare(one) == []
+    assert one.compare(one.filter(name="fc"))[0] == ("act", "float32", None)
+
+
+def test_json():
+    plan = amp.explain(dense_net(), policy=GPU)
+    data = json.loads(plan.to_json())
+    assert data["target_dtype"] == "float16"
+    assert data["nodes"][0] == {
+        "name": "fc", "operator": "FullyConnected", "precision": "float16",
+        "reason": plan["fc"].reason,
+        "inputs": [["data", "float16"], ["fc_weight", "float16"], ["fc_bias", "float16"]],
+    }  # fmt: skip
+
+
+def test_bodies_of_loops_are_explained():
+    plan = amp.explain(Control("foreach")(mx.sym.var("data")), policy=GPU)
+    assert any(n.operator == "FullyConnected" and n.precision == "float16" for n in plan.nodes)
+
+
+def test_it_agrees_with_conversion():
+    _, _, (symbol, args, auxs), _, _ = model(convolutional)
+    plan = amp.explain(symbol, policy=GPU, params={**args, **auxs})
+    converted = amp.convert_symbol(symbol, policy=GPU)
+    assert converted.tojson().count('"op": "amp_cast"') == len(plan.casts)
+
+
+@pytest.mark.parametrize("wrong", [None, "net", [1]])
+def test_wrong_models(wrong):
+    with pytest.raises(amp.ArgumentError, match="Symbol or a HybridBlock"):
+        amp.explain(wrong)
+    with pytest.raises(amp.UnknownNameError, match="'fc'"):
+        amp.explain(dense_net(), excluded_sym_names=["fcc"])
+
+
+def test_parameters_that_do_not_survive_the_cast_are_named(caplog):
+    net = mx.sym.FullyConnected(mx.sym.var("data"), no_bias=True, num_hidden=1, name="fc")
+    weight = nd.array([[1.0, 1e6, -1e6, 1e-9, 0.0, np.inf]])
+    amp.convert_model(net, {"fc_weight": weight}, {}, policy=GPU, cast_optional_params=True)
+    assert "'fc_weight'" in caplog.text
+    assert "2 finite values into infinity and 1 values into zero" in caplog.text
+    caplog.clear()
+    amp.convert_model(net, {"fc_weight": randn(1, 6)}, {}, policy=GPU, cast_optional_params=True)
+    assert not caplog.records
+
+
+def test_losses_of_an_offline_cast_are_reported():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), no_bias=True, num_hidden=1, name="fc")
+    weight = nd.array([[1.0, 1e6, -1e6, 1e-9, 0.0, np.inf]])
+    plan = amp.explain(net, policy=GPU, params={"fc_weight": weight})
+    (found,) = plan.lossy
+    assert (found.name, found.dtype, found.size) == ("fc_weight", "float16", 6)
+    assert (found.overflown, found.vanished) == (2, 1)
+    assert "would lose values of 1 parameters: fc_weight" in plan.summary()
+    calm = amp.explain(net, policy=GPU, params={"fc_weight": randn(1, 6)})
+    assert not calm.lossy
+    assert len(calm.offline) == 1
+
+
+def test_a_block_that_has_not_run_is_explained_on_an_example(dtype):
+    net, data = made(perceptron)
+    plan = amp.explain(net, dtype, example_inputs=data[0])
+    assert plan.counts()[dtype] >= 2
+    assert plan.inputs == ("data",)
+
+
+def test_drawn_as_text():
+    plan = amp.explain(
+        dense_net(), policy=GPU, params={"fc_weight": randn(4, 4), "fc_bias": randn(4)}
+    )
+    dot = to_dot(plan)
+    assert '"fc" [label="fc\\nFullyConnected" fillcolor="#8fd18f"' in dot
+    assert '"soft" [label="soft\\nsoftmax" fillcolor="#f5d76e"' in dot
+    assert '"data" -> "fc" [label="float16"' in dot
+    assert '"block" -> "soft"\n' in dot
+    assert "fc_weight" not in dot
+    assert '"fc_weight" -> "fc"' in to_dot(amp.explain(dense_net(), policy=GPU))
+
+
+def test_drawn_to_files(tmp_path):
+    plan = amp.explain(dense_net(), policy=GPU)
+    amp.draw(plan, tmp_path / "net.dot")
+    assert (tmp_path / "net.dot").read_text() == to_dot(plan)
+    with pytest.raises(amp.ArgumentError, match=r"\.svg"):
+        amp.draw(plan, tmp_path / "net.gif")
+    with pytest.raises(amp.ArgumentError, match="no folder"):
+        amp.draw(plan, tmp_path / "none" / "net.svg")
+
+
+def test_without_graphviz(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(amp.StateError, match="Graphviz is not installed"):
+        amp.draw(amp.explain(dense_net(), policy=GPU), tmp_path / "net.svg")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_with_graphviz(tmp_path):
+    amp.draw(amp.explain(dense_net(), policy=GPU), tmp_path / "net.svg")
+    text = (tmp_path / "net.svg").read_text()
+    assert "<svg" in text
+    assert "FullyConnected" in text
+
+
+def test_modes_and_shapes():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1024, name="fc")
+    weight = {"fc_weight": mx.nd.zeros((1024, 1024)), "fc_bias": mx.nd.zeros(1024)}
+
+    def precisions(rows):
+        shapes = {"data": (rows, 1024)}
+        plans = [
+            amp.explain(net, "bfloat16", params=weight, mode=mode, input_shapes=shapes)
+            for mode in ("converted", "inference", "training")
+        ]
+        return [plan["fc"].precision for plan in plans]
+
+    assert precisions(4) == ["bfloat16", "float32", "float32"]
+    assert precisions(30) == ["bfloat16", "bfloat16", "float32"]
+    assert precisions(300) == ["bfloat16", "bfloat16", "bfloat16"]
+    assert amp.explain(net, "bfloat16", mode="training")["fc"].precision == "bfloat16"
+    with pytest.raises(amp.ArgumentError, match="converted, inference, training"):
+        amp.explain(net, "bfloat16", mode="evaluation")
+    with pytest.raises(amp.UnknownNameError, match="'data'"):
+        amp.explain(net, "bfloat16", input_shapes={"dato": (1, 2)})

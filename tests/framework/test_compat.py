@@ -1,0 +1,191 @@
+"""What makes MXNet import on newer Python and NumPy, and without a system CUDA."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers import ROOT, check_python, run_python
+from mxamp.errors import InstallError
+from mxamp.framework import compat as _compat
+
+OLD_NUMPY = tuple(map(int, np.__version__.split(".")[:2])) < (1, 24)
+
+
+@pytest.mark.skipif(not OLD_NUMPY, reason="names are missing here")
+def test_nothing_is_changed_where_nothing_is_missing():
+    check_python(
+        """
+        import sys, warnings
+        import numpy
+        warnings.simplefilter("ignore")
+        before = dict(vars(numpy))
+        import mxnet
+        mine = set(vars(numpy)) - set(before)
+        from mxamp.framework import compat as _compat
+        names = dict(vars(numpy))
+        _compat.prepare()
+        assert dict(vars(numpy)) == names
+        assert all(vars(numpy)[n] is v for n, v in before.items())
+        """
+        + ("assert 'distutils' in sys.modules or True" if sys.version_info < (3, 12) else "")
+    )
+
+
+@pytest.mark.skipif(OLD_NUMPY, reason="MXNet imports here as it is")
+def test_an_import_that_failed_before_is_explained():
+    done = run_python(
+        """
+        try:
+            import mxnet
+        except Exception:
+            pass
+        import mxamp
+        """
+    )
+    assert done.returncode != 0
+    assert "put `import mxamp` above" in done.stderr
+
+
+def test_an_import_that_failed_is_recognised(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mxnet")
+    with pytest.raises(InstallError, match="above the first `import mxnet`"):
+        _compat.import_mxnet()
+
+
+def test_mxnet_that_is_not_installed(monkeypatch):
+    for name in [n for n in sys.modules if n.split(".")[0] == "mxnet"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(_compat, "prepare", lambda: None)
+    monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InstallError, match=r"mxamp\[cpu\]"):
+        _compat.import_mxnet()
+
+
+def test_restoring_numpy():
+    bare = types.ModuleType("numpy")
+    bare.__version__ = "2.4.0"
+    bare.options = {}
+    bare.set_printoptions = bare.options.update
+    for name in ("all", "any", "prod", "cumprod", "round", "sort", "isin", "ravel", "trapezoid"):
+        setattr(bare, name, getattr(np, name, np.sort))
+    bare.set_printoptions = lambda **options: bare.options.update(options)
+    bare.compat = types.ModuleType("numpy.compat")
+    bare.bool = "kept"
+    _compat._restore_numpy(bare)
+    assert bare.bool == "kept"
+    assert bare.int is int
+    assert float("inf") == bare.PINF
+    assert bare.compat.basestring is str
+    assert bare.options == {"legacy": "1.25"}
+    assert bare.msort(np.array([2, 1])).tolist() == [1, 2]
+    assert bare.in1d(np.array([1, 2]), [2]).tolist() == [False, True]
+    with pytest.raises(AttributeError, match="numpy_financial"):
+        bare.npv()
+
+
+def test_standing_in_for_distutils(monkeypatch):
+    monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
+    for name in ("distutils", "distutils.version"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    _compat._restore_distutils()
+    version = sys.modules["distutils.version"].LooseVersion
+    assert version("1.9.1") < version("1.10") <= version("1.10")
+    assert version("2.0") > "1.26.4"
+    assert version("1.2") >= "1.2"
+    assert version("1.2") == "1.2"
+    for name in ("distutils", "distutils.version"):
+        del sys.modules[name]
+
+
+# ---------------------------------------------------------------------- CUDA wheels
+
+
+@pytest.fixture
+def gpu_build(monkeypatch, tmp_path):
+    """mxnet-cu112 as far as Python can tell, with the nvidia wheels made of stub libraries."""
+
+    def distribution(name):
+        if name == "mxnet-cu112":
+            return object()
+        raise metadata.PackageNotFoundError(name)
+
+    def stub(folder, name, needs=()):
+        folder.mkdir(parents=True, exist_ok=True)
+        source = tmp_path / "stub.c"
+        source.write_text(
+            f"int mxamp_{''.join(c if c.isalnum() else '_' for c in name)}(void) {{ return 1; }}"
+        )
+        compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-o", str(folder / name), str(source)], check=True
+        )
+
+    monkeypatch.setattr(_compat.metadata, "distribution", distribution)
+    loaded = []
+    real = _compat.ctypes.CDLL
+
+    def load(name, mode=0):
+        loaded.append((Path(name).name, mode))
+        if name == "libcuda.so.1":
+            if not has_driver:
+                raise OSError("libcuda.so.1: cannot open shared object file")
+            return None
+        return real(name, mode=mode)
+
+    has_driver = True
+    monkeypatch.setattr(_compat.ctypes, "CDLL", load)
+
+    def without_driver():
+        nonlocal has_driver
+        has_driver = False
+
+    return types.SimpleNamespace(
+        folder=tmp_path / "nvidia", stub=stub, loaded=loaded, without_driver=without_driver
+    )
+
+
+def test_cuda_libraries_are_loaded_in_order(gpu_build, monkeypatch):
+    if shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None:
+        pytest.skip("no C compiler")
+    for i, name in enumerate(_compat.CUDA_LIBRARIES):
+        gpu_build.stub(gpu_build.folder / f"part{9 - i % 5}" / "lib", name)
+    monkeypatch.setattr(_compat, "_wheel_folders", lambda: sorted(gpu_build.folder.glob("*/lib")))
+    _compat._preload_cuda()
+    assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1", *_compat.CUDA_LIBRARIES]
+    assert {mode for _, mode in gpu_build.loaded} == {_compat.ctypes.RTLD_GLOBAL}
+
+
+def test_a_missing_wheel_is_left_to_the_system(gpu_build, monkeypatch):
+    monkeypatch.setattr(_compat, "_wheel_folders", list)
+    _compat._preload_cuda()
+    assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1"]
+
+
+def test_no_driver_is_explained(gpu_build):
+    gpu_build.without_driver()
+    with pytest.raises(InstallError, match="pip install mxnet==1.9.1"):
+        _compat._preload_cuda()
+
+
+def test_nothing_is_loaded_for_the_cpu_build(monkeypatch):
+    monkeypatch.setattr(_compat.ctypes, "CDLL", lambda *a, **k: pytest.fail("loaded"))
+    _compat._preload_cuda()
+
+
+def test_the_cuda_extra_pins_what_is_loaded():
+    text = (ROOT / "setup.cfg").read_text()
+    section = text.split("cu112 =")[1].split("gluoncv =")[0]
+    wheels = [line.strip() for line in section.splitlines() if "nvidia" in line]
+    assert len(wheels) == len(_compat.CUDA_LIBRARIES) - 1  # cublas and cublasLt come in one
+    assert all("-cu11==" in line for line in wheels)
+
+
+def test_wheel_folders_without_wheels():
+    assert isinstance(_compat._wheel_folders(), list)

@@ -1,0 +1,70 @@
+import pytest
+
+from mxamp.errors import UnknownNameError
+from mxamp.framework.operators import by_handle, registry, resolve
+from mxamp.graph.graph import Graph, Node
+
+
+def test_the_whole_registry_is_there():
+    gpu_build = "CuDNNBatchNorm" in registry()
+    assert len(registry()) == len(by_handle()) == (892 if gpu_build else 886)
+    if not gpu_build:
+        assert sum(1 + len(op.aliases) for op in registry().values()) == 1167
+
+
+@pytest.mark.parametrize(
+    "alias, name",
+    [
+        ("concat", "Concat"), ("Concat", "Concat"), ("_npx_convolution", "Convolution"),
+        ("sum_axis", "sum"), ("_sparse_dot", "dot"), ("linalg_gemm2", "_linalg_gemm2"),
+        ("softmax", "softmax"), ("identity", "_copy"),
+    ],
+)  # fmt: skip
+def test_resolve(alias, name):
+    assert resolve(alias).name == name
+    assert resolve(alias) is registry()[name]
+
+
+@pytest.mark.parametrize(
+    "name, close", [("Convolutoin", "Convolution"), ("fullyconnected", ""), (7, "")]
+)
+def test_unknown_names(name, close):
+    with pytest.raises(UnknownNameError, match=close):
+        resolve(name)
+
+
+def test_what_is_known_of_an_operator():
+    norm = resolve("BatchNorm")
+    assert norm.inputs == ("data", "gamma", "beta", "moving_mean", "moving_var")
+    assert norm.defaults["axis"] == "1"
+    assert norm.mutable_inputs == (3, 4)
+    assert not norm.variadic
+    assert resolve("Concat").variadic
+    assert resolve("add_n").variadic
+
+
+def test_an_rnn_has_a_cell_state_only_as_lstm():
+    rnn = resolve("RNN")
+    assert rnn.positions(("sequence_length",), {"mode": "lstm"}) == (4,)
+    assert rnn.positions(("sequence_length",), {"mode": "gru"}) == (3,)
+
+
+# Attributes without which an operator that writes to its inputs can't be made.
+REQUIRED = {
+    "_contrib_SyncBatchNorm": {"key": "k"}, "signum_update": {"lr": 1}, "ftml_update": {"lr": 1, "t": 1},
+    "lamb_update_phase1": {"t": 1, "wd": 0}, "mp_lamb_update_phase1": {"t": 1, "wd": 0},
+    "_adamw_update": {"lr": 1, "eta": 1}, "_mp_adamw_update": {"lr": 1, "eta": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n, op in registry().items() if op.mutable_inputs])
+def test_mutable_inputs_are_what_mxnet_says(name):
+    operator = registry()[name]
+    count = max(len(operator.inputs), max(operator.mutable_inputs) + 1)
+    if name.startswith("_contrib_quantized"):
+        pytest.skip("takes calibrated inputs only")
+    attrs = REQUIRED.get(name, {"lr": 1} if "update" in name else {})
+    variables = [Node("null", f"v{i}") for i in range(count)]
+    node = Node(name, "n", {k: str(v) for k, v in attrs.items()}, [(i, 0) for i in range(count)])
+    symbol = Graph([*variables, node], [(count, 0)], {"mxnet_version": ["int", 10901]}).to_symbol()
+    assert symbol.list_auxiliary_states() == [f"v{i}" for i in operator.mutable_inputs]

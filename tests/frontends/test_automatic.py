@@ -1,0 +1,313 @@
+"""Scripts that know nothing of mxamp, run with the environment variable and with `mxamp run`."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import mxamp as amp
+from helpers import ROOT
+from mxamp.frontends.automatic import VARIABLE, uses_amp
+
+PLAIN = """
+import os
+import numpy as np
+import mxnet as mx
+import digits
+net = digits.network()
+net.hybridize()
+trainer = digits.trainer_of(net)
+overflow_at = int(os.environ["OVERFLOW_AT"])
+print("skipped", digits.train(net, trainer, lambda loss: loss.backward(), overflow_at=overflow_at))
+print("accuracy", digits.accuracy(net))
+net.save_parameters("net.params")
+print("saved", {str(v.dtype) for v in mx.nd.load("net.params").values()})
+"""
+
+GAN = """
+import numpy as np
+import mxnet as mx
+from mxnet import autograd, gluon, nd
+mx.random.seed(0); np.random.seed(0)
+def net(outputs):
+    made = gluon.nn.HybridSequential()
+    made.add(gluon.nn.Dense(32, activation="relu"), gluon.nn.Dense(outputs))
+    made.initialize(mx.init.Xavier())
+    made.hybridize()
+    return made
+generator, critic = net(2), net(1)
+trainers = [gluon.Trainer(n.collect_params(), "adam", {"learning_rate": 0.01}) for n in (generator, critic)]
+loss = gluon.loss.SigmoidBCELoss()
+for step in range(60):
+    real, noise = nd.random.normal(3, 0.5, (32, 2)), nd.random.normal(shape=(32, 4))
+    with autograd.record():
+        fake = generator(noise)
+        error = loss(critic(real), nd.ones(32)) + loss(critic(fake.detach()), nd.zeros(32))
+    error.backward()
+    trainers[1].step(32)
+    with autograd.record():
+        error = loss(critic(generator(noise)), nd.ones(32))
+    error.backward()
+    trainers[0].step(32)
+print("mean", float(generator(nd.random.normal(shape=(256, 4))).mean().asscalar()))
+print("steps", *(getattr(t, "amp_steps", 60) + getattr(t, "amp_skips", 0) for t in trainers))
+"""
+
+MODULE = """
+import logging
+import numpy as np
+import mxnet as mx
+import digits
+images, labels, test, answers = digits.arrays()
+net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=64, name="a")
+net = mx.sym.FullyConnected(mx.sym.Activation(net, act_type="relu"), num_hidden=10, name="b")
+net = mx.sym.SoftmaxOutput(net, name="softmax")
+mx.random.seed(0); np.random.seed(0)
+module = mx.mod.Module(net)
+module.fit(mx.io.NDArrayIter(images, labels, 60), num_epoch=6, initializer=mx.init.Xavier(),
+           optimizer_params={"learning_rate": 0.1, "momentum": 0.9})
+print("accuracy", dict(module.score(mx.io.NDArrayIter(test[:540], answers[:540], 60), "acc"))["accuracy"])
+"""
+
+LOADER = """
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon, nd
+import digits
+class Augmented(gluon.data.Dataset):
+    def __init__(self):
+        self.images, self.labels, _, _ = digits.arrays()
+    def __len__(self):
+        return 240
+    def __getitem__(self, i):
+        image = nd.array(self.images[i])
+        # A product: mixed precision in a worker would round it.
+        same = nd.dot(image.reshape((8, 8)), nd.eye(8)) * 1.001
+        return same.reshape((1, 8, 8)), self.labels[i]
+if __name__ == "__main__":
+    net = digits.network()
+    trainer = digits.trainer_of(net)
+    loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+    loader = gluon.data.DataLoader(Augmented(), batch_size=60, num_workers=2)
+    exact = True
+    for epoch in range(2):
+        for i, (data, label) in enumerate(loader):
+            wanted = digits.arrays()[0][i * 60 : i * 60 + 60] * np.float32(1.001)
+            exact = exact and bool((data.asnumpy() == wanted).all())
+            with autograd.record():
+                loss = loss_function(net(data), label.astype("float32"))
+            loss.backward()
+            trainer.step(60)
+    print("exact", exact, "loss", bool(np.isfinite(loss.asnumpy()).all()))
+"""
+
+
+def run(script, tmp_path, *arguments, value=None, command=()):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment.pop(VARIABLE, None)
+    if value is not None:
+        environment[VARIABLE] = value
+    prefix = [sys.executable, "-W", "ignore", *command]
+    if value is not None and not installed():
+        # The start-up hook belongs to an installed mxamp: do what it does.
+        hook = "import sys; sys.path.insert(0, sys.argv.pop(1)); import mxamp_startup; mxamp_startup.install()"
+        go = "; import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        prefix += ["-c", hook + go, str(ROOT / "mxamp" / "startup")]
+    return subprocess.run(
+        [*prefix, str(path), *arguments], capture_output=True, text=True, env=environment,
+        cwd=tmp_path, check=False, timeout=300,
+    )  # fmt: skip
+
+
+def installed():
+    return subprocess.run(
+        [sys.executable, "-c", "import os, sys; print('mxamp_startup' in sys.modules)"],
+        capture_output=True, text=True, check=False, env={**os.environ, VARIABLE: "1"},
+    ).stdout.strip() == "True"  # fmt: skip
+
+
+def said(done, word):
+    assert done.returncode == 0, done.stderr[-2000:]
+    return re.search(rf"{word} (.*)", done.stdout).group(1)
+
+
+@pytest.mark.parametrize("way", ["variable", "run"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_plain_gluon_script(tmp_path, dtype, way, monkeypatch):
+    monkeypatch.setenv("OVERFLOW_AT", "-1")
+    plain = run(PLAIN, tmp_path) if plain_runs() else None
+    monkeypatch.setenv("OVERFLOW_AT", "3")
+    if way == "variable":
+        done = run(PLAIN, tmp_path, value=dtype)
+    else:
+        done = run(PLAIN, tmp_path, command=["-m", "mxamp", "run", "--dtype", dtype])
+    assert said(done, "skipped") == "True"
+    assert float(said(done, "accuracy")) > 0.93
+    assert said(done, "saved") == "{\"<class 'numpy.float32'>\"}"
+    if plain is not None:
+        assert abs(float(said(plain, "accuracy")) - float(said(done, "accuracy"))) < 0.02
+    (summary,) = [line for line in done.stderr.splitlines() if "operators lowered" in line]
+    found = re.search(r"(\w+) on cpu, (\d+) operators lowered, (\d+) steps, (\d+) skipped", summary)
+    assert found.group(1) == dtype
+    assert int(found.group(2)) >= 2
+    assert int(found.group(3)) + int(found.group(4)) == 100
+    assert int(found.group(4)) >= 1
+
+
+def plain_runs():
+    """Whether MXNet imports without mxamp on this NumPy and Python."""
+    code = [sys.executable, "-W", "ignore", "-c", "import mxnet"]
+    return subprocess.run(code, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_gan_with_two_trainers(tmp_path, dtype):
+    done = run(GAN, tmp_path, value=dtype)
+    if plain_runs():
+        wanted = float(said(run(GAN, tmp_path), "mean"))
+        assert abs(float(said(done, "mean")) - wanted) < 0.15 * abs(wanted)
+    assert said(done, "steps") == "60 60"
+    assert re.search(r"\d+ steps, \d+ skipped", done.stderr)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_module_fit(tmp_path, dtype):
+    done = run(MODULE, tmp_path, value=dtype)
+    assert float(said(done, "accuracy")) > 0.9
+    assert "120 steps, 0 skipped" in done.stderr or dtype == "float16"
+    steps, skips = map(int, re.search(r"(\d+) steps, (\d+) skipped", done.stderr).groups())
+    assert steps + skips == 120
+
+
+def test_data_loader_workers_compute_as_without(tmp_path):
+    done = run(LOADER, tmp_path, value="bfloat16")
+    assert said(done, "exact") == "True loss True"
+    assert done.stderr.count("operators lowered") == 1
+    assert "mixed precision is off" not in done.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "", "off"])
+def test_off(tmp_path, value):
+    script = "import sys, mxnet; print('mxamp', 'mxamp' in sys.modules and sys.modules['mxamp'].is_enabled())"
+    if plain_runs():
+        assert said(run(script, tmp_path, value=value), "mxamp") == "False"
+
+
+def test_a_wrong_value_is_one_line_and_changes_nothing(tmp_path):
+    done = run("import mxnet, mxamp; print('on', mxamp.is_enabled())", tmp_path, value="int8")
+    assert "mixed precision stays off" in done.stderr or "uses mxamp" in done.stderr
+    assert said(done, "on") == "False"
+
+
+@pytest.mark.parametrize(
+    "script, name",
+    [
+        ("import mxamp as amp", "mxamp"), ("from mxamp import init", "mxamp"),
+        ("from mxnet.contrib import amp", "mxnet.contrib.amp"),
+        ("def f():\n    import mxnet.contrib.amp as a", "mxnet.contrib.amp"),
+        ("import mxnet", None), ("not python at all", None),
+    ],
+)  # fmt: skip
+def test_scripts_with_an_amp_of_their_own(tmp_path, script, name):
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    assert uses_amp(path) == name
+    assert uses_amp(tmp_path / "none.py") is None
+
+
+@pytest.mark.parametrize("way", ["variable", "run"])
+def test_they_are_left_alone_with_a_line_that_says_so(tmp_path, way):
+    script = "import mxamp as amp\nimport mxnet as mx\namp.init('bfloat16'); print('on', amp.is_enabled())"
+    if way == "variable":
+        done = run(script, tmp_path, value="1")
+    else:
+        done = run(script, tmp_path, command=["-m", "mxamp", "run"])
+    assert said(done, "on") == "True"
+    assert "uses mxamp itself" in done.stderr
+    assert "operators lowered" not in done.stderr
+
+
+def test_an_amp_found_late(tmp_path):
+    script = """
+    import importlib, mxnet as mx
+    amp = importlib.import_module("mxamp")
+    amp.init("float16", ctx=mx.cpu())
+    print("policy", amp.current_policy().target_dtype)
+    """
+    done = run(script, tmp_path, value="bfloat16")
+    assert said(done, "policy") == "float16"
+    assert "uses mxamp itself" in done.stderr
+
+
+def test_scale_loss_in_an_automatic_run_is_refused(tmp_path):
+    script = """
+    import importlib, mxnet as mx, digits
+    trainer = digits.trainer_of(digits.network())
+    amp = importlib.import_module("mxamp")
+    with amp.scale_loss(mx.nd.ones(1), trainer):
+        pass
+    """
+    done = run(script, tmp_path, value="float16")
+    assert done.returncode == 1
+    assert f"{VARIABLE} already; scale_loss would scale them twice" in done.stderr
+
+
+def test_arguments_and_policies_of_run(tmp_path):
+    script = (
+        "import sys, mxnet, os; print('argv', sys.argv[1:], __name__, sys.path[0] == os.getcwd())"
+    )
+    done = run(script, tmp_path, "--epochs", "3", "-x", command=["-m", "mxamp", "run"])
+    assert said(done, "argv") == "['--epochs', '3', '-x'] __main__ True"
+    done = run(
+        script,
+        tmp_path,
+        command=["-m", "mxamp", "run", "--policy", str(ROOT / "lists" / "float16.toml")],
+    )
+    assert "float16 on cpu" in done.stderr
+    for wrong in (
+        ["--dtype", "int8"],
+        ["--policy", "none.toml"],
+        ["--dtype", "float16", "--policy", "x"],
+    ):
+        done = run(script, tmp_path, command=["-m", "mxamp", "run", *wrong])
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("line", ["raise OSError('mine')", "open('none')", "1 / 0"])
+def test_errors_of_the_script_are_its_own(tmp_path, line):
+    done = run(f"import mxnet\n{line}", tmp_path, command=["-m", "mxamp", "run"])
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert f"    {line}" in done.stderr
+    done = run("import mxnet, sys\nsys.exit(7)", tmp_path, command=["-m", "mxamp", "run"])
+    assert done.returncode == 7
+
+
+def test_the_hook_costs_nothing_where_the_variable_is_unset():
+    (line,) = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip().splitlines()
+    assert line.startswith("import os;")
+    namespace = {}
+    before = set(sys.modules)
+    exec(line, namespace)  # noqa: S102
+    assert set(sys.modules) == before
+
+
+def test_it_comes_first():
+    from mxamp.frontends import automatic
+
+    amp.init("bfloat16")
+    with pytest.raises(amp.StateError, match="on already"):
+        automatic.start("bfloat16")
+    amp.shutdown()
+    with pytest.raises(amp.ArgumentError, match="not both"):
+        automatic.start("bfloat16", amp.Policy.default("bfloat16"))
+    automatic.start("bfloat16")
+    assert automatic._run.scale.loss_scale == 1
+    amp.shutdown()
+    assert automatic._run.scale is None

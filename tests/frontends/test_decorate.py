@@ -1,0 +1,300 @@
+"""Decorated optimizers, in the Module API and with Gluon's Trainer."""
+
+import logging
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import gluon, nd
+from mxnet.module import Module
+
+import digits
+import mxamp as amp
+from helpers import randn
+from mxamp.graph.graph import Graph
+from mxamp.graph.scale_input import SCALE_INPUT, with_scale_input
+
+
+@pytest.fixture(autouse=True)
+def unfused(monkeypatch):
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+
+
+def symbol(rows=None):
+    net = mx.sym.Convolution(mx.sym.var("data"), kernel=(3, 3), num_filter=8, name="conv")
+    net = mx.sym.Activation(mx.sym.BatchNorm(net, name="bn"), act_type="relu")
+    net = mx.sym.FullyConnected(net, num_hidden=10, name="fc")
+    return mx.sym.SoftmaxOutput(net, name="softmax")
+
+
+def iterator(test=False):
+    images, labels, test_images, test_labels = digits.arrays()
+    if test:
+        return mx.io.NDArrayIter(test_images[:540], test_labels[:540], digits.BATCH)
+    return mx.io.NDArrayIter(images, labels, digits.BATCH)
+
+
+def fit(optimizer, context=None, callback=None, **options):
+    mx.random.seed(0)
+    np.random.seed(0)
+    module = Module(symbol(), context=context or mx.cpu(), logger=logging.getLogger("quiet"))
+    module.fit(
+        iterator(), num_epoch=4, optimizer=optimizer, initializer=mx.init.Xavier(),
+        optimizer_params={"learning_rate": 0.2, "momentum": 0.9}, batch_end_callback=callback, **options,
+    )  # fmt: skip
+    return module, dict(module.score(iterator(test=True), "acc"))["accuracy"]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return fit("sgd")[1]
+
+
+def test_the_scale_enters_the_graph_and_changes_no_value():
+    net = mx.sym.SoftmaxOutput(mx.sym.var("data"), mx.sym.var("label"), name="softmax")
+    scaled = with_scale_input(Graph.from_symbol(net)).to_symbol()
+    data, label = randn(4, 3), nd.array([0, 1, 2, 0])
+    results = []
+    for one, extra in ((net, {}), (scaled, {SCALE_INPUT: nd.array([1023.0])})):
+        inputs = {"data": data, "label": label, **extra}
+        grads = {"data": nd.zeros((4, 3))}
+        bound = one.bind(
+            mx.cpu(), inputs, grads, {n: "write" if n == "data" else "null" for n in inputs}
+        )
+        results.append(
+            (bound.forward(is_train=True)[0].asnumpy(), bound.backward(), grads["data"].asnumpy())
+        )
+    assert (results[0][0] == results[1][0]).all()
+    np.testing.assert_allclose(results[1][2], results[0][2] * 1024, rtol=1e-6)
+    assert with_scale_input(Graph.from_symbol(mx.sym.softmax(mx.sym.var("x")))) is None
+
+
+@pytest.mark.parametrize("contexts", [1, 2])
+def test_fit_skips_overflows_and_reaches_float32s_accuracy(plain, contexts):
+    amp.init("float16", ctx=mx.cpu())
+    optimizer = amp.decorate("sgd", init_loss_scaling=2.0**24)
+    module, found = fit(optimizer, [mx.cpu(i) for i in range(contexts)])
+    assert optimizer.scaling.skips > 3
+    assert optimizer.scaling.steps + optimizer.scaling.skips == 80
+    assert optimizer.scaling.loss_scale < 2.0**24
+    assert plain > digits.ACCURACY
+    assert abs(found - plain) < 0.02
+    assert module._optimizer.rescale_grad == pytest.approx(1 / digits.BATCH)
+    assert SCALE_INPUT not in module.symbol.list_arguments()
+    args, _ = module.get_params()
+    assert all(array.dtype == np.float32 for array in args.values())
+
+
+def test_a_skipped_update_changes_nothing():
+    amp.init("float16", ctx=mx.cpu())
+    optimizer = amp.decorate("sgd", init_loss_scaling=256.0)
+    seen = {}
+
+    def poison(params):
+        # Runs after the update of batch 0; poisons the gradients of none: done below instead.
+        seen["batches"] = params.nbatch
+
+    module, _ = fit(optimizer, [mx.cpu(0), mx.cpu(1)], poison)
+    batch = next(iterator())
+    module.forward(batch, is_train=True)
+    module.backward()
+    module._exec_group.grad_arrays[0][1][:] = np.inf  # on the second device only
+    before = {k: v.asnumpy() for k, v in module.get_params()[0].items()}
+    counted = dict(module._optimizer._index_update_count)
+    scale, skips = optimizer.scaling.loss_scale, optimizer.scaling.skips
+    module.update()
+    after = {k: v.asnumpy() for k, v in module.get_params()[0].items()}
+    assert all((before[k] == after[k]).all() for k in before)
+    assert module._optimizer._index_update_count == counted
+    assert optimizer.scaling.skips == skips + 1
+    assert optimizer.scaling.loss_scale == scale / 2
+    module.forward_backward(batch)
+    module.update()
+    assert not all((before[k] == v.asnumpy()).all() for k, v in module.get_params()[0].items())
+
+
+def test_gradients_carry_the_scale_and_updates_do_not():
+    def weights(optimizer):
+        module = Module(symbol(), logger=logging.getLogger("quiet"))
+        module.bind(iterator().provide_data, iterator().provide_label)
+        mx.random.seed(0)
+        module.init_params(mx.init.Xavier())
+        module.init_optimizer(optimizer=optimizer, optimizer_params={"learning_rate": 0.1})
+        batch = next(iterator())
+        module.forward_backward(batch)
+        gradient = module._exec_group.grad_arrays[0][0].asnumpy()
+        module.update()
+        return gradient, module.get_params()[0]["fc_weight"].asnumpy()
+
+    gradient, weight = weights("sgd")
+    scaled, same_weight = weights(amp.decorate("sgd", 1024.0, use_dynamic_loss_scaling=False))
+    np.testing.assert_allclose(scaled, gradient * 1024, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(same_weight, weight, rtol=1e-6)
+
+
+def test_an_optimizer_and_explicit_gradients_of_outputs():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    optimizer = mx.optimizer.SGD(learning_rate=0.1, rescale_grad=0.25)
+    decorated = amp.decorate(optimizer, 64.0)
+    assert not hasattr(optimizer, "_amp_scaling")
+    module = Module(net, label_names=None)
+    module.bind([("data", (4, 3))], inputs_need_grad=True)
+    module.init_params(mx.init.One())
+    module.init_optimizer(optimizer=decorated)
+    data = randn(4, 3)
+    module.forward(mx.io.DataBatch([data]), is_train=True)
+    module.backward([nd.ones((4, 2))])
+    np.testing.assert_allclose(module.get_input_grads()[0].asnumpy(), np.full((4, 3), 2.0))
+    module.update()
+    wanted = 1 - 0.1 * 0.25 * data.asnumpy().sum(0)
+    np.testing.assert_allclose(module.get_params()[0]["fc_weight"].asnumpy()[0], wanted, rtol=1e-5)
+
+
+def test_buckets_share_the_scale():
+    def generate(length):
+        data = mx.sym.var("data")
+        out = mx.sym.FullyConnected(data, num_hidden=4, flatten=False, name="fc")
+        out = mx.sym.FullyConnected(mx.sym.sum(out, axis=1), num_hidden=2, name="out")
+        return mx.sym.SoftmaxOutput(out, name="softmax"), ("data",), ("softmax_label",)
+
+    amp.init("float16", ctx=mx.cpu())
+    optimizer = amp.decorate("sgd", 2.0**24)
+    module = mx.mod.BucketingModule(generate, default_bucket_key=5)
+    module.bind([("data", (2, 5, 3))], [("softmax_label", (2,))])
+    module.init_params(mx.init.Xavier())
+    module.init_optimizer(optimizer=optimizer, optimizer_params={"learning_rate": 0.1})
+    for step in range(14):
+        key = (5, 3)[step % 2]
+        module.forward_backward(mx.io.DataBatch(
+            [randn(2, key, 3)], [nd.zeros(2)], bucket_key=key,
+            provide_data=[("data", (2, key, 3))], provide_label=[("softmax_label", (2,))],
+        ))  # fmt: skip
+        module.update()
+    assert optimizer.scaling.skips > 0
+    assert optimizer.scaling.steps > 0
+    assert optimizer.scaling.steps + optimizer.scaling.skips == 14
+
+
+def test_fine_tuning_a_saved_float32_model(tmp_path):
+    module, before = fit("sgd")
+    module.save_checkpoint(str(tmp_path / "net"), 1)
+    amp.init("float16", ctx=mx.cpu())
+    net, args, auxs = mx.model.load_checkpoint(str(tmp_path / "net"), 1)
+    tuned = Module(net, logger=logging.getLogger("quiet"))
+    optimizer = amp.decorate("sgd")
+    tuned.fit(
+        iterator(), num_epoch=2, arg_params=args, aux_params=auxs, optimizer=optimizer,
+        optimizer_params={"learning_rate": 0.05},
+    )  # fmt: skip
+    found = dict(tuned.score(iterator(test=True), "acc"))["accuracy"]
+    assert found > before - 0.01
+    assert optimizer.scaling.steps > 20
+    tuned.save_checkpoint(str(tmp_path / "tuned"), 1)
+    saved = mx.sym.load(str(tmp_path / "tuned-symbol.json"))
+    assert saved.list_arguments() == net.list_arguments()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: "sgd", lambda: mx.optimizer.SGD(momentum=0.8, learning_rate=0.05)]
+)
+def test_trainers(make):
+    net = digits.network()
+    control = digits.network()
+    plain = digits.trainer_of(control)
+    digits.train(control, plain, lambda loss: loss.backward(), overflow_at=-1)
+    amp.init("float16", ctx=mx.cpu())
+    trainer = digits.trainer_of(net, amp.decorate(make(), init_loss_scaling=2.0**24))
+    net.hybridize()
+    assert digits.train(net, trainer, lambda loss: loss.backward())
+    assert trainer.amp_skips > 1
+    assert abs(digits.accuracy(net) - digits.accuracy(control)) < 0.02
+    assert digits.accuracy(net) > digits.ACCURACY
+
+
+def test_doors_are_not_mixed():
+    amp.init("float16", ctx=mx.cpu())
+    net = digits.network()
+    optimizer = amp.decorate(mx.optimizer.SGD())
+    with pytest.raises(amp.StateError, match="decorated already"):
+        amp.decorate(optimizer)
+    with pytest.raises(amp.StateError, match="decorated already"):
+        amp.decorate(amp.decorate("sgd"))
+    trainer = digits.trainer_of(net, optimizer)
+    with pytest.raises(amp.StateError, match="decorate already; init_trainer"):
+        amp.init_trainer(trainer)
+    with pytest.raises(amp.StateError, match="decorate already; scale_loss"):
+        with amp.scale_loss(nd.ones(1), trainer):
+            pass
+    with pytest.raises(amp.StateError, match="decorate already; GradScaler"):
+        amp.GradScaler().step(trainer, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((None,), "Optimizer or its name"),
+        (("sgd", 0), "positive"),
+        (("sgd", 1.0, 0), "growth_interval"),
+    ],
+)
+def test_wrong_arguments(arguments, words):
+    with pytest.raises(amp.ArgumentError, match=words):
+        amp.decorate(*arguments)
+
+
+def test_clipping_sees_gradients_without_the_scale():
+    amp.init("float16", ctx=mx.cpu())
+    net = digits.network()
+    trainer = digits.trainer_of(net, amp.decorate("sgd", 1024.0), momentum=0.0)
+    data, label = next(digits.batches())
+    with mx.autograd.record():
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(data), label).mean()
+    loss.backward()
+    params = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    norm = gluon.utils.clip_global_norm([p.grad() for p in params], 0.01)
+    assert 0.1 < norm < 100
+    before = digits.values(net)
+    trainer.step(1)
+    moved = np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(before, digits.values(net))))
+    assert moved == pytest.approx(0.05 * 0.01, rel=1e-3)
+
+
+def test_accumulated_gradients_keep_one_scale():
+    amp.init("float16", ctx=mx.cpu())
+    weight = gluon.Parameter("w", shape=(3,))
+    weight.initialize(mx.init.One())
+    weight.grad_req = "add"
+    optimizer = amp.decorate(mx.optimizer.SGD(learning_rate=1.0), 64.0)
+    trainer = gluon.Trainer([weight], optimizer)
+    for scale in (64.0, 16.0):
+        optimizer._amp_scaling.scaler.set_scale(scale)
+        with mx.autograd.record():
+            loss = (weight.data() * nd.array([1, 2, 3])).sum()
+        loss.backward()
+    np.testing.assert_allclose(weight.grad().asnumpy(), 16 * 2 * np.array([1, 2, 3]))
+    trainer.step(1)
+    np.testing.assert_allclose(weight.data().asnumpy(), 1 - 2 * np.array([1, 2, 3]))
+
+
+def test_shutdown_gives_everything_back():
+    originals = [
+        vars(Module)[n] for n in ("bind", "init_optimizer", "backward", "update", "get_input_grads")
+    ]
+    others = (
+        gluon.Trainer.__init__,
+        mx.autograd.backward,
+        mx.nd.NDArray.backward,
+        gluon.utils.clip_global_norm,
+    )
+    amp.decorate("sgd")
+    assert mx.autograd.backward is not others[1]
+    amp.shutdown()
+    assert originals == [
+        vars(Module)[n] for n in ("bind", "init_optimizer", "backward", "update", "get_input_grads")
+    ]
+    assert others == (
+        gluon.Trainer.__init__,
+        mx.autograd.backward,
+        mx.nd.NDArray.backward,
+        gluon.utils.clip_global_norm,
+    )

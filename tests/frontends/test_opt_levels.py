@@ -1,0 +1,332 @@
+"""Optimization levels, functions of the user's own, and mxnet.contrib.amp itself."""
+
+import sys
+import types
+from typing import ClassVar
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+import digits
+import mxamp as amp
+from helpers import kind, randn, same
+
+
+def backward_with(trainer):
+    def backward(loss):
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+
+    return backward
+
+
+@pytest.fixture(scope="module")
+def plain():
+    net = digits.network()
+    trainer = digits.trainer_of(net)
+    digits.train(net, trainer, autograd.backward, overflow_at=-1)
+    return digits.accuracy(net)
+
+
+@pytest.mark.filterwarnings("ignore:Accumulating with float16")
+@pytest.mark.parametrize(
+    "level, options",
+    [
+        ("O0", {}), ("O1", {}), ("O1", {"dtype": "bfloat16"}), ("O1", {"loss_scale": 128.0}),
+        ("O2", {}), ("O2", {"keep_batchnorm_fp32": True, "loss_scale": 128}),
+        ("O3", {"loss_scale": "dynamic"}), ("O3", {"keep_batchnorm_fp32": True, "loss_scale": 64}),
+    ],
+)  # fmt: skip
+def test_levels_reach_float32s_accuracy(plain, level, options):
+    net = digits.network()
+    trainer = digits.trainer_of(net)
+    if level != "O0":
+        options = {**options, "ctx": mx.cpu()}
+    made = amp.initialize(net, trainer, opt_level=level, **options)
+    assert made[0] is net
+    assert made[1] is trainer
+    net.hybridize()
+    if level == "O0":
+        assert not digits.train(net, trainer, autograd.backward, overflow_at=-1)
+        assert not amp.is_enabled()
+    else:
+        assert digits.train(net, trainer, backward_with(trainer))
+        assert trainer.amp_skips >= 1
+    assert plain > digits.ACCURACY
+    assert abs(digits.accuracy(net) - plain) < 0.02
+    kinds = {name.split("_", 1)[1]: kind(p.data()) for name, p in net.collect_params().items()}
+    cast = "float16" if level in ("O2", "O3") else "float32"
+    assert kinds["weight"] == cast
+    assert kinds["gamma"] == kinds["running_mean"] == "float32"
+    assert trainer._optimizer.multi_precision == (level == "O2")
+
+
+def test_o2_keeps_master_weights():
+    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One())
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
+    net, trainer = amp.initialize(net, trainer, "O2", loss_scale=8.0, ctx=mx.cpu())
+    for _ in range(10):
+        with autograd.record():
+            loss = net(nd.ones((1, 1))).sum()
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        trainer.step(1)
+    # Each step is below float16's resolution at 1; ten of them are not.
+    assert net.weight.data().asscalar() == np.float16(1 - 1e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_parameter_files_stay_float32(level, tmp_path):
+    net = digits.network()
+    path = str(tmp_path / "net.params")
+    amp.initialize(net, opt_level=level, ctx=mx.cpu())
+    net.save_parameters(path)
+    assert {v.dtype for v in nd.load(path).values()} == {np.float32}
+    other = digits.network(seed=1)
+    amp.shutdown()
+    amp.initialize(other, opt_level=level, ctx=mx.cpu())
+    other.load_parameters(path)
+    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
+        assert same(mine.data(), theirs.data())
+    amp.shutdown()
+    digits.network().load_parameters(path)
+
+
+def test_lists_of_nets_and_trainers():
+    nets = [digits.network(), digits.network(1)]
+    trainers = [digits.trainer_of(net) for net in nets]
+    found = amp.initialize(nets, trainers, ctx=mx.cpu())
+    assert found == (nets, trainers)
+    assert trainers[0]._amp_loss_scaler.scaler is not trainers[1]._amp_loss_scaler.scaler
+    assert trainers[0].amp_loss_scale == 2**16
+    amp.shutdown()
+    assert amp.initialize(digits.network(), ctx=mx.cpu()) is not None
+
+
+def test_layer_norm_stays_float32_in_o2_and_not_in_o3():
+    for level, wanted in (("O2", "float32"), ("O3", "float16")):
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Dense(4, in_units=3), gluon.nn.LayerNorm(in_channels=4))
+        net.initialize()
+        amp.initialize(net, opt_level=level, ctx=mx.cpu())
+        assert kind(net[1].gamma.data()) == wanted
+        assert kind(net[0].weight.data()) == "float16"
+        assert net(randn(2, 3)).shape == (2, 4)
+        amp.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"opt_level": "02"}, "letter O"),
+        ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "O2 and O3"),
+        ({"opt_level": "O0", "loss_scale": 2.0}, "O0 is plain"),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": False}, "float32 parameters"),
+        ({"opt_level": "O2", "dtype": "bfloat16"}, "no bfloat16 ones"),
+        ({"loss_scale": "static"}, "'dynamic'"),
+        ({"loss_scale": -1.0}, "positive"),
+        ({"models": 3}, "models are a Block"),
+        ({"trainers": "sgd"}, "trainers are a Trainer"),
+    ],
+)
+def test_wrong_arguments_change_nothing(options, words):
+    net = digits.network()
+    given = {"models": net, "ctx": mx.cpu(), **options}
+    with pytest.raises(amp.ArgumentError, match=words):
+        amp.initialize(**given)
+    assert not amp.is_enabled()
+    assert {kind(p.data()) for p in net.collect_params().values()} == {"float32"}
+
+
+def test_it_comes_once_and_alone():
+    net = digits.network()
+    trainer = digits.trainer_of(net)
+    amp.initialize(net, trainer, ctx=mx.cpu())
+    with pytest.raises(amp.StateError, match="use one of the two"):
+        amp.initialize(net, trainer)
+    with pytest.raises(amp.StateError, match="initialize already; init_trainer"):
+        amp.init_trainer(trainer)
+    with pytest.raises(amp.StateError, match="initialize already; GradScaler"):
+        amp.GradScaler().step(trainer, 1)
+    amp.shutdown()
+    with pytest.raises(amp.StateError, match="already"):
+        amp.initialize(net, trainer)
+    other = digits.trainer_of(net)
+    amp.init_trainer(other, amp.NoScaler())
+    with pytest.raises(amp.StateError, match="init_trainer already; initialize"):
+        amp.initialize(net, other)
+    net.cast("float16")
+    with pytest.raises(amp.StateError, match="float16 already"):
+        amp.initialize(net)
+
+
+# ---------------------------------------------------------------------- functions
+
+
+def kinds_of(*arrays):
+    return [kind(a) for a in arrays]
+
+
+def test_functions_of_the_users_own(dtype):
+    seen = []
+
+    def record(a, b, extra=None):
+        seen.append(kinds_of(a, *b))
+        return a
+
+    x, index = randn(2, 3), nd.array([1], dtype="int32")
+    for wrap, wanted in ((amp.half_function, dtype), (amp.float_function, "float32")):
+        wrapped = wrap(record)
+        assert wrapped.__name__ == "record"
+        seen.clear()
+        assert wrapped(x, [x, index]) is x
+        with amp.autocast(dtype):
+            low = nd.FullyConnected(x, x, no_bias=True, num_hidden=2)
+            wrapped(low, [x, index], extra={"more": (x,)})
+        assert seen == [["float32", "float32", "int32"], [wanted, wanted, "int32"]]
+    seen.clear()
+    promoted = amp.promote_function(record)
+    with amp.autocast(dtype):
+        promoted(low, [low, index])
+        promoted(low, [x, index])
+    assert seen == [[dtype, dtype, "int32"], ["float32", "float32", "int32"]]
+
+
+def test_float_functions_are_islands(dtype):
+    @amp.float_function
+    def product(a):
+        return nd.FullyConnected(a, a, no_bias=True, num_hidden=2)
+
+    x = randn(2, 3)
+    with amp.autocast(dtype):
+        out = product(x)
+    assert same(out, nd.FullyConnected(x, x, no_bias=True, num_hidden=2))
+
+
+def test_registered_functions():
+    module = types.ModuleType("layers")
+    module.attention = lambda a: kind(a)
+    module.loss = lambda a: kind(a)
+    originals = module.attention, module.loss
+    amp.register_half_function(module, "attention")
+    amp.register_float_function(module, "loss")
+    amp.register_half_function(module, "attention")
+    with amp.autocast("float16"):
+        assert module.attention(randn(1)) == "float16"
+        assert module.loss(randn(1).astype("float16")) == "float32"
+    amp.shutdown()
+    assert (module.attention, module.loss) == originals
+    with pytest.raises(amp.ArgumentError, match="no function 'nothing' in layers"):
+        amp.register_promote_function(module, "nothing")
+
+
+class Probe(mx.operator.CustomOp):
+    seen: ClassVar = []
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        Probe.seen.append(kind(in_data[0]))
+        self.assign(out_data[0], req[0], in_data[0] * 2)
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], out_grad[0] * 2)
+
+
+@mx.operator.register("mxamp_probe")
+class ProbeProp(mx.operator.CustomOpProp):
+    def list_arguments(self):
+        return ["data"]
+
+    def infer_shape(self, in_shape):
+        return in_shape, [in_shape[0]], []
+
+    def infer_type(self, in_type):
+        return in_type, [in_type[0]], []
+
+    def create_operator(self, ctx, shapes, dtypes):
+        return Probe()
+
+
+@pytest.fixture
+def custom():
+    from mxamp.policy.custom_operators import _registered as custom_operators
+
+    before = dict(custom_operators)
+    yield
+    custom_operators.clear()
+    custom_operators.update(before)
+
+
+@pytest.mark.parametrize(
+    "registered, wanted",
+    [(None, "float32"), ("half", "float16"), ("float", "float32"), ("promote", "float16")],
+)
+def test_custom_operators(custom, registered, wanted):
+    if registered:
+        amp.register_custom_operator("mxamp_probe", registered)
+    x = randn(2, 3)
+    with amp.autocast("float16"):
+        low = nd.FullyConnected(x, x, no_bias=True, num_hidden=2)
+        Probe.seen.clear()
+        out = nd.Custom(low, op_type="mxamp_probe")
+        out.wait_to_read()
+    assert Probe.seen == [wanted]
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    symbol = mx.sym.Custom(symbol, op_type="mxamp_probe", name="probe")
+    plan = amp.explain(symbol, policy=amp.Policy.default("float16", "gpu"))
+    assert plan["probe"].precision == wanted
+    if registered:
+        assert "registered" in plan["probe"].reason
+
+
+@pytest.mark.parametrize("arguments", [("", "half"), (3, "half"), ("name", "low")])
+def test_wrong_registrations(arguments):
+    with pytest.raises(amp.ArgumentError):
+        amp.register_custom_operator(*arguments)
+
+
+# ---------------------------------------------------------------------- mxnet.contrib.amp
+
+
+def test_contrib_is_mxamp_until_shutdown():
+    from mxnet import contrib
+    from mxnet.contrib import amp as stock
+
+    stock_init, modules = (
+        stock.init,
+        {n: sys.modules[n] for n in ("mxnet.contrib.amp", "mxnet.contrib.amp.amp")},
+    )
+    amp.patch_contrib()
+    amp.patch_contrib()
+    from mxnet.contrib import amp as found
+
+    assert found is amp
+    assert contrib.amp is amp
+    assert stock.init is amp.init
+    assert sys.modules["mxnet.contrib.amp"] is amp
+    amp.shutdown()
+    from mxnet.contrib import amp as again
+
+    assert again is stock
+    assert stock.init is stock_init
+    assert {n: sys.modules[n] for n in modules} == modules
+
+
+def test_a_script_for_contrib_trains(plain):
+    amp.patch_contrib()
+    from mxnet.contrib import amp as contrib_amp
+
+    contrib_amp.init("float16", ctx=mx.cpu())
+    net = digits.network()
+    net.hybridize()
+    trainer = digits.trainer_of(net)
+    contrib_amp.init_trainer(trainer)
+
+    def backward(loss):
+        with contrib_amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+
+    assert digits.train(net, trainer, backward)
+    assert abs(digits.accuracy(net) - plain) < 0.02

@@ -1,0 +1,285 @@
+"""Fused models: BatchNorm folded in float32, oneDNN's operators, the same answers."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from digits import arrays, batches
+from helpers import check_python, exported, kind, operators_of, same, with_avx512
+from mxamp.cli import main
+from mxamp.graph.fuse import folded
+
+B = amp.Policy.default("bfloat16")
+
+
+def params_of(symbol, shape):
+    random = np.random.RandomState(0)
+    found = {}
+    shapes, _, aux = symbol.infer_shape(data=shape)
+    names = [*symbol.list_arguments(), *symbol.list_auxiliary_states()]
+    for name, size in zip(names, [*shapes, *aux]):
+        array = random.rand(*size) + 0.5 if "var" in name else random.randn(*size)
+        found[name] = nd.array(array.astype("float32"))
+    data = found.pop("data")
+    return found, data
+
+
+def run(symbol, params, data):
+    names = symbol.list_arguments()
+    args = {name: data if name == "data" else params[name] for name in names}
+    auxs = {name: params[name] for name in symbol.list_auxiliary_states()}
+    return symbol.bind(mx.cpu(), args, aux_states=auxs).forward()[0].asnumpy()
+
+
+def conv(data, name="conv", **more):
+    options = {"kernel": (3, 3), "num_filter": 6, **more}
+    return mx.sym.Convolution(data, name=name, **options)
+
+
+X = mx.sym.var("data")
+FOLDED = {
+    "bias": lambda: mx.sym.BatchNorm(conv(X), fix_gamma=False),
+    "no bias": lambda: mx.sym.BatchNorm(conv(X, no_bias=True), fix_gamma=False, eps=1e-5),
+    "fixed gamma": lambda: mx.sym.BatchNorm(conv(X, no_bias=True)),
+    "groups": lambda: mx.sym.BatchNorm(conv(X, num_group=2), fix_gamma=False),
+    "dense": lambda: mx.sym.BatchNorm(mx.sym.FullyConnected(X, num_hidden=5), fix_gamma=False),
+    "two": lambda: mx.sym.BatchNorm(
+        conv(mx.sym.relu(mx.sym.BatchNorm(conv(X, "a"), name="na")), "b"), name="nb"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folding_in_float32_keeps_values(name, monkeypatch):
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+    symbol = FOLDED[name]()
+    params, data = params_of(symbol, (2, 4, 8, 8))
+    kept = {key: value.copy() for key, value in params.items()}
+    new, values = folded(symbol, params, B)
+    assert "BatchNorm" not in operators_of(new)
+    assert set(values) == set(new.list_inputs()) - {"data"}
+    expected = run(symbol, params, data)
+    np.testing.assert_allclose(run(new, values, data), expected, rtol=1e-4, atol=1e-4)
+    assert all(same(params[key], kept[key]) for key in kept)
+
+
+def shared_weight():
+    weight = mx.sym.var("weight")
+    first = mx.sym.BatchNorm(conv(X, "a", weight=weight, pad=(1, 1), num_filter=4), name="n")
+    return conv(first, "b", weight=weight, pad=(1, 1), num_filter=4)
+
+
+def read_twice(join):
+    product = conv(X)
+    return join(mx.sym.BatchNorm(product, name="n"), product)
+
+
+LEFT = {
+    "read twice": lambda: read_twice(mx.sym.elemwise_add),
+    "shared weight": shared_weight,
+    "an output": lambda: read_twice(lambda *outputs: mx.sym.Group(outputs)),
+    "first": lambda: conv(mx.sym.BatchNorm(X, name="n")),
+    "channels last": lambda: mx.sym.BatchNorm(conv(X), axis=-1),
+    "rows": lambda: mx.sym.BatchNorm(mx.sym.FullyConnected(X, num_hidden=5, flatten=False)),
+    "statistics": lambda: mx.sym.BatchNorm(conv(X), output_mean_var=True),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_can_not_be_folded_stays(name):
+    symbol = LEFT[name]()
+    params, _ = params_of(symbol, (2, 4, 8, 8))
+    new, values = folded(symbol, params, B)
+    assert operators_of(new) == operators_of(symbol)
+    assert all(same(values[key], params[key]) for key in values)
+
+
+def network(trained):
+    """A residual network with depthwise convolutions and relu6, its test images and labels."""
+
+    class Block(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.a = nn.Conv2D(16, 3, padding=1, groups=16, in_channels=16, use_bias=False)
+                self.na = nn.BatchNorm()
+                self.b = nn.Conv2D(16, 1, in_channels=16)
+                self.nb = nn.BatchNorm()
+
+        def hybrid_forward(self, F, x):
+            return F.relu(x + self.nb(self.b(F.clip(self.na(self.a(x)), 0, 6))))
+
+    mx.random.seed(4)
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(16, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"), Block(), Block(),
+        nn.Conv2D(32, 3, strides=2), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(10),
+    )  # fmt: skip
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 3e-3})
+    loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+    for _ in range(trained):
+        for images, labels in batches():
+            with mx.autograd.record():
+                loss = loss_function(net(images), labels)
+            loss.backward()
+            trainer.step(len(labels))
+    _, _, images, labels = arrays()
+    return net, nd.array(images), labels
+
+
+@with_avx512
+def test_a_trained_network_fused_answers_as_unfused(tmp_path):
+    net, test, labels = network(trained=3)
+    plain = net(test).asnumpy()
+    low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=True)
+    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True)
+    found = {name: block(test).asnumpy() for name, block in (("low", low), ("fast", fast))}
+
+    def error(name):
+        return np.linalg.norm(found[name] - plain) / np.linalg.norm(plain)
+
+    def right(outputs):
+        return float((outputs.argmax(1) == labels).mean())
+
+    assert right(plain) > 0.9
+    assert right(found["fast"]) >= right(plain) - 0.005
+    assert 0 < error("fast") <= 1.5 * error("low")
+    used = operators_of(fast._cached_graph[1])
+    assert not {"BatchNorm", "Convolution", "FullyConnected", "clip", "relu"} & set(used)
+    assert used.count("_sg_mkldnn_conv") == 6
+    assert all(p.grad_req == "null" for p in fast.collect_params().values())
+    assert all(p.grad_req == "write" for n, p in net.collect_params().items() if "weight" in n)
+    # The files run in MXNet alone.
+    fast.export(str(tmp_path / "fast"))
+    nd.save(str(tmp_path / "test"), test)
+    printed = check_python(f"""
+        import mxamp.framework.compat as c; c.import_mxnet()
+        import mxnet as mx
+        block = mx.gluon.SymbolBlock.imports(
+            "{tmp_path}/fast-symbol.json", ["data"], "{tmp_path}/fast-0000.params")
+        mx.nd.save("{tmp_path}/out", block(mx.nd.load("{tmp_path}/test")[0]))
+        import sys; print("mxamp.policy.policy" in sys.modules)
+    """)
+    assert printed.split()[-1] in ("True", "False")
+    assert same(nd.load(str(tmp_path / "out"))[0], found["fast"])
+
+
+@with_avx512
+def test_on_and_off_and_again():
+    net, test, _ = network(trained=0)
+    net(test[:2])
+    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True)
+    out = fast(test[:8])
+    with amp.autocast("bfloat16"):
+        assert same(fast(test[:8]), out)
+    assert same(amp.convert_hybrid_block(fast, "bfloat16")(test[:8]), out)
+
+
+def image_network():
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(16, 3, padding=1, in_channels=3), nn.BatchNorm(), nn.Activation("relu"),
+        nn.Conv2D(32, 3, in_channels=16), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(10),
+    )  # fmt: skip
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+@with_avx512
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_images_get_a_fourth_channel(tmp_path):
+    net, x = image_network(), nd.random.normal(shape=(30, 3, 12, 12))
+    plain = net(x).asnumpy()
+    low = amp.convert_hybrid_block(
+        net, "bfloat16", example_inputs=x, cast_optional_params=True
+    )(x).asnumpy()  # fmt: skip
+    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
+    error = np.linalg.norm(fast(x).asnumpy() - plain)
+    assert 0 < error <= 1.5 * np.linalg.norm(low - plain)
+    assert same(net(x), plain)
+    first = fast.collect_params()[net[0].weight.name].data()
+    assert (first.shape, kind(first)) == ((16, 4, 3, 3), "bfloat16")
+    assert net[0].weight.shape == (16, 3, 3, 3)
+    assert same(exported(fast, tmp_path)(x), fast(x))
+
+
+@with_avx512
+def test_images_under_numpy_semantics():
+    mx.npx.set_np()
+    net, x = image_network(), mx.np.random.normal(size=(30, 3, 12, 12))
+    net.hybridize()
+    plain = net(x).asnumpy()
+    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True)
+    out = fast(x)
+    assert isinstance(out, mx.np.ndarray)
+    assert 0 < np.linalg.norm(out.asnumpy() - plain) < 0.02 * np.linalg.norm(plain)
+
+
+@with_avx512
+@pytest.mark.parametrize("how", ["by name", "by policy", "untuned"])
+def test_which_images_get_no_fourth_channel(how):
+    net, x = image_network(), nd.random.normal(shape=(2, 3, 12, 12))
+    options = {
+        "by name": {"excluded_sym_names": ["*conv0_fwd"]},
+        "by policy": {"policy": B.override(substitutions=["relu6"])},
+        "untuned": {"policy": B.untuned()},
+    }[how]
+    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True, **options)
+    first = fast.collect_params()[net[0].weight.name].data()
+    assert first.shape == (16, 3, 3, 3)
+    assert kind(first) == ("bfloat16" if how == "untuned" else "float32")
+    fast(x).wait_to_read()
+
+
+@with_avx512
+def test_layers_are_kept_in_float32_by_name():
+    net, test, _ = network(trained=0)
+    net(test[:2])
+    names = ["batchnorm0_fwd", "*_conv1_fwd", "dense0_fwd"]
+    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True, excluded_sym_names=names)
+    assert operators_of(fast._cached_graph[1]).count("BatchNorm") == 1
+    dtypes = {name: kind(p.data()) for name, p in fast.collect_params().items()}
+    kept = [name for name in dtypes if "_conv1_weight" in name or "dense0_weight" in name]
+    assert len(kept) >= 3
+    assert {dtypes[name] for name in kept} == {"float32"}
+    assert "bfloat16" in dtypes.values()
+    with pytest.raises(amp.UnknownNameError, match="conv0_fwd"):
+        amp.convert_hybrid_block(net, "bfloat16", fuse=True, excluded_sym_names=["conv0_fwt"])
+
+
+@with_avx512
+def test_the_command(tmp_path):
+    net, test, _ = network(trained=0)
+    net(test[:2])
+    net.export(str(tmp_path / "net"))
+    arguments = ["convert", tmp_path / "net", "--out", tmp_path / "low", "--fuse"]
+    arguments += ["--check", "--input", "data:4,1,8,8", "--dtype"]
+    run_it = lambda dtype: CliRunner().invoke(main, [*map(str, arguments), dtype])  # noqa: E731
+    done = run_it("float16")
+    assert done.exit_code == 2
+    assert "bfloat16 on CPUs" in done.output
+    assert not list(tmp_path.glob("low*"))
+    assert run_it("bfloat16").exit_code == 0
+    assert "_sg_mkldnn_conv" in (tmp_path / "low-symbol.json").read_text()
+
+
+def test_without_avx512_it_says_so():
+    printed = check_python(
+        """
+        import mxamp as amp, mxnet as mx
+        net = mx.gluon.nn.Dense(2, in_units=3)
+        net.initialize()
+        try:
+            amp.convert_hybrid_block(net, "bfloat16", example_inputs=mx.nd.ones((1, 3)), fuse=True)
+        except amp.ArgumentError as error:
+            print(error)
+        """,
+        env={"DNNL_MAX_CPU_ISA": "AVX2"},
+    )
+    assert "avx512" in printed

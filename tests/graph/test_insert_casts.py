@@ -1,0 +1,212 @@
+"""The rewritten graph, as readable text."""
+
+import json
+
+import mxnet as mx
+import pytest
+
+import mxamp as amp
+from mxamp.graph.graph import Graph, Node, infer_outputs, infer_types
+from mxamp.graph.insert_casts import rewrite, rewrite_symbol
+
+GPU = amp.Policy.default("float16", "gpu")
+CPU = amp.Policy.default("float16", "cpu")
+
+
+def text(symbol, policy=GPU, dtypes=None, **options):
+    """One line an operator: name = op(inputs)."""
+    graph = rewrite(Graph.from_symbol(symbol), policy, dtypes or {}, **options).graph
+    lines = []
+    for node in graph.nodes:
+        if not node.is_variable:
+            inputs = ", ".join(
+                graph.nodes[i].name + (f"[{k}]" if graph.nodes[i].num_outputs > 1 else "")
+                for i, k in node.inputs
+            )
+            dtype = f" {node.attrs['dtype']}" if node.op in ("amp_cast", "Cast") else ""
+            lines.append(f"{node.name} = {node.op}{dtype}({inputs})")
+    lines.append("return " + ", ".join(graph.nodes[i].name for i, _ in graph.heads))
+    return lines
+
+
+def var(name):
+    return mx.sym.var(name)
+
+
+def dense(data, name, weight=None):
+    weight = weight if weight is not None else var(f"{name}_weight")
+    return mx.sym.FullyConnected(data, weight, no_bias=True, num_hidden=4, name=name)
+
+
+def test_casts_around_a_product():
+    assert text(dense(var("x"), "fc")) == [
+        "x_amp_cast_float16 = amp_cast float16(x)",
+        "fc_weight_amp_cast_float16 = amp_cast float16(fc_weight)",
+        "fc = FullyConnected(x_amp_cast_float16, fc_weight_amp_cast_float16)",
+        "fc_amp_cast_float32 = amp_cast float32(fc)",
+        "return fc_amp_cast_float32",
+    ]
+
+
+def test_a_chain_stays_low_and_one_cast_serves_all_readers():
+    x = var("x")
+    hidden = mx.sym.Activation(dense(x, "a"), act_type="relu", name="relu")
+    out = mx.sym.Group([dense(hidden, "b"), dense(hidden, "c"), dense(x, "d")])
+    lines = text(out)
+    assert "relu = Activation(a)" in lines
+    assert "b = FullyConnected(relu, b_weight_amp_cast_float16)" in lines
+    assert sum("amp_cast float16(x)" in line for line in lines) == 1
+
+
+def test_float32_islands():
+    out = dense(mx.sym.softmax(dense(var("x"), "a"), name="soft"), "b")
+    lines = text(out)
+    assert "a_amp_cast_float32 = amp_cast float32(a)" in lines
+    assert "soft = softmax(a_amp_cast_float32)" in lines
+    assert "soft_amp_cast_float16 = amp_cast float16(soft)" in lines
+
+
+def test_a_cast_up_is_undone_by_reading_what_was_cast():
+    low = dense(var("x"), "a")
+    out = dense(mx.sym.Cast(low, dtype="float32", name="up"), "b")
+    lines = text(out)
+    # The user's own Cast reads float32, as it would without mxamp, and is not cast down again.
+    assert "a_amp_cast_float32 = amp_cast float32(a)" in lines
+    user = mx.sym.amp_cast(
+        mx.sym.Cast(var("x"), dtype="float16", name="down"), dtype="float32", name="up"
+    )
+    assert "b = FullyConnected(down, b_weight_amp_cast_float16)" in text(dense(user, "b"))
+
+
+def test_post_norm_residuals():
+    # Where stock conversion takes a tensor cast for one reader as low for the next.
+    x = var("x")
+    out = dense(x, "a") + dense(mx.sym.relu(x, name="relu"), "b")
+    lines = text(out)
+    assert "relu = relu(x)" in lines
+    assert "relu_amp_cast_float16 = amp_cast float16(relu)" in lines
+
+
+def test_mixed_floats_are_widened():
+    lines = text(mx.sym.broadcast_add(dense(var("x"), "a"), var("bias"), name="sum"))
+    assert "sum = broadcast_add(a_amp_cast_float32, bias)" in lines
+
+
+def test_a_missing_kernel_runs_between_casts():
+    assert text(dense(var("x"), "fc"), CPU) == [
+        "x_amp_cast_float16 = amp_cast float16(x)",
+        "x_amp_cast_float32 = amp_cast float32(x_amp_cast_float16)",
+        "fc_weight_amp_cast_float16 = amp_cast float16(fc_weight)",
+        "fc_weight_amp_cast_float32 = amp_cast float32(fc_weight_amp_cast_float16)",
+        "fc = FullyConnected(x_amp_cast_float32, fc_weight_amp_cast_float32)",
+        "fc_amp_cast_float16 = amp_cast float16(fc)",
+        "fc_amp_cast_float32 = amp_cast float32(fc_amp_cast_float16)",
+        "return fc_amp_cast_float32",
+    ]
+
+
+def test_multi_output_operators():
+    parts = mx.sym.split(dense(var("x"), "a"), num_outputs=2, name="split")
+    lines = text(mx.sym.Group([parts[0], mx.sym.exp(parts[1], name="exp")]))
+    assert "split1_amp_cast_float32 = amp_cast float32(split[1])" in lines
+    assert "exp = exp(split1_amp_cast_float32)" in lines
+    assert lines[-1] == "return split0_amp_cast_float32, exp"
+
+
+def test_batch_norm_and_its_statistics():
+    data = mx.sym.Convolution(var("x"), num_filter=4, kernel=(1, 1), no_bias=True, name="conv")
+    lines = text(mx.sym.BatchNorm(data, name="bn"))
+    assert "bn = BatchNorm(conv, bn_gamma, bn_beta, bn_moving_mean, bn_moving_var)" in lines
+
+
+def test_integers_and_operators_without_inputs():
+    table = mx.sym.Embedding(var("index"), var("table"), input_dim=5, output_dim=4, name="embed")
+    out = dense(mx.sym.broadcast_add(table, mx.sym.zeros((1, 4), name="zeros"), name="sum"), "fc")
+    lines = text(out, dtypes={"index": "int64"})
+    assert "embed = Embedding(index, table)" in lines
+    assert "zeros = _zeros()" in lines
+
+
+def test_accumulated_gradients_get_a_copy_before_bfloat16_casts():
+    policy = amp.Policy.default("bfloat16")
+    lines = text(dense(var("x"), "fc"), policy, guarded={"fc_weight"})
+    assert "fc_weight_amp_copy = _copy(fc_weight)" in lines
+    assert "fc_weight_amp_cast_bfloat16 = amp_cast bfloat16(fc_weight_amp_copy)" in lines
+    assert "x_amp_cast_bfloat16 = amp_cast bfloat16(x)" in lines
+    assert "copy" not in " ".join(text(dense(var("x"), "fc"), guarded={"fc_weight"}))
+
+
+def test_user_float64_is_left_alone():
+    out = dense(var("x"), "fc")
+    lines = text(out, dtypes={"x": "float64", "fc_weight": "float64"})
+    assert lines == ["fc = FullyConnected(x, fc_weight)", "return fc"]
+
+
+def test_a_graph_with_nothing_to_lower_is_the_same_object():
+    symbol = mx.sym.softmax(var("x"))
+    assert rewrite_symbol(symbol, GPU, {}) is symbol
+
+
+def test_names_stay_unique():
+    x = var("x")
+    taken = dense(mx.sym.exp(x, name="x_amp_cast_float16"), "fc")
+    both = mx.sym.Group([taken, dense(x, "other")])
+    symbol = rewrite_symbol(both, GPU, {})
+    names = [node.name for node in Graph.from_symbol(symbol).nodes]
+    assert len(names) == len(set(names))
+    assert symbol.list_arguments() == both.list_arguments()
+
+
+def test_device_groups_are_inherited():
+    with mx.AttrScope(ctx_group="dev1"):
+        symbol = dense(var("x"), "fc")
+    graph = rewrite(Graph.from_symbol(symbol), GPU, {}).graph
+    casts = [node for node in graph.nodes if node.op == "amp_cast"]
+    assert casts
+    assert all(node.attrs["__ctx_group__"] == "dev1" for node in casts)
+
+
+def test_inputs_keep_their_order():
+    x, w = var("x"), var("w")
+    net = dense(mx.sym.Concat(dense(x, "a", w), mx.sym.relu(x), dense(x, "b"), dim=1), "c", w)
+    net = mx.sym.BatchNorm(net, name="bn")
+    symbol = rewrite_symbol(net, CPU, {})
+    assert symbol.list_inputs() == net.list_inputs()
+    assert symbol.list_auxiliary_states() == net.list_auxiliary_states()
+
+
+def test_decisions_are_kept_with_their_reasons():
+    result = rewrite(Graph.from_symbol(mx.sym.softmax(dense(var("x"), "fc"), name="s")), GPU, {})
+    assert result.decisions["fc"][1].precision == "float16"
+    assert "softmax" in result.decisions["s"][1].reason
+    assert result.casts == 3
+
+
+def test_json_round_trips():
+    symbol = mx.sym.BatchNorm(mx.sym.Convolution(var("x"), num_filter=4, kernel=(3, 3)), name="bn")
+    graph = Graph.from_symbol(symbol)
+    assert Graph.from_json(json.loads(graph.to_symbol().tojson())) == graph
+
+
+def test_inference():
+    assert infer_outputs(Node("dot", "n"), ["float16", "float16"]) == ("float16",)
+    assert infer_outputs(Node("argmax", "n", {"axis": "1"}), ["float16"]) == ("float16",)
+    assert infer_outputs(Node("shape_array", "n"), ["float32"]) == ("int64",)
+    assert infer_outputs(Node("BatchNorm", "n", num_outputs=3), ["float16"] + ["float32"] * 4) == (
+        "float16", "float32", "float32",
+    )  # fmt: skip
+    assert infer_outputs(Node("Cast", "n", {"dtype": "bfloat16"}), ["float32"]) == ("bfloat16",)
+    assert infer_outputs(Node("dot", "n"), ["float16", "float32"]) == ("float32",)
+    assert infer_types(dense(var("x"), "fc")) is None
+    assert infer_types(dense(var("x"), "fc"), {"x": "float64"})[1] == ("float64",)
+
+
+@pytest.mark.parametrize("name", ["foreach", "cond", "while_loop"])
+def test_control_flow_round_trips(name):
+    from nets import Control
+
+    symbol = Control(name)(var("data"))
+    rewritten = rewrite_symbol(symbol, CPU, {})
+    assert rewritten is not symbol
+    assert "amp_cast" in rewritten.tojson(remove_amp_cast=False)
+    assert rewritten.list_inputs() == symbol.list_inputs()

@@ -1,0 +1,285 @@
+"""Precisions chosen by shape and layout, in graphs about to run and in converted models."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import randn, same, values
+from mxamp.graph.shape_rules import NONE, RULES, choose
+from mxamp.policy.rules import SHAPE_RULES
+
+B = amp.Policy.default("bfloat16")
+
+
+def sequential(*layers):
+    net = nn.HybridSequential()
+    net.add(*layers)
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+def precisions(net, shape, mode="inference"):
+    """Return the precision of each operator, in order, by its type."""
+    data = nd.zeros(shape)
+    plan = amp.explain(net, policy=B, example_inputs=data, mode=mode, input_shapes={"data": shape})
+    return [(node.operator, node.precision) for node in plan.nodes]
+
+
+def test_the_rules_are_those_that_lists_may_name():
+    assert tuple(RULES) == SHAPE_RULES
+
+
+# ---------------------------------------------------------------------- few rows
+
+
+@pytest.mark.parametrize(
+    "rows, weight, low",
+    [
+        (8, (1024, 1024), False), (64, (1024, 1024), True), (64, (3072, 768), False),
+        (128, (3072, 768), True), (256, (4096, 4096), False), (320, (4096, 4096), True),
+        (64, (4096, 4096), False), (2, (4096, 25088), False), (2048, (2304, 768), True),
+        (64, (10, 64), True),
+    ],
+)  # fmt: skip
+def test_dense_layers_of_few_rows_train_in_float32(rows, weight, low):
+    layer = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=weight[0], name="fc")
+    shapes = {"data": (rows, weight[1])}
+    assert ("fc" in dict(choose(layer, B, shapes, training=True).kept)) == (not low)
+
+
+def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4096, name="fc")
+
+    def kept(rows, **options):
+        return [name for name, _ in choose(net, B, {"data": (rows, 512)}, False, **options).kept]
+
+    assert kept(1) == kept(24) == ["fc"]
+    assert kept(25) == []
+    assert kept(1, stored={"fc_weight"}) == []
+    # One cast for all that read it.
+    data, weight = mx.sym.var("data"), mx.sym.var("weight")
+    net = mx.sym.Group([
+        mx.sym.FullyConnected(data * k, weight, num_hidden=4096, no_bias=True, name=f"fc{k}")
+        for k in (1, 2, 3)
+    ])  # fmt: skip
+    assert len(kept(8)) == 3
+    assert kept(9) == []
+
+
+def test_rows_are_counted_over_all_leading_axes():
+    layer = mx.sym.FullyConnected(
+        mx.sym.var("data"), num_hidden=3072, flatten=False, no_bias=True, name="fc"
+    )
+    assert not choose(layer, B, {"data": (4, 128, 768)}, True).kept
+    assert choose(layer, B, {"data": (4, 8, 768)}, True).kept
+    assert not choose(layer, B, {}, True).kept  # nothing is known
+    assert not choose(layer, B.override(low=["FullyConnected"]), {"data": (4, 8, 768)}, True).kept
+
+
+def test_a_block_follows_the_shapes_that_it_runs_on():
+    net = sequential(nn.Dense(1024, in_units=1024))
+    net.hybridize()
+    weight = net[0].weight
+
+    def trained_in_bfloat16(rows):
+        x = randn(rows, 1024)
+        with autograd.record():
+            out = net(x)
+        out.backward()
+        rounded = nd.amp_cast(nd.amp_cast(out, dtype=amp.machine.BFLOAT16), dtype="float32")
+        return same(out, rounded)
+
+    with amp.autocast("bfloat16"):
+        assert not trained_in_bfloat16(8)
+        assert trained_in_bfloat16(512)
+        assert not trained_in_bfloat16(8)
+        assert same(net(randn(100, 1024)), values(net(randn(100, 1024))))
+        chosen = net._cached_op
+        for rows in (9, 10, 600, 700):
+            trained_in_bfloat16(rows)
+        # Shapes that choose alike share a compiled graph: training in either way, and inference.
+        assert len(chosen._ops) == 2
+        assert len(chosen._chosen) == 7
+    assert weight.grad().asnumpy().any()
+
+
+# ---------------------------------------------------------------------- layouts
+
+
+def test_a_first_convolution_of_gray_images_and_its_norm_stay_in_float32():
+    net = sequential(
+        nn.Conv2D(64, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Conv2D(64, 3), nn.BatchNorm(),
+        nn.Activation("relu"),
+    )  # fmt: skip
+    assert precisions(net, (2, 1, 8, 8)) == [
+        ("Convolution", "float32"), ("BatchNorm", "float32"), ("Activation", "float32"),
+        ("Convolution", "bfloat16"), ("BatchNorm", "bfloat16"), ("Activation", "bfloat16"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "channels, groups, norm, low",
+    [
+        ((16, 32), 1, True, True), ((32, 24), 1, True, False), ((24, 32), 1, True, False),
+        ((32, 24), 1, False, True), ((32, 32), 32, True, True), ((24, 24), 24, True, False),
+        ((1, 32), 1, False, False), ((3, 24), 1, False, False), ((64, 32), 2, True, True),
+    ],
+)  # fmt: skip
+def test_convolutions_by_channels(channels, groups, norm, low):
+    layers = [nn.Conv2D(channels[1], 1, groups=groups, in_channels=channels[0])]
+    layers += [nn.LeakyReLU(0.1), nn.BatchNorm()] if norm else [nn.Flatten()]
+    found = dict(precisions(sequential(*layers), (2, channels[0], 4, 4)))
+    assert found["Convolution"] == ("bfloat16" if low else "float32")
+    if norm:
+        assert found["BatchNorm"] == found["Convolution"]
+
+
+class Joined(gluon.HybridBlock):
+    """Convolutions joined in some way before a BatchNorm."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        with self.name_scope():
+            self.a = nn.Conv2D(16, 1, in_channels=16)
+            self.b = nn.Conv2D(16, 1, in_channels=16)
+            self.norm = nn.BatchNorm()
+
+    def hybrid_forward(self, F, x):
+        return self.norm(self.how(F, self.a(x), self.b(x)))
+
+
+@pytest.mark.parametrize(
+    "how, precision",
+    [
+        (lambda F, a, b: a, "bfloat16"),
+        (lambda F, a, b: F.elemwise_add(a, b), "bfloat16"),
+        (lambda F, a, b: F.concat(a, b), "bfloat16"),
+        (lambda F, a, b: F.Pooling(a, kernel=(2, 2)), "bfloat16"),
+        (lambda F, a, b: F.concat(a, b, dim=2), "float32"),
+        (lambda F, a, b: F.reshape(a, shape=(0, 0, -1)), "float32"),
+        (lambda F, a, b: F.slice_axis(a, axis=1, begin=0, end=8), "float32"),
+        (lambda F, a, b: F.elemwise_add(a, F.reshape(b, shape=(0, 0, 0, 0))), "float32"),
+    ],
+)
+def test_norms_by_what_is_before_them(how, precision):
+    net = Joined(how)
+    net.initialize()
+    assert dict(precisions(net, (2, 16, 4, 4)))["BatchNorm"] == precision
+
+
+def test_norms_behind_dense_layers_stay_in_float32():
+    net = sequential(nn.Dense(16, in_units=16), nn.BatchNorm())
+    assert precisions(net, (32, 16)) == [("FullyConnected", "bfloat16"), ("BatchNorm", "float32")]
+
+
+class Shortcut(gluon.HybridBlock):
+    """A first convolution, and a residual connection from it."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.join = join
+        with self.name_scope():
+            self.stem = nn.Conv2D(16, 3, padding=1, in_channels=1)
+            self.conv = nn.Conv2D(16, 3, padding=1, in_channels=16)
+
+    def hybrid_forward(self, F, x):
+        x = F.Pooling(self.stem(x), kernel=(2, 2), stride=(2, 2))
+        return self.join(F, x, self.conv(x))
+
+
+def test_a_shortcut_from_a_kept_layer_does_not_widen_what_follows():
+    shape = (2, 1, 8, 8)
+    for join in (lambda F, a, b: F.elemwise_add(a, b), lambda F, a, b: F.concat(a, b)):
+        net = Shortcut(join)
+        net.initialize()
+        *kept, conv, joined = precisions(net, shape)
+        assert [precision for _, precision in kept] == ["float32", "float32"]
+        assert conv == ("Convolution", "bfloat16")
+        assert joined[1] == "bfloat16"
+    # What is float32 for another reason still widens.
+    net = Shortcut(lambda F, a, b: F.elemwise_add(F.exp(a), b))
+    net.initialize()
+    assert precisions(net, shape)[-1][1] == "float32"
+
+
+def test_the_plan_says_why():
+    net = sequential(nn.Conv2D(24, 1, in_channels=16), nn.BatchNorm())
+    plan = amp.explain(net, policy=B, example_inputs=nd.zeros((1, 16, 4, 4)))
+    assert "channels" in plan.nodes[0].reason
+    assert "layout" in plan.nodes[1].reason
+
+
+# ---------------------------------------------------------------------- where they hold
+
+
+def test_float16_chooses_nothing():
+    net = sequential(nn.Conv2D(24, 1, in_channels=3), nn.BatchNorm())
+    symbol = net(mx.sym.var("data"))
+    assert choose(symbol, amp.Policy.default("float16", "cpu"), {}, True) is NONE
+    assert choose(symbol, B.untuned(), {}, True) is NONE
+
+
+def test_converted_models_choose_by_their_parameters():
+    net = sequential(
+        nn.Conv2D(24, 1, in_channels=16), nn.BatchNorm(), nn.Conv2D(32, 1, in_channels=24)
+    )
+    x = randn(2, 16, 4, 4)
+    low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x)
+    out = low(x)
+    net.hybridize()
+    with amp.autocast("bfloat16"):
+        assert same(out, net(x))
+    with amp.autocast(policy=B.untuned()):
+        assert not same(out, net(x))
+
+
+@pytest.mark.parametrize("batch", [1, 300])
+def test_tuned_training_is_as_close_to_float32_as_untuned(batch):
+    def gradients(policy):
+        mx.random.seed(2)
+        net = sequential(
+            nn.Conv2D(24, 3, in_channels=3), nn.BatchNorm(), nn.Activation("relu"),
+            nn.Conv2D(32, 1, in_channels=24), nn.BatchNorm(), nn.HybridLambda(lambda F, x: F.clip(x, 0, 6)),
+            nn.Flatten(), nn.Dense(256), nn.HybridLambda(lambda F, x: F.tanh(x)), nn.LayerNorm(), nn.Dense(10),
+        )  # fmt: skip
+        net.hybridize()
+        x = randn(batch, 3, 10, 10)
+        with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
+            net(x)
+            with autograd.record():
+                loss = (net(x) ** 2).mean()
+            loss.backward()
+        params = net.collect_params().values()
+        return [p.grad().asnumpy() for p in params if p.grad_req != "null"]
+
+    plain, tuned, untuned = gradients(None), gradients(B), gradients(B.untuned())
+
+    def error(found):
+        return max(np.linalg.norm(f - p) / (np.linalg.norm(p) + 1e-6) for f, p in zip(found, plain))
+
+    assert 0 < error(tuned) <= 2 * error(untuned) + 1e-6
+
+
+def test_a_weight_that_every_step_reads_is_cast_once():
+    class Unrolled(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.cell = gluon.rnn.LSTMCell(32, input_size=16)
+
+        def hybrid_forward(self, F, x):
+            return self.cell.unroll(6, x, layout="NTC", merge_outputs=True)[0]
+
+    block = Unrolled()
+    block.initialize()
+    plan = amp.explain(
+        block, policy=B, mode="training", example_inputs=nd.zeros((2, 6, 16)),
+        input_shapes={"data": (2, 6, 16)},
+    )  # fmt: skip
+    casts = [cast.source for cast in plan.casts]
+    weights = [name for name in block.collect_params() if name.endswith("weight")]
+    assert [casts.count(name) for name in weights] == [1, 1]

@@ -1,0 +1,381 @@
+"""Faster equivalents of operators: the same values and gradients, in graphs that run, only there."""
+
+from dataclasses import replace
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import randn, same, values, with_avx512
+from mxamp.errors import UnknownNameError
+from mxamp.graph.graph import Graph
+from mxamp.graph.substitutions import ALL
+from mxamp.policy.rules import SUBSTITUTIONS
+
+#: Substitutions made, and everything in float32.
+FLOAT32 = amp.Policy.default("bfloat16").override(low=[], replace_lists=True)
+
+
+class Call(gluon.HybridBlock):
+    """One operator, between parameters called gamma and beta if it takes them."""
+
+    def __init__(self, name, parameters=False, **attrs):
+        super().__init__()
+        self.operator, self.attrs, self.more = name, attrs, parameters
+        if parameters:
+            with self.name_scope():
+                self.gamma = self.params.get("gamma", shape=(48,))
+                self.beta = self.params.get("beta", shape=(48,))
+
+    def hybrid_forward(self, F, x, **params):
+        rest = [params["gamma"], params["beta"]] if self.more else []
+        return getattr(F, self.operator)(x, *rest, **self.attrs)
+
+
+class Split(gluon.HybridBlock):
+    """A split whose outputs are treated unlike each other."""
+
+    def __init__(self, name, **attrs):
+        super().__init__()
+        self.operator, self.attrs = name, attrs
+
+    def hybrid_forward(self, F, x):
+        outputs = getattr(F, self.operator)(x, **self.attrs)
+        return F.concat(*[out * (k + 1.5) for k, out in enumerate(outputs)], dim=1)
+
+
+def run(block, x, policy=None, weight=None, training=True):
+    """Return the output, in training with the gradients of input and parameters."""
+    x = x.copy()
+    x.attach_grad()
+    block.hybridize()
+    with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
+        if not training:
+            return values(block(x))
+        with autograd.record():
+            out = block(x)
+            loss = (out * (randn(*out.shape, seed=3) if weight is None else weight)).sum()
+        loss.backward()
+        params = block.collect_params().values()
+        return values(out), values(x.grad), *(values(p.grad()) for p in params)
+
+
+CASES = {
+    "relu": (Call, {"name": "relu"}, 0),
+    "relu6": (Call, {"name": "clip", "a_min": 0, "a_max": 6}, 0),
+    "sigmoid": (Call, {"name": "sigmoid"}, 2e-7),
+    "tanh": (Call, {"name": "tanh"}, 3e-7),
+    "layer_norm": (Call, {"name": "LayerNorm", "parameters": True, "eps": 1e-4}, 2e-6),
+    "mean": (Call, {"name": "mean", "axis": 1}, 5e-7),
+}
+
+
+def made(name, **more):
+    kind, options, tolerance = CASES[name]
+    mx.random.seed(1)
+    block = kind(**{**options, **more})
+    block.initialize(mx.init.Uniform(1))
+    return block, tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_agree(name):
+    x = randn(6, 7, 48, scale=4)
+    block, tolerance = made(name)
+    plain = run(block, x)
+    other = run(block, x, FLOAT32)
+    for mine, theirs in zip(other, plain):
+        assert mine.shape == theirs.shape
+        assert np.abs(mine - theirs).max() <= tolerance * max(1, np.abs(theirs).max())
+
+
+def test_every_substitution_has_its_case_and_its_measurement():
+    assert {*CASES, "split", "image_convolution"} == set(ALL)
+    assert set(SUBSTITUTIONS) == set(amp.Policy.default("bfloat16").substitutions)
+    assert not amp.Policy.default("float16", "cpu").substitutions
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize(
+    "name, attrs",
+    [
+        ("split", {"axis": -1, "num_outputs": 3}), ("split", {"axis": 2, "num_outputs": 2}),
+        ("split_v2", {"axis": -1, "indices_or_sections": 4}),
+        ("split_v2", {"axis": 2, "indices_or_sections": (5, 6, 30)}),
+    ],
+)  # fmt: skip
+def test_splits_of_the_last_axis(name, attrs, low):
+    policy = amp.Policy.default("bfloat16") if low else FLOAT32
+    off = policy.override(substitutions=())
+    x, block = randn(4, 7, 48), Split(name, **attrs)
+    if "indices_or_sections" in attrs and isinstance(attrs["indices_or_sections"], tuple):
+        x, block = randn(4, 48), Call(name, **{**attrs, "axis": 1})
+        symbol = block(mx.sym.var("data"))
+        bounds = [0, 5, 6, 30, 48]
+        with amp.autocast(policy=policy):
+            executor = symbol.simple_bind(mx.cpu(), data=(4, 48))
+            found = executor.forward(is_train=True, data=x)
+        assert list(executor.output_dict) == symbol.list_outputs()
+        for k, output in enumerate(found):
+            assert same(output, x[:, bounds[k] : bounds[k + 1]])
+        return
+    for mine, theirs in zip(run(block, x, policy), run(block, x, off)):
+        assert same(mine, theirs)
+    for mode, operator in (("training", "Reshape"), ("inference", "slice_axis")):
+        assert operator in operators(block, policy, mode, input_shapes={"data": x.shape})
+    off = run(block, x, policy, training=False), run(block, x, off, training=False)
+    assert same(*off)
+
+
+CONVOLUTION = {"kernel": (3, 3), "num_filter": 16, "name": "conv"}
+
+
+@with_avx512
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel, stride", [(3, 1), (7, 2)])
+def test_a_convolution_of_images_gets_a_fourth_channel(bias, kernel, stride):
+    mx.random.seed(4)
+    block = nn.Conv2D(32, kernel, stride, kernel // 2, in_channels=3, use_bias=bias)
+    block.initialize(mx.init.Uniform(1))
+    x, policy = randn(2, 3, 20, 20), amp.Policy.default("bfloat16")
+    plain, mine = run(block, x), run(block, x, policy)
+    untuned = run(block, x, policy.untuned())
+    for exact, found, other in zip(plain, mine, untuned):
+        assert found.shape == exact.shape
+        assert not same(found, exact)
+        # The zeros change no sum; only the order of adding up is another.
+        assert np.linalg.norm(found - exact) <= 1.1 * np.linalg.norm(other - exact)
+        assert np.linalg.norm(found - other) <= 2e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(
+    "shape, changes, policy",
+    [
+        ((1, 1, 9, 9), {}, {}),
+        ((1, 4, 9, 9), {}, {}),
+        ((1, 3, 9, 9), {"num_filter": 24}, {}),
+        ((1, 3, 9, 9), {"kernel": (3, 9)}, {}),
+        ((1, 3, 9, 9), {"num_filter": 48, "num_group": 3}, {}),
+        ((1, 9, 9, 3), {"layout": "NHWC"}, {}),
+        ((1, 3, 9), {"kernel": (3,)}, {}),
+        ((1, 3, 9, 9, 9), {"kernel": (3, 3, 3)}, {}),
+        ((1, 3, 9, 9), {}, {"low": ["Convolution"]}),
+        ((1, 3, 9, 9), {}, {"fp32_layers": ["conv"]}),
+        ((1, 3, 9, 9), {}, {"low": [], "replace_lists": True}),
+        ((1, 3, 9, 9), {}, {"substitutions": ["split"]}),
+    ],
+)
+def test_which_convolutions_get_no_fourth_channel(shape, changes, policy):
+    symbol = mx.sym.Convolution(mx.sym.var("data"), **{**CONVOLUTION, **changes})
+    chosen = amp.Policy.default("bfloat16").override(**policy)
+    options = {"mode": "training", "input_shapes": {"data": shape}}
+    assert operators(symbol, chosen, **options) == ["Convolution"]
+
+
+def test_where_convolutions_have_no_bfloat16_kernel_they_get_no_fourth_channel():
+    policy = amp.Policy.default("bfloat16")
+    rule = replace(policy.rule("Convolution"), missing="made up")
+    policy = replace(policy, rules={**policy.rules, "Convolution": rule})
+    symbol = mx.sym.Convolution(mx.sym.var("data"), **CONVOLUTION)
+    assert operators(symbol, policy, input_shapes={"data": (1, 3, 9, 9)}) == ["Convolution"]
+
+
+@with_avx512
+def test_what_follows_a_convolution_of_images_is_bfloat16():
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, 3), nn.BatchNorm(), nn.Activation("relu"), nn.MaxPool2D())
+    net.initialize()
+    x = randn(1, 3, 8, 8)
+    shapes = {"data": x.shape}
+    plan = amp.explain(net, "bfloat16", mode="training", example_inputs=x, input_shapes=shapes)
+    by_operator = {node.operator: node.precision for node in plan.nodes}
+    assert {by_operator[n] for n in ("Convolution", "BatchNorm", "Pooling")} == {"bfloat16"}
+    assert "stands in for Convolution" in plan.nodes[0].reason
+
+
+def test_a_split_follows_its_length():
+    block = Split("split", axis=-1, num_outputs=2)
+    block.hybridize()
+    with amp.autocast(policy=FLOAT32):
+        for length in (4, 10, 4):
+            x = randn(2, 3, length)
+            expected = nd.concat(x[:, :, : length // 2] * 1.5, x[:, :, length // 2 :] * 2.5, dim=1)
+            assert same(block(x), expected)
+        block(randn(5, 3, 4))
+        assert len(block._cached_op._ops) == 2
+
+
+def operators(symbol, policy=None, mode="inference", **options):
+    policy = policy or amp.Policy.default("bfloat16")
+    plan = amp.explain(symbol, policy=policy, mode=mode, **options)
+    return [node.operator for node in plan.nodes]
+
+
+def symbol_of(name, **more):
+    return made(name, **more)[0](mx.sym.var("data"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_explain_shows_them_and_the_switch_takes_them_out(name):
+    symbol, policy = symbol_of(name), amp.Policy.default("bfloat16")
+    shapes = {"input_shapes": {"data": (6, 7, 48)}}
+    plan = amp.explain(symbol, policy=policy, mode="training", **shapes)
+    assert all(f"stands in for {Graph.from_symbol(symbol).nodes[-1].op}" in n.reason for n in plan.nodes)  # fmt: skip
+    assert plan.nodes[-1].name == Graph.from_symbol(symbol).nodes[-1].name
+    plain = [Graph.from_symbol(symbol).nodes[-1].operator]
+    assert [node.operator for node in plan.nodes] != plain
+    for off in (policy.untuned(), policy.override(substitutions=())):
+        assert operators(symbol, off, "training", **shapes) == plain
+    others = [other for other in policy.substitutions if other != name]
+    assert operators(symbol, policy.override(substitutions=others), "training", **shapes) == plain
+    assert operators(symbol, policy, "converted", **shapes) == plain
+
+
+@pytest.mark.parametrize(
+    "name, changes, mode, shape",
+    [
+        ("relu6", {"a_max": 5}, "training", (2, 3)),
+        ("layer_norm", {}, "inference", (2, 48)),
+        ("layer_norm", {"axis": 0}, "training", (48, 2)),
+        ("layer_norm", {"output_mean_var": True}, "training", (2, 48)),
+        ("mean", {}, "training", (2, 3)),
+        ("mean", {}, "training", (2, 3, 4, 5)),
+        ("mean", {"axis": 2}, "training", (2, 3, 4)),
+        ("mean", {"exclude": True}, "training", (2, 3, 4)),
+    ],
+)  # fmt: skip
+def test_where_they_do_not_apply(name, changes, mode, shape):
+    symbol = symbol_of(name, **changes)
+    left = operators(symbol, mode=mode, input_shapes={"data": shape})
+    assert left == [Graph.from_symbol(symbol).nodes[-1].operator]
+
+
+def test_what_a_user_has_classed_stays():
+    symbol = mx.sym.tanh(mx.sym.var("data"))
+    policy = amp.Policy.default("bfloat16")
+    for kind in ("low", "fp32", "widest"):
+        assert operators(symbol, policy.override(**{kind: ["tanh"]})) == ["tanh"]
+    with pytest.raises(UnknownNameError, match="'relu6'"):
+        policy.override(substitutions=["relu7"])
+
+
+def test_integers_and_float64_stay():
+    block = Call("relu")
+    block.hybridize()
+    with amp.autocast("bfloat16"):
+        assert block(nd.array([-1, 2], dtype="int32")).asnumpy().tolist() == [0, 2]
+        assert block(nd.array([-1, 2], dtype="float64")).dtype == np.float64
+
+
+def test_layers_kept_by_name_stay_float32():
+    symbol = mx.sym.relu(
+        mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc"), name="gate"
+    )
+    plan = amp.explain(symbol, "bfloat16", mode="inference", excluded_sym_names=["gate"])
+    assert plan["gate"].operator == "Activation"
+    assert plan["gate"].precision == "float32"
+    assert amp.explain(symbol, "bfloat16", mode="inference")["gate"].precision == "bfloat16"
+
+
+class Net(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.Conv2D(16, 3, in_channels=16, use_bias=False)
+            self.norm = nn.BatchNorm(in_channels=16)
+            self.second = nn.Conv2D(32, 1, in_channels=16)
+
+    def hybrid_forward(self, F, x):
+        return self.second(F.clip(self.norm(self.first(x)), 0, 6))
+
+
+def test_relu6_between_convolutions_takes_bfloat16_through_its_relu():
+    net = Net()
+    net.initialize()
+    plan = amp.explain(net, "bfloat16", mode="training", example_inputs=randn(2, 16, 8, 8))
+    by_operator = {node.operator: node.precision for node in plan.nodes}
+    assert by_operator["Activation"] == by_operator["BatchNorm"] == "bfloat16"
+    assert by_operator["_minimum_scalar"] == "float32"
+    assert "clip" not in by_operator
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_what_is_saved_keeps_its_operators(tmp_path):
+    net = Net()
+    net.initialize()
+    net.hybridize()
+    x = randn(2, 16, 8, 8)
+    plain = net(x)
+    with amp.autocast("bfloat16"):
+        low = net(x)
+        net.export(str(tmp_path / "net"))
+    assert not same(low, plain)
+    assert "clip" in (tmp_path / "net-symbol.json").read_text()
+    assert same(gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params"))(x), plain)  # fmt: skip
+    amp.convert_hybrid_block(net, "bfloat16").export(str(tmp_path / "low"))
+    assert "clip" in (tmp_path / "low-symbol.json").read_text()
+
+
+@pytest.mark.parametrize("how", ["bind", "simple_bind"])
+def test_executors_make_them_too(how):
+    data = randn(3, 5, 48, scale=3)
+    net = mx.sym.LayerNorm(mx.sym.mean(mx.sym.tanh(mx.sym.var("data")), axis=1), name="norm")
+    arrays = {"data": data, "norm_gamma": randn(48, seed=1), "norm_beta": randn(48, seed=2)}
+
+    def outputs(policy):
+        grads = {name: nd.zeros(array.shape) for name, array in arrays.items()}
+        with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
+            if how == "bind":
+                executor = net.bind(mx.cpu(), arrays, grads)
+            else:
+                executor = net.simple_bind(mx.cpu(), data=data.shape)
+                executor.copy_params_from(arrays)
+            executor.forward(is_train=True)
+            executor.backward(nd.ones((3, 48)))
+        names = executor.output_dict.keys()
+        return list(names), [values(a) for a in (*executor.outputs, *executor.grad_arrays)]
+
+    names, plain = outputs(None)
+    made_names, found = outputs(FLOAT32)
+    assert made_names == names
+    assert any(not same(mine, theirs) for mine, theirs in zip(found, plain))
+    for mine, theirs in zip(found, plain):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=2e-6)
+
+
+def test_inside_loops():
+    class Loop(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.contrib.foreach(lambda row, s: (F.tanh(row + s), s + row), x, F.sum(x, axis=0) * 0)[0]  # fmt: skip
+
+    block = Loop()
+    block.hybridize()
+    x = randn(3, 4)
+    plain = block(x)
+    plan = amp.explain(block, "bfloat16", mode="inference")
+    assert "Activation" in [node.operator for node in plan.nodes]
+    with amp.autocast(policy=FLOAT32):
+        np.testing.assert_allclose(block(x).asnumpy(), plain.asnumpy(), rtol=1e-6)
+
+
+def test_numpy_blocks():
+    mx.npx.set_np()
+
+    class Block(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.npx.relu(x), F.np.tanh(x), F.npx.sigmoid(x)
+
+    block = Block()
+    block.hybridize()
+    for x in (mx.np.random.normal(size=(3, 4)), mx.np.array(0.5), mx.np.zeros((0, 3))):
+        plain = block(x)
+        with amp.autocast(policy=FLOAT32):
+            found = block(x)
+        for mine, theirs in zip(found, plain):
+            assert isinstance(mine, mx.np.ndarray)
+            np.testing.assert_allclose(mine.asnumpy(), theirs.asnumpy(), rtol=1e-6)
+    found = operators(block, input_shapes={"data": (3, 4)})
+    assert set(found) == {"Activation"}

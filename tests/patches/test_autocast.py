@@ -1,0 +1,267 @@
+import logging
+import threading
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+
+import mxamp as amp
+from conftest import assert_unpatched
+from helpers import check_python, kind, randn
+
+
+def product():
+    return kind(nd.dot(randn(2, 3), randn(3, 2)))
+
+
+def test_init_and_shutdown():
+    assert not amp.is_enabled()
+    assert amp.current_policy() is None
+    amp.init(ctx=mx.cpu())
+    assert amp.is_enabled()
+    assert product() == "float16"
+    amp.shutdown()
+    amp.shutdown()
+    assert product() == "float32"
+    assert_unpatched()
+
+
+@pytest.mark.parametrize("given", ["float16", np.float16, np.dtype("float16")])
+def test_dtypes_are_taken_in_every_spelling(given):
+    amp.init(given, ctx="cpu")
+    assert amp.current_policy().target_dtype == "float16"
+
+
+def test_bfloat16_in_every_spelling():
+    for given in ("bfloat16", np.dtype([("bfloat16", np.uint16)])):
+        amp.init(given)
+        assert amp.current_policy().target_dtype == "bfloat16"
+        amp.shutdown()
+
+
+def test_a_repeated_init_does_nothing(caplog):
+    amp.init("float16", ctx=mx.cpu())
+    with caplog.at_level(logging.DEBUG, "mxamp"):
+        amp.init("float16", ctx=[mx.cpu(0), mx.cpu(1)])
+    assert "same policy" in caplog.text
+    amp.shutdown()
+    assert_unpatched()
+
+
+def test_a_different_init_is_an_error():
+    amp.init("float16", ctx=mx.cpu())
+    with pytest.raises(amp.StateError, match=r"shutdown\(\)"):
+        amp.init("bfloat16")
+    assert amp.current_policy().target_dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ({"target_dtype": "float8"}, amp.ArgumentError, "'float8'"),
+        ({"target_dtype": "int32"}, amp.ArgumentError, "'float16' or 'bfloat16'"),
+        ({"target_dtype": None}, amp.ArgumentError, "target_dtype"),
+        ({"target_precision_ops": ["Convolutoin"]}, amp.UnknownNameError, "'Convolution'"),
+        ({"fp32_ops": ["Conv2D"]}, amp.UnknownNameError, "Conv2D"),
+        ({"fp32_ops": "Convolution"}, amp.ArgumentError, "list of names"),
+        ({"fp32_ops": [3]}, amp.UnknownNameError, "3"),
+        (
+            {"fp32_ops": ["dot"], "target_precision_ops": ["dot"]},
+            amp.ArgumentError, "as low and as fp32",
+        ),
+        ({"fp32_ops": ["concat"], "widest_ops": ["Concat"]}, amp.ArgumentError, "'Concat'"),
+        ({"conditional_fp32_ops": [("Activation",)]}, amp.ArgumentError, "operator, attribute"),
+        ({"conditional_fp32_ops": [("Activation", "act_type", "tanh")]}, amp.ArgumentError, "list"),
+        (
+            {"conditional_fp32_ops": [("dot", "a", ["b"])], "fp32_ops": ["dot"]},
+            amp.ArgumentError, "conditionally",
+        ),
+        ({"ctx": "tpu"}, amp.ArgumentError, "'tpu'"),
+        ({"ctx": [mx.cpu(), mx.gpu()]}, amp.ArgumentError, "one kind"),
+        ({"target_dtype": "bfloat16", "ctx": mx.gpu()}, amp.ArgumentError, "bfloat16 kernels"),
+        ({"policy": "float16"}, amp.ArgumentError, "mxamp.Policy"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_leave_nothing_behind(arguments, error, words):
+    with pytest.raises(error, match=words):
+        amp.init(**arguments)
+    assert not amp.is_enabled()
+    assert_unpatched()
+
+
+def test_a_failed_patch_rolls_back(monkeypatch):
+    from mxamp.framework import patching
+    from mxamp.patches import symbolic
+
+    def broken():
+        return [*symbolic_patches(), patching.Patch(mx, "no_such_attribute", lambda f: f)]
+
+    before = dict(vars(mx.sym.Symbol))
+
+    symbolic_patches = symbolic.patches
+    monkeypatch.setattr(symbolic, "patches", broken)
+    with pytest.raises(KeyError):
+        amp.init(ctx=mx.cpu())
+    assert not amp.is_enabled()
+    assert dict(vars(mx.sym.Symbol)) == before
+    monkeypatch.undo()
+    assert_unpatched()
+    amp.init(ctx=mx.cpu())
+    assert product() == "float16"
+
+
+def test_somebody_elses_patch_is_left_in_place(caplog):
+    amp.init(ctx=mx.cpu())
+    ours = mx.sym.Symbol.bind
+    original = ours.__wrapped__
+
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    mx.sym.Symbol.bind = theirs
+    amp.shutdown()
+    assert mx.sym.Symbol.bind is theirs
+    assert "patched by others" in caplog.text
+    mx.sym.Symbol.bind = original
+
+
+def test_stock_lists_replace_the_default_ones():
+    amp.init("float16", target_precision_ops=["dot"], fp32_ops=["softmax"], ctx=mx.cpu())
+    policy = amp.current_policy()
+    assert policy.operators("low") == ["dot"]
+    assert policy.operators("fp32") == ["softmax"]
+    assert policy.rule("Convolution").op_class == "neutral"
+    assert policy.rule("exp").op_class == "neutral"
+    assert product() == "float16"
+
+
+def test_conditional_operators():
+    amp.init("float16", conditional_fp32_ops=[("dot", "transpose_b", ["True"])], ctx=mx.cpu())
+    assert product() == "float16"
+    assert kind(nd.dot(randn(2, 3), randn(2, 3), transpose_b=True)) == "float32"
+    assert kind(nd.Activation(randn(2).astype("float16"), act_type="softrelu")) == "float16"
+
+
+def test_autocast_needs_no_init():
+    with amp.autocast("float16", True):
+        assert product() == "float16"
+    assert_unpatched()
+
+
+def test_autocast_nests():
+    with amp.autocast("float16") as outer:
+        with amp.autocast(enabled=False):
+            assert not amp.is_enabled()
+            assert product() == "float32"
+            with amp.autocast():
+                assert product() == "float16"
+            with amp.autocast("bfloat16"):
+                assert product() == "float32"
+                assert amp.current_policy().target_dtype == "bfloat16"
+        assert product() == "float16"
+        with outer:
+            assert product() == "float16"
+    assert_unpatched()
+
+
+def test_autocast_inherits_the_process_policy():
+    policy = amp.Policy.default("float16", "cpu").override(fp32=["dot"])
+    amp.init(policy=policy)
+    with amp.autocast(enabled=False), amp.autocast():
+        assert amp.current_policy() is policy
+    with amp.autocast("bfloat16"):
+        assert amp.current_policy().target_dtype == "bfloat16"
+
+
+def test_autocast_restores_after_an_error():
+    with pytest.raises(ZeroDivisionError), amp.autocast("float16"):
+        raise ZeroDivisionError
+    assert not amp.is_enabled()
+    assert_unpatched()
+
+
+def test_autocast_decorates():
+    @amp.autocast("float16")
+    def low(depth=0):
+        """Its words."""
+        return low(depth + 1) if depth < 3 else product()
+
+    @amp.autocast(enabled=False)
+    def plain():
+        return product()
+
+    assert low() == "float16"
+    assert low.__doc__ == "Its words."
+    amp.init(ctx=mx.cpu())
+    assert plain() == "float32"
+
+
+@pytest.mark.parametrize(
+    "arguments", [(True,), (lambda: None,), ("float64",), ("float16", True, "policy")]
+)
+def test_bad_autocast_arguments(arguments):
+    with pytest.raises(amp.ArgumentError):
+        amp.autocast(*arguments)
+
+
+def test_autocast_is_a_threads_own():
+    inside, checked = threading.Event(), threading.Event()
+    seen = []
+
+    def work():
+        with amp.autocast("float16"):
+            inside.set()
+            checked.wait(10)
+            seen.append(product())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait(10)
+    assert not amp.is_enabled()
+    assert product() == "float32"
+    checked.set()
+    thread.join()
+    assert seen == ["float16"]
+    assert_unpatched()
+
+
+def test_shutdown_inside_a_region():
+    amp.init(ctx=mx.cpu())
+    with amp.autocast():
+        amp.shutdown()
+        assert product() == "float16"
+    assert product() == "float32"
+    assert_unpatched()
+
+
+def test_a_cpu_without_bfloat16_is_named_once(caplog, monkeypatch):
+    from mxamp.framework import machine
+
+    monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512"}))
+    amp.init("bfloat16")
+    assert "will not be faster" in caplog.text
+
+
+def test_importing_changes_nothing_and_costs_little():
+    printed = check_python(
+        """
+        import time, warnings
+        warnings.simplefilter("ignore")
+        from mxamp.framework import compat
+        """
+        if not np.__version__.startswith("1.23")
+        else """
+        import time
+        import mxnet as mx
+        from mxnet.ndarray import register
+        before = register._imperative_invoke, mx.gluon.HybridBlock._call_cached_op, mx.sym.Symbol.bind
+        began = time.perf_counter()
+        import mxamp
+        took = time.perf_counter() - began
+        after = register._imperative_invoke, mx.gluon.HybridBlock._call_cached_op, mx.sym.Symbol.bind
+        assert all(a is b for a, b in zip(before, after))
+        assert took < 1, took
+        """
+    )
+    assert printed == ""

@@ -1,0 +1,390 @@
+import threading
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from mxnet.ndarray import FullyConnected as EarlyFullyConnected
+from mxnet.ndarray import relu as early_relu
+
+import mxamp as amp
+from helpers import check_python, down, kind, mx_dtype, randn, rounded, same, up, values
+
+X, W, B = randn(4, 8), randn(5, 8, seed=1), randn(5, seed=2)
+
+
+def fully_connected_by_hand(dtype):
+    """What FullyConnected has to give: rounded inputs, float32 sums, a rounded result."""
+    out = nd.FullyConnected(rounded(X, dtype), rounded(W, dtype), rounded(B, dtype), num_hidden=5)
+    return down(out, dtype)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: nd.FullyConnected(X, W, B, num_hidden=5),
+        lambda: nd.FullyConnected(data=X, weight=W, bias=B, num_hidden=5),
+        lambda: EarlyFullyConnected(X, W, B, num_hidden=5),
+        lambda: nd.op.FullyConnected(X, W, B, num_hidden=5),
+        lambda: mx.npx.fully_connected(
+            X.as_np_ndarray(), W.as_np_ndarray(), B.as_np_ndarray(), num_hidden=5
+        ),
+    ],
+)
+def test_every_way_to_call_an_operator_is_covered(on, call):
+    out = call()
+    assert kind(out) == on.dtype
+    # oneDNN may sum bfloat16 products in another order than float32 ones.
+    with amp.autocast(enabled=False):
+        expected = values(fully_connected_by_hand(on.dtype))
+    np.testing.assert_allclose(values(out), expected, rtol=2**-7 if on.dtype == "bfloat16" else 0)
+
+
+def test_float16_values_are_true_half_precision(dtype):
+    if dtype != "float16":
+        pytest.skip("bfloat16 has kernels of its own")
+    expected = fully_connected_by_hand(dtype)
+    with amp.autocast(dtype):
+        assert same(nd.FullyConnected(X, W, B, num_hidden=5), expected)
+
+
+def test_products_methods_and_python_operators_on_float16():
+    a, b = randn(4, 8), randn(8, 3, seed=1)
+    expected = down(nd.dot(rounded(a, "float16"), rounded(b, "float16")), "float16")
+    with amp.autocast("float16"):
+        assert same(nd.dot(a, b), expected)
+        na, nb = a.as_np_ndarray(), b.as_np_ndarray()
+        for out in (mx.np.dot(na, nb), na @ nb, mx.np.matmul(na, nb), na.dot(nb)):
+            assert kind(out) == "float16"
+            assert isinstance(out, mx.np.ndarray)
+            np.testing.assert_array_equal(out.asnumpy(), values(expected))
+        assert kind(mx.np.tensordot(na, nb, axes=1)) == "float16"
+        assert kind(mx.np.tensordot(na, nb, axes=([1], [0]))) == "float16"
+        assert kind(mx.np.einsum("ij,jk->ik", na, nb)) == "float16"
+
+
+def test_numpy_tensordot_widens_what_it_can_not_lower():
+    a, b = randn(4, 8).as_np_ndarray(), randn(8, 3).as_np_ndarray()
+    with amp.autocast("bfloat16"):
+        low = mx.npx.fully_connected(a, b.T.copy(), num_hidden=3, no_bias=True)
+        out = mx.np.tensordot(low, b.T.copy(), axes=1)
+        assert kind(low) == "bfloat16"
+        assert kind(out) == "float32"
+
+
+def test_gradients_go_through_the_casts(dtype):
+    x, w = X.copy(), W.copy()
+    x.attach_grad(), w.attach_grad()
+    with autograd.record():
+        out = nd.FullyConnected(up(down(x, dtype)), up(down(w, dtype)), num_hidden=5, no_bias=True)
+        up(down(out, dtype)).sum().backward()
+    expected = x.grad.copy(), w.grad.copy()
+    with amp.autocast(dtype), autograd.record():
+        nd.FullyConnected(x, w, num_hidden=5, no_bias=True).sum().backward()
+    for got, wanted in zip((x.grad, w.grad), expected):
+        np.testing.assert_allclose(got.asnumpy(), wanted.asnumpy(), rtol=2**-6, atol=1e-6)
+        assert kind(got) == "float32"
+
+
+def test_float32_operators_take_half_precision_up(on):
+    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    assert kind(low) == on.dtype
+    for out in (nd.softmax(low), low.softmax(), nd.exp(low), low.sum(), nd.LayerNorm(low, B, B)):
+        assert kind(out) == "float32"
+    assert same(nd.exp(low), nd.exp(up(low)))
+
+
+def test_mixed_floats_are_widened(on):
+    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    wide = randn(4, 5, seed=7)
+    for out in (low + wide, wide + low, nd.concat(low, wide, dim=0), nd.stack(wide, low)):
+        assert kind(out) == "float32"
+    assert same(low + wide, up(low) + wide)
+    assert kind(nd.concat(low, low, dim=0)) == on.dtype
+    condition = nd.ones((4, 5))
+    assert same(nd.where(condition, low, wide), up(low))
+
+
+def test_a_float32_index_or_condition_does_not_widen():
+    low = X.astype("float16")
+    with amp.autocast("float16"):
+        assert kind(nd.where(nd.ones((4, 8)), low, low)) == "float16"
+        assert kind(nd.take(low, nd.array([0, 3]))) == "float16"
+        assert kind(nd.pick(low, nd.array([0, 1, 2, 3]))) == "float16"
+        assert kind(nd.SequenceMask(low, nd.array([1] * 8), use_sequence_length=True)) == "float16"
+
+
+def test_conditionals_by_position_keyword_and_default(dtype):
+    low = down(randn(2, 4, 3, 3), dtype)
+    with amp.autocast(dtype):
+        assert kind(nd.Activation(low, "relu")) == dtype
+        assert kind(nd.Activation(low, "softrelu")) == "float32"
+        assert kind(nd.Activation(low, act_type="softrelu")) == "float32"
+        assert kind(nd.LeakyReLU(low)) == dtype
+        assert kind(nd.LeakyReLU(low, act_type="selu")) == "float32"
+
+
+def test_numbers_that_float16_can_not_hold_are_applied_in_float32():
+    low = X.astype("float16")
+    with amp.autocast("float16"):
+        assert kind(low * 2) == "float16"
+        assert kind(low - 1e9) == "float32"
+        assert np.isfinite((low - 1e9).asnumpy()).all()
+        assert kind(low.as_np_ndarray() * 1e-9) == "float32"
+
+
+def test_prelu(on):
+    layer = nn.PReLU()
+    layer.initialize()
+    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    assert np.isfinite(values(layer(low))).all()
+
+
+def test_integers_booleans_and_float64_are_never_cast(on):
+    ints = nd.array([[1, 2], [3, 4]], dtype="int32")
+    assert kind(nd.dot(X.astype("float64"), W.astype("float64").T)) == "float64"
+    assert kind(ints + ints) == "int32"
+    assert kind(nd.sum(ints)) == "int32"
+    assert kind(mx.np.array([True, False]).sum()) in ("int64", "int32", "float32")
+    index = nd.array([1, 2], dtype="int64")
+    assert kind(nd.Embedding(index, W, input_dim=5, output_dim=8)) == "float32"
+
+
+def test_large_integer_indices_survive(on):
+    table = nd.arange(5000).reshape((5000, 1))
+    index = nd.array([4097, 2049])
+    assert nd.Embedding(index, table, input_dim=5000, output_dim=1).asnumpy().ravel().tolist() == [
+        4097,
+        2049,
+    ]
+
+
+def test_out_keeps_its_dtype_and_identity(on):
+    out = nd.zeros((4, 5))
+    returned = nd.FullyConnected(X, W, B, num_hidden=5, out=out)
+    assert returned is out
+    assert kind(out) == "float32"
+    assert same(out, up(nd.FullyConnected(X, W, B, num_hidden=5)))
+    whole = nd.zeros((8, 5))
+    nd.FullyConnected(X, W, B, num_hidden=5, out=whole[2:6])
+    assert same(whole[2:6], out)
+    assert (whole[:2].asnumpy() == 0).all()
+    low = down(nd.zeros((4, 5)), on.dtype)
+    nd.exp(down(nd.ones((4, 5)), on.dtype), out=low)
+    assert kind(low) == on.dtype
+
+
+def test_assignment_and_in_place_arithmetic(on):
+    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    x = nd.zeros((4, 5))
+    x[:] = low
+    assert kind(x) == "float32"
+    assert same(x, up(low))
+    x[1:2] = low[1:2]
+    x += low
+    x *= 2
+    assert kind(x) == "float32"
+    low += nd.ones((4, 5))
+    assert kind(low) == on.dtype
+
+
+def test_optimizer_updates_are_left_alone(on):
+    weight, grad, mom = randn(3), randn(3, seed=1), nd.zeros(3)
+    expected = weight - 0.1 * grad
+    nd.sgd_mom_update(weight, grad, mom, lr=0.1, momentum=0.9, out=weight)
+    assert same(weight, expected)
+    half = weight.astype("float16")
+    nd.mp_sgd_update(half, grad.astype("float16"), weight, lr=0.1, out=half)
+    assert kind(half) == "float16"
+
+
+def test_sparse_arrays_are_left_alone(on):
+    csr = X.tostype("csr")
+    out = nd.sparse.dot(csr, W.T)
+    assert kind(out) == "float32"
+    np.testing.assert_allclose(out.asnumpy(), X.asnumpy() @ W.asnumpy().T, rtol=1e-5)
+
+
+def test_batch_norm_keeps_statistics_in_float32(on):
+    data = randn(4, 3, 5, 5)
+    layer = nn.BatchNorm()
+    layer.initialize()
+    conv = nn.Conv2D(3, 1)
+    conv.initialize()
+    with autograd.record():
+        out = layer(conv(data))
+    out.backward()
+    assert kind(out) == on.dtype
+    assert kind(layer.running_mean.data()) == "float32"
+    assert abs(layer.running_mean.data().asnumpy()).sum() > 0
+
+
+def test_asnumpy_gives_values(on):
+    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    got = low.asnumpy()
+    assert got.dtype == ("float16" if on.dtype == "float16" else "float32")
+    np.testing.assert_allclose(got, X.asnumpy() @ W.asnumpy().T + B.asnumpy(), rtol=0.05, atol=0.05)
+    assert abs(low[0, 0].asscalar() - got[0, 0]) == 0
+    assert repr(low).startswith("\n[[")
+    assert low.as_np_ndarray()[0, 0].item() == got[0, 0]
+
+
+def test_metrics_and_losses_take_eager_results(on):
+    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    label = nd.array([0, 1, 2, 3])
+    metric = mx.metric.Accuracy()
+    metric.update([label], [low])
+    assert metric.get()[1] >= 0
+    for loss in (
+        mx.gluon.loss.SoftmaxCrossEntropyLoss()(low, label),
+        mx.gluon.loss.L2Loss()(low, nd.ones((4, 5))),
+        mx.gluon.loss.L1Loss()(low, nd.ones((4, 5))),
+        mx.gluon.loss.SigmoidBCELoss()(low, nd.ones((4, 5))),
+        mx.gluon.loss.KLDivLoss(from_logits=False)(low, nd.ones((4, 5))),
+        mx.gluon.loss.HuberLoss()(low, nd.ones((4, 5))),
+    ):
+        assert np.isfinite(loss.asnumpy()).all()
+        assert kind(loss) == "float32"
+
+
+def test_gradients_add_up(on):
+    x, w = X.copy(), W.copy()
+    x.attach_grad(grad_req="add")
+    w.attach_grad(grad_req="add")
+
+    def backward():
+        with autograd.record():
+            nd.FullyConnected(x, w, num_hidden=5, no_bias=True).sum().backward()
+
+    backward()
+    once = x.grad.asnumpy(), w.grad.asnumpy()
+    backward()
+    for got, first in zip((x.grad, w.grad), once):
+        assert abs(first).max() > 0
+        np.testing.assert_array_equal(got.asnumpy(), 2 * first)
+
+
+def test_scalars_and_empty_arrays_of_numpy_mode(on):
+    mx.npx.set_np()
+    one = mx.np.array(3.0)
+    assert kind(one * one) == "float32"
+    from mxamp.patches.eager import cast
+
+    for array in (one, mx.np.zeros((0, 3))):
+        low = cast(array, on.dtype, is_np_op=True)
+        assert low.shape == array.shape
+        np.testing.assert_array_equal(values(cast(low, "float32", is_np_op=True)), array.asnumpy())
+
+
+def test_threads_have_the_process_policy_and_their_own_regions(on):
+    seen = {}
+
+    def work():
+        seen["process"] = kind(nd.FullyConnected(X, W, B, num_hidden=5))
+        with amp.autocast(enabled=False):
+            seen["island"] = kind(nd.FullyConnected(X, W, B, num_hidden=5))
+
+    with amp.autocast(enabled=False):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert kind(nd.FullyConnected(X, W, B, num_hidden=5)) == "float32"
+    assert seen == {"process": on.dtype, "island": "float32"}
+
+
+def test_grouped_convolution_after_a_float32_inference_pass():
+    # After it oneDNN keeps the weight in a layout that it can't reorder to bfloat16.
+    x, w = randn(2, 8, 6, 6), randn(8, 1, 3, 3)
+    options = {"kernel": (3, 3), "num_filter": 8, "num_group": 8, "no_bias": True}
+    plain = nd.Convolution(x, w, **options)
+    plain.wait_to_read()
+    with amp.autocast("bfloat16"):
+        low = nd.Convolution(x, w, **options)
+        low.wait_to_read()
+    np.testing.assert_allclose(values(low), plain.asnumpy(), atol=0.1)
+    assert same(nd.Convolution(x, w, **options), plain)
+
+
+@pytest.mark.parametrize("other", ["float16", "bfloat16"])
+def test_the_users_own_half_precision_arrays(dtype, other):
+    low = down(X, other)
+    with amp.autocast(dtype):
+        out = nd.FullyConnected(low, W, B, num_hidden=5)
+        assert kind(out) == (dtype if dtype == other else "float32")
+        assert kind(nd.softmax(low)) == "float32"
+
+
+def test_contexts(on):
+    out = nd.FullyConnected(*(a.as_in_context(mx.cpu(1)) for a in (X, W, B)), num_hidden=5)
+    assert out.context == mx.cpu(1)
+    assert kind(out) == on.dtype
+
+
+def test_arrays_on_another_kind_of_device_are_left_alone():
+    policy = amp.Policy.default("float16", device="gpu")
+    with amp.autocast(policy=policy):
+        assert kind(nd.FullyConnected(X, W, B, num_hidden=5)) == "float32"
+        assert kind(nd.exp(X.astype("float16"))) == "float16"
+
+
+def test_forked_data_loader_workers(on):
+    dataset = mx.gluon.data.ArrayDataset(X, nd.arange(4))
+    loader = mx.gluon.data.DataLoader(
+        dataset.transform_first(lambda x: x * 2), batch_size=2, num_workers=2
+    )
+    batches = [data.asnumpy() for data, _ in loader]
+    np.testing.assert_array_equal(np.concatenate(batches), X.asnumpy() * 2)
+
+
+def test_custom_operators_see_float32(on):
+    seen = []
+
+    class Doubled(mx.operator.CustomOp):
+        def forward(self, is_train, req, in_data, out_data, aux):
+            seen.append(kind(in_data[0]))
+            self.assign(out_data[0], req[0], in_data[0] * 2)
+
+        def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+            self.assign(in_grad[0], req[0], out_grad[0] * 2)
+
+    @mx.operator.register("mxamp_test_doubled")
+    class DoubledProp(mx.operator.CustomOpProp):
+        def create_operator(self, ctx, shapes, dtypes):
+            return Doubled()
+
+    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    out = nd.Custom(low, op_type="mxamp_test_doubled")
+    assert same(out, up(low) * 2)
+    assert seen == ["float32"]
+
+
+def test_operators_that_end_the_process_in_bfloat16_run():
+    # transpose of bfloat16 aborts in plain MXNet: in a process of its own.
+    check_python(
+        """
+        import mxamp as amp, mxnet as mx
+        from helpers import randn, kind
+        with amp.autocast("bfloat16"):
+            low = mx.nd.FullyConnected(randn(4, 8), randn(5, 8), num_hidden=5, no_bias=True)
+            assert kind(low) == "bfloat16"
+            for out in (low.T, mx.nd.transpose(low), mx.nd.dot(low, low.T), mx.nd.Dropout(low),
+                        mx.nd.norm(low), mx.nd.UpSampling(low.reshape((1, 1, 4, 5)), scale=2,
+                        sample_type="nearest")):
+                assert kind(out) == "float32", out
+                out.wait_to_read()
+        """
+    )
+
+
+def test_a_users_list_may_ask_for_what_has_no_kernel(dtype):
+    policy = amp.Policy.default(dtype, "cpu").override(low=["dot"])
+    a, b = randn(4, 8), randn(8, 3, seed=1)
+    expected = down(nd.dot(rounded(a, dtype), rounded(b, dtype)), dtype)
+    with amp.autocast(policy=policy):
+        assert same(nd.dot(a, b), expected)
+
+
+def test_names_imported_before(on):
+    assert kind(early_relu(X)) == "float32"
+    assert mx_dtype("float16") == "float16"

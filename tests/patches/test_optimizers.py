@@ -1,0 +1,165 @@
+"""The optimizer steps in NumPy: bit for bit MXNet's."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import check_python, randn, same, values
+from mxamp.patches import optimizers as updates
+
+B = amp.Policy.default("bfloat16")
+# MXNet refuses numbers that float32 can't hold.
+FLOATS = st.one_of(st.just(0.0), st.floats(1e-9, 1))
+
+
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def arrays(seed, odd):
+    random = np.random.RandomState(seed)
+    found = []
+    for size in (1, 7, 40000):
+        array = random.randn(size) * 10 ** random.uniform(-6, 3, size)
+        array[:: random.randint(3, 9)] = odd
+        found.append(array.astype("float32"))
+    return found
+
+
+def stepped(kind, options, seed, odd, policy, steps=3):
+    """Weights and states after some steps."""
+    optimizer = mx.optimizer.create(kind, **options)
+    updater = mx.optimizer.get_updater(optimizer)
+    weights = [nd.array(a) for a in arrays(seed, -0.0)]
+    with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
+        for step in range(steps):
+            grads = [nd.array(a) for a in arrays(seed + 1 + step, odd)]
+            updater(list(range(len(weights))), grads, weights)
+    states = [updater.states[i] for i in range(len(weights))]
+    flat = [s for state in states for s in (state if isinstance(state, tuple) else [state])]
+    return [values(a) for a in (*weights, *flat) if a is not None], optimizer.num_update
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@given(
+    rate=FLOATS, decay=st.one_of(st.just(0.0), FLOATS), rescale=FLOATS,
+    momentum=st.one_of(st.just(0.0), FLOATS), second=FLOATS,
+    clip=st.one_of(st.none(), st.floats(1e-3, 10)),
+    odd=st.sampled_from([0.0, -0.0, 1e30, np.inf, np.nan, 1e-40]), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_bit_for_bit_as_mxnet(kind, rate, decay, rescale, momentum, second, clip, odd, seed):
+    options = {"learning_rate": rate, "wd": decay, "rescale_grad": rescale, "clip_gradient": clip}
+    if kind == "sgd":
+        options["momentum"] = momentum
+    else:
+        options.update(beta1=momentum * 0.99, beta2=second * 0.999)
+    plain, count = stepped(kind, options, seed, odd, None)
+    found, same_count = stepped(kind, options, seed, odd, B)
+    assert count == same_count
+    assert all(same(mine, theirs) for mine, theirs in zip(found, plain))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many arrays were updated here."""
+    calls = []
+    for name in ("_sgd", "_adam"):
+        original = getattr(updates, name)
+        monkeypatch.setattr(updates, name, lambda *a, f=original: (calls.append(1), f(*a)))
+    return calls
+
+
+class Mine(mx.optimizer.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    "optimizer, policy, dtype, used",
+    [
+        (lambda: mx.optimizer.SGD(), B, "float32", True),
+        (lambda: mx.optimizer.Adam(), B, "float32", True),
+        (lambda: mx.optimizer.SGD(), B.untuned(), "float32", False),
+        (lambda: mx.optimizer.SGD(), B.override(substitutions=["adam"]), "float32", False),
+        (lambda: mx.optimizer.SGD(), amp.Policy.default("float16", "cpu"), "float32", False),
+        (lambda: mx.optimizer.SGD(multi_precision=True), B, "float16", False),
+        (lambda: mx.optimizer.SGD(), B, "float64", False),
+        (Mine, B, "float32", False),
+        (lambda: mx.optimizer.NAG(), B, "float32", False),
+    ],
+)
+def test_when_it_is_used(optimizer, policy, dtype, used, counted):
+    updater = mx.optimizer.get_updater(optimizer())
+    with amp.autocast(policy=policy):
+        updater(0, nd.ones((3,), dtype=dtype), nd.ones((3,), dtype=dtype))
+    assert bool(counted) == used
+
+
+def test_many_cores_and_sparse_arrays_are_mxnets(counted, monkeypatch):
+    updater = mx.optimizer.get_updater(mx.optimizer.SGD())
+    with amp.autocast("bfloat16"):
+        updater(0, nd.ones((3, 2)).tostype("row_sparse"), nd.ones((3, 2)))
+        monkeypatch.setenv("OMP_NUM_THREADS", "16")
+        updater(1, nd.ones((3,)), nd.ones((3,)))
+    assert not counted
+
+
+def trained(policy, steps=4):
+    """Weights, and outputs in between, of a small network trained with a pass of inference a step."""
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(16, 3, in_channels=16), nn.BatchNorm(), nn.Activation("relu"),
+        nn.Conv2D(32, 1, groups=16), nn.Dense(5),
+    )  # fmt: skip
+    net.initialize(mx.init.Xavier())
+    net.hybridize(static_alloc=True, static_shape=True)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    seen = []
+    with amp.autocast(policy=policy):
+        amp.init_trainer(trainer)
+        for step in range(steps):
+            x = randn(4, 16, 6, 6, seed=step)
+            with autograd.record():
+                loss = (net(x) ** 2).mean()
+                with amp.scale_loss(loss, trainer) as scaled:
+                    scaled.backward()
+            trainer.step(1)
+            seen.append(net(x))
+    seen += [p.data() for p in net.collect_params().values()]
+    return [values(a) for a in seen]
+
+
+def test_training_with_inference_between_steps(counted):
+    found = trained(B)
+    assert counted
+    plain = trained(B.override(substitutions=[n for n in B.substitutions if n != "sgd"]))
+    assert all(same(mine, theirs) for mine, theirs in zip(found, plain))
+
+
+def test_overflow_still_skips_the_step(counted):
+    net = nn.Dense(2, in_units=3)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9})
+    with amp.autocast("bfloat16"):
+        amp.init_trainer(trainer)
+        before = values(net.weight.data())
+        with autograd.record():
+            loss = net(nd.ones((1, 3))).sum() * float("inf")
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        trainer.step(1)
+    assert not counted
+    assert same(values(net.weight.data()), before)
+
+
+def test_the_number_of_cores():
+    code = "import mxamp.framework.machine as m; print(m.threads())"
+    assert check_python(code, env={"OMP_NUM_THREADS": "7"}).strip() == "7"
+    assert int(check_python(code, env={"OMP_NUM_THREADS": ""})) >= 1

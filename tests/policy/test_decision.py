@@ -1,0 +1,121 @@
+"""`decide` as a table: class, inputs, device in; casts out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mxamp.framework.operators import registry
+from mxamp.policy.decision import CASTABLE, decide
+from mxamp.policy.policy import Policy
+
+H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
+
+
+@pytest.mark.parametrize(
+    "operator, attributes, dtypes, reads",
+    [
+        # low: every float to float16
+        ("FullyConnected", {}, [F, F, F], [H, H, H]),
+        ("FullyConnected", {}, [H, F], [None, H]),
+        ("FullyConnected", {}, [H, H], [None, None]),
+        ("FullyConnected", {}, [D, D], [None, None]),
+        ("FullyConnected", {}, [D, H], [None, F]),
+        ("FullyConnected", {}, [B, F], [F, None]),
+        ("dot", {}, ["sparse", F], [None, None]),
+        ("dot", {}, ["sparse", H], [None, F]),
+        ("RNN", {"mode": "gru"}, [F, F, F, F], [H, H, H, None]),
+        ("RNN", {"mode": "lstm"}, [F, F, F, F], [H, H, H, H]),
+        # fp32
+        ("softmax", {}, [H], [F]), ("softmax", {}, [F], [None]), ("softmax", {}, [N], [None]),
+        ("softmax", {}, [H, N], [F, None]),
+        # widest
+        ("broadcast_add", {}, [H, F], [F, None]), ("broadcast_add", {}, [H, H], [None, None]),
+        ("broadcast_add", {}, [H, B], [F, F]), ("broadcast_add", {}, [H, N], [None, None]),
+        ("Concat", {}, [H, F, H, N], [F, None, F, None]), ("add_n", {}, [H, D], [F, None]),
+        # neutral
+        ("transpose", {}, [H], [None]), ("take", {}, [H, F], [None, None]),
+        ("where", {}, [F, H, H], [None, None, None]), ("where", {}, [F, H, F], [None, F, None]),
+        ("BatchNorm", {}, [H, F, F, F, F], [None] * 5), ("BatchNorm", {}, [F] * 5, [None] * 5),
+        # conditional
+        ("Activation", {"act_type": "softrelu"}, [H], [F]),
+        ("Activation", {"act_type": "relu"}, [H], [None]),
+        ("LeakyReLU", {}, [H], [None]), ("LeakyReLU", {"act_type": "elu"}, [H], [F]),
+        ("LeakyReLU", {"act_type": "prelu"}, [H, F], [F, None]),
+        ("_plus_scalar", {"scalar": "-1e9"}, [H], [F]),
+        ("_plus_scalar", {"scalar": "1"}, [H], [None]),
+        # untouched
+        ("sgd_update", {}, [H, F], [None, None]), ("Cast", {"dtype": "float32"}, [H], [None]),
+        ("_zeros", {}, [], []),
+        # from an operator library
+        ("my_operator", {}, [H, F, N], [F, None, None]),
+    ],
+)  # fmt: skip
+def test_float16_on_gpus(operator, attributes, dtypes, reads):
+    decision = decide(operator, attributes, dtypes, Policy.default(H, "gpu"))
+    assert list(decision.reads) == reads
+    assert decision.through is None
+    assert decision.reason
+
+
+def test_a_missing_kernel_computes_on_rounded_values():
+    decision = decide("FullyConnected", {}, [F, H, N], Policy.default(H, "cpu"))
+    assert decision.reads == (F, F, None)
+    assert decision.through == H
+    assert decision.precision == H
+    assert decision.rounds(0, F)
+    assert not decision.rounds(0, N)
+    assert decide("Deconvolution", {}, [F, F], Policy.default(H, "cpu")).reads == (D, D)
+
+
+def test_outputs_that_stay():
+    policy = Policy.default(B, "cpu").override(low=["BatchNorm"])
+    with_kernel = decide("BatchNorm", {}, [F] * 5, policy)
+    assert with_kernel.reads[1:] == (None,) * 4
+
+
+def test_layers_by_name():
+    policy = Policy.default(H, "gpu").override(fp32_layers=["head*"])
+    assert decide("FullyConnected", {}, [F, F], policy, "head0").reads == (None, None)
+    assert decide("FullyConnected", {}, [H, F], policy, "head0").reads == (F, None)
+    assert decide("FullyConnected", {}, [F, F], policy, "body0").reads == (H, H)
+    assert "by name" in decide("FullyConnected", {}, [F, F], policy, "head0").reason
+
+
+@pytest.mark.parametrize("axis, reads", [("1", None), ("3", F), ("-1", F)])
+def test_batch_norm_in_bfloat16_wants_channels_first(axis, reads):
+    decision = decide("BatchNorm", {"axis": axis}, [B, F, F, F, F], Policy.default(B))
+    if decision.through is None:
+        assert decision.reads[0] == reads
+
+
+def test_weights_of_grouped_convolutions_are_copied_before_the_cast():
+    policy = Policy.default(B)
+    assert decide("Convolution", {"num_group": "8"}, [F, F], policy).guards == {1}
+    assert not decide("Convolution", {}, [F, F], policy).guards
+    if not policy.rule("Convolution").missing:
+        assert not decide("Convolution", {"num_group": "8"}, [F, B], policy).guards
+
+
+names = st.sampled_from(sorted(registry()))
+kinds = st.lists(st.sampled_from([H, B, F, D, N, "int64", "bool", "sparse"]), max_size=6)
+policies = st.sampled_from([(H, "cpu"), (H, "gpu"), (B, "cpu")])
+
+
+@given(names, kinds, policies)
+def test_what_holds_for_every_operator(name, dtypes, chosen):
+    policy = Policy.default(*chosen)
+    decision = decide(name, {}, dtypes, policy)
+    assert len(decision.reads) == len(dtypes)
+    for dtype, read in zip(dtypes, decision.reads):
+        assert read is None or dtype in CASTABLE, "integers, booleans, float64 are never cast"
+        assert read is None or read != dtype or decision.through, "no cast to what it is"
+    for position in registry()[name].mutable_inputs:
+        assert position >= len(dtypes) or decision.reads[position] is None
+    if policy.rule(name).op_class == "untouched":
+        assert not decision.changes
+    # What it reads in the end, it would read unchanged.
+    after = [read or dtype for dtype, read in zip(dtypes, decision.reads)]
+    other_half = ({H, B} - {policy.target_dtype}).pop()
+    # (The user's own other half precision goes up to float32, and would be lowered from there.)
+    if decision.through is None and other_half not in dtypes:
+        assert not decide(name, {}, after, policy).changes

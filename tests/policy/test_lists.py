@@ -1,0 +1,173 @@
+"""The operator lists, held to MXNet's registry and to what its operators accept."""
+
+import json
+import sys
+
+import pytest
+
+from mxamp.framework.operators import registry
+from mxamp.graph.graph import Node, infer_outputs
+from mxamp.policy.lists import lists_folder
+from mxamp.policy.policy import Policy
+from mxamp.policy.rules import CLASSES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@pytest.fixture
+def data(dtype):
+    return tomllib.loads((lists_folder() / f"{dtype}.toml").read_text())
+
+
+def expanded(group):
+    for pattern in group["operators"]:
+        if pattern.endswith("*"):
+            yield from (name for name in registry() if name.startswith(pattern[:-1]))
+        else:
+            yield pattern
+
+
+def test_every_operator_has_exactly_one_class(data):
+    listed = [name for group in data["group"] + data["conditional"] for name in expanded(group)]
+    assert len(listed) == len(set(listed)), sorted(n for n in listed if listed.count(n) > 1)
+    assert set(listed) == set(registry()), "new, renamed or unknown operators"
+
+
+def test_every_group_gives_its_class_and_reason(data):
+    for group in data["group"]:
+        assert group["class"] in CLASSES
+        assert len(group["reason"]) > 5
+    for group in data["conditional"]:
+        assert group["otherwise"] in CLASSES
+        assert group["reason"]
+
+
+def test_conditions_name_attributes_that_exist(data):
+    import mxnet as mx
+
+    for group in data["conditional"]:
+        for name in group["operators"]:
+            function = getattr(mx.sym, name, None) or getattr(mx.sym._internal, name, None)
+            function = function or getattr(mx.sym.contrib, name.replace("_contrib_", ""), None)
+            words = function.__doc__ if function else group["attribute"]
+            assert group["attribute"] in words, name
+
+
+def test_exceptions_name_inputs_that_exist(data):
+    for name, inputs in data["keep_inputs"].items():
+        if name == "CuDNNBatchNorm" and name not in registry():
+            continue  # in GPU builds only
+        assert set(inputs) <= set(registry()[name].inputs), name
+
+
+@pytest.mark.parametrize(
+    "name, attrs, inputs, output",
+    [
+        ("BatchNorm", {}, "hffff", "h"), ("Embedding", {"input_dim": "3", "output_dim": "2"}, "fh", "h"),
+        ("take", {}, "hf", "h"), ("pick", {}, "hf", "h"), ("gather_nd", {}, "hf", "h"),
+        ("where", {}, "fhh", "h"), ("_npi_where", {}, "fhh", "h"),
+        ("SequenceMask", {"use_sequence_length": "True"}, "hf", "h"),
+        ("SequenceLast", {"use_sequence_length": "True"}, "hf", "h"),
+        ("SequenceReverse", {"use_sequence_length": "True"}, "hf", "h"),
+        ("_contrib_boolean_mask", {}, "hf", "h"),
+    ],
+)  # fmt: skip
+def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, output):
+    kinds = {"h": dtype, "f": "float32"}
+    node = Node(name, "n", attrs, num_outputs=3 if name == "BatchNorm" else 1)
+    assert infer_outputs(node, [kinds[i] for i in inputs])[0] == kinds[output]
+
+
+def test_tensor_core_operators_are_low_in_float16():
+    policy = Policy.default("float16", "gpu")
+    for name in (
+        "Convolution", "Deconvolution", "FullyConnected", "RNN", "dot", "batch_dot",
+        "_linalg_gemm", "_linalg_gemm2", "_npi_matmul", "_np_dot", "_npi_einsum",
+        "_contrib_interleaved_matmul_selfatt_qk", "_contrib_interleaved_matmul_encdec_valatt",
+    ):  # fmt: skip
+        rule = policy.rule(name)
+        assert rule.op_class == "low"
+        assert rule.missing is None, "GPUs have the kernels"
+        assert Policy.default("float16", "cpu").rule(name).missing
+
+
+def test_what_is_wrong_or_deadly_in_bfloat16_is_neither_low_nor_neutral():
+    policy = Policy.default("bfloat16")
+    for name in (
+        "transpose", "Deconvolution", "norm", "_contrib_AdaptiveAvgPooling2D", "batch_dot", "dot",
+        "Dropout", "LayerNorm", "RNN", "SoftmaxOutput", "_contrib_BilinearResize2D",
+        "_contrib_interleaved_matmul_selfatt_qk",
+    ):  # fmt: skip
+        assert policy.rule(name).op_class == "fp32", name
+        assert policy.rule(name).missing, name
+
+
+def test_numpy_operators_follow_their_classic_twins():
+    twins = {
+        "exp": "_npi_exp", "log": "_npi_log", "sum": "_np_sum", "mean": "_npi_mean",
+        "dot": "_np_dot", "relu": "_npx_relu", "transpose": "_np_transpose",
+        "Concat": "_npi_concatenate", "elemwise_sub": "_npi_subtract", "where": "_npi_where",
+        "square": "_npi_square", "tanh": "_npi_tanh", "norm": "_npi_norm",
+    }  # fmt: skip
+    for dtype in ("float16", "bfloat16"):
+        policy = Policy.default(dtype, "cpu")
+        for classic, numpy in twins.items():
+            assert policy.rule(classic).op_class == policy.rule(numpy).op_class, (dtype, classic)
+
+
+# ---------------------------------------------------------------------- evidence for bfloat16
+
+PROBE = json.loads((lists_folder() / "bfloat16-probe.json").read_text())["operators"]
+# Output and gradient are rounded once, which is 1.7e-3 at most; kernels that truncate reach twice that.
+ROUNDING = 4e-3
+
+
+def bfloat16_list():
+    return tomllib.loads((lists_folder() / "bfloat16.toml").read_text())
+
+
+def in_bfloat16():
+    """The operators that may compute in bfloat16, but those that do so in float32 on rounded values."""
+    data = bfloat16_list()
+    missing = {
+        name for group in data["missing"] if "unless" not in group for name in expanded(group)
+    }
+    return sorted(
+        name
+        for group in data["group"] + data["conditional"]
+        if group.get("class", group.get("otherwise")) in ("low", "widest", "neutral")
+        for name in expanded(group)
+        if name not in missing
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", in_bfloat16())
+def test_what_computes_in_bfloat16_works_there(name):
+    assert PROBE[name], "probe it: scripts/probe_operators"
+    for layout, found in PROBE[name].items():
+        assert "failure" not in found, (layout, found)
+        assert found["output_error"] < ROUNDING, layout
+        assert found["gradient_error"] < ROUNDING, layout
+
+
+@pytest.mark.parametrize("name", in_bfloat16())
+def test_what_computes_in_bfloat16_is_no_slower_or_says_why(name):
+    slower = bfloat16_list()["slower"]
+    layouts = PROBE[name].values()
+    slow = any(min(found["forward_speed"], found["training_speed"]) < 0.8 for found in layouts)
+    assert not slow or name in slower, PROBE[name]
+    assert slow or name not in slower, "no slower: leave it out of the list"
+
+
+@pytest.mark.parametrize("name", sorted(PROBE))
+def test_what_fails_in_bfloat16_is_not_asked_to(name):
+    rule = Policy.default("bfloat16").rule(name)
+    wrong = any(
+        "failure" in found or not max(found["output_error"], found["gradient_error"]) < 0.1
+        for found in PROBE[name].values()
+    )
+    if wrong:
+        assert rule.op_class == "fp32"

@@ -1,0 +1,80 @@
+import mxnet as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mxnet import nd
+
+from helpers import down, randn
+from mxamp.scaling.finite import all_finite
+
+BAD = [np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [*BAD, 0.0, -0.0, 1.0, 65000.0])
+@pytest.mark.parametrize("position", [0, 4, -1])
+def test_one_element(kind, value, position):
+    array = np.zeros(9, "float32")
+    array[position] = value
+    array = nd.array(array)
+    array = down(array, kind) if kind == "bfloat16" else array.astype(kind)
+    assert all_finite([nd.ones(3), array]) == bool(np.isfinite(value))
+
+
+def test_it_is_exact_where_squares_overflow():
+    assert all_finite([nd.full((1000,), 1e25)])
+    assert all_finite([nd.array([np.finfo("float32").max, -np.finfo("float32").max])])
+    assert not all_finite([nd.array([1e25, np.inf])])
+    assert all_finite([down(nd.array([3e38]), "bfloat16")])
+
+
+def test_mixed_dtypes_devices_and_storage():
+    sparse = nd.sparse.row_sparse_array((np.ones((2, 3)), [0, 4]), shape=(6, 3))
+    bad = nd.sparse.row_sparse_array((np.full((1, 3), np.nan), [2]), shape=(6, 3))
+    good = [randn(4), randn(4).astype("float16"), down(randn(4), "bfloat16"), sparse]
+    good.append(randn(2, 2).as_in_context(mx.cpu(1)))
+    assert all_finite(good)
+    assert not all_finite([*good, bad])
+    assert all_finite([nd.array([1, 2], dtype="int32")])
+
+
+def test_nothing_and_empty_arrays():
+    assert all_finite([])
+    assert all_finite([nd.sparse.zeros("row_sparse", (3, 3))])
+    mx.npx.set_np()
+    assert all_finite([mx.np.zeros((0, 3)), mx.np.array(1.0)])
+    assert not all_finite([mx.np.array(np.nan)])
+
+
+def test_results_that_are_still_computed_are_waited_for():
+    array = randn(400, 400)
+    for _ in range(5):
+        array = nd.dot(array, array)
+    assert not all_finite([array * 1e38 * 1e38])
+
+
+def test_convolution_gradients_in_blocked_layout():
+    x, w = randn(2, 16, 8, 8), randn(16, 16, 3, 3)
+    out = nd.Convolution(x, w, kernel=(3, 3), num_filter=16, no_bias=True)
+    assert all_finite([out])
+    x[0, 0, 0, 0] = np.inf
+    assert not all_finite([nd.Convolution(x, w, kernel=(3, 3), num_filter=16, no_bias=True)])
+
+
+def test_views():
+    array = nd.ones((4, 4))
+    array[3] = np.nan
+    assert all_finite([array[:3]])
+    assert not all_finite([array[3]])
+
+
+@given(
+    st.lists(st.floats(width=32), max_size=50), st.sampled_from(["float32", "float16", "bfloat16"])
+)
+def test_against_numpy(numbers, kind):
+    with np.errstate(all="ignore"):
+        array = nd.array(np.array([0, *numbers], "float32"))
+        array = down(array, kind) if kind == "bfloat16" else array.astype(kind)
+        expected = np.isfinite(nd.amp_cast(array, dtype="float32").asnumpy()).all()
+    assert all_finite([array]) == expected

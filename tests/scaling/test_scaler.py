@@ -1,0 +1,121 @@
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mxamp.errors import ArgumentError
+from mxamp.scaling.scaler import LossScaler, NoScaler, StaticLossScaler, from_state_dict
+
+
+def reference(steps, scale, growth, backoff, interval, low, high, hysteresis):
+    """The whole state machine in ten lines."""
+    clean, left, seen = 0, hysteresis, []
+    for finite in steps:
+        clean = clean + 1 if finite else 0
+        left = left if finite else max(left - 1, 0)
+        if not finite and left == 0:
+            scale = max(scale * backoff, low)
+        if clean == interval:
+            scale, clean, left = min(scale * growth, high), 0, hysteresis
+        seen.append(scale)
+    return seen
+
+
+@given(
+    st.lists(st.booleans(), max_size=200), st.floats(1, 2.0**20), st.floats(1.01, 8),
+    st.floats(0.05, 0.95), st.integers(1, 20), st.floats(2**-10, 1), st.floats(2.0**20, 2.0**120),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_against_the_reference(steps, scale, growth, backoff, interval, low, high, hysteresis):
+    scaler = LossScaler(scale, growth, backoff, interval, low, high, hysteresis)
+    seen = [scaler.update(finite) for finite in steps]
+    assert seen == reference(steps, scale, growth, backoff, interval, low, high, hysteresis)
+    assert all(low <= s <= high and math.isfinite(s) for s in seen)
+
+
+def test_defaults():
+    scaler = LossScaler()
+    assert scaler.loss_scale == 2.0**16
+    for _ in range(1999):
+        assert scaler.update(True) == 2.0**16
+    assert scaler.update(True) == 2.0**17
+    assert scaler.update(False) == 2.0**16
+
+
+def test_the_floor_and_the_ceiling():
+    scaler = LossScaler(init_scale=4, growth_interval=1)
+    assert [scaler.update(False) for _ in range(400)][-1] == 1
+    assert [scaler.update(True) for _ in range(400)][-1] == 2.0**24
+
+
+def test_hysteresis():
+    scaler = LossScaler(init_scale=1024, hysteresis=3, growth_interval=2)
+    assert [scaler.update(False) for _ in range(4)] == [1024, 1024, 512, 256]
+    assert [scaler.update(True) for _ in range(2)] == [256, 512]
+    assert [scaler.update(False) for _ in range(3)] == [512, 512, 256]
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("init_scale", 0), ("init_scale", -1), ("init_scale", math.nan), ("init_scale", math.inf),
+        ("init_scale", True), ("init_scale", "65536"), ("init_scale", None),
+        ("growth_factor", 1), ("growth_factor", 0.5), ("growth_factor", math.inf),
+        ("backoff_factor", 1), ("backoff_factor", 0), ("backoff_factor", 2),
+        ("growth_interval", 0), ("growth_interval", 1.5), ("growth_interval", True),
+        ("min_scale", 2.0**20), ("max_scale", 2), ("min_scale", 0), ("hysteresis", 0),
+        ("hysteresis", "1"),
+    ],
+)  # fmt: skip
+def test_invalid_arguments_are_named(argument, value):
+    with pytest.raises(ArgumentError, match=argument):
+        LossScaler(**{argument: value})
+
+
+def test_numpy_numbers_are_numbers():
+    assert LossScaler(np.float32(8), growth_interval=np.int64(3)).loss_scale == 8
+    with pytest.raises(ArgumentError):
+        StaticLossScaler(np.bool_(True))
+
+
+def test_static_and_none():
+    scaler = StaticLossScaler(128)
+    assert scaler.update(False) == scaler.update(True) == 128
+    assert NoScaler().update(False) == 1
+    with pytest.raises(ArgumentError, match="scale"):
+        StaticLossScaler(0)
+
+
+@pytest.mark.parametrize("scaler", [LossScaler(8, hysteresis=2), StaticLossScaler(3), NoScaler()])
+def test_states_round_trip(scaler):
+    scaler.update(True)
+    scaler.update(False)
+    state = scaler.state_dict()
+    assert all(isinstance(v, (int, float, str)) for v in state.values())
+    again = from_state_dict(state)
+    assert again == scaler
+    assert again is not scaler
+    assert pickle.loads(pickle.dumps(scaler)) == scaler  # noqa: S301
+    assert [again.update(f) for f in (False, True)] == [scaler.update(f) for f in (False, True)]
+    assert str(int(scaler.loss_scale)) in repr(scaler) or isinstance(scaler, NoScaler)
+    assert scaler != 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: {}, lambda s: None, lambda s: {**s, "version": 2}, lambda s: {**s, "kind": "Other"},
+        lambda s: {k: v for k, v in s.items() if k != "clean_steps"},
+        lambda s: {**s, "loss_scale": math.nan}, lambda s: {**s, "growth_factor": 0.5},
+        lambda s: {**s, "clean_steps": -1},
+    ],
+)  # fmt: skip
+def test_foreign_states_change_nothing(change):
+    scaler = LossScaler()
+    before = scaler.state_dict()
+    with pytest.raises(ArgumentError):
+        scaler.load_state_dict(change(before))
+    assert scaler.state_dict() == before

@@ -1,0 +1,533 @@
+import logging
+import threading
+from collections import namedtuple
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import kind, randn, same
+from mxamp.scaling.hook import Stage
+from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train, weights
+
+SETTINGS = [
+    ("sgd", {}), ("sgd", {"momentum": 0.9, "wd": 0.01}), ("adam", {}),
+    ("sgd", {"momentum": 0.9, "multi_precision": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("ctx", CONTEXTS)
+@pytest.mark.parametrize("optimizer, settings", SETTINGS)
+def test_an_overflowing_step_is_as_if_it_had_not_been(optimizer, settings, ctx, hybrid, precision):
+    if precision:
+        amp.init(precision, ctx=mx.cpu())
+    data = batches()
+    runs = []
+    for bad in (True, False):
+        net, trainer = setup(
+            CONTEXTS[ctx], optimizer, amp.LossScaler(init_scale=1024), hybrid, **settings
+        )
+        train(net, trainer, data[0])
+        if bad:
+            train(net, trainer, poisoned(data[1]))
+            assert not trainer.amp_last_step.stepped
+        train(net, trainer, data[2])
+        train(net, trainer, data[3])
+        runs.append((net, trainer))
+    (net, trainer), (control, control_trainer) = runs
+    assert_same_weights(net, control)
+    assert (trainer.amp_steps, trainer.amp_skips) == (3, 1)
+    assert trainer.amp_loss_scale == 512
+    assert control_trainer.amp_loss_scale == 1024
+    assert trainer.optimizer.num_update == control_trainer.optimizer.num_update == 3
+    states = (t._updaters[0].get_states() for t in (trainer, control_trainer))
+    assert next(states) == next(states)
+
+
+def test_scaled_training_is_plain_training():
+    data = batches()
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=2.0**12))
+    control, plain = setup()
+    for batch in data:
+        train(net, trainer, batch)
+        train(control, plain, batch, scaled=False)
+    assert_same_weights(net, control)
+
+
+def test_scaled_and_plain_steps_alternate():
+    data = batches()
+    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
+    control, plain = setup()
+    for i, batch in enumerate(data):
+        train(net, trainer, batch, scaled=i % 2 == 0)
+        train(control, plain, batch, scaled=False)
+        assert trainer._scale == plain._scale
+        assert trainer._amp_loss_scaler.stage is Stage.NONE
+    assert_same_weights(net, control)
+
+
+def test_the_scale_reacts_at_once(caplog):
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024, growth_interval=2))
+    seen = []
+    good, bad = batches(1)[0], poisoned(batches(1)[0])
+    with caplog.at_level(logging.INFO, "mxamp"):
+        for batch in (bad, bad, good, good, good):
+            train(net, trainer, batch)
+            seen.append(trainer.amp_loss_scale)
+    assert seen == [512, 256, 256, 512, 512]
+    assert len([r for r in caplog.records if "skipped" in r.message]) == 2
+    assert "loss scale 256 -> 512" in caplog.text
+
+
+def test_the_report():
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
+    assert trainer.amp_last_step is None
+    train(net, trainer, batches(1)[0])
+    assert trainer.amp_last_step == (True, 1024, 1024, (), True)
+    train(net, trainer, poisoned(batches(1)[0]))
+    report = trainer.amp_last_step
+    assert (report.stepped, report.loss_scale, report.next_loss_scale) == (False, 1024, 512)
+    assert net[0].weight.name in report.nonfinite
+    with pytest.raises(AttributeError):
+        report.stepped = True
+
+
+def test_every_device_is_looked_at():
+    net, trainer = setup(CONTEXTS["two"], scaler=amp.LossScaler(init_scale=1024))
+    before = weights(net)
+    data = batches(1)[0]
+    data[-1, 0] = np.nan  # on the second device alone
+    train(net, trainer, data)
+    assert not trainer.amp_last_step.stepped
+    for a, b in zip(before, weights(net)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_init_trainer_twice_changes_nothing():
+    net, trainer = setup(scaler=amp.StaticLossScaler(8))
+    hook = trainer._amp_loss_scaler
+    amp.init_trainer(trainer)
+    assert trainer._amp_loss_scaler is hook
+    amp.init_trainer(trainer, amp.StaticLossScaler(16))
+    assert trainer.amp_loss_scale == hook.loss_scale == 16
+
+
+@pytest.mark.parametrize(
+    "dtype, expected", [("float16", amp.LossScaler()), ("bfloat16", amp.NoScaler())]
+)
+def test_the_scaler_follows_the_policy(dtype, expected):
+    amp.init(dtype, ctx=mx.cpu())
+    _, trainer = setup()
+    amp.init_trainer(trainer)
+    assert trainer._amp_loss_scaler.scaler == expected
+
+
+def test_wrong_arguments_and_moments():
+    net, trainer = setup()
+    with pytest.raises(amp.StateError, match=r"mxamp\.init\(\)"):
+        amp.init_trainer(trainer)
+    with pytest.raises(amp.StateError, match="init_trainer"), amp.scale_loss(nd.ones(1), trainer):
+        pass
+    with pytest.raises(amp.ArgumentError, match="Optimizer"):
+        amp.init_trainer(trainer.optimizer)
+    for wrong in (None, "sgd", net):
+        with pytest.raises(amp.ArgumentError, match=r"gluon\.Trainer"):
+            amp.init_trainer(wrong)
+        with pytest.raises(amp.ArgumentError), amp.scale_loss(nd.ones(1), wrong):
+            pass
+    with pytest.raises(amp.ArgumentError, match="loss_scaler"):
+        amp.init_trainer(trainer, 65536)
+    amp.init_trainer(trainer, amp.StaticLossScaler(4))
+    with pytest.raises(amp.StateError, match="no scaled gradients"):
+        amp.unscale(trainer)
+    for wrong in (1.0, "loss", [nd.ones(1), None]):
+        with pytest.raises(amp.ArgumentError, match="a loss is"), amp.scale_loss(wrong, trainer):
+            pass
+    assert trainer._amp_loss_scaler.stage is Stage.NONE
+
+
+def test_unscaling_to_clip():
+    data = batches()
+    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
+    control, plain = setup()
+
+    def clip(which):
+        params = which.collect_params().values()
+        gluon.utils.clip_global_norm([p.grad() for p in params], 0.5)
+
+    def unscale_and_clip():
+        amp.unscale(trainer)
+        clip(net)
+
+    for batch in data:
+        train(net, trainer, batch, between=unscale_and_clip)
+        train(control, plain, batch, scaled=False, between=lambda: clip(control))
+    assert_same_weights(net, control)
+
+
+def test_unscaling_twice_or_late_is_an_error():
+    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
+
+    def twice():
+        amp.unscale(trainer)
+        with pytest.raises(amp.StateError, match="twice"):
+            amp.unscale(trainer)
+        with pytest.raises(amp.StateError, match="before the next"), amp.scale_loss(
+            nd.ones(1), trainer
+        ):
+            pass
+
+    train(net, trainer, batches(1)[0], between=twice)
+    with pytest.raises(amp.StateError, match="before step"):
+        amp.unscale(trainer)
+
+
+def test_overflow_after_unscaling_is_skipped():
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
+    before = weights(net)
+    train(net, trainer, poisoned(batches(1)[0]), between=lambda: amp.unscale(trainer))
+    assert not trainer.amp_last_step.stepped
+    for a, b in zip(before, weights(net)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_error_inside_leaves_the_trainer_as_it_was():
+    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(nd.ones(1), trainer):
+        raise ZeroDivisionError
+    assert trainer._amp_loss_scaler.stage is Stage.NONE
+    control, plain = setup()
+    data = batches(1)[0]
+    train(net, trainer, data, scaled=False)
+    train(control, plain, data, scaled=False)
+    assert_same_weights(net, control)
+
+
+def test_losses_come_back_in_their_containers():
+    _, trainer = setup(scaler=amp.StaticLossScaler(4))
+    Pair = namedtuple("Pair", "a b")
+    one = nd.ones(1)
+    with amp.scale_loss({"x": [one, (one,)], "y": Pair(one, one)}, trainer) as scaled:
+        assert isinstance(scaled["x"], list)
+        assert isinstance(scaled["x"][1], tuple)
+        assert isinstance(scaled["y"], Pair)
+        assert scaled["y"].b.asscalar() == 4
+    assert one.asscalar() == 1
+
+
+def test_a_float16_loss_is_scaled_in_float32():
+    _, trainer = setup(scaler=amp.StaticLossScaler(2.0**16))
+    with amp.scale_loss(nd.array([2.0], dtype="float16"), trainer) as scaled:
+        assert kind(scaled) == "float32"
+        assert scaled.asscalar() == 2.0**17
+
+
+@pytest.mark.parametrize("where", ["inside", "second", "outside"])
+def test_scale_loss_in_and_out_of_record(where):
+    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
+    control, plain = setup()
+    data = batches(1)[0]
+    train(control, plain, data, scaled=False)
+    with autograd.record():
+        loss = (net(nd.array(data)) ** 2).sum()
+        if where == "inside":
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+    if where == "second":
+        with autograd.record(), amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    if where == "outside":
+        with amp.scale_loss(loss, trainer) as scaled:
+            assert not autograd.is_recording()
+            scaled.backward()
+    trainer.step(len(data))
+    assert_same_weights(net, control)
+
+
+def test_several_threads_scale_losses_of_one_trainer():
+    net, trainer = setup(CONTEXTS["two"], scaler=amp.StaticLossScaler(1024))
+    control, plain = setup(CONTEXTS["two"])
+    data = batches(1)[0]
+    train(control, plain, data, scaled=False)
+    for ctx in CONTEXTS["two"]:
+        net(nd.zeros((2, 4), ctx=ctx))  # tracing a block is not for several threads at once
+    errors = []
+
+    def work(part, ctx):
+        try:
+            with autograd.record():
+                loss = (net(nd.array(part, ctx=ctx)) ** 2).sum()
+                with amp.scale_loss(loss, trainer) as scaled:
+                    scaled.backward()
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(np.split(data, 2), CONTEXTS["two"])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    trainer.step(len(data))
+    assert_same_weights(net, control)
+
+
+def test_updates_are_kept_off_the_kvstore(caplog):
+    net, _ = setup(CONTEXTS["two"])
+    trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=True)
+    amp.init_trainer(trainer, amp.StaticLossScaler(8))
+    assert "update_on_kvstore" in caplog.text
+    train(net, trainer, batches(1)[0])
+    assert not trainer._update_on_kvstore
+
+    started = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=True)
+    started._init_kvstore()
+    with pytest.raises(amp.StateError, match="update_on_kvstore=False"):
+        amp.init_trainer(started, amp.StaticLossScaler(8))
+
+
+def test_accumulated_gradients(dtype):
+    data = batches(4)
+    amp.init(dtype, ctx=mx.cpu())
+    nets = []
+    for scaler in (amp.StaticLossScaler(1024), amp.StaticLossScaler(1)):
+        net, trainer = setup(scaler=scaler)
+        net.collect_params().setattr("grad_req", "add")
+        for i, batch in enumerate(data):
+            with autograd.record():
+                loss = (net(nd.array(batch)) ** 2).sum()
+                with amp.scale_loss(loss, trainer) as scaled:
+                    scaled.backward()
+            if i % 2:
+                trainer.step(8)
+                net.collect_params().zero_grad()
+        nets.append(net)
+    start, _ = setup()
+    for one, two, first in zip(*map(weights, (*nets, start))):
+        assert not np.array_equal(one, first)
+        np.testing.assert_allclose(one, two, rtol=2e-3, atol=1e-4)
+
+
+def test_stale_gradients_are_not_looked_at():
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
+    branch = nn.Dense(2, in_units=4)
+    branch.initialize()
+    params = {**net.collect_params(), **branch.collect_params()}
+    trainer = gluon.Trainer(params, "sgd", {"learning_rate": 0.1})
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
+    branch.weight.grad()[:] = np.inf
+    with autograd.record():
+        loss = (net(randn(4, 4)) ** 2).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.step(4, ignore_stale_grad=True)
+    assert trainer.amp_last_step.stepped
+    # What a skipped step has left behind is stale as well.
+    with autograd.record():
+        loss = branch(nd.full((1, 4), np.inf)).sum() + net(randn(4, 4)).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.step(4, ignore_stale_grad=True)
+    assert not trainer.amp_last_step.stepped
+    before = branch.weight.data().asnumpy()
+    train(net, trainer, batches(1)[0], step=lambda n: trainer.step(n, ignore_stale_grad=True))
+    assert trainer.amp_last_step.stepped
+    np.testing.assert_array_equal(branch.weight.data().asnumpy(), before)
+
+
+def test_half_precision_parameters_with_multi_precision():
+    amp.init("float16", ctx=mx.cpu())
+    net, trainer = setup(
+        scaler=amp.LossScaler(init_scale=1024), dtype="float16", multi_precision=True, momentum=0.9
+    )
+    train(net, trainer, batches(1)[0])
+    assert trainer.amp_last_step.stepped
+    train(net, trainer, poisoned(batches(1)[0]))
+    assert not trainer.amp_last_step.stepped
+    assert kind(net[0].weight.data()) == "float16"
+    assert all(np.isfinite(w).all() for w in weights(net))
+
+
+def test_row_sparse_gradients():
+    net = nn.Embedding(10, 4, sparse_grad=True)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
+    before = net.weight.data().asnumpy()
+
+    def step(factor):
+        with autograd.record():
+            loss = (net(nd.array([1, 3])) * factor).sum()
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        trainer.step(1)
+
+    step(np.inf)
+    assert not trainer.amp_last_step.stepped
+    np.testing.assert_array_equal(net.weight.data().asnumpy(), before)
+    step(1.0)
+    assert same(net.weight.data()[1], before[1] - 1)
+    assert same(net.weight.data()[2], before[2])
+
+
+def test_a_loss_scale_set_by_hand_on_the_trainer():
+    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
+    control, plain = setup()
+    trainer._scale = plain._scale = 0.5
+    data = batches(1)[0]
+    train(net, trainer, data)
+    train(control, plain, data, scaled=False)
+    assert_same_weights(net, control)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("ctx", CONTEXTS)
+@pytest.mark.parametrize("way", ["step", "allreduce"])
+def test_clipping_by_global_norm(ctx, max_norm, way):
+    data = batches()
+    net, trainer = setup(CONTEXTS[ctx], scaler=amp.StaticLossScaler(1024))
+    control, plain = setup(CONTEXTS[ctx])
+    plain._kvstore_params["update_on_kvstore"] = False
+    norms = []
+
+    def clip():
+        if way == "allreduce":
+            trainer.allreduce_grads()
+        norms.append(amp.clip_grad_global_norm(trainer, max_norm))
+
+    def clip_plain():
+        plain.allreduce_grads()
+        params = control.collect_params().values()
+        grads = [p.list_grad()[0] for p in params]
+        norm = np.sqrt(sum((g.asnumpy().astype("float64") ** 2).sum() for g in grads))
+        assert norms[-1] == pytest.approx(norm, rel=1e-5)
+        for param in params:
+            for grad in param.list_grad():
+                grad *= min(1.0, max_norm / norms[-1])
+
+    for batch in data:
+        update = trainer.update if way == "allreduce" else trainer.step
+        train(net, trainer, batch, between=clip, step=update)
+        train(control, plain, batch, scaled=False, between=clip_plain, step=plain.update)
+    assert_same_weights(net, control)
+
+
+def test_clipping_what_is_not_finite_skips_the_step():
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
+    before = weights(net)
+    norms = []
+    train(
+        net, trainer, poisoned(batches(1)[0]),
+        between=lambda: norms.append(amp.clip_grad_global_norm(trainer, 1.0)),
+    )  # fmt: skip
+    assert not np.isfinite(norms[0])
+    assert not trainer.amp_last_step.stepped
+    for a, b in zip(before, weights(net)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_clipping_at_the_wrong_moment():
+    _, trainer = setup(scaler=amp.StaticLossScaler(8))
+    with pytest.raises(amp.StateError, match="no scaled gradients"):
+        amp.clip_grad_global_norm(trainer, 1.0)
+    for wrong in (0, -1, None, "1", np.nan):
+        with pytest.raises(amp.ArgumentError, match="max_norm"):
+            amp.clip_grad_global_norm(trainer, wrong)
+
+
+def test_a_run_that_can_not_recover_ends():
+    net, trainer = setup()
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=8), max_consecutive_skips=3)
+    bad = poisoned(batches(1)[0])
+    train(net, trainer, bad)
+    train(net, trainer, batches(1)[0])
+    train(net, trainer, bad)
+    train(net, trainer, bad)
+    with pytest.raises(amp.StateError, match="3 steps in a row") as raised:
+        train(net, trainer, bad)
+    assert net[0].weight.name in str(raised.value)
+    assert "loss itself" in str(raised.value)
+    train(net, trainer, batches(1)[0])
+    assert trainer.amp_last_step.stepped
+    for wrong in (0, 1.5, True):
+        with pytest.raises(amp.ArgumentError, match="max_consecutive_skips"):
+            amp.init_trainer(trainer, max_consecutive_skips=wrong)
+
+
+def test_the_report_tells_a_bad_loss_from_a_scale_that_is_too_high():
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
+    train(net, trainer, poisoned(batches(1)[0]))
+    assert not trainer.amp_last_step.loss_finite
+    with autograd.record():
+        loss = (net(nd.array(batches(1)[0])) ** 2).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+    net[0].weight.grad()[0, 0] = np.inf
+    trainer.step(4)
+    assert not trainer.amp_last_step.stepped
+    assert trainer.amp_last_step.loss_finite
+
+
+def test_asynchronous_kvstores_are_refused():
+    net, _ = setup()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_async")
+    with pytest.raises(amp.StateError, match="dist_sync"):
+        amp.init_trainer(trainer, amp.StaticLossScaler(8))
+
+
+OUTPUTS = [
+    "SoftmaxOutput",
+    "LinearRegressionOutput",
+    "LogisticRegressionOutput",
+    "MAERegressionOutput",
+]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_output_operators_are_scaled_with_the_loss_alone(on, name):
+    x = randn(4, 3)
+    label = nd.array([0, 1, 2, 0]) if name == "SoftmaxOutput" else randn(4, 3, seed=1)
+    x.attach_grad()
+    operator = getattr(nd, name)
+    with amp.autocast(enabled=False), autograd.record():
+        operator(x, label).backward()
+    plain = x.grad.asnumpy()
+    _, trainer = setup(scaler=amp.StaticLossScaler(1024))
+    for _ in range(3):
+        with autograd.record():
+            out = operator(x, label)
+            with amp.scale_loss(out, trainer) as scaled:
+                scaled.backward()
+        np.testing.assert_array_equal(x.grad.asnumpy(), plain * 1024)
+        with autograd.record():
+            operator(x, label).backward()
+        np.testing.assert_array_equal(x.grad.asnumpy(), plain)
+
+
+def test_output_operators_train_as_without_scaling(on):
+    def run(scaled):
+        dense = nn.Dense(3, in_units=4)
+        dense.initialize()
+        dense.weight.set_data(randn(3, 4))
+        trainer = gluon.Trainer(dense.collect_params(), "sgd", {"learning_rate": 0.1})
+        if scaled:
+            amp.init_trainer(trainer, amp.StaticLossScaler(64))
+        for _ in range(3):
+            with autograd.record():
+                out = nd.SoftmaxOutput(dense(randn(4, 4, seed=9)), nd.array([0, 1, 2, 0]))
+                if scaled:
+                    with amp.scale_loss(out, trainer) as out:
+                        out.backward()
+                else:
+                    out.backward()
+            trainer.step(4)
+        return dense.weight.data().asnumpy()
+
+    np.testing.assert_allclose(run(True), run(False), rtol=0.01, atol=1e-3)

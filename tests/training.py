@@ -1,0 +1,68 @@
+"""A small net, its trainer, and steps of training, some of which overflow."""
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import BF16
+
+CONTEXTS = {"one": [mx.cpu(0)], "two": [mx.cpu(0), mx.cpu(1)]}
+
+
+def setup(ctx=None, optimizer="sgd", scaler=None, hybrid=True, dtype=None, **settings):
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8))
+    net.initialize(mx.init.Xavier(), ctx=ctx or [mx.cpu()])
+    rng = np.random.RandomState(3)
+    for param in net.collect_params().values():
+        param.set_data(nd.array(rng.randn(*param.shape) * 0.3))
+    if dtype:
+        net.cast(dtype)
+    if hybrid:
+        net.hybridize()
+    settings = {"learning_rate": 0.1, **settings}
+    trainer = gluon.Trainer(net.collect_params(), optimizer, settings)
+    if scaler is not None:
+        amp.init_trainer(trainer, scaler)
+    return net, trainer
+
+
+def train(net, trainer, data, *, scaled=True, between=None, step=None):
+    losses = []
+    ctx = trainer._contexts
+    with autograd.record():
+        for part, where in zip(np.split(data, len(ctx)), ctx):
+            x = nd.array(part, ctx=where)
+            x = x.astype(net[0].weight.dtype) if net[0].weight.dtype != BF16 else x
+            losses.append((net(x).astype("float32") ** 2).sum())
+        if scaled:
+            with amp.scale_loss(losses, trainer) as losses:
+                autograd.backward(losses)
+        else:
+            autograd.backward(losses)
+    if between:
+        between()
+    (step or trainer.step)(len(data))
+
+
+def weights(net):
+    return [p.data(c).asnumpy() for p in net.collect_params().values() for c in p.list_ctx()]
+
+
+def assert_same_weights(one, two):
+    for a, b in zip(weights(one), weights(two)):
+        np.testing.assert_array_equal(a, b)
+
+
+def batches(count=4, seed=0):
+    rng = np.random.RandomState(seed)
+    return [rng.randn(4, 4).astype("float32") for _ in range(count)]
+
+
+def poisoned(data):
+    bad = data.copy()
+    bad[0, 0] = np.inf
+    return bad
