@@ -12,16 +12,13 @@ from .framework.compat import import_mxnet as _import_mxnet
 _import_mxnet()
 
 from ._version import __version__  # noqa: E402
+from .convert.bucketing import convert_bucketing_module  # noqa: E402
 from .convert.compare import OutputError, compare_models, random_inputs  # noqa: E402
 from .convert.files import ConvertedFiles, convert_files  # noqa: E402
-from .convert.models import (  # noqa: E402
-    convert_bucketing_module,
-    convert_hybrid_block,
-    convert_model,
-    convert_symbol,
-)
+from .convert.models import convert_hybrid_block, convert_model, convert_symbol  # noqa: E402
 from .debugging.drawing import draw  # noqa: E402
-from .debugging.explain import Plan, explain  # noqa: E402
+from .debugging.explain import explain  # noqa: E402
+from .debugging.plan import Plan  # noqa: E402
 from .errors import (  # noqa: E402
     AmpError,
     ArgumentError,
