@@ -40,7 +40,7 @@ def convert_bucketing_module(
         )
     if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
         raise StateError("bind the BucketingModule and initialize its parameters before converting")
-    chosen = Policy.from_lists(
+    policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,
         fp32_ops,
@@ -49,7 +49,7 @@ def convert_bucketing_module(
         policy=policy,
     )
     conversion = Conversion(
-        chosen,
+        policy,
         excluded_sym_names,
         cast_optional_params=cast_optional_params,
         keep_io_types=keep_io_types,

@@ -80,7 +80,7 @@ def convert_symbol(
     ArgumentError
         Arguments of wrong types, or an operator in two lists.
     """
-    chosen = Policy.from_lists(
+    policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,
         fp32_ops,
@@ -89,7 +89,7 @@ def convert_symbol(
         policy=policy,
     )
     conversion = Conversion(
-        chosen, excluded_sym_names, data_names, cast_optional_params, keep_io_types, input_dtypes
+        policy, excluded_sym_names, data_names, cast_optional_params, keep_io_types, input_dtypes
     )
     return convert(sym, conversion).symbol
 
@@ -130,7 +130,7 @@ def convert_model(
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
             raise ArgumentError(f"{name} maps names to NDArrays, and is not {params!r}")
-    chosen = Policy.from_lists(
+    policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,
         fp32_ops,
@@ -139,7 +139,7 @@ def convert_model(
         policy=policy,
     )
     conversion = Conversion(
-        chosen,
+        policy,
         excluded_sym_names,
         cast_optional_params=cast_optional_params,
         keep_io_types=keep_io_types,
@@ -208,7 +208,7 @@ def convert_hybrid_block(
     StateError
         The block has no graph yet and no example was given, or a parameter has no value.
     """
-    chosen = Policy.from_lists(
+    policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,
         fp32_ops,
@@ -219,7 +219,7 @@ def convert_hybrid_block(
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
     conversion = Conversion(
-        chosen,
+        policy,
         excluded_sym_names,
         cast_optional_params=cast_optional_params,
         keep_io_types=keep_io_types,

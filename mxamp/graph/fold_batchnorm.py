@@ -73,14 +73,14 @@ def _pairs(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> "Dict
     outputs = [output for node in graph.nodes for output in node.inputs] + graph.heads
     readers, parameter_readers = Counter(i for i, _ in outputs), readers_by_name(graph)
     statistics_read = {i for i, output in outputs if output}
-    found = {}
+    pairs = {}
     for i, node in enumerate(graph.nodes):
         if node.op != "BatchNorm" or i in statistics_read or policy.keeps_layer(node.name):
             continue
         pair = _Pair(graph, i)
         if readers[pair.product] == 1 and pair.folds(parameter_readers, params):
-            found[i] = pair
-    return found
+            pairs[i] = pair
+    return pairs
 
 
 class _Pair:

@@ -114,7 +114,7 @@ def _with_four_channels(graph: Graph, params: Params, policy: Policy) -> Tuple[G
 def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int, str]:
     """Return the convolutions of images, by index, with the names of their weights."""
     readers = readers_by_name(graph)
-    found = {}
+    weights = {}
     for i, node in enumerate(graph.nodes):
         name = graph.nodes[node.inputs[1][0]].name if len(node.inputs) > 1 else ""
         weight = params.get(name) if readers.get(name) == 1 else None
@@ -122,8 +122,8 @@ def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int
             continue
         substitution = stand_in(node, policy, training=False, weight=weight.shape)
         if substitution is not None and substitution[0] == "image_convolution":
-            found[i] = name
-    return found
+            weights[i] = name
+    return weights
 
 
 def _of_any_shape(variable: Node) -> Node:

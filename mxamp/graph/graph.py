@@ -54,13 +54,13 @@ class Node:
 
     def to_json(self) -> Dict[str, Any]:
         """Return it as MXNet writes it."""
-        found: Dict[str, Any] = {"op": self.op, "name": self.name}
+        data: Dict[str, Any] = {"op": self.op, "name": self.name}
         if self.attrs:
-            found["attrs"] = self.attrs
-        found["inputs"] = [[node, output, 0] for node, output in self.inputs]
+            data["attrs"] = self.attrs
+        data["inputs"] = [[node, output, 0] for node, output in self.inputs]
         if self.subgraphs:
-            found["subgraphs"] = [graph.to_json() for graph in self.subgraphs]
-        return found
+            data["subgraphs"] = [graph.to_json() for graph in self.subgraphs]
+        return data
 
 
 @dataclass
@@ -107,9 +107,9 @@ class Graph:
             **({"attrs": self.attrs} if self.attrs else {}),
         }
 
-    def to_symbol(self, kind: Type[Symbol] = Symbol) -> Symbol:
-        """Return it as a symbol of class `kind` (classic or NumPy)."""
-        return kind(_load(self.to_json()))
+    def to_symbol(self, symbol_class: Type[Symbol] = Symbol) -> Symbol:
+        """Return it as a symbol of a class: `mx.sym.Symbol`, or the one of `mx.sym.np`."""
+        return symbol_class(_load(self.to_json()))
 
     @property
     def variables(self) -> List[Node]:
@@ -182,10 +182,10 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
         return _ask(node, dtypes)
     attrs = frozenset(item for item in node.attrs.items() if not item[0].startswith("__"))
     key = (node.op, attrs, tuple(dtypes), node.num_outputs)
-    found = _inferred.get(key)
-    if found is None:
-        found = _inferred[key] = _ask(node, dtypes)
-    return found
+    outputs = _inferred.get(key)
+    if outputs is None:
+        outputs = _inferred[key] = _ask(node, dtypes)
+    return outputs
 
 
 def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
@@ -196,8 +196,8 @@ def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     ]
     alone = replace(node, name="node", inputs=[(i, 0) for i in range(count)])
     graph = Graph([*inputs, alone], [(count, i) for i in range(node.num_outputs)], _VERSION)
-    found = infer_types(graph.to_symbol())
-    return found[1] if found is not None else ("float32",) * node.num_outputs
+    inferred = infer_types(graph.to_symbol())
+    return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
 
 
 def infer_types(
@@ -225,18 +225,17 @@ def infer_types(
     if not complete.value:
         return None
     return tuple(
-        tuple(DTYPE_NAMES.get(found[i], "other") for i in range(size.value))
-        for size, found in zip(sizes, types)
+        tuple(DTYPE_NAMES.get(listed[i], "other") for i in range(size.value))
+        for size, listed in zip(sizes, types)
     )
 
 
 def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> Dict[str, str]:
     """Return the dtype of every argument, float32 where neither given nor inferred."""
     known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
-    found = infer_types(symbol, known)
-    names = symbol.list_arguments()
-    inferred = dict(zip(names, found[0])) if found is not None else {}
-    return {name: known.get(name, inferred.get(name, "float32")) for name in names}
+    names, inferred = symbol.list_arguments(), infer_types(symbol, known)
+    dtypes = dict(zip(names, inferred[0])) if inferred is not None else {}
+    return {name: known.get(name, dtypes.get(name, "float32")) for name in names}
 
 
 def _load(data: Mapping[str, Any]) -> SymbolHandle:

@@ -56,9 +56,9 @@ def _count_casts(graph: Graph) -> int:
 
 
 def rewritten_symbol(
-    graph: Graph, kind: Type[Symbol], policy: Policy, usage: Usage, choices: Choices = NONE
+    graph: Graph, symbol_class: Type[Symbol], policy: Policy, usage: Usage, choices: Choices = NONE
 ) -> Optional[Symbol]:
-    """Return a symbol's graph rewritten, as a symbol of class `kind` that is about to run.
+    """Return a symbol's graph rewritten, as a symbol of that class that is about to run.
 
     None where there is nothing to cast. Inputs and outputs keep names, order and dtypes.
     """
@@ -67,7 +67,7 @@ def rewritten_symbol(
         note_precision(node.operator, decision.precision)
     if result.graph == graph:
         return None
-    symbol = result.graph.to_symbol(kind)
+    symbol = result.graph.to_symbol(symbol_class)
     before, after = graph.input_names, symbol.list_inputs()
     if after != before:
         raise AmpError(OTHER_ORDER.format(before=before, after=after))

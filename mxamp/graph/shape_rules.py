@@ -78,8 +78,8 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             continue
-        for k, body in enumerate(node.subgraphs):
-            bodies[i, k] = _choose(body, policy, usage, {})
+        for k, body_graph in enumerate(node.subgraphs):
+            bodies[i, k] = _choose(body_graph, policy, usage, {})
         first = bool(node.inputs) and blocked.get(node.inputs[0], False)
         uses = readers[node.inputs[1]] if len(node.inputs) > 1 else 0
         shapes = known.get(i, (None, None))
@@ -96,8 +96,8 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
         blocked[i, 0] = reason is None and (
             bool(answered) or _gives_blocks(site, rule.op_class, blocked)
         )
-    chosen = frozenset((key, inner) for key, inner in bodies.items() if inner != NONE)
-    return Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
+    inner = frozenset((key, body) for key, body in bodies.items() if body != NONE)
+    return Choices(frozenset(kept.items()), frozenset(substituted.items()), inner)
 
 
 def _reason_to_keep(site: Site, rule: Rule, answered: AbstractSet[str]) -> Optional[str]:

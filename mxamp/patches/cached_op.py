@@ -80,7 +80,7 @@ class _PolicyCachedOp:
     def __init__(self, block: HybridBlock, source: Optional[Source] = None) -> None:
         symbol = block._cached_graph[1]
         self._plain = block._cached_op
-        self._kind = type(symbol)
+        self._symbol_class = type(symbol)
         self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
         self._policy = source.policy if source is not None else None
         self._stored = source.stored if source is not None else frozenset()
@@ -144,7 +144,7 @@ class _PolicyCachedOp:
             stored=self._stored,
             training=training,
         )
-        symbol = rewritten_symbol(self._graph, self._kind, policy, usage, choices)
+        symbol = rewritten_symbol(self._graph, self._symbol_class, policy, usage, choices)
         op = self._plain if symbol is None else CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
