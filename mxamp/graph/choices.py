@@ -2,7 +2,7 @@
 
 from typing import FrozenSet, NamedTuple, Tuple
 
-from .substitutions import Detail
+from .equivalents import Detail
 
 __all__ = ["NONE", "Choices", "StandIn"]
 

@@ -13,10 +13,11 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError
 from ..policy.policy import Policy
 from .cast_params import without
+from .equivalents import Part, fourth_channel
 from .fold_batchnorm import Params, float32_array, folded, readers_by_name
 from .graph import Graph, GraphCopy, Node
 from .shape_rules import choose, stand_in
-from .substitutions import ALL, Part, find, fourth_channel
+from .substitutions import ALL, find
 from .usage import Usage
 
 __all__ = ["FUSED", "fused"]

@@ -24,7 +24,7 @@ from mxnet.base import MXNetError
 
 from ..policy.policy import Policy
 from ..policy.rules import Rule
-from . import substitutions
+from . import equivalents, substitutions
 from .choices import NONE, Choices, StandIn
 from .graph import Graph, Node, Output
 from .usage import Shape, Usage
@@ -172,7 +172,7 @@ def odd_channels(site: Site) -> bool:
     channels = _channels(site)
     if channels is None:
         return False
-    return channels[0] <= substitutions.COLOURS or (site.feeds_norm and not _in_blocks(channels))
+    return channels[0] <= equivalents.COLOURS or (site.feeds_norm and not _in_blocks(channels))
 
 
 def plain_layout(site: Site) -> bool:
@@ -199,7 +199,7 @@ def _channels(site: Site) -> Optional[Tuple[int, int]]:
 
 def _in_blocks(channels: Tuple[int, int]) -> bool:
     read, written = channels
-    block, four = substitutions.BLOCK, substitutions.COLOURS + 1
+    block, four = equivalents.BLOCK, equivalents.COLOURS + 1
     return (read % block == 0 or read == four) and written % block == 0
 
 
