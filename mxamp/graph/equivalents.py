@@ -65,7 +65,7 @@ def has_elements(call: Call) -> bool:
 
 
 class _Parts:
-    """A list of parts that grows; `add` returns the number by which later parts read the new one."""
+    """A list of parts that grows; `add` returns the number by which later parts read a new one."""
 
     def __init__(self, inputs: int) -> None:
         self.inputs = inputs
