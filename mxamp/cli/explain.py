@@ -8,8 +8,8 @@ from rich.table import Table
 
 from ..convert.files import load_model, saved_semantics
 from ..debugging.drawing import draw
-from ..debugging.explain import Plan
 from ..debugging.explain import explain as explain_symbol
+from ..debugging.plan import Plan
 from ..policy.policy import Policy
 from .group import DTYPES
 from .options import inputs_of, saved_model_options

@@ -12,13 +12,16 @@ from mxnet import autograd
 from mxnet.gluon.block import HybridBlock
 from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
 from ..framework.operators import LOSS_OUTPUTS
 from ..framework.patching import Patch
-from ..graph.insert_casts import UNSAFE_LOOPS, rewrite_symbol
-from ..graph.shape_rules import NONE, Choices, choose
+from ..graph.choices import NONE, Choices
+from ..graph.control_flow import UNSAFE_LOOPS
+from ..graph.graph import Graph
+from ..graph.insert_casts import rewritten_symbol
+from ..graph.shape_rules import choose
+from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 
@@ -50,7 +53,7 @@ def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
 class Source(NamedTuple):
     """The graph that a converted block was made of, by what policy, and what was cast then."""
 
-    symbol: Symbol
+    graph: Graph
     policy: Policy
     stored: FrozenSet[str]
 
@@ -71,27 +74,25 @@ class _PolicyCachedOp:
     """A block's cached op that runs the graph of whatever policy is active when it is called.
 
     One `CachedOp` a policy, dtypes of inputs and choices by shape, made when first needed; without
-    a policy the block's own.
+    a policy the block's own. The block's graph is read once, when this is made.
     """
 
     def __init__(self, block: HybridBlock, source: Optional[Source] = None) -> None:
-        self._policy = source.policy if source is not None else None
+        symbol = block._cached_graph[1]
         self._plain = block._cached_op
-        self._symbol = block._cached_graph[1]
+        self._symbol_class = type(symbol)
+        self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
+        self._policy = source.policy if source is not None else None
+        self._stored = source.stored if source is not None else frozenset()
+        self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
-        self._names = self._symbol.list_inputs()
-        self._stored: FrozenSet[str] = frozenset()
-        if source is not None:
-            self._symbol, self._stored = source.symbol, source.stored
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
-        self._data = frozenset(self._names[i] for i in self._inputs)
         params = [i for i, _ in self._parameters]
         self._flags = [("data_indices", self._inputs), ("param_indices", params), *block._flags]
-        # Only graphs that hold one of these differ in training.
-        json = Symbol.tojson(self._symbol)
-        self._loops = any(f'"op": "{name}"' in json for name in UNSAFE_LOOPS)
-        self._outputs = [name for name in LOSS_OUTPUTS if f'"op": "{name}"' in json]
+        # Without one of these, graphs are the same in training.
+        self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
+        self._loss_outputs = [name for name in LOSS_OUTPUTS if name in self._graph.operators]
         self._ops: Dict[Any, CachedOp] = {}
         self._chosen: Dict[Any, Choices] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
@@ -101,9 +102,9 @@ class _PolicyCachedOp:
         return bool(self._plain.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
-        return self._choose(args)(*args, **kwargs)
+        return self._op_for(args)(*args, **kwargs)
 
-    def _choose(self, args: Sequence[NDArray]) -> CachedOp:
+    def _op_for(self, args: Sequence[NDArray]) -> CachedOp:
         policy = self._policy or current_policy()
         if policy is None or not on_device(args[:1], policy.device):
             return self._plain
@@ -119,12 +120,12 @@ class _PolicyCachedOp:
     def _choices(self, policy: Policy, args: Sequence[NDArray], training: bool) -> Choices:
         """Return what shapes choose: looked for once for each set of the data's shapes."""
         key = (policy, training, *[args[i].shape for i in self._inputs])
-        found = self._chosen.get(key)
-        if found is None:
+        choices = self._chosen.get(key)
+        if choices is None:
             shapes = {name: array.shape for name, array in zip(self._names, args)}
-            found = choose(self._symbol, policy, shapes, training, self._stored)
-            self._chosen[key] = found
-        return found
+            usage = Usage(shapes=shapes, stored=self._stored, training=training)
+            choices = self._chosen[key] = choose(self._graph, policy, usage)
+        return choices
 
     def _build(
         self,
@@ -134,15 +135,17 @@ class _PolicyCachedOp:
         training: bool,
         choices: Choices,
     ) -> CachedOp:
-        # What a caller passes in may be accumulated into as well: that can't be seen from here.
-        guarded = self._data | {self._names[i] for i in added}
-        named = {n: d for n, d in zip(self._names, dtypes) if n not in self._stored}
-        if policy.target_dtype == "float16" and autograd.is_recording() and self._outputs:
-            logger.warning(UNSCALED_OUTPUTS, self._outputs[0])
-        symbol = rewrite_symbol(
-            self._symbol, policy, named, guarded, training, choices, self._stored
+        if policy.target_dtype == "float16" and autograd.is_recording() and self._loss_outputs:
+            logger.warning(UNSCALED_OUTPUTS, self._loss_outputs[0])
+        usage = Usage(
+            dtypes={n: d for n, d in zip(self._names, dtypes) if n not in self._stored},
+            # What a caller passes in may be accumulated into as well: that can't be seen from here.
+            accumulated=frozenset(self._names[i] for i in (*self._inputs, *added)),
+            stored=self._stored,
+            training=training,
         )
-        op = self._plain if symbol is self._symbol else CachedOp(symbol, self._flags)
+        symbol = rewritten_symbol(self._graph, self._symbol_class, policy, usage, choices)
+        op = self._plain if symbol is None else CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return op
