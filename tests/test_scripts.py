@@ -12,6 +12,8 @@ from helpers import ROOT
 from mxamp.framework.machine import features
 
 BASH = shutil.which("bash")
+BENCH = ROOT / "scripts" / "bench"
+FIGURES = ROOT / "docs" / "measured" / "avx512_bf16.json"
 
 
 def script(name, *arguments, cwd=None, env=None):
@@ -120,20 +122,77 @@ def test_scripts_can_be_executed(name):
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+BENCHMARKS = sorted(path.name for path in BENCH.iterdir() if path.is_file() and not path.suffix)
+
+
+def test_these_are_the_benchmarks():
+    assert BENCHMARKS == [
+        "convert",
+        "finite",
+        "kernels",
+        "models",
+        "overhead",
+        "plot",
+        "probe_operators",
+    ]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_explain_themselves(name):
+    done = subprocess.run([str(BENCH / name), "--help"], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout
+
+
+def test_peak_memory_is_the_process_s_own():
+    """getrusage's maximum, in a child of a process that held 400 MB, is 400 MB."""
+    if not os.path.exists("/proc/self/status"):
+        pytest.skip("needs Linux's /proc")
+    child = "import models_worker; print(models_worker.peak_memory())"
+    parent = f"import subprocess, sys; x = b'x' * (400 << 20); del x; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(BENCH)},
+    )  # fmt: skip
+    assert 5e6 < int(done.stdout) < 200e6
+
+
+def test_plot_draws_what_was_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "speed.png"
+    subprocess.run(
+        [sys.executable, str(BENCH / "plot"), str(FIGURES), str(picture), "--contender", "mxamp"],
+        check=True,
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_published_figures_are_whole():
+    """Every model in both modes has a figure or a failure for every contender."""
+    found = json.loads(FIGURES.read_text())
+    rows = {(r["model"], r["mode"], r["contender"]): r for r in found["rows"]}
+    contenders = {"inference": 8, "training": 6}
+    for model in {r["model"] for r in found["rows"]}:
+        for mode, count in contenders.items():
+            assert sum(key[:2] == (model, mode) for key in rows) == count
+    assert all("failure" in r or r["least"] <= r["ratio"] <= r["greatest"] for r in rows.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, arguments, words",
     [
-        ("bench_overhead", ["--rounds", "1", "--calls", "200"],
+        ("overhead", ["--rounds", "1", "--calls", "200"],
          ["relu", "broadcast_add", "FullyConnected", "ResNet-50"]),
-        ("bench_convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"]),
-        ("bench", ["--rounds", "1", "--model", "lstm-8"], ["mxamp, fused", "training", "float32"]),
-        ("bench_kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"]),
+        ("convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"]),
+        ("models", ["--rounds", "1", "--model", "lstm-8"], ["mxamp, fused", "training", "float32"]),
+        ("kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"]),
     ],
 )  # fmt: skip
 def test_benchmarks_run(name, arguments, words):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / name), *arguments],
+        [sys.executable, str(BENCH / name), *arguments],
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -145,7 +204,7 @@ def test_benchmarks_run(name, arguments, words):
 def test_the_probe_says_what_works_and_what_does_not(tmp_path):
     out = tmp_path / "probe.json"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "probe_operators"),
+        [sys.executable, "-W", "ignore", str(BENCH / "probe_operators"),
          "Activation", "transpose", "dot", "--out", str(out)],
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
