@@ -1,5 +1,7 @@
 """The two commands of the README, and what they say when they can't."""
 
+import importlib.util
+import io
 import json
 import os
 import shutil
@@ -7,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from helpers import ROOT
 from mxamp.framework.machine import features
@@ -86,10 +89,64 @@ def test_no_network(tmp_path):
 def test_the_main_job_from_another_directory(tmp_path):
     if not in_project_environment():
         pytest.skip("runs in another environment than the project's own")
-    done = script("quickstart", "--fast", cwd=tmp_path, env={"COLUMNS": "100"})
+    done = script("quickstart", "--fast", cwd=tmp_path, env={"COLUMNS": "80"})
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("trained float16", "trained bfloat16", "converted float16", "All within 0.5"):
+    for words in ("accuracy", "trained float16", "trained bfloat16", "converted float16",
+                  "training step, bfloat16", "Here bfloat16 runs this net", "All within 0.5"):  # fmt: skip
         assert words in done.stdout
+
+
+@pytest.fixture(scope="module")
+def main_job():
+    spec = importlib.util.spec_from_file_location("main_job", ROOT / "scripts" / "main_job.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "inference, training, found, words",
+    [
+        (
+            1.9,
+            1.8,
+            {"avx512", "avx512_bf16"},
+            ["1.90 times", "1.80 times", "has bfloat16 arithmetic."],
+        ),
+        (0.3, 0.4, {"avx512"}, ["0.30 times", "slower because", "no bfloat16 arithmetic"]),
+        (0.3, 0.4, set(), ["slower because", "no bfloat16 arithmetic"]),
+        (0.7, 1.3, {"avx512", "amx_bf16"}, ["0.70 times", "1.30 times", "not expected"]),
+        (1.4, 1.1, {"avx512"}, ["1.40 times", "no bfloat16 arithmetic: the gain"]),
+        (
+            1.01,
+            0.98,
+            {"avx512"},
+            ["about float32's speed, and trains it at about float32's speed."],
+        ),
+    ],
+)
+def test_the_main_job_says_what_it_has_measured(main_job, inference, training, found, words):
+    said = main_job.verdict(inference, training, found)
+    assert all(part in said for part in words), said
+    assert ("slower because" in said) == (
+        min(inference, training) < 0.95 and "amx_bf16" not in found
+    )
+
+
+def test_the_main_job_fits_into_80_columns(main_job):
+    rows = [main_job.Row("converted bfloat16", 0.9844, 16_777_216, 120, 55_400, 0.00012)]
+    speeds = {
+        name: main_job.Speed(name, 12_345.6, 10.25)
+        for name in ("float32", "bfloat16", "converted to bfloat16")
+    }
+    console = Console(width=80, file=io.StringIO())
+    main_job.show(rows, console)
+    main_job.show_speeds(speeds, speeds, console)
+    text = console.file.getvalue()
+    for heading in ("accuracy", "scale", "skipped", "bytes", "max diff", "speed against float32"):
+        assert heading in text
+    assert "\u2026" not in text
+    assert "inference, converted to bfloat16" in text
 
 
 def test_set_up_a_second_time_is_quick(tmp_path):
