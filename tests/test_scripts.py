@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -200,6 +201,23 @@ def test_benchmarks_explain_themselves(name):
                           env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
+
+
+def test_every_supported_python_runs_both_commands():
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    supported = re.search(r'supported="(.*)"', (ROOT / "scripts" / "setup.sh").read_text())[1]
+    assert re.search(r"python: \[(.*)\]", text)[1].replace('"', "") == supported.replace(" or", ",")
+    for command in ("scripts/quickstart --python python --fast", "scripts/test --python python\n"):
+        assert command in text
+
+
+def test_make_names_only_files_that_exist():
+    text = (ROOT / "Makefile").read_text()
+    for name in re.findall(r"(?:scripts|tests|docs)/[\w./]+\w", text):
+        assert (ROOT / name).exists(), name
+    for target in re.findall(r"make ([a-z]+(?: [a-z]+)*)", (ROOT / "CONTRIBUTING.md").read_text()):
+        for word in target.split()[:1]:
+            assert f"\n{word}:" in text, word
 
 
 def test_peak_memory_is_the_process_s_own():
