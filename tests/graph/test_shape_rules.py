@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn, same, values
+from helpers import BF16, randn, same, values
 from mxamp.graph.shape_rules import NONE, RULES, choose
 from mxamp.policy.rules import SHAPE_RULES
 
@@ -89,7 +89,7 @@ def test_a_block_follows_the_shapes_that_it_runs_on():
         with autograd.record():
             out = net(x)
         out.backward()
-        rounded = nd.amp_cast(nd.amp_cast(out, dtype=amp.machine.BFLOAT16), dtype="float32")
+        rounded = nd.amp_cast(nd.amp_cast(out, dtype=BF16), dtype="float32")
         return same(out, rounded)
 
     with amp.autocast("bfloat16"):
