@@ -7,8 +7,6 @@ two. Each model runs in a process of its own: some of them, plain, end it.
 
 import importlib.util
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -189,30 +187,15 @@ def compared(name):
     return run_python(f"NAME, SIZE, UNIT = {name!r}, {size!r}, {UNIT!r}\n{PROGRAM}", timeout=900)
 
 
-@pytest.fixture(scope="module")
-def comparisons(request):
-    """The models that were selected, a process each, as many at once as there are cores."""
-    names = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.name.startswith(test_a_model_of_each_kind.__name__)
-    ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = {name: pool.submit(compared, name) for name in names if can_run(name)}
-        yield found
-        for future in found.values():
-            future.cancel()
-
-
 def can_run(name):
     return name.startswith("mx:") or importlib.util.find_spec("gluoncv") is not None
 
 
 @pytest.mark.slow
-def test_a_model_of_each_kind(name, comparisons):
+def test_a_model_of_each_kind(name):
     if not can_run(name):
         pytest.skip("GluonCV is not installed")
-    done = comparisons[name].result()
+    done = compared(name)
     assert done.returncode == 0, done.stderr[-3000:]
     for dtype, found in json.loads(done.stdout.splitlines()[-1]).items():
         assert 0 < found["relative"] < TOLERANCE * found["noise"], (dtype, found)
