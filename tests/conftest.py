@@ -34,10 +34,20 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_modifyitems(items):
+    # The long ones first: none is left for one worker when the others have finished.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_collection_finish():
     # What is imported by now stays: `clean` need not look through all of it after each test.
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 def _attributes():
