@@ -174,6 +174,14 @@ def test_an_installed_package_has_its_lists(tmp_path):
     assert (tmp_path / "site" / "mxamp" / "py.typed").exists()
 
 
+def test_usage():
+    done = script("test", "--help", env={"PATH": os.path.dirname(shutil.which("cat"))})
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: scripts/test")
+    for option in ("--fast", "--python", "--setup-only", "--help"):
+        assert f"\n  {option} " in done.stdout
+
+
 @pytest.mark.parametrize("name", ["quickstart", "test"])
 def test_scripts_can_be_executed(name):
     assert os.access(ROOT / "scripts" / name, os.X_OK)
