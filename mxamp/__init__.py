@@ -1,58 +1,81 @@
-"""mxamp: automatic mixed precision for Apache MXNet 1.9.1 and Gluon.
+"""Automatic mixed precision for Apache MXNet 1.9.1 and Gluon.
 
 >>> import mxamp as amp
 >>> amp.init("bfloat16")
 >>> amp.is_enabled()
 True
 >>> amp.shutdown()
+
+Switch it on         init, shutdown, autocast, is_enabled, current_policy
+Scale losses         init_trainer, scale_loss, unscale, clip_grad_global_norm,
+                     LossScaler, StaticLossScaler, NoScaler, GradScaler
+Convert models       convert_hybrid_block, convert_model, convert_symbol,
+                     convert_bucketing_module, convert_files, ConvertedFiles
+See what happens     explain, Plan, draw, compare_models, OutputError, random_inputs
+Choose precisions    Policy, half_function, float_function, promote_function, register_*,
+                     list_*
+Come from elsewhere  patch_contrib (mxnet.contrib.amp), initialize (Apex), decorate (Paddle)
+Errors               AmpError, ArgumentError, UnknownNameError, StateError, InstallError
+
+Importing it imports MXNet, and patches nothing; `init`, `autocast` and the front ends do. Import it
+before MXNet: it makes MXNet 1.9.1 importable on newer Python and NumPy.
 """
 
+import sys as _sys
+from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+from typing import List as _List
+from typing import Optional as _Optional
+
+from ._version import __version__
+from .errors import AmpError, ArgumentError, InstallError, StateError, UnknownNameError
 from .framework.compat import import_mxnet as _import_mxnet
 
-_import_mxnet()
-
-from ._version import __version__  # noqa: E402
-from .convert.bucketing import convert_bucketing_module  # noqa: E402
-from .convert.compare import OutputError, compare_models, random_inputs  # noqa: E402
-from .convert.files import ConvertedFiles, convert_files  # noqa: E402
-from .convert.models import convert_hybrid_block, convert_model, convert_symbol  # noqa: E402
-from .debugging.drawing import draw  # noqa: E402
-from .debugging.explain import explain  # noqa: E402
-from .debugging.plan import Plan  # noqa: E402
-from .errors import (  # noqa: E402
-    AmpError,
-    ArgumentError,
-    InstallError,
-    StateError,
-    UnknownNameError,
-)
-from .frontends.contrib import patch_contrib  # noqa: E402
-from .frontends.decorate import decorate  # noqa: E402
-from .frontends.functions import (  # noqa: E402
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from .frontends.opt_levels import initialize  # noqa: E402
-from .frontends.stock_lists import (  # noqa: E402
-    list_conditional_fp32_ops,
-    list_fp32_ops,
-    list_loss_output_functions,
-    list_lp16_fp32_ops,
-    list_lp16_ops,
-    list_lp16_use_fp32_params,
-    list_widest_type_cast,
-)
-from .patches.autocast import autocast, init, shutdown  # noqa: E402
-from .policy.active import current_policy, is_enabled  # noqa: E402
-from .policy.custom_operators import register_custom_operator  # noqa: E402
-from .policy.policy import Policy  # noqa: E402
-from .scaling.grad_scaler import GradScaler  # noqa: E402
-from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler  # noqa: E402
-from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale  # noqa: E402
+_problem: _Optional[InstallError] = None
+try:
+    _import_mxnet()
+except InstallError as error:
+    # The command is starting: it will say so in one line. Everybody else gets the error here.
+    _program = _sys.argv[0] if getattr(_sys, "argv", None) else ""
+    if _program != "-m" and _Path(_program).name != "mxamp":
+        raise
+    _problem = error
+else:
+    from .convert.bucketing import convert_bucketing_module
+    from .convert.compare import OutputError, compare_models, random_inputs
+    from .convert.files import ConvertedFiles, convert_files
+    from .convert.models import convert_hybrid_block, convert_model, convert_symbol
+    from .debugging.drawing import draw
+    from .debugging.explain import explain
+    from .debugging.plan import Plan
+    from .frontends.contrib import patch_contrib
+    from .frontends.decorate import decorate
+    from .frontends.functions import (
+        float_function,
+        half_function,
+        promote_function,
+        register_float_function,
+        register_half_function,
+        register_promote_function,
+    )
+    from .frontends.opt_levels import initialize
+    from .frontends.stock_lists import (
+        list_conditional_fp32_ops,
+        list_fp32_ops,
+        list_loss_output_functions,
+        list_lp16_fp32_ops,
+        list_lp16_ops,
+        list_lp16_use_fp32_params,
+        list_widest_type_cast,
+    )
+    from .patches.autocast import autocast, init, shutdown
+    from .policy.active import current_policy, is_enabled
+    from .policy.custom_operators import register_custom_operator
+    from .policy.policy import Policy
+    from .scaling.grad_scaler import GradScaler
+    from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler
+    from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale
 
 __all__ = [
     "AmpError",
@@ -105,3 +128,15 @@ __all__ = [
     "shutdown",
     "unscale",
 ]
+
+
+def __dir__() -> _List[str]:
+    return sorted(__all__)
+
+
+if not _TYPE_CHECKING and _problem is not None:
+
+    def __getattr__(name: str) -> _Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InstallError(str(_problem))

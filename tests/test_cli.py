@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from mxnet import gluon
 
 import mxamp as amp
-from helpers import kind, randn
-from mxamp.cli import main
+from helpers import kind, randn, run_python
+from mxamp.cli.main import main
 from nets import convolutional, made
 
 
@@ -214,3 +214,39 @@ def test_explain_in_other_modes(saved):
     assert "layout" in training
     assert "few rows" not in converted
     assert "'data'" in run(*arguments, "--input", "dato:1,2", status=2).output
+
+
+WITHOUT_MXNET = """
+import importlib.util, runpy, sys
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "mxnet" else real(name, package)
+"""
+
+
+@pytest.mark.parametrize("program", ["-m", "/usr/local/bin/mxamp"])
+def test_without_mxnet_the_command_says_what_to_install(program):
+    start = (
+        "runpy.run_module('mxamp', run_name='__main__')"
+        if program == "-m"
+        else "import mxamp.__main__ as m; m.main()"
+    )
+    done = run_python(f"{WITHOUT_MXNET}\nsys.argv = [{program!r}, 'info']\n{start}")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.strip().splitlines() == [
+        "error: MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for mxnet==1.9.1, "
+        "mxamp[cu112] for mxnet-cu112==1.9.1."
+    ]
+
+
+def test_without_mxnet_the_package_does_not_import():
+    done = run_python(f"{WITHOUT_MXNET}\nsys.argv = ['train.py']\nimport mxamp")
+    assert "InstallError: MXNet is not installed" in done.stderr
+
+
+def test_swallowed_at_a_start_the_error_comes_at_the_first_use():
+    done = run_python(
+        f"{WITHOUT_MXNET}\nsys.argv = ['-m']\nimport mxamp as amp\nprint('imported')\namp.init()"
+    )
+    assert done.stdout == "imported\n"
+    assert "InstallError: MXNet is not installed" in done.stderr

@@ -34,8 +34,9 @@ def test_pages(page, tmp_path, monkeypatch):
         runpy.run_path(str(path))
 
 
-def test_there_are_blocks_and_both_commands():
-    assert len(BLOCKS) >= 4
+def test_it_is_short_and_has_blocks_and_both_commands():
+    assert len(TEXT.splitlines()) <= 150
+    assert len(BLOCKS) >= 3
     assert "scripts/quickstart" in TEXT
     assert "scripts/test" in TEXT
 

@@ -49,10 +49,10 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str) and dtype == "bfloat16":
         return dtype
     try:
-        found = np.dtype(dtype)
+        parsed = np.dtype(dtype)
     except TypeError:
         return repr(dtype)
-    return "bfloat16" if found == BFLOAT16 else found.name
+    return "bfloat16" if parsed == BFLOAT16 else parsed.name
 
 
 def default_device() -> str:
@@ -87,12 +87,12 @@ def features() -> FrozenSet[str]:
     `DNNL_MAX_CPU_ISA`, which limits oneDNN, limits this too.
     """
     limit = os.environ.get("DNNL_MAX_CPU_ISA", "ALL").upper()
-    found = _cpu_flags()
+    flags = _cpu_flags()
     if limit in _BELOW_AVX512:
         return frozenset()
     if limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
-        return found & {"avx512"}
-    return found
+        return flags & {"avx512"}
+    return flags
 
 
 def computes_bfloat16() -> bool:
@@ -124,8 +124,8 @@ def _cpu_info() -> Dict[str, str]:
 def _cpu_flags() -> FrozenSet[str]:
     flags = set(_cpu_info().get("flags", "").split())
     # What oneDNN calls avx512_core.
-    found = {"avx512"} if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags else set()
-    return frozenset(found | (flags & {"avx512_bf16", "amx_bf16"}))
+    avx512 = {"avx512"} if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags else set()
+    return frozenset(avx512 | (flags & {"avx512_bf16", "amx_bf16"}))
 
 
 def cpu_name() -> str:

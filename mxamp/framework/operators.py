@@ -88,8 +88,8 @@ def registry() -> Mapping[str, Operator]:
     aliases: Dict[int, List[str]] = {}
     for name in _all_names():
         aliases.setdefault(_handle(name), []).append(name)
-    found = (_describe(handle, tuple(names)) for handle, names in aliases.items())
-    return MappingProxyType({operator.name: operator for operator in found})
+    operators = (_describe(handle, tuple(names)) for handle, names in aliases.items())
+    return MappingProxyType({operator.name: operator for operator in operators})
 
 
 @lru_cache(maxsize=None)
@@ -147,14 +147,14 @@ def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:
         name=canonical,
         aliases=tuple(alias for alias in aliases if alias != canonical),
         handle=handle,
-        inputs=tuple(arg for arg, kind in arguments if "NDArray" in kind or "Symbol" in kind),
-        defaults={arg: value for arg, kind in arguments if (value := _default(kind)) is not None},
-        variadic=bool(py_str(key_var.value)) or any(kind.endswith("[]") for _, kind in arguments),
+        inputs=tuple(arg for arg, what in arguments if "NDArray" in what or "Symbol" in what),
+        defaults={arg: value for arg, what in arguments if (value := _default(what)) is not None},
+        variadic=bool(py_str(key_var.value)) or any(what.endswith("[]") for _, what in arguments),
         mutable_inputs=_MUTABLE.get(canonical, ()),
     )
 
 
-def _default(kind: str) -> Optional[str]:
+def _default(description: str) -> Optional[str]:
     """Read the default out of MXNet's description: "int, optional, default='1'"."""
-    match = re.search(r"default=(.*)$", kind)
+    match = re.search(r"default=(.*)$", description)
     return match.group(1).strip("'") if match else None

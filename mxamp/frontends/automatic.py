@@ -162,8 +162,9 @@ def show_log() -> None:
 def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_of_its_own(*args: Any, **kwargs: Any) -> Any:
-        module = original.__module__.rsplit(".", 1)[0]
-        logger.info(OWN_AMP, sys.argv[0] or "this program", module)
+        theirs = original.__module__.startswith("mxnet.")
+        name = "mxnet.contrib.amp" if theirs else "mxamp"
+        logger.info(OWN_AMP, sys.argv[0] or "this program", name)
         shutdown()
         return original(*args, **kwargs)
 

@@ -129,9 +129,9 @@ def _marked(wrap: Callable[[Any], Any], function: Any) -> Any:
 
 
 def _dtypes(value: Any) -> Set[str]:
-    found: Set[str] = set()
-    map_arrays(value, lambda array: found.add(dtype_name(array.dtype)), lambda other: None)
-    return found
+    dtypes: Set[str] = set()
+    map_arrays(value, lambda array: dtypes.add(dtype_name(array.dtype)), lambda other: None)
+    return dtypes
 
 
 def _cast_all(value: Any, dtype: str) -> Any:

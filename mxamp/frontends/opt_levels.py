@@ -156,17 +156,17 @@ def _scaler_maker(
     return LossScaler if level.dynamic and target == "float16" else NoScaler
 
 
-def _listed(name: str, given: Any, kind: type) -> List[Any]:
-    listed = [] if given is None else [given] if isinstance(given, kind) else given
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(x, kind) for x in listed):
-        raise ArgumentError(f"{name} are a {kind.__name__} or a list of them, not {given!r}")
+def _listed(name: str, given: Any, wanted: type) -> List[Any]:
+    listed = [] if given is None else [given] if isinstance(given, wanted) else given
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(x, wanted) for x in listed):
+        raise ArgumentError(f"{name} are a {wanted.__name__} or a list of them, not {given!r}")
     return list(listed)
 
 
 def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
     if current_policy() is not None:
         raise StateError(
-            "initialize turns mixed precision on, and init() or another door has done so already: "
+            "initialize turns mixed precision on, and init() or another API has done so already: "
             "use one of the two, or call mxamp.shutdown() before"
         )
     for trainer in trainers:

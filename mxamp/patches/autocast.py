@@ -43,8 +43,8 @@ class _CastingPatches(PatchSet):
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches, made anew: what they remember is of one time in force."""
-        found: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
-        return [*found, *optimizers.patches(), *checkpoint.patches(), *clipping.patches()]
+        calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
+        return [*calls, *optimizers.patches(), *checkpoint.patches(), *clipping.patches()]
 
     def acquire(self) -> None:
         """Put them in place for one more user."""
@@ -115,7 +115,7 @@ def init(
 
     A second call with the same arguments does nothing. An error leaves nothing patched.
     """
-    chosen = Policy.from_lists(
+    wanted = Policy.from_lists(
         target_dtype,
         target_precision_ops,
         fp32_ops,
@@ -124,17 +124,17 @@ def init(
         policy=policy,
         ctx=ctx,
     )
-    chosen = chosen if tuned else chosen.untuned()
+    wanted = wanted if tuned else wanted.untuned()
     with _casting._lock:
         if active.process.policy is not None:
-            if active.process.policy != chosen:
+            if active.process.policy != wanted:
                 raise StateError(DIFFERENT.format(old=active.process.policy))
             logger.debug("init: mixed precision is on already with the same policy")
             return
         _casting.acquire()
-        active.process.policy = chosen
-    logger.info("mixed precision is on: %s on %s", chosen.target_dtype, chosen.device)
-    if chosen.target_dtype == "bfloat16" and not machine.computes_bfloat16():
+        active.process.policy = wanted
+    logger.info("mixed precision is on: %s on %s", wanted.target_dtype, wanted.device)
+    if wanted.target_dtype == "bfloat16" and not machine.computes_bfloat16():
         logger.warning(SLOW, machine.cpu_name())
 
 
@@ -191,9 +191,9 @@ class autocast:
 
     def __enter__(self) -> "autocast":
         """Begin the region; the same object may be entered again inside it."""
-        chosen = self._choose() if self._enabled else None
+        policy = self._choose() if self._enabled else None
         _casting.acquire()
-        active.enter_region(chosen)
+        active.enter_region(policy)
         return self
 
     def __exit__(self, *_error: Any) -> None:

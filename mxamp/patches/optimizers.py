@@ -74,14 +74,14 @@ def _build_adam(original: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
-def _is_faster(name: str, optimizer: Any, kind: type, arrays: Sequence[Any]) -> bool:
+def _is_faster(name: str, optimizer: Any, exactly: type, arrays: Sequence[Any]) -> bool:
     """Tell whether the policy in force wants the step `name`, and it can be done here."""
     policy = current_policy()
     return (
         policy is not None
         and name in policy.substitutions
         # A subclass may mean something else.
-        and type(optimizer) is kind
+        and type(optimizer) is exactly
         and machine.threads() <= _MOST_CORES[name]
         and all(map(_fits, arrays))
     )

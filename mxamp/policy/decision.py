@@ -80,16 +80,16 @@ def decide(
     ('float16', None, 'float16')
     """
     rule = policy.rule(operator)
-    kind, reason = _classify(rule, attributes, policy, layer, kept)
+    op_class, reason = _classify(rule, attributes, policy, layer, kept)
     untouched = (None,) * len(dtypes)
-    if kind == "untouched":
+    if op_class == "untouched":
         return Decision(untouched, reason)
 
     fixed = _fixed_inputs(rule, attributes)
     floats = {i: d for i, d in enumerate(dtypes) if d in CASTABLE and i not in fixed}
     if not floats:
         return Decision(untouched, "no floating-point input to cast")
-    dtype, reason = _compute_dtype(kind, reason, set(floats.values()), set(dtypes), policy)
+    dtype, reason = _compute_dtype(op_class, reason, set(floats.values()), set(dtypes), policy)
     if dtype == policy.target_dtype and rule.missing is not None:
         reads = tuple(rule.computes if i in floats else None for i in range(len(dtypes)))
         reason = f"{reason}; in {rule.computes} on {dtype} values: {rule.missing}"
@@ -112,9 +112,9 @@ def _classify(
         kept = f"layer {layer!r} is kept in float32 by name"
     if kept is not None:
         return "fp32", kept
-    for op_type, kind in rule.by_op_type:
+    for op_type, op_class in rule.by_op_type:
         if attributes.get("op_type") == op_type:
-            return kind, f"custom operator {op_type!r} was registered as {kind}"
+            return op_class, f"custom operator {op_type!r} was registered as {op_class}"
     for condition in rule.conditions:
         if condition.holds(attributes):
             value = attributes.get(condition.attribute, condition.default)
@@ -126,17 +126,17 @@ def _classify(
 
 
 def _compute_dtype(
-    kind: str, reason: str, floats: "set[str]", dtypes: "set[str]", policy: Policy
+    op_class: str, reason: str, floats: "set[str]", dtypes: "set[str]", policy: Policy
 ) -> Tuple[str, str]:
-    """Return the dtype that an operator of class `kind` computes in, given these inputs."""
+    """Return the dtype that an operator of this class computes in, given these inputs."""
     target = policy.target_dtype
     if dtypes & _FOREIGN:
         return "float32", "next to float64 or sparse inputs nothing is lowered"
-    if kind == "low":
+    if op_class == "low":
         if floats <= {target, "float32"}:
             return target, reason
         return "float32", f"an input of the user's own half precision is no {target}"
-    if kind == "fp32" or len(floats) > 1:
+    if op_class == "fp32" or len(floats) > 1:
         return "float32", reason
     return floats.pop(), reason
 

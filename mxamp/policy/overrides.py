@@ -71,7 +71,7 @@ def _conditions(
     conditional: Optional[Iterable[Conditional]],
 ) -> Dict[str, Tuple[Condition, ...]]:
     """Return the conditions by canonical operator name."""
-    found: Dict[str, Tuple[Condition, ...]] = {}
+    conditions: Dict[str, Tuple[Condition, ...]] = {}
     for entry in conditional if conditional is not None else ():
         try:
             name, attribute, values = entry
@@ -85,8 +85,8 @@ def _conditions(
         condition = Condition(
             attribute, tuple(map(str, values)), default=operator.defaults.get(attribute)
         )
-        found[operator.name] = (*found.get(operator.name, ()), condition)
-    return found
+        conditions[operator.name] = (*conditions.get(operator.name, ()), condition)
+    return conditions
 
 
 def _emptied(

@@ -38,10 +38,10 @@ def device_type(ctx: Any) -> Optional[str]:
     if ctx is None:
         return None
     contexts: Sequence[Any] = ctx if isinstance(ctx, (list, tuple)) else [ctx]
-    kinds = {getattr(c, "device_type", c) for c in contexts}
-    if len(kinds) != 1:
-        raise ArgumentError(f"ctx names one kind of device, not {sorted(map(str, kinds))}")
-    kind = kinds.pop()
-    if not isinstance(kind, str):
+    names = {getattr(c, "device_type", c) for c in contexts}
+    if len(names) != 1:
+        raise ArgumentError(f"ctx names one kind of device, not {sorted(map(str, names))}")
+    name = names.pop()
+    if not isinstance(name, str):
         raise ArgumentError(f"ctx is a Context, 'cpu' or 'gpu', not {ctx!r}")
-    return "cpu" if kind.startswith("cpu") else kind
+    return "cpu" if name.startswith("cpu") else name

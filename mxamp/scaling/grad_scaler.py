@@ -98,9 +98,14 @@ class GradScaler:
         enabled: bool = True,
     ) -> None:
         self._scaler = LossScaler(
-            init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            min_scale,
+            max_scale,
             hysteresis,
-        )  # fmt: skip
+        )
         self._enabled = bool(enabled)
         self._finite: List[bool] = []
         self._stages: "weakref.WeakKeyDictionary[Trainer, _Stage]" = weakref.WeakKeyDictionary()

@@ -209,12 +209,11 @@ class TrainerHook:
         if limit is not None and self._skips_in_a_row >= limit:
             skipped, self._skips_in_a_row = self._skips_in_a_row, 0
             whose = shortened(self._first_culprits)
+            loss = "" if report.loss_finite else " The loss itself was not finite either."
+            scale = report.next_loss_scale
             raise StateError(
-                TOO_MANY_SKIPS.format(
-                    count=skipped, names=whose, scale=report.next_loss_scale,
-                    loss="" if report.loss_finite else " The loss itself was not finite either.",
-                )
-            )  # fmt: skip
+                TOO_MANY_SKIPS.format(count=skipped, names=whose, scale=scale, loss=loss)
+            )
 
     def publish(self, report: Optional[StepReport]) -> None:
         """Show the state on the trainer."""
@@ -259,8 +258,8 @@ def start_kvstore(trainer: Trainer) -> None:
     Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
     where parameters are not updated on it.
     """
-    kind = trainer._kvstore_params["kvstore"]
-    if trainer._kv_initialized or "dist" not in str(getattr(kind, "type", kind)):
+    kvstore = trainer._kvstore_params["kvstore"]
+    if trainer._kv_initialized or "dist" not in str(getattr(kvstore, "type", kvstore)):
         return
     trainer._init_kvstore()
     trainer._init_params()

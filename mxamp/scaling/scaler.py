@@ -64,17 +64,17 @@ class Scaler:
             setattr(self, f"_{name}", value)
 
     def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
-        kind = type(self).__name__
-        if not isinstance(state, Mapping) or state.get("kind") != kind:
+        own = type(self).__name__
+        if not isinstance(state, Mapping) or state.get("kind") != own:
             given = state.get("kind") if isinstance(state, Mapping) else state
-            raise ArgumentError(f"this is no state of a {kind}, but of {given!r}")
+            raise ArgumentError(f"this is no state of a {own}, but of {given!r}")
         if state.get("version") != STATE_VERSION:
             raise ArgumentError(
                 f"the state has version {state.get('version')!r}, this mxamp reads {STATE_VERSION}"
             )
         missing = [name for name in self._fields if name not in state]
         if missing:
-            raise ArgumentError(f"the state of a {kind} lacks {', '.join(missing)}")
+            raise ArgumentError(f"the state of a {own} lacks {', '.join(missing)}")
         values = {name: state[name] for name in self._fields}
         positive_number("loss_scale", values["loss_scale"])
         return values
@@ -212,16 +212,16 @@ def positive_count(name: str, value: Any) -> int:
     return int(value)
 
 
-_KINDS: Dict[str, Callable[[], Scaler]] = {
-    kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)
+_CLASSES: Dict[str, Callable[[], Scaler]] = {
+    scaler.__name__: scaler for scaler in (LossScaler, StaticLossScaler, NoScaler)
 }
 
 
 def from_state_dict(state: Mapping[str, Any]) -> Scaler:
     """Return the scaler that a `state_dict` describes."""
-    kind = _KINDS.get(str(state.get("kind"))) if isinstance(state, Mapping) else None
-    if kind is None:
+    make = _CLASSES.get(str(state.get("kind"))) if isinstance(state, Mapping) else None
+    if make is None:
         raise ArgumentError(f"this is no scaler's state: {state!r}")
-    scaler = kind()
+    scaler = make()
     scaler.load_state_dict(state)
     return scaler

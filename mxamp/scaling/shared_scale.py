@@ -83,8 +83,8 @@ def view_of(trainer: Trainer) -> Optional[Tuple[TrainerHook, TrainerView]]:
 
 def scale_of(optimizer: Any) -> Optional[SharedScale]:
     """Return the scale that an optimizer was decorated with."""
-    found = getattr(optimizer, "_amp_scaling", None)
-    return found if isinstance(found, SharedScale) else None
+    shared = getattr(optimizer, "_amp_scaling", None)
+    return shared if isinstance(shared, SharedScale) else None
 
 
 def rescale_waiting(attached: Sequence[Tuple[TrainerHook, TrainerView]], scale: float) -> None:

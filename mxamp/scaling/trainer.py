@@ -128,9 +128,9 @@ def attach_hook(
         if max_consecutive_skips is not None:
             hook.max_consecutive_skips = max_consecutive_skips
         return
-    chosen = loss_scaler if loss_scaler is not None else _default_scaler()
+    scaler = loss_scaler if loss_scaler is not None else _default_scaler()
     _keep_updates_off_kvstore(trainer)
-    hook = TrainerHook(trainer, chosen, max_consecutive_skips, scaled_by)
+    hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
     saved = getattr(trainer, SAVED_STATE, None)  # of load_states, called before
     if saved is not None and loss_scaler is None:
         hook.load_state_dict(saved)
@@ -240,19 +240,22 @@ def hook_of(trainer: Any) -> TrainerHook:
 
 def _attach(trainer: Trainer, hook: TrainerHook) -> None:
     """Put the hook where MXNet asks for it, and its state into the trainer's files."""
-    kind = type(trainer)
+    trainer_class = type(trainer)
 
     def save_states(fname: str) -> None:
-        kind.save_states(trainer, fname)
+        trainer_class.save_states(trainer, fname)
         append_state(fname, hook.state_dict())
 
     def load_states(fname: str) -> None:
         state = read_state(fname)
-        kind.load_states(trainer, fname)
+        trainer_class.load_states(trainer, fname)
         if state is not None:
             hook.load_state_dict(state)
 
-    save_states.__doc__, load_states.__doc__ = kind.save_states.__doc__, kind.load_states.__doc__
+    save_states.__doc__, load_states.__doc__ = (
+        trainer_class.save_states.__doc__,
+        trainer_class.load_states.__doc__,
+    )
     trainer.save_states, trainer.load_states = save_states, load_states
     trainer._allreduce_grads = hook.reduce
     trainer._amp_original_scale = trainer._scale

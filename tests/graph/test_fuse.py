@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from digits import arrays, batches
 from helpers import check_python, exported, kind, operators_of, same, with_avx512
-from mxamp.cli import main
+from mxamp.cli.main import main
 
 B = amp.Policy.default("bfloat16")
 

@@ -1,0 +1,91 @@
+"""`mxamp convert`: saved models to mixed precision, checked on the way."""
+
+from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ..convert.compare import OutputError, random_inputs
+from ..convert.files import convert_files, load_model, saved_semantics
+from ..policy.policy import Policy
+from .group import DTYPES, usage_error
+from .options import inputs_of, name_and_value, saved_model_options
+
+__all__ = ["convert"]
+
+_INPUT_HELP = "Shape or values of an input, such as data:1,3,224,224, for --check."
+_DTYPE_HELP = "Dtype of an input that is not float32, such as index:int64."
+
+
+@click.command()
+@saved_model_options
+@click.option("--dtype", type=DTYPES, required=True)
+@click.option("--out", required=True, help="Prefix of the files to write.")
+@click.option("--fp32-op", multiple=True, metavar="NAME", help="Operators to keep in float32.")
+@click.option("--cast-params", is_flag=True, help="Store parameters in DTYPE where all read it.")
+@click.option("--cast-io", is_flag=True, help="Take and return DTYPE where that is computed in.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="NAME:SHAPE|NAME:FILE.npy", help=_INPUT_HELP
+)
+@click.option("--input-dtype", "dtypes", multiple=True, metavar="NAME:DTYPE", help=_DTYPE_HELP)
+@click.option("--check", is_flag=True, help="Run both models on the inputs, or random ones.")
+@click.option("--fuse", is_flag=True, help="Fuse operators, for bfloat16 inference on CPUs only.")
+@click.option("--force", is_flag=True, help="Overwrite files.")
+def convert(
+    prefix: str,
+    epoch: int,
+    device: Optional[str],
+    keep_fp32: Sequence[str],
+    dtype: str,
+    out: str,
+    fp32_op: Sequence[str],
+    cast_params: bool,
+    cast_io: bool,
+    inputs: Sequence[str],
+    dtypes: Sequence[str],
+    check: bool,
+    fuse: bool,
+    force: bool,
+) -> None:
+    """Convert PREFIX-symbol.json and PREFIX-NNNN.params to mixed precision."""
+    input_dtypes = dict(name_and_value("--input-dtype", text) for text in dtypes)
+    if inputs and not check:
+        raise usage_error("--input is for --check; give that too")
+    done = convert_files(
+        prefix,
+        out,
+        epoch,
+        excluded_sym_names=keep_fp32,
+        cast_optional_params=cast_params,
+        policy=Policy.default(dtype, device).override(fp32=fp32_op),
+        keep_io_types=not cast_io,
+        input_dtypes=input_dtypes,
+        check_inputs=_check_inputs(prefix, epoch, inputs, input_dtypes) if check else None,
+        force=force,
+        fuse=fuse,
+    )
+    if check:
+        Console().print(_errors_table(done.errors))
+    click.echo(
+        f"{done.symbol}, {done.params}: {done.bytes_after:,} bytes, from {done.bytes_before:,}"
+    )
+
+
+def _check_inputs(
+    prefix: str, epoch: int, inputs: Sequence[str], dtypes: Mapping[str, str]
+) -> Dict[str, Any]:
+    """Return the values that were given for inputs, and random ones for the rest."""
+    shapes, values = inputs_of(inputs)
+    shapes.update((name, value.shape) for name, value in values.items())
+    with saved_semantics(prefix, epoch):
+        return {**random_inputs(load_model(prefix, epoch), shapes, dtypes), **values}
+
+
+def _errors_table(errors: Iterable[OutputError]) -> Table:
+    table = Table("output", "shape", "relative error", "largest", "same argmax")
+    for error in errors:
+        same = "" if error.same_argmax is None else f"{error.same_argmax:.1%}"
+        shape = "x".join(map(str, error.shape))
+        table.add_row(error.name, shape, f"{error.relative:.2e}", f"{error.maximum:.2e}", same)
+    return table
