@@ -7,7 +7,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import BF16, randn, same, values
+from helpers import randn, same, values
+from mxamp.framework.machine import BFLOAT16
 from mxamp.graph.choices import NONE
 from mxamp.graph.graph import Graph
 from mxamp.graph.shape_rules import RULES, choose
@@ -104,7 +105,7 @@ def test_a_block_follows_the_shapes_that_it_runs_on():
         with autograd.record():
             out = net(x)
         out.backward()
-        rounded = nd.amp_cast(nd.amp_cast(out, dtype=BF16), dtype="float32")
+        rounded = nd.amp_cast(nd.amp_cast(out, dtype=BFLOAT16), dtype="float32")
         return same(out, rounded)
 
     with amp.autocast("bfloat16"):
