@@ -92,8 +92,11 @@ def test_the_main_job_from_another_directory(tmp_path):
         pytest.skip("runs in another environment than the project's own")
     done = script("quickstart", "--fast", cwd=tmp_path, env={"COLUMNS": "80"})
     assert done.returncode == 0, done.stdout + done.stderr
+    speed = (
+        "Here bfloat16 runs this net" if "avx512" in features() else "Speed is not measured here"
+    )
     for words in ("accuracy", "trained float16", "trained bfloat16", "converted float16",
-                  "training step, bfloat16", "Here bfloat16 runs this net", "All within 0.5"):  # fmt: skip
+                  "All within 0.5", speed):  # fmt: skip
         assert words in done.stdout
 
 
