@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import mxamp as amp
 from helpers import ROOT
-from mxamp.cli import main
+from mxamp.cli.main import main
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE, uses_amp
 
