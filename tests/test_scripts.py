@@ -206,6 +206,7 @@ def test_these_are_the_benchmarks():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_benchmarks_explain_themselves(name):
     done = subprocess.run([str(BENCH / name), "--help"], capture_output=True, text=True, check=False,

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import mxamp as amp
 from helpers import ROOT
-from mxamp.cli import main
+from mxamp.cli.main import main
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE, uses_amp
 
@@ -151,7 +151,7 @@ def plain(tmp_path_factory):
         return float(said(run(PLAIN, tmp_path_factory.mktemp("plain")), "accuracy"))
 
 
-@pytest.mark.parametrize("way", ["variable", "run"])
+@pytest.mark.parametrize("way", [pytest.param("variable", marks=pytest.mark.slow), "run"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_plain_gluon_script(tmp_path, dtype, way, monkeypatch, plain):
     monkeypatch.setenv("OVERFLOW_AT", "3")
@@ -185,6 +185,7 @@ def plain_gan(tmp_path_factory):
     return float(said(run(GAN, tmp_path_factory.mktemp("gan")), "mean")) if plain_runs() else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_gan_with_two_trainers(tmp_path, dtype, plain_gan):
     done = run(GAN, tmp_path, value=dtype)
