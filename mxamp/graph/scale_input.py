@@ -1,8 +1,8 @@
 """A graph with the loss scale as one more input, for operators that start the backward pass.
 
 `SoftmaxOutput` and its kin ignore the gradient that comes to them, so the scale enters the graph
-as data: the first input x of each becomes x + (x*s - BlockGrad(x*s)), with s = scale - 1. That
-leaves every value as it is and multiplies the gradient by 1 + s.
+as data: the first input of each goes through the identity of `scaling.loss_outputs`, which changes
+no value and multiplies the gradient by the scale.
 """
 
 from typing import Dict, List, Optional
@@ -13,7 +13,7 @@ from .graph import Graph, Node, Output
 __all__ = ["SCALE_INPUT", "with_scale_input"]
 
 #: The input's name.
-SCALE_INPUT = "amp_loss_scale_minus_one"
+SCALE_INPUT = "amp_loss_scale"
 
 
 def with_scale_input(graph: Graph) -> Optional[Graph]:
@@ -34,12 +34,13 @@ def with_scale_input(graph: Graph) -> Optional[Graph]:
 
 
 def _scaled(nodes: List[Node], name: str, data: Output) -> Output:
-    """Append x + (x*s - BlockGrad(x*s)) for an output x of `nodes`; return where it is."""
+    """Append BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)) for an output x of `nodes`."""
 
     def add(op: str, suffix: str, *inputs: Output) -> Output:
         nodes.append(Node(op, f"{name}_amp_{suffix}", {}, list(inputs)))
         return len(nodes) - 1, 0
 
-    product = add("broadcast_mul", "scaled", data, (0, 0))
-    zero = add("elemwise_sub", "zero", product, add("BlockGrad", "block", product))
-    return add("elemwise_add", "input", data, zero)
+    sign = add("_contrib_sign_ste", "sign", data)
+    zero = add("elemwise_sub", "zero", add("BlockGrad", "block", sign), sign)
+    scaled = add("broadcast_mul", "scaled", zero, (0, 0))
+    return add("elemwise_sub", "input", add("BlockGrad", "values", data), scaled)

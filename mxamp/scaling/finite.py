@@ -17,12 +17,15 @@ from mxnet.ndarray.sparse import RowSparseNDArray
 
 from ..framework.arrays import flat_view
 from ..framework.machine import dtype_name
+from ..policy.active import suspended
 
-__all__ = ["all_finite", "square_sum"]
+__all__ = ["all_finite", "multiply", "square_sum", "unscale"]
 
 # The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 _REAL = {"float32": np.float32, "float64": np.float64}
+# So many float32 elements fit into a core's cache.
+_BLOCK = 2**15
 # As many arrays as one call of multi_all_finite takes.
 _CHUNK = 200
 
@@ -39,6 +42,53 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
         pending = _start_on_gpus(on_gpu)
         finite = all(_finite_on_cpu(array) for array in dense if array.context.device_type != "gpu")
         return finite and all(bool(flag.asscalar()) for flag in pending)
+
+
+def multiply(arrays: Sequence[NDArray], factor: float) -> None:
+    """Multiply arrays in place, each in its own dtype."""
+    if factor == 1:
+        return
+    with autograd.pause(), suspended():
+        for i in range(len(arrays)):
+            arrays[i].__imul__(factor)
+
+
+def unscale(arrays: Sequence[NDArray], scale: float) -> List[int]:
+    """Divide arrays by `scale` in place; return the positions of those that are not finite.
+
+    float32 arrays on CPUs are divided and checked in one pass over memory. Waits for the arrays.
+    """
+    rest = [i for i, array in enumerate(arrays) if not _is_plain(array)]
+    multiply([arrays[i] for i in rest], 1 / scale)
+    bad = (
+        set()
+        if all_finite([arrays[i] for i in rest])
+        else {i for i in rest if not all_finite([arrays[i]])}
+    )
+    for i, array in enumerate(arrays):
+        if _is_plain(array) and array.size and not _unscale_plain(array, np.float32(1 / scale)):
+            bad.add(i)
+    return sorted(bad)
+
+
+def _is_plain(array: NDArray) -> bool:
+    return (
+        array.stype == "default"
+        and array.dtype is np.float32
+        and array.context.device_type != "gpu"
+    )
+
+
+def _unscale_plain(array: NDArray, factor: Any) -> bool:
+    """Multiply a float32 CPU array in place; tell whether all its elements are finite."""
+    values = flat_view(array, np.float32, write=True)
+    total = 0.0
+    with np.errstate(all="ignore"):
+        for start in range(0, values.size, _BLOCK):
+            block = values[start : start + _BLOCK]
+            np.multiply(block, factor, out=block)
+            total += float(np.dot(block, block))
+        return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:

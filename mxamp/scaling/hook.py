@@ -17,19 +17,28 @@ import logging
 import threading
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    AbstractSet,
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import mxnet as mx
-from mxnet import autograd
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
-from ..policy.active import suspended
-from .finite import all_finite
+from .finite import all_finite, multiply
 from .scaler import Scaler
 
-__all__ = ["Stage", "StepReport", "TrainerHook", "fresh_gradients", "multiply"]
+__all__ = ["Stage", "StepReport", "TrainerHook", "fresh_gradients"]
 
 logger = logging.getLogger("mxamp")
 
@@ -101,6 +110,8 @@ class TrainerHook:
         self._losses = 0  # scaled since the last update
         self._loss_values: List[NDArray] = []
         self._unscaled = False
+        self._pass_scale: Optional[float] = None  # of a backward pass that has unscaled
+        self._overflown: AbstractSet[int] = frozenset()  # arrays, found by that pass
         self.publish(None)
 
     @property
@@ -154,6 +165,19 @@ class TrainerHook:
         with self._lock:
             self._losses = self._losses or 1
 
+    def mark_unscaled(
+        self, scale: float, written: AbstractSet[int], overflown: AbstractSet[int]
+    ) -> None:
+        """Take note of a backward pass that has scaled, and taken the scale out again.
+
+        By `id` of their arrays: the gradients it has written, and those that were not finite.
+        """
+        with self._lock:
+            self._losses = self._losses or 1
+            self._unscaled, self._reduced = True, False
+            self._pass_scale = scale
+            self._overflown = (self._overflown - written) | overflown
+
     def unscale(self) -> List[NDArray]:
         """Divide the gradients of all devices by the scale; return them."""
         if self.stage is Stage.NONE:
@@ -172,14 +196,17 @@ class TrainerHook:
         stage = self.stage
         if stage is Stage.NONE:
             return False
-        scale = self.loss_scale
+        scale = self._pass_scale or self.loss_scale
         fresh = fresh_gradients(params)
-        finite = all_finite([g for _, gradients in fresh for g in gradients])
+        # A script may have hidden what overflowed since, say by clipping element by element.
+        finite = not any(self._has_overflown(param) for param, _ in fresh)
+        finite = finite and all_finite([g for _, gradients in fresh for g in gradients])
         if finite and stage is Stage.SCALED:
             self.trainer._optimizer.rescale_grad /= scale
         report = self._report(finite, scale, fresh)
         self._losses, self._loss_values = 0, []
         self._unscaled = self._reduced = False
+        self._pass_scale, self._overflown = None, frozenset()
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
         _log(report)
@@ -189,13 +216,20 @@ class TrainerHook:
     def _report(self, finite: bool, scale: float, fresh: FreshGradients) -> StepReport:
         if finite:
             return StepReport(True, scale, self.scaler.update(True))
-        names = tuple(param.name for param, gradients in fresh if not all_finite(gradients))
+        names = tuple(
+            param.name
+            for param, gradients in fresh
+            if self._has_overflown(param) or not all_finite(gradients)
+        )
         # Else a later step with ignore_stale_grad=True would use what is skipped here.
         for param, _ in fresh:
             for data in param.list_data():
                 data._fresh_grad = False
         loss_finite = all_finite(self._loss_values)
         return StepReport(False, scale, self.scaler.update(False), names, loss_finite)
+
+    def _has_overflown(self, param: Parameter) -> bool:
+        return any(id(data) in self._overflown for data in param.list_data())
 
     def _watch(self, report: StepReport) -> None:
         """End a run that skips step after step, if it was asked for."""
@@ -243,13 +277,6 @@ def fresh_gradients(params: Sequence[Parameter]) -> FreshGradients:
         if gradients:
             fresh.append((param, gradients))
     return fresh
-
-
-def multiply(arrays: Sequence[NDArray], factor: float) -> None:
-    """Multiply arrays in place, each in its own dtype."""
-    with autograd.pause(), suspended():
-        for i in range(len(arrays)):
-            arrays[i].__imul__(factor)
 
 
 def start_kvstore(trainer: Trainer) -> None:

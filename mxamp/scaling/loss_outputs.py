@@ -1,10 +1,14 @@
 """Output operators that start the backward pass themselves, and the loss scale.
 
-`SoftmaxOutput` and the regression outputs ignore the gradient that comes to them from the loss: a
-scaled loss does not scale what they send back. Called eagerly, their input is passed through
-`x + (x*s - BlockGrad(x*s))`, which leaves every value as it is and multiplies the gradient by
-1 + s. `s` is an array: 0, but inside `scale_loss`, where MXNet's engine orders the backward pass
-between the two writes to it. A backward pass outside `scale_loss` is unscaled.
+`SoftmaxOutput` and its kin ignore the gradient that comes to them from the loss: a scaled loss does
+not scale what they send back. Their input is passed through an identity whose gradient is
+multiplied by a scale:
+
+    BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x))
+
+with a sign whose gradient is 1 (`_contrib_sign_ste`). The difference is exactly 0 for every x,
+infinite, NaN and -0 included, so no value changes. The scale is an array: 1, but inside
+`scale_loss`, where MXNet's engine orders the backward pass between the two writes to it.
 """
 
 import atexit
@@ -18,45 +22,49 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.operators import LOSS_OUTPUTS, resolve
 
-__all__ = ["HANDLES", "scaled_heads", "with_scalable_gradient"]
+__all__ = ["HANDLES", "scale_array", "scaled_heads", "with_scalable_gradient"]
 
 #: Of the operators whose eager calls are made scalable.
 HANDLES = frozenset(resolve(name).handle for name in LOSS_OUTPUTS)
 
-#: `s` by context. Recorded graphs hold these arrays, so they are made once a process.
-_extra: Dict[Any, NDArray] = {}
-atexit.register(_extra.clear)  # before MXNet's library goes
+#: The scale by context. Recorded graphs hold these arrays, so they are made once a process.
+_scales: Dict[Any, NDArray] = {}
+atexit.register(_scales.clear)  # before MXNet's library goes
 _lock = threading.Lock()
 
 
 def with_scalable_gradient(data: NDArray) -> NDArray:
     """Return `data`, of the same values, with a gradient that `scaled_heads` multiplies."""
-    extra = _extra_factor(data.context)
-    scaled = mx.nd.broadcast_mul(data, extra.reshape((1,) * max(data.ndim, 1)))
-    return data + (scaled - mx.nd.BlockGrad(scaled))
+    classic = data.as_nd_ndarray() if isinstance(data, mx.np.ndarray) else data
+    scale = scale_array(data.context).reshape((1,) * max(data.ndim, 1))
+    sign = mx.nd.contrib.sign_ste(classic)
+    zero = mx.nd.BlockGrad(sign) - sign
+    result = mx.nd.BlockGrad(classic) - mx.nd.broadcast_mul(zero, scale)
+    return result.as_np_ndarray() if isinstance(data, mx.np.ndarray) else result
 
 
-def _extra_factor(ctx: Any) -> NDArray:
+def scale_array(ctx: Any) -> NDArray:
+    """Return the array that holds the scale of a context's output operators."""
     with _lock, autograd.pause():
-        if ctx not in _extra:
-            _extra[ctx] = mx.nd.zeros((1,), ctx=ctx)
-        return _extra[ctx]
+        if ctx not in _scales:
+            _scales[ctx] = mx.nd.ones((1,), ctx=ctx)
+        return _scales[ctx]
 
 
 @contextmanager
 def scaled_heads(scale: float) -> Iterator[None]:
     """Multiply what output operators send back by `scale`, in backward passes inside."""
-    if scale == 1 or not _extra:
+    if scale == 1 or not _scales:
         yield
         return
-    _set(scale - 1)
+    _set(scale)
     try:
         yield
     finally:
-        _set(0)
+        _set(1)
 
 
 def _set(value: float) -> None:
     with _lock, autograd.pause():
-        for extra in _extra.values():
-            extra[:] = value
+        for array in _scales.values():
+            array[:] = value

@@ -18,8 +18,8 @@ from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..policy.active import current_policy
 from .checkpoint import SAVED_STATE, append_state, read_state
-from .finite import square_sum
-from .hook import Stage, TrainerHook, multiply
+from .finite import multiply, square_sum
+from .hook import Stage, TrainerHook
 from .loss_outputs import scaled_heads
 from .scaler import LossScaler, NoScaler, Scaler, positive_count, positive_number
 
