@@ -42,16 +42,13 @@ except InstallError as error:
         raise
     _problem = error
 else:
+    from .convert.bucketing import convert_bucketing_module
     from .convert.compare import OutputError, compare_models, random_inputs
     from .convert.files import ConvertedFiles, convert_files
-    from .convert.models import (
-        convert_bucketing_module,
-        convert_hybrid_block,
-        convert_model,
-        convert_symbol,
-    )
+    from .convert.models import convert_hybrid_block, convert_model, convert_symbol
     from .debugging.drawing import draw
-    from .debugging.explain import Plan, explain
+    from .debugging.explain import explain
+    from .debugging.plan import Plan
     from .frontends.contrib import patch_contrib
     from .frontends.decorate import decorate
     from .frontends.functions import (

@@ -48,6 +48,11 @@ def values(array):
         return up(array).asnumpy() if dtype_name(array.dtype) == "bfloat16" else array.asnumpy()
 
 
+def as_float32(array):
+    """NumPy values in float32."""
+    return np.asarray(array, dtype="float32")
+
+
 def kind(array):
     return dtype_name(array.dtype)
 

@@ -1,7 +1,8 @@
 """Checks on what conversion and its kin are given: layers, inputs, dtypes."""
 
 import fnmatch
-from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
+from dataclasses import dataclass
+from typing import Any, Dict, FrozenSet, Iterable, Mapping, Optional, Sequence
 
 from mxnet.symbol import Symbol
 
@@ -10,9 +11,27 @@ from ..framework.machine import DTYPE_CODES, dtype_name
 from ..graph.graph import Graph, argument_dtypes
 from ..policy.policy import Policy
 
-__all__ = ["Names", "checked_policy", "known_dtypes", "known_names", "names_of"]
+__all__ = ["Conversion", "Names", "checked_policy", "known_dtypes", "known_names", "names_of"]
 
 Names = Optional[Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion is told: the arguments of the `convert_*` functions, by those names.
+
+    `policy` is made of the operator lists. `not_offline` names inputs that are not cast offline,
+    whatever else is said.
+    """
+
+    policy: Policy
+    excluded_sym_names: Names = None
+    data_names: Names = None
+    cast_optional_params: bool = False
+    keep_io_types: bool = True
+    input_dtypes: Optional[Mapping[str, Any]] = None
+    fuse: bool = False
+    not_offline: FrozenSet[str] = frozenset()
 
 
 def checked_policy(policy: Policy, excluded: Names, graph: Graph) -> Policy:
@@ -48,17 +67,17 @@ def names_of(argument: str, names: Names) -> Sequence[str]:
         return ()
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"{argument} is a list of names, not {names!r}")
-    found = list(names)
-    if not all(isinstance(name, str) for name in found):
-        raise ArgumentError(f"{argument} is a list of strings, not {found!r}")
-    return found
+    listed = list(names)
+    if not all(isinstance(name, str) for name in listed):
+        raise ArgumentError(f"{argument} is a list of strings, not {listed!r}")
+    return listed
 
 
-def known_names(names: Sequence[str], there: Sequence[str], kind: str) -> Sequence[str]:
-    """Return `names`, all of which are `there`."""
+def known_names(names: Sequence[str], there: Sequence[str], what: str) -> Sequence[str]:
+    """Return `names`, all of which are `there`; `what` says what they name."""
     for name in names:
         if name not in there:
-            raise unknown(kind, name, there)
+            raise unknown(what, name, there)
     return names
 
 

@@ -37,11 +37,6 @@ class Traced:
             name: param for name, param in block.collect_params().items() if name in used
         }
 
-    @property
-    def data_names(self) -> List[str]:
-        """The inputs that are no parameters."""
-        return [variable.name for variable in self.inputs]
-
     def values(self) -> Dict[str, NDArray]:
         """Return the parameters' values, on the CPU."""
         for name, param in self.params.items():
@@ -138,10 +133,10 @@ def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
     """Return a list of contexts for a `ctx` argument; the current one by default."""
     if ctx is None:
         return [current_context()]
-    found = [ctx] if isinstance(ctx, Context) else list(ctx)
-    if not found or not all(isinstance(c, Context) for c in found):
+    contexts = [ctx] if isinstance(ctx, Context) else list(ctx)
+    if not contexts or not all(isinstance(one, Context) for one in contexts):
         raise ArgumentError(f"ctx is a Context or a list of them, not {ctx!r}")
-    return found
+    return contexts
 
 
 def rebuilt(

@@ -157,11 +157,11 @@ def _labels(
     if not missing:
         return {}
     shapes = symbol.infer_shape_partial(**{name: array.shape for name, array in values.items()})[0]
-    found = dict(zip(symbol.list_arguments(), shapes or ()))
-    unknown = [name for name in missing if not found.get(name) or min(found[name]) <= 0]
+    inferred = dict(zip(symbol.list_arguments(), shapes or ()))
+    unknown = [name for name in missing if not inferred.get(name) or min(inferred[name]) <= 0]
     if unknown:
         raise ArgumentError(f"inputs without a value: {', '.join(unknown)}")
-    return {name: nd.zeros(found[name]) for name in missing}
+    return {name: nd.zeros(inferred[name]) for name in missing}
 
 
 def _error(name: str, ours: Any, theirs: Any) -> OutputError:

@@ -102,24 +102,38 @@ def convert_files(
         if (cast_optional_params or fuse) and dtype == "bfloat16" and mx.util.is_np_shape():
             raise ArgumentError(NUMPY_BFLOAT16.format(prefix=str(prefix)))
         converted = convert_model(
-            *model, target_dtype=target_dtype, excluded_sym_names=excluded_sym_names,
-            cast_optional_params=cast_optional_params, policy=policy, keep_io_types=keep_io_types,
-            input_dtypes=input_dtypes, fuse=fuse,
-        )  # fmt: skip
-        errors: Tuple[OutputError, ...] = ()
-        if check_inputs is not None:
-            errors = compare_models(model, converted, check_inputs)
-            for error in errors:
-                if error.lost:
-                    raise StateError(LOST.format(count=error.lost, name=error.name))
+            *model,
+            target_dtype=target_dtype,
+            excluded_sym_names=excluded_sym_names,
+            cast_optional_params=cast_optional_params,
+            policy=policy,
+            keep_io_types=keep_io_types,
+            input_dtypes=input_dtypes,
+            fuse=fuse,
+        )
+        errors = _checked(model, converted, check_inputs) if check_inputs is not None else ()
         before = sum(path.stat().st_size for path in read)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            mx.model.save_checkpoint(str(Path(place) / "model"), epoch, *converted)
-            mx.nd.waitall()
-            for made, path in zip(_files(Path(place) / "model", epoch), written):
-                made.replace(path)
+        _write(converted, written, epoch)
         after = sum(path.stat().st_size for path in written)
         return ConvertedFiles(*written, before, after, errors)
+
+
+def _checked(model: Model, converted: Model, inputs: Mapping[str, Any]) -> Tuple[OutputError, ...]:
+    """Return the errors of a converted model's outputs; raise where it loses finite ones."""
+    errors = compare_models(model, converted, inputs)
+    for error in errors:
+        if error.lost:
+            raise StateError(LOST.format(count=error.lost, name=error.name))
+    return errors
+
+
+def _write(model: Model, files: Tuple[Path, Path], epoch: int) -> None:
+    """Write a model's two files: both whole beside their places first, then moved there."""
+    with tempfile.TemporaryDirectory(dir=files[0].parent) as folder:
+        mx.model.save_checkpoint(str(Path(folder) / "model"), epoch, *model)
+        mx.nd.waitall()
+        for made, path in zip(_files(Path(folder) / "model", epoch), files):
+            made.replace(path)
 
 
 def saved_semantics(prefix: Union[str, Path], epoch: int = 0) -> Any:

@@ -4,25 +4,22 @@ What comes out holds stock operators only and runs in plain MXNet, without mxamp
 returns the dtypes of the original. The caller's symbol, block and dictionaries stay as they are.
 """
 
-from typing import AbstractSet, Any, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Any, Iterable, Mapping, Optional, Tuple
 
 from mxnet.context import Context
 from mxnet.gluon import HybridBlock, SymbolBlock
-from mxnet.module import BucketingModule
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, StateError
-from ..graph.fuse import fused
-from ..graph.graph import Graph
+from ..errors import ArgumentError
 from ..patches.cached_op import Source
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
-from .arguments import Names, checked_policy
+from .arguments import Conversion, Names
 from .blocks import Examples, contexts_of, rebuilt, trace
-from .symbols import Converted, Params, cast_params, convert_graph
+from .symbols import Params, cast_params, convert
 
-__all__ = ["convert_bucketing_module", "convert_hybrid_block", "convert_model", "convert_symbol"]
+__all__ = ["convert_hybrid_block", "convert_model", "convert_symbol"]
 
 
 def convert_symbol(
@@ -83,7 +80,7 @@ def convert_symbol(
     ArgumentError
         Arguments of wrong types, or an operator in two lists.
     """
-    chosen = Policy.from_lists(
+    policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,
         fp32_ops,
@@ -91,10 +88,10 @@ def convert_symbol(
         conditional_fp32_ops,
         policy=policy,
     )
-    return convert_graph(
-        sym, chosen, excluded_sym_names, data_names, cast_optional_params, keep_io_types,
-        input_dtypes,
-    ).symbol  # fmt: skip
+    conversion = Conversion(
+        policy, excluded_sym_names, data_names, cast_optional_params, keep_io_types, input_dtypes
+    )
+    return convert(sym, conversion).symbol
 
 
 def convert_model(
@@ -133,7 +130,7 @@ def convert_model(
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
             raise ArgumentError(f"{name} maps names to NDArrays, and is not {params!r}")
-    chosen = Policy.from_lists(
+    policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,
         fp32_ops,
@@ -141,22 +138,16 @@ def convert_model(
         conditional_fp32_ops,
         policy=policy,
     )
-    held = {**arg_params, **aux_params}
-    data = None
-    if isinstance(sym, Symbol):
-        data = [name for name in sym.list_inputs() if name not in held]
-        if fuse:
-            sym, held, chosen = fused(
-                sym,
-                held,
-                chosen,
-                checked_policy(chosen, excluded_sym_names, Graph.from_symbol(sym)),
-            )
-    converted = convert_graph(
-        sym, chosen, excluded_sym_names, data, cast_optional_params or fuse, keep_io_types,
-        input_dtypes, held,
-    )  # fmt: skip
-    values = cast_params(held, converted)
+    conversion = Conversion(
+        policy,
+        excluded_sym_names,
+        cast_optional_params=cast_optional_params,
+        keep_io_types=keep_io_types,
+        input_dtypes=input_dtypes,
+        fuse=fuse,
+    )
+    converted = convert(sym, conversion, {**arg_params, **aux_params})
+    values = cast_params(converted.params, converted.inputs)
     auxs = {name: value for name, value in values.items() if name in aux_params}
     return converted.symbol, {n: v for n, v in values.items() if n not in auxs}, auxs
 
@@ -217,7 +208,7 @@ def convert_hybrid_block(
     StateError
         The block has no graph yet and no example was given, or a parameter has no value.
     """
-    chosen = Policy.from_lists(
+    policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,
         fp32_ops,
@@ -227,90 +218,19 @@ def convert_hybrid_block(
     )
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
-    symbol, values = traced.symbol, traced.values()
-    if fuse:
-        symbol, values, chosen = fused(
-            symbol,
-            values,
-            chosen,
-            checked_policy(chosen, excluded_sym_names, Graph.from_symbol(symbol)),
-        )
-    converted = convert_graph(
-        symbol, chosen, excluded_sym_names, traced.data_names, cast_optional_params or fuse,
-        keep_io_types, input_dtypes, values,
-    )  # fmt: skip
-    values = cast_params(values, converted)
+    conversion = Conversion(
+        policy,
+        excluded_sym_names,
+        cast_optional_params=cast_optional_params,
+        keep_io_types=keep_io_types,
+        input_dtypes=input_dtypes,
+        fuse=fuse,
+    )
+    converted = convert(traced.symbol, conversion, traced.values())
+    values = cast_params(converted.params, converted.inputs)
     frozen = values if fuse else converted.inputs
     # With other dtypes of inputs and outputs than its own, the source is another model.
-    tuned = converted.policy.chooses and keep_io_types
-    source = Source(symbol, converted.policy, frozenset(converted.inputs)) if tuned else None
+    source = None
+    if converted.policy.chooses and keep_io_types:
+        source = Source(converted.source, converted.policy, frozenset(converted.inputs))
     return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source)
-
-
-def convert_bucketing_module(
-    bucketing_mod: BucketingModule,
-    target_dtype: Any = "float16",
-    target_dtype_ops: Names = None,
-    fp32_ops: Names = None,
-    conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Names = None,
-    cast_optional_params: bool = False,
-    *,
-    widest_dtype_ops: Names = None,
-    policy: Optional[Policy] = None,
-    keep_io_types: bool = True,
-    input_dtypes: Optional[Mapping[str, Any]] = None,
-) -> BucketingModule:
-    """Return a bound and initialized `BucketingModule` with the symbol of each bucket converted.
-
-    The parameters are those of `convert_model`. A parameter is cast offline only if every bucket
-    reads it in the target dtype alone.
-    """
-    if not isinstance(bucketing_mod, BucketingModule):
-        raise ArgumentError(
-            f"convert_bucketing_module takes a BucketingModule, not {type(bucketing_mod).__name__}"
-        )
-    if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
-        raise StateError("bind the BucketingModule and initialize its parameters before converting")
-    chosen = Policy.from_lists(
-        target_dtype,
-        target_dtype_ops,
-        fp32_ops,
-        widest_dtype_ops,
-        conditional_fp32_ops,
-        policy=policy,
-    )
-    args, auxs = bucketing_mod.get_params()
-    held = {**args, **auxs}
-    plain = {key: module._symbol for key, module in bucketing_mod._buckets.items()}
-
-    def converted(keep: AbstractSet[str]) -> Dict[Any, Converted]:
-        return {
-            key: convert_graph(
-                symbol, chosen, excluded_sym_names,
-                [name for name in symbol.list_inputs() if name not in held],
-                cast_optional_params, keep_io_types, input_dtypes, held, keep,
-            )
-            for key, symbol in plain.items()
-        }  # fmt: skip
-
-    found = converted(frozenset())
-    common = set.intersection(*(set(one.inputs) for one in found.values()))
-    keep = {name for one in found.values() for name in one.inputs} - common
-    if keep:
-        found = converted(keep)
-    first = next(iter(found.values()))
-    return BucketingModule.load_dict(
-        {key: one.symbol for key, one in found.items()},
-        sym_gen=bucketing_mod._sym_gen,
-        arg_params=cast_params(args, first),
-        aux_params=cast_params(auxs, first),
-        default_bucket_key=bucketing_mod._default_bucket_key,
-        logger=bucketing_mod.logger,
-        context=bucketing_mod._context,
-        work_load_list=bucketing_mod._work_load_list,
-        fixed_param_names=bucketing_mod._fixed_param_names,
-        state_names=bucketing_mod._state_names,
-        group2ctxs=bucketing_mod._group2ctxs,
-        compression_params=bucketing_mod._compression_params,
-    )

@@ -1,7 +1,7 @@
 """One symbol converted: the rewrite, dtypes recorded, casts made offline, casts kept on save."""
 
 import logging
-from typing import Any, Dict, FrozenSet, Iterable, Mapping, NamedTuple, Optional
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
@@ -9,14 +9,16 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError
 from ..framework.arrays import cast
 from ..graph.cast_params import cast_offline, count_losses, with_dtypes
+from ..graph.fuse import fused
 from ..graph.graph import Graph
 from ..graph.insert_casts import rewrite
 from ..graph.shape_rules import choose
+from ..graph.usage import Usage
 from ..policy.active import suspended
 from ..policy.policy import Policy
-from .arguments import Names, checked_policy, known_dtypes, known_names, names_of
+from .arguments import Conversion, checked_policy, known_dtypes, known_names, names_of
 
-__all__ = ["Converted", "Params", "cast_params", "convert_graph"]
+__all__ = ["Converted", "Params", "cast_params", "convert"]
 
 logger = logging.getLogger("mxamp")
 
@@ -51,79 +53,90 @@ class _KeepsCasts:
         return str(super().tojson(remove_amp_cast=False))  # type: ignore[misc]
 
 
-_kinds: Dict[type, type] = {}
+_classes: Dict[type, type] = {}
 
 
-def _keeping_casts(kind: type) -> type:
-    """Return the symbol class `kind` as one that keeps casts."""
-    if issubclass(kind, _KeepsCasts):
-        return kind
-    if kind not in _kinds:
-        _kinds[kind] = type("Converted" + kind.__name__, (_KeepsCasts, kind), {"__slots__": ()})
-    return _kinds[kind]
+def _keeping_casts(cls: type) -> type:
+    """Return the symbol class `cls` as one that keeps casts."""
+    if issubclass(cls, _KeepsCasts):
+        return cls
+    if cls not in _classes:
+        _classes[cls] = type("Converted" + cls.__name__, (_KeepsCasts, cls), {"__slots__": ()})
+    return _classes[cls]
 
 
 class Converted(NamedTuple):
-    """A converted symbol, the inputs that it now takes in another dtype, and what decided it."""
+    """A converted model, and how it was made."""
 
     symbol: Symbol
-    inputs: Dict[str, str]
-    policy: Policy
+    inputs: Dict[str, str]  #: those it now takes in another dtype
+    params: Params  #: of `source`: the values given, those of fused operators among them
+    source: Graph  #: the graph without casts
+    policy: Policy  #: what decided
 
 
-def convert_graph(
-    sym: Symbol,
-    policy: Policy,
-    excluded: Names = None,
-    data_names: Names = None,
-    offline: bool = False,
-    keep_io_types: bool = True,
-    input_dtypes: Optional[Mapping[str, Any]] = None,
-    params: Optional[Mapping[str, NDArray]] = None,
-    keep: Iterable[str] = (),
+def convert(
+    symbol: Symbol, conversion: Conversion, params: Optional[Mapping[str, NDArray]] = None
 ) -> Converted:
-    """Convert a symbol as `convert_symbol` says; inputs in `keep` are not cast offline.
+    """Convert a symbol, or with `params` a model, as `convert_symbol` and `convert_model` say.
 
-    Where parameters are known, precisions are chosen by their shapes too.
+    Where parameters are known, inputs that are none are its data, and precisions are chosen by
+    the parameters' shapes too.
     """
-    if not isinstance(sym, Symbol):
-        raise ArgumentError(f"a model's graph is a Symbol, not {type(sym).__name__}")
-    graph = Graph.from_symbol(sym)
-    policy = checked_policy(policy, excluded, graph)
-    data = known_names(names_of("data_names", data_names), sym.list_inputs(), "input")
-    if not keep_io_types and data_names is None:
-        raise ArgumentError(NO_DATA_NAMES.format(inputs=", ".join(sym.list_inputs())))
-    held = params or {}
-    found = known_dtypes(sym, {name: p.dtype for name, p in held.items()}, input_dtypes)
-    shapes = {name: p.shape for name, p in held.items()}
-    choices = choose(sym, policy, shapes, training=False, converting=True)
-    result = rewrite(graph, policy, found, restore=keep_io_types, choices=choices)
-    if result.graph == graph:
-        return Converted(sym, {}, policy)
-    new = with_dtypes(result.graph, found)
-    kept = _kept_inputs(sym, data, offline, keep_io_types) | frozenset(keep)
-    cast_inputs: Dict[str, str] = {}
-    if not kept.issuperset(sym.list_inputs()):
-        new, cast_inputs = cast_offline(new, kept, policy.target_dtype)
-    return Converted(new.to_symbol(_keeping_casts(type(sym))), cast_inputs, policy)
+    if not isinstance(symbol, Symbol):
+        raise ArgumentError(f"a model's graph is a Symbol, not {type(symbol).__name__}")
+    graph = Graph.from_symbol(symbol)
+    policy = checked_policy(conversion.policy, conversion.excluded_sym_names, graph)
+    data = _data_names(graph, conversion, params)
+    held = dict(params or {})
+    dtypes = known_dtypes(
+        symbol, {name: array.dtype for name, array in held.items()}, conversion.input_dtypes
+    )
+    if conversion.fuse:
+        graph, held, policy = fused(graph, held, policy)
+    shapes = {name: array.shape for name, array in held.items()}
+    usage = Usage(dtypes, shapes, restore=conversion.keep_io_types, converting=True)
+    new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
+    if new == graph and not conversion.fuse:
+        return Converted(symbol, {}, held, graph, policy)
+    new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), data, policy, conversion)
+    written = new.to_symbol(_keeping_casts(type(symbol)))
+    return Converted(written, inputs, held, graph, policy)
 
 
-def _kept_inputs(
-    sym: Symbol, data: Iterable[str], offline: bool, keep_io_types: bool
-) -> FrozenSet[str]:
-    """Return the inputs whose casts stay in the graph."""
-    data = frozenset(data)
-    params = frozenset(sym.list_inputs()) - data
-    return (frozenset() if offline else params) | (data if keep_io_types else frozenset())
+def _data_names(
+    graph: Graph, conversion: Conversion, params: Optional[Mapping[str, NDArray]]
+) -> Sequence[str]:
+    """Return the inputs that are no parameters."""
+    if params is not None:
+        return [name for name in graph.input_names if name not in params]
+    names = names_of("data_names", conversion.data_names)
+    if not conversion.keep_io_types and conversion.data_names is None:
+        raise ArgumentError(NO_DATA_NAMES.format(inputs=", ".join(graph.input_names)))
+    return known_names(names, graph.input_names, "input")
 
 
-def cast_params(params: Mapping[str, NDArray], converted: Converted) -> Params:
-    """Return new parameters for a converted symbol; those that lose values are named in the log."""
+def _with_inputs_cast(
+    graph: Graph, data: Sequence[str], policy: Policy, conversion: Conversion
+) -> Tuple[Graph, Dict[str, str]]:
+    """Drop the casts of inputs that are to be given in the target dtype; return their dtypes."""
+    kept = set(conversion.not_offline)
+    if conversion.keep_io_types:
+        kept.update(data)
+    if not (conversion.cast_optional_params or conversion.fuse):
+        kept.update(name for name in graph.input_names if name not in data)
+    if kept.issuperset(graph.input_names):
+        return graph, {}
+    return cast_offline(graph, kept, policy.target_dtype)
+
+
+def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Params:
+    """Return the parameters cast to `dtypes`; those that lose values are named in the log."""
     result = dict(params)
     with suspended():
-        for name in params.keys() & converted.inputs.keys():
-            result[name] = cast(params[name], converted.inputs[name])
+        for name in params.keys() & dtypes.keys():
+            result[name] = cast(params[name], dtypes[name])
             overflown, vanished = count_losses(params[name], result[name])
             if overflown or vanished:
-                logger.warning(LOSSY, name, converted.inputs[name], overflown, vanished)
+                logger.warning(LOSSY, name, dtypes[name], overflown, vanished)
     return result

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Iterable, Optional, Union
 
 from ..errors import ArgumentError, StateError
-from .explain import NodePlan, Plan
+from .plan import NodePlan, Plan
 
 __all__ = ["draw", "to_dot"]
 
@@ -52,19 +52,19 @@ def draw(plan: Plan, path: Union[str, Path]) -> None:
     All but .dot need Graphviz's program `dot`; without it a `StateError` says so.
     """
     target = Path(path)
-    kind = target.suffix[1:].lower()
-    if kind not in ("svg", "png", "pdf", "dot"):
+    file_format = target.suffix[1:].lower()
+    if file_format not in ("svg", "png", "pdf", "dot"):
         raise ArgumentError(f"a graph is written as .svg, .png, .pdf or .dot, not {str(path)!r}")
     if not target.parent.is_dir():
         raise ArgumentError(f"there is no folder {str(target.parent)!r} to write to")
     source = to_dot(plan)
-    if kind == "dot":
+    if file_format == "dot":
         target.write_text(source, encoding="utf-8")
         return
     import graphviz
 
     try:
-        picture = graphviz.Source(source).pipe(format=kind)
+        picture = graphviz.Source(source).pipe(format=file_format)
     except graphviz.ExecutableNotFound:
         raise StateError(NO_GRAPHVIZ.format(dot=str(target.with_suffix(".dot")))) from None
     target.write_bytes(picture)

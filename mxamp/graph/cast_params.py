@@ -1,5 +1,6 @@
 """Variables of a converted graph: recorded dtypes, and casts made once instead of each run."""
 
+from dataclasses import replace
 from typing import AbstractSet, Dict, List, Mapping, Tuple
 
 import numpy as np
@@ -7,7 +8,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast
 from ..framework.machine import DTYPE_CODES
-from .graph import CASTS, Graph, Node
+from .graph import CASTS, Graph, GraphCopy
 
 __all__ = ["cast_offline", "count_losses", "with_dtypes", "without"]
 
@@ -19,46 +20,44 @@ def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
     for i in behind:
         node, code = nodes[i], DTYPE_CODES.get(dtypes.get(nodes[i].name, "float32"))
         if node.is_variable and "__dtype__" not in node.attrs and code is not None:
-            nodes[i] = Node("null", node.name, {**node.attrs, "__dtype__": str(code)})
-    return Graph(nodes, graph.heads, graph.attrs)
+            nodes[i] = replace(node, attrs={**node.attrs, "__dtype__": str(code)})
+    return replace(graph, nodes=nodes)
 
 
 def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Graph, Dict[str, str]]:
     """Drop the casts of variables that are only read through a cast to `dtype`.
 
-    The variable takes the dtype itself, recorded in its `__dtype__`.
+    The variable takes the dtype itself, recorded in its `__dtype__`. Returns the graph, and the
+    dtype by name of each such variable; those named in `keep` stay as they are.
     """
-    readers: Dict[int, List[Tuple[int, Node]]] = {}
+    readers: Dict[int, List[int]] = {}
     for i, node in enumerate(graph.nodes):
         for source, _ in node.inputs:
-            readers.setdefault(source, []).append((i, node))
+            readers.setdefault(source, []).append(i)
     heads = {node for node, _ in graph.heads}
-    replaced: Dict[int, int] = {}
-    found: Dict[str, str] = {}
+    dropped: Dict[int, int] = {}
+    cast_variables: Dict[str, str] = {}
     nodes = list(graph.nodes)
     for i, node in enumerate(graph.nodes):
         if not node.is_variable or node.name in keep or i in heads or i not in readers:
             continue
-        if all(n.op == "amp_cast" and n.attrs["dtype"] == dtype for _, n in readers[i]):
-            attrs = {**node.attrs, "__dtype__": str(DTYPE_CODES[dtype])}
-            nodes[i] = Node("null", node.name, attrs)
-            found[node.name] = dtype
-            replaced.update((j, i) for j, _ in readers[i])
-    return without(Graph(nodes, graph.heads, graph.attrs), replaced), found
+        read_by = [graph.nodes[j] for j in readers[i]]
+        if all(reader.op == "amp_cast" and reader.attrs["dtype"] == dtype for reader in read_by):
+            nodes[i] = replace(node, attrs={**node.attrs, "__dtype__": str(DTYPE_CODES[dtype])})
+            cast_variables[node.name] = dtype
+            dropped.update(dict.fromkeys(readers[i], i))
+    return without(replace(graph, nodes=nodes), dropped), cast_variables
 
 
-def without(graph: Graph, replaced: Mapping[int, int]) -> Graph:
-    """Return a graph in which each node of `replaced` is gone and its input read in its place."""
-    places: Dict[int, int] = {}
-    nodes: List[Node] = []
-    for i, node in enumerate(graph.nodes):
-        if i in replaced:
-            places[i] = places[replaced[i]]
-            continue
-        places[i] = len(nodes)
-        inputs = [(places[source], k) for source, k in node.inputs]
-        nodes.append(Node(node.op, node.name, node.attrs, inputs, node.subgraphs, node.num_outputs))
-    return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
+def without(graph: Graph, dropped: Mapping[int, int]) -> Graph:
+    """Return the graph without the nodes `dropped`, each of which maps to what is read instead."""
+    copy = GraphCopy(graph)
+    for i in range(len(graph.nodes)):
+        if i in dropped:
+            copy.read_instead(i, dropped[i])
+        else:
+            copy.add_copy(i)
+    return copy.finished()
 
 
 def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:

@@ -7,8 +7,8 @@ depth-first walk over the graph, which casts put between nodes do not change.
 
 import ctypes
 import json
-from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+from dataclasses import dataclass, field, replace
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Type
 
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
@@ -16,7 +16,16 @@ from mxnet.symbol import Symbol
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
 
-__all__ = ["CASTS", "Graph", "Node", "Output", "infer_outputs"]
+__all__ = [
+    "CASTS",
+    "Graph",
+    "GraphCopy",
+    "Node",
+    "Output",
+    "argument_dtypes",
+    "infer_outputs",
+    "infer_types",
+]
 
 Output = Tuple[int, int]  #: (node, output of it)
 CASTS = frozenset({"amp_cast", "Cast"})
@@ -45,13 +54,13 @@ class Node:
 
     def to_json(self) -> Dict[str, Any]:
         """Return it as MXNet writes it."""
-        found: Dict[str, Any] = {"op": self.op, "name": self.name}
+        data: Dict[str, Any] = {"op": self.op, "name": self.name}
         if self.attrs:
-            found["attrs"] = self.attrs
-        found["inputs"] = [[node, output, 0] for node, output in self.inputs]
+            data["attrs"] = self.attrs
+        data["inputs"] = [[node, output, 0] for node, output in self.inputs]
         if self.subgraphs:
-            found["subgraphs"] = [graph.to_json() for graph in self.subgraphs]
-        return found
+            data["subgraphs"] = [graph.to_json() for graph in self.subgraphs]
+        return data
 
 
 @dataclass
@@ -98,14 +107,61 @@ class Graph:
             **({"attrs": self.attrs} if self.attrs else {}),
         }
 
-    def to_symbol(self, kind: Type[Symbol] = Symbol) -> Symbol:
-        """Return it as a symbol of class `kind` (classic or NumPy)."""
-        return kind(_load(self.to_json()))
+    def to_symbol(self, symbol_class: Type[Symbol] = Symbol) -> Symbol:
+        """Return it as a symbol of a class: `mx.sym.Symbol`, or the one of `mx.sym.np`."""
+        return symbol_class(_load(self.to_json()))
 
     @property
     def variables(self) -> List[Node]:
-        """Its inputs, in MXNet's order."""
+        """Its inputs: of a graph that was read from a symbol, in the order of `list_inputs`."""
         return [node for node in self.nodes if node.is_variable]
+
+    @property
+    def input_names(self) -> List[str]:
+        """The names of its inputs, in the same order."""
+        return [node.name for node in self.variables]
+
+    @property
+    def operators(self) -> FrozenSet[str]:
+        """The operators in it, and in the bodies of its loops."""
+        inner = (body.operators for node in self.nodes for body in node.subgraphs)
+        return frozenset(node.op for node in self.nodes if not node.is_variable).union(*inner)
+
+
+class GraphCopy:
+    """A copy of a graph in the making: node by node, with changes on the way.
+
+    Every node of the source is added once, or another is read in its place.
+    """
+
+    def __init__(self, source: Graph) -> None:
+        self.nodes: List[Node] = []
+        self._source = source
+        self._places: Dict[int, int] = {}
+
+    def inputs(self, node: Node) -> List[Output]:
+        """Return what a node of the source reads, by the copy's indices."""
+        return [(self._places[i], k) for i, k in node.inputs]
+
+    def add(self, node: Node) -> Output:
+        """Append a node that the source does not have; return its first output."""
+        self.nodes.append(node)
+        return len(self.nodes) - 1, 0
+
+    def add_copy(self, i: int, **changes: Any) -> None:
+        """Append node i of the source, with some of its fields changed."""
+        node = self._source.nodes[i]
+        copied = replace(node, **{"inputs": self.inputs(node), **changes})
+        self._places[i], _ = self.add(copied)
+
+    def read_instead(self, i: int, other: int) -> None:
+        """Leave node i of the source out; what read it reads `other`, an earlier one."""
+        self._places[i] = self._places[other]
+
+    def finished(self) -> Graph:
+        """Return the copy."""
+        heads = [(self._places[i], k) for i, k in self._source.heads]
+        return Graph(self.nodes, heads, self._source.attrs)
 
 
 # ---------------------------------------------------------------------- dtypes
@@ -126,10 +182,10 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
         return _ask(node, dtypes)
     attrs = frozenset(item for item in node.attrs.items() if not item[0].startswith("__"))
     key = (node.op, attrs, tuple(dtypes), node.num_outputs)
-    found = _inferred.get(key)
-    if found is None:
-        found = _inferred[key] = _ask(node, dtypes)
-    return found
+    outputs = _inferred.get(key)
+    if outputs is None:
+        outputs = _inferred[key] = _ask(node, dtypes)
+    return outputs
 
 
 def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
@@ -138,13 +194,10 @@ def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
         Node("null", f"input{i}", {"__dtype__": str(DTYPE_CODES.get(dtype, 0))})
         for i, dtype in enumerate(dtypes)
     ]
-    alone = Node(
-        node.op, "node", node.attrs, [(i, 0) for i in range(count)], node.subgraphs,
-        node.num_outputs,
-    )  # fmt: skip
+    alone = replace(node, name="node", inputs=[(i, 0) for i in range(count)])
     graph = Graph([*inputs, alone], [(count, i) for i in range(node.num_outputs)], _VERSION)
-    found = infer_types(graph.to_symbol())
-    return found[1] if found is not None else ("float32",) * node.num_outputs
+    inferred = infer_types(graph.to_symbol())
+    return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
 
 
 def infer_types(
@@ -172,18 +225,17 @@ def infer_types(
     if not complete.value:
         return None
     return tuple(
-        tuple(DTYPE_NAMES.get(found[i], "other") for i in range(size.value))
-        for size, found in zip(sizes, types)
+        tuple(DTYPE_NAMES.get(listed[i], "other") for i in range(size.value))
+        for size, listed in zip(sizes, types)
     )
 
 
 def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> Dict[str, str]:
     """Return the dtype of every argument, float32 where neither given nor inferred."""
     known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
-    found = infer_types(symbol, known)
-    names = symbol.list_arguments()
-    inferred = dict(zip(names, found[0])) if found is not None else {}
-    return {name: known.get(name, inferred.get(name, "float32")) for name in names}
+    names, inferred = symbol.list_arguments(), infer_types(symbol, known)
+    dtypes = dict(zip(names, inferred[0])) if inferred is not None else {}
+    return {name: known.get(name, dtypes.get(name, "float32")) for name in names}
 
 
 def _load(data: Mapping[str, Any]) -> SymbolHandle:

@@ -1,23 +1,12 @@
 """The graph rewrite: puts `amp_cast` where the policy's decisions ask for other dtypes.
 
 One walk over the nodes, inputs first. Each output of the old graph is known by its dtype without
-mxamp ("plain") and by the entry of the new graph that stands for it. One cast a tensor and dtype;
-a cast up is undone by reading what was cast, never by casting down again.
+mxamp ("plain") and by the entry of the new graph that stands for it. Nodes are known by index: a
+block that is called twice gives two nodes the same name.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import (
-    AbstractSet,
-    Dict,
-    FrozenSet,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from mxnet.symbol import Symbol
 
@@ -26,44 +15,39 @@ from ..policy.active import note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
 from . import substitutions
+from .builder import HALVES, Builder, Entry
+from .choices import NONE, Choices
+from .control_flow import body_usage, rewrites_bodies
 from .graph import Graph, Node, Output, infer_outputs
-from .shape_rules import NONE, Choices
+from .usage import Usage
 
-__all__ = ["UNSAFE_LOOPS", "Rewrite", "rewrite", "rewrite_symbol"]
+__all__ = ["Rewrite", "rewrite", "rewritten_symbol"]
 
-HALVES = CASTABLE - {"float32"}
-
-#: Control flow whose gradients in graphs read memory that MXNet has never written: garbage or
-#: right by luck, in plain float32 too. Any change to their bodies changes the luck.
-UNSAFE_LOOPS = frozenset({"_while_loop", "_cond"})
-
-LOOPS = UNSAFE_LOOPS | {"_foreach"}
-
-
-class Entry(NamedTuple):
-    """An output in the new graph, its dtype, and what it is a mere widening of.
-
-    One that is `by_choice` is float32 only because a choice by shape has kept it so: next to the
-    target dtype it is cast down, where others would widen.
-    """
-
-    output: Output
-    dtype: str
-    source: Optional["Entry"] = None
-    by_choice: bool = False
+OTHER_ORDER = (
+    "the rewritten graph takes its inputs in another order; please report this graph: "
+    "{before} became {after}"
+)
 
 
 @dataclass
 class Rewrite:
-    """The new graph, and what was decided for each operator node: by name, with its operator."""
+    """The new graph, and what was decided for each operator in it: by index of the new node."""
 
     graph: Graph
-    decisions: Dict[str, Tuple[str, Decision]] = field(default_factory=dict)
+    decisions: Dict[int, Decision] = field(default_factory=dict)
+    bodies: Dict[int, List["Rewrite"]] = field(default_factory=dict)  #: of loops, by their index
 
     @property
     def casts(self) -> int:
         """How many casts the graph holds, bodies of loops included."""
         return _count_casts(self.graph)
+
+    def decided(self) -> Iterator[Tuple[Graph, Node, Decision]]:
+        """Yield each operator with the graph that holds it; bodies follow their loops."""
+        for i, decision in self.decisions.items():
+            yield self.graph, self.graph.nodes[i], decision
+            for body in self.bodies.get(i, ()):
+                yield from body.decided()
 
 
 def _count_casts(graph: Graph) -> int:
@@ -71,199 +55,151 @@ def _count_casts(graph: Graph) -> int:
     return inner + sum(node.op == "amp_cast" for node in graph.nodes)
 
 
-def rewrite_symbol(
-    symbol: Symbol,
-    policy: Policy,
-    dtypes: Mapping[str, str],
-    guarded: AbstractSet[str] = frozenset(),
-    training: bool = False,
-    choices: Choices = NONE,
-    stored: AbstractSet[str] = frozenset(),
-) -> Symbol:
-    """Return `symbol` rewritten; the symbol itself where there is nothing to cast.
+def rewritten_symbol(
+    graph: Graph, symbol_class: Type[Symbol], policy: Policy, usage: Usage, choices: Choices = NONE
+) -> Optional[Symbol]:
+    """Return a symbol's graph rewritten, as a symbol of that class that is about to run.
 
-    Its inputs and outputs keep names, order and dtypes.
+    None where there is nothing to cast. Inputs and outputs keep names, order and dtypes.
     """
-    graph = Graph.from_symbol(symbol)
-    result = rewrite(graph, policy, dtypes, guarded, training, choices=choices, stored=stored)
-    for operator, decision in result.decisions.values():
-        note_precision(operator, decision.precision)
+    result = rewrite(graph, policy, usage, choices)
+    for _, node, decision in result.decided():
+        note_precision(node.operator, decision.precision)
     if result.graph == graph:
-        return symbol
-    rewritten = result.graph.to_symbol(type(symbol))
-    if rewritten.list_inputs() != symbol.list_inputs():
-        raise AmpError(
-            "the rewritten graph takes its inputs in another order; please report this graph: "
-            f"{symbol.list_inputs()} became {rewritten.list_inputs()}"
-        )
-    return rewritten
+        return None
+    symbol = result.graph.to_symbol(symbol_class)
+    before, after = graph.input_names, symbol.list_inputs()
+    if after != before:
+        raise AmpError(OTHER_ORDER.format(before=before, after=after))
+    return symbol
 
 
-def rewrite(
-    graph: Graph,
-    policy: Policy,
-    dtypes: Mapping[str, str],
-    guarded: AbstractSet[str] = frozenset(),
-    training: bool = False,
-    restore: bool = True,
-    choices: Choices = NONE,
-    stored: AbstractSet[str] = frozenset(),
-) -> Rewrite:
-    """Insert the casts that `policy` decides on.
+def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Rewrite:
+    """Insert the casts that `policy` decides on into a graph that is used like this.
 
-    Parameters
-    ----------
-    graph : Graph
-        Left as it is.
-    dtypes : mapping of str to str
-        The dtype of each variable by name, or "sparse"; float32 where unnamed.
-    guarded : set of str
-        Variables whose gradients may be accumulated (`grad_req="add"`): see `_guarded`.
-    training : bool
-        Gradients will be computed. Then the bodies of `UNSAFE_LOOPS` stay as they are.
-    restore : bool
-        Give the graph's outputs the dtypes that they had; otherwise they stay as computed.
-    choices : Choices
-        What shapes and neighbours have decided: `choices.choose`.
-    stored : set of str
-        Variables that were cast to the target dtype before they are passed in.
+    The graph stays as it is. `choices` are what `shape_rules.choose` returns for it.
     """
-    return _Rewriter(
-        graph, policy, dtypes, frozenset(guarded), training, restore, choices, stored
-    ).run()
+    return _Rewriter(graph, policy, usage, choices).run()
+
+
+class _Value(NamedTuple):
+    """What stands for an output of the old graph, and the dtype it would have without mxamp."""
+
+    entry: Entry
+    plain: str
 
 
 class _Rewriter:
-    def __init__(
-        self,
-        graph: Graph,
-        policy: Policy,
-        dtypes: Mapping[str, str],
-        guarded: FrozenSet[str],
-        training: bool,
-        restore: bool,
-        choices: Choices,
-        stored: AbstractSet[str],
-    ) -> None:
-        self.graph, self.policy = graph, policy
-        self.dtypes, self.guarded, self.training = dtypes, guarded, training
-        self.restore, self.choices, self.stored = restore, choices, stored
+    def __init__(self, graph: Graph, policy: Policy, usage: Usage, choices: Choices) -> None:
+        self.graph, self.policy, self.usage = graph, policy, usage
         self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
-        self.stand_ins: Dict[str, Node] = {}
-        self.number = len(graph.nodes)
-        self.nodes: List[Node] = []
-        # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
-        self.names: Set[str] = {node.name for node in graph.nodes if node.op != "amp_cast"}
-        self.plain: Dict[Output, str] = {}
-        self.entries: Dict[Output, Entry] = {}
-        self.cast_entries: Dict[Tuple[Output, str], Entry] = {}
-        self.copies: Dict[Output, Output] = {}
-        self.roots: Dict[int, str] = {}
-        self.result = Rewrite(Graph([], [], dict(graph.attrs)))
+        self.body_choices = dict(choices.bodies)
+        self.builder = Builder(graph, usage.accumulated)
+        self.values: Dict[Output, _Value] = {}
+        self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
     def run(self) -> Rewrite:
         for i, node in enumerate(self.graph.nodes):
-            if node.is_variable:
-                dtype = self.dtypes.get(node.name, "float32")
-                held = self.policy.target_dtype if node.name in self.stored else dtype
-                self._record(i, [dtype], [Entry((self._add(node), 0), held)])
-            elif node.name in self.substituted and self._castable(node):
-                self._substitute(i, node)
-            else:
-                self._visit(i, node)
-        heads = [self._head(head).output for head in self.graph.heads]
-        self.result.graph.nodes, self.result.graph.heads = self.nodes, heads
+            inputs = [self.values[output] for output in node.inputs]
+            outputs = self._visit(i, node, inputs)
+            self.values.update({(i, k): value for k, value in enumerate(outputs)})
+        heads = [self.values[head] for head in self.graph.heads]
+        self.result.graph.heads = [
+            (self._restored(value) if self.usage.restore else value.entry).output for value in heads
+        ]
         return self.result
 
-    def _visit(self, i: int, node: Node) -> None:
-        entries = [self.entries[output] for output in node.inputs]
-        plain = [self.plain[output] for output in node.inputs]
-        if node.op == "amp_cast" and {entries[0].dtype, node.attrs["dtype"]} <= CASTABLE:
+    def _visit(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
+        """Add what stands for node i of the old graph; return what stands for its outputs."""
+        if node.is_variable:
+            return [self._variable(node)]
+        castable = {value.plain for value in inputs} <= CASTABLE
+        if i in self.substituted and castable:
+            return self._substitute(i, node, inputs)
+        if node.op == "amp_cast" and {inputs[0].entry.dtype, node.attrs["dtype"]} <= CASTABLE:
             # A cast that is there already is one that is asked for again.
-            dtype = node.attrs["dtype"]
-            self._record(i, [dtype], [self._cast(entries[0], dtype)])
-            return
-        if node.op == "amp_multicast" and set(plain) <= CASTABLE:
+            return self._cast_all(inputs, node.attrs["dtype"])
+        if node.op == "amp_multicast" and castable:
             # On CPUs it has no kernel for float16 next to float32; casts of ours say the same.
-            dtype = _common(plain, node.attrs.get("cast_narrow") in ("True", "1"))
-            self._record(i, [dtype] * len(plain), [self._cast(e, dtype) for e in entries])
-            return
-        kind = self.policy.rule(node.operator).op_class
-        if kind == "widest":
+            narrow = node.attrs.get("cast_narrow") in ("True", "1")
+            return self._cast_all(inputs, _common([value.plain for value in inputs], narrow))
+        bodies = self._rewrite_bodies(i, node, inputs)
+        return self._operator(node, inputs, self.kept.get(i), bodies=bodies)
+
+    def _variable(self, node: Node) -> _Value:
+        plain = self.usage.dtypes.get(node.name, "float32")
+        held = self.policy.target_dtype if node.name in self.usage.stored else plain
+        return _Value(Entry((self.builder.add(node), 0), held), plain)
+
+    def _cast_all(self, values: Sequence[_Value], dtype: str) -> List[_Value]:
+        return [_Value(self.builder.cast(value.entry, dtype), dtype) for value in values]
+
+    # ------------------------------------------------------------------ operators
+
+    def _operator(
+        self,
+        node: Node,
+        inputs: Sequence[_Value],
+        kept: Optional[str],
+        original: Optional[Node] = None,
+        bodies: Sequence[Rewrite] = (),
+    ) -> List[_Value]:
+        """Add an operator with the casts around it.
+
+        `kept` is why a choice keeps it in float32, `original` the node that it stands in for.
+        """
+        op_class = self.policy.rule(node.operator).op_class
+        entries = [value.entry for value in inputs]
+        if op_class == "widest":
             entries = self._lowered(entries)
-        stand_in = self.stand_ins.get(node.name)
-        decision = decide(
-            node.operator, node.attrs, [e.dtype for e in entries], self.policy,
-            (stand_in or node).name, self.kept.get(node.name),
-        )  # fmt: skip
-        if stand_in is not None:
-            reason = f"stands in for {stand_in.op}: {decision.reason}"
-            decision = replace(decision, reason=reason)
-        self.result.decisions[node.name] = (node.operator, decision)
-        if kind == "untouched":
-            reads = [self._restored(output) for output in node.inputs]
+        decision = self._decide(node, entries, kept, original)
+        if op_class == "untouched":
+            reads = [self._restored(value) for value in inputs]
         else:
             reads = [self._read(entry, decision, k) for k, entry in enumerate(entries)]
-        new = Node(
-            node.op, node.name, node.attrs, [entry.output for entry in reads],
-            [self._subgraph(graph, node, k) for k, graph in enumerate(node.subgraphs)],
-            node.num_outputs,
-        )  # fmt: skip
-        added = self._add(new)
-        before = infer_outputs(node, plain)
-        after = before
-        if [entry.dtype for entry in reads] != plain:
-            after = infer_outputs(node, [entry.dtype for entry in reads])
-        chosen = node.name in self.kept or (
-            kind in ("neutral", "widest") and any(entry.by_choice for entry in reads)
+        read, graphs = [entry.output for entry in reads], [body.graph for body in bodies]
+        added = self.builder.add(replace(node, inputs=read, subgraphs=graphs))
+        self.result.decisions[added] = decision
+        if bodies:
+            self.result.bodies[added] = list(bodies)
+        by_choice = kept is not None or (
+            op_class in ("neutral", "widest") and any(entry.by_choice for entry in reads)
         )
-        outputs = [
-            Entry((added, k), dtype, by_choice=chosen and dtype == "float32")
+        plain, after = _output_dtypes(node, [value.plain for value in inputs], reads)
+        made = [
+            Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
             for k, dtype in enumerate(after)
         ]
+        return [_Value(*pair) for pair in zip(self._rounded(node, decision, reads, made), plain)]
+
+    def _decide(
+        self,
+        node: Node,
+        entries: Sequence[Entry],
+        kept: Optional[str],
+        original: Optional[Node],
+    ) -> Decision:
+        layer = (original or node).name
+        dtypes = [entry.dtype for entry in entries]
+        decision = decide(node.operator, node.attrs, dtypes, self.policy, layer, kept)
+        if original is None:
+            return decision
+        return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
+
+    def _rounded(
+        self, node: Node, decision: Decision, reads: Sequence[Entry], made: List[Entry]
+    ) -> List[Entry]:
+        """Return an operator's outputs in the dtype that its decision rounds them to."""
         if decision.through is not None:
-            outputs = [
-                self._cast(entry, decision.through) if decision.rounds(k, entry.dtype) else entry
-                for k, entry in enumerate(outputs)
+            return [
+                self.builder.cast(entry, decision.through)
+                if decision.rounds(k, entry.dtype)
+                else entry
+                for k, entry in enumerate(made)
             ]
-        elif node.operator == "Cast" and reads[0].dtype in HALVES and after[0] == "float32":
-            outputs = [outputs[0]._replace(source=reads[0])]
-        self._record(i, before, outputs)
-
-    def _castable(self, node: Node) -> bool:
-        return all(self.plain[output] in CASTABLE for output in node.inputs)
-
-    def _substitute(self, i: int, node: Node) -> None:
-        """Visit what stands in for a node; its last parts are the node's outputs."""
-        name, detail = self.substituted[node.name]
-        substitution = substitutions.ALL[name]
-        parts = substitution.build(node.attrs, detail)
-        when_training, always = substitution.float32
-        outputs = list(node.inputs)
-        hidden = {k: v for k, v in node.attrs.items() if k.startswith("__")}
-        for part in parts:
-            name = self._name(f"{node.name}_{part.suffix}") if part.suffix else node.name
-            self.stand_ins[name] = node
-            if always or (when_training and self.training):
-                self.kept[name] = "float32 sums" if always else "its gradient is faster in float32"
-            inputs = [outputs[k] for k in part.inputs]
-            attrs = {**hidden, **part.attrs}
-            count = 1 if part.suffix else node.num_outputs
-            self._visit(self.number, Node(part.op, name, attrs, inputs, num_outputs=count))
-            outputs.append((self.number, 0))
-            self.number += 1
-        if not parts[-1].suffix:
-            outputs = [(self.number - 1, k) for k in range(node.num_outputs)]
-        # Else parts that all have names of their own are each an output.
-        for k, output in enumerate(outputs[-node.num_outputs :]):
-            self._record_one((i, k), self.plain[output], self.entries[output])
-
-    def _record(self, i: int, plain: "Tuple[str, ...] | List[str]", entries: List[Entry]) -> None:
-        for k, (dtype, entry) in enumerate(zip(plain, entries)):
-            self._record_one((i, k), dtype, entry)
-
-    def _record_one(self, output: Output, plain: str, entry: Entry) -> None:
-        self.plain[output], self.entries[output] = plain, entry
+        if node.operator == "Cast" and reads[0].dtype in HALVES and made[0].dtype == "float32":
+            return [made[0]._replace(source=reads[0])]
+        return made
 
     def _lowered(self, entries: List[Entry]) -> List[Entry]:
         """Cast what is float32 by choice to the target dtype, where all others have that."""
@@ -273,7 +209,7 @@ class _Rewriter:
             return entries
         if not all(e.dtype == target or e.by_choice for e in floats):
             return entries
-        return [self._cast(e, target) if e.by_choice else e for e in entries]
+        return [self.builder.cast(e, target) if e.by_choice else e for e in entries]
 
     def _read(self, entry: Entry, decision: Decision, position: int) -> Entry:
         """Return the entry that the operator reads as input `position`."""
@@ -281,90 +217,69 @@ class _Rewriter:
         if dtype is None:
             return entry
         if position in decision.guards:
-            entry = Entry(self._copied(entry.output), entry.dtype)
+            entry = Entry(self.builder.copied(entry.output), entry.dtype)
         if decision.through is not None:
-            entry = self._cast(entry, decision.through)
-        return self._cast(entry, dtype)
+            entry = self.builder.cast(entry, decision.through)
+        return self.builder.cast(entry, dtype)
 
-    def _restored(self, output: Output) -> Entry:
+    def _restored(self, value: _Value) -> Entry:
         """Return an old output in the dtype that it had without mxamp."""
-        entry, plain = self.entries[output], self.plain[output]
+        entry, plain = value
         if entry.dtype == plain or not {entry.dtype, plain} <= CASTABLE:
             return entry
-        return self._cast(entry, plain)
+        return self.builder.cast(entry, plain)
 
-    def _head(self, output: Output) -> Entry:
-        return self._restored(output) if self.restore else self.entries[output]
+    # ------------------------------------------------------------------ several nodes for one
 
-    def _cast(self, entry: Entry, dtype: str) -> Entry:
-        if entry.dtype == dtype:
-            return entry
-        if entry.source is not None and entry.source.dtype == dtype:
-            return entry.source
-        if "float32" not in (entry.dtype, dtype):
-            # amp_cast knows no float64, and between the two halves gives garbage in graphs.
-            return self._cast(self._cast(entry, "float32"), dtype)
-        key = (entry.output, dtype)
-        found = self.cast_entries.get(key)
-        if found is None:
-            source = entry if entry.dtype in HALVES and dtype == "float32" else None
-            read = self._guarded(entry, dtype)
-            op = "Cast" if "float64" in (entry.dtype, dtype) else "amp_cast"
-            added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype})
-            found = self.cast_entries[key] = Entry((added, 0), dtype, source)
-        return found
+    def _substitute(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
+        """Add what stands in for a node; its last parts are the node's outputs."""
+        name, detail = self.substituted[i]
+        substitution = substitutions.ALL[name]
+        float32 = _float32_sums(substitution, self.usage.training)
+        hidden = {k: v for k, v in node.attrs.items() if k.startswith("__")}
+        parts = substitution.build(node.attrs, detail)
+        values, outputs = list(inputs), list(inputs)
+        for part in parts:
+            # The last part has the node's name and outputs, and stays in float32 for its reasons.
+            kept = float32 or (None if part.suffix else self.kept.get(i))
+            name = self.builder.new_name(f"{node.name}_{part.suffix}") if part.suffix else node.name
+            count = 1 if part.suffix else node.num_outputs
+            stand_in = Node(part.op, name, {**hidden, **part.attrs}, num_outputs=count)
+            outputs = self._operator(stand_in, [values[k] for k in part.inputs], kept, node)
+            values.append(outputs[0])
+        # Parts that all have names of their own are each an output.
+        return values[-node.num_outputs :] if parts[-1].suffix else outputs
 
-    def _guarded(self, entry: Entry, dtype: str) -> Output:
-        """Return what a cast reads: a copy, where autograd may accumulate into a variable.
+    def _rewrite_bodies(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
+        """Rewrite the bodies of a loop or a branch, where that is safe."""
+        if not rewrites_bodies(node, self.usage.training):
+            return [Rewrite(body) for body in node.subgraphs]
+        dtypes = [value.plain for value in inputs]
+        return [
+            rewrite(
+                body,
+                self.policy,
+                body_usage(self.usage, node, k, dtypes),
+                self.body_choices.get((i, k), NONE),
+            )
+            for k, body in enumerate(node.subgraphs)
+        ]
 
-        On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add": its
-        kernel never commits what it adds to. A copy in between takes the sum instead.
-        """
-        node = self.nodes[entry.output[0]]
-        if "bfloat16" in (entry.dtype, dtype) and node.is_variable and node.name in self.guarded:
-            return self._copied(entry.output)
-        return entry.output
 
-    def _copied(self, output: Output) -> Output:
-        if output not in self.copies:
-            self.copies[output] = (self._insert("_copy", output, "amp_copy", {}), 0)
-        return self.copies[output]
+def _output_dtypes(
+    node: Node, plain: Sequence[str], reads: Sequence[Entry]
+) -> Tuple[Sequence[str], Sequence[str]]:
+    """Return the dtypes of a node's outputs without mxamp, and with these inputs."""
+    before, dtypes = infer_outputs(node, plain), [entry.dtype for entry in reads]
+    return before, before if dtypes == list(plain) else infer_outputs(node, dtypes)
 
-    def _subgraph(self, graph: Graph, node: Node, position: int) -> Graph:
-        """Rewrite the body of a loop or a branch; its inputs and outputs keep their dtypes."""
-        if node.operator not in LOOPS or (self.training and node.operator in UNSAFE_LOOPS):
-            return graph  # oneDNN's fused operators hold graphs too
-        inputs = _subgraph_inputs(node, position)
-        names = [variable.name for variable in graph.variables]
-        dtypes = {names[k]: self.plain[node.inputs[outer]] for k, outer in inputs.items()}
-        result = rewrite(graph, self.policy, dtypes, frozenset(names), self.training,
-                         choices=self.choices)  # fmt: skip
-        self.result.decisions.update(result.decisions)
-        return result.graph
 
-    # ------------------------------------------------------------------ new nodes
-
-    def _add(self, node: Node) -> int:
-        self.nodes.append(node)
-        return len(self.nodes) - 1
-
-    def _insert(self, op: str, output: Output, suffix: str, attrs: Dict[str, str]) -> int:
-        producer = self.nodes[output[0]]
-        group = {k: v for k, v in producer.attrs.items() if k in ("__ctx_group__", "ctx_group")}
-        position = str(output[1]) if producer.num_outputs > 1 else ""
-        # Casts of casts are named after what was cast first.
-        root = self.roots.get(output[0], f"{producer.name}{position}")
-        added = self._add(Node(op, self._name(f"{root}_{suffix}"), {**group, **attrs}, [output]))
-        self.roots[added] = root
-        return added
-
-    def _name(self, wanted: str) -> str:
-        name, count = wanted, 0
-        while name in self.names:
-            count += 1
-            name = f"{wanted}{count}"
-        self.names.add(name)
-        return name
+def _float32_sums(substitution: substitutions.Substitution, training: bool) -> Optional[str]:
+    """Return why the parts of a substitution compute in float32, None if they need not."""
+    when_training, always = substitution.float32
+    if always:
+        return "float32 sums"
+    return "its gradient is faster in float32" if when_training and training else None
 
 
 def _common(dtypes: Sequence[str], narrow: bool) -> str:
@@ -373,24 +288,3 @@ def _common(dtypes: Sequence[str], narrow: bool) -> str:
     if len(set(dtypes)) == 1 or (narrow and len(halves) == 1):
         return halves[0] if halves else "float32"
     return "float32"
-
-
-def _subgraph_inputs(node: Node, position: int) -> Dict[int, int]:
-    """Map the inputs of a control-flow body to the node's own inputs, by position."""
-
-    def listed(name: str) -> List[int]:
-        return [
-            int(part)
-            for part in node.attrs.get(name, "[]").strip("[]()").split(",")
-            if part.strip()
-        ]
-
-    if node.operator == "_foreach":
-        # The body's positions of what the node takes, in the node's order.
-        places = listed("in_data_locs") + listed("in_state_locs") + listed("remain_locs")
-        return {place: outer for outer, place in enumerate(places)}
-    bodies = {"_while_loop": ("cond", "func"), "_cond": ("cond", "then", "else")}
-    if node.operator not in bodies:
-        return {}
-    # The node's positions of what the body takes, in the body's order.
-    return dict(enumerate(listed(f"{bodies[node.operator][position]}_input_locs")))

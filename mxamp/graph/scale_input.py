@@ -5,10 +5,10 @@ as data: the first input of each goes through the identity of `scaling.loss_outp
 no value and multiplies the gradient by the scale.
 """
 
-from typing import Dict, List, Optional
+from typing import Optional
 
 from ..framework.operators import BACKWARD_STARTERS
-from .graph import Graph, Node, Output
+from .graph import Graph, GraphCopy, Node, Output
 
 __all__ = ["SCALE_INPUT", "with_scale_input"]
 
@@ -18,29 +18,25 @@ SCALE_INPUT = "amp_loss_scale"
 
 def with_scale_input(graph: Graph) -> Optional[Graph]:
     """Return `graph` with the input `SCALE_INPUT`; None where no operator needs it."""
-    nodes: List[Node] = [Node("null", SCALE_INPUT, {"__shape__": "(1,)", "__dtype__": "0"})]
-    places: Dict[int, int] = {}
+    copy = GraphCopy(graph)
+    scale = copy.add(Node("null", SCALE_INPUT, {"__shape__": "(1,)", "__dtype__": "0"}))
     needed = False
     for i, node in enumerate(graph.nodes):
-        inputs = [(places[source], k) for source, k in node.inputs]
+        inputs = copy.inputs(node)
         if not node.is_variable and node.operator in BACKWARD_STARTERS:
             needed = True
-            inputs[0] = _scaled(nodes, node.name, inputs[0])
-        places[i] = len(nodes)
-        nodes.append(Node(node.op, node.name, node.attrs, inputs, node.subgraphs, node.num_outputs))
-    if not needed:
-        return None
-    return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
+            inputs[0] = _scaled(copy, node.name, inputs[0], scale)
+        copy.add_copy(i, inputs=inputs)
+    return copy.finished() if needed else None
 
 
-def _scaled(nodes: List[Node], name: str, data: Output) -> Output:
-    """Append BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)) for an output x of `nodes`."""
+def _scaled(copy: GraphCopy, name: str, data: Output, scale: Output) -> Output:
+    """Add BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)) for an output x."""
 
     def add(op: str, suffix: str, *inputs: Output) -> Output:
-        nodes.append(Node(op, f"{name}_amp_{suffix}", {}, list(inputs)))
-        return len(nodes) - 1, 0
+        return copy.add(Node(op, f"{name}_amp_{suffix}", {}, list(inputs)))
 
     sign = add("_contrib_sign_ste", "sign", data)
     zero = add("elemwise_sub", "zero", add("BlockGrad", "block", sign), sign)
-    scaled = add("broadcast_mul", "scaled", zero, (0, 0))
+    scaled = add("broadcast_mul", "scaled", zero, scale)
     return add("elemwise_sub", "input", add("BlockGrad", "values", data), scaled)

@@ -14,7 +14,6 @@ from typing import (
     Dict,
     FrozenSet,
     Mapping,
-    NamedTuple,
     Optional,
     Sequence,
     Set,
@@ -22,18 +21,17 @@ from typing import (
 )
 
 from mxnet.base import MXNetError
-from mxnet.symbol import Symbol
 
 from ..policy.policy import Policy
-from . import substitutions
+from ..policy.rules import Rule
+from . import equivalents, substitutions
+from .choices import NONE, Choices, StandIn
 from .graph import Graph, Node, Output
+from .usage import Shape, Usage
 
-__all__ = ["NONE", "RULES", "Choices", "choose", "stand_in"]
+__all__ = ["RULES", "choose", "stand_in"]
 
-Shape = Tuple[int, ...]
-Shapes = Mapping[str, Shape]
 Pair = Tuple[Optional[Shape], Optional[Shape]]
-Found = Tuple[str, substitutions.Detail]
 
 NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
 
@@ -45,16 +43,6 @@ _MANY_ROWS = 256
 _WEIGHTS_A_ROW = 2**15
 # In inference: what casting a weight costs, in rows that it is multiplied by.
 _ROWS_A_CAST = 24
-
-
-class Choices(NamedTuple):
-    """By name of node: why it stays in float32, and which substitution is made, with its detail."""
-
-    kept: FrozenSet[Tuple[str, str]] = frozenset()
-    substituted: FrozenSet[Tuple[str, Found]] = frozenset()
-
-
-NONE = Choices()
 
 
 @dataclass
@@ -69,65 +57,65 @@ class Site:
     uses: int  #: how often the graph reads its second input; 0 where that needs no cast
 
 
-def choose(
-    symbol: Symbol,
-    policy: Policy,
-    shapes: Shapes,
-    training: bool,
-    stored: AbstractSet[str] = frozenset(),
-    converting: bool = False,
-) -> Choices:
-    """Return what `policy` chooses for a graph whose variables have these `shapes`.
+def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
+    """Return what `policy` chooses for a graph that is used like this.
 
-    Names that are missing have no known shape; rules that need it don't apply then. Variables in
-    `stored` have the target dtype already. A graph that is `converting`, for data of any shape,
-    keeps its operators.
+    Rules that need a shape don't apply where it is not known.
     """
     if not policy.chooses:
         return NONE
-    if converting:
+    if usage.converting:
         policy = policy.override(substitutions=())
-    kept: Dict[str, str] = {}
-    substituted: Dict[str, Found] = {}
-    graph = Graph.from_symbol(symbol)
-    known = _input_shapes(graph, shapes, policy, rows=not converting)
-    _choose(graph, policy, known, training, stored, kept, substituted)
-    return Choices(frozenset(kept.items()), frozenset(substituted.items()))
+    return _choose(graph, policy, usage, _input_shapes(graph, policy, usage))
 
 
-def _choose(
-    graph: Graph, policy: Policy, known: Mapping[int, Pair], training: bool,
-    stored: AbstractSet[str], kept: Dict[str, str], substituted: Dict[str, Found],
-) -> None:  # fmt: skip
-    norms = _before_norms(graph)
-    cast = (
+def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair]) -> Choices:
+    kept: Dict[int, str] = {}
+    substituted: Dict[int, StandIn] = {}
+    bodies: Dict[Tuple[int, int], Choices] = {}
+    norms, readers = _before_norms(graph), _cast_readers(graph, usage.stored)
+    blocked: Dict[Output, bool] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            continue
+        for k, body_graph in enumerate(node.subgraphs):
+            bodies[i, k] = _choose(body_graph, policy, usage, {})
+        first = bool(node.inputs) and blocked.get(node.inputs[0], False)
+        uses = readers[node.inputs[1]] if len(node.inputs) > 1 else 0
+        shapes = known.get(i, (None, None))
+        site = Site(node, shapes, usage.training, i in norms, first, uses)
+        answered: AbstractSet[str] = frozenset()
+        substitution = stand_in(node, policy, usage.training, *shapes)
+        if substitution is not None:
+            substituted[i] = substitution
+            answered = substitutions.ALL[substitution[0]].answers
+        rule = policy.rule(node.operator)
+        reason = _reason_to_keep(site, rule, answered)
+        if reason is not None:
+            kept[i] = reason
+        blocked[i, 0] = reason is None and (
+            bool(answered) or _gives_blocks(site, rule.op_class, blocked)
+        )
+    inner = frozenset((key, body) for key, body in bodies.items() if body != NONE)
+    return Choices(frozenset(kept.items()), frozenset(substituted.items()), inner)
+
+
+def _reason_to_keep(site: Site, rule: Rule, answered: AbstractSet[str]) -> Optional[str]:
+    """Return why an operator stays in float32: the last of the rules that say so."""
+    reasons = [
+        reason for name, reason in rule.by_shape if name not in answered and RULES[name](site)
+    ]
+    return reasons[-1] if reasons else None
+
+
+def _cast_readers(graph: Graph, stored: AbstractSet[str]) -> "Counter[Output]":
+    """Count the readers of each output that has to be cast."""
+    return Counter(
         output
         for node in graph.nodes
         for output in node.inputs
         if graph.nodes[output[0]].name not in stored
     )
-    readers = Counter(cast)
-    blocked: Dict[Output, bool] = {}
-    for i, node in enumerate(graph.nodes):
-        if node.is_variable:
-            continue
-        for body in node.subgraphs:
-            _choose(body, policy, {}, training, stored, kept, substituted)
-        first = bool(node.inputs) and blocked.get(node.inputs[0], False)
-        uses = readers[node.inputs[1]] if len(node.inputs) > 1 else 0
-        site = Site(node, known.get(i, (None, None)), training, i in norms, first, uses)
-        found = stand_in(node, policy, training, *site.shapes)
-        answered: AbstractSet[str] = frozenset()
-        if found is not None:
-            substituted[node.name] = found
-            answered = substitutions.ALL[found[0]].answers
-        rule = policy.rule(node.operator)
-        for name, reason in rule.by_shape:
-            if name not in answered and RULES[name](site):
-                kept[node.name] = reason
-        blocked[i, 0] = node.name not in kept and (
-            bool(answered) or _gives_blocks(site, rule.op_class, blocked)
-        )
 
 
 def stand_in(
@@ -136,20 +124,20 @@ def stand_in(
     training: bool,
     shape: Optional[Shape] = None,
     weight: Optional[Shape] = None,
-) -> Optional[Found]:
+) -> Optional[StandIn]:
     """Return what stands in for an operator, unless a user has classed that operator.
 
     `shape` and `weight` are those of its first two inputs, where they are known.
     """
     rule = policy.rule(node.operator)
-    found = substitutions.find(node.operator, node.attrs, training, shape, weight)
-    if found is None or found[0] not in policy.substitutions or rule.given:
+    fitting = substitutions.find(node.operator, node.attrs, training, shape, weight)
+    if fitting is None or fitting[0] not in policy.substitutions or rule.given:
         return None
-    if substitutions.ALL[found[0]].lowered and (
+    if substitutions.ALL[fitting[0]].lowered and (
         rule.op_class != "low" or rule.missing or policy.keeps_layer(node.name)
     ):
         return None
-    return found
+    return fitting
 
 
 # ---------------------------------------------------------------------- the rules
@@ -184,7 +172,7 @@ def odd_channels(site: Site) -> bool:
     channels = _channels(site)
     if channels is None:
         return False
-    return channels[0] <= substitutions.COLOURS or (site.feeds_norm and not _in_blocks(channels))
+    return channels[0] <= equivalents.COLOURS or (site.feeds_norm and not _in_blocks(channels))
 
 
 def plain_layout(site: Site) -> bool:
@@ -211,16 +199,16 @@ def _channels(site: Site) -> Optional[Tuple[int, int]]:
 
 def _in_blocks(channels: Tuple[int, int]) -> bool:
     read, written = channels
-    block, four = substitutions.BLOCK, substitutions.COLOURS + 1
+    block, four = equivalents.BLOCK, equivalents.COLOURS + 1
     return (read % block == 0 or read == four) and written % block == 0
 
 
-def _gives_blocks(site: Site, kind: str, blocked: Mapping[Output, bool]) -> bool:
+def _gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
     """Tell whether an operator that is not kept in float32 gives a blocked bfloat16 output."""
     operator = site.node.operator
     if operator in ("Convolution", "_sg_mkldnn_conv"):
         channels = _channels(site)
-        return kind == "low" and (channels is None or _in_blocks(channels))
+        return op_class == "low" and (channels is None or _in_blocks(channels))
     if operator not in _KEEP_LAYOUT or site.node.attrs.get("dim", "1") != "1":
         return False
     tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
@@ -229,42 +217,42 @@ def _gives_blocks(site: Site, kind: str, blocked: Mapping[Output, bool]) -> bool
 
 def _before_norms(graph: Graph) -> FrozenSet[int]:
     """Return the nodes whose output reaches a BatchNorm in the layout that they give it."""
-    found: Set[int] = set()
+    reaching: Set[int] = set()
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
         if not node.is_variable and (
-            node.operator in NORMS or (i in found and node.operator in _KEEP_LAYOUT)
+            node.operator in NORMS or (i in reaching and node.operator in _KEEP_LAYOUT)
         ):
-            found.update(source for source, _ in node.inputs)
-    return frozenset(found)
+            reaching.update(source for source, _ in node.inputs)
+    return frozenset(reaching)
 
 
-def _input_shapes(graph: Graph, shapes: Shapes, policy: Policy, rows: bool) -> Dict[int, Pair]:
-    """Return the shapes of the first two inputs of operators, as far as a choice looks at them.
-
-    Without `rows` it does not look at those of data.
-    """
-    found: Dict[Output, Optional[Shape]] = {
-        (i, 0): shapes.get(node.name) for i, node in enumerate(graph.nodes) if node.is_variable
+def _input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Pair]:
+    """Return the shapes of the first two inputs of operators, as far as a choice looks at them."""
+    shapes: Dict[Output, Optional[Shape]] = {
+        (i, 0): usage.shapes.get(node.name)
+        for i, node in enumerate(graph.nodes)
+        if node.is_variable
     }
     wanted: Dict[int, Tuple[Optional[Output], Optional[Output]]] = {}
     for i, node in enumerate(graph.nodes):
-        looked_at = () if node.is_variable else _looked_at(node, policy, rows)
+        looked_at = () if node.is_variable else _looked_at(node, policy, usage)
         if looked_at:
             first, second = (node.inputs[k] if k in looked_at else None for k in (0, 1))
             wanted[i] = first, second
-    asked = {o for pair in wanted.values() for o in pair if o is not None and found.get(o) is None}
-    if asked and any(found.values()):
+    asked = {o for pair in wanted.values() for o in pair if o is not None and shapes.get(o) is None}
+    if asked and any(shapes.values()):
         # The operators too: the shapes of their parameters follow from the other inputs.
-        found.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], shapes))
+        shapes.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
     return {
-        i: (found.get(first) if first else None, found.get(second) if second else None)
+        i: (shapes.get(first) if first else None, shapes.get(second) if second else None)
         for i, (first, second) in wanted.items()
     }
 
 
-def _looked_at(node: Node, policy: Policy, rows: bool) -> FrozenSet[int]:
+def _looked_at(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
     """Return the positions of the inputs whose shapes a choice for `node` depends on."""
+    rows = not usage.converting  # no choice looks at the shapes of data that are not known yet
     positions: Set[int] = set()
     for name, _ in policy.rule(node.operator).by_shape:
         if name == "few_rows" and rows:
@@ -276,15 +264,18 @@ def _looked_at(node: Node, policy: Policy, rows: bool) -> FrozenSet[int]:
     return frozenset(positions)
 
 
-def _infer(graph: Graph, outputs: Sequence[Output], shapes: Shapes) -> Dict[Output, Shape]:
+def _infer(
+    graph: Graph, outputs: Sequence[Output], shapes: Mapping[str, Shape]
+) -> Dict[Output, Shape]:
+    """Return the shapes of those outputs that MXNet can infer."""
     symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
     inputs = set(symbol.list_inputs())
     try:
         known = {name: shape for name, shape in shapes.items() if name in inputs}
-        _, found, _ = symbol.infer_shape_partial(**known)
+        _, inferred, _ = symbol.infer_shape_partial(**known)
     except MXNetError:
         return {}  # the graph can't run on these shapes; MXNet will say why
-    return {output: shape for output, shape in zip(outputs, found or ()) if _known(shape)}
+    return {output: shape for output, shape in zip(outputs, inferred or ()) if _known(shape)}
 
 
 def _known(shape: Optional[Shape]) -> bool:

@@ -5,8 +5,7 @@ holds and exports stays the plain one.
 """
 
 import functools
-import logging
-from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from mxnet import autograd
 from mxnet.gluon.block import HybridBlock
@@ -15,21 +14,19 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
-from ..framework.operators import LOSS_OUTPUTS
 from ..framework.patching import Patch
-from ..graph.insert_casts import UNSAFE_LOOPS, rewrite_symbol
-from ..graph.shape_rules import NONE, Choices, choose
+from ..graph.choices import NONE, Choices
+from ..graph.control_flow import UNSAFE_LOOPS
+from ..graph.graph import Graph
+from ..graph.insert_casts import rewritten_symbol
+from ..graph.scale_input import SCALE_INPUT, with_scale_input
+from ..graph.shape_rules import choose
+from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
+from ..scaling.loss_outputs import scale_array
 
 __all__ = ["Source", "follow", "patches"]
-
-logger = logging.getLogger("mxamp")
-
-UNSCALED_OUTPUTS = (
-    "%s in a hybridized block ignores the scale of a loss: don't use scale_loss with this block, "
-    "or call the operator outside of it, or use a loss such as gluon.loss.SoftmaxCrossEntropyLoss"
-)
 
 
 def patches() -> List[Patch]:
@@ -50,7 +47,7 @@ def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
 class Source(NamedTuple):
     """The graph that a converted block was made of, by what policy, and what was cast then."""
 
-    symbol: Symbol
+    graph: Graph
     policy: Policy
     stored: FrozenSet[str]
 
@@ -71,27 +68,25 @@ class _PolicyCachedOp:
     """A block's cached op that runs the graph of whatever policy is active when it is called.
 
     One `CachedOp` a policy, dtypes of inputs and choices by shape, made when first needed; without
-    a policy the block's own.
+    a policy the block's own. The block's graph is read once, when this is made.
     """
 
     def __init__(self, block: HybridBlock, source: Optional[Source] = None) -> None:
-        self._policy = source.policy if source is not None else None
+        symbol = block._cached_graph[1]
         self._plain = block._cached_op
-        self._symbol = block._cached_graph[1]
+        self._symbol_class = type(symbol)
+        self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
+        self._policy = source.policy if source is not None else None
+        self._stored = source.stored if source is not None else frozenset()
+        self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
-        self._names = self._symbol.list_inputs()
-        self._stored: FrozenSet[str] = frozenset()
-        if source is not None:
-            self._symbol, self._stored = source.symbol, source.stored
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
-        self._data = frozenset(self._names[i] for i in self._inputs)
         params = [i for i, _ in self._parameters]
         self._flags = [("data_indices", self._inputs), ("param_indices", params), *block._flags]
-        # Only graphs that hold one of these differ in training.
-        json = Symbol.tojson(self._symbol)
-        self._loops = any(f'"op": "{name}"' in json for name in UNSAFE_LOOPS)
-        self._outputs = [name for name in LOSS_OUTPUTS if f'"op": "{name}"' in json]
+        # Without one of these, graphs are the same in training.
+        self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
+        self._scalable = _with_scale_input(self._graph, self._symbol_class)
         self._ops: Dict[Any, CachedOp] = {}
         self._chosen: Dict[Any, Choices] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
@@ -101,16 +96,17 @@ class _PolicyCachedOp:
         return bool(self._plain.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
-        return self._choose(args)(*args, **kwargs)
+        return self._op_for(args)(*args, **kwargs)
 
-    def _choose(self, args: Sequence[NDArray]) -> CachedOp:
+    def _op_for(self, args: Sequence[NDArray]) -> CachedOp:
         policy = self._policy or current_policy()
         if policy is None or not on_device(args[:1], policy.device):
             return self._plain
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         training = autograd.is_recording()
         choices = self._choices(policy, args, training) if policy.chooses else NONE
-        key = (policy, dtypes_of(args), added, self._loops and training, choices)
+        differs = training and (self._loops or self._scalable is not None)
+        key = (policy, dtypes_of(args), added, differs, choices)
         op = self._ops.get(key)
         if op is None:
             op = self._ops[key] = self._build(*key)
@@ -119,12 +115,16 @@ class _PolicyCachedOp:
     def _choices(self, policy: Policy, args: Sequence[NDArray], training: bool) -> Choices:
         """Return what shapes choose: looked for once for each set of the data's shapes."""
         key = (policy, training, *[args[i].shape for i in self._inputs])
-        found = self._chosen.get(key)
-        if found is None:
+        choices = self._chosen.get(key)
+        if choices is None:
             shapes = {name: array.shape for name, array in zip(self._names, args)}
-            found = choose(self._symbol, policy, shapes, training, self._stored)
-            self._chosen[key] = found
-        return found
+            usage = Usage(shapes=shapes, stored=self._stored, training=training)
+            choices = self._chosen[key] = choose(self._graph_for(training), policy, usage)
+        return choices
+
+    def _graph_for(self, training: bool) -> Graph:
+        """Return the graph that runs: in training, the one that takes the loss scale."""
+        return self._scalable if training and self._scalable is not None else self._graph
 
     def _build(
         self,
@@ -134,20 +134,53 @@ class _PolicyCachedOp:
         training: bool,
         choices: Choices,
     ) -> CachedOp:
-        # What a caller passes in may be accumulated into as well: that can't be seen from here.
-        guarded = self._data | {self._names[i] for i in added}
-        named = {n: d for n, d in zip(self._names, dtypes) if n not in self._stored}
-        if policy.target_dtype == "float16" and autograd.is_recording() and self._outputs:
-            logger.warning(UNSCALED_OUTPUTS, self._outputs[0])
-        symbol = rewrite_symbol(
-            self._symbol, policy, named, guarded, training, choices, self._stored
+        usage = Usage(
+            dtypes={n: d for n, d in zip(self._names, dtypes) if n not in self._stored},
+            # What a caller passes in may be accumulated into as well: that can't be seen from here.
+            accumulated=frozenset(self._names[i] for i in (*self._inputs, *added)),
+            stored=self._stored,
+            training=training,
         )
-        op = self._plain if symbol is self._symbol else CachedOp(symbol, self._flags)
+        graph = self._graph_for(training)
+        symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices)
+        if graph is not self._graph:
+            if symbol is None:
+                symbol = graph.to_symbol(self._symbol_class)
+            op = self._taking_scale(symbol)
+        else:
+            op = self._plain if symbol is None else CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return op
+
+    def _taking_scale(self, symbol: Symbol) -> "_ScalableOp":
+        """Return the op of a symbol that takes the loss scale as one more input."""
+        position = symbol.list_inputs().index(SCALE_INPUT)
+        data = [i + (i >= position) for i in self._inputs]
+        params = [i + (i >= position) for i, _ in self._parameters]
+        flags = [("data_indices", sorted([*data, position])), ("param_indices", params)]
+        return _ScalableOp(CachedOp(symbol, [*flags, *self._flags[2:]]), position)
 
     def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
         self._hook = (callback, monitor_all)
         for op in (self._plain, *self._ops.values()):
             op._register_op_hook(callback, monitor_all)
+
+
+def _with_scale_input(graph: Graph, symbol_class: Type[Symbol]) -> Optional[Graph]:
+    """Return a graph that takes the loss scale, with its inputs in MXNet's order; or None."""
+    scaled = with_scale_input(graph)
+    return None if scaled is None else Graph.from_symbol(scaled.to_symbol(symbol_class))
+
+
+class _ScalableOp:
+    """A cached op whose graph takes the loss scale of output operators as one more input."""
+
+    def __init__(self, op: CachedOp, position: int) -> None:
+        self._op, self._position = op, position
+        self._register_op_hook = op._register_op_hook
+
+    def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
+        scale = scale_array(args[0].context)
+        before, after = args[: self._position], args[self._position :]
+        return self._op(*before, scale, *after, **kwargs)

@@ -13,9 +13,10 @@ from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of
 from ..framework.patching import Patch
-from ..graph.graph import argument_dtypes
-from ..graph.insert_casts import rewrite_symbol
+from ..graph.graph import Graph, argument_dtypes
+from ..graph.insert_casts import rewritten_symbol
 from ..graph.shape_rules import choose
+from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 
@@ -23,71 +24,104 @@ __all__ = ["patches"]
 
 
 def patches() -> List[Patch]:
-    """Return the patches that make graphs follow the policy in force."""
-
-    def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def bind(
-            self: Symbol, ctx: Context, args: Any, args_grad: Any = None,
-            grad_req: Any = "write", *rest: Any, **options: Any,
-        ) -> Any:  # fmt: skip
-            policy = _policy_for(ctx)
-            symbol = self
-            if policy is not None:
-                names = self.list_arguments()
-                arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
-                dtypes = _named_dtypes(arrays)
-                guarded, training = _accumulated(names, grad_req), args_grad is not None
-                shapes = {name: array.shape for name, array in arrays.items()}
-                choices = choose(self, policy, shapes, training)
-                symbol = rewrite_symbol(self, policy, dtypes, guarded, training, choices)
-            executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
-            executor._symbol = self
-            return executor
-
-        return bind
-
-    def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def simple_bind(
-            self: Symbol, ctx: Context, grad_req: Any = "write", type_dict: Any = None,
-            *rest: Any, **options: Any,
-        ) -> Any:  # fmt: skip
-            policy = _policy_for(ctx)
-            symbol = self
-            if policy is not None:
-                names = self.list_arguments()
-                dtypes = argument_dtypes(self, type_dict)
-                guarded, training = _accumulated(names, grad_req), grad_req != "null"
-                shapes = {name: options[name] for name in names if name in options}
-                choices = choose(self, policy, shapes, training)
-                symbol = rewrite_symbol(self, policy, dtypes, guarded, training, choices)
-                if symbol is not self:
-                    # Behind a cast MXNet can't infer an argument's dtype any more.
-                    type_dict = {**dtypes, **(type_dict or {})}
-                    options = {**_inferred_shapes(self, shapes), **options}
-            executor = original(symbol, ctx, grad_req, type_dict, *rest, **options)
-            executor._symbol = self
-            return executor
-
-        return simple_bind
-
-    def _policy_for(ctx: Any) -> Optional[Policy]:
-        policy = current_policy()
-        if policy is None or not isinstance(ctx, Context):
-            return None
-        return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
-
+    """Return the patches that make bound graphs follow the policy in force."""
     return [
-        Patch(Symbol, "bind", build_bind),
-        Patch(Symbol, "simple_bind", build_simple_bind),
+        Patch(Symbol, "bind", _build_bind),
+        Patch(Symbol, "simple_bind", _build_simple_bind),
     ]
+
+
+def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def bind(
+        self: Symbol,
+        ctx: Context,
+        args: Any,
+        args_grad: Any = None,
+        grad_req: Any = "write",
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        policy, symbol = _policy_for(ctx), self
+        if policy is not None:
+            symbol = _rewritten(self, policy, _usage_of_arrays(self, args, args_grad, grad_req))
+        executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
+        executor._symbol = self
+        return executor
+
+    return bind
+
+
+def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def simple_bind(
+        self: Symbol,
+        ctx: Context,
+        grad_req: Any = "write",
+        type_dict: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        policy, symbol = _policy_for(ctx), self
+        if policy is not None:
+            usage = _usage_of_shapes(self, grad_req, type_dict, options)
+            symbol = _rewritten(self, policy, usage)
+            if symbol is not self:
+                # Behind a cast MXNet can't infer an argument's dtype any more.
+                type_dict = {**usage.dtypes, **(type_dict or {})}
+                options = {**_inferred_shapes(self, usage.shapes), **options}
+        executor = original(symbol, ctx, grad_req, type_dict, *rest, **options)
+        executor._symbol = self
+        return executor
+
+    return simple_bind
+
+
+def _policy_for(ctx: Any) -> Optional[Policy]:
+    """Return the policy in force, if it is for the kind of device that a symbol is bound to."""
+    policy = current_policy()
+    if policy is None or not isinstance(ctx, Context):
+        return None
+    return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
+
+
+def _rewritten(symbol: Symbol, policy: Policy, usage: Usage) -> Symbol:
+    """Return a symbol rewritten for how it is bound; itself where there is nothing to cast."""
+    graph = Graph.from_symbol(symbol)
+    choices = choose(graph, policy, usage)
+    rewritten = rewritten_symbol(graph, type(symbol), policy, usage, choices)
+    return symbol if rewritten is None else rewritten
+
+
+def _usage_of_arrays(symbol: Symbol, args: Any, args_grad: Any, grad_req: Any) -> Usage:
+    """Return how a symbol is used that is bound to these arrays."""
+    names = symbol.list_arguments()
+    arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
+    return Usage(
+        dtypes=_named_dtypes(arrays),
+        shapes={name: array.shape for name, array in arrays.items()},
+        accumulated=_accumulated(names, grad_req),
+        training=args_grad is not None,
+    )
+
+
+def _usage_of_shapes(
+    symbol: Symbol, grad_req: Any, type_dict: Any, options: Mapping[str, Any]
+) -> Usage:
+    """Return how a symbol is used whose arrays MXNet makes, of the shapes in `options`."""
+    names = symbol.list_arguments()
+    return Usage(
+        dtypes=argument_dtypes(symbol, type_dict),
+        shapes={name: options[name] for name in names if name in options},
+        accumulated=_accumulated(names, grad_req),
+        training=grad_req != "null",
+    )
 
 
 def _inferred_shapes(symbol: Symbol, known: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the shapes of a symbol's arguments, as far as they follow from those `known`."""
-    found, _, _ = symbol.infer_shape_partial(**known)
-    return {name: shape for name, shape in zip(symbol.list_arguments(), found or ()) if shape}
+    inferred, _, _ = symbol.infer_shape_partial(**known)
+    return {name: shape for name, shape in zip(symbol.list_arguments(), inferred or ()) if shape}
 
 
 def _named_dtypes(arrays: Mapping[str, Any]) -> Dict[str, str]:

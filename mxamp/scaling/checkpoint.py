@@ -39,9 +39,7 @@ def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
         delattr(optimizer, _ATTRIBUTE)
 
 
-def load_states(
-    trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None]
-) -> None:
+def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None]) -> None:
     """Read a trainer's states and `resume` from the scaler's; an error leaves it as it was.
 
     Raises `ArgumentError` where the file holds no states of a trainer.

@@ -12,6 +12,7 @@ infinite, NaN and -0 included, so no value changes. The scale is an array: 1, bu
 """
 
 import atexit
+import os
 import threading
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator
@@ -31,6 +32,11 @@ HANDLES = frozenset(resolve(name).handle for name in LOSS_OUTPUTS)
 _scales: Dict[Any, NDArray] = {}
 atexit.register(_scales.clear)  # before MXNet's library goes
 _lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A child of a process whose other thread holds the lock would wait for ever.
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 
 
 def with_scalable_gradient(data: NDArray) -> NDArray:

@@ -9,9 +9,9 @@ from typing import Any, Dict, Mapping, Optional
 
 from mxnet.gluon import Trainer
 
+from .attach import attach_hook
 from .hook import TrainerHook
 from .scaler import Scaler
-from .trainer import attach_hook
 
 __all__ = ["SharedScale", "TrainerView", "attach", "hook_with_shared_scale", "scale_of"]
 

@@ -7,7 +7,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import BF16, exported, operators_of, randn, same, values
+from helpers import exported, operators_of, randn, same, values
+from mxamp.framework.machine import BFLOAT16
 
 B = amp.Policy.default("bfloat16")
 
@@ -75,7 +76,7 @@ def test_dense_layers_of_few_rows_are_bfloat16_where_their_weight_is(net):
         plain = net(x).asnumpy()
 
     def is_rounded(out):
-        low = nd.amp_cast(nd.array(out), dtype=BF16)
+        low = nd.amp_cast(nd.array(out), dtype=BFLOAT16)
         return same(nd.amp_cast(low, dtype="float32"), out)
 
     cast, live = (

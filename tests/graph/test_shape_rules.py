@@ -7,8 +7,12 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import BF16, randn, same, values
-from mxamp.graph.shape_rules import NONE, RULES, choose
+from helpers import randn, same, values
+from mxamp.framework.machine import BFLOAT16
+from mxamp.graph.choices import NONE
+from mxamp.graph.graph import Graph
+from mxamp.graph.shape_rules import RULES, choose
+from mxamp.graph.usage import Usage
 from mxamp.policy.rules import SHAPE_RULES
 
 B = amp.Policy.default("bfloat16")
@@ -26,6 +30,16 @@ def precisions(net, shape, mode="inference"):
     data = nd.zeros(shape)
     plan = amp.explain(net, policy=B, example_inputs=data, mode=mode, input_shapes={"data": shape})
     return [(node.operator, node.precision) for node in plan.nodes]
+
+
+def chosen(symbol, policy=B, **usage):
+    return choose(Graph.from_symbol(symbol), policy, Usage(**usage))
+
+
+def kept(symbol, **usage):
+    """Return the names of the operators that a choice keeps in float32."""
+    graph = Graph.from_symbol(symbol)
+    return [graph.nodes[i].name for i, _ in choose(graph, B, Usage(**usage)).kept]
 
 
 def test_the_rules_are_those_that_lists_may_name():
@@ -47,36 +61,38 @@ def test_the_rules_are_those_that_lists_may_name():
 def test_dense_layers_of_few_rows_train_in_float32(rows, weight, low):
     layer = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=weight[0], name="fc")
     shapes = {"data": (rows, weight[1])}
-    assert ("fc" in dict(choose(layer, B, shapes, training=True).kept)) == (not low)
+    assert ("fc" in kept(layer, shapes=shapes, training=True)) == (not low)
 
 
 def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4096, name="fc")
 
-    def kept(rows, **options):
-        return [name for name, _ in choose(net, B, {"data": (rows, 512)}, False, **options).kept]
+    def kept_for(rows, **usage):
+        return kept(net, shapes={"data": (rows, 512)}, **usage)
 
-    assert kept(1) == kept(24) == ["fc"]
-    assert kept(25) == []
-    assert kept(1, stored={"fc_weight"}) == []
+    assert kept_for(1) == kept_for(24) == ["fc"]
+    assert kept_for(25) == []
+    assert kept_for(1, stored=frozenset({"fc_weight"})) == []
     # One cast for all that read it.
     data, weight = mx.sym.var("data"), mx.sym.var("weight")
     net = mx.sym.Group([
         mx.sym.FullyConnected(data * k, weight, num_hidden=4096, no_bias=True, name=f"fc{k}")
         for k in (1, 2, 3)
     ])  # fmt: skip
-    assert len(kept(8)) == 3
-    assert kept(9) == []
+    assert len(kept_for(8)) == 3
+    assert kept_for(9) == []
 
 
 def test_rows_are_counted_over_all_leading_axes():
     layer = mx.sym.FullyConnected(
         mx.sym.var("data"), num_hidden=3072, flatten=False, no_bias=True, name="fc"
     )
-    assert not choose(layer, B, {"data": (4, 128, 768)}, True).kept
-    assert choose(layer, B, {"data": (4, 8, 768)}, True).kept
-    assert not choose(layer, B, {}, True).kept  # nothing is known
-    assert not choose(layer, B.override(low=["FullyConnected"]), {"data": (4, 8, 768)}, True).kept
+    few = Usage(shapes={"data": (4, 8, 768)}, training=True)
+    graph = Graph.from_symbol(layer)
+    assert choose(graph, B, few).kept
+    assert not choose(graph, B.override(low=["FullyConnected"]), few).kept
+    assert not kept(layer, shapes={"data": (4, 128, 768)}, training=True)
+    assert not kept(layer, training=True)  # nothing is known
 
 
 def test_a_block_follows_the_shapes_that_it_runs_on():
@@ -89,7 +105,7 @@ def test_a_block_follows_the_shapes_that_it_runs_on():
         with autograd.record():
             out = net(x)
         out.backward()
-        rounded = nd.amp_cast(nd.amp_cast(out, dtype=BF16), dtype="float32")
+        rounded = nd.amp_cast(nd.amp_cast(out, dtype=BFLOAT16), dtype="float32")
         return same(out, rounded)
 
     with amp.autocast("bfloat16"):
@@ -219,8 +235,8 @@ def test_the_plan_says_why():
 def test_float16_chooses_nothing():
     net = sequential(nn.Conv2D(24, 1, in_channels=3), nn.BatchNorm())
     symbol = net(mx.sym.var("data"))
-    assert choose(symbol, amp.Policy.default("float16", "cpu"), {}, True) is NONE
-    assert choose(symbol, B.untuned(), {}, True) is NONE
+    assert chosen(symbol, amp.Policy.default("float16", "cpu"), training=True) is NONE
+    assert chosen(symbol, B.untuned(), training=True) is NONE
 
 
 def test_converted_models_choose_by_their_parameters():

@@ -1,20 +1,33 @@
-"""One contender of `scripts/bench`: builds a model, and does a step for each line it reads.
+"""One contender of `scripts/bench/models`: builds a model, and does a step for each line it reads.
 
-bench_worker.py CONTENDER MODEL MODE DTYPE FOLDER
+models_worker.py CONTENDER MODEL MODE DTYPE FOLDER
 """
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import numpy as np
 
 
 def speak(**words: Any) -> None:
     print(json.dumps(words), flush=True)
+
+
+def peak_memory() -> Optional[int]:
+    """Return the most bytes that this process has held in memory; None where Linux's /proc is not.
+
+    `getrusage` would not do: its maximum survives fork and exec, so that a child starts with its
+    parent's. VmHWM starts anew with each program.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    lines = (line.split() for line in status.splitlines())
+    return next((int(words[1]) * 1024 for words in lines if words[0] == "VmHWM:"), None)
 
 
 def arrays(model: str) -> Tuple[List[Any], Any]:
@@ -277,8 +290,7 @@ def main() -> None:
     else:
         step = mxnet_step(contender, model, mode, dtype, Path(folder))
     step()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    speak(memory=peak * 1024)
+    speak(memory=peak_memory())
     for _ in sys.stdin:
         began = time.perf_counter()
         step()

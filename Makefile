@@ -1,0 +1,41 @@
+# The commands of everyday work; CONTRIBUTING.md says when to run which.
+
+PYTHON := .venv/bin/python
+FIGURES := docs/measured/avx512_bf16.json
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test fast lint format types docs bench pictures
+
+help: ## list these commands
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+setup: ## make or update .venv, with what the tests need
+	scripts/test --setup-only
+
+test: ## run all tests; what has to pass before a change lands
+	scripts/test
+
+fast: ## run the tests that take less than ten seconds each
+	scripts/test -m "not slow"
+
+lint: setup ## check style and formatting
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: setup ## format the code, and correct what ruff can correct
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+types: setup ## check the types
+	$(PYTHON) -m mypy
+
+docs: ## run the code blocks of README.md and docs/, and check their links
+	scripts/test tests/test_readme.py
+
+bench: setup ## compare whole models with float32, on one core; takes long, scripts/bench/models --model NAME does not
+	$(PYTHON) scripts/bench/models --rounds 3 --json bench.json
+
+pictures: ## draw docs/speed.png and docs/benchmarks.png anew; needs matplotlib in .venv
+	$(PYTHON) scripts/bench/plot $(FIGURES) docs/speed.png \
+		--contender stock --contender mxamp --contender torch --contender fused
+	$(PYTHON) scripts/bench/plot $(FIGURES) docs/benchmarks.png

@@ -1,0 +1,72 @@
+"""Convert a trained model for inference, save it, and serve it with MXNet alone.
+
+    python examples/convert_and_serve.py [--dtype float16] [--folder served]
+
+A net is exported as any Gluon net is. `convert_model` gives the same model with casts in its graph
+and half its bytes of parameters; what loads and runs it needs no mxamp. `compare_models` says how
+far the outputs are from float32's. `mxamp convert` does the same on the command line.
+"""
+
+import argparse
+import tempfile
+import warnings
+from pathlib import Path
+
+import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
+
+# isort: split
+import mxnet as mx
+from mxnet import gluon
+from mxnet.gluon import nn
+
+SHAPE = (8, 3, 32, 32)
+
+
+def exported(prefix):
+    """Export a net, as a training script does at its end."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(32, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"))
+    net.add(nn.Conv2D(64, 3, padding=1), nn.Activation("relu"), nn.GlobalAvgPool2D(), nn.Dense(10))
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    net(mx.nd.random.normal(shape=SHAPE))
+    net.export(prefix)
+
+
+def serve(prefix, data):
+    """Load a model and run it: plain MXNet."""
+    files = f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SymbolBlock wonders about its input's dtype
+        return gluon.SymbolBlock.imports(*files)(data)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+    parser.add_argument("--folder", type=Path, help="where the models go; by default nowhere")
+    options = parser.parse_args()
+    mx.random.seed(0)
+    with tempfile.TemporaryDirectory() as place:
+        folder = options.folder or Path(place)
+        folder.mkdir(parents=True, exist_ok=True)
+        original, converted = str(folder / "model"), str(folder / f"model-{options.dtype}")
+        exported(original)
+
+        model = mx.model.load_checkpoint(original, 0)
+        policy = amp.Policy.default(options.dtype, device="cpu")  # or "gpu"
+        low = amp.convert_model(*model, policy=policy, cast_optional_params=True)
+        mx.model.save_checkpoint(converted, 0, *low)
+        (error,) = amp.compare_models(model, low, amp.random_inputs(model, {"data": SHAPE}))
+
+        data = mx.nd.random.normal(shape=SHAPE)
+        wanted, served = serve(original, data), serve(converted, data)
+        sizes = [Path(f"{prefix}-0000.params").stat().st_size for prefix in (original, converted)]
+    same = (wanted.argmax(1) == served.argmax(1)).sum().asscalar()
+    print(f"{options.dtype}: {sizes[0]:,} -> {sizes[1]:,} bytes of parameters")
+    print(f"relative error {error.relative:.4f}, {same:.0f} of {len(data)} predictions the same")
+    print(f"outputs are {served.dtype.__name__}; mixed precision on: {amp.is_enabled()}")
+
+
+if __name__ == "__main__":
+    main()

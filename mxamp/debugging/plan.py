@@ -1,0 +1,134 @@
+"""A plan: what mixed precision does to a graph, as values that people read, filter and compare."""
+
+import fnmatch
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Dict, List, Optional, Tuple
+
+from ..scaling.report import shortened
+
+__all__ = ["Cast", "NodePlan", "OfflineCast", "Plan"]
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One operator of the graph: the dtype it computes in ("as is": untouched), and why."""
+
+    name: str
+    operator: str
+    precision: str
+    reason: str
+    inputs: Tuple[Tuple[str, Optional[str]], ...] = ()  #: (name, the dtype it is cast to or None)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One cast that is inserted: after which node, to which dtype."""
+
+    name: str
+    source: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class OfflineCast:
+    """A parameter that `cast_optional_params` casts, and what that does to its values."""
+
+    name: str
+    dtype: str
+    size: int
+    overflown: int  #: finite values that become infinite
+    vanished: int  #: values that become zero
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided for a graph. `str(plan)` is a table, `len(plan)` counts its operators.
+
+    `inputs` are the model's inputs without the parameters that were given.
+    `bytes_before` and `bytes_after` are those of the parameters, the latter with
+    `cast_optional_params`, and `offline` are the parameters that it casts; nothing where no
+    parameters were given.
+    """
+
+    target_dtype: str
+    device: str
+    nodes: Tuple[NodePlan, ...]
+    casts: Tuple[Cast, ...]
+    inputs: Tuple[str, ...] = ()
+    bytes_before: int = 0
+    bytes_after: int = 0
+    offline: Tuple[OfflineCast, ...] = ()
+
+    @property
+    def lossy(self) -> Tuple[OfflineCast, ...]:
+        """The parameters that lose values when they are cast offline."""
+        return tuple(cast for cast in self.offline if cast.overflown or cast.vanished)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, name: str) -> NodePlan:
+        """Return the first operator of that name: a block called twice gives two of one name."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    def filter(
+        self,
+        name: str = "*",
+        operator: Optional[str] = None,
+        precision: Optional[str] = None,
+    ) -> "Plan":
+        """Return the plan with some of its operators; `name` may hold * and ?."""
+        kept = tuple(
+            node
+            for node in self.nodes
+            if fnmatch.fnmatchcase(node.name, name)
+            and operator in (None, node.operator)
+            and precision in (None, node.precision)
+        )
+        return replace(self, nodes=kept)
+
+    def compare(self, other: "Plan") -> List[Tuple[str, Optional[str], Optional[str]]]:
+        """Return (name, precision here, precision there) of operators that differ.
+
+        None stands for an operator that the other graph does not have.
+        """
+        here = {node.name: node.precision for node in self.nodes}
+        there = {node.name: node.precision for node in other.nodes}
+        names = dict.fromkeys((*here, *there))
+        return [(n, here.get(n), there.get(n)) for n in names if here.get(n) != there.get(n)]
+
+    def counts(self) -> Dict[str, int]:
+        """Return how many operators compute in each precision."""
+        return dict(Counter(node.precision for node in self.nodes))
+
+    def to_json(self) -> str:
+        """Return it all as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rows = [("name", "operator", "precision", "reason")]
+        rows += [(n.name, n.operator, n.precision, n.reason) for n in self.nodes]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [
+            "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]))
+            for row in rows
+        ]
+        return "\n".join([*lines, self.summary()])
+
+    def summary(self) -> str:
+        """Return one line: operators a precision, casts, parameter bytes."""
+        counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
+        size = ""
+        if self.bytes_before:
+            size = (
+                f"; parameters {self.bytes_before:,} bytes, {self.bytes_after:,} with casts offline"
+            )
+        if self.lossy:
+            names = shortened([cast.name for cast in self.lossy])
+            size += f"; casts offline would lose values of {len(self.lossy)} parameters: {names}"
+        return f"{len(self)} operators: {counts}; {len(self.casts)} casts{size}"

@@ -1,0 +1,100 @@
+"""The graph that a rewrite makes: its nodes and their names, one cast a tensor and dtype."""
+
+from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
+
+from ..policy.decision import CASTABLE
+from .graph import Graph, Node, Output
+
+__all__ = ["HALVES", "Builder", "Entry"]
+
+HALVES = CASTABLE - {"float32"}
+
+
+class Entry(NamedTuple):
+    """An output in the new graph, its dtype, and what it is a mere widening of.
+
+    One that is `by_choice` is float32 only because a choice by shape has kept it so: next to the
+    target dtype it is cast down, where others would widen.
+    """
+
+    output: Output
+    dtype: str
+    source: Optional["Entry"] = None
+    by_choice: bool = False
+
+
+class Builder:
+    """The new graph in the making.
+
+    A cast up is undone by reading what was cast, never by casting down again.
+    """
+
+    def __init__(self, graph: Graph, accumulated: AbstractSet[str]) -> None:
+        self.nodes: List[Node] = []
+        self._accumulated = accumulated
+        # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
+        self._names = {node.name for node in graph.nodes if node.op != "amp_cast"}
+        self._casts: Dict[Tuple[Output, str], Entry] = {}
+        self._copies: Dict[Output, Output] = {}
+        self._roots: Dict[int, str] = {}
+
+    def add(self, node: Node) -> int:
+        """Append a node that has its name already; return its index."""
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def new_name(self, wanted: str) -> str:
+        """Return `wanted`, with a number behind it if a node has that name."""
+        name, count = wanted, 0
+        while name in self._names:
+            count += 1
+            name = f"{wanted}{count}"
+        self._names.add(name)
+        return name
+
+    def cast(self, entry: Entry, dtype: str) -> Entry:
+        """Return `entry` in `dtype`, cast once for all that read it so."""
+        if entry.dtype == dtype:
+            return entry
+        if entry.source is not None and entry.source.dtype == dtype:
+            return entry.source
+        if "float32" not in (entry.dtype, dtype):
+            # amp_cast knows no float64, and between the two halves gives garbage in graphs.
+            return self.cast(self.cast(entry, "float32"), dtype)
+        key = (entry.output, dtype)
+        if key not in self._casts:
+            source = entry if entry.dtype in HALVES and dtype == "float32" else None
+            op = "Cast" if "float64" in (entry.dtype, dtype) else "amp_cast"
+            read = self._read_by_cast(entry, dtype)
+            added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype})
+            self._casts[key] = Entry((added, 0), dtype, source)
+        return self._casts[key]
+
+    def copied(self, output: Output) -> Output:
+        """Return a copy of an output, made once for all that read one."""
+        if output not in self._copies:
+            self._copies[output] = (self._insert("_copy", output, "amp_copy", {}), 0)
+        return self._copies[output]
+
+    def _read_by_cast(self, entry: Entry, dtype: str) -> Output:
+        """Return what a cast reads: a copy, where autograd may accumulate into a variable.
+
+        On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add": its
+        kernel never commits what it adds to. A copy in between takes the sum instead.
+        """
+        node = self.nodes[entry.output[0]]
+        accumulated = node.is_variable and node.name in self._accumulated
+        if accumulated and "bfloat16" in (entry.dtype, dtype):
+            return self.copied(entry.output)
+        return entry.output
+
+    def _insert(self, op: str, output: Output, suffix: str, attrs: Dict[str, str]) -> int:
+        producer = self.nodes[output[0]]
+        group = {k: v for k, v in producer.attrs.items() if k in ("__ctx_group__", "ctx_group")}
+        position = str(output[1]) if producer.num_outputs > 1 else ""
+        # Casts of casts are named after what was cast first.
+        root = self._roots.get(output[0], f"{producer.name}{position}")
+        name = self.new_name(f"{root}_{suffix}")
+        added = self.add(Node(op, name, {**group, **attrs}, [output]))
+        self._roots[added] = root
+        return added

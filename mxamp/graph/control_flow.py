@@ -1,0 +1,63 @@
+"""Control flow: which bodies of loops and branches are rewritten, and what flows into them."""
+
+from dataclasses import replace
+from typing import Dict, List, Sequence
+
+from .graph import Node
+from .usage import Usage
+
+__all__ = ["UNSAFE_LOOPS", "body_usage", "rewrites_bodies"]
+
+#: Control flow whose gradients in graphs read memory that MXNet has never written: garbage or
+#: right by luck, in plain float32 too. Any change to their bodies changes the luck.
+UNSAFE_LOOPS = frozenset({"_while_loop", "_cond"})
+
+_LOOPS = UNSAFE_LOOPS | {"_foreach"}
+
+#: The bodies of a node, in order, as its attributes call them.
+_BODIES = {"_while_loop": ("cond", "func"), "_cond": ("cond", "then", "else")}
+
+
+def rewrites_bodies(node: Node, training: bool) -> bool:
+    """Tell whether the graphs that `node` holds are rewritten.
+
+    oneDNN's fused operators hold graphs too, which stay as they are.
+    """
+    return node.operator in _LOOPS and not (training and node.operator in UNSAFE_LOOPS)
+
+
+def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -> Usage:
+    """Return how one body of `node` is used, where the node's own inputs have these `dtypes`.
+
+    A body's inputs and outputs keep their dtypes. All gradients may be accumulated over the steps
+    of a loop.
+    """
+    names = node.subgraphs[position].input_names
+    inputs = _body_inputs(node, position)
+    return replace(
+        usage,
+        dtypes={names[inner]: dtypes[outer] for inner, outer in inputs.items()},
+        shapes={},
+        accumulated=frozenset(names),
+        stored=frozenset(),
+        restore=True,
+    )
+
+
+def _body_inputs(node: Node, position: int) -> Dict[int, int]:
+    """Map the inputs of a body to the node's own inputs, by position."""
+    if node.operator == "_foreach":
+        # The body's positions of what the node takes, in the node's order.
+        locations = ("in_data_locs", "in_state_locs", "remain_locs")
+        places = [place for name in locations for place in _listed(node, name)]
+        return {place: outer for outer, place in enumerate(places)}
+    if node.operator not in _BODIES:
+        return {}
+    # The node's positions of what the body takes, in the body's order.
+    name = _BODIES[node.operator][position]
+    return dict(enumerate(_listed(node, f"{name}_input_locs")))
+
+
+def _listed(node: Node, attribute: str) -> List[int]:
+    text = node.attrs.get(attribute, "[]").strip("[]()")
+    return [int(part) for part in text.split(",") if part.strip()]

@@ -1,0 +1,224 @@
+"""How operators are computed by others that have faster kernels on CPUs, and where they can be.
+
+Each equivalent is a function that returns its parts, and one that tells which calls it fits.
+"""
+
+from typing import List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+__all__ = [
+    "BLOCK",
+    "COLOURS",
+    "Attributes",
+    "Call",
+    "Detail",
+    "Part",
+    "fourth_channel",
+    "has_elements",
+    "image_convolution",
+    "is_image_convolution",
+    "is_mean_of_rows",
+    "is_relu6",
+    "is_split_of_rows",
+    "is_trained_layer_norm",
+    "layer_norm",
+    "mean",
+    "relu6",
+    "split",
+    "split_bounds",
+]
+
+Attributes = Mapping[str, str]
+Detail = Tuple[int, ...]
+
+#: The channels of a first layer; with one more oneDNN has a blocked kernel for it.
+COLOURS = 3
+#: oneDNN's bfloat16 convolutions work on blocks of so many channels.
+BLOCK = 16
+# Beyond it the fourth channel's products cost more than the layout saves.
+_LARGEST_KERNEL = 7
+
+
+class Part(NamedTuple):
+    """One operator of what stands in for another.
+
+    `inputs` count the inputs of the operator that is replaced first, and after them the parts.
+    """
+
+    op: str
+    suffix: str  #: of its name; the last part has the replaced operator's name
+    inputs: Tuple[int, ...]
+    attrs: Attributes
+
+
+class Call(NamedTuple):
+    """What is known of a call that may be replaced."""
+
+    attrs: Attributes
+    shape: Optional[Tuple[int, ...]]  #: of its first input, where that is known
+    weight: Optional[Tuple[int, ...]]  #: the shape of its second, where that is known
+    training: bool  #: gradients will be computed
+
+
+def has_elements(call: Call) -> bool:
+    """Tell whether oneDNN takes the array: NumPy's may be empty or have no axes."""
+    return call.shape is None or (bool(call.shape) and all(call.shape))
+
+
+class _Parts:
+    """A list of parts that grows; `add` returns the number by which later parts read a new one."""
+
+    def __init__(self, inputs: int) -> None:
+        self.inputs = inputs
+        self.made: List[Part] = []
+
+    def add(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
+        self.made.append(Part(op, suffix, inputs, attrs))
+        return self.inputs + len(self.made) - 1
+
+
+def is_relu6(call: Call) -> bool:
+    """Tell whether a clip is min(max(x, 0), 6)."""
+    return (float(call.attrs["a_min"]), float(call.attrs["a_max"])) == (0, 6)
+
+
+def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return min(max(x, 0), 6), exact in every float dtype."""
+    return [
+        Part("Activation", "relu", (0,), {"act_type": "relu"}),
+        Part("_minimum_scalar", "", (1,), {"scalar": "6"}),
+    ]
+
+
+def is_trained_layer_norm(call: Call) -> bool:
+    """Tell whether gradients of it will be computed, over the last axis."""
+    attrs = call.attrs
+    plain = attrs.get("axis", "-1") == "-1"
+    return call.training and plain and not _is_true(attrs.get("output_mean_var", "False"))
+
+
+def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return row sums and broadcasts as products with vectors: their gradients are products too.
+
+    The gradients of MXNet's own kernel, and of its broadcasts, are reductions that it does one
+    element at a time.
+    """
+    x, gamma, beta = 0, 1, 2
+    parts = _Parts(inputs=3)
+    add = parts.add
+    ones = add("ones_like", "ones", gamma)
+    row = add("Reshape", "row", ones, shape="(1, -1)")
+    share = add("broadcast_div", "share", ones, add("sum", "count", ones))
+    weights = add("Reshape", "weights", share, shape="(-1, 1)")
+    mean = add("dot", "mean", x, weights)
+    centred = add("elemwise_sub", "centred", x, add("dot", "means", mean, row))
+    variance = add("dot", "variance", add("square", "square", centred), weights)
+    padded = add("_plus_scalar", "padded", variance, scalar=attrs.get("eps", "1e-05"))
+    inverse = add("rsqrt", "inverse", padded)
+    scale = add("dot", "scale", inverse, add("Reshape", "gammas", gamma, shape="(1, -1)"))
+    one = add("ones_like", "one", inverse)
+    shift = add("dot", "shift", one, add("Reshape", "betas", beta, shape="(1, -1)"))
+    add("elemwise_add", "", add("elemwise_mul", "scaled", centred, scale), shift)
+    return parts.made
+
+
+def is_mean_of_rows(call: Call) -> bool:
+    """Tell whether it is the mean over the middle of three axes."""
+    attrs = call.attrs
+    over_one = attrs.get("axis", "").strip("[]() ,") == "1"
+    three = call.shape is not None and len(call.shape) == len("NTC")
+    return three and over_one and not _is_true(attrs.get("exclude", "False"))
+
+
+def mean(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return the mean over the middle of three axes, as products with a constant row."""
+    parts = _Parts(inputs=1)
+    add = parts.add
+    ones = add("ones_like", "ones", add("slice_axis", "column", 0, axis="2", begin="0", end="1"))
+    share = add("broadcast_div", "share", ones, add("sum", "count", ones, axis="1", keepdims="1"))
+    if _is_true(attrs.get("keepdims", "False")):
+        add("batch_dot", "", share, 0, transpose_a="True")
+    else:
+        add("Reshape", "", add("batch_dot", "row", share, 0, transpose_a="True"), shape="(0, -1)")
+    return parts.made
+
+
+def is_image_convolution(call: Call) -> bool:
+    """Tell whether it is a first layer that reads colours, with a blocked kernel for four."""
+    attrs, weight = call.attrs, call.weight
+    return (
+        weight is not None
+        and len(weight) == len("OIHW")
+        and weight[1] == COLOURS
+        and weight[0] % BLOCK == 0
+        and max(weight[2:]) <= _LARGEST_KERNEL
+        and attrs.get("layout", "None") in ("None", "NCHW")
+        and attrs.get("num_group", "1") == "1"
+    )
+
+
+def image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return the convolution with a fourth channel of zeros, in the image and in the weight.
+
+    oneDNN's bfloat16 convolution works on pairs of channels: for three of them it falls back to
+    a matrix product per image, whose output has the plain layout.
+    """
+    bias = () if _is_true(attrs.get("no_bias", "False")) else (2,)
+    parts = _Parts(inputs=2 + len(bias))
+    padded = [_add_fourth(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))]
+    parts.add("Convolution", "", *padded, *bias, **attrs)
+    return parts.made
+
+
+def _add_fourth(parts: _Parts, tensor: int, name: str) -> int:
+    channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
+    zeros = parts.add("zeros_like", f"{name}_zeros", channel)
+    return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")
+
+
+def fourth_channel() -> Sequence[Part]:
+    """Return what gives one image its fourth channel, where the weight has it already."""
+    parts = _Parts(inputs=1)
+    _add_fourth(parts, 0, "data")
+    return parts.made
+
+
+def is_split_of_rows(call: Call) -> bool:
+    """Tell whether it splits the last axis, where MXNet's kernel copies element by element."""
+    shape, attrs = call.shape, call.attrs
+    last = shape is not None and int(attrs.get("axis", "1")) in (-1, len(shape) - 1)
+    return last and not _is_true(attrs.get("squeeze_axis", "False"))
+
+
+def split_bounds(call: Call) -> Detail:
+    """Return the number of axes where one kernel can do it, else 0; then the bounds of the parts.
+
+    In training, equal parts are split along an axis of their own before the last: the gradient
+    is then copied together row by row. That of slices is a sum of arrays that are mostly zeros.
+    """
+    shape, attrs = call.shape or (0,), call.attrs
+    sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
+    if sections:
+        axes = len(shape) if call.training else 0
+        return (axes, *(shape[-1] * i // sections for i in range(sections + 1)))
+    starts = [int(text) for text in attrs["indices"].strip("[]() ").split(",") if text.strip()]
+    return (0, *starts, shape[-1])
+
+
+def split(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return slices, or a split along an axis of its own: see `split_bounds`."""
+    axes, *bounds = detail
+    if not axes:
+        return [
+            Part("slice_axis", f"slice{i}", (0,), {"axis": "-1", "begin": str(a), "end": str(b)})
+            for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
+        ]
+    parts = _Parts(inputs=1)
+    count = str(len(bounds) - 1)
+    shape = ", ".join(["0"] * (axes - 1) + ["-4", count, "-1"])
+    rows = parts.add("Reshape", "parts", 0, shape=f"({shape})")
+    parts.add("SliceChannel", "", rows, axis=str(axes - 1), num_outputs=count, squeeze_axis="True")
+    return parts.made
+
+
+def _is_true(text: str) -> bool:
+    return text in ("True", "1", "true")

@@ -1,0 +1,97 @@
+"""BatchNorm folded in float32 into the product before it."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+
+import mxamp as amp
+from helpers import operators_of, same
+from mxamp.graph.fold_batchnorm import folded
+from mxamp.graph.graph import Graph
+
+B = amp.Policy.default("bfloat16")
+
+
+def params_of(symbol, shape):
+    random = np.random.RandomState(0)
+    found = {}
+    shapes, _, aux = symbol.infer_shape(data=shape)
+    names = [*symbol.list_arguments(), *symbol.list_auxiliary_states()]
+    for name, size in zip(names, [*shapes, *aux]):
+        array = random.rand(*size) + 0.5 if "var" in name else random.randn(*size)
+        found[name] = nd.array(array.astype("float32"))
+    data = found.pop("data")
+    return found, data
+
+
+def run(symbol, params, data):
+    names = symbol.list_arguments()
+    args = {name: data if name == "data" else params[name] for name in names}
+    auxs = {name: params[name] for name in symbol.list_auxiliary_states()}
+    return symbol.bind(mx.cpu(), args, aux_states=auxs).forward()[0].asnumpy()
+
+
+def conv(data, name="conv", **more):
+    options = {"kernel": (3, 3), "num_filter": 6, **more}
+    return mx.sym.Convolution(data, name=name, **options)
+
+
+X = mx.sym.var("data")
+FOLDED = {
+    "bias": lambda: mx.sym.BatchNorm(conv(X), fix_gamma=False),
+    "no bias": lambda: mx.sym.BatchNorm(conv(X, no_bias=True), fix_gamma=False, eps=1e-5),
+    "fixed gamma": lambda: mx.sym.BatchNorm(conv(X, no_bias=True)),
+    "groups": lambda: mx.sym.BatchNorm(conv(X, num_group=2), fix_gamma=False),
+    "dense": lambda: mx.sym.BatchNorm(mx.sym.FullyConnected(X, num_hidden=5), fix_gamma=False),
+    "two": lambda: mx.sym.BatchNorm(
+        conv(mx.sym.relu(mx.sym.BatchNorm(conv(X, "a"), name="na")), "b"), name="nb"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folding_in_float32_keeps_values(name, monkeypatch):
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+    symbol = FOLDED[name]()
+    params, data = params_of(symbol, (2, 4, 8, 8))
+    kept = {key: value.copy() for key, value in params.items()}
+    graph, values = folded(Graph.from_symbol(symbol), params, B)
+    new = graph.to_symbol()
+    assert "BatchNorm" not in operators_of(new)
+    assert set(values) == set(new.list_inputs()) - {"data"}
+    assert graph.input_names == new.list_inputs()
+    expected = run(symbol, params, data)
+    np.testing.assert_allclose(run(new, values, data), expected, rtol=1e-4, atol=1e-4)
+    assert all(same(params[key], kept[key]) for key in kept)
+
+
+def shared_weight():
+    weight = mx.sym.var("weight")
+    first = mx.sym.BatchNorm(conv(X, "a", weight=weight, pad=(1, 1), num_filter=4), name="n")
+    return conv(first, "b", weight=weight, pad=(1, 1), num_filter=4)
+
+
+def read_twice(join):
+    product = conv(X)
+    return join(mx.sym.BatchNorm(product, name="n"), product)
+
+
+LEFT = {
+    "read twice": lambda: read_twice(mx.sym.elemwise_add),
+    "shared weight": shared_weight,
+    "an output": lambda: read_twice(lambda *outputs: mx.sym.Group(outputs)),
+    "first": lambda: conv(mx.sym.BatchNorm(X, name="n")),
+    "channels last": lambda: mx.sym.BatchNorm(conv(X), axis=-1),
+    "rows": lambda: mx.sym.BatchNorm(mx.sym.FullyConnected(X, num_hidden=5, flatten=False)),
+    "statistics": lambda: mx.sym.BatchNorm(conv(X), output_mean_var=True),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_can_not_be_folded_stays(name):
+    symbol = LEFT[name]()
+    params, _ = params_of(symbol, (2, 4, 8, 8))
+    graph, values = folded(Graph.from_symbol(symbol), params, B)
+    assert operators_of(graph.to_symbol()) == operators_of(symbol)
+    assert all(same(values[key], params[key]) for key in values)

@@ -1,0 +1,83 @@
+"""A symbol's graph, read and written, and the dtypes that MXNet infers for it."""
+
+import json
+
+import mxnet as mx
+import pytest
+
+from mxamp.graph.graph import Graph, GraphCopy, Node, infer_outputs, infer_types
+from nets import NETS, Control, made
+
+
+def var(name):
+    return mx.sym.var(name)
+
+
+def dense(data, name):
+    return mx.sym.FullyConnected(data, no_bias=True, num_hidden=4, name=name)
+
+
+def test_json_round_trips():
+    symbol = mx.sym.BatchNorm(mx.sym.Convolution(var("x"), num_filter=4, kernel=(3, 3)), name="bn")
+    graph = Graph.from_symbol(symbol)
+    assert Graph.from_json(json.loads(graph.to_symbol().tojson())) == graph
+
+
+def test_inference():
+    assert infer_outputs(Node("dot", "n"), ["float16", "float16"]) == ("float16",)
+    assert infer_outputs(Node("argmax", "n", {"axis": "1"}), ["float16"]) == ("float16",)
+    assert infer_outputs(Node("shape_array", "n"), ["float32"]) == ("int64",)
+    assert infer_outputs(Node("BatchNorm", "n", num_outputs=3), ["float16"] + ["float32"] * 4) == (
+        "float16", "float32", "float32",
+    )  # fmt: skip
+    assert infer_outputs(Node("Cast", "n", {"dtype": "bfloat16"}), ["float32"]) == ("bfloat16",)
+    assert infer_outputs(Node("dot", "n"), ["float16", "float32"]) == ("float32",)
+    assert infer_types(dense(var("x"), "fc")) is None
+    assert infer_types(dense(var("x"), "fc"), {"x": "float64"})[1] == ("float64",)
+
+
+def joined():
+    x, shared = var("x"), var("shared")
+    first = mx.sym.FullyConnected(x, shared, no_bias=True, num_hidden=4, name="first")
+    normed = mx.sym.BatchNorm(mx.sym.Concat(first, var("z"), x, dim=1), name="bn")
+    last = mx.sym.FullyConnected(normed, shared, no_bias=True, num_hidden=4, name="last")
+    return mx.sym.Group([mx.sym.exp(var("late")), last, normed])
+
+
+def traced(make):
+    net, data = made(make)
+    names = ["data"] if len(data) == 1 else [f"data{i}" for i in range(len(data))]
+    return net(*map(var, names))
+
+
+SYMBOLS = {
+    "joined": joined,
+    **{make.__name__: (lambda make=make: traced(make)) for make in NETS},
+    **{
+        name: (lambda name=name: Control(name)(var("data")))
+        for name in ("foreach", "cond", "while_loop")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLS)
+def test_inputs_are_in_mxnets_order(name):
+    symbol = SYMBOLS[name]()
+    graph = Graph.from_symbol(symbol)
+    assert graph.input_names == symbol.list_inputs()
+    assert graph.to_symbol().list_inputs() == symbol.list_inputs()
+
+
+def test_a_copy_with_changes():
+    graph = Graph.from_symbol(mx.sym.exp(mx.sym.relu(var("x"), name="relu"), name="exp"))
+    copy = GraphCopy(graph)
+    copy.add_copy(0)
+    copy.read_instead(1, 0)
+    copy.add(Node("null", "new"))
+    copy.add_copy(2, op="sin")
+    new = copy.finished()
+    assert [(node.op, node.name, node.inputs) for node in new.nodes] == [
+        ("null", "x", []), ("null", "new", []), ("sin", "exp", [(0, 0)]),
+    ]  # fmt: skip
+    assert new.heads == [(2, 0)]
+    assert [node.op for node in graph.nodes] == ["null", "relu", "exp"]

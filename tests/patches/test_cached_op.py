@@ -1,0 +1,404 @@
+"""Hybridized blocks follow the policy, bit for bit like eager calls."""
+
+import warnings
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn, rnn
+
+import mxamp as amp
+from helpers import BF16, as_float32, check_python, kind, randn, same, values
+from mxamp.graph.graph import Graph
+from nets import (
+    NETS,
+    Control,
+    convolutional,
+    made,
+    perceptron,
+    separable,
+)
+
+
+def run(net, data):
+    """Return outputs, loss and gradients of one training pass."""
+    params = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    with autograd.record():
+        out = net(*data)
+        loss = (out.astype("float32") ** 2).mean()
+    loss.backward()
+    return values(out), values(loss), [values(p.grad()) for p in params]
+
+
+@pytest.mark.parametrize("make", NETS)
+def test_eager_and_hybridized_agree_bit_for_bit(on, make):
+    eager, _ = made(make)
+    hybrid, data = made(make)
+    for mine, theirs in zip(eager.collect_params().values(), hybrid.collect_params().values()):
+        theirs.set_data(mine.data())
+    hybrid.hybridize(static_alloc=True)
+    out, loss, grads = run(eager, data)
+    hybrid_out, hybrid_loss, hybrid_grads = run(hybrid, data)
+    assert hybrid_out.dtype == np.float32
+    assert same(as_float32(out), hybrid_out)
+    assert same(loss, hybrid_loss)
+    # Where one float32 tensor is cast for several readers, the graph casts it once and sums its
+    # gradients in half precision; eager calls cast it each time.
+    largest = max(abs(grad).max() for grad in grads)
+    for mine, theirs in zip(grads, hybrid_grads):
+        assert abs(mine - theirs).max() / largest < (2**-9 if on.dtype == "float16" else 2**-6)
+
+
+def test_a_net_computes_what_hand_written_casts_compute():
+    class ByHand(nn.HybridBlock):
+        def hybrid_forward(self, F, x, w, v):
+            def product(a, b):
+                a, b = (F.amp_cast(F.amp_cast(t, dtype="float16"), dtype="float32") for t in (a, b))
+                out = F.FullyConnected(a, b, num_hidden=4, no_bias=True)
+                return F.amp_cast(out, dtype="float16")
+
+            hidden = F.Activation(product(x, w), act_type="relu")
+            return F.softmax(F.amp_cast(product(hidden, v), dtype="float32"))
+
+    class Net(nn.HybridBlock):
+        def hybrid_forward(self, F, x, w, v):
+            hidden = F.FullyConnected(x, w, num_hidden=4, no_bias=True)
+            hidden = F.Activation(hidden, act_type="relu")
+            return F.softmax(F.FullyConnected(hidden, v, num_hidden=4, no_bias=True))
+
+    def grads(net):
+        arrays = [randn(3, 4), randn(4, 4, seed=1), randn(4, 4, seed=2)]
+        for array in arrays:
+            array.attach_grad()
+        with autograd.record():
+            out = net(*arrays)
+            (out**2).sum().backward()
+        return [out, *(array.grad for array in arrays)]
+
+    expected = grads(ByHand())
+    with amp.autocast("float16"):
+        eager = grads(Net())
+        hybrid = Net()
+        hybrid.hybridize()
+        hybridized = grads(hybrid)
+    for mine, theirs, wanted in zip(eager, hybridized, expected):
+        assert same(mine, wanted)
+        assert same(theirs, wanted)
+
+
+def test_policies_share_a_block(dtype):
+    net, _ = made(separable)
+    data = [randn(32, 4, 8, 8)]
+    net.hybridize(static_alloc=True, static_shape=True)
+    plain = net(*data).asnumpy()
+    with amp.autocast(dtype):
+        low = net(*data).asnumpy()
+        with amp.autocast(enabled=False):
+            assert same(net(*data), plain)
+        with amp.autocast("float16" if dtype == "bfloat16" else "bfloat16"):
+            other = net(*data).asnumpy()
+        assert same(net(*data), low)
+    assert same(net(*data), plain)
+    assert not same(low, plain)
+    assert not same(low, other)
+
+
+def test_init_after_hybridize_and_the_other_way_round(dtype):
+    def fresh():
+        mx.random.seed(0)
+        net = nn.Dense(3, in_units=8)
+        net.initialize(mx.init.Xavier())
+        return net
+
+    x, before, after = randn(32, 8), fresh(), fresh()
+    after.weight.set_data(before.weight.data())
+    before.hybridize()
+    plain = before(x).asnumpy()
+    amp.init(dtype, ctx=mx.cpu())
+    after.hybridize()
+    assert same(before(x), after(x))
+    assert not same(before(x), plain)
+    amp.shutdown()
+    assert same(before(x), plain)
+    assert same(after(x), plain)
+
+
+def test_outputs_leave_a_block_as_float32(on):
+    net, data = made(convolutional)
+    net.hybridize()
+    assert kind(net(*data)) == "float32"
+
+
+def test_lstm_layer(on):
+    layer = rnn.LSTM(6, num_layers=2, bidirectional=True, input_size=5)
+    layer.initialize()
+    x = randn(3, 2, 5)
+    with autograd.record():
+        eager = layer(x)
+    layer.hybridize()
+    states = layer.begin_state(batch_size=2)
+    with autograd.record():
+        out, new_states = layer(x, states)
+    out.backward()
+    assert len(new_states) == 2
+    assert same(as_float32(values(eager)), values(out))
+    assert abs(layer.l0_i2h_weight.grad().asnumpy()).max() > 0
+
+
+@pytest.mark.parametrize("layer", [rnn.GRU, rnn.RNN])
+def test_other_recurrent_layers(on, layer):
+    layer = layer(6, input_size=5)
+    layer.initialize()
+    layer.hybridize()
+    with autograd.record():
+        out = layer(randn(3, 2, 5))
+    out.backward()
+    assert np.isfinite(out.asnumpy()).all()
+
+
+@pytest.mark.parametrize("operator", ["foreach", "while_loop", "cond"])
+def test_control_flow_bodies_are_lowered(dtype, operator):
+    net = Control(operator)
+    net.initialize(mx.init.Xavier())
+    x = randn(3, 2, 4)
+    net.hybridize()
+    plain = values(net(x))
+    with amp.autocast(dtype):
+        low = net(x)
+    assert kind(low) == "float32"
+    assert not same(low, plain)
+    np.testing.assert_allclose(values(low), plain, rtol=0.1, atol=0.05)
+
+
+def test_foreach_trains(dtype):
+    net = Control("foreach")
+    net.initialize(mx.init.Xavier())
+    x = randn(3, 2, 4)
+    net.hybridize()
+
+    def gradient():
+        with autograd.record():
+            loss = net(x).sum()
+        loss.backward()
+        return net.weight.grad().asnumpy()
+
+    plain = gradient()
+    with amp.autocast(dtype):
+        low = gradient()
+    assert not same(low, plain)
+    np.testing.assert_allclose(low, plain, rtol=0.05, atol=0.05 * abs(plain).max())
+
+
+@pytest.mark.parametrize("operator", ["while_loop", "cond"])
+def test_bodies_with_broken_gradients_are_left_alone_in_training(on, operator):
+    net = Control(operator)
+    net.initialize()
+    x = randn(3, 2, 4)
+    with amp.autocast(enabled=False):
+        plain = net(x)
+    net.hybridize()
+    with autograd.record():
+        recorded = net(x)
+    assert same(recorded, plain)
+    assert not same(net(x), plain)
+
+
+def test_gradients_add_up_in_hybrid_blocks(on):
+    net, data = made(convolutional)
+    net.collect_params().setattr("grad_req", "add")
+    net.hybridize(static_alloc=True)
+    params = {k: p for k, p in net.collect_params().items() if "running" not in k}
+
+    def backward():
+        with autograd.record():
+            loss = (net(*data) ** 2).mean()
+        loss.backward()
+
+    backward()
+    once = {k: p.grad().asnumpy() for k, p in params.items()}
+    backward()
+    for name, param in params.items():
+        assert abs(once[name]).max() > 0, name
+        np.testing.assert_allclose(param.grad().asnumpy(), 2 * once[name], rtol=1e-5, atol=1e-7)
+    # Turned back, the same block writes again.
+    net.collect_params().setattr("grad_req", "write")
+    backward()
+    for name, param in params.items():
+        np.testing.assert_allclose(param.grad().asnumpy(), once[name], rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_of_inputs_add_up(on):
+    net, (x,) = made(perceptron)
+    net.hybridize()
+    x.attach_grad(grad_req="add")
+    totals = []
+    for _ in range(2):
+        with autograd.record():
+            net(x).sum().backward()
+        totals.append(x.grad.asnumpy())
+    assert abs(totals[0]).max() > 0
+    np.testing.assert_allclose(totals[1], 2 * totals[0], rtol=1e-5)
+
+
+def test_several_contexts(on):
+    ctx = [mx.cpu(0), mx.cpu(1)]
+    net = nn.Dense(3, in_units=4)
+    net.initialize(ctx=ctx)
+    net.hybridize()
+    for where in ctx:
+        assert net(randn(2, 4).as_in_context(where)).context == where
+
+
+def test_symbol_block(on, tmp_path):
+    with amp.autocast(enabled=False):
+        net, data = made(convolutional)
+        net.hybridize()
+        net(*data)
+        net.export(str(tmp_path / "net"))
+    expected = net(*data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it wonders about the dtype of its input
+        block = gluon.SymbolBlock.imports(
+            str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+        )
+    assert same(block(*data), expected)
+
+
+def test_files_written_under_amp_are_plain_float32(on, tmp_path):
+    net, data = made(convolutional)
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9})
+    with autograd.record():
+        net(*data).sum().backward()
+    trainer.step(1)
+    net.export(str(tmp_path / "net"))
+    net.save_parameters(str(tmp_path / "net.params"))
+    trainer.save_states(str(tmp_path / "net.states"))
+    assert "amp_cast" not in (tmp_path / "net-symbol.json").read_text()
+    for name in ("net-0000.params", "net.params"):
+        loaded = nd.load(str(tmp_path / name))
+        assert {array.dtype for array in loaded.values()} == {np.float32}
+    printed = check_python(
+        f"""
+        import sys
+        sys.modules["mxamp"] = None
+        {"import numpy as np" if np.__version__ < "1.24" else "import pytest; sys.exit(print(0))"}
+        import mxnet as mx
+        net = mx.gluon.SymbolBlock.imports({str(tmp_path / "net-symbol.json")!r}, ["data"],
+                                           {str(tmp_path / "net-0000.params")!r})
+        trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {{"momentum": 0.9}})
+        trainer.load_states({str(tmp_path / "net.states")!r})
+        print(net(mx.nd.ones((2, 4, 8, 8))).dtype.__name__)
+        """
+    )
+    assert printed.strip() in ("float32", "0")
+
+
+def test_numpy_blocks(on):
+    mx.npx.set_np()
+
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = nn.Dense(4, in_units=6)
+
+        def hybrid_forward(self, F, x):
+            hidden = F.npx.relu(self.dense(x))
+            return F.np.concatenate([hidden, F.np.tanh(hidden) * 2], axis=1)
+
+    net = Net()
+    net.initialize()
+    x = mx.np.random.normal(size=(2, 6))
+    eager = net(x)
+    net.hybridize()
+    hybrid = net(x)
+    assert isinstance(hybrid, mx.np.ndarray)
+    assert kind(hybrid) == "float32"
+    assert same(as_float32(values(eager)), values(hybrid))
+
+
+def test_nested_inputs_outputs_and_none(on):
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = nn.Dense(4, in_units=4)
+
+        def hybrid_forward(self, F, x, pair, extra=None):
+            hidden = self.dense(x + pair[0])
+            return hidden, [hidden + pair[1], F.softmax(hidden)]
+
+    net = Net()
+    net.initialize()
+    net.hybridize()
+    first, (second, third) = net(randn(2, 4), [randn(2, 4), randn(2, 4)], None)
+    assert {kind(t) for t in (first, second, third)} == {"float32"}
+
+
+def test_blocks_cast_by_the_user_keep_their_dtype():
+    net = nn.Dense(4, in_units=4)
+    net.initialize()
+    net.cast("float16")
+    net.hybridize()
+    with amp.autocast("float16"):
+        assert kind(net(randn(2, 4).astype("float16"))) == "float16"
+
+
+def test_op_hooks_still_fire(on):
+    net, data = made(perceptron)
+    net.hybridize()
+    seen = []
+    net.register_op_hook(lambda name, op, array: seen.append(name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MXNet always calls it experimental
+        net(*data).wait_to_read()
+    assert seen
+
+
+def test_shape_changes_and_re_hybridizing(on):
+    net, _ = made(perceptron)
+    net.hybridize(static_alloc=True)
+    for rows in (4, 2, 7):
+        assert net(randn(rows, 8)).shape == (rows, 3)
+    net.hybridize()
+    assert net(randn(3, 8)).shape == (3, 3)
+    assert BF16 is not None
+
+
+def test_output_operators_in_hybrid_blocks_are_named(caplog):
+    class Net(nn.HybridBlock):
+        def hybrid_forward(self, F, x, label):
+            return F.SoftmaxOutput(x, label)
+
+    net = Net()
+    net.hybridize()
+    with amp.autocast("float16"):
+        net(randn(2, 3), nd.zeros(2))
+        assert "SoftmaxOutput" not in caplog.text
+        net.hybridize()
+        with autograd.record():
+            net(randn(2, 3), nd.zeros(2))
+    assert "SoftmaxOutput in a hybridized block" in caplog.text
+
+
+def test_a_block_reads_its_graph_once(dtype, monkeypatch):
+    net, data = made(convolutional)
+    net.hybridize()
+    net(*data)
+    read = []
+    from_symbol = Graph.from_symbol
+    monkeypatch.setattr(
+        Graph, "from_symbol", lambda symbol: read.append(symbol) or from_symbol(symbol)
+    )
+    for policy in (dtype, "float16", "bfloat16"):
+        with amp.autocast(policy):
+            for rows in (1, 2, 300):
+                net(randn(rows, *data[0].shape[1:]))
+            run(net, data)
+    assert len(read) == 1
+    read.clear()
+    low = amp.convert_hybrid_block(net, dtype)
+    low(*data)
+    assert len(read) == 1

@@ -1,0 +1,115 @@
+"""The examples run as a reader would run them, in both precisions, and learn what they say."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+
+EXAMPLES = ROOT / "examples"
+# Both precisions in one process, as the imports take longer than the training.
+DRIVER = """
+import runpy, sys
+for dtype in ("float16", "bfloat16"):
+    sys.argv = ["example", "--dtype", dtype, *{arguments!r}]
+    runpy.run_path({path!r}, run_name="__main__")
+    print("----")
+"""
+# Shorter than by default where that is enough to learn.
+ARGUMENTS = {
+    "train_classifier": ["--epochs=2"],
+    "train_lstm": ["--steps=80"],
+    "train_gan": ["--steps=120"],
+}
+NUMBER = r"([\d,.e+]*\d)"
+
+
+def number(pattern, text):
+    found = re.search(pattern.replace("#", NUMBER), text)
+    assert found, f"{pattern!r} is not in:\n{text}"
+    return tuple(float(group.replace(",", "")) for group in found.groups())
+
+
+def has_learned(text, accuracy=None, factor=0.3):
+    before, after = number("loss # -> #", text)
+    assert after < factor * before
+    if accuracy:
+        assert number("accuracy #%", text)[0] > accuracy
+
+
+def scale_and_skips(text, start, steps):
+    """The scale is where the skips have left it, and every step is counted."""
+    scale, done, skipped = number("loss scale #, # steps, # skipped", text)
+    assert scale == start / 2**skipped
+    assert done + skipped == steps
+    return skipped
+
+
+def check_train_classifier(text, dtype):
+    has_learned(text, accuracy=90)
+    skipped = scale_and_skips(text, 2**24 if dtype == "float16" else 1, 40)
+    assert (skipped > 0) == (dtype == "float16")
+
+
+def check_train_lstm(text, dtype):
+    has_learned(text)
+    scale_and_skips(text, 2**16 if dtype == "float16" else 1, 80)
+    assert 0 < number("clipped in # steps", text)[0] <= 80
+
+
+def check_train_gan(text, dtype):
+    before, after = number("target # -> #", text)
+    assert after < before / 2
+    for name in ("critic", "generator"):
+        line = re.search(f"{name}: .*", text)[0]
+        scale_and_skips(line, 2**16 if dtype == "float16" else 1, 120)
+
+
+def check_convert_and_serve(text, dtype):
+    before, after = number("# -> # bytes", text)
+    assert 0.5 < after / before < 0.55
+    assert number("relative error #,", text)[0] < 0.02
+    same, total = number("# of # predictions", text)
+    assert same >= total - 1
+    assert "outputs are float32; mixed precision on: False" in text
+
+
+def check_module_fit(text, dtype):
+    has_learned(text, accuracy=95)
+    scale_and_skips(text, 2**15, 60)
+    assert "saved parameters are float32" in text
+
+
+CHECKS = {
+    name[len("check_"):]: check for name, check in list(globals().items()) if name.startswith("check_")
+}  # fmt: skip
+
+
+def test_every_example_is_checked():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_example_runs_and_learns(name, tmp_path):
+    driver = DRIVER.format(path=str(EXAMPLES / f"{name}.py"), arguments=ARGUMENTS.get(name, []))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", driver],
+        capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for dtype, text in zip(("float16", "bfloat16"), done.stdout.split("----")):
+        assert text.strip().startswith(f"{dtype}: ")
+        CHECKS[name](text, dtype)
+    assert not list(tmp_path.iterdir()), "an example leaves files behind"
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_example_is_short_and_says_what_it_shows(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 100
+    assert f"python examples/{name}.py" in ast.get_docstring(ast.parse(text))
