@@ -14,7 +14,7 @@ import pytest
 
 import mxamp as amp
 from helpers import ROOT, check_python
-from training import batches, poisoned, setup, train, weights
+from training import batches, poisoned, setup, ten_steps, train
 
 
 def test_states_carry_the_scaler(tmp_path):
@@ -205,42 +205,21 @@ def test_files_load_in_plain_mxnet(tmp_path):
 
 
 RESUME = """
-import sys
-import mxamp as amp, mxnet as mx, numpy as np
-from training import batches, poisoned, setup, train, weights
-first, last, load, save, out = sys.argv[1:6]
+import mxnet as mx
+import mxamp as amp
+from training import ten_steps
 amp.init({dtype!r}, ctx=mx.cpu())
-net, trainer = setup(optimizer="adam")
-if load:
-    net.load_parameters(load + ".params")
-    trainer.load_states(load + ".states")
-amp.init_trainer(trainer)
-if not load and {dtype!r} == "float16":
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=256, growth_interval=3))
-data = batches(10)
-data[4] = poisoned(data[4])
-data[6] = poisoned(data[6])
-for i in range(int(first), int(last)):
-    train(net, trainer, data[i])
-if save:
-    net.save_parameters(save + ".params")
-    trainer.save_states(save + ".states")
-np.savez(out, *weights(net), scale=trainer.amp_loss_scale, skips=trainer._amp_loss_scaler.skips)
+ten_steps({dtype!r}, 5, 10, load={half!r}, out={out!r})
 """
 
 
 def test_ten_steps_are_five_and_five_in_another_process(dtype, tmp_path):
-    def process(first, last, load="", save="", out="out"):
-        out = str(tmp_path / out)
-        code = "import sys; sys.argv[1:] = " + repr([str(first), str(last), load, save, out])
-        check_python(code + RESUME.format(dtype=dtype).replace("import sys\n", "\n", 1))
-        return np.load(out + ".npz")
-
-    half = str(tmp_path / "half")
-    whole = process(0, 10, out="whole")
-    process(0, 5, save=half)
-    resumed = process(5, 10, load=half, out="resumed")
+    amp.init(dtype, ctx=mx.cpu())
+    whole, half, resumed = (str(tmp_path / name) for name in ("whole", "half", "resumed"))
+    ten_steps(dtype, 0, 10, out=whole)
+    ten_steps(dtype, 0, 5, save=half)
+    check_python(RESUME.format(dtype=dtype, half=half, out=resumed))
+    whole, resumed = np.load(whole + ".npz"), np.load(resumed + ".npz")
     assert whole["skips"] == 2
     for name in whole.files:
         np.testing.assert_array_equal(whole[name], resumed[name])
-    assert weights is not None
