@@ -87,6 +87,7 @@ class _PolicyCachedOp:
         # Without one of these, graphs are the same in training.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
+        self._added: Tuple[int, ...] = ()
         self._ops: Dict[Any, CachedOp] = {}
         self._chosen: Dict[Any, Choices] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
@@ -103,6 +104,11 @@ class _PolicyCachedOp:
         if policy is None or not on_device(args[:1], policy.device):
             return self._plain
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
+        if added != self._added:
+            # Gluon gives parameters other gradients then; with static_shape an op that has seen
+            # this `grad_req` before would go on writing to those of that time.
+            self._ops.clear()
+            self._added = added
         training = autograd.is_recording()
         choices = self._choices(policy, args, training) if policy.chooses else NONE
         differs = training and (self._loops or self._scalable is not None)
