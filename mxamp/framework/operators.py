@@ -20,6 +20,7 @@ __all__ = [
     "LOSS_OUTPUTS",
     "NEEDS_HEAD_GRADIENT",
     "Operator",
+    "WRITTEN_BY_USERS",
     "by_handle",
     "registry",
     "resolve",
@@ -43,6 +44,9 @@ BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_los
 
 #: The attribute without which an operator of the old Python interface starts the backward pass.
 NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_grad"})
+
+#: Operators that call Python: any of their inputs may get a gradient.
+WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
 
 _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 

@@ -5,9 +5,9 @@ as data: the first input of each goes through the identity of `scaling.loss_outp
 no value and multiplies the gradient by the scale.
 """
 
-from typing import Optional
+from typing import List, Optional
 
-from ..framework.operators import BACKWARD_STARTERS
+from ..framework.operators import WRITTEN_BY_USERS, starts_backward
 from .graph import Graph, GraphCopy, Node, Output
 
 __all__ = ["SCALE_INPUT", "with_scale_input"]
@@ -23,11 +23,21 @@ def with_scale_input(graph: Graph) -> Optional[Graph]:
     needed = False
     for i, node in enumerate(graph.nodes):
         inputs = copy.inputs(node)
-        if not node.is_variable and node.operator in BACKWARD_STARTERS:
+        if not node.is_variable and starts_backward(node.operator, node.attrs):
             needed = True
-            inputs[0] = _scaled(copy, node.name, inputs[0], scale)
+            for k in _differentiable(graph, node):
+                inputs[k] = _scaled(copy, f"{node.name}{k or ''}", inputs[k], scale)
         copy.add_copy(i, inputs=inputs)
     return copy.finished() if needed else None
+
+
+def _differentiable(graph: Graph, node: Node) -> List[int]:
+    """Return the positions of the inputs that an operator sends gradients to."""
+    if node.operator not in WRITTEN_BY_USERS:
+        return [0]
+    sources = (graph.nodes[i] for i, _ in node.inputs)
+    labels = [source.is_variable and "label" in source.name for source in sources]
+    return [k for k, is_label in enumerate(labels) if not is_label]
 
 
 def _scaled(copy: GraphCopy, name: str, data: Output, scale: Output) -> Output:

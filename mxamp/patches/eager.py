@@ -24,7 +24,7 @@ from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
-from ..scaling.loss_outputs import with_scalable_gradient
+from ..scaling.loss_outputs import scalable_inputs
 
 __all__ = ["patches"]
 
@@ -57,8 +57,8 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         policy = current_policy()
         if policy is None:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        if handle in LOSS_OUTPUT_HANDLES and _starts_backward(ndargs):
-            ndargs = [with_scalable_gradient(ndargs[0]), *ndargs[1:]]
+        if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
+            ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
         operator = _casts_of(policy)[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
         if decision is None:
@@ -93,10 +93,6 @@ def _build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self)
 
     return asnumpy
-
-
-def _starts_backward(arrays: Sequence[NDArray]) -> bool:
-    return autograd.is_recording() and KIND_NAMES.get(kind_code(arrays[0])) in CASTABLE
 
 
 # ---------------------------------------------------------------------- decisions, remembered

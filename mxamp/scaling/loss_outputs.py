@@ -15,18 +15,25 @@ import atexit
 import os
 import threading
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, List, Mapping, Sequence
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.operators import LOSS_OUTPUTS, resolve
+from ..framework.arrays import dtypes_of
+from ..framework.operators import (
+    BACKWARD_STARTERS,
+    WRITTEN_BY_USERS,
+    resolve,
+    starts_backward,
+)
+from ..policy.decision import CASTABLE
 
-__all__ = ["HANDLES", "scale_array", "scaled_heads", "with_scalable_gradient"]
+__all__ = ["HANDLES", "scalable_inputs", "scale_array", "scaled_heads"]
 
-#: Of the operators whose eager calls are made scalable.
-HANDLES = frozenset(resolve(name).handle for name in LOSS_OUTPUTS)
+#: Of the operators whose eager calls may have to be made scalable.
+HANDLES = {resolve(name).handle: name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
 
 #: The scale by context. Recorded graphs hold these arrays, so they are made once a process.
 _scales: Dict[Any, NDArray] = {}
@@ -37,6 +44,23 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
     )
+
+
+def scalable_inputs(
+    handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]
+) -> List[NDArray]:
+    """Return the inputs of a recorded call, those it sends gradients to made scalable.
+
+    `handle` is one of `HANDLES`.
+    """
+    name = HANDLES[handle]
+    if not starts_backward(name, attributes):
+        return list(arrays)
+    count = len(arrays) if name in WRITTEN_BY_USERS else 1
+    return [
+        with_scalable_gradient(array) if i < count and kind in CASTABLE else array
+        for i, (array, kind) in enumerate(zip(arrays, dtypes_of(arrays)))
+    ]
 
 
 def with_scalable_gradient(data: NDArray) -> NDArray:
