@@ -8,7 +8,7 @@ import mxnet as mx
 
 __all__ = ["needs_head_gradient", "prop_class"]
 
-# Attributes of a call that are MXNet's, not the constructor's: `op_type` and `__ctx_group__` alike.
+# Attributes of a call that the constructor does not get; those that begin with `__` are others.
 _OURS = ("op_type",)
 
 #: Class by op_type, with the size of MXNet's registry when it was looked up: a name may be
@@ -47,7 +47,7 @@ def _class_of(callback: Any, op_type: str) -> Optional[type]:
     objects = getattr(callback, "_objects", None)
     if not callable(callback) or objects is None:
         return None
-    # Python 3.8 to 3.13 hold the function in the callback's thunk, some in the callback as well.
+    # The function is held by the callback's thunk, and by the callback itself (seen on 3.11).
     near = [*gc.get_referents(callback), *objects.values()]
     for holder in near:
         for function in (holder, *gc.get_referents(holder)):
