@@ -11,43 +11,50 @@ __all__ = ["needs_head_gradient", "prop_class"]
 # Attributes of a call that the constructor does not get; those that begin with `__` are others.
 _OURS = ("op_type",)
 
-#: Class by op_type, with the size of MXNet's registry when it was looked up: a name may be
-#: registered again, and registering counts up.
-_classes: Dict[str, Tuple[int, Optional[type]]] = {}
 _needs: Dict[Tuple[type, Tuple[Tuple[str, str], ...]], bool] = {}
 _KEPT = 1024
 
 
-def prop_class(op_type: str) -> Optional[type]:
-    """Return the `CustomOpProp` registered as `op_type`, None where there is none to be found.
+class _Registered:
+    """The classes that are registered, by op_type; what is new is looked at when it is asked for.
 
-    MXNet keeps the class only in the closure of the function that it calls back, and that only
+    MXNet keeps a class only in the closure of the function that it calls back, and that only
     behind a ctypes callback (in `mx.operator._registry`): the garbage collector knows what it
-    refers to.
+    refers to. Its registry numbers what it holds, and gets an entry for each call of a custom
+    operator too: each is looked at once.
     """
-    registry = getattr(mx.operator, "_registry", None)
-    count = getattr(registry, "counter", 0)
-    known = _classes.get(op_type)
-    if known is None or known[0] != count:
-        # MXNet holds what each call makes here too: take a copy, last registered first.
-        held = list(getattr(registry, "ref_holder", {}).items())
-        found = (
-            _class_of(callback, op_type) for _, callback in sorted(held, reverse=True, key=_key)
-        )
-        known = _classes[op_type] = count, next((cls for cls in found if cls), None)
-    return known[1]
+
+    def __init__(self) -> None:
+        self._classes: Dict[str, type] = {}
+        self._seen = 0
+
+    def get(self, op_type: str) -> Optional[type]:
+        registry = getattr(mx.operator, "_registry", None)
+        count = getattr(registry, "counter", 0)
+        held = getattr(registry, "ref_holder", {})
+        for number in range(self._seen, count):
+            found = _class_of(held.get(number))
+            if found is not None:
+                self._classes[found[0]] = found[1]
+        self._seen = count
+        return self._classes.get(op_type)
 
 
-def _key(item: Tuple[int, Any]) -> int:
-    return item[0]
+#: One a process, as MXNet's registry is.
+_registered = _Registered()
 
 
-def _class_of(callback: Any, op_type: str) -> Optional[type]:
-    """Return the class that a callback creates under this name, None for any other object."""
+def prop_class(op_type: str) -> Optional[type]:
+    """Return the `CustomOpProp` registered as `op_type`, None where there is none to be found."""
+    return _registered.get(op_type)
+
+
+def _class_of(callback: Any) -> Optional[Tuple[str, type]]:
+    """Return the name and the class that a callback creates, None for any other object."""
     objects = getattr(callback, "_objects", None)
     if not callable(callback) or objects is None:
         return None
-    # The function is held by the callback's thunk, and by the callback itself (seen on 3.11).
+    # Python 3.8 to 3.13 hold the function in the callback's thunk, some in the callback as well.
     near = [*gc.get_referents(callback), *objects.values()]
     for holder in near:
         for function in (holder, *gc.get_referents(holder)):
@@ -55,9 +62,9 @@ def _class_of(callback: Any, op_type: str) -> Optional[type]:
                 continue
             names = function.__code__.co_freevars
             cells = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ())))
-            found = cells.get("prop_cls")
-            if cells.get("reg_name") == op_type and isinstance(found, type):
-                return found
+            name, cls = cells.get("reg_name"), cells.get("prop_cls")
+            if isinstance(name, str) and isinstance(cls, type):
+                return name, cls
     return None
 
 

@@ -11,7 +11,7 @@ from mxnet.gluon import Trainer
 
 from .attach import attach_hook
 from .hook import TrainerHook
-from .scaler import Scaler
+from .scaler import Scaler, count
 
 __all__ = ["SharedScale", "TrainerView", "attach", "hook_with_shared_scale", "scale_of"]
 
@@ -43,6 +43,10 @@ class SharedScale:
     def __deepcopy__(self, memo: Any) -> "SharedScale":
         return self  # MXNet copies optimizers; the scale stays one
 
+    def __reduce__(self) -> Any:
+        # MXNet pickles optimizers into state files, which plain MXNet has to load.
+        return dict, ()
+
 
 class TrainerView(Scaler):
     """What a trainer's hook takes for its scaler: a `SharedScale`, told of the trainer's steps."""
@@ -61,12 +65,17 @@ class TrainerView(Scaler):
         return self.shared.record(finite)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the state of the shared scaler."""
-        return self.shared.scaler.state_dict()
+        """Return the state of the shared scaler, and its counts."""
+        counts = {"shared_steps": self.shared.steps, "shared_skips": self.shared.skips}
+        return {**self.shared.scaler.state_dict(), **counts}
 
     def resumed(self, state: Mapping[str, Any]) -> Scaler:
         """Hand a trainer's saved state to the shared scaler."""
+        steps, skips = (
+            count(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips")
+        )
         self.shared.scaler = self.shared.scaler.resumed(state)
+        self.shared.steps, self.shared.skips = steps, skips
         return self
 
 

@@ -294,3 +294,29 @@ def test_shutdown_gives_everything_back():
         mx.nd.NDArray.backward,
         gluon.utils.clip_global_norm,
     )
+
+
+def test_states_of_a_decorated_trainer(tmp_path):
+    path = str(tmp_path / "states")
+    amp.init("float16", ctx=mx.cpu())
+    net = digits.network()
+    optimizer = amp.decorate(mx.optimizer.SGD(), 2.0**24)
+    trainer = digits.trainer_of(net, optimizer)
+    data, label = next(digits.batches())
+    for _ in range(12):
+        with mx.autograd.record():
+            loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(data), label)
+        loss.backward()
+        trainer.step(digits.BATCH)
+    trainer.save_states(path)
+    with open(path, "rb") as file:
+        assert b"mxamp" not in file.read(), "plain MXNet has to load it"
+    other = amp.decorate(mx.optimizer.SGD())
+    resumed = digits.trainer_of(digits.network(), other)
+    resumed.load_states(path)
+    assert (other._amp_scaling.steps, other._amp_scaling.skips) == (
+        optimizer._amp_scaling.steps, optimizer._amp_scaling.skips,
+    )  # fmt: skip
+    assert other._amp_scaling.skips > 0
+    assert other._amp_scaling.loss_scale == optimizer._amp_scaling.loss_scale
+    assert (resumed.amp_steps, resumed.amp_skips) == (trainer.amp_steps, trainer.amp_skips)
