@@ -21,13 +21,15 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import dtypes_of
+from ..framework.arrays import cast, dtypes_of, plain_array
+from ..framework.machine import dtype_name
 from ..framework.operators import (
     BACKWARD_STARTERS,
     WRITTEN_BY_USERS,
     resolve,
     starts_backward,
 )
+from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 
 __all__ = ["HANDLES", "scalable_inputs", "scale_array", "scaled_heads"]
@@ -65,11 +67,14 @@ def scalable_inputs(
 
 def with_scalable_gradient(data: NDArray) -> NDArray:
     """Return `data`, of the same values, with a gradient that `scaled_heads` multiplies."""
-    classic = data.as_nd_ndarray() if isinstance(data, mx.np.ndarray) else data
-    scale = scale_array(data.context).reshape((1,) * max(data.ndim, 1))
-    sign = mx.nd.contrib.sign_ste(classic)
-    zero = mx.nd.BlockGrad(sign) - sign
-    result = mx.nd.BlockGrad(classic) - mx.nd.broadcast_mul(zero, scale)
+    classic = plain_array(data)
+    with suspended():
+        scale = scale_array(data.context).reshape((1,) * max(data.ndim, 1))
+        sign = mx.nd.contrib.sign_ste(classic)
+        # The scale has no place in float16.
+        zero = cast(mx.nd.BlockGrad(sign) - sign, "float32")
+        scaled = cast(mx.nd.broadcast_mul(zero, scale), dtype_name(data.dtype))
+        result = mx.nd.BlockGrad(classic) - scaled
     return result.as_np_ndarray() if isinstance(data, mx.np.ndarray) else result
 
 
