@@ -409,6 +409,31 @@ def test_gradients_go_where_they_belong_when_grad_req_changes(dtype, static):
     assert found[0].any()
 
 
+@mx.operator.register("mxamp_own_loss")
+class OwnLoss(mx.operator.CustomOpProp):
+    """A squared error that starts the backward pass itself."""
+
+    def __init__(self):
+        super().__init__(need_top_grad=False)
+
+    def list_arguments(self):
+        return ["data", "label"]
+
+    def infer_shape(self, in_shape):
+        return in_shape, [in_shape[0]], []
+
+    def create_operator(self, ctx, shapes, dtypes):
+        class Operator(mx.operator.CustomOp):
+            def forward(self, is_train, req, in_data, out_data, aux):
+                self.assign(out_data[0], req[0], in_data[0])
+
+            def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+                self.assign(in_grad[0], req[0], in_data[0] - in_data[1])
+                self.assign(in_grad[1], req[1], mx.nd.zeros_like(in_data[1]))
+
+        return Operator()
+
+
 class Head(nn.HybridBlock):
     """An output operator with a loss of its own behind a dense layer."""
 
@@ -419,15 +444,21 @@ class Head(nn.HybridBlock):
             self.dense = nn.Dense(4, in_units=3)
 
     def hybrid_forward(self, F, x, label):
+        if self.operator == "MakeLoss":
+            return F.MakeLoss(F.square(self.dense(x) - label), grad_scale=0.5)
+        if self.operator == "Custom":
+            return F.Custom(self.dense(x), label, op_type="mxamp_own_loss")
         return getattr(F, self.operator)(self.dense(x), label)
 
 
-@pytest.mark.parametrize("operator", ["SoftmaxOutput", "LinearRegressionOutput", "SVMOutput"])
-@pytest.mark.parametrize("hybrid", [True, False])
-@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(
+    "operator", ["SoftmaxOutput", "LinearRegressionOutput", "SVMOutput", "MakeLoss", "Custom"]
+)
+@pytest.mark.parametrize("hybrid, static", [(False, False), (True, False), (True, True)])
 def test_output_operators_follow_the_scale(dtype, operator, hybrid, static):
     x = randn(8, 3)
-    label = nd.array([0, 1, 2, 3] * 2) if operator != "LinearRegressionOutput" else randn(8, 4)
+    classes = operator in ("SoftmaxOutput", "SVMOutput")
+    label = nd.array([0, 1, 2, 3] * 2) if classes else randn(8, 4)
 
     def trained(scaler):
         mx.random.seed(1)
