@@ -23,7 +23,7 @@ _MODE_HELP = "Explain the converted model, or what runs while mxamp is on."
 
 @click.command()
 @saved_model_options
-@click.option("--dtype", type=DTYPES, help="Default: float16 with a GPU, else bfloat16.")
+@click.option("--dtype", type=DTYPES, help="Default: float16 for GPUs, bfloat16 for CPUs.")
 @click.option("--name", default="*", help="Only operators of this name; * and ? are known.")
 @click.option("--precision", help="Only operators of this precision, such as float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -49,7 +49,7 @@ def explain(
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol,
-            policy=Policy.default(dtype or default_dtype(), device),
+            policy=Policy.default(dtype or default_dtype(device), device),
             excluded_sym_names=keep_fp32,
             params={**args, **auxs},
             mode=mode,

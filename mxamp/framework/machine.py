@@ -6,7 +6,7 @@ import platform
 import subprocess
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, Mapping
+from typing import Any, Dict, FrozenSet, Mapping, Optional
 
 import numpy as np
 
@@ -61,9 +61,12 @@ def default_device() -> str:
     return "gpu" if _gpus() else "cpu"
 
 
-def default_dtype() -> str:
-    """Return the target dtype for this machine: float16 with a GPU, else bfloat16."""
-    return "float16" if _gpus() else "bfloat16"
+def default_dtype(device: Optional[str] = None) -> str:
+    """Return the target dtype for a kind of device, this machine's by default.
+
+    That is float16 for GPUs and bfloat16 for CPUs.
+    """
+    return "float16" if (device or default_device()) == "gpu" else "bfloat16"
 
 
 @lru_cache(maxsize=None)

@@ -17,6 +17,8 @@ class _Loaded(importlib.abc.Loader):
 
     def __init__(self, module: ModuleType) -> None:
         self.module, self.spec = module, module.__spec__
+        # Else Python would take this one in place of the finder's, and run the package again.
+        module.__spec__ = None
 
     def create_module(self, spec: Any) -> ModuleType:
         return self.module

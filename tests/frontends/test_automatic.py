@@ -211,6 +211,22 @@ def test_data_loader_workers_compute_as_without(tmp_path):
     assert "mixed precision is off" not in done.stderr
 
 
+def test_mxnet_is_whole_and_loaded_once(tmp_path):
+    script = """
+    import sys
+    import mxnet as mx
+    from mxnet.gluon import Trainer
+    names = [n.split(".")[1] for n in sys.modules if n.startswith("mxnet.") and n.count(".") == 1]
+    missing = [n for n in names if not hasattr(mx, n)]
+    seen = sys.modules["mxamp.scaling.hook"].mx
+    print("missing", missing, mx.gluon.Trainer is Trainer, mx is seen, mx.autograd is seen.autograd)
+    print("spec", mx.__spec__.name, mx.__spec__.loader is mx.__loader__)
+    """
+    done = run(script, tmp_path, value="bfloat16")
+    assert said(done, "missing") == "[] True True True"
+    assert said(done, "spec") == "mxnet True"
+
+
 @pytest.mark.parametrize("value", ["0", "", "off"])
 def test_off(tmp_path, value):
     script = "import sys, mxnet; print('mxamp', 'mxamp' in sys.modules and sys.modules['mxamp'].is_enabled())"
