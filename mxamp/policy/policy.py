@@ -164,7 +164,7 @@ class Policy:
         return replace(self, rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
 
     def untuned(self) -> "Policy":
-        """Return the policy without substitutions and choices by shape.
+        """Return the policy without substitutions and without the choices by shape made for speed.
 
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
@@ -172,7 +172,10 @@ class Policy:
         With it, eager calls, hybridized blocks and converted models agree bit for bit in bfloat16
         too, as they do in float16 anyway.
         """
-        rules = {name: replace(rule, by_shape=()) for name, rule in self.rules.items()}
+        rules = {
+            name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
+            for name, rule in self.rules.items()
+        }
         return replace(self.override(substitutions=()), rules=MappingProxyType(rules))
 
 
