@@ -4,9 +4,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
+from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, values
+from helpers import kind, same, values
 
 H = nd.array([[0, 1], [2, 3]]).astype("float16")
 MASK = nd.array([[1, 0], [0, 0]])
@@ -53,6 +54,18 @@ def numpy(x):
 def test_numbers_that_float16_can_not_hold(call):
     got, wanted = both(call)
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_numbers_in_graphs_are_as_in_eager_calls():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3, in_units=2), nn.HybridLambda(lambda F, x: F.log(F.clip(x * 0, 1e-8, 1))))
+    net.initialize()
+    with amp.autocast("float16"):
+        eager = net(nd.ones((2, 2)))
+        net.hybridize()
+        hybrid = net(nd.ones((2, 2)))
+    assert same(eager, hybrid)
+    np.testing.assert_allclose(hybrid.asnumpy(), np.log(1e-8), rtol=1e-6)
 
 
 def test_numbers_that_float16_holds_leave_it_in_float16():

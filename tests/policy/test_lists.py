@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import re
 import sys
 
 import pytest
@@ -154,6 +155,28 @@ def test_what_answers_with_an_index_computes_it_in_float32(dtype):
     ):
         for device in ("cpu", "gpu") if dtype == "float16" else ("cpu",):
             assert Policy.default(dtype, device).rule(name).op_class == "fp32"
+
+
+# Names of inputs that hold indices, lengths, labels, coordinates or conditions.
+POSITIONS = re.compile(
+    r"ind|length|label|roi|offset|grid|anchor|obj|marks|condition|matches|im_info|^h$|loc"
+)
+
+
+def test_indices_lengths_and_coordinates_are_never_lowered(dtype):
+    for device in ("cpu", "gpu") if dtype == "float16" else ("cpu",):
+        policy = Policy.default(dtype, device)
+        for name, operator in registry().items():
+            rule = policy.rule(name)
+            if rule.op_class in ("fp32", "untouched"):
+                continue
+            found = {one for one in operator.inputs if POSITIONS.search(one)}
+            assert found <= set(rule.keep_inputs), name
+        # Their names don't tell.
+        for name, index in (("Embedding", "data"), ("_contrib_SparseEmbedding", "data")):
+            assert index in policy.rule(name).keep_inputs
+        for name in ("one_hot", "_ravel_multi_index", "_unravel_index", "_onehot_encode"):
+            assert policy.rule(name).op_class == "untouched"
 
 
 def test_samplers_that_take_tensors_take_float32(dtype):
