@@ -84,5 +84,9 @@ class Rule:
     by_shape: Tuple[ShapeRule, ...] = ()
     given: bool = False  #: by a user, who wants this operator: nothing is substituted for it
 
+    def is_exact(self, reason: Optional[str]) -> bool:
+        """Tell whether `reason`, why a call stays in float32, is that of an exact shape rule."""
+        return any(one.exact and one.reason == reason for one in self.by_shape)
+
 
 UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")

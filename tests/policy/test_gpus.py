@@ -47,6 +47,15 @@ def test_sums_whose_length_is_not_known_are_float32():
     assert on_cpu["scores"].precision == "float16"
 
 
+def test_what_is_float32_for_its_sums_widens_what_it_meets():
+    # As it does in eager calls; what is float32 for speed alone would be lowered instead.
+    low = mx.sym.FullyConnected(mx.sym.var("x"), num_hidden=9, flatten=False, name="fc")
+    net = mx.sym.broadcast_add(scores(), low, name="sum")
+    long = precisions(net, a=(2, 7, 200), b=(2, 200, 9), x=(2, 7, 3))
+    assert long == {"scores": "float32", "fc": "float16", "sum": "float32"}
+    assert precisions(net, a=(2, 7, 20), b=(2, 20, 9), x=(2, 7, 3))["sum"] == "float16"
+
+
 def test_eager_products_follow_their_shapes(monkeypatch):
     monkeypatch.setattr(eager, "on_device", lambda *_: True)
     casts = eager._Casts(resolve("_npi_matmul"), GPU)
