@@ -1,6 +1,11 @@
 import gc
+import os
 import random
 from types import SimpleNamespace
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before MXNet is imported, which reads it once: the workers share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
 
@@ -27,6 +32,22 @@ def pytest_addoption(parser):
         action="store_true",
         help="convert every model of the zoos, not one a family",
     )
+
+
+def pytest_collection_modifyitems(items):
+    # The long ones first: none is left for one worker when the others have finished.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish():
+    # What is imported by now stays: `clean` need not look through all of it after each test.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 def _attributes():

@@ -93,7 +93,14 @@ def test_every_example_is_checked():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CHECKS)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+#: Ten seconds or so each.
+LONG = ("train_gan", "train_lstm")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CHECKS],
+)
 def test_example_runs_and_learns(name, tmp_path):
     driver = DRIVER.format(path=str(EXAMPLES / f"{name}.py"), arguments=ARGUMENTS.get(name, []))
     done = subprocess.run(

@@ -36,6 +36,7 @@ def test_ruff(arguments):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="types are the same everywhere")
 def test_mypy():
     done = tool("mypy")

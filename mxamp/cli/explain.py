@@ -10,6 +10,7 @@ from ..convert.files import load_model, saved_semantics
 from ..debugging.drawing import draw
 from ..debugging.explain import explain as explain_symbol
 from ..debugging.plan import Plan
+from ..framework.machine import default_dtype
 from ..policy.policy import Policy
 from .group import DTYPES
 from .options import inputs_of, saved_model_options
@@ -22,7 +23,7 @@ _MODE_HELP = "Explain the converted model, or what runs while mxamp is on."
 
 @click.command()
 @saved_model_options
-@click.option("--dtype", type=DTYPES, default="float16", show_default=True)
+@click.option("--dtype", type=DTYPES, help="Default: float16 with a GPU, else bfloat16.")
 @click.option("--name", default="*", help="Only operators of this name; * and ? are known.")
 @click.option("--precision", help="Only operators of this precision, such as float32.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -34,7 +35,7 @@ def explain(
     epoch: int,
     device: Optional[str],
     keep_fp32: Sequence[str],
-    dtype: str,
+    dtype: Optional[str],
     name: str,
     precision: Optional[str],
     as_json: bool,
@@ -48,7 +49,7 @@ def explain(
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol,
-            policy=Policy.default(dtype, device),
+            policy=Policy.default(dtype or default_dtype(), device),
             excluded_sym_names=keep_fp32,
             params={**args, **auxs},
             mode=mode,

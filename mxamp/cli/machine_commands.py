@@ -45,14 +45,14 @@ def _facts() -> List[Tuple[str, str]]:
 
 @click.command()
 @click.argument("names", nargs=-1)
-@click.option("--dtype", type=DTYPES, default="float16", show_default=True)
+@click.option("--dtype", type=DTYPES, help="Default: float16 with a GPU, else bfloat16.")
 @click.option("--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU.")
 @click.option("--class", "op_class", help="Only operators of this class, such as low or fp32.")
 def operators(
-    names: Sequence[str], dtype: str, device: Optional[str], op_class: Optional[str]
+    names: Sequence[str], dtype: Optional[str], device: Optional[str], op_class: Optional[str]
 ) -> None:
     """Show the class of operators, by any of their NAMES, and why."""
-    policy = Policy.default(dtype, device if dtype == "float16" else "cpu")
+    policy = Policy.default(dtype or machine.default_dtype(), device)
     table = Table("operator", "class", "reason")
     for name in [resolve(name).name for name in names] or sorted(policy.rules):
         rule = policy.rule(name)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Dict, List, Optional, Tuple
 
-from ..scaling.hook import shortened
+from ..scaling.report import shortened
 
 __all__ = ["Cast", "NodePlan", "OfflineCast", "Plan"]
 

@@ -24,6 +24,7 @@ __all__ = [
     "invoke",
     "kind_code",
     "on_device",
+    "plain_array",
 ]
 
 _SPARSE = -2
@@ -63,6 +64,11 @@ def on_device(arrays: Sequence[NDArray], device: str) -> bool:
     """Tell whether all arrays are on the policy's kind of device ("cpu" or "gpu")."""
     wanted = _CPU_TYPES if device == "cpu" else frozenset({"gpu"})
     return all(array.context.device_type in wanted for array in arrays)
+
+
+def plain_array(array: NDArray) -> NDArray:
+    """Return an array of `mx.np` as one of `mx.nd`, over the same memory; others as they are."""
+    return array.as_nd_ndarray() if isinstance(array, mx.np.ndarray) else array
 
 
 def copy(array: NDArray, is_np_op: bool = False) -> NDArray:

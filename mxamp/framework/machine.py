@@ -17,6 +17,7 @@ __all__ = [
     "computes_bfloat16",
     "cpu_name",
     "default_device",
+    "default_dtype",
     "dtype_name",
     "features",
     "threads",
@@ -58,6 +59,11 @@ def dtype_name(dtype: Any) -> str:
 def default_device() -> str:
     """Return "gpu" where MXNet sees one, else "cpu"."""
     return "gpu" if _gpus() else "cpu"
+
+
+def default_dtype() -> str:
+    """Return the target dtype for this machine: float16 with a GPU, else bfloat16."""
+    return "float16" if _gpus() else "bfloat16"
 
 
 @lru_cache(maxsize=None)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
@@ -18,10 +18,13 @@ from ..errors import UnknownNameError, unknown
 __all__ = [
     "BACKWARD_STARTERS",
     "LOSS_OUTPUTS",
+    "NEEDS_HEAD_GRADIENT",
     "Operator",
+    "WRITTEN_BY_USERS",
     "by_handle",
     "registry",
     "resolve",
+    "starts_backward",
 ]
 
 #: Output operators with a loss of their own (canonical names): they ignore the gradient that comes
@@ -33,8 +36,19 @@ LOSS_OUTPUTS = (
     "MAERegressionOutput",
 )
 
-#: All operators that start the backward pass, whatever gradient comes to them.
+#: All operators that start the backward pass, whatever gradient comes to them and whatever their
+#: attributes, but for the user's own: lists/loss-outputs-probe.json, by scripts/probe_loss_outputs.
+#: `SoftmaxOutput(out_grad=True)` is no exception: MXNet 1.9.1 multiplies by the operator's own
+#: output there, since its backward operator is not given the head gradient.
 BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_loss"})
+
+#: The attribute without which an operator of the old Python interface starts the backward pass.
+NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_grad"})
+
+#: Operators that call Python: any of their inputs may get a gradient.
+WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
+
+_TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
 # Positions of inputs that an operator writes to (FMutateInputs in MXNet's sources).
 _STATISTICS = (3, 4)
@@ -117,6 +131,24 @@ def resolve(name: str) -> Operator:
         return _by_name()[name]
     except KeyError:
         raise unknown("operator", name, _by_name()) from None
+
+
+def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
+    """Say whether an operator (canonical name) ignores the gradient that comes to it.
+
+    >>> starts_backward("SoftmaxOutput", {}), starts_backward("softmax", {})
+    (True, False)
+
+    A `Custom` operator does so if its class was made with `need_top_grad=False`.
+    """
+    if operator_name == "Custom":
+        from .custom import needs_head_gradient
+
+        return not needs_head_gradient(str(attributes.get("op_type", "")), attributes)
+    if operator_name in NEEDS_HEAD_GRADIENT:
+        needed = attributes.get(NEEDS_HEAD_GRADIENT[operator_name], True)
+        return str(needed).lower() not in _TRUE
+    return operator_name in BACKWARD_STARTERS
 
 
 def _all_names() -> List[str]:

@@ -9,6 +9,7 @@ else has replaced since is left alone.
 """
 
 import logging
+import os
 import threading
 from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
 
@@ -112,6 +113,15 @@ class PatchSet:
     def _undo(self) -> None:
         while self._applied:
             self._applied.pop().undo()
+
+
+if hasattr(os, "register_at_fork"):
+    # A child of a process whose other thread holds the lock would wait for ever.
+    os.register_at_fork(
+        before=PatchSet._lock.acquire,
+        after_in_parent=PatchSet._lock.release,
+        after_in_child=PatchSet._lock.release,
+    )
 
 
 class FrontEnd(PatchSet):

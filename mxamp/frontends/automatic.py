@@ -100,8 +100,7 @@ def start(
     if policy is not None and dtype is not None:
         raise ArgumentError("a policy holds its target dtype: give policy or dtype, not both")
     if policy is None:
-        default = "float16" if machine.default_device() == "gpu" else "bfloat16"
-        policy = Policy.default(check_target(dtype or default))
+        policy = Policy.default(check_target(dtype or machine.default_dtype()))
     init(policy=policy)
     scaler = LossScaler() if policy.target_dtype == "float16" else NoScaler()
     process.lowered.clear()

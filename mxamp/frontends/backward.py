@@ -1,16 +1,18 @@
 """Backward passes that scale, for scripts that scale no loss themselves.
 
-`autograd.backward` and `NDArray.backward` multiply the gradients of their heads by the shared
-scale; the trainers that are attached take it out again and skip what overflows.
+`autograd.backward`, `NDArray.backward` and `autograd.grad` multiply the gradients of their heads by
+the shared scale, and take it out of the gradients that come back. Trainers skip what overflowed.
 """
 
 import functools
 import logging
+import threading
 import weakref
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from contextlib import contextmanager
+from typing import AbstractSet, Any, Callable, Iterator, List, Optional, Sequence
 
 import mxnet as mx
-from mxnet import autograd, gluon
+from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
@@ -18,16 +20,18 @@ from ..errors import AmpError
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Patch
 from ..policy.active import suspended
+from ..scaling.finite import all_finite
 from ..scaling.hook import TrainerHook
 from ..scaling.loss_outputs import scaled_heads
 from ..scaling.shared_scale import (
     SharedScale,
     TrainerView,
     attach,
-    rescale_waiting,
+    hook_with_shared_scale,
     scale_of,
-    view_of,
 )
+from .scaled_pass import PassResult, scaled_pass
+from .variables import Variable, Variables
 
 __all__ = ["backward_patches"]
 
@@ -38,13 +42,17 @@ _HALF_LIMIT = 2.0**15
 
 
 class _BackwardPatches(FrontEnd):
-    """Patches of backward passes and trainers; the trainers that are attached."""
+    """Patches of backward passes and trainers; the trainers and variables there are."""
 
     def __init__(self) -> None:
         super().__init__()
         #: For trainers whose optimizer has no scale of its own; None leaves them as they are.
         self.default: Optional[SharedScale] = None
         self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
+        self.variables = Variables()
+        #: A pass sets what is fresh of all variables: one at a time.
+        self._one_pass = threading.RLock()
+        self._running_in: Optional[int] = None  # the thread of the pass
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
@@ -52,29 +60,53 @@ class _BackwardPatches(FrontEnd):
             Patch(Trainer, "__init__", _build_init),
             Patch(autograd, "backward", _build_backward),
             Patch(NDArray, "backward", _build_method),
-            Patch(gluon.utils, "clip_global_norm", _build_clip),
+            Patch(autograd, "grad", _build_grad),
+            *self.variables.patches(),
         ]
 
     def close(self) -> None:
-        """Take the patches off, and forget the trainers."""
+        """Take the patches off, and forget trainers and variables."""
         super().close()
         self.default = None
         self.trainers.clear()
+        self.variables.clear()
 
     def attach(self, trainer: Trainer, shared: SharedScale) -> None:
-        """Let a trainer take the scale out of its gradients."""
+        """Let a trainer skip the steps whose backward pass has overflowed."""
         attach(trainer, shared)
         self.trainers.add(trainer)
+        for param in trainer._params:
+            # Marked before these patches were, maybe.
+            if param._grad is not None:
+                self.variables.add(param.list_data(), param.grad_req)
 
-    def attached(self) -> List[Tuple[TrainerHook, TrainerView]]:
-        """Return the hook and the view of the scale of each trainer that is attached."""
-        views = [view_of(trainer) for trainer in list(self.trainers)]
-        return [view for view in views if view is not None]
+    @contextmanager
+    def running(self) -> Iterator[List[Variable]]:
+        """Let one backward pass run at a time; yield the variables."""
+        with self._one_pass:
+            self._running_in = threading.get_ident()
+            try:
+                yield self.variables.alive()
+            finally:
+                self._running_in = None
 
-    def waiting_scale(self) -> float:
-        """Return the scale of gradients that wait for a step: they all carry the same."""
-        carried = [view.carried for _, view in self.attached() if view.carried is not None]
-        return carried[0] if carried else 1.0
+    def is_inner(self) -> bool:
+        """Tell whether the caller runs inside a pass: as a function written in Python.
+
+        What it is given is scaled already. MXNet calls it in the thread of the pass or in one
+        that it has made itself, which Python does not know.
+        """
+        if self._running_in is None:
+            return False
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        return foreign or self._running_in == threading.get_ident()
+
+    def hooks(self) -> List[TrainerHook]:
+        """Return the hooks of the attached trainers; none inside a pass, which has scaled."""
+        if self.is_inner():
+            return []
+        found = [hook_with_shared_scale(trainer) for trainer in list(self.trainers)]
+        return [hook for hook in found if hook is not None]
 
 
 #: One a process, as the functions that it patches are.
@@ -107,22 +139,20 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(
         heads: Any, head_grads: Any = None, retain_graph: bool = False, train_mode: bool = True
     ) -> None:
-        attached = backward_patches.attached()
-        if not attached:
+        hooks = backward_patches.hooks()
+        if not hooks:
             original(heads, head_grads, retain_graph, train_mode)
             return
-        listed = [heads] if isinstance(heads, NDArray) else list(heads)
-        given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
-        gradients = list(given) if given is not None else [None] * len(listed)
-        scale = _scale_for(attached, listed)
-        if scale != 1:
-            gradients = [_scaled(head, grad, scale) for head, grad in zip(listed, gradients)]
-        rescale_waiting(attached, scale)
-        with scaled_heads(scale):
-            original(listed, gradients, retain_graph, train_mode)
-        for hook, view in attached:
-            hook.mark_scaled()
-            view.carried = scale
+        listed = _Heads(heads, head_grads)
+
+        def compute(scale: float, keep_graph: bool) -> None:
+            gradients = listed.scaled_gradients(scale)
+            with scaled_heads(scale):
+                original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
+
+        result = _run(compute, hooks, listed)
+        for hook in hooks:
+            hook.mark_unscaled(*result)
 
     return backward
 
@@ -141,24 +171,48 @@ def _build_method(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def _build_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def clip_global_norm(arrays: Any, max_norm: float, check_isfinite: bool = True) -> Any:
-        # The gradients carry a scale that the script knows nothing of.
-        scale = max(1.0, backward_patches.waiting_scale())
-        with suspended():
-            return original(arrays, max_norm * scale, check_isfinite) / scale
+    def grad(
+        heads: Any,
+        variables: Any,
+        head_grads: Any = None,
+        retain_graph: Optional[bool] = None,
+        create_graph: bool = False,
+        train_mode: bool = True,
+    ) -> Any:
+        hooks = backward_patches.hooks()
+        listed = _Heads(heads, head_grads)
+        scale = _scale_for(hooks, listed) if hooks else 1.0
+        if scale == 1:
+            return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
+        while True:
+            with scaled_heads(scale):
+                gradients = listed.scaled_gradients(scale)
+                # The graph is kept: where it overflows it is run again.
+                found = original(listed.heads, variables, gradients, True, create_graph, train_mode)
+            with suspended():
+                found = [gradient * (1 / scale) for gradient in found]
+            if scale <= 1 or all_finite(found):
+                return found
+            scale = _shared(hooks).lower(scale)
 
-    return clip_global_norm
+    return grad
 
 
-def _scale_for(
-    attached: Sequence[Tuple[TrainerHook, TrainerView]], heads: Sequence[NDArray]
-) -> float:
-    scale = min(view.shared.loss_scale for _, view in attached)
-    if any(dtype_name(head.dtype) == "float16" for head in heads):
-        scale = min(scale, _HALF_LIMIT)
-    return scale
+class _Heads:
+    """The heads of a backward pass, and the gradients that they were given."""
+
+    def __init__(self, heads: Any, head_grads: Any) -> None:
+        self.heads: List[NDArray] = [heads] if isinstance(heads, NDArray) else list(heads)
+        given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
+        self.gradients = list(given) if given is not None else [None] * len(self.heads)
+
+    def scaled_gradients(self, scale: float) -> List[Optional[NDArray]]:
+        """Return the heads' gradients times the scale."""
+        if scale == 1:
+            return self.gradients
+        return [_scaled(head, grad, scale) for head, grad in zip(self.heads, self.gradients)]
 
 
 def _scaled(head: NDArray, gradient: Optional[NDArray], scale: float) -> NDArray:
@@ -167,3 +221,34 @@ def _scaled(head: NDArray, gradient: Optional[NDArray], scale: float) -> NDArray
             return gradient * scale
         numpy = isinstance(head, mx.np.ndarray)
         return (mx.np if numpy else mx.nd).ones_like(head) * scale
+
+
+def _run(
+    compute: Callable[[float, bool], None], hooks: Sequence[TrainerHook], heads: _Heads
+) -> PassResult:
+    scale = _scale_for(hooks, heads)
+    if scale == 1:
+        # Nothing to take out; trainers look at what they are about to use.
+        compute(scale, False)
+        return PassResult(scale, frozenset(), frozenset())
+    with backward_patches.running() as variables:
+        return scaled_pass(compute, scale, variables, _owned(hooks), _shared(hooks).lower)
+
+
+def _owned(hooks: Sequence[TrainerHook]) -> AbstractSet[int]:
+    """Return the arrays whose updates trainers skip, by `id`."""
+    params = (param for hook in hooks for param in hook.trainer._params)
+    return {id(data) for param in params if param._grad is not None for data in param.list_data()}
+
+
+def _shared(hooks: Sequence[TrainerHook]) -> SharedScale:
+    """Return the scale in force: the lowest, where several optimizers have their own."""
+    views = [hook.scaler for hook in hooks if isinstance(hook.scaler, TrainerView)]
+    return min((view.shared for view in views), key=lambda shared: shared.loss_scale)
+
+
+def _scale_for(hooks: Sequence[TrainerHook], heads: _Heads) -> float:
+    scale = _shared(hooks).loss_scale
+    if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
+        scale = min(scale, _HALF_LIMIT)
+    return scale

@@ -35,8 +35,8 @@ def decorate(
         trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.Adam()))
         with autograd.record():
             loss = loss_function(net(data), label)
-        loss.backward()  # scaled
-        trainer.step(batch_size)  # unscaled; skipped where a gradient overflowed
+        loss.backward()  # scales inside: gradients come out as they would be in float32
+        trainer.step(batch_size)  # skipped where a gradient overflowed
 
     In `Module`, `BucketingModule` and `fit` the scale enters the graph behind `SoftmaxOutput`,
     the regression outputs, `SVMOutput` and `MakeLoss`: decorate before the module is bound (`fit`

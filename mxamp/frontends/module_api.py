@@ -1,8 +1,8 @@
 """Loss scaling for the symbolic Module API.
 
 The graph that a module binds takes the scale as one more input (`graph.scale_input`), a state of
-the module. Updates take the scale out again, and are skipped on all devices where one gradient is
-not finite.
+the module. `backward` takes the scale out of the gradients again; updates are skipped on all
+devices where one gradient is not finite.
 """
 
 import functools
@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
@@ -21,7 +21,7 @@ from ..framework.patching import FrontEnd, Patch
 from ..graph.graph import Graph
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..policy.active import suspended
-from ..scaling.finite import all_finite
+from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.shared_scale import SharedScale, scale_of
 
 __all__ = ["DecoratedName", "module_patches"]
@@ -43,11 +43,11 @@ class DecoratedName(str):
 
 
 class _BoundState:
-    """What is known of one module: whether its graph takes the scale, and what was used."""
+    """What is known of one module: whether its graph takes the scale, and its last backward."""
 
     def __init__(self, scalable: bool) -> None:
         self.scalable = scalable
-        self.used = 1.0  #: the scale that its gradients carry
+        self.overflown = False  #: a gradient was not finite
 
 
 class _ModulePatches(FrontEnd):
@@ -65,7 +65,6 @@ class _ModulePatches(FrontEnd):
             Patch(Module, "bind", _build_bind),
             Patch(Module, "init_optimizer", _build_init_optimizer),
             Patch(Module, "backward", _build_backward),
-            Patch(Module, "get_input_grads", _build_input_grads),
             Patch(Module, "update", _build_update),
         ]
 
@@ -74,10 +73,6 @@ class _ModulePatches(FrontEnd):
         super().close()
         self.default = None
         self.states.clear()
-
-    def used_by(self, module: Module) -> float:
-        """Return the scale that a module's gradients carry."""
-        return self.states[module].used if module in self.states else 1.0
 
 
 #: One a process, as the class that it patches is.
@@ -148,24 +143,34 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(self: Module, out_grads: Any = None) -> None:
         shared = scale_of(self._optimizer) if self.optimizer_initialized else None
         state = module_patches.states.setdefault(self, _BoundState(False))
-        if shared is not None and (state.scalable or out_grads is not None):
-            state.used = shared.loss_scale
-            out_grads = _times(out_grads, state.used)
-        else:
-            state.used = 1.0
+        state.overflown = False
+        if shared is None or not (state.scalable or out_grads is not None):
+            original(self, out_grads)
+            return
+        scale = shared.loss_scale
+        # What gradients are added to has to carry the same scale as what is added.
+        multiply(_gradients(self, adding=True), scale)
         if state.scalable:
-            _set_scale(self, state.used)
-        original(self, out_grads)
+            _set_scale(self, scale)
+        try:
+            original(self, _times(out_grads, scale))
+        finally:
+            if state.scalable:
+                _set_scale(self, 1.0)
+        state.overflown = bool(unscale(_gradients(self), scale))
 
     return backward
 
 
-def _build_input_grads(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_input_grads(self: Module, *args: Any, **kwargs: Any) -> Any:
-        return _times(original(self, *args, **kwargs), 1 / module_patches.used_by(self))
-
-    return get_input_grads
+def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
+    """Return the gradients that a backward pass writes; with `adding`, those it adds to."""
+    group = module._exec_group
+    return [
+        gradient
+        for executor in group.execs
+        for name, gradient in executor.grad_dict.items()
+        if gradient is not None and (not adding or group.grad_req.get(name) == "add")
+    ]
 
 
 def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,31 +180,33 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared is None or self not in module_patches.states:
             original(self)
         else:
-            _update(self, shared, original)
+            _update(self, shared, module_patches.states[self].overflown, original)
 
     return update
 
 
-def _update(module: Module, shared: SharedScale, original: Callable[..., Any]) -> None:
-    """Update a module's parameters with the scale taken out, or skip the update."""
-    group, kvstore, optimizer = module._exec_group, module._kvstore, module._optimizer
-    used = module_patches.used_by(module)
+def _update(
+    module: Module, shared: SharedScale, overflown: bool, original: Callable[..., Any]
+) -> None:
+    """Update a module's parameters, or skip the update where a gradient is not finite."""
+    group, kvstore = module._exec_group, module._kvstore
     if kvstore:
         # Before the check, so that all devices and workers decide alike.
         for i, (name, gradients) in enumerate(zip(group.param_names, group.grad_arrays)):
             if gradients[0] is not None:
                 kvstore.push(name, gradients, priority=-i)
                 kvstore.pull(name, out=gradients, priority=-i)
-    finite = all_finite([g for of_one in group.grad_arrays for g in of_one if g is not None])
+    gradients = [g for of_one in group.grad_arrays for g in of_one if g is not None]
+    finite = not overflown and all_finite(gradients)
     if finite:
-        rescale = optimizer.rescale_grad
-        optimizer.rescale_grad, module._kvstore = rescale / used, None
+        module._kvstore = None
         try:
             original(module)
         finally:
-            optimizer.rescale_grad, module._kvstore = rescale, kvstore
+            module._kvstore = kvstore
     else:
-        logger.info("module update skipped, gradients are not finite; loss scale %g", used)
+        scale = shared.loss_scale
+        logger.info("module update skipped, gradients are not finite; loss scale %g", scale)
     shared.record(finite)
 
 
@@ -207,7 +214,7 @@ def _set_scale(module: Module, scale: float) -> None:
     group = module._exec_group
     with suspended():
         for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
-            array[:] = scale - 1
+            array[:] = scale
 
 
 def _times(arrays: Any, factor: float) -> Any:

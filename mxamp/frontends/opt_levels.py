@@ -23,9 +23,9 @@ from ..patches.autocast import init
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.targets import check_target
+from ..scaling.attach import attach_hook
 from ..scaling.hook import TrainerHook
 from ..scaling.scaler import LossScaler, NoScaler, Scaler, StaticLossScaler
-from ..scaling.trainer import attach_hook
 
 __all__ = ["initialize"]
 

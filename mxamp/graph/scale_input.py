@@ -1,19 +1,19 @@
 """A graph with the loss scale as one more input, for operators that start the backward pass.
 
 `SoftmaxOutput` and its kin ignore the gradient that comes to them, so the scale enters the graph
-as data: the first input x of each becomes x + (x*s - BlockGrad(x*s)), with s = scale - 1. That
-leaves every value as it is and multiplies the gradient by 1 + s.
+as data: the first input of each goes through the identity of `scaling.loss_outputs`, which changes
+no value and multiplies the gradient by the scale.
 """
 
-from typing import Optional
+from typing import List, Optional
 
-from ..framework.operators import BACKWARD_STARTERS
+from ..framework.operators import WRITTEN_BY_USERS, starts_backward
 from .graph import Graph, GraphCopy, Node, Output
 
 __all__ = ["SCALE_INPUT", "with_scale_input"]
 
 #: The input's name.
-SCALE_INPUT = "amp_loss_scale_minus_one"
+SCALE_INPUT = "amp_loss_scale"
 
 
 def with_scale_input(graph: Graph) -> Optional[Graph]:
@@ -23,19 +23,30 @@ def with_scale_input(graph: Graph) -> Optional[Graph]:
     needed = False
     for i, node in enumerate(graph.nodes):
         inputs = copy.inputs(node)
-        if not node.is_variable and node.operator in BACKWARD_STARTERS:
+        if not node.is_variable and starts_backward(node.operator, node.attrs):
             needed = True
-            inputs[0] = _scaled(copy, node.name, inputs[0], scale)
+            for k in _differentiable(graph, node):
+                inputs[k] = _scaled(copy, f"{node.name}{k or ''}", inputs[k], scale)
         copy.add_copy(i, inputs=inputs)
     return copy.finished() if needed else None
 
 
+def _differentiable(graph: Graph, node: Node) -> List[int]:
+    """Return the positions of the inputs that an operator sends gradients to."""
+    if node.operator not in WRITTEN_BY_USERS:
+        return [0]
+    sources = (graph.nodes[i] for i, _ in node.inputs)
+    labels = [source.is_variable and "label" in source.name for source in sources]
+    return [k for k, is_label in enumerate(labels) if not is_label]
+
+
 def _scaled(copy: GraphCopy, name: str, data: Output, scale: Output) -> Output:
-    """Add x + (x*s - BlockGrad(x*s)) for an output x; return where it is."""
+    """Add BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)) for an output x."""
 
     def add(op: str, suffix: str, *inputs: Output) -> Output:
         return copy.add(Node(op, f"{name}_amp_{suffix}", {}, list(inputs)))
 
-    product = add("broadcast_mul", "scaled", data, scale)
-    zero = add("elemwise_sub", "zero", product, add("BlockGrad", "block", product))
-    return add("elemwise_add", "input", data, zero)
+    sign = add("_contrib_sign_ste", "sign", data)
+    zero = add("elemwise_sub", "zero", add("BlockGrad", "block", sign), sign)
+    scaled = add("broadcast_mul", "scaled", zero, scale)
+    return add("elemwise_sub", "input", add("BlockGrad", "values", data), scaled)

@@ -15,8 +15,8 @@ from ..policy import active
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import check_target
-from ..scaling import checkpoint, clipping
-from . import cached_op, eager, optimizers, symbolic
+from ..scaling import clipping, loss_watch
+from . import cached_op, eager, functions, optimizers, symbolic
 
 __all__ = ["autocast", "init", "shutdown"]
 
@@ -32,6 +32,10 @@ SLOW = (
     "this CPU (%s) computes no bfloat16 in hardware: the results are right, but it will not be "
     "faster than float32"
 )
+ONLY_TRUE = (
+    "float16 on a CPU is for trying and testing: its values are true half-precision ones, and most "
+    "models run 10 to 25 times slower than in float32. %s"
+)
 
 
 class _CastingPatches(PatchSet):
@@ -42,9 +46,10 @@ class _CastingPatches(PatchSet):
         self._users = 0
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches, made anew: what they remember is of one time in force."""
+        """Return the patches."""
         calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
-        return [*calls, *optimizers.patches(), *checkpoint.patches(), *clipping.patches()]
+        calls += functions.patches(_region)
+        return [*calls, *optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
 
     def acquire(self) -> None:
         """Put them in place for one more user."""
@@ -134,8 +139,19 @@ def init(
         _casting.acquire()
         active.process.policy = wanted
     logger.info("mixed precision is on: %s on %s", wanted.target_dtype, wanted.device)
-    if wanted.target_dtype == "bfloat16" and not machine.computes_bfloat16():
+    _warn_of_speed(wanted)
+
+
+def _warn_of_speed(policy: Policy) -> None:
+    """Say where a policy does not make this machine faster."""
+    if policy.device != "cpu":
+        return
+    fast = machine.computes_bfloat16()
+    if policy.target_dtype == "bfloat16" and not fast:
         logger.warning(SLOW, machine.cpu_name())
+    elif policy.target_dtype == "float16":
+        advice = "bfloat16 is the fast one here" if fast else "float32 is the fast one here"
+        logger.warning(ONLY_TRUE, advice)
 
 
 def shutdown() -> None:
@@ -218,3 +234,7 @@ class autocast:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
+
+
+def _region(policy: Optional[Policy]) -> autocast:
+    return autocast(enabled=policy is not None, policy=policy)

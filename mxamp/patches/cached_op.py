@@ -5,34 +5,28 @@ holds and exports stays the plain one.
 """
 
 import functools
-import logging
-from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from mxnet import autograd
 from mxnet.gluon.block import HybridBlock
 from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
-from ..framework.operators import LOSS_OUTPUTS
 from ..framework.patching import Patch
 from ..graph.choices import NONE, Choices
 from ..graph.control_flow import UNSAFE_LOOPS
 from ..graph.graph import Graph
 from ..graph.insert_casts import rewritten_symbol
+from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
+from ..scaling.loss_outputs import scale_array
 
 __all__ = ["Source", "follow", "patches"]
-
-logger = logging.getLogger("mxamp")
-
-UNSCALED_OUTPUTS = (
-    "%s in a hybridized block ignores the scale of a loss: don't use scale_loss with this block, "
-    "or call the operator outside of it, or use a loss such as gluon.loss.SoftmaxCrossEntropyLoss"
-)
 
 
 def patches() -> List[Patch]:
@@ -92,7 +86,8 @@ class _PolicyCachedOp:
         self._flags = [("data_indices", self._inputs), ("param_indices", params), *block._flags]
         # Without one of these, graphs are the same in training.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
-        self._loss_outputs = [name for name in LOSS_OUTPUTS if name in self._graph.operators]
+        self._scalable = _with_scale_input(self._graph, self._symbol_class)
+        self._added: Tuple[int, ...] = ()
         self._ops: Dict[Any, CachedOp] = {}
         self._chosen: Dict[Any, Choices] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
@@ -109,9 +104,15 @@ class _PolicyCachedOp:
         if policy is None or not on_device(args[:1], policy.device):
             return self._plain
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
+        if added != self._added:
+            # Gluon gives parameters other gradients then; with static_shape an op that has seen
+            # this `grad_req` before would go on writing to those of that time.
+            self._ops.clear()
+            self._added = added
         training = autograd.is_recording()
         choices = self._choices(policy, args, training) if policy.chooses else NONE
-        key = (policy, dtypes_of(args), added, self._loops and training, choices)
+        differs = training and (self._loops or self._scalable is not None)
+        key = (policy, dtypes_of(args), added, differs, choices)
         op = self._ops.get(key)
         if op is None:
             op = self._ops[key] = self._build(*key)
@@ -124,8 +125,12 @@ class _PolicyCachedOp:
         if choices is None:
             shapes = {name: array.shape for name, array in zip(self._names, args)}
             usage = Usage(shapes=shapes, stored=self._stored, training=training)
-            choices = self._chosen[key] = choose(self._graph, policy, usage)
+            choices = self._chosen[key] = choose(self._graph_for(training), policy, usage)
         return choices
+
+    def _graph_for(self, training: bool) -> Graph:
+        """Return the graph that runs: in training, the one that takes the loss scale."""
+        return self._scalable if training and self._scalable is not None else self._graph
 
     def _build(
         self,
@@ -135,8 +140,6 @@ class _PolicyCachedOp:
         training: bool,
         choices: Choices,
     ) -> CachedOp:
-        if policy.target_dtype == "float16" and autograd.is_recording() and self._loss_outputs:
-            logger.warning(UNSCALED_OUTPUTS, self._loss_outputs[0])
         usage = Usage(
             dtypes={n: d for n, d in zip(self._names, dtypes) if n not in self._stored},
             # What a caller passes in may be accumulated into as well: that can't be seen from here.
@@ -144,13 +147,46 @@ class _PolicyCachedOp:
             stored=self._stored,
             training=training,
         )
-        symbol = rewritten_symbol(self._graph, self._symbol_class, policy, usage, choices)
-        op = self._plain if symbol is None else CachedOp(symbol, self._flags)
+        graph = self._graph_for(training)
+        symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices)
+        if graph is not self._graph:
+            if symbol is None:
+                symbol = graph.to_symbol(self._symbol_class)
+            op = self._taking_scale(symbol)
+        else:
+            op = self._plain if symbol is None else CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return op
+
+    def _taking_scale(self, symbol: Symbol) -> "_ScalableOp":
+        """Return the op of a symbol that takes the loss scale as one more input."""
+        position = symbol.list_inputs().index(SCALE_INPUT)
+        data = [i + (i >= position) for i in self._inputs]
+        params = [i + (i >= position) for i, _ in self._parameters]
+        flags = [("data_indices", sorted([*data, position])), ("param_indices", params)]
+        return _ScalableOp(CachedOp(symbol, [*flags, *self._flags[2:]]), position)
 
     def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
         self._hook = (callback, monitor_all)
         for op in (self._plain, *self._ops.values()):
             op._register_op_hook(callback, monitor_all)
+
+
+def _with_scale_input(graph: Graph, symbol_class: Type[Symbol]) -> Optional[Graph]:
+    """Return a graph that takes the loss scale, with its inputs in MXNet's order; or None."""
+    scaled = with_scale_input(graph)
+    return None if scaled is None else Graph.from_symbol(scaled.to_symbol(symbol_class))
+
+
+class _ScalableOp:
+    """A cached op whose graph takes the loss scale of output operators as one more input."""
+
+    def __init__(self, op: CachedOp, position: int) -> None:
+        self._op, self._position = op, position
+        self._register_op_hook = op._register_op_hook
+
+    def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
+        scale = scale_array(args[0].context)
+        before, after = args[: self._position], args[self._position :]
+        return self._op(*before, scale, *after, **kwargs)

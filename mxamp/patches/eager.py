@@ -25,7 +25,7 @@ from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
 from ..policy.sums import reason_by_sums
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
-from ..scaling.loss_outputs import with_scalable_gradient
+from ..scaling.loss_outputs import scalable_inputs
 
 __all__ = ["patches"]
 
@@ -41,17 +41,15 @@ _INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
 def patches() -> List[Patch]:
     """Return the patches that make eager calls follow the policy in force."""
-    casts = _PolicyCasts()
-    invoke = functools.partial(_build_invoke, casts)
     return [
-        *(Patch(module, "_imperative_invoke", invoke) for module in _INVOKE_MODULES),
+        *(Patch(module, "_imperative_invoke", _build_invoke) for module in _INVOKE_MODULES),
         # The one NumPy function that goes another way.
-        Patch(_api_internal, "tensordot", functools.partial(_build_tensordot, casts)),
+        Patch(_api_internal, "tensordot", _build_tensordot),
         Patch(NDArray, "asnumpy", _build_asnumpy),
     ]
 
 
-def _build_invoke(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
     def _imperative_invoke(
         handle: int,
         ndargs: List[NDArray],
@@ -64,9 +62,9 @@ def _build_invoke(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callab
         policy = current_policy()
         if policy is None:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        if handle in LOSS_OUTPUT_HANDLES and _starts_backward(ndargs):
-            ndargs = [with_scalable_gradient(ndargs[0]), *ndargs[1:]]
-        operator = casts.of(policy)[handle]
+        if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
+            ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
+        operator = _casts_of(policy)[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
         if decision is None:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
@@ -78,10 +76,10 @@ def _build_invoke(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callab
     return _imperative_invoke
 
 
-def _build_tensordot(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
     def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
         policy = current_policy()
-        operator = casts.of(policy)[_TENSORDOT] if policy is not None else None
+        operator = _casts_of(policy)[_TENSORDOT] if policy is not None else None
         decision = operator.decide([a, b], (), ()) if operator is not None else None
         if decision is None:
             return original(a, b, axes)
@@ -102,24 +100,15 @@ def _build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
     return asnumpy
 
 
-def _starts_backward(arrays: Sequence[NDArray]) -> bool:
-    return autograd.is_recording() and KIND_NAMES.get(kind_code(arrays[0])) in CASTABLE
-
-
 # ---------------------------------------------------------------------- decisions, remembered
 
 
-class _PolicyCasts:
-    """What was decided so far, by policy."""
-
-    def __init__(self) -> None:
-        self._tables: Dict[int, _OperatorCasts] = {}
-
-    def of(self, policy: Policy) -> "_OperatorCasts":
-        table = self._tables.get(id(policy))
-        if table is None:
-            table = self._tables[id(policy)] = _OperatorCasts(policy)
-        return table
+def _casts_of(policy: Policy) -> "_OperatorCasts":
+    """Return what was decided under a policy so far."""
+    casts: Optional[_OperatorCasts] = policy.caches.get("eager")
+    if casts is None:
+        casts = policy.caches["eager"] = _OperatorCasts(policy)
+    return casts
 
 
 class _OperatorCasts(Dict[int, Optional["_Casts"]]):

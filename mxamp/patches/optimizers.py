@@ -175,7 +175,9 @@ def _adam(
 
 
 def _clip_of(optimizer: Any) -> Any:
-    return _parsed(optimizer.clip_gradient) if optimizer.clip_gradient else None
+    # MXNet's kernels take a negative bound for none.
+    bound = optimizer.clip_gradient
+    return _parsed(bound) if bound and bound > 0 else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,11 +5,12 @@ your own), resolved against MXNet's registry and one kind of device, and never c
 """
 
 import fnmatch
+import weakref
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ..errors import ArgumentError
 from ..framework import machine
@@ -64,18 +65,30 @@ class Policy:
             if rule.op_class == op_class and not rule.conditions
         )
 
-    def _key(self) -> Tuple[Any, ...]:
-        rules = frozenset(self.rules.values())
-        layers = self.fp32_layers
-        return self.target_dtype, self.device, layers, frozenset(self.substitutions), rules
-
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Policy) and self._key() == other._key()
+        # Comparing mappings is fast where they share their rules, as policies mostly do.
+        return isinstance(other, Policy) and (
+            self._head == other._head and dict(self.rules) == dict(other.rules)
+        )
 
     def __hash__(self) -> int:
-        return hash((self.target_dtype, self.device, self.fp32_layers))
+        return hash(self._head)
+
+    @cached_property
+    def _head(self) -> Tuple[Any, ...]:
+        return self.target_dtype, self.device, self.fp32_layers, frozenset(self.substitutions)
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        rules, substitutions = dict(self.rules), dict(self.substitutions)
+        fields = self.target_dtype, self.device, rules, self.fp32_layers, substitutions
+        return _unpickled, fields
+
+    @cached_property
+    def caches(self) -> Dict[str, Any]:
+        """What others have worked out for this policy: it lives as long as the policy does."""
+        return {}
 
     # ------------------------------------------------------------------ making one
 
@@ -161,7 +174,10 @@ class Policy:
             names = checked_substitutions(substitutions, kept)
             kept = MappingProxyType({name: kept[name] for name in names})
         layers = tuple(dict.fromkeys((*self.fp32_layers, *fp32_layers)))
-        return replace(self, rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
+        changed = replace(
+            self, rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept
+        )
+        return _interned(changed)
 
     def untuned(self) -> "Policy":
         """Return the policy without substitutions and without the choices by shape made for speed.
@@ -176,7 +192,7 @@ class Policy:
             name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
             for name, rule in self.rules.items()
         }
-        return replace(self.override(substitutions=()), rules=MappingProxyType(rules))
+        return _interned(replace(self.override(substitutions=()), rules=MappingProxyType(rules)))
 
 
 CustomClasses = Tuple[Tuple[str, str], ...]
@@ -194,4 +210,26 @@ def _made_of(read: OperatorList, custom: CustomClasses) -> Policy:
     if custom:
         rule = replace(rules.get("Custom", UNLISTED), by_op_type=custom)
         rules = MappingProxyType({**rules, "Custom": rule})
-    return Policy(read.target_dtype, read.device, rules, substitutions=read.substitutions)
+    made = Policy(read.target_dtype, read.device, rules, substitutions=read.substitutions)
+    return _interned(made)
+
+
+#: One policy for each value that somebody holds: graphs and casts are cached by policy, and code
+#: that makes its policy anew in each step has to find them.
+_policies: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
+
+
+def _interned(policy: Policy) -> Policy:
+    """Return the policy of this value that is there already, or this one."""
+    return _policies.setdefault(policy, policy)
+
+
+def _unpickled(
+    target_dtype: str,
+    device: str,
+    rules: Dict[str, Rule],
+    fp32_layers: Tuple[str, ...],
+    substitutions: Dict[str, str],
+) -> Policy:
+    frozen = MappingProxyType(rules), fp32_layers, MappingProxyType(substitutions)
+    return _interned(Policy(target_dtype, device, *frozen))

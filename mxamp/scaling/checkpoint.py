@@ -1,63 +1,78 @@
 """A trainer's state files, with the loss scaler in them.
 
-MXNet's file is a pickle. What mxamp adds comes after it: JSON, its length, and a mark. Unpickling
-stops where the pickle ends, so that plain MXNet loads the file too, and a file without the mark is
-one from before.
+MXNet pickles the optimizer into the file. The scaler's state goes along as an attribute of it, made
+of plain numbers and strings: so plain MXNet loads the file too, and a trainer that loads it before
+`init_trainer` finds the state in its optimizer afterwards.
+
+Like every pickle, a state file can run code when it is loaded: load only files that you trust.
 """
 
-import json
 import os
-import struct
-from functools import wraps
+import pickle
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional
 
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError
-from ..framework.patching import Patch
+from ..framework.files import replaced_file
 
-__all__ = ["SAVED_STATE", "append_state", "patches", "read_state"]
+__all__ = ["load_states", "save_states", "taken_state"]
 
-#: Where a trainer keeps the state it has loaded before `init_trainer`.
-SAVED_STATE = "_amp_saved_state"
+_ATTRIBUTE = "_amp_state"
 
-
-_MARK = b"\nmxamp1\n"
-_LENGTH = struct.Struct("<Q")
-
-
-def append_state(path: Union[str, Path], state: Mapping[str, Any]) -> None:
-    """Add `state` to the end of a file that MXNet has just written."""
-    data = json.dumps(state).encode()
-    with open(path, "ab") as file:
-        file.write(data + _LENGTH.pack(len(data)) + _MARK)
-        file.flush()
-        os.fsync(file.fileno())
+NO_STATES = (
+    "{path!r} holds no states of a trainer ({why}); the trainer is as it was. Was it written by "
+    "trainer.save_states, and to its end?"
+)
 
 
-def read_state(path: Union[str, Path]) -> Optional[Dict[str, Any]]:
-    """Return what `append_state` added, None for a file without it."""
-    content = Path(path).read_bytes()
-    if not content.endswith(_MARK):
-        return None
-    end = len(content) - len(_MARK) - _LENGTH.size
+def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
+    """Write a trainer's states, with `state` of the loss scaler: the whole file or none."""
+    optimizer = trainer._optimizer
+    setattr(optimizer, _ATTRIBUTE, dict(state))
     try:
-        (length,) = _LENGTH.unpack_from(content, end)
-        return dict(json.loads(content[end - length : end]))
-    except (struct.error, ValueError) as error:
-        raise ArgumentError(f"the loss scaler's state in {str(path)!r} is damaged") from error
+        with replaced_file(Path(path)) as temporary:
+            type(trainer).save_states(trainer, os.fspath(temporary))
+    finally:
+        delattr(optimizer, _ATTRIBUTE)
 
 
-def patches() -> List[Patch]:
-    """Return the patch that makes trainers remember what they load before `init_trainer`."""
-    return [Patch(Trainer, "load_states", _build_load_states)]
+def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None]) -> None:
+    """Read a trainer's states and `resume` from the scaler's; an error leaves it as it was.
+
+    Raises `ArgumentError` where the file holds no states of a trainer.
+    """
+    with _restored_on_error(trainer):
+        try:
+            type(trainer).load_states(trainer, path)
+        except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError,
+                AttributeError, ImportError) as error:  # fmt: skip
+            why = f"{type(error).__name__}: {error}"
+            raise ArgumentError(NO_STATES.format(path=path, why=why)) from error
+        state = taken_state(trainer)
+        if state is not None:
+            resume(state)
 
 
-def _build_load_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def load_states(self: Trainer, fname: str) -> None:
-        original(self, fname)
-        setattr(self, SAVED_STATE, read_state(fname))
+def taken_state(trainer: Trainer) -> Optional[Dict[str, Any]]:
+    """Return the scaler's state that came with the optimizer, and take it off."""
+    state = vars(trainer._optimizer).pop(_ATTRIBUTE, None)
+    return state if isinstance(state, dict) else None
 
-    return load_states
+
+@contextmanager
+def _restored_on_error(trainer: Trainer) -> Iterator[None]:
+    """Put optimizer and states back where loading fails halfway."""
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
+    optimizer = trainer._optimizer
+    before = [dict(vars(updater)) for updater in trainer._updaters or ()]
+    try:
+        yield
+    except BaseException:
+        trainer._optimizer = optimizer
+        for updater, attributes in zip(trainer._updaters or (), before):
+            vars(updater).update(attributes)
+        raise

@@ -6,6 +6,8 @@ scaler.step(trainer, batch_size)
 scaler.update()
 """
 
+import copy
+import logging
 import weakref
 from enum import Enum
 from typing import Any, Dict, List, Mapping, Optional
@@ -14,11 +16,14 @@ from mxnet import autograd
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
+from .attach import attach_hook, hook_of
 from .hook import TrainerHook
 from .scaler import LossScaler, Scaler, positive_number
-from .trainer import attach_hook, hook_of, map_losses, scaled_loss
+from .trainer import map_losses, scaled_loss
 
 __all__ = ["GradScaler"]
+
+logger = logging.getLogger("mxamp")
 
 STEPPED_TWICE = "step was called for this trainer already since the last update(): call update()"
 UNSCALED_TWICE = "unscale_ was called for this trainer already since the last update()"
@@ -26,6 +31,12 @@ UNSCALED_LATE = "unscale_ comes before step, and this trainer has stepped since 
 NOTHING_TO_UPDATE = "update() comes after step(trainer, batch_size), and no trainer has stepped"
 FOREIGN_TRAINER = (
     "this trainer has a loss scaler of its own, of init_trainer or of another GradScaler: use one"
+)
+
+
+NOTHING_SCALED = (
+    "step is about to divide gradients by the scale of %g, and no loss was scaled since the last "
+    "update(): call scaler.scale(loss).backward(), not loss.backward()"
 )
 
 
@@ -108,6 +119,7 @@ class GradScaler:
         )
         self._enabled = bool(enabled)
         self._finite: List[bool] = []
+        self._scaled = False  # a loss, since the last update
         self._stages: "weakref.WeakKeyDictionary[Trainer, _Stage]" = weakref.WeakKeyDictionary()
 
     def is_enabled(self) -> bool:
@@ -125,7 +137,7 @@ class GradScaler:
         """
         if not self._enabled:
             return loss
-        scale = self.get_scale()
+        scale, self._scaled = self.get_scale(), True
         with autograd.record(train_mode=autograd.is_training()):
             return map_losses(loss, lambda array: scaled_loss(array, scale))
 
@@ -149,6 +161,8 @@ class GradScaler:
         hook = self._hook(trainer)
         if self._stages.get(trainer) is _Stage.STEPPED:
             raise StateError(STEPPED_TWICE)
+        if not self._scaled:
+            logger.warning(NOTHING_SCALED, self.get_scale())
         hook.mark_scaled()
         trainer.step(batch_size, ignore_stale_grad)
         self._stages[trainer] = _Stage.STEPPED
@@ -163,7 +177,7 @@ class GradScaler:
             raise StateError(NOTHING_TO_UPDATE)
         else:
             self._scaler.update(all(self._finite))
-        self._finite = []
+        self._finite, self._scaled = [], False
         for trainer in list(self._stages):
             trainer.amp_loss_scale = self.get_scale()
         self._stages.clear()
@@ -179,6 +193,15 @@ class GradScaler:
         if not state:
             raise ArgumentError("this is the state of a disabled GradScaler: there is none to load")
         self._scaler.load_state_dict(state)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # What trainers have done since the last update stays with the original.
+        state = {name: value for name, value in vars(self).items() if name != "_stages"}
+        return {**state, "_scaler": copy.copy(self._scaler), "_finite": list(self._finite)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._stages = weakref.WeakKeyDictionary()
 
     def _hook(self, trainer: Trainer) -> TrainerHook:
         if not isinstance(getattr(trainer, "_amp_loss_scaler", None), TrainerHook):

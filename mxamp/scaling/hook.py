@@ -13,30 +13,34 @@ Whether gradients carry the scale is a state of the trainer:
 A step without `scale_loss` finds "none" and is a plain step of MXNet's.
 """
 
-import logging
 import threading
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    AbstractSet,
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import mxnet as mx
-from mxnet import autograd
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import StateError
-from ..policy.active import suspended
-from .finite import all_finite
-from .scaler import Scaler
+from ..errors import ArgumentError, StateError
+from .checkpoint import load_states, save_states
+from .finite import all_finite, multiply
+from .report import SkipWatch, StepReport, log_step
+from .scaler import Scaler, count
 
-__all__ = ["Stage", "StepReport", "TrainerHook", "fresh_gradients", "multiply"]
-
-logger = logging.getLogger("mxamp")
+__all__ = ["Stage", "TrainerHook", "fresh_gradients"]
 
 FreshGradients = List[Tuple[Parameter, List[NDArray]]]
-
-# So many names of parameters go into a log line.
-SHOWN = 3
 
 SCALED_TWICE = (
     "the losses of this trainer are scaled by {one} already; {other} would scale them twice: leave "
@@ -50,11 +54,6 @@ NOTHING_TO_UNSCALE = (
     "there are no scaled gradients: unscale comes after scale_loss and backward, and before step"
 )
 UNSCALED_TWICE = "these gradients are unscaled already: unscale was called twice before the step"
-TOO_MANY_SKIPS = (
-    "{count} steps in a row were skipped, and the loss scale is down to {scale:g}. The first had "
-    "gradients that are not finite in {names}.{loss} Look for a learning rate that is too high, a "
-    "division by zero or a logarithm of zero."
-)
 
 
 class Stage(Enum):
@@ -63,16 +62,6 @@ class Stage(Enum):
     NONE = "none"
     SCALED = "scaled"
     UNSCALED = "unscaled"
-
-
-class StepReport(NamedTuple):
-    """What became of an update: `trainer.amp_last_step`."""
-
-    stepped: bool  #: False where it was skipped
-    loss_scale: float  #: what the gradients carried
-    next_loss_scale: float
-    nonfinite: Tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
-    loss_finite: bool = True  #: False where the loss itself was Inf or NaN before it was scaled
 
 
 class TrainerHook:
@@ -92,15 +81,16 @@ class TrainerHook:
     ) -> None:
         self.trainer, self.scaler = trainer, scaler
         self.scaled_by = scaled_by
-        self.max_consecutive_skips = max_consecutive_skips
+        self.watch = SkipWatch(max_consecutive_skips)
         self.steps = self.skips = 0
-        self._skips_in_a_row = 0
-        self._first_culprits: Tuple[str, ...] = ()
+        self._settled = False
         self._lock = threading.Lock()
         self._reduced = False
         self._losses = 0  # scaled since the last update
         self._loss_values: List[NDArray] = []
         self._unscaled = False
+        self._pass_scale: Optional[float] = None  # of a backward pass that has unscaled
+        self._overflown: AbstractSet[int] = frozenset()  # arrays, found by that pass
         self.publish(None)
 
     @property
@@ -126,7 +116,6 @@ class TrainerHook:
 
         `values` are the losses before they are scaled, to be looked at if the step overflows.
         """
-        start_kvstore(self.trainer)
         with self._lock:
             if self.stage is Stage.UNSCALED:
                 raise StateError(STEP_BEFORE_SCALING)
@@ -146,6 +135,9 @@ class TrainerHook:
         """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
         if self._reduced:
             return
+        if not self._settled:
+            settle_kvstore(self.trainer)
+            self._settled = True
         type(self.trainer)._allreduce_grads(self.trainer)
         self._reduced = self.stage is not Stage.NONE
 
@@ -153,6 +145,19 @@ class TrainerHook:
         """Mark the gradients as scaled, even if `scale_loss` was not used."""
         with self._lock:
             self._losses = self._losses or 1
+
+    def mark_unscaled(
+        self, scale: float, written: AbstractSet[int], overflown: AbstractSet[int]
+    ) -> None:
+        """Take note of a backward pass that has scaled, and taken the scale out again.
+
+        By `id` of their arrays: the gradients it has written, and those that were not finite.
+        """
+        with self._lock:
+            self._losses = self._losses or 1
+            self._unscaled, self._reduced = True, False
+            self._pass_scale = scale
+            self._overflown = (self._overflown - written) | overflown
 
     def unscale(self) -> List[NDArray]:
         """Divide the gradients of all devices by the scale; return them."""
@@ -172,24 +177,31 @@ class TrainerHook:
         stage = self.stage
         if stage is Stage.NONE:
             return False
-        scale = self.loss_scale
+        scale = self._pass_scale or self.loss_scale
         fresh = fresh_gradients(params)
-        finite = all_finite([g for _, gradients in fresh for g in gradients])
+        # A script may have hidden what overflowed since, say by clipping element by element.
+        finite = not any(self._has_overflown(param) for param, _ in fresh)
+        finite = finite and all_finite([g for _, gradients in fresh for g in gradients])
         if finite and stage is Stage.SCALED:
             self.trainer._optimizer.rescale_grad /= scale
         report = self._report(finite, scale, fresh)
         self._losses, self._loss_values = 0, []
         self._unscaled = self._reduced = False
+        self._pass_scale, self._overflown = None, frozenset()
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
-        _log(report)
-        self._watch(report)
+        log_step(report)
+        self.watch.see(report)
         return not finite
 
     def _report(self, finite: bool, scale: float, fresh: FreshGradients) -> StepReport:
         if finite:
             return StepReport(True, scale, self.scaler.update(True))
-        names = tuple(param.name for param, gradients in fresh if not all_finite(gradients))
+        names = tuple(
+            param.name
+            for param, gradients in fresh
+            if self._has_overflown(param) or not all_finite(gradients)
+        )
         # Else a later step with ignore_stale_grad=True would use what is skipped here.
         for param, _ in fresh:
             for data in param.list_data():
@@ -197,23 +209,8 @@ class TrainerHook:
         loss_finite = all_finite(self._loss_values)
         return StepReport(False, scale, self.scaler.update(False), names, loss_finite)
 
-    def _watch(self, report: StepReport) -> None:
-        """End a run that skips step after step, if it was asked for."""
-        if report.stepped:
-            self._skips_in_a_row = 0
-            return
-        if not self._skips_in_a_row:
-            self._first_culprits = report.nonfinite
-        self._skips_in_a_row += 1
-        limit = self.max_consecutive_skips
-        if limit is not None and self._skips_in_a_row >= limit:
-            skipped, self._skips_in_a_row = self._skips_in_a_row, 0
-            whose = shortened(self._first_culprits)
-            loss = "" if report.loss_finite else " The loss itself was not finite either."
-            scale = report.next_loss_scale
-            raise StateError(
-                TOO_MANY_SKIPS.format(count=skipped, names=whose, scale=scale, loss=loss)
-            )
+    def _has_overflown(self, param: Parameter) -> bool:
+        return any(id(data) in self._overflown for data in param.list_data())
 
     def publish(self, report: Optional[StepReport]) -> None:
         """Show the state on the trainer."""
@@ -221,15 +218,38 @@ class TrainerHook:
         self.trainer.amp_last_step = report
         self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
 
+    def save_states(self, fname: str) -> None:
+        """Write the trainer's states, the loss scaler's among them: the whole file or none."""
+        save_states(self.trainer, fname, self.state_dict())
+
+    def load_states(self, fname: str) -> None:
+        """Read the trainer's states, and go on from the loss scaler's; an error changes nothing.
+
+        Load only files that you trust: MXNet unpickles them.
+        """
+        load_states(self.trainer, fname, self.load_state_dict)
+
     def state_dict(self) -> Dict[str, Any]:
         """Return what `save_states` keeps: the scaler and the counts."""
         return {"scaler": self.scaler.state_dict(), "steps": self.steps, "skips": self.skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `save_states` kept."""
+        """Go on from what `state_dict` returned; raises `ArgumentError` where it did not."""
+        missing = [name for name in ("scaler", "steps", "skips") if name not in state]
+        if missing:
+            raise ArgumentError(f"the loss scaler's state lacks {', '.join(missing)}")
+        steps, skips = (count(name, state[name]) for name in ("steps", "skips"))
         self.scaler = self.scaler.resumed(state["scaler"])
-        self.steps, self.skips = int(state["steps"]), int(state["skips"])
+        self.steps, self.skips = steps, skips
         self.publish(None)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # Copies and pickles of trainers hold their hook; locks can be neither.
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
 
 
 def fresh_gradients(params: Sequence[Parameter]) -> FreshGradients:
@@ -245,36 +265,16 @@ def fresh_gradients(params: Sequence[Parameter]) -> FreshGradients:
     return fresh
 
 
-def multiply(arrays: Sequence[NDArray], factor: float) -> None:
-    """Multiply arrays in place, each in its own dtype."""
-    with autograd.pause(), suspended():
-        for i in range(len(arrays)):
-            arrays[i].__imul__(factor)
-
-
-def start_kvstore(trainer: Trainer) -> None:
-    """Give a distributed trainer's weights to its kvstore, and wait, before gradients follow.
+def settle_kvstore(trainer: Trainer) -> None:
+    """Wait until a distributed kvstore has a trainer's weights, before gradients follow.
 
     Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
     where parameters are not updated on it.
     """
     kvstore = trainer._kvstore_params["kvstore"]
-    if trainer._kv_initialized or "dist" not in str(getattr(kvstore, "type", kvstore)):
+    if "dist" not in str(getattr(kvstore, "type", kvstore)):
         return
-    trainer._init_kvstore()
-    trainer._init_params()
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
+        trainer._init_params()
     mx.nd.waitall()
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return the first names of a list, and whether there are more."""
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-
-
-def _log(report: StepReport) -> None:
-    change = f"loss scale {report.loss_scale:g} -> {report.next_loss_scale:g}"
-    if not report.stepped:
-        names = shortened(report.nonfinite)
-        logger.info("step skipped, gradients of %s are not finite; %s", names, change)
-    elif report.next_loss_scale != report.loss_scale:
-        logger.info(change)

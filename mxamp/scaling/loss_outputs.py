@@ -1,62 +1,105 @@
 """Output operators that start the backward pass themselves, and the loss scale.
 
-`SoftmaxOutput` and the regression outputs ignore the gradient that comes to them from the loss: a
-scaled loss does not scale what they send back. Called eagerly, their input is passed through
-`x + (x*s - BlockGrad(x*s))`, which leaves every value as it is and multiplies the gradient by
-1 + s. `s` is an array: 0, but inside `scale_loss`, where MXNet's engine orders the backward pass
-between the two writes to it. A backward pass outside `scale_loss` is unscaled.
+`SoftmaxOutput` and its kin ignore the gradient that comes to them from the loss: a scaled loss does
+not scale what they send back. Their input is passed through an identity whose gradient is
+multiplied by a scale:
+
+    BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x))
+
+with a sign whose gradient is 1 (`_contrib_sign_ste`). The difference is exactly 0 for every x,
+infinite, NaN and -0 included, so no value changes. The scale is an array: 1, but inside
+`scale_loss`, where MXNet's engine orders the backward pass between the two writes to it.
 """
 
 import atexit
+import os
 import threading
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, List, Mapping, Sequence
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.operators import LOSS_OUTPUTS, resolve
+from ..framework.arrays import cast, dtypes_of, plain_array
+from ..framework.machine import dtype_name
+from ..framework.operators import (
+    BACKWARD_STARTERS,
+    WRITTEN_BY_USERS,
+    resolve,
+    starts_backward,
+)
+from ..policy.active import suspended
+from ..policy.decision import CASTABLE
 
-__all__ = ["HANDLES", "scaled_heads", "with_scalable_gradient"]
+__all__ = ["HANDLES", "scalable_inputs", "scale_array", "scaled_heads"]
 
-#: Of the operators whose eager calls are made scalable.
-HANDLES = frozenset(resolve(name).handle for name in LOSS_OUTPUTS)
+#: Of the operators whose eager calls may have to be made scalable.
+HANDLES = {resolve(name).handle: name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
 
-#: `s` by context. Recorded graphs hold these arrays, so they are made once a process.
-_extra: Dict[Any, NDArray] = {}
-atexit.register(_extra.clear)  # before MXNet's library goes
+#: The scale by context. Recorded graphs hold these arrays, so they are made once a process.
+_scales: Dict[Any, NDArray] = {}
+atexit.register(_scales.clear)  # before MXNet's library goes
 _lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A child of a process whose other thread holds the lock would wait for ever.
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
+
+
+def scalable_inputs(
+    handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]
+) -> List[NDArray]:
+    """Return the inputs of a recorded call, those it sends gradients to made scalable.
+
+    `handle` is one of `HANDLES`.
+    """
+    name = HANDLES[handle]
+    if not starts_backward(name, attributes):
+        return list(arrays)
+    count = len(arrays) if name in WRITTEN_BY_USERS else 1
+    return [
+        with_scalable_gradient(array) if i < count and kind in CASTABLE else array
+        for i, (array, kind) in enumerate(zip(arrays, dtypes_of(arrays)))
+    ]
 
 
 def with_scalable_gradient(data: NDArray) -> NDArray:
     """Return `data`, of the same values, with a gradient that `scaled_heads` multiplies."""
-    extra = _extra_factor(data.context)
-    scaled = mx.nd.broadcast_mul(data, extra.reshape((1,) * max(data.ndim, 1)))
-    return data + (scaled - mx.nd.BlockGrad(scaled))
+    classic = plain_array(data)
+    with suspended():
+        scale = scale_array(data.context).reshape((1,) * max(data.ndim, 1))
+        sign = mx.nd.contrib.sign_ste(classic)
+        # The scale has no place in float16.
+        zero = cast(mx.nd.BlockGrad(sign) - sign, "float32")
+        scaled = cast(mx.nd.broadcast_mul(zero, scale), dtype_name(data.dtype))
+        result = mx.nd.BlockGrad(classic) - scaled
+    return result.as_np_ndarray() if isinstance(data, mx.np.ndarray) else result
 
 
-def _extra_factor(ctx: Any) -> NDArray:
+def scale_array(ctx: Any) -> NDArray:
+    """Return the array that holds the scale of a context's output operators."""
     with _lock, autograd.pause():
-        if ctx not in _extra:
-            _extra[ctx] = mx.nd.zeros((1,), ctx=ctx)
-        return _extra[ctx]
+        if ctx not in _scales:
+            _scales[ctx] = mx.nd.ones((1,), ctx=ctx)
+        return _scales[ctx]
 
 
 @contextmanager
 def scaled_heads(scale: float) -> Iterator[None]:
     """Multiply what output operators send back by `scale`, in backward passes inside."""
-    if scale == 1 or not _extra:
+    if scale == 1 or not _scales:
         yield
         return
-    _set(scale - 1)
+    _set(scale)
     try:
         yield
     finally:
-        _set(0)
+        _set(1)
 
 
 def _set(value: float) -> None:
     with _lock, autograd.pause():
-        for extra in _extra.values():
-            extra[:] = value
+        for array in _scales.values():
+            array[:] = value

@@ -9,6 +9,7 @@ the next backward pass. `LossScaler` adapts, `StaticLossScaler` does not, `NoSca
 all three are a `Scaler`, so that no caller has to ask which one is there.
 """
 
+import logging
 import math
 import numbers
 from typing import Any, Callable, Dict, Mapping, Tuple
@@ -17,7 +18,11 @@ from ..errors import ArgumentError
 
 __all__ = ["LossScaler", "NoScaler", "Scaler", "StaticLossScaler"]
 
+logger = logging.getLogger("mxamp")
+
 STATE_VERSION = 1
+
+OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
 
 
 class Scaler:
@@ -46,8 +51,16 @@ class Scaler:
         return self._loss_scale
 
     def resumed(self, state: Mapping[str, Any]) -> "Scaler":
-        """Return the scaler that goes on from `state` in this one's place, of whatever kind."""
-        return from_state_dict(state)
+        """Return the scaler that goes on from `state` in this one's place.
+
+        It may be of another kind; but one that scales does not give way to one that doesn't, nor
+        the other way round: a run in float16 may go on from one in bfloat16.
+        """
+        saved = from_state_dict(state)
+        if isinstance(saved, NoScaler) != isinstance(self, NoScaler):
+            logger.warning(OTHER_KIND, saved, self)
+            return self
+        return saved
 
     def state_dict(self) -> Dict[str, Any]:
         """Return everything it takes to go on from here, as plain numbers and strings."""
@@ -176,6 +189,16 @@ class LossScaler(Scaler):
                 raise ArgumentError(f"{name} is a whole number from 0 to {most}, not {value!r}")
         return values
 
+    def set_scale(self, scale: float) -> None:
+        """Use another scale from now on; raises `ArgumentError` outside the scaler's limits."""
+        scale = positive_number("scale", scale)
+        if not self._min_scale <= scale <= self._max_scale:
+            raise ArgumentError(
+                f"scale is between min_scale and max_scale, {self._min_scale:g} and "
+                f"{self._max_scale:g}, not {scale:g}"
+            )
+        self._loss_scale = scale
+
     def update(self, finite: bool) -> float:
         """Take note of a step whose gradients were all `finite`, or not; return the new scale.
 
@@ -204,12 +227,17 @@ def positive_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def count(name: str, value: Any, least: int = 0) -> int:
+    """Return `value` as an int of at least `least`."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < least:
+        raise ArgumentError(f"{name} is a whole number of at least {least}, not {value!r}")
+    return int(value)
+
+
 def positive_count(name: str, value: Any) -> int:
     """Return `value` as an int of at least 1."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or value < 1:
-        raise ArgumentError(f"{name} is a whole number of at least 1, not {value!r}")
-    return int(value)
+    return count(name, value, least=1)
 
 
 _CLASSES: Dict[str, Callable[[], Scaler]] = {

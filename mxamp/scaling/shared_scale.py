@@ -1,19 +1,19 @@
 """One loss scale for several trainers and modules, where the script itself scales no loss.
 
-`mxamp run`, `MXNET_ENABLE_AUTO_MIXED_PRECISION` and decorated optimizers have this in common. Who
-scales the gradients is elsewhere (`frontends.backward`, `frontends.module_api`); here is the scale,
-and a trainer's view of it.
+`mxamp run`, `MXNET_ENABLE_AUTO_MIXED_PRECISION` and decorated optimizers have this in common. The
+scale never leaves the backward pass (`frontends.scaled_pass`): gradients are those of the loss as
+it is, and updates are skipped where the pass has overflowed.
 """
 
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional
 
 from mxnet.gluon import Trainer
 
-from .hook import TrainerHook, fresh_gradients, multiply
-from .scaler import Scaler
-from .trainer import attach_hook
+from .attach import attach_hook
+from .hook import TrainerHook
+from .scaler import Scaler, count
 
-__all__ = ["SharedScale", "TrainerView", "attach", "scale_of", "view_of"]
+__all__ = ["SharedScale", "TrainerView", "attach", "hook_with_shared_scale", "scale_of"]
 
 
 class SharedScale:
@@ -36,48 +36,59 @@ class SharedScale:
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         return self.scaler.update(finite)
 
+    def lower(self, scale: float) -> float:
+        """Return a lower scale, after a pass with this one that nobody will skip overflowed."""
+        return max(min(self.scaler.update(False), scale / 2), 1.0)
+
     def __deepcopy__(self, memo: Any) -> "SharedScale":
         return self  # MXNet copies optimizers; the scale stays one
 
+    def __reduce__(self) -> Any:
+        # MXNet pickles optimizers into state files, which plain MXNet has to load.
+        return dict, ()
+
 
 class TrainerView(Scaler):
-    """A trainer's view of a `SharedScale`: the scale that its gradients carry until it steps."""
+    """What a trainer's hook takes for its scaler: a `SharedScale`, told of the trainer's steps."""
 
     def __init__(self, shared: SharedScale) -> None:
         super().__init__(1.0)
         self.shared = shared
-        self.carried: Optional[float] = None  #: by gradients that wait for a step
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the gradients there are, or of the next."""
-        return self.carried if self.carried is not None else self.shared.loss_scale
+        """The scale of the next backward pass."""
+        return self.shared.loss_scale
 
     def update(self, finite: bool) -> float:
         """Tell the `SharedScale` of a step."""
-        self.carried = None
         return self.shared.record(finite)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the state of the shared scaler."""
-        return self.shared.scaler.state_dict()
+        """Return the state of the shared scaler, and its counts."""
+        counts = {"shared_steps": self.shared.steps, "shared_skips": self.shared.skips}
+        return {**self.shared.scaler.state_dict(), **counts}
 
     def resumed(self, state: Mapping[str, Any]) -> Scaler:
         """Hand a trainer's saved state to the shared scaler."""
+        steps, skips = (
+            count(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips")
+        )
         self.shared.scaler = self.shared.scaler.resumed(state)
+        self.shared.steps, self.shared.skips = steps, skips
         return self
 
 
 def attach(trainer: Trainer, shared: SharedScale) -> None:
-    """Let a trainer take the shared scale out of its gradients, and skip what overflows."""
+    """Let a trainer skip the steps whose backward pass has overflowed."""
     attach_hook(trainer, TrainerView(shared), scaled_by=shared.scaled_by)
 
 
-def view_of(trainer: Trainer) -> Optional[Tuple[TrainerHook, TrainerView]]:
-    """Return a trainer's hook and its view of a shared scale; None where it has none."""
+def hook_with_shared_scale(trainer: Trainer) -> Optional[TrainerHook]:
+    """Return the hook of a trainer with a shared scale; None where it has none."""
     hook = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(hook, TrainerHook) and isinstance(hook.scaler, TrainerView):
-        return hook, hook.scaler
+        return hook
     return None
 
 
@@ -85,11 +96,3 @@ def scale_of(optimizer: Any) -> Optional[SharedScale]:
     """Return the scale that an optimizer was decorated with."""
     shared = getattr(optimizer, "_amp_scaling", None)
     return shared if isinstance(shared, SharedScale) else None
-
-
-def rescale_waiting(attached: Sequence[Tuple[TrainerHook, TrainerView]], scale: float) -> None:
-    """Give gradients that wait for a step this scale: what is added to them must have the same."""
-    for hook, view in attached:
-        if view.carried is not None and view.carried != scale:
-            fresh = fresh_gradients(hook.trainer._params)
-            multiply([g for _, gradients in fresh for g in gradients], scale / view.carried)

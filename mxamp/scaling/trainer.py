@@ -3,7 +3,6 @@
 What happens inside a trainer is in `hook`; here is what users call.
 """
 
-import logging
 import math
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List, Optional
@@ -13,42 +12,24 @@ from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
-from ..errors import ArgumentError, StateError
+from ..errors import ArgumentError
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
-from ..policy.active import current_policy
-from .checkpoint import SAVED_STATE, append_state, read_state
-from .finite import square_sum
-from .hook import Stage, TrainerHook, multiply
+from .attach import attach_hook, hook_of
+from .finite import multiply, square_sum
+from .hook import Stage
 from .loss_outputs import scaled_heads
-from .scaler import LossScaler, NoScaler, Scaler, positive_count, positive_number
+from .loss_watch import watched_losses
+from .scaler import Scaler, positive_count, positive_number
 
 __all__ = [
-    "attach_hook",
     "clip_grad_global_norm",
-    "hook_of",
     "init_trainer",
     "map_losses",
     "scale_loss",
     "scaled_loss",
     "unscale",
 ]
-
-logger = logging.getLogger("mxamp")
-
-NO_POLICY = (
-    "mixed precision is off, so init_trainer can't tell which loss scaler this trainer needs: "
-    "call mxamp.init() first, or pass loss_scaler="
-)
-NOT_INITIALIZED = "this trainer has no loss scaler yet: call mxamp.init_trainer(trainer) first"
-ON_KVSTORE = (
-    "this trainer updates its parameters on the kvstore, where a gradient that overflowed can't "
-    "be kept out any more: make it with Trainer(..., update_on_kvstore=False)"
-)
-ASYNCHRONOUS = (
-    "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
-    "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
-)
 
 
 def init_trainer(
@@ -109,41 +90,6 @@ def init_trainer(
     attach_hook(trainer, loss_scaler, max_consecutive_skips)
 
 
-def attach_hook(
-    trainer: Trainer,
-    loss_scaler: Optional[Scaler],
-    max_consecutive_skips: Optional[int] = None,
-    scaled_by: str = "init_trainer",
-) -> None:
-    """Give a trainer the hook of `init_trainer`, for losses that the API `scaled_by` scales.
-
-    A trainer that has one keeps it, with what is given replaced.
-    """
-    hook = getattr(trainer, "_amp_loss_scaler", None)
-    if isinstance(hook, TrainerHook) and hook.trainer is trainer:
-        hook.check_scaled_by(scaled_by)
-        if loss_scaler is not None:
-            hook.scaler = loss_scaler
-            hook.publish(trainer.amp_last_step)
-        if max_consecutive_skips is not None:
-            hook.max_consecutive_skips = max_consecutive_skips
-        return
-    scaler = loss_scaler if loss_scaler is not None else _default_scaler()
-    _keep_updates_off_kvstore(trainer)
-    hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
-    saved = getattr(trainer, SAVED_STATE, None)  # of load_states, called before
-    if saved is not None and loss_scaler is None:
-        hook.load_state_dict(saved)
-    _attach(trainer, hook)
-
-
-def _default_scaler() -> Scaler:
-    policy = current_policy()
-    if policy is None:
-        raise StateError(NO_POLICY)
-    return LossScaler() if policy.target_dtype == "float16" else NoScaler()
-
-
 @contextmanager
 def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
     """Yield the loss times the trainer's loss scale; the trainer will know of it.
@@ -177,7 +123,8 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
 
     with autograd.record(train_mode=autograd.is_training()):
         losses = map_losses(loss, scaled)
-    with hook.scaling(values) as scale, scaled_heads(scale):
+    given = _arrays(loss) if hook.loss_scale != 1 else []
+    with hook.scaling(values) as scale, scaled_heads(scale), watched_losses(given):
         yield losses
 
 
@@ -228,54 +175,10 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     return norm
 
 
-def hook_of(trainer: Any) -> TrainerHook:
-    """Return the hook that `init_trainer` gave to a trainer."""
-    if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"a gluon.Trainer is needed here, not {trainer!r}")
-    hook = getattr(trainer, "_amp_loss_scaler", None)
-    if not isinstance(hook, TrainerHook):
-        raise StateError(NOT_INITIALIZED)
-    return hook
-
-
-def _attach(trainer: Trainer, hook: TrainerHook) -> None:
-    """Put the hook where MXNet asks for it, and its state into the trainer's files."""
-    trainer_class = type(trainer)
-
-    def save_states(fname: str) -> None:
-        trainer_class.save_states(trainer, fname)
-        append_state(fname, hook.state_dict())
-
-    def load_states(fname: str) -> None:
-        state = read_state(fname)
-        trainer_class.load_states(trainer, fname)
-        if state is not None:
-            hook.load_state_dict(state)
-
-    save_states.__doc__, load_states.__doc__ = (
-        trainer_class.save_states.__doc__,
-        trainer_class.load_states.__doc__,
-    )
-    trainer.save_states, trainer.load_states = save_states, load_states
-    trainer._allreduce_grads = hook.reduce
-    trainer._amp_original_scale = trainer._scale
-    trainer._amp_loss_scaler = hook
-
-
-def _keep_updates_off_kvstore(trainer: Trainer) -> None:
-    if trainer._kv_initialized:
-        if trainer._kvstore is not None and trainer._update_on_kvstore:
-            raise StateError(ON_KVSTORE)
-        return
-    if trainer._contains_sparse_weight:
-        raise StateError(ON_KVSTORE + " (row_sparse parameters, which need it, can't be scaled)")
-    kvstore = trainer._kvstore_params["kvstore"]
-    if "async" in str(getattr(kvstore, "type", kvstore)):
-        raise StateError(ASYNCHRONOUS)
-    settings = trainer._kvstore_params
-    if settings["update_on_kvstore"]:
-        logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
-    settings["update_on_kvstore"] = False
+def _arrays(loss: Any) -> List[NDArray]:
+    arrays: List[NDArray] = []
+    map_arrays(loss, arrays.append, _no_loss)
+    return arrays
 
 
 def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:

@@ -1,4 +1,5 @@
 import warnings
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
@@ -140,14 +141,18 @@ def test_wrong_kinds_of_models():
         amp.convert_bucketing_module(None)
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_saved_models_run_in_plain_mxnet(dtype, offline, tmp_path):
+def test_saved_models_run_in_plain_mxnet(tmp_path):
     _, data, triple, _, names = model()
-    converted = amp.convert_model(*triple, policy=policy_for(dtype), cast_optional_params=offline)
-    expected = evaluate(*converted, names, data)
-    mx.model.save_checkpoint(str(tmp_path / "net"), 0, *converted)
-    assert "amp_cast" in (tmp_path / "net-symbol.json").read_text()
     nd.save(str(tmp_path / "data"), data)
+    for dtype in ("float16", "bfloat16"):
+        for offline in (False, True):
+            converted = amp.convert_model(
+                *triple, policy=policy_for(dtype), cast_optional_params=offline
+            )
+            prefix = f"{tmp_path}/{dtype}-{offline}"
+            mx.model.save_checkpoint(prefix, 0, *converted)
+            assert "amp_cast" in Path(f"{prefix}-symbol.json").read_text()
+            np.save(f"{prefix}.npy", evaluate(*converted, names, data).asnumpy())
     plain = np.__version__ < "1.24"
     check_python(
         f"""
@@ -157,17 +162,20 @@ def test_saved_models_run_in_plain_mxnet(dtype, offline, tmp_path):
         else:
             import mxamp  # only to make mxnet importable on this NumPy
         import mxnet as mx, numpy as np
-        prefix = {str(tmp_path / "net")!r}
         data = mx.nd.load({str(tmp_path / "data")!r})[0]
-        net = mx.gluon.SymbolBlock.imports(prefix + "-symbol.json", ["data"], prefix + "-0000.params")
-        module = mx.mod.Module.load(prefix, 0, label_names=None)
-        module.bind([("data", data.shape)], for_training=False)
-        module.forward(mx.io.DataBatch([data]), is_train=False)
-        for out in (net(data), module.get_outputs()[0]):
-            assert out.dtype == np.float32
-            np.save({str(tmp_path / "out.npy")!r}, out.asnumpy())
-            expected = np.frombuffer({expected.asnumpy().tobytes()!r}, "float32").reshape(out.shape)
-            np.testing.assert_allclose(out.asnumpy(), expected, rtol={1e-2 if dtype == "bfloat16" else 2e-3})
+        for dtype, rtol in (("bfloat16", 1e-2), ("float16", 2e-3)):
+            for offline in (False, True):
+                prefix = f"{tmp_path}/{{dtype}}-{{offline}}"
+                expected = np.load(prefix + ".npy")
+                files = prefix + "-symbol.json", prefix + "-0000.params"
+                net = mx.gluon.SymbolBlock.imports(files[0], ["data"], files[1])
+                module = mx.mod.Module.load(prefix, 0, label_names=None)
+                module.bind([("data", data.shape)], for_training=False)
+                module.forward(mx.io.DataBatch([data]), is_train=False)
+                for out in (net(data), module.get_outputs()[0]):
+                    assert out.dtype == np.float32, prefix
+                    np.testing.assert_allclose(
+                        out.asnumpy(), expected, rtol=rtol, err_msg=prefix)
         """
     )
 

@@ -7,6 +7,7 @@ import sysconfig
 import types
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,15 +54,25 @@ def test_an_import_that_failed_before_is_explained():
     assert "put `import mxamp` above" in done.stderr
 
 
-def test_an_import_that_failed_is_recognised(monkeypatch):
-    monkeypatch.delitem(sys.modules, "mxnet")
+@pytest.fixture
+def modules():
+    """The modules, put back in their order: at exit Python clears them from the last to the first.
+
+    MXNet put back behind the tests' modules would be cleared while they still hold arrays.
+    """
+    with mock.patch.dict(sys.modules):
+        yield sys.modules
+
+
+def test_an_import_that_failed_is_recognised(modules):
+    del modules["mxnet"]
     with pytest.raises(InstallError, match="above the first `import mxnet`"):
         _compat.import_mxnet()
 
 
-def test_mxnet_that_is_not_installed(monkeypatch):
-    for name in [n for n in sys.modules if n.split(".")[0] == "mxnet"]:
-        monkeypatch.delitem(sys.modules, name)
+def test_mxnet_that_is_not_installed(monkeypatch, modules):
+    for name in [n for n in modules if n.split(".")[0] == "mxnet"]:
+        del modules[name]
     monkeypatch.setattr(_compat, "prepare", lambda: None)
     monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InstallError, match=r"mxamp\[cpu\]"):

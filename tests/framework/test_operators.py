@@ -1,8 +1,19 @@
+import json
+
 import pytest
 
+from helpers import ROOT, run_python
 from mxamp.errors import UnknownNameError
-from mxamp.framework.operators import by_handle, registry, resolve
+from mxamp.framework.operators import (
+    BACKWARD_STARTERS,
+    NEEDS_HEAD_GRADIENT,
+    by_handle,
+    registry,
+    resolve,
+    starts_backward,
+)
 from mxamp.graph.graph import Graph, Node
+from mxamp.policy.lists import lists_folder
 
 
 def test_the_whole_registry_is_there():
@@ -68,3 +79,59 @@ def test_mutable_inputs_are_what_mxnet_says(name):
     node = Node(name, "n", {k: str(v) for k, v in attrs.items()}, [(i, 0) for i in range(count)])
     symbol = Graph([*variables, node], [(count, 0)], {"mxnet_version": ["int", 10901]}).to_symbol()
     assert symbol.list_auxiliary_states() == [f"v{i}" for i in operator.mutable_inputs]
+
+
+# ---------------------------------------------------------------------- who starts the backward pass
+
+PROBE = json.loads((lists_folder() / "loss-outputs-probe.json").read_text())["operators"]
+
+
+def test_every_operator_was_probed():
+    assert set(PROBE) >= set(registry()) - {"CuDNNBatchNorm"}
+    verdicts = {"ignores", "adds", "scales", "zero", "none", "not probed"}
+    for name, found in PROBE.items():
+        assert found["verdict"] in verdicts
+        assert found.get("reason") or found["verdict"] != "not probed", name
+
+
+def test_the_starters_are_those_that_ignore_the_head_gradient():
+    assert {
+        name for name, found in PROBE.items() if found["verdict"] == "ignores"
+    } == BACKWARD_STARTERS
+
+
+@pytest.mark.parametrize("name", sorted(BACKWARD_STARTERS))
+def test_attributes_that_were_probed_beside(name):
+    assert starts_backward(name, {})
+    for variant in PROBE[name].get("variants", []):
+        assert starts_backward(name, variant["attributes"]) == (variant["verdict"] == "ignores")
+
+
+def test_attributes_that_decide_exist():
+    for name, attribute in NEEDS_HEAD_GRADIENT.items():
+        assert attribute in registry()[name].defaults
+
+
+@pytest.mark.parametrize(
+    "name, attributes, starts",
+    [
+        ("SoftmaxOutput", {"out_grad": "True"}, True), ("sin", {}, False), ("BlockGrad", {}, False),
+        ("_Native", {}, False), ("_Native", {"need_top_grad": "False"}, True),
+        ("IdentityAttachKLSparseReg", {}, False),
+    ],
+)  # fmt: skip
+def test_starts_backward(name, attributes, starts):
+    assert starts_backward(name, attributes) == starts
+
+
+def test_a_few_probed_again(tmp_path):
+    names = ["SoftmaxOutput", "make_loss", "SVMOutput", "softmax", "CTCLoss", "BlockGrad", "argmax"]
+    out = tmp_path / "found.json"
+    script = str(ROOT / "scripts" / "probe_loss_outputs")
+    done = run_python(
+        f"import runpy, sys; sys.argv = {[script, '--out', str(out), *names]!r};"
+        f"runpy.run_path({script!r}, run_name='__main__')"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["operators"]
+    assert found == {name: PROBE[name] for name in names}

@@ -1,5 +1,6 @@
 """Scripts that know nothing of mxamp, run with the environment variable and with `mxamp run`."""
 
+import functools
 import os
 import re
 import subprocess
@@ -7,9 +8,12 @@ import sys
 import textwrap
 
 import pytest
+from click.testing import CliRunner
 
 import mxamp as amp
 from helpers import ROOT
+from mxamp.cli.main import main
+from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE, uses_amp
 
 PLAIN = """
@@ -124,6 +128,7 @@ def run(script, tmp_path, *arguments, value=None, command=()):
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=None)
 def installed():
     return subprocess.run(
         [sys.executable, "-c", "import os, sys; print('mxamp_startup' in sys.modules)"],
@@ -136,11 +141,19 @@ def said(done, word):
     return re.search(rf"{word} (.*)", done.stdout).group(1)
 
 
-@pytest.mark.parametrize("way", ["variable", "run"])
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The accuracy of the plain script, None where MXNet does not import by itself."""
+    if not plain_runs():
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OVERFLOW_AT", "-1")
+        return float(said(run(PLAIN, tmp_path_factory.mktemp("plain")), "accuracy"))
+
+
+@pytest.mark.parametrize("way", [pytest.param("variable", marks=pytest.mark.slow), "run"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_plain_gluon_script(tmp_path, dtype, way, monkeypatch):
-    monkeypatch.setenv("OVERFLOW_AT", "-1")
-    plain = run(PLAIN, tmp_path) if plain_runs() else None
+def test_a_plain_gluon_script(tmp_path, dtype, way, monkeypatch, plain):
     monkeypatch.setenv("OVERFLOW_AT", "3")
     if way == "variable":
         done = run(PLAIN, tmp_path, value=dtype)
@@ -150,7 +163,7 @@ def test_a_plain_gluon_script(tmp_path, dtype, way, monkeypatch):
     assert float(said(done, "accuracy")) > 0.93
     assert said(done, "saved") == "{\"<class 'numpy.float32'>\"}"
     if plain is not None:
-        assert abs(float(said(plain, "accuracy")) - float(said(done, "accuracy"))) < 0.02
+        assert abs(plain - float(said(done, "accuracy"))) < 0.02
     (summary,) = [line for line in done.stderr.splitlines() if "operators lowered" in line]
     found = re.search(r"(\w+) on cpu, (\d+) operators lowered, (\d+) steps, (\d+) skipped", summary)
     assert found.group(1) == dtype
@@ -159,18 +172,25 @@ def test_a_plain_gluon_script(tmp_path, dtype, way, monkeypatch):
     assert int(found.group(4)) >= 1
 
 
+@functools.lru_cache(maxsize=None)
 def plain_runs():
     """Whether MXNet imports without mxamp on this NumPy and Python."""
     code = [sys.executable, "-W", "ignore", "-c", "import mxnet"]
     return subprocess.run(code, capture_output=True, check=False).returncode == 0
 
 
+@pytest.fixture(scope="module")
+def plain_gan(tmp_path_factory):
+    """The mean that the GAN reaches in plain MXNet, None where that does not import by itself."""
+    return float(said(run(GAN, tmp_path_factory.mktemp("gan")), "mean")) if plain_runs() else None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_gan_with_two_trainers(tmp_path, dtype):
+def test_a_gan_with_two_trainers(tmp_path, dtype, plain_gan):
     done = run(GAN, tmp_path, value=dtype)
-    if plain_runs():
-        wanted = float(said(run(GAN, tmp_path), "mean"))
-        assert abs(float(said(done, "mean")) - wanted) < 0.15 * abs(wanted)
+    if plain_gan is not None:
+        assert abs(float(said(done, "mean")) - plain_gan) < 0.15 * abs(plain_gan)
     assert said(done, "steps") == "60 60"
     assert re.search(r"\d+ steps, \d+ skipped", done.stderr)
 
@@ -257,7 +277,7 @@ def test_scale_loss_in_an_automatic_run_is_refused(tmp_path):
     assert f"{VARIABLE} already; scale_loss would scale them twice" in done.stderr
 
 
-def test_arguments_and_policies_of_run(tmp_path):
+def test_arguments_and_policies_of_run(tmp_path, monkeypatch):
     script = (
         "import sys, mxnet, os; print('argv', sys.argv[1:], __name__, sys.path[0] == os.getcwd())"
     )
@@ -269,14 +289,14 @@ def test_arguments_and_policies_of_run(tmp_path):
         command=["-m", "mxamp", "run", "--policy", str(ROOT / "lists" / "float16.toml")],
     )
     assert "float16 on cpu" in done.stderr
-    for wrong in (
-        ["--dtype", "int8"],
-        ["--policy", "none.toml"],
-        ["--dtype", "float16", "--policy", "x"],
-    ):
-        done = run(script, tmp_path, command=["-m", "mxamp", "run", *wrong])
-        assert done.returncode == 2
-        assert len(done.stderr.strip().splitlines()) == 1
+    done = run(script, tmp_path, command=["-m", "mxamp", "run", "--policy", "none.toml"])
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    monkeypatch.setattr(automatic, "show_log", lambda: None)  # it lasts as long as the process
+    for wrong in (["--dtype", "int8"], ["--dtype", "float16", "--policy", "x"]):
+        done = CliRunner().invoke(main, ["run", *wrong, str(tmp_path / "script.py")])
+        assert done.exit_code == 2
+        assert len(done.output.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("line", ["raise OSError('mine')", "open('none')", "1 / 0"])
@@ -285,6 +305,9 @@ def test_errors_of_the_script_are_its_own(tmp_path, line):
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert f"    {line}" in done.stderr
+
+
+def test_the_exit_status_of_the_script_is_its_own(tmp_path):
     done = run("import mxnet, sys\nsys.exit(7)", tmp_path, command=["-m", "mxamp", "run"])
     assert done.returncode == 7
 
@@ -299,8 +322,6 @@ def test_the_hook_costs_nothing_where_the_variable_is_unset():
 
 
 def test_it_comes_first():
-    from mxamp.frontends import automatic
-
     amp.init("bfloat16")
     with pytest.raises(amp.StateError, match="on already"):
         automatic.start("bfloat16")

@@ -367,22 +367,6 @@ def test_shape_changes_and_re_hybridizing(on):
     assert BF16 is not None
 
 
-def test_output_operators_in_hybrid_blocks_are_named(caplog):
-    class Net(nn.HybridBlock):
-        def hybrid_forward(self, F, x, label):
-            return F.SoftmaxOutput(x, label)
-
-    net = Net()
-    net.hybridize()
-    with amp.autocast("float16"):
-        net(randn(2, 3), nd.zeros(2))
-        assert "SoftmaxOutput" not in caplog.text
-        net.hybridize()
-        with autograd.record():
-            net(randn(2, 3), nd.zeros(2))
-    assert "SoftmaxOutput in a hybridized block" in caplog.text
-
-
 def test_a_block_reads_its_graph_once(dtype, monkeypatch):
     net, data = made(convolutional)
     net.hybridize()
@@ -402,3 +386,104 @@ def test_a_block_reads_its_graph_once(dtype, monkeypatch):
     low = amp.convert_hybrid_block(net, dtype)
     low(*data)
     assert len(read) == 1
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_gradients_go_where_they_belong_when_grad_req_changes(dtype, static):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), nn.Dense(2, in_units=4))
+    net.initialize(mx.init.Xavier())
+    net.hybridize(static_alloc=static, static_shape=static)
+    x, found = randn(32, 3), []
+    with amp.autocast(dtype):
+        for grad_req in ("write", "add", "write", "add"):
+            net.collect_params().setattr("grad_req", grad_req)
+            for _ in range(2):
+                with autograd.record():
+                    loss = net(x).sum()
+                loss.backward()
+            found.append(net[0].weight.grad().asnumpy())
+    np.testing.assert_allclose(found[0], found[2])
+    np.testing.assert_allclose(found[1], found[3])
+    np.testing.assert_allclose(found[1], 2 * found[0], rtol=1e-2)
+    assert found[0].any()
+
+
+@mx.operator.register("mxamp_own_loss")
+class OwnLoss(mx.operator.CustomOpProp):
+    """A squared error that starts the backward pass itself."""
+
+    def __init__(self):
+        super().__init__(need_top_grad=False)
+
+    def list_arguments(self):
+        return ["data", "label"]
+
+    def infer_shape(self, in_shape):
+        return in_shape, [in_shape[0]], []
+
+    def create_operator(self, ctx, shapes, dtypes):
+        class Operator(mx.operator.CustomOp):
+            def forward(self, is_train, req, in_data, out_data, aux):
+                self.assign(out_data[0], req[0], in_data[0])
+
+            def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+                self.assign(in_grad[0], req[0], in_data[0] - in_data[1])
+                self.assign(in_grad[1], req[1], mx.nd.zeros_like(in_data[1]))
+
+        return Operator()
+
+
+class Head(nn.HybridBlock):
+    """An output operator with a loss of its own behind a dense layer."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+        with self.name_scope():
+            self.dense = nn.Dense(4, in_units=3)
+
+    def hybrid_forward(self, F, x, label):
+        if self.operator == "MakeLoss":
+            return F.MakeLoss(F.square(self.dense(x) - label), grad_scale=0.5)
+        if self.operator == "Custom":
+            return F.Custom(self.dense(x), label, op_type="mxamp_own_loss")
+        return getattr(F, self.operator)(self.dense(x), label)
+
+
+@pytest.mark.parametrize(
+    "operator", ["SoftmaxOutput", "LinearRegressionOutput", "SVMOutput", "MakeLoss", "Custom"]
+)
+@pytest.mark.parametrize("hybrid, static", [(False, False), (True, False), (True, True)])
+def test_output_operators_follow_the_scale(dtype, operator, hybrid, static):
+    x = randn(8, 3)
+    classes = operator in ("SoftmaxOutput", "SVMOutput")
+    label = nd.array([0, 1, 2, 3] * 2) if classes else randn(8, 4)
+
+    def trained(scaler):
+        mx.random.seed(1)
+        net = Head(operator)
+        net.initialize(mx.init.Xavier())
+        if hybrid:
+            net.hybridize(static_alloc=static, static_shape=static)
+        trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        if scaler is not None:
+            amp.init_trainer(trainer, scaler)
+        for _ in range(2):
+            with autograd.record():
+                out = net(x, label)
+            if scaler is None:
+                out.backward()
+            else:
+                with amp.scale_loss(out, trainer) as scaled:
+                    autograd.backward(scaled)
+            gradient = net.dense.weight.grad().asnumpy()
+            trainer.step(8)
+        return gradient, net.dense.weight.data().asnumpy(), net(x, label).asnumpy()
+
+    plain = trained(None)
+    amp.init(dtype, ctx=mx.cpu())
+    found = trained(amp.StaticLossScaler(256))
+    np.testing.assert_allclose(found[0] / 256, plain[0], rtol=0.05, atol=0.02 * abs(plain[0]).max())
+    np.testing.assert_allclose(found[1], plain[1], rtol=0.02, atol=1e-3)
+    np.testing.assert_allclose(found[2], plain[2], rtol=0.05, atol=0.02)

@@ -1,35 +1,20 @@
 """The scaler in a trainer's state files."""
 
+import copy
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+
 import mxnet as mx
 import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import check_python
-from mxamp.scaling.checkpoint import append_state, read_state
-from training import batches, poisoned, setup, train, weights
-
-
-def test_round_trip(tmp_path):
-    path = tmp_path / "f"
-    path.write_bytes(b"pickle")
-    assert read_state(path) is None
-    append_state(path, {"a": [1.5, "x"]})
-    assert read_state(path) == {"a": [1.5, "x"]}
-    append_state(path, {"b": 2})
-    assert read_state(path) == {"b": 2}
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[:-20] + b[-8:], lambda b: b[-16:], lambda b: b[-8:]]
-)
-def test_damaged_files_are_named(tmp_path, damage):
-    path = tmp_path / "states"
-    path.write_bytes(b"pickle")
-    append_state(path, {"scaler": 1})
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(amp.ArgumentError, match="damaged"):
-        read_state(path)
+from helpers import ROOT, check_python
+from training import batches, poisoned, setup, ten_steps, train
 
 
 def test_states_carry_the_scaler(tmp_path):
@@ -45,15 +30,33 @@ def test_states_carry_the_scaler(tmp_path):
     assert (other._amp_loss_scaler.steps, other._amp_loss_scaler.skips) == (1, 1)
 
 
-def test_loading_before_init_trainer(tmp_path):
+@pytest.mark.parametrize("first", ["init", "load_states"])
+def test_loading_before_init_trainer(tmp_path, first):
     path = str(tmp_path / "states")
-    amp.init("float16", ctx=mx.cpu())
     _, trainer = setup(scaler=amp.LossScaler(init_scale=4))
     trainer.save_states(path)
+    assert not [name for name in vars(trainer.optimizer) if "amp" in name]
     _, other = setup()
+    if first == "init":
+        amp.init("float16", ctx=mx.cpu())
     other.load_states(path)
+    if first == "load_states":
+        amp.init("float16", ctx=mx.cpu())
     amp.init_trainer(other)
     assert other.amp_loss_scale == 4
+    assert not [name for name in vars(other.optimizer) if "amp" in name]
+
+
+@pytest.mark.parametrize(
+    "saved, own", [(amp.NoScaler(), amp.LossScaler(8)), (amp.LossScaler(8), amp.NoScaler())]
+)
+def test_a_scaler_does_not_give_way_to_none_nor_the_other_way_round(tmp_path, saved, own, caplog):
+    path = str(tmp_path / "states")
+    setup(scaler=saved)[1].save_states(path)
+    _, other = setup(scaler=own)
+    other.load_states(path)
+    assert other._amp_loss_scaler.scaler is own
+    assert "keeps its own" in caplog.text
 
 
 def test_files_from_before_still_load(tmp_path):
@@ -65,17 +68,119 @@ def test_files_from_before_still_load(tmp_path):
     assert trainer.amp_loss_scale == 8
 
 
-def test_a_damaged_state_changes_nothing(tmp_path):
+def pickled(value):
+    return pickle.dumps(value)
+
+
+def damaged_states(content):
+    states, optimizer = pickle.loads(content)  # noqa: S301
+    optimizer._amp_state = {"scaler": {"kind": "LossScaler"}}
+    no_scaler = pickle.dumps((states, optimizer))
+    optimizer._amp_state = {"scaler": {}}
+    return {
+        "cut off": content[: len(content) // 2], "empty": b"", "no pickle": b"hello", "a number": pickled(5),
+        "a list": pickled([1, 2]), "no optimizer": pickled((states, 5)), "a broken scaler": no_scaler,
+        "no counts": pickle.dumps((states, optimizer)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "cut off",
+        "empty",
+        "no pickle",
+        "a number",
+        "a list",
+        "no optimizer",
+        "a broken scaler",
+        "no counts",
+    ],
+)
+def test_a_damaged_file_changes_nothing(tmp_path, damage):
     path = tmp_path / "states"
     net, trainer = setup(scaler=amp.LossScaler(init_scale=8), momentum=0.9)
     train(net, trainer, batches(1)[0])
     trainer.save_states(str(path))
-    content = path.read_bytes()
-    path.write_bytes(content[:-20] + content[-8:])
-    before = trainer._updaters[0].get_states()
+    path.write_bytes(damaged_states(path.read_bytes())[damage])
+    before = trainer._updaters[0].get_states(), trainer._optimizer, trainer._updaters[0].optimizer
     with pytest.raises(amp.ArgumentError):
         trainer.load_states(str(path))
-    assert trainer._updaters[0].get_states() == before
+    assert (
+        trainer._updaters[0].get_states(),
+        trainer._optimizer,
+        trainer._updaters[0].optimizer,
+    ) == before
+    assert trainer.amp_loss_scale == 8
+    train(net, trainer, batches(1)[0])
+    assert trainer.amp_last_step.stepped
+
+
+def test_a_missing_file_is_an_error_of_its_own(tmp_path):
+    _, trainer = setup(scaler=amp.LossScaler(init_scale=8))
+    with pytest.raises(FileNotFoundError):
+        trainer.load_states(str(tmp_path / "none"))
+
+
+def test_a_file_that_can_not_be_written_stays_what_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "states"
+    _, trainer = setup(scaler=amp.LossScaler(init_scale=8))
+    trainer.save_states(str(path))
+    content = path.read_bytes()
+
+    def full(*_arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mxamp.framework.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        trainer.save_states(str(path))
+    assert path.read_bytes() == content
+    assert [file.name for file in tmp_path.iterdir()] == ["states"]
+
+
+KILLED = """
+import mxamp as amp, os, signal, sys, threading, time
+from training import batches, setup, train
+net, trainer = setup(scaler=amp.LossScaler(init_scale=8), momentum=0.9)
+train(net, trainer, batches(1)[0])
+trainer.save_states({path!r})
+print("saved", flush=True)
+while True:
+    trainer.save_states({path!r})
+"""
+
+
+def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path):
+    path = tmp_path / "states"
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", KILLED.format(path=str(path))], stdout=subprocess.PIPE,
+            cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        )  # fmt: skip
+        process.stdout.readline()
+        time.sleep(random.random() / 10)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        _, trainer = setup(scaler=amp.LossScaler(), momentum=0.9)
+        trainer.load_states(str(path))
+        assert trainer.amp_loss_scale == 8
+    trainer.save_states(str(path))
+    assert [file.name for file in tmp_path.iterdir()] == ["states"]
+
+
+def test_trainers_copy_and_pickle(tmp_path):
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024), momentum=0.9)
+    train(net, trainer, poisoned(batches(1)[0]))
+    other = copy.deepcopy(trainer)
+    assert other._amp_loss_scaler is not trainer._amp_loss_scaler
+    assert other._amp_loss_scaler.trainer is other
+    assert other.amp_loss_scale == 512
+    other._amp_loss_scaler.scaler.set_scale(64)
+    assert trainer._amp_loss_scaler.loss_scale == 512
+    other.save_states(str(tmp_path / "other"))
+    trainer.load_states(str(tmp_path / "other"))
+    assert trainer.amp_loss_scale == 64
 
 
 def test_files_load_in_plain_mxnet(tmp_path):
@@ -100,42 +205,21 @@ def test_files_load_in_plain_mxnet(tmp_path):
 
 
 RESUME = """
-import sys
-import mxamp as amp, mxnet as mx, numpy as np
-from training import batches, poisoned, setup, train, weights
-first, last, load, save, out = sys.argv[1:6]
+import mxnet as mx
+import mxamp as amp
+from training import ten_steps
 amp.init({dtype!r}, ctx=mx.cpu())
-net, trainer = setup(optimizer="adam")
-if load:
-    net.load_parameters(load + ".params")
-    trainer.load_states(load + ".states")
-amp.init_trainer(trainer)
-if not load and {dtype!r} == "float16":
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=256, growth_interval=3))
-data = batches(10)
-data[4] = poisoned(data[4])
-data[6] = poisoned(data[6])
-for i in range(int(first), int(last)):
-    train(net, trainer, data[i])
-if save:
-    net.save_parameters(save + ".params")
-    trainer.save_states(save + ".states")
-np.savez(out, *weights(net), scale=trainer.amp_loss_scale, skips=trainer._amp_loss_scaler.skips)
+ten_steps({dtype!r}, 5, 10, load={half!r}, out={out!r})
 """
 
 
 def test_ten_steps_are_five_and_five_in_another_process(dtype, tmp_path):
-    def process(first, last, load="", save="", out="out"):
-        out = str(tmp_path / out)
-        code = "import sys; sys.argv[1:] = " + repr([str(first), str(last), load, save, out])
-        check_python(code + RESUME.format(dtype=dtype).replace("import sys\n", "\n", 1))
-        return np.load(out + ".npz")
-
-    half = str(tmp_path / "half")
-    whole = process(0, 10, out="whole")
-    process(0, 5, save=half)
-    resumed = process(5, 10, load=half, out="resumed")
+    amp.init(dtype, ctx=mx.cpu())
+    whole, half, resumed = (str(tmp_path / name) for name in ("whole", "half", "resumed"))
+    ten_steps(dtype, 0, 10, out=whole)
+    ten_steps(dtype, 0, 5, save=half)
+    check_python(RESUME.format(dtype=dtype, half=half, out=resumed))
+    whole, resumed = np.load(whole + ".npz"), np.load(resumed + ".npz")
     assert whole["skips"] == 2
     for name in whole.files:
         np.testing.assert_array_equal(whole[name], resumed[name])
-    assert weights is not None

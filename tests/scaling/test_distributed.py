@@ -19,8 +19,14 @@ from mxnet import autograd, gluon, nd
 from training import setup, weights
 kvstore = mx.kv.create("dist_sync")
 net, _ = setup()
-trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kvstore)
-amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
+way = sys.argv[2]
+optimizer = mx.optimizer.SGD(learning_rate=0.1)
+if way == "decorate":
+    optimizer = amp.decorate(optimizer, 1024.0)
+trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)
+if way == "scale_loss":
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
+scaler = amp.GradScaler(init_scale=1024)
 rank, rng = kvstore.rank, np.random.RandomState(7)
 for step in range(4):
     data = rng.randn(8, 4).astype("float32")[rank::2]
@@ -28,9 +34,17 @@ for step in range(4):
         data[0, 0] = np.inf  # in one worker alone
     with autograd.record():
         loss = (net(nd.array(data)) ** 2).sum()
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-    trainer.step(8)
+        if way == "scale_loss":
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+    if way == "GradScaler":
+        scaler.scale(loss).backward()
+        scaler.step(trainer, 8)
+        scaler.update()
+    else:
+        if way == "decorate":
+            loss.backward()
+        trainer.step(8)
     assert trainer.amp_last_step.stepped == (step != 1), (rank, step)
 np.savez(sys.argv[1] + str(rank), *weights(net), scale=trainer.amp_loss_scale)
 """
@@ -43,7 +57,8 @@ def free_port():
 
 
 @pytest.mark.slow
-def test_an_overflow_in_one_worker_skips_the_step_in_all(tmp_path):
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate"])
+def test_an_overflow_in_one_worker_skips_the_step_in_all(tmp_path, way):
     env = {
         **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
         "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()),
@@ -53,7 +68,7 @@ def test_an_overflow_in_one_worker_skips_the_step_in_all(tmp_path):
 
     def start(role, code):
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "worker")],
+            [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "worker"), way],
             env={**env, "DMLC_ROLE": role}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from mxnet import nd
 
 from helpers import down, randn
-from mxamp.scaling.finite import all_finite
+from mxamp.framework.arrays import plain_array
+from mxamp.scaling.finite import all_finite, finite_flags, square_sums, unscale
 
 BAD = [np.inf, -np.inf, np.nan]
 
@@ -78,3 +79,35 @@ def test_against_numpy(numbers, kind):
         array = down(array, kind) if kind == "bfloat16" else array.astype(kind)
         expected = np.isfinite(nd.amp_cast(array, dtype="float32").asnumpy()).all()
     assert all_finite([array]) == expected
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+@pytest.mark.parametrize("numpy", [False, True])
+def test_what_gpus_compute(kind, numpy):
+    """The operators that GPUs run, on a CPU: they know classic arrays only."""
+    arrays = [mx.nd.array(np.full((3, 2), v)).astype(kind) for v in (1, 2, 3)]
+    if numpy:
+        arrays = [array.as_np_ndarray() for array in arrays]
+        mx.npx.set_np()
+    plain = [plain_array(array) for array in arrays]
+    assert all(bool(flag.asscalar()) for flag in finite_flags(plain))
+    assert sum(float(s.sum().asscalar()) for s in square_sums(plain)) == 6 * (1 + 4 + 9)
+    plain[1][0] = np.inf
+    assert not all(bool(flag.asscalar()) for flag in finite_flags(plain))
+    mx.npx.reset_np()
+
+
+@pytest.mark.parametrize("scale", [2.0, 65536.0])
+def test_unscaled_arrays_and_those_that_overflowed(scale):
+    values = np.random.RandomState(0).randn(70000).astype("float32")
+    arrays = [
+        mx.nd.array(values),
+        mx.nd.array(values),
+        mx.nd.array([1e30]),
+        mx.nd.zeros((2,)).astype("float16"),
+    ]
+    arrays[1][69999] = np.nan
+    arrays[3][:] = np.inf
+    assert unscale(arrays, scale) == [1, 3]
+    np.testing.assert_array_equal(arrays[0].asnumpy(), values / np.float32(scale))
+    np.testing.assert_array_equal(arrays[2].asnumpy(), np.float32(1e30) / np.float32(scale))

@@ -1,0 +1,87 @@
+"""One backward pass whose heads are scaled, and whose gradients come out unscaled.
+
+So a script that knows of no loss scale sees the gradients that float32 would give: it may clip,
+log or use them as it likes. The pass over the gradients that takes the scale out also finds those
+that are not finite (one read and one write at the speed of memory).
+"""
+
+from typing import AbstractSet, Callable, List, NamedTuple, Sequence
+
+import mxnet as mx
+from mxnet.ndarray.ndarray import NDArray
+
+from ..scaling.finite import multiply, unscale
+from .variables import Variable
+
+__all__ = ["PassResult", "scaled_pass"]
+
+#: Runs the backward pass: called with the scale, and whether to keep the graph.
+Compute = Callable[[float, bool], None]
+
+
+class PassResult(NamedTuple):
+    """The scale that was used; by `id` of arrays, which gradients it wrote and which overflowed."""
+
+    scale: float
+    written: AbstractSet[int]
+    overflown: AbstractSet[int]
+
+
+def scaled_pass(
+    compute: Compute,
+    scale: float,
+    variables: Sequence[Variable],
+    owned: AbstractSet[int],
+    lower: Callable[[float], float],
+) -> PassResult:
+    """Run a backward pass, take the scale out of what it has written, and find what overflowed.
+
+    A gradient of an array that is not `owned`, by trainers that skip a step, must not overflow
+    where float32's would not: then the pass is run again with the scale that `lower` returns. For
+    that the graph is kept, and what gradients are added to is copied first.
+    """
+    fresh = [v for v in variables if v.array._fresh_grad]
+    _set_fresh(fresh, False)
+    adding = [v.gradient for v in variables if v.adds]
+    others = any(id(v.array) not in owned for v in variables)
+    backups = [gradient.copy() for gradient in adding] if others else []
+    try:
+        while True:
+            # What is added to has to carry the same scale as what is added.
+            multiply(adding, scale)
+            try:
+                compute(scale, others)
+                # Functions in Python may run a backward pass of their own: until that is done.
+                mx.nd.waitall()
+            except BaseException:
+                multiply(adding, 1 / scale)
+                raise
+            written = [v for v in variables if v.array._fresh_grad]
+            overflown = _unscale(written, variables, scale)
+            if scale <= 1 or overflown <= owned:
+                return PassResult(scale, {id(v.array) for v in written}, overflown)
+            scale = lower(scale)
+            _restore(adding, backups)
+            _set_fresh(written, False)
+    finally:
+        _set_fresh(fresh, True)
+
+
+def _unscale(
+    written: Sequence[Variable], variables: Sequence[Variable], scale: float
+) -> AbstractSet[int]:
+    """Take the scale out of gradients; return the variables whose gradients are not finite."""
+    unread = [v for v in variables if v.adds and not v.array._fresh_grad]
+    multiply([v.gradient for v in unread], 1 / scale)
+    positions = unscale([v.gradient for v in written], scale)
+    return {id(written[i].array) for i in positions}
+
+
+def _restore(gradients: Sequence[NDArray], backups: List[NDArray]) -> None:
+    for gradient, backup in zip(gradients, backups):
+        backup.copyto(gradient)
+
+
+def _set_fresh(variables: Sequence[Variable], fresh: bool) -> None:
+    for variable in variables:
+        variable.array._fresh_grad = fresh

@@ -1,0 +1,100 @@
+"""Giving a trainer its loss scaling: the scaler it gets, and what is switched off for it."""
+
+import logging
+from typing import Any, Optional
+
+from mxnet.gluon import Trainer
+
+from ..errors import ArgumentError, StateError
+from ..policy.active import current_policy
+from .checkpoint import taken_state
+from .hook import TrainerHook
+from .scaler import LossScaler, NoScaler, Scaler
+
+__all__ = ["attach_hook", "hook_of"]
+
+logger = logging.getLogger("mxamp")
+
+NO_POLICY = (
+    "mixed precision is off, so init_trainer can't tell which loss scaler this trainer needs: "
+    "call mxamp.init() first, or pass loss_scaler="
+)
+NOT_INITIALIZED = "this trainer has no loss scaler yet: call mxamp.init_trainer(trainer) first"
+ON_KVSTORE = (
+    "this trainer updates its parameters on the kvstore, where a gradient that overflowed can't "
+    "be kept out any more: make it with Trainer(..., update_on_kvstore=False)"
+)
+ASYNCHRONOUS = (
+    "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
+    "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
+)
+
+
+def attach_hook(
+    trainer: Trainer,
+    loss_scaler: Optional[Scaler],
+    max_consecutive_skips: Optional[int] = None,
+    scaled_by: str = "init_trainer",
+) -> None:
+    """Give a trainer the hook of `init_trainer`, for losses that the API `scaled_by` scales.
+
+    A trainer that has one keeps it, with what is given replaced.
+    """
+    hook = getattr(trainer, "_amp_loss_scaler", None)
+    if isinstance(hook, TrainerHook) and hook.trainer is trainer:
+        hook.check_scaled_by(scaled_by)
+        if loss_scaler is not None:
+            hook.scaler = loss_scaler
+            hook.publish(trainer.amp_last_step)
+        if max_consecutive_skips is not None:
+            hook.watch.limit = max_consecutive_skips
+        return
+    scaler = loss_scaler if loss_scaler is not None else _default_scaler()
+    _keep_updates_off_kvstore(trainer)
+    hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
+    saved = taken_state(trainer)  # of load_states, called before
+    if saved is not None and loss_scaler is None:
+        hook.load_state_dict(saved)
+    _attach(trainer, hook)
+
+
+def _default_scaler() -> Scaler:
+    policy = current_policy()
+    if policy is None:
+        raise StateError(NO_POLICY)
+    return LossScaler() if policy.target_dtype == "float16" else NoScaler()
+
+
+def hook_of(trainer: Any) -> TrainerHook:
+    """Return the hook that `init_trainer` gave to a trainer."""
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(f"a gluon.Trainer is needed here, not {trainer!r}")
+    hook = getattr(trainer, "_amp_loss_scaler", None)
+    if not isinstance(hook, TrainerHook):
+        raise StateError(NOT_INITIALIZED)
+    return hook
+
+
+def _attach(trainer: Trainer, hook: TrainerHook) -> None:
+    """Put the hook where MXNet asks for it, and in the way of the trainer's files."""
+    # Methods of the hook, not functions made here: so that a copied trainer has its own.
+    trainer.save_states, trainer.load_states = hook.save_states, hook.load_states
+    trainer._allreduce_grads = hook.reduce
+    trainer._amp_original_scale = trainer._scale
+    trainer._amp_loss_scaler = hook
+
+
+def _keep_updates_off_kvstore(trainer: Trainer) -> None:
+    if trainer._kv_initialized:
+        if trainer._kvstore is not None and trainer._update_on_kvstore:
+            raise StateError(ON_KVSTORE)
+        return
+    if trainer._contains_sparse_weight:
+        raise StateError(ON_KVSTORE + " (row_sparse parameters, which need it, can't be scaled)")
+    kvstore = trainer._kvstore_params["kvstore"]
+    if "async" in str(getattr(kvstore, "type", kvstore)):
+        raise StateError(ASYNCHRONOUS)
+    settings = trainer._kvstore_params
+    if settings["update_on_kvstore"]:
+        logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
+    settings["update_on_kvstore"] = False

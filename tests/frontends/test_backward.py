@@ -1,0 +1,346 @@
+"""Gradients leave the backward pass without the scale: scripts that know nothing see float32's."""
+
+import gc
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import randn
+from mxamp.frontends import automatic
+from mxamp.frontends.backward import backward_patches
+
+
+@pytest.fixture
+def run():
+    """An automatic run in float16: the scale of its passes."""
+    automatic.start(policy=amp.Policy.default("float16", "cpu"))
+    return automatic._run.scale
+
+
+def net_and_trainer(grad_req="write", hybrid=True, **settings):
+    mx.random.seed(1)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8))
+    net.initialize(mx.init.Xavier())
+    net.collect_params().setattr("grad_req", grad_req)
+    if hybrid:
+        net.hybridize()
+    return net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, **settings})
+
+
+def gradients(net):
+    return [p.grad().asnumpy() for p in net.collect_params().values()]
+
+
+def backward(net, data, factor=1.0):
+    with autograd.record():
+        loss = (net(data) ** 2).mean() * factor
+    loss.backward()
+
+
+def expected(data, factor=1.0, times=1, **options):
+    """The gradients without mixed precision."""
+    amp.shutdown()
+    net, _ = net_and_trainer(**options)
+    for _ in range(times):
+        backward(net, data, factor)
+    return gradients(net)
+
+
+def assert_close(one, other):
+    for a, b in zip(one, other):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3 * abs(b).max())
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_gradients_are_those_of_the_loss(run, hybrid):
+    net, trainer = net_and_trainer(hybrid=hybrid)
+    backward(net, randn(16, 4))
+    found = gradients(net)
+    trainer.step(1)
+    assert trainer.amp_last_step.stepped
+    assert trainer.amp_last_step.loss_scale == 2.0**16
+    assert_close(found, expected(randn(16, 4), hybrid=hybrid))
+
+
+def test_gradients_below_float16s_least_number_are_kept(run):
+    net, _ = net_and_trainer()
+    backward(net, randn(16, 4), 1e-7)
+    found = gradients(net)
+    assert all(g.any() for g in found)
+    assert_close(found, expected(randn(16, 4), 1e-7))
+
+
+def test_a_script_that_clips_by_hand(run):
+    net, trainer = net_and_trainer()
+    before = [p.data().asnumpy() for p in net.collect_params().values()]
+    backward(net, randn(16, 4))
+    grads = [p.grad() for p in net.collect_params().values()]
+    norm = float(nd.add_n(*[(g**2).sum() for g in grads]).sqrt().asscalar())
+    for g in grads:
+        g *= 0.01 / norm
+    trainer.step(1)
+    after = [p.data().asnumpy() for p in net.collect_params().values()]
+    moved = np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(before, after)))
+    assert moved == pytest.approx(0.1 * 0.01, rel=1e-2)
+
+
+def test_an_overflow_that_the_script_hides_is_skipped_all_the_same(run):
+    net, trainer = net_and_trainer()
+    before = [p.data().asnumpy() for p in net.collect_params().values()]
+    backward(net, randn(16, 4), 1e5)
+    for param in net.collect_params().values():
+        clipped = nd.where(param.grad() == param.grad(), param.grad(), nd.zeros_like(param.grad()))
+        param.grad()[:] = clipped.clip(-1, 1)
+    trainer.step(1)
+    assert not trainer.amp_last_step.stepped
+    assert trainer.amp_last_step.nonfinite
+    for a, p in zip(before, net.collect_params().values()):
+        np.testing.assert_array_equal(a, p.data().asnumpy())
+    assert run.loss_scale == 2.0**15
+
+
+@pytest.mark.parametrize("mark", ["attach_grad", "mark_variables"])
+def test_gradients_of_inputs(run, mark):
+    net, _ = net_and_trainer()
+    x = randn(16, 4)
+    if mark == "attach_grad":
+        x.attach_grad()
+    else:
+        autograd.mark_variables(x, nd.zeros_like(x))
+    backward(net, x)
+    found = x.grad.asnumpy()
+    amp.shutdown()
+    net, _ = net_and_trainer()
+    x.attach_grad()
+    backward(net, x)
+    assert_close([found], [x.grad.asnumpy()])
+
+
+def test_hand_written_sgd_beside_a_trainer_never_sees_an_overflow(run):
+    net, trainer = net_and_trainer()
+    w = nd.ones((4, 3))
+    w.attach_grad()
+    for _ in range(3):
+        with autograd.record():
+            loss = (nd.dot(randn(8, 4), w) ** 2).sum() * 20 + (net(randn(16, 4)) ** 2).mean()
+        loss.backward()
+        assert np.isfinite(w.grad.asnumpy()).all()
+        w[:] = w - 1e-3 * w.grad
+        trainer.step(1)
+        assert trainer.amp_last_step.stepped
+    assert run.loss_scale < 2.0**16
+    assert run.skips == 0
+    found = w.asnumpy()
+    amp.shutdown()
+    w = nd.ones((4, 3))
+    w.attach_grad()
+    for _ in range(3):
+        with autograd.record():
+            loss = (nd.dot(randn(8, 4), w) ** 2).sum() * 20
+        loss.backward()
+        w[:] = w - 1e-3 * w.grad
+    np.testing.assert_allclose(found, w.asnumpy(), rtol=1e-2, atol=1e-3)
+
+
+def test_a_true_infinity_comes_through(run):
+    net, trainer = net_and_trainer()
+    w = nd.ones((4, 3))
+    w.attach_grad()
+    with autograd.record():
+        loss = (w * np.inf).sum() + net(randn(2, 4)).sum()
+    loss.backward()
+    assert np.isinf(w.grad.asnumpy()).all()
+    assert trainer is not None
+
+
+@pytest.mark.parametrize("scales", [(2.0**16, 2.0**16), (2.0**16, 2.0**10)])
+def test_added_gradients(run, scales):
+    net, trainer = net_and_trainer("add")
+    for scale in scales:
+        run.scaler.set_scale(scale)
+        backward(net, randn(16, 4))
+    found = gradients(net)
+    trainer.step(1)
+    assert trainer.amp_last_step.stepped
+    assert_close(found, expected(randn(16, 4), times=2, grad_req="add"))
+
+
+def test_added_gradients_of_a_script_are_right_after_an_overflow(run):
+    _, trainer = net_and_trainer()
+    w = nd.ones((4, 3))
+    w.attach_grad("add")
+    wanted = np.zeros((4, 3))
+    for factor in (1.0, 50.0):
+        with autograd.record():
+            loss = (nd.dot(randn(8, 4), w)).sum() * factor
+        loss.backward()
+        wanted += factor * randn(8, 4).asnumpy().sum(0)[:, None]
+    np.testing.assert_allclose(w.grad.asnumpy(), wanted, rtol=1e-2, atol=0.05)
+    assert trainer is not None
+
+
+def test_a_backward_pass_that_fails_leaves_gradients_as_they_were(run):
+    net, _ = net_and_trainer("add")
+    backward(net, randn(16, 4))
+    before = gradients(net)
+    with pytest.raises(mx.MXNetError):
+        nd.ones(2).backward()
+    assert_close(gradients(net), before)
+
+
+def test_grad_and_higher_orders(run):
+    _, trainer = net_and_trainer()
+    x = nd.array([[1.0, 2.0]])
+    x.attach_grad()
+    with autograd.record():
+        y = nd.sin(x)
+        (dx,) = autograd.grad(y, [x], create_graph=True)
+        penalty = dx * dx
+    values = x.asnumpy()
+    np.testing.assert_allclose(dx.asnumpy(), np.cos(values), rtol=1e-3)
+    penalty.backward()
+    np.testing.assert_allclose(x.grad.asnumpy(), -np.sin(2 * values), rtol=1e-3)
+    assert trainer is not None
+
+
+def test_grad_without_recording_and_with_an_overflow(run):
+    net, trainer = net_and_trainer()
+    x = randn(16, 4)
+    x.attach_grad()
+    with autograd.record():
+        loss = (net(x) ** 2).sum() * 50
+    (found,) = autograd.grad(loss, [x])
+    assert np.isfinite(found.asnumpy()).all()
+    amp.shutdown()
+    net, _ = net_and_trainer()
+    with autograd.record():
+        loss = (net(x) ** 2).sum() * 50
+    (wanted,) = autograd.grad(loss, [x])
+    assert_close([found.asnumpy()], [wanted.asnumpy()])
+    assert trainer is not None
+
+
+def test_a_backward_pass_inside_a_function_is_part_of_the_one_around_it(run):
+    net, trainer = net_and_trainer()
+
+    class Checkpointed(autograd.Function):
+        """Computes the net again in backward: memory against time."""
+
+        def forward(self, x):
+            self.save_for_backward(x)
+            return net(x)
+
+        def backward(self, dy):
+            (x,) = self.saved_tensors
+            x = x.copy()
+            x.attach_grad()
+            with autograd.record():
+                y = net(x)
+            y.backward(dy)
+            return x.grad
+
+    x = randn(16, 4)
+    x.attach_grad()
+    with autograd.record():
+        loss = (Checkpointed()(x) ** 2).mean()
+    loss.backward()
+    found, of_input = gradients(net), x.grad.asnumpy()
+    trainer.step(1)
+    assert trainer.amp_last_step.stepped
+    amp.shutdown()
+    net, _ = net_and_trainer()
+    backward(net, x)
+    assert_close([*found, of_input], [*gradients(net), x.grad.asnumpy()])
+
+
+def test_variables_that_nobody_holds_are_forgotten(run):
+    _, trainer = net_and_trainer()
+    backward_patches.variables.alive()
+    count = len(backward_patches.variables.alive())
+    for _ in range(20):
+        x = randn(2, 2)
+        x.attach_grad()
+    del x
+    gc.collect()
+    assert len(backward_patches.variables.alive()) == count
+    assert trainer is not None
+
+
+def test_a_module_that_clips(run):
+    run.scaler.set_scale(1024)
+    data, label = randn(8, 4), nd.array([0, 1] * 4)
+    batch = mx.io.DataBatch([data], [label])
+
+    def updated(norm):
+        net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+        module = mx.mod.Module(mx.sym.SoftmaxOutput(net, name="softmax"))
+        module.bind([("data", (8, 4))], [("softmax_label", (8,))], inputs_need_grad=True)
+        module.init_params(mx.init.One())
+        module.init_optimizer(optimizer_params={"learning_rate": 1.0, "rescale_grad": 1.0})
+        module.forward_backward(batch)
+        grads = [g[0] for g in module._exec_group.grad_arrays]
+        if norm:
+            gluon.utils.clip_global_norm(grads, norm)
+        found = [g.asnumpy() for g in grads] + [module.get_input_grads()[0].asnumpy()]
+        module.update()
+        return [*found, *(v.asnumpy() for v in module.get_params()[0].values())]
+
+    found = [updated(None), updated(0.1)]
+    assert run.steps == 2
+    amp.shutdown()
+    for a, b in zip(found, [updated(None), updated(0.1)]):
+        assert_close(a, b)
+
+
+MASKED = np.array([[1.0, -np.inf, 2.0, -0.0], [0.5, 1.0, -np.inf, 3.0]], "float32")
+
+
+@pytest.mark.parametrize("way", ["eager", "module"])
+def test_infinite_logits_stay_what_they_are(run, way):
+    _, trainer = net_and_trainer()
+    label = nd.array([0, 3])
+
+    def computed():
+        if way == "eager":
+            x = nd.array(MASKED)
+            x.attach_grad()
+            with autograd.record():
+                out = nd.SoftmaxOutput(x, label)
+            out.backward()
+            return out.asnumpy(), x.grad.asnumpy()
+        module = mx.mod.Module(mx.sym.SoftmaxOutput(mx.sym.var("data"), name="softmax"))
+        module.bind([("data", (2, 4))], [("softmax_label", (2,))], inputs_need_grad=True)
+        module.init_params()
+        module.init_optimizer()
+        module.forward_backward(mx.io.DataBatch([nd.array(MASKED)], [label]))
+        return module.get_outputs()[0].asnumpy(), module.get_input_grads()[0].asnumpy()
+
+    found = computed()
+    amp.shutdown()
+    for a, b in zip(found, computed()):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert trainer is not None
+
+
+def test_two_trainers_share_what_a_pass_gives(run):
+    one, first = net_and_trainer()
+    two, second = net_and_trainer()
+    with autograd.record():
+        loss = (two(nd.concat(one(randn(16, 4)), one(randn(16, 4)), dim=1)) ** 2).mean()
+    loss.backward()
+    found = gradients(one) + gradients(two)
+    first.step(1)
+    second.step(1)
+    assert run.steps == 2
+    amp.shutdown()
+    one, _ = net_and_trainer()
+    two, _ = net_and_trainer()
+    with autograd.record():
+        loss = (two(nd.concat(one(randn(16, 4)), one(randn(16, 4)), dim=1)) ** 2).mean()
+    loss.backward()
+    assert_close(found, gradients(one) + gradients(two))

@@ -1,0 +1,207 @@
+"""Likely mistakes are named: losses that were not scaled, scales out of bounds, runs that only skip."""
+
+import copy
+import logging
+import os
+import pickle
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+import mxamp as amp
+from helpers import check_python, kind, randn
+from training import batches, poisoned, setup, train
+
+
+@pytest.mark.parametrize("way", ["autograd", "method"])
+def test_backward_of_the_loss_as_it_was_given(way, caplog):
+    amp.init("float16", ctx=mx.cpu())
+    net, trainer = setup(scaler=amp.StaticLossScaler(8))
+    with autograd.record():
+        loss = (net(randn(4, 4)) ** 2).sum()
+        with amp.scale_loss(loss, trainer):
+            autograd.backward([loss]) if way == "autograd" else loss.backward()
+    assert "as it was given" in caplog.text
+
+
+def test_backward_of_the_scaled_loss_is_no_mistake(caplog):
+    amp.init("float16", ctx=mx.cpu())
+    for scaler in (amp.StaticLossScaler(8), amp.NoScaler()):
+        net, trainer = setup(scaler=scaler)
+        train(net, trainer, batches(1)[0])
+        with autograd.record():
+            loss = (net(randn(4, 4)) ** 2).sum()
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        (net(randn(4, 4))).wait_to_read()
+        with autograd.record():
+            other = (net(randn(4, 4)) ** 2).sum()
+        other.backward()
+    assert "as it was given" not in caplog.text
+
+
+def test_a_step_of_a_loss_that_no_scaler_has_scaled(caplog):
+    net, trainer = setup()
+    scaler = amp.GradScaler(init_scale=8)
+    for scaled in (True, False):
+        with autograd.record():
+            loss = (net(randn(4, 4)) ** 2).sum()
+        (scaler.scale(loss) if scaled else loss).backward()
+        scaler.step(trainer, 4)
+        scaler.update()
+        assert ("no loss was scaled" in caplog.text) is not scaled
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0**25, 0, float("nan")])
+def test_scales_outside_the_limits_are_errors(scale):
+    scaler = amp.LossScaler()
+    with pytest.raises(amp.ArgumentError):
+        scaler.set_scale(scale)
+    assert scaler == amp.LossScaler()
+    grad_scaler = amp.GradScaler()
+    with pytest.raises(amp.ArgumentError):
+        grad_scaler.update(scale)
+    assert grad_scaler.get_scale() == 2.0**16
+
+
+def test_grad_scalers_copy_and_pickle():
+    net, trainer = setup()
+    scaler = amp.GradScaler(init_scale=1024)
+    with autograd.record():
+        loss = (net(randn(4, 4)) ** 2).sum()
+    scaler.scale(loss).backward()
+    scaler.step(trainer, 4)
+    for other in (copy.copy(scaler), copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):  # noqa: S301
+        assert other.state_dict() == scaler.state_dict()
+        other.update()
+    scaler.update()
+
+
+def test_a_run_that_only_skips_says_so_once(caplog):
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=2.0**16))
+    with caplog.at_level(logging.WARNING, "mxamp"):
+        for _ in range(15):
+            train(net, trainer, poisoned(batches(1)[0]))
+    assert caplog.text.count("steps in a row were skipped") == 1
+    assert "10 steps in a row" in caplog.text
+    assert "weight" in caplog.text
+    assert "loss itself was not finite" in caplog.text
+
+
+def test_at_the_floor_it_says_so_at_once(caplog):
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=2))
+    for _ in range(4):
+        train(net, trainer, poisoned(batches(1)[0]))
+    assert "2 steps in a row were skipped, and the loss scale is down to 1" in caplog.text
+    assert caplog.text.count("steps in a row") == 1
+    train(net, trainer, batches(1)[0])
+    for _ in range(3):
+        train(net, trainer, poisoned(batches(1)[0]))
+    assert caplog.text.count("steps in a row") == 2
+
+
+@pytest.mark.parametrize("around", ["init", "autocast", "off inside"])
+def test_a_function_runs_backward_under_the_policy_of_its_forward(around):
+    seen = []
+
+    class Probe(autograd.Function):
+        def forward(self, x):
+            return x * 1
+
+        def backward(self, dy):
+            seen.append(kind(nd.dot(dy, randn(3, 3))))
+            return dy
+
+    if around != "autocast":
+        amp.init("float16", ctx=mx.cpu())
+    x = randn(2, 3)
+    x.attach_grad()
+    with amp.autocast("float16", enabled=around != "off inside"), autograd.record():
+        y = Probe()(x)
+    y.backward()
+    mx.nd.waitall()
+    assert seen == ["float32" if around == "off inside" else "float16"]
+
+
+def test_no_clipping_is_no_clipping():
+    def trained(**settings):
+        net = gluon.nn.Dense(2, in_units=3)
+        net.initialize(mx.init.One())
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, **settings})
+        with autograd.record():
+            loss = (net(randn(4, 3)) * 10).sum()
+        loss.backward()
+        trainer.step(1)
+        return net.weight.data().asnumpy()
+
+    for bound in (-1, -1.0, 0, None, 0.5):
+        plain = trained(clip_gradient=bound)
+        with amp.autocast("bfloat16"):
+            found = trained(clip_gradient=bound)
+        np.testing.assert_allclose(found, plain, rtol=2e-2)
+
+
+def test_float16_on_a_cpu_is_said_to_be_for_trying(caplog):
+    amp.init("float16", ctx=mx.cpu())
+    amp.init("float16", ctx=mx.cpu())
+    assert caplog.text.count("10 to 25 times slower") == 1
+
+
+def test_policies_that_nobody_holds_are_forgotten():
+    from mxamp.policy.policy import _policies
+
+    net = gluon.nn.Dense(2, in_units=3)
+    net.initialize()
+    net.hybridize()
+    before = len(_policies)
+    for _ in range(5):
+        policy = amp.Policy.default("float16", "cpu").override(fp32=["softmax"])
+        with amp.autocast(policy=policy):
+            net(randn(4, 3))
+    assert len(net._cached_op._ops) == 1
+    assert len(_policies) <= before + 1
+
+
+def test_policies_pickle_and_copy():
+    policy = amp.Policy.default("bfloat16").override(fp32=["dot"], fp32_layers=["a*"])
+    for other in (pickle.loads(pickle.dumps(policy)), copy.copy(policy), copy.deepcopy(policy)):  # noqa: S301
+        assert other == policy
+        assert hash(other) == hash(policy)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_while_another_thread_enters_regions():
+    printed = check_python(
+        """
+        import os, threading, time
+        import mxamp as amp, mxnet as mx
+        stop = False
+        def enter():
+            while not stop:
+                with amp.autocast("float16"):
+                    pass
+        thread = threading.Thread(target=enter)
+        thread.start()
+        good = 0
+        for _ in range(10):
+            child = os.fork()
+            if not child:
+                with amp.autocast("float16"):
+                    os._exit(0)
+            until = time.time() + 20
+            while time.time() < until:
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    good += status == 0
+                    break
+                time.sleep(0.01)
+            else:
+                os.kill(child, 9)
+        stop = True
+        thread.join()
+        print("good", good)
+        """
+    )
+    assert "good 10" in printed
