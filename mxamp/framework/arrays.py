@@ -90,12 +90,14 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
         if _FLOAT32 not in (code, DTYPE_CODES[dtype]):
             return cast(cast(array, "float32", is_np_op), dtype, is_np_op)
         operator = _CAST
-    if _BFLOAT16 in (code, DTYPE_CODES[dtype]):
-        if _is_leaf(array):
-            # amp_cast's gradient forgets grad_req="add" in bfloat16; the copy in between keeps it.
-            array = copy(array, is_np_op)
-        if mx.util.is_np_shape() and array.size <= 1:
-            operator = _CAST  # oneDNN, which does amp_cast, knows no empty and no 0-d arrays
+    bfloat16 = _BFLOAT16 in (code, DTYPE_CODES[dtype])
+    if bfloat16 and _is_leaf(array):
+        # amp_cast's gradient forgets grad_req="add" in bfloat16; the copy in between keeps it.
+        array = copy(array, is_np_op)
+    if mx.util.is_np_shape() and array.size <= (1 if bfloat16 else 0):
+        # On GPUs amp_cast launches an empty grid for an empty array, which is an error; oneDNN,
+        # which does it in bfloat16, knows no empty and no 0-d arrays.
+        operator = _CAST
     return invoke(operator, [array], ["dtype"], [dtype], None, is_np_op, False)
 
 

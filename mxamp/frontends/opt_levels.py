@@ -4,7 +4,7 @@
 |---|---|
 | O0 | float32 throughout; nothing is patched |
 | O1 | operators run by list (`init`), parameters stay float32, the loss scale is dynamic |
-| O2 | parameters in float16, normalisation in float32, float32 master weights, dynamic loss scale |
+| O2 | parameters in float16, but norms and embeddings; float32 master weights, dynamic loss scale |
 | O3 | all in float16, but for what MXNet has in float32 only; loss scale 1 |
 """
 
@@ -14,6 +14,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 from mxnet import nd
 from mxnet.gluon import Block, Trainer, nn
+from mxnet.gluon.contrib.nn import SparseEmbedding
 from mxnet.util import is_np_array
 
 from ..errors import ArgumentError, StateError
@@ -115,7 +116,7 @@ def initialize(
         init(policy=_policy(target, ctx, opt_level))
     for net in nets:
         if level.cast:
-            _cast(net, level.float_norms or bool(keep_batchnorm_fp32))
+            _cast(net, level.float_norms or bool(keep_batchnorm_fp32), level.master_weights)
             _save_in_float32(net)
     for trainer in optimizers:
         if level.master_weights:
@@ -191,15 +192,27 @@ def _policy(target: str, ctx: Any, opt_level: str) -> Policy:
     return policy.override(fp32=kept, replace_lists=True)
 
 
-def _cast(net: Block, float_norms: bool) -> None:
+def _cast(net: Block, float_norms: bool, float_embeddings: bool) -> None:
     net.cast("float16")
 
     def back(block: Block) -> None:
-        if isinstance(block, _NORMS if float_norms else nn.BatchNorm):
+        norm = isinstance(block, _NORMS if float_norms else nn.BatchNorm)
+        if norm or _is_embedding(block, sparse_only=not float_embeddings):
             for param in block._reg_params.values():
                 param.cast("float32")
 
     net.apply(back)
+
+
+def _is_embedding(block: Block, sparse_only: bool) -> bool:
+    """Tell whether a block looks rows of its weight up.
+
+    With float16 weights GPUs sum the gradient of a token that occurs often in float16, and know no
+    sparse gradient.
+    """
+    if not isinstance(block, (nn.Embedding, SparseEmbedding)):
+        return False
+    return not sparse_only or block.weight._grad_stype != "default"
 
 
 def _save_in_float32(net: Block) -> None:

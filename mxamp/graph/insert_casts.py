@@ -148,7 +148,8 @@ class _Rewriter:
 
         `kept` is why a choice keeps it in float32, `original` the node that it stands in for.
         """
-        op_class = self.policy.rule(node.operator).op_class
+        rule = self.policy.rule(node.operator)
+        op_class = rule.op_class
         entries = [value.entry for value in inputs]
         if op_class == "widest":
             entries = self._lowered(entries)
@@ -162,7 +163,7 @@ class _Rewriter:
         self.result.decisions[added] = decision
         if bodies:
             self.result.bodies[added] = list(bodies)
-        by_choice = kept is not None or (
+        by_choice = (kept is not None and not rule.is_exact(kept)) or (
             op_class in ("neutral", "widest") and any(entry.by_choice for entry in reads)
         )
         plain, after = _output_dtypes(node, [value.plain for value in inputs], reads)

@@ -7,7 +7,7 @@ which operators, and what was measured.
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import (
     AbstractSet,
     Callable,
@@ -24,6 +24,7 @@ from mxnet.base import MXNetError
 
 from ..policy.policy import Policy
 from ..policy.rules import Rule
+from ..policy.sums import terms
 from . import equivalents, substitutions
 from .choices import NONE, Choices, StandIn
 from .graph import Graph, Node, Output
@@ -55,12 +56,13 @@ class Site:
     feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
     blocked: bool  #: its first input is in oneDNN's blocked layout
     uses: int  #: how often the graph reads its second input; 0 where that needs no cast
+    limit: int = 0  #: of the rule that looks at it
 
 
 def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
     """Return what `policy` chooses for a graph that is used like this.
 
-    Rules that need a shape don't apply where it is not known.
+    Rules about speed don't apply where a shape that they need is not known.
     """
     if not policy.chooses:
         return NONE
@@ -103,7 +105,9 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
 def _reason_to_keep(site: Site, rule: Rule, answered: AbstractSet[str]) -> Optional[str]:
     """Return why an operator stays in float32: the last of the rules that say so."""
     reasons = [
-        reason for name, reason in rule.by_shape if name not in answered and RULES[name](site)
+        one.reason
+        for one in rule.by_shape
+        if one.name not in answered and RULES[one.name](replace(site, limit=one.limit))
     ]
     return reasons[-1] if reasons else None
 
@@ -180,9 +184,19 @@ def plain_layout(site: Site) -> bool:
     return not site.blocked
 
 
+def long_sums(site: Site) -> bool:
+    """Find products that sum more terms than a kernel with half-precision sums should.
+
+    Unlike the other rules this one is about right results: it holds in eager calls too, and where
+    the shape is not known.
+    """
+    count = terms(site.node.operator, site.node.attrs, site.shapes[0])
+    return count is None or count > site.limit
+
+
 #: By the names that operator lists call them.
 RULES: Mapping[str, Callable[[Site], bool]] = {
-    rule.__name__: rule for rule in (few_rows, odd_channels, plain_layout)
+    rule.__name__: rule for rule in (few_rows, odd_channels, plain_layout, long_sums)
 }
 
 
@@ -254,10 +268,12 @@ def _looked_at(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
     """Return the positions of the inputs whose shapes a choice for `node` depends on."""
     rows = not usage.converting  # no choice looks at the shapes of data that are not known yet
     positions: Set[int] = set()
-    for name, _ in policy.rule(node.operator).by_shape:
-        if name == "few_rows" and rows:
+    for rule in policy.rule(node.operator).by_shape:
+        if rule.name == "few_rows" and rows:
             positions |= {0, 1}
-        elif name == "odd_channels":
+        elif rule.name == "long_sums" and rows:
+            positions.add(0)
+        elif rule.name == "odd_channels":
             positions.add(1)
     if rows and node.operator in substitutions.BY_SHAPE:
         positions.add(substitutions.BY_SHAPE[node.operator])

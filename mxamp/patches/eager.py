@@ -23,6 +23,7 @@ from ..framework.patching import Patch
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
+from ..policy.sums import reason_by_sums
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
 from ..scaling.loss_outputs import scalable_inputs
 
@@ -30,6 +31,10 @@ __all__ = ["patches"]
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _TENSORDOT = resolve("_npi_tensordot").handle
+
+# One an operator, dtypes and attributes; a number that changes with every call, such as a learning
+# rate that is multiplied by, makes a new one each time.
+_MANY_DECISIONS = 4096
 
 _INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
@@ -132,13 +137,17 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
 class _Casts:
     """The decisions for one operator under one policy, by the dtypes of its inputs."""
 
-    __slots__ = ("_attributes", "_cpu_only", "_decisions", "_operator", "_policy")
+    __slots__ = ("_attributes", "_cpu_only", "_decisions", "_operator", "_policy", "_sums")
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self._operator, self._policy = operator, policy
         self._decisions: Dict[Any, Optional[Decision]] = {}
         # Attributes that a decision reads; others need not be looked at.
-        named = [c.attribute for c in policy.rule(operator.name).conditions]
+        rule = policy.rule(operator.name)
+        named = [c.attribute for c in rule.conditions]
+        # The one rule by shape that eager calls follow.
+        self._sums = any(one.name == "long_sums" for one in rule.by_shape)
+        named += ["transpose_a"] if self._sums else []
         named += [a for a in ("num_group", "mode") if operator.name in ("Convolution", "RNN")]
         named += ["op_type"] if operator.name == "Custom" else []
         self._attributes = frozenset(named)
@@ -151,18 +160,27 @@ class _Casts:
         attributes: Tuple[Tuple[str, str], ...] = ()
         if self._attributes:
             attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
-        key = (codes, attributes)
+        kept = self._kept(arrays, dict(attributes)) if self._sums else None
+        key = (codes, attributes, kept)
         try:
             decision = self._decisions[key]
         except KeyError:
-            decision = self._decisions[key] = self._decide_anew(codes, dict(attributes))
+            if len(self._decisions) >= _MANY_DECISIONS:
+                self._decisions.clear()
+            decision = self._decisions[key] = self._decide_anew(codes, dict(attributes), kept)
         if decision is None or self._cpu_only or on_device(arrays, self._policy.device):
             return decision
         return None
 
-    def _decide_anew(self, codes: Sequence[int], attributes: Dict[str, str]) -> Optional[Decision]:
+    def _kept(self, arrays: Sequence[NDArray], attributes: Dict[str, str]) -> Optional[str]:
+        rule = self._policy.rule(self._operator.name)
+        return reason_by_sums(rule, attributes, arrays[0].shape)
+
+    def _decide_anew(
+        self, codes: Sequence[int], attributes: Dict[str, str], kept: Optional[str]
+    ) -> Optional[Decision]:
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
-        decision = decide(self._operator.name, attributes, dtypes, self._policy)
+        decision = decide(self._operator.name, attributes, dtypes, self._policy, kept=kept)
         note_precision(self._operator.name, decision.precision)
         return decision if decision.changes else None
 

@@ -5,7 +5,7 @@ all ask it, so that they agree bit for bit.
 """
 
 from dataclasses import dataclass
-from typing import FrozenSet, Mapping, Optional, Sequence, Tuple
+from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
 from ..framework.operators import registry
 from .policy import Policy
@@ -89,7 +89,10 @@ def decide(
     floats = {i: d for i, d in enumerate(dtypes) if d in CASTABLE and i not in fixed}
     if not floats:
         return Decision(untouched, "no floating-point input to cast")
-    dtype, reason = _compute_dtype(op_class, reason, set(floats.values()), set(dtypes), policy)
+    leading = _leading(rule, attributes, floats)
+    if not leading:
+        return Decision(untouched, "no floating-point input to follow")
+    dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy)
     if dtype == policy.target_dtype and rule.missing is not None:
         reads = tuple(rule.computes if i in floats else None for i in range(len(dtypes)))
         reason = f"{reason}; in {rule.computes} on {dtype} values: {rule.missing}"
@@ -118,7 +121,7 @@ def _classify(
     for condition in rule.conditions:
         if condition.holds(attributes):
             value = attributes.get(condition.attribute, condition.default)
-            return "fp32", f"{condition.attribute}={value}: {rule.reason}"
+            return "fp32", f"{condition.attribute}={value}: {condition.reason or rule.reason}"
     if rule.conditions:
         watched = ", ".join(condition.attribute for condition in rule.conditions)
         return rule.op_class, f"{rule.op_class} with this {watched}"
@@ -148,6 +151,15 @@ def _fixed_inputs(rule: Rule, attributes: Mapping[str, str]) -> FrozenSet[int]:
         return frozenset()
     kept = operator.positions(rule.keep_inputs, attributes)
     return frozenset((*kept, *operator.mutable_inputs))
+
+
+def _leading(rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str]) -> Set[str]:
+    """Return the dtypes of the inputs that decide on the others'."""
+    operator = registry().get(rule.operator)
+    if operator is None or not rule.follow_inputs:
+        return set(floats.values())
+    following = operator.positions(rule.follow_inputs, attributes)
+    return {dtype for i, dtype in floats.items() if i not in following}
 
 
 def _guards(

@@ -11,7 +11,15 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Op
 
 from ..errors import ArgumentError, unknown
 from ..framework.operators import registry, resolve
-from .rules import CLASSES, SHAPE_RULES, SUBSTITUTIONS, UNLISTED, Condition, Rule
+from .rules import (
+    CLASSES,
+    SHAPE_RULES,
+    SUBSTITUTIONS,
+    UNLISTED,
+    Condition,
+    Rule,
+    ShapeRule,
+)
 from .targets import check_device, check_target
 
 if sys.version_info >= (3, 11):
@@ -85,9 +93,10 @@ def _rules(
     rules: Dict[str, Rule] = {}
     _add_classes(rules, data, where)
     _add_conditions(rules, data, where)
-    for name, inputs in data.get("keep_inputs", {}).items():
-        if name != _GPU_ONLY or name in registry():
-            _amend(rules, name, keep_inputs=tuple(inputs))
+    for key in ("keep_inputs", "follow_inputs"):
+        for name, inputs in data.get(key, {}).items():
+            if name != _GPU_ONLY or name in registry():
+                _amend(rules, name, **{key: tuple(inputs)})
     for name, outputs in data.get("keep_outputs", {}).items():
         _amend(rules, name, keep_outputs=tuple(outputs))
     for group in data.get("missing", ()):
@@ -95,15 +104,24 @@ def _rules(
             for name in _expand(group["operators"], where):
                 computes = group.get("computes", "float32")
                 _amend(rules, name, missing=group["reason"], computes=computes)
+    _add_shape_rules(rules, data, device, where)
+    return rules
+
+
+def _add_shape_rules(
+    rules: Dict[str, Rule], data: Mapping[str, Any], device: str, where: str
+) -> None:
     for group in data.get("by_shape", ()):
         if group["rule"] not in SHAPE_RULES:
             raise ArgumentError(
                 f"{where}: rule {group['rule']!r} is none of {', '.join(SHAPE_RULES)}"
             )
+        if group.get("device", device) != device:
+            continue
+        limit = group["limit"] if group["rule"] == "long_sums" else 0
+        rule = ShapeRule(group["rule"], group["reason"], limit)
         for name in _expand(group["operators"], where):
-            there = rules[name].by_shape
-            _amend(rules, name, by_shape=(*there, (group["rule"], group["reason"])))
-    return rules
+            _amend(rules, name, by_shape=(*rules[name].by_shape, rule))
 
 
 def _add_classes(rules: Dict[str, Rule], data: Mapping[str, Any], where: str) -> None:
@@ -118,15 +136,30 @@ def _add_classes(rules: Dict[str, Rule], data: Mapping[str, Any], where: str) ->
 
 def _add_conditions(rules: Dict[str, Rule], data: Mapping[str, Any], where: str) -> None:
     for group in data.get("conditional", ()):
-        attribute = group["attribute"]
+        attributes, op_class = group["attribute"], group["otherwise"]
+        attributes = [attributes] if isinstance(attributes, str) else attributes
         for name in _expand(group["operators"], where):
-            condition = Condition(
-                attribute,
-                values=tuple(group.get("values", ())),
-                beyond_range=group.get("beyond_range", False),
-                default=registry()[name].defaults.get(attribute),
+            conditions = tuple(
+                Condition(
+                    attribute,
+                    values=tuple(group.get("values", ())),
+                    beyond_range=group.get("beyond_range", False),
+                    default=registry()[name].defaults.get(attribute),
+                    dtype=data["dtype"],
+                    reason=group["reason"],
+                )
+                for attribute in attributes
             )
-            _add(rules, Rule(name, group["otherwise"], group["reason"], (condition,)), where)
+            there = rules.get(name, UNLISTED)
+            if not there.conditions:
+                _add(rules, Rule(name, op_class, group["reason"], conditions), where)
+            elif there.op_class == op_class:
+                _amend(rules, name, conditions=(*there.conditions, *conditions))
+            else:
+                raise ArgumentError(
+                    f"{where}: operator {name!r} is {there.op_class} in one conditional table and "
+                    f"{op_class} in another"
+                )
 
 
 def _expand(patterns: Iterable[str], where: str) -> List[str]:

@@ -180,7 +180,7 @@ class Policy:
         return _interned(changed)
 
     def untuned(self) -> "Policy":
-        """Return the policy without substitutions and choices by shape.
+        """Return the policy without substitutions and without the choices by shape made for speed.
 
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
@@ -188,7 +188,10 @@ class Policy:
         With it, eager calls, hybridized blocks and converted models agree bit for bit in bfloat16
         too, as they do in float16 anyway.
         """
-        rules = {name: replace(rule, by_shape=()) for name, rule in self.rules.items()}
+        rules = {
+            name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
+            for name, rule in self.rules.items()
+        }
         return _interned(replace(self.override(substitutions=()), rules=MappingProxyType(rules)))
 
 

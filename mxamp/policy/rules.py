@@ -1,15 +1,29 @@
 """What a policy says of one operator: its class, the exceptions to it, and the reason."""
 
 from dataclasses import dataclass
-from typing import Mapping, Optional, Tuple
+from typing import Mapping, NamedTuple, Optional, Tuple
 
-__all__ = ["CLASSES", "SHAPE_RULES", "SUBSTITUTIONS", "UNLISTED", "Condition", "Rule"]
+from .values import out_of_range, same_value
+
+__all__ = [
+    "CLASSES",
+    "EXACT_RULES",
+    "SHAPE_RULES",
+    "SUBSTITUTIONS",
+    "UNLISTED",
+    "Condition",
+    "Rule",
+    "ShapeRule",
+]
 
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
 
 #: Names of rules by shapes and neighbours, which operator lists use: functions of
 #: `graph.shape_rules`.
-SHAPE_RULES = ("few_rows", "odd_channels", "plain_layout")
+SHAPE_RULES = ("few_rows", "odd_channels", "plain_layout", "long_sums")
+
+#: Those that keep results right. The others are about speed, and hold in tuned graphs alone.
+EXACT_RULES = frozenset({"long_sums"})
 
 #: Names of substitutions, which operator lists and policies use: those of `graph.substitutions`,
 #: and the optimizers whose steps `patches.optimizers` makes faster.
@@ -18,18 +32,17 @@ SUBSTITUTIONS = (
     "sgd", "adam",
 )  # fmt: skip
 
-# Largest and smallest magnitude that float16 holds as something else than infinity or zero.
-_FLOAT16_MAX, _FLOAT16_TINY = 65504.0, 2.0**-25
-
 
 @dataclass(frozen=True)
 class Condition:
-    """An operator is fp32 where `attribute` is one of `values`, or beyond float16's range."""
+    """An operator is fp32 where `attribute` is one of `values`, or beyond the range of `dtype`."""
 
     attribute: str
     values: Tuple[str, ...] = ()
     beyond_range: bool = False
     default: Optional[str] = None
+    dtype: str = "float16"
+    reason: Optional[str] = None  #: of its own; else the rule's
 
     def holds(self, attributes: Mapping[str, str]) -> bool:
         """Tell whether it holds for a call with `attributes` (unset ones have their default)."""
@@ -37,8 +50,21 @@ class Condition:
         if value is None:
             return False
         if self.beyond_range:
-            return _beyond_float16(str(value))
-        return str(value) in self.values
+            return out_of_range(str(value), self.dtype)
+        return any(same_value(str(value), one) for one in self.values)
+
+
+class ShapeRule(NamedTuple):
+    """A rule by shape that looks at an operator."""
+
+    name: str  #: one of `SHAPE_RULES`
+    reason: str
+    limit: int = 0  #: the longest sum that long_sums leaves in the target dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether results depend on it, and not speed alone."""
+        return self.name in EXACT_RULES
 
 
 @dataclass(frozen=True)
@@ -50,20 +76,17 @@ class Rule:
     reason: str
     conditions: Tuple[Condition, ...] = ()
     keep_inputs: Tuple[str, ...] = ()
+    follow_inputs: Tuple[str, ...] = ()  #: they get the others' dtype, and don't decide on it
     keep_outputs: Tuple[int, ...] = ()
     missing: Optional[str] = None  #: why there is no kernel in the target dtype, if there is none
     computes: str = "float32"  #: what it runs in where the kernel is missing
     by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of the user's own custom operators
-    by_shape: Tuple[Tuple[str, str], ...] = ()  #: of `SHAPE_RULES`, and why they keep float32
+    by_shape: Tuple[ShapeRule, ...] = ()
     given: bool = False  #: by a user, who wants this operator: nothing is substituted for it
+
+    def is_exact(self, reason: Optional[str]) -> bool:
+        """Tell whether `reason`, why a call stays in float32, is that of an exact shape rule."""
+        return any(one.exact and one.reason == reason for one in self.by_shape)
 
 
 UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
-
-
-def _beyond_float16(text: str) -> bool:
-    try:
-        value = abs(float(text))
-    except ValueError:
-        return False
-    return value > _FLOAT16_MAX or 0 < value <= _FLOAT16_TINY

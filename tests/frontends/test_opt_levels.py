@@ -12,6 +12,7 @@ from mxnet import autograd, gluon, nd
 import digits
 import mxamp as amp
 from helpers import kind, randn, same
+from mxamp.frontends import opt_levels
 
 
 def backward_with(trainer):
@@ -93,6 +94,39 @@ def test_parameter_files_stay_float32(level, tmp_path):
         assert same(mine.data(), theirs.data())
     amp.shutdown()
     digits.network().load_parameters(path)
+
+
+def test_embeddings_stay_float32_in_o2_and_sparse_ones_in_o3_too():
+    for level, sparse, wanted in (
+        ("O2", False, "float32"), ("O2", True, "float32"), ("O3", True, "float32"), ("O3", False, "float16"),
+    ):  # fmt: skip
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Embedding(7, 4, sparse_grad=sparse), gluon.nn.Dense(3, in_units=4))
+        net.initialize()
+        amp.initialize(net, opt_level=level, ctx=mx.cpu())
+        assert kind(net[0].weight.data()) == wanted
+        assert kind(net[1].weight.data()) == "float16"
+        with autograd.record():
+            net(nd.array([1, 5, 5])).sum().backward()
+        assert kind(net[0].weight.grad()) == wanted
+        amp.shutdown()
+
+
+def test_o3_keeps_float32_where_half_precision_has_no_kernel_or_is_wrong():
+    amp.initialize(digits.network(), opt_level="O3", ctx=mx.cpu())
+    low = nd.array([[3, 1, 2]]).astype("float16")
+    assert nd.sort(low).asnumpy().tolist() == [[1, 2, 3]]
+    assert nd.argsort(low).asnumpy().tolist() == [[1, 2, 0]]
+    row = nd.zeros((1, 4099))
+    row[0, 4097] = 1
+    assert nd.argmax(row.astype("float16"), axis=1).asscalar() == 4097
+    ones = nd.ones((3,)).astype("float16")
+    images = nd.ones((2, 3, 4, 4)).astype("float16")
+    assert nd.InstanceNorm(images, ones, ones).shape == images.shape
+    assert nd.log(nd.clip(low * 0, 1e-8, 1)).asnumpy().min() > -19
+    on_gpus = opt_levels._policy("float16", mx.gpu(), "O3")
+    for name in ("InstanceNorm", "CTCLoss", "sort", "_linalg_gemm2", "_contrib_Proposal"):
+        assert on_gpus.rule(name).op_class == "fp32"
 
 
 def test_lists_of_nets_and_trainers():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import CASTABLE, decide
 from mxamp.policy.policy import Policy
+from mxamp.policy.sums import reason_by_sums
 
 H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
 
@@ -40,9 +41,23 @@ H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
         ("Activation", {"act_type": "softrelu"}, [H], [F]),
         ("Activation", {"act_type": "relu"}, [H], [None]),
         ("LeakyReLU", {}, [H], [None]), ("LeakyReLU", {"act_type": "elu"}, [H], [F]),
-        ("LeakyReLU", {"act_type": "prelu"}, [H, F], [F, None]),
+        ("LeakyReLU", {"act_type": "prelu"}, [H, F], [None, H]),
+        ("LeakyReLU", {"act_type": "prelu"}, [F, H], [None, F]),
+        ("LeakyReLU", {"slope": "1e-9"}, [H], [F]),
         ("_plus_scalar", {"scalar": "-1e9"}, [H], [F]),
         ("_plus_scalar", {"scalar": "1"}, [H], [None]),
+        ("clip", {"a_min": "1e-8", "a_max": "1"}, [H], [F]),
+        ("clip", {"a_min": "0", "a_max": "1e5"}, [H], [F]),
+        ("clip", {"a_min": "0", "a_max": "inf"}, [H], [None]),
+        ("clip", {"a_min": "0", "a_max": "6"}, [H], [None]),
+        ("_npi_full_like", {"fill_value": "1e5"}, [H], [F]),
+        ("SequenceMask", {"value": "-1e9"}, [H, F], [F, None]),
+        # only the second's shape is read
+        ("reshape_like", {}, [H, F], [None, None]), ("slice_like", {}, [H, F], [None, None]),
+        ("broadcast_like", {}, [H, F], [None, None]), ("broadcast_like", {}, [F, H], [None, None]),
+        ("_contrib_AdaptiveAvgPooling2D", {}, [H], [None]),
+        # samplers
+        ("_sample_normal", {}, [H, F], [F, None]), ("_npi_normal", {}, [F, H], [None, F]),
         # untouched
         ("sgd_update", {}, [H, F], [None, None]), ("Cast", {"dtype": "float32"}, [H], [None]),
         ("_zeros", {}, [], []),
@@ -65,6 +80,28 @@ def test_a_missing_kernel_computes_on_rounded_values():
     assert decision.rounds(0, F)
     assert not decision.rounds(0, N)
     assert decide("Deconvolution", {}, [F, F], Policy.default(H, "cpu")).reads == (D, D)
+
+
+def test_long_sums_in_half_precision_are_only_short_on_gpus():
+    gpu, cpu = (Policy.default(H, device) for device in ("gpu", "cpu"))
+    for name in ("batch_dot", "_npi_matmul"):
+        assert reason_by_sums(gpu.rule(name), {}, (8, 32, 128)) is None
+        why = reason_by_sums(gpu.rule(name), {}, (8, 128, 129))
+        assert "sums" in why
+        assert reason_by_sums(gpu.rule(name), {}, None) == why
+        assert decide(name, {}, [H, F], gpu, kept=why).reads == (F, None)
+        assert reason_by_sums(cpu.rule(name), {}, (8, 128, 4096)) is None
+        assert gpu.untuned().rule(name).by_shape == gpu.rule(name).by_shape
+    transposed = {"transpose_a": "1"}
+    assert reason_by_sums(gpu.rule("batch_dot"), transposed, (8, 32, 4096)) is None
+    assert reason_by_sums(gpu.rule("batch_dot"), transposed, (8, 4096, 32))
+
+
+def test_indices_are_never_rounded():
+    for device in ("cpu", "gpu"):
+        forced = decide("argmax", {}, [H], Policy.default(H, device).override(low=["argmax"]))
+        assert forced.reads == (F,)
+        assert not forced.rounds(0, F)
 
 
 def test_outputs_that_stay():

@@ -1,9 +1,12 @@
 """The operator lists, held to MXNet's registry and to what its operators accept."""
 
+import ctypes
 import json
+import re
 import sys
 
 import pytest
+from mxnet.base import _LIB, check_call, mx_uint
 
 from mxamp.framework.operators import registry
 from mxamp.graph.graph import Node, infer_outputs
@@ -31,7 +34,8 @@ def expanded(group):
 
 
 def test_every_operator_has_exactly_one_class(data):
-    listed = [name for group in data["group"] + data["conditional"] for name in expanded(group)]
+    conditional = {name for group in data["conditional"] for name in expanded(group)}
+    listed = [name for group in data["group"] for name in expanded(group)] + sorted(conditional)
     assert len(listed) == len(set(listed)), sorted(n for n in listed if listed.count(n) > 1)
     assert set(listed) == set(registry()), "new, renamed or unknown operators"
 
@@ -46,18 +50,51 @@ def test_every_group_gives_its_class_and_reason(data):
 
 
 def test_conditions_name_attributes_that_exist(data):
-    import mxnet as mx
-
     for group in data["conditional"]:
+        named = group["attribute"]
         for name in group["operators"]:
-            function = getattr(mx.sym, name, None) or getattr(mx.sym._internal, name, None)
-            function = function or getattr(mx.sym.contrib, name.replace("_contrib_", ""), None)
-            words = function.__doc__ if function else group["attribute"]
-            assert group["attribute"] in words, name
+            named = {named} if isinstance(named, str) else set(named)
+            assert named <= set(attributes(name)), name
+
+
+# ---------------------------------------------------------------------- numbers as attributes
+
+
+def attributes(name):
+    """The arguments of an operator, and MXNet's description of each."""
+    many = ctypes.POINTER(ctypes.c_char_p)
+    title, about, variadic, returns = (ctypes.c_char_p() for _ in range(4))
+    count, names, types, texts = mx_uint(), many(), many(), many()
+    found = (title, about, count, names, types, texts, variadic, returns)
+    handle = ctypes.c_void_p(registry()[name].handle)
+    check_call(_LIB.MXSymbolGetAtomicSymbolInfo(handle, *map(ctypes.byref, found)))
+    return {names[i].decode(): types[i].decode() for i in range(count.value)}
+
+
+def numbers(name):
+    """Those that are floating-point numbers."""
+    described = attributes(name).items()
+    return {
+        one for one, what in described if "{" not in what and ("float" in what or "double" in what)
+    }
+
+
+def test_every_number_is_watched_by_a_condition_or_exempt(data, dtype):
+    exempt = {one for group in data["exempt"] for one in group["attributes"]}
+    assert all(len(group["reason"]) > 5 for group in data["exempt"])
+    undecided, watched = set(), set()
+    for device in ("cpu", "gpu") if dtype == "float16" else ("cpu",):
+        for name, rule in Policy.default(dtype, device).rules.items():
+            if rule.op_class in ("low", "widest", "neutral"):
+                ranged = {c.attribute for c in rule.conditions if c.beyond_range}
+                undecided |= {f"{name}.{one}" for one in numbers(name) - ranged}
+                watched |= {f"{name}.{one}" for one in ranged}
+    assert undecided == {one for one in exempt if one.split(".")[0] in registry()}
+    assert not exempt & watched
 
 
 def test_exceptions_name_inputs_that_exist(data):
-    for name, inputs in data["keep_inputs"].items():
+    for name, inputs in (*data["keep_inputs"].items(), *data.get("follow_inputs", {}).items()):
         if name == "CuDNNBatchNorm" and name not in registry():
             continue  # in GPU builds only
         assert set(inputs) <= set(registry()[name].inputs), name
@@ -72,7 +109,8 @@ def test_exceptions_name_inputs_that_exist(data):
         ("SequenceMask", {"use_sequence_length": "True"}, "hf", "h"),
         ("SequenceLast", {"use_sequence_length": "True"}, "hf", "h"),
         ("SequenceReverse", {"use_sequence_length": "True"}, "hf", "h"),
-        ("_contrib_boolean_mask", {}, "hf", "h"),
+        ("_contrib_boolean_mask", {}, "hf", "h"), ("reshape_like", {}, "hf", "h"),
+        ("slice_like", {}, "hf", "h"), ("broadcast_like", {}, "hf", "h"),
     ],
 )  # fmt: skip
 def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, output):
@@ -85,13 +123,71 @@ def test_tensor_core_operators_are_low_in_float16():
     policy = Policy.default("float16", "gpu")
     for name in (
         "Convolution", "Deconvolution", "FullyConnected", "RNN", "dot", "batch_dot",
-        "_linalg_gemm", "_linalg_gemm2", "_npi_matmul", "_np_dot", "_npi_einsum",
+        "_npi_matmul", "_np_dot", "_npi_einsum",
         "_contrib_interleaved_matmul_selfatt_qk", "_contrib_interleaved_matmul_encdec_valatt",
     ):  # fmt: skip
         rule = policy.rule(name)
         assert rule.op_class == "low"
         assert rule.missing is None, "GPUs have the kernels"
         assert Policy.default("float16", "cpu").rule(name).missing
+
+
+def test_kernels_that_gpus_lack_are_data():
+    policy = Policy.default("float16", "gpu")
+    for name in (
+        "InstanceNorm", "CTCLoss", "_contrib_SyncBatchNorm", "BatchNorm_v1", "Crop", "sort", "argsort",
+        "_contrib_Proposal", "_contrib_MultiProposal", "_npi_around", "_npi_unique", "_npi_bincount",
+        "_npi_svd", "_npi_solve", *(name for name in registry() if name.startswith("_linalg_")),
+    ):  # fmt: skip
+        assert policy.rule(name).op_class == "fp32", name
+        assert policy.rule(name).missing, name
+
+
+def test_what_answers_with_an_index_computes_it_in_float32(dtype):
+    for name in (
+        "argmax",
+        "argmin",
+        "argmax_channel",
+        "_npi_argmax",
+        "_npi_argmin",
+        "argsort",
+        "topk",
+    ):
+        for device in ("cpu", "gpu") if dtype == "float16" else ("cpu",):
+            assert Policy.default(dtype, device).rule(name).op_class == "fp32"
+
+
+# Names of inputs that hold indices, lengths, labels, coordinates or conditions.
+POSITIONS = re.compile(
+    r"ind|length|label|roi|offset|grid|anchor|obj|marks|condition|matches|im_info|^h$|loc"
+)
+
+
+def test_indices_lengths_and_coordinates_are_never_lowered(dtype):
+    for device in ("cpu", "gpu") if dtype == "float16" else ("cpu",):
+        policy = Policy.default(dtype, device)
+        for name, operator in registry().items():
+            rule = policy.rule(name)
+            if rule.op_class in ("fp32", "untouched"):
+                continue
+            found = {one for one in operator.inputs if POSITIONS.search(one)}
+            assert found <= set(rule.keep_inputs), name
+        # Their names don't tell.
+        for name, index in (("Embedding", "data"), ("_contrib_SparseEmbedding", "data")):
+            assert index in policy.rule(name).keep_inputs
+        for name in ("one_hot", "_ravel_multi_index", "_unravel_index", "_onehot_encode"):
+            assert policy.rule(name).op_class == "untouched"
+
+
+def test_samplers_that_take_tensors_take_float32(dtype):
+    policy, found = Policy.default(dtype, "cpu"), 0
+    for name, operator in registry().items():
+        if name.startswith(("_sample_", "_npi_")) and (operator.inputs or operator.variadic):
+            random = {"ctx", "size"} <= set(attributes(name)) or name.startswith("_sample_")
+            if random and policy.rule(name).op_class != "untouched":
+                found += 1
+                assert policy.rule(name).op_class == "fp32", name
+    assert found > 20
 
 
 def test_what_is_wrong_or_deadly_in_bfloat16_is_neither_low_nor_neutral():

@@ -1,0 +1,84 @@
+"""Values of operators' attributes, which MXNet keeps as text: compared, and held to a dtype."""
+
+import ast
+import math
+import struct
+from typing import Any, Mapping, NamedTuple
+
+__all__ = ["out_of_range", "same_value"]
+
+
+class _Range(NamedTuple):
+    largest: float
+    smallest: float  #: normal number: below it, digits are lost
+
+
+_RANGES: Mapping[str, _Range] = {
+    "float16": _Range(65504.0, 2.0**-14),
+    "bfloat16": _Range((2 - 2.0**-7) * 2.0**127, 2.0**-126),
+}
+
+_WORDS: Mapping[str, Any] = {"true": 1, "false": 0, "none": None}
+
+
+def same_value(one: str, other: str) -> bool:
+    """Tell whether two spellings are one value to MXNet.
+
+    >>> same_value("True", "1"), same_value("(1, 1)", "[1,1]"), same_value("0.1", "0.100000001")
+    (True, True, True)
+    """
+    return one == other or _equal(_parsed(one), _parsed(other))
+
+
+def out_of_range(text: str, dtype: str) -> bool:
+    """Tell whether a dtype can't hold a number: it becomes infinite or zero, or loses digits.
+
+    Digits are lost below the smallest normal number (float16 makes 1.19e-7 of 1e-7). Infinity
+    itself is held, and so is zero. What is no number is none that is lost.
+    """
+    value = _parsed(text)
+    if not isinstance(value, (int, float)):
+        return False
+    size, held = abs(value), _RANGES[dtype]
+    return held.largest < size < math.inf or 0 < size < held.smallest
+
+
+def _parsed(text: str) -> Any:
+    """Return what text says: None, a number (booleans are 0 and 1), a tuple, or the text."""
+    text = text.strip()
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    if text[:1] not in ("(", "["):
+        return text
+    try:
+        return _flat(ast.literal_eval(text))
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _flat(value: Any) -> Any:
+    """Return lists as tuples; what stands alone in one is that to MXNet."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    items = tuple(_flat(item) for item in value)
+    return items[0] if len(items) == 1 else items
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, float) and isinstance(other, float) and not one.is_integer():
+        return one == other or _single(one) == _single(other)
+    return bool(one == other)
+
+
+def _single(value: float) -> float:
+    """Return a number as MXNet's `float` parameters hold it; it prints 0.1 as 0.100000001."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return value

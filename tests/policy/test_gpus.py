@@ -1,0 +1,110 @@
+"""What the float16 list decides on GPUs, in graphs and in eager calls; no GPU is needed."""
+
+import mxnet as mx
+import pytest
+from mxnet import nd
+
+import mxamp as amp
+from helpers import kind
+from mxamp.framework.operators import resolve
+from mxamp.patches import eager
+
+GPU = amp.Policy.default("float16", "gpu")
+
+
+def precisions(symbol, **shapes):
+    plan = amp.explain(symbol, policy=GPU, mode="inference", input_shapes=shapes)
+    return {node.name: node.precision for node in plan.nodes}
+
+
+def scores(**attributes):
+    return mx.sym.batch_dot(mx.sym.var("a"), mx.sym.var("b"), name="scores", **attributes)
+
+
+@pytest.mark.parametrize(
+    "attributes, a, b, wanted",
+    [
+        ({}, (2, 7, 128), (2, 128, 9), "float16"), ({}, (2, 7, 129), (2, 129, 9), "float32"),
+        ({"transpose_a": True}, (2, 64, 300), (2, 64, 9), "float16"),
+        ({"transpose_a": True}, (2, 300, 64), (2, 300, 9), "float32"),
+        ({"transpose_b": True}, (2, 300, 64), (2, 300, 64), "float16"),
+    ],
+)  # fmt: skip
+def test_sums_of_batched_products_are_short_in_float16(attributes, a, b, wanted):
+    symbol = scores(**attributes)
+    assert precisions(symbol, a=a, b=b)["scores"] == wanted
+    operator = eager._Casts(resolve("batch_dot"), GPU)
+    kept = operator._kept([nd.zeros(a), nd.zeros(b)], {k: str(v) for k, v in attributes.items()})
+    assert (kept is None) == (wanted == "float16")
+
+
+def test_sums_whose_length_is_not_known_are_float32():
+    assert precisions(scores())["scores"] == "float32"
+    converted = amp.explain(scores(), policy=GPU)
+    assert converted["scores"].precision == "float32"
+    assert "in float16" in converted["scores"].reason
+    on_cpu = amp.explain(scores(), policy=amp.Policy.default("float16", "cpu"))
+    assert on_cpu["scores"].precision == "float16"
+
+
+def test_what_is_float32_for_its_sums_widens_what_it_meets():
+    # As it does in eager calls; what is float32 for speed alone would be lowered instead.
+    low = mx.sym.FullyConnected(mx.sym.var("x"), num_hidden=9, flatten=False, name="fc")
+    net = mx.sym.broadcast_add(scores(), low, name="sum")
+    long = precisions(net, a=(2, 7, 200), b=(2, 200, 9), x=(2, 7, 3))
+    assert long == {"scores": "float32", "fc": "float16", "sum": "float32"}
+    assert precisions(net, a=(2, 7, 20), b=(2, 20, 9), x=(2, 7, 3))["sum"] == "float16"
+
+
+def test_eager_products_follow_their_shapes(monkeypatch):
+    monkeypatch.setattr(eager, "on_device", lambda *_: True)
+    casts = eager._Casts(resolve("_npi_matmul"), GPU)
+    short, long = nd.ones((4, 8)), nd.ones((8, 200))
+    assert casts.decide([short, long], (), ()).reads == ("float16", "float16")
+    assert casts.decide([long, nd.ones((200, 4))], (), ()) is None
+    half = casts.decide([long.astype("float16"), nd.ones((200, 4))], (), ())
+    assert half.reads == ("float32", None)
+
+
+def test_decisions_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(eager, "_MANY_DECISIONS", 10)
+    casts = eager._Casts(resolve("_mul_scalar"), amp.Policy.default("float16", "cpu"))
+    for k in range(50):
+        casts.decide([nd.ones(2)], ("scalar",), (k / 7,))
+    assert len(casts._decisions) <= 10
+
+
+def test_operands_of_which_only_the_shape_counts_do_not_widen():
+    low = nd.ones((2, 3)).astype("float16")
+    with amp.autocast("float16"):
+        assert kind(nd.reshape_like(low, nd.ones((3, 2)))) == "float16"
+        assert kind(nd.slice_like(low, nd.ones((1, 2)))) == "float16"
+        assert kind(nd.broadcast_like(low[:1], nd.ones((2, 3)))) == "float16"
+
+
+def test_prelu_follows_its_data(tmp_path):
+    with amp.autocast("float16"):
+        low = nd.ones((2, 3)).astype("float16") * -2
+        gamma = nd.array([0.25, 0.5, 1])
+        gamma.attach_grad()
+        with mx.autograd.record():
+            out = nd.LeakyReLU(low, gamma, act_type="prelu")
+        out.backward()
+    assert kind(out) == "float16"
+    assert out.asnumpy().tolist() == [[-0.5, -1, -2]] * 2
+    assert kind(gamma.grad) == "float32"
+    assert gamma.grad.asnumpy().tolist() == [-4, -4, -4]
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
+    net = mx.sym.LeakyReLU(net, mx.sym.var("gamma"), act_type="prelu", name="prelu")
+    assert precisions(net, data=(2, 5))["prelu"] == "float16"
+
+
+def test_adaptive_pooling_stays_float16_and_sums_in_float32():
+    for device in ("cpu", "gpu"):
+        rule = amp.Policy.default("float16", device).rule("_contrib_AdaptiveAvgPooling2D")
+        assert rule.op_class == "neutral"
+        assert bool(rule.missing) == (device == "cpu")
+    with amp.autocast("float16"):
+        pooled = nd.contrib.AdaptiveAvgPooling2D(nd.ones((1, 1, 70, 70)).astype("float16"))
+        assert kind(pooled) == "float16"
+        assert pooled.asscalar() == 1

@@ -1,0 +1,62 @@
+"""Attributes as values: spellings of one value, and numbers that a dtype can't hold."""
+
+import numpy as np
+import pytest
+
+from mxamp.policy.rules import Condition
+from mxamp.policy.values import out_of_range, same_value
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("True", "1"), ("false", "0"), ("False", "0"), ("1.0", "1"), ("1e0", "1"), ("-1", "-1.0"),
+        ("0.1", "0.100000001"), ("0.0010000000474974513", "0.001"), ("None", "none"),
+        ("(1, 1)", "[1,1]"), ("(1, 1)", "(1.0, True)"), ("(2,)", "2"), ("relu", "relu"),
+    ],
+)  # fmt: skip
+def test_spellings_of_one_value(one, other):
+    assert same_value(one, other)
+    assert same_value(other, one)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("0", "None"), ("False", "None"), ("0", "1"), ("1", "1.5"), ("0.1", "0.11"), ("relu", "elu"),
+        ("16777216", "16777217"), ("(1, 1)", "(1, 2)"), ("(1, 1)", "1"), ("", "0"), ("(1", "1"),
+        ("1e300", "1e301"), ("nan", "relu"),
+    ],
+)  # fmt: skip
+def test_different_values(one, other):
+    assert not same_value(one, other)
+
+
+@pytest.mark.parametrize("given", ["0", "False", "false", "0.0"])
+def test_conditions_hold_for_a_value_however_it_is_spelled(given):
+    condition = Condition("flag", ("False",), default="1")
+    assert condition.holds({"flag": given})
+    assert not condition.holds({"flag": "True"})
+    assert not condition.holds({})
+    assert Condition("flag", ("False",), default=given).holds({})
+    assert Condition("limit", ("None",), default="None").holds({})
+
+
+@pytest.mark.parametrize("dtype, step", [("float16", np.float16), ("bfloat16", None)])
+def test_what_a_dtype_holds(dtype, step):
+    for text in ("0", "-0.0", "1", "-3.5", "inf", "-inf", "nan", "None", "True", "relu", "(1, 1)"):
+        assert not out_of_range(text, dtype), text
+    largest = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}[dtype]
+    assert not out_of_range(repr(largest), dtype)
+    assert out_of_range(repr(-largest * 1.001), dtype)
+    smallest = {"float16": 2.0**-14, "bfloat16": 2.0**-126}[dtype]
+    assert not out_of_range(repr(smallest), dtype)
+    assert out_of_range(repr(-smallest / 2), dtype)
+    if step is not None:
+        info = np.finfo(step)
+        assert (float(info.max), float(info.tiny)) == (largest, smallest)
+
+
+def test_the_lowest_float32_is_beyond_bfloat16():
+    assert out_of_range(repr(float(np.finfo("float32").min)), "bfloat16")
+    assert not out_of_range("-1e30", "bfloat16")
