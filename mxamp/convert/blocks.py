@@ -99,6 +99,21 @@ class _Converted(SymbolBlock):  # type: ignore[misc]
 
     _source: Optional[Source] = None
 
+    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> Any:
+        """Write the converted graph, casts included, and all parameters; a call is not needed."""
+        if not self._cached_op_args:
+            # MXNet takes the parameters from what the first call makes, and writes none before.
+            self._build_cache()
+        return super().export(path, epoch, remove_amp_cast)
+
+    def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:
+        """Return the parameters by the names under which they are saved, and looked for on load.
+
+        A SymbolBlock saves them without their common prefix, and does not find them again.
+        """
+        before = f"{prefix}." if prefix else ""
+        return {before + name: param for name, param in self.params.items()}
+
     def _call_cached_op(self, *args: Any) -> Any:
         source = self._source
         if source is not None:

@@ -158,3 +158,29 @@ def test_states_and_nested_inputs_stay():
         expected, (h, c) = cell(x, states)
     for mine, theirs in ((out, expected), (first, h), (second, c)):
         assert same(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("before", ["nothing", "a call", "hybridize"])
+def test_it_is_saved_in_full_before_and_after_its_first_call(net, offline, dtype, before, tmp_path):
+    policy, x = amp.Policy.default(dtype, "cpu"), randn(3, 3, 6, 6)
+
+    def converted():
+        return amp.convert_hybrid_block(net, policy=policy, cast_optional_params=offline)
+
+    low, other = converted(), converted()
+    if before != "nothing":
+        low(x)
+    if before == "hybridize":
+        low.hybridize()
+    low.export(str(tmp_path / "model"))
+    names = {key.split(":")[1] for key in nd.load(str(tmp_path / "model-0000.params"))}
+    assert names == set(low.collect_params())
+    assert "amp_cast" in (tmp_path / "model-symbol.json").read_text()
+    low.save_parameters(str(tmp_path / "params"))
+    for param in other.collect_params().values():
+        param.set_data(nd.zeros_like(param.data()))
+    other.load_parameters(str(tmp_path / "params"))
+    assert same(other(x), low(x))
