@@ -145,6 +145,9 @@ class _PolicyCachedOp:
             training=training,
         )
         symbol = rewritten_symbol(self._graph, self._symbol_class, policy, usage, choices)
+        if symbol is None and self._policy is not None:
+            # The plain op of a converted block has the casts for other dtypes.
+            symbol = self._graph.to_symbol(self._symbol_class)
         op = self._plain if symbol is None else CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)

@@ -20,6 +20,7 @@ from ..framework.arrays import KIND_NAMES, cast, dtype_code, kind_code, on_devic
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, by_handle, resolve
 from ..framework.patching import Patch
+from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
@@ -47,6 +48,8 @@ def patches() -> List[Patch]:
 
 
 def _build_invoke(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callable[..., Any]:
+    zero = zero_gradients()
+
     def _imperative_invoke(
         handle: int,
         ndargs: List[NDArray],
@@ -61,6 +64,8 @@ def _build_invoke(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callab
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
         if handle in LOSS_OUTPUT_HANDLES and _starts_backward(ndargs):
             ndargs = [with_scalable_gradient(ndargs[0]), *ndargs[1:]]
+        elif handle in zero and autograd.is_recording():
+            ndargs = kept_safe(ndargs, zero[handle], is_np_op)
         operator = casts.of(policy)[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
         if decision is None:
