@@ -64,13 +64,13 @@ def _build_invoke(casts: "_PolicyCasts", original: Callable[..., Any]) -> Callab
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
         if handle in LOSS_OUTPUT_HANDLES and _starts_backward(ndargs):
             ndargs = [with_scalable_gradient(ndargs[0]), *ndargs[1:]]
-        elif handle in zero and autograd.is_recording():
-            ndargs = kept_safe(ndargs, zero[handle], is_np_op)
         operator = casts.of(policy)[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
+        reads = ndargs if decision is None else _read(decision, ndargs)
+        if handle in zero and autograd.is_recording():
+            reads = kept_safe(reads, zero[handle], is_np_op)
         if decision is None:
-            return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        reads = _read(decision, ndargs)
+            return original(handle, reads, keys, vals, out, is_np_op, output_is_list)
         outputs = original(handle, reads, keys, vals, None, is_np_op, output_is_list)
         outputs = _round(decision, outputs, is_np_op)
         return outputs if out is None else _write_out(outputs, out)
