@@ -33,6 +33,12 @@ UNSCALED_OUTPUTS = (
     "%s in a hybridized block ignores the scale of a loss: don't use scale_loss with this block, "
     "or call the operator outside of it, or use a loss such as gluon.loss.SoftmaxCrossEntropyLoss"
 )
+FUSED_ALREADY = (
+    "block %r was fused by optimize_for or a backend: its fused layers compute in float32. Call "
+    "hybridize() without a backend; for fused inference in bfloat16, convert_hybrid_block(net, "
+    '"bfloat16", fuse=True)'
+)
+_FUSED_PREFIX = "_sg_mkldnn"
 
 
 def patches() -> List[Patch]:
@@ -84,6 +90,8 @@ class _PolicyCachedOp:
         self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
         self._policy = source.policy if source is not None else None
         self._stored = source.stored if source is not None else frozenset()
+        if source is None and any(n.startswith(_FUSED_PREFIX) for n in self._graph.operators):
+            logger.warning(FUSED_ALREADY, block.name)
         self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]

@@ -157,6 +157,7 @@ class _Casts:
         named = [c.attribute for c in policy.rule(operator.name).conditions]
         named += [a for a in ("num_group", "mode") if operator.name in ("Convolution", "RNN")]
         named += ["op_type"] if operator.name == "Custom" else []
+        named += ["subscripts"] if operator.name == "_npi_einsum" else []
         self._attributes = frozenset(named)
         # Without a GPU in the machine every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"

@@ -23,6 +23,11 @@ _WIDE = frozenset({"float32", "float64"})
 _FOREIGN = frozenset({"float64", "sparse"})
 
 
+DIAGONAL = (
+    "MXNet writes its gradient on the diagonal alone: what a cast would read beside it is garbage"
+)
+
+
 @dataclass(frozen=True)
 class Decision:
     """What is done to one call of an operator.
@@ -89,6 +94,8 @@ def decide(
     floats = {i: d for i, d in enumerate(dtypes) if d in CASTABLE and i not in fixed}
     if not floats:
         return Decision(untouched, "no floating-point input to cast")
+    if _takes_diagonal(operator, attributes) and set(floats.values()) == {"float32"}:
+        return Decision(untouched, DIAGONAL, "float32")
     dtype, reason = _compute_dtype(op_class, reason, set(floats.values()), set(dtypes), policy)
     if dtype == policy.target_dtype and rule.missing is not None:
         reads = tuple(rule.computes if i in floats else None for i in range(len(dtypes)))
@@ -148,6 +155,15 @@ def _fixed_inputs(rule: Rule, attributes: Mapping[str, str]) -> FrozenSet[int]:
         return frozenset()
     kept = operator.positions(rule.keep_inputs, attributes)
     return frozenset((*kept, *operator.mutable_inputs))
+
+
+def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
+    """Tell whether an einsum names an axis of one operand twice."""
+    if operator != "_npi_einsum":
+        return False
+    operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
+    named = [[letter for letter in operand if letter.isalpha()] for operand in operands]
+    return any(len(letters) != len(set(letters)) for letters in named)
 
 
 def _guards(

@@ -402,3 +402,20 @@ def test_a_block_reads_its_graph_once(dtype, monkeypatch):
     low = amp.convert_hybrid_block(net, dtype)
     low(*data)
     assert len(read) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_block_that_a_backend_has_fused_says_that_it_stays_in_float32(caplog):
+    x = randn(4, 8)
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(4, in_units=8, activation="relu"))
+    net.initialize()
+    amp.init("bfloat16", ctx=mx.cpu())
+    net.optimize_for(x, backend="MKLDNN")
+    for _ in range(3):
+        net(x).wait_to_read()
+    said = [record for record in caplog.records if "optimize_for" in record.message]
+    assert len(said) == 1
+    net.hybridize()
+    net(x).wait_to_read()
+    assert len([record for record in caplog.records if "optimize_for" in record.message]) == 1
