@@ -5,12 +5,15 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.context import Context, current_context
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
+from mxnet.gluon.block import _flatten
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
+from ..framework.arrays import dtypes_of
+from ..framework.machine import DTYPE_CODES
 from ..patches.cached_op import Source, follow
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
@@ -27,15 +30,34 @@ _TRACE = ("_cached_graph", "_in_format", "_out_format")
 
 
 class Traced:
-    """A block's graph: inputs, symbol, the formats of its arguments, the parameters it reads."""
+    """A block's graph: inputs, symbol, the formats of its arguments, the parameters it reads.
 
-    def __init__(self, block: HybridBlock) -> None:
+    `arguments` are those of the call that it was traced on, where there was one.
+    """
+
+    def __init__(self, block: HybridBlock, arguments: Tuple[Any, ...] = ()) -> None:
         self.inputs, self.symbol = block._cached_graph
+        arrays = [array for array in _flatten(arguments, "input")[0] if array is not None]
+        self._example = dict(zip([i.name for i in self.inputs], dtypes_of(arrays)))
         self.formats = block._in_format, block._out_format
         used = set(self.symbol.list_inputs())
         self.params: Dict[str, Parameter] = {
             name: param for name, param in block.collect_params().items() if name in used
         }
+
+    def dtypes_with(self, given: Any) -> Any:
+        """Return the dtypes of inputs: `given`, or the example's; of those that the graph reads.
+
+        Other inputs of the block are of no account.
+        """
+        if given is not None and not isinstance(given, Mapping):
+            return given
+        read = set(self.symbol.list_inputs())
+        unread = {one.name for one in self.inputs} - read
+        example = {name: dtype for name, dtype in self._example.items() if dtype in DTYPE_CODES}
+        dtypes = {name: example[name] for name in example if name in read}
+        dtypes.update({k: v for k, v in (given or {}).items() if k not in unread})
+        return dtypes
 
     def values(self) -> Dict[str, NDArray]:
         """Return the parameters' values, on the CPU."""
@@ -67,8 +89,9 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:
     kept = {name: getattr(block, name) for name in _TRACE}
     try:
         block._cached_graph = ()
-        block._get_graph(*_as_called(block, arguments))
-        return Traced(block)
+        called = _as_called(block, arguments)
+        block._get_graph(*called)
+        return Traced(block, called)
     finally:
         for name, value in kept.items():
             setattr(block, name, value)
@@ -98,6 +121,21 @@ class _Converted(SymbolBlock):  # type: ignore[misc]
     """
 
     _source: Optional[Source] = None
+
+    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> Any:
+        """Write the converted graph, casts included, and all parameters; a call is not needed."""
+        if not self._cached_op_args:
+            # MXNet takes the parameters from what the first call makes, and writes none before.
+            self._build_cache()
+        return super().export(path, epoch, remove_amp_cast)
+
+    def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:
+        """Return the parameters by the names under which they are saved, and looked for on load.
+
+        A SymbolBlock saves them without their common prefix, and does not find them again.
+        """
+        before = f"{prefix}." if prefix else ""
+        return {before + name: param for name, param in self.params.items()}
 
     def _call_cached_op(self, *args: Any) -> Any:
         source = self._source

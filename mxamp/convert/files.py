@@ -1,7 +1,6 @@
 """Models in files: `PREFIX-symbol.json` and `PREFIX-NNNN.params`, read, converted and written."""
 
 import struct
-import tempfile
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
 
@@ -9,11 +8,14 @@ import mxnet as mx
 from mxnet.base import MXNetError
 
 from ..errors import ArgumentError, StateError
+from ..framework.machine import dtype_name
+from ..graph.validation import check_symbol_json
 from ..policy.policy import Policy
 from ..policy.targets import check_target
 from .arguments import Names
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
+from .pairs import finish_replacing, replaced_files
 
 __all__ = ["ConvertedFiles", "convert_files", "load_model", "saved_semantics"]
 
@@ -30,6 +32,8 @@ LOST = (
     "the converted model gives Inf or NaN in {count} elements of output {name!r} where the "
     "original is finite; nothing was written. Keep more of it in float32"
 )
+NOT_WRITTEN = "{path!r} and its parameters can't be written: {why}; nothing was changed"
+UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
 
 
 class ConvertedFiles(NamedTuple):
@@ -128,12 +132,25 @@ def _checked(model: Model, converted: Model, inputs: Mapping[str, Any]) -> Tuple
 
 
 def _write(model: Model, files: Tuple[Path, Path], epoch: int) -> None:
-    """Write a model's two files: both whole beside their places first, then moved there."""
-    with tempfile.TemporaryDirectory(dir=files[0].parent) as folder:
-        mx.model.save_checkpoint(str(Path(folder) / "model"), epoch, *model)
-        mx.nd.waitall()
-        for made, path in zip(_files(Path(folder) / "model", epoch), files):
-            made.replace(path)
+    """Write a model's two files, read them back, and put them in their places as one."""
+    prefix = files[0].name[: -len("-symbol.json")]
+    try:
+        with replaced_files(files) as folder:
+            mx.model.save_checkpoint(str(folder / prefix), epoch, *model)
+            mx.nd.waitall()
+            _, *written = load_model(folder / prefix, epoch)
+            if [_shapes(params) for params in written] != [_shapes(p) for p in model[1:]]:
+                raise OSError("what was written is not what is read back")
+    except (OSError, MXNetError, ArgumentError) as error:
+        raise StateError(NOT_WRITTEN.format(path=str(files[0]), why=_last_line(error))) from None
+
+
+def _shapes(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: (array.shape, dtype_name(array.dtype)) for name, array in params.items()}
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1] if str(error).strip() else "MXNet refuses it"
 
 
 def saved_semantics(prefix: Union[str, Path], epoch: int = 0) -> Any:
@@ -153,14 +170,23 @@ def saved_semantics(prefix: Union[str, Path], epoch: int = 0) -> Any:
 
 def load_model(prefix: Union[str, Path], epoch: int = 0) -> Model:
     """Read a saved model: (symbol, arg_params, aux_params)."""
-    for path in _files(prefix, epoch):
+    files = _files(prefix, epoch)
+    try:
+        finish_replacing(files)
+    except OSError as error:
+        raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
+    for path in files:
         if not path.is_file():
             raise ArgumentError(f"there is no file {str(path)!r}")
+    try:
+        check_symbol_json(files[0].read_text(encoding="utf-8"))
+    except (ArgumentError, OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{str(files[0])!r} can't be read as a symbol: {error}") from None
     try:
         with saved_semantics(prefix, epoch):
             symbol, args, auxs = mx.model.load_checkpoint(str(prefix), epoch)
     except (MXNetError, ValueError, UnicodeDecodeError) as error:
-        why = str(error).strip().splitlines()[-1] if str(error).strip() else "MXNet refuses it"
+        why = _last_line(error)
         raise ArgumentError(f"{str(prefix)!r} can't be read as a model: {why}") from None
     return symbol, args, auxs
 

@@ -223,7 +223,7 @@ def convert_hybrid_block(
         excluded_sym_names,
         cast_optional_params=cast_optional_params,
         keep_io_types=keep_io_types,
-        input_dtypes=input_dtypes,
+        input_dtypes=traced.dtypes_with(input_dtypes),
         fuse=fuse,
     )
     converted = convert(traced.symbol, conversion, traced.values())
@@ -231,6 +231,6 @@ def convert_hybrid_block(
     frozen = values if fuse else converted.inputs
     # With other dtypes of inputs and outputs than its own, the source is another model.
     source = None
-    if converted.policy.chooses and keep_io_types:
+    if keep_io_types:
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
     return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source)

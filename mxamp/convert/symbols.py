@@ -8,7 +8,13 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast
-from ..graph.cast_params import cast_offline, count_losses, with_dtypes
+from ..graph.cast_params import (
+    cast_offline,
+    count_losses,
+    with_copies,
+    with_dtypes,
+    without_copies,
+)
 from ..graph.fuse import fused
 from ..graph.graph import Graph
 from ..graph.insert_casts import rewrite
@@ -85,7 +91,8 @@ def convert(
     """
     if not isinstance(symbol, Symbol):
         raise ArgumentError(f"a model's graph is a Symbol, not {type(symbol).__name__}")
-    graph = Graph.from_symbol(symbol)
+    read = Graph.from_symbol(symbol)
+    graph = without_copies(read)
     policy = checked_policy(conversion.policy, conversion.excluded_sym_names, graph)
     data = _data_names(graph, conversion, params)
     held = dict(params or {})
@@ -97,9 +104,11 @@ def convert(
     shapes = {name: array.shape for name, array in held.items()}
     usage = Usage(dtypes, shapes, restore=conversion.keep_io_types, converting=True)
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
-    if new == graph and not conversion.fuse:
+    if new == graph == read and not conversion.fuse:
         return Converted(symbol, {}, held, graph, policy)
     new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), data, policy, conversion)
+    if not conversion.fuse:
+        new = with_copies(new, {**dtypes, **inputs})
     written = new.to_symbol(_keeping_casts(type(symbol)))
     return Converted(written, inputs, held, graph, policy)
 

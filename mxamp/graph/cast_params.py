@@ -8,9 +8,18 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast
 from ..framework.machine import DTYPE_CODES
-from .graph import CASTS, Graph, GraphCopy
+from .graph import CASTS, Graph, GraphCopy, Node, Output
 
-__all__ = ["cast_offline", "count_losses", "with_dtypes", "without"]
+__all__ = [
+    "cast_offline",
+    "count_losses",
+    "with_copies",
+    "with_dtypes",
+    "without",
+    "without_copies",
+]
+
+COPY = "_amp_copy"
 
 
 def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
@@ -47,6 +56,41 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
             cast_variables[node.name] = dtype
             dropped.update(dict.fromkeys(readers[i], i))
     return without(replace(graph, nodes=nodes), dropped), cast_variables
+
+
+def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
+    """Put a copy between each variable and its casts to or from bfloat16.
+
+    On CPUs the gradient of such a cast is lost under grad_req="add" (`Builder.cast`), and a saved
+    graph doesn't know how its gradients will be written.
+    """
+    copy = GraphCopy(graph)
+    names = {node.name for node in graph.nodes}
+    made: Dict[int, Output] = {}
+    for i, node in enumerate(graph.nodes):
+        inputs = copy.inputs(node)
+        source = node.inputs[0][0] if node.op in CASTS else i
+        variable = graph.nodes[source]
+        between = (dtypes.get(variable.name, "float32"), node.attrs.get("dtype"))
+        if source != i and variable.is_variable and "bfloat16" in between:
+            if source not in made:
+                name = f"{variable.name}{COPY}"
+                while name in names:
+                    name += "_"
+                made[source] = copy.add(Node("_copy", name, {}, inputs))
+            inputs = [made[source]]
+        copy.add_copy(i, inputs=inputs)
+    return copy.finished()
+
+
+def without_copies(graph: Graph) -> Graph:
+    """Return the graph without what `with_copies` has put into it."""
+    copies = {
+        i: node.inputs[0][0]
+        for i, node in enumerate(graph.nodes)
+        if node.op == "_copy" and COPY in node.name and graph.nodes[node.inputs[0][0]].is_variable
+    }
+    return without(graph, copies) if copies else graph
 
 
 def without(graph: Graph, dropped: Mapping[int, int]) -> Graph:

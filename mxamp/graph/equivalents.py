@@ -185,8 +185,13 @@ def fourth_channel() -> Sequence[Part]:
 def is_split_of_rows(call: Call) -> bool:
     """Tell whether it splits the last axis, where MXNet's kernel copies element by element."""
     shape, attrs = call.shape, call.attrs
-    last = shape is not None and int(attrs.get("axis", "1")) in (-1, len(shape) - 1)
-    return last and not _is_true(attrs.get("squeeze_axis", "False"))
+    if shape is None or not all(shape) or _is_true(attrs.get("squeeze_axis", "False")):
+        return False
+    if int(attrs.get("axis", "1")) not in (-1, len(shape) - 1):
+        return False
+    # MXNet has no slices without elements, and NumPy's parts may be empty.
+    _, *bounds = split_bounds(call)
+    return all(a < b for a, b in zip(bounds, bounds[1:]))
 
 
 def split_bounds(call: Call) -> Detail:
@@ -198,8 +203,10 @@ def split_bounds(call: Call) -> Detail:
     shape, attrs = call.shape or (0,), call.attrs
     sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
     if sections:
-        axes = len(shape) if call.training else 0
-        return (axes, *(shape[-1] * i // sections for i in range(sections + 1)))
+        # As NumPy's array_split: the first parts are one longer where they can't be equal.
+        size, longer = divmod(shape[-1], sections)
+        axes = len(shape) if call.training and not longer else 0
+        return (axes, *(size * i + min(i, longer) for i in range(sections + 1)))
     starts = [int(text) for text in attrs["indices"].strip("[]() ").split(",") if text.strip()]
     return (0, *starts, shape[-1])
 

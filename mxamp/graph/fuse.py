@@ -4,6 +4,7 @@ Around that pass: BatchNorm is folded first, activations are renamed to those th
 convolutions of images get a fourth channel.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import Callable, Dict, FrozenSet, Iterable, Mapping, Sequence, Tuple
 
@@ -78,7 +79,7 @@ def _renamed(graph: Graph) -> Graph:
 
 def _fused_by_mxnet(graph: Graph) -> Graph:
     """Return the graph with oneDNN's fused operators: what MXNet's executors do to it."""
-    symbol = _norms_apart(graph).to_symbol().get_backend_symbol("MKLDNN")
+    symbol = _apart(graph).to_symbol().get_backend_symbol("MKLDNN")
     graph = Graph.from_symbol(symbol)
     barriers = [i for i, node in enumerate(graph.nodes) if node.name.endswith(f"_{_APART}")]
     return without(graph, {i: graph.nodes[i].inputs[0][0] for i in barriers})
@@ -135,10 +136,29 @@ def _of_any_shape(variable: Node) -> Node:
 # ---------------------------------------------------------------------- operators put in between
 
 
-def _norms_apart(graph: Graph) -> Graph:
-    """Put an operator before each BatchNorm that is left: MXNet would fold it in bfloat16."""
-    apart = [Part("BlockGrad", _APART, (0,), {})]
-    return _with_parts(graph, lambda i: apart if graph.nodes[i].op == "BatchNorm" else ())
+def _apart(graph: Graph) -> Graph:
+    """Put operators before what MXNet's pass must not fuse with what it reads.
+
+    It would fold the BatchNorms that are left in bfloat16. And it takes one that reads an output
+    for the only one, wrongly where that is an output of the graph too, or where a sum reads both
+    a convolution and what is computed from it.
+    """
+    read = Counter([i for node in graph.nodes for i, _ in node.inputs])
+    read.update(i for i, _ in graph.heads)
+    shared = {i for i, count in read.items() if count > 1 and _is_fusible(graph.nodes[i])}
+    copy = GraphCopy(graph)
+    for i, node in enumerate(graph.nodes):
+        inputs = copy.inputs(node)
+        for position, (source, _) in enumerate(node.inputs):
+            if source in shared or (node.op == "BatchNorm" and position == 0):
+                name = f"{node.name}_{position}_{_APART}"
+                inputs[position] = copy.add(Node("BlockGrad", name, {}, [inputs[position]]))
+        copy.add_copy(i, inputs=inputs)
+    return copy.finished()
+
+
+def _is_fusible(node: Node) -> bool:
+    return not node.is_variable and node.num_outputs == 1
 
 
 def _with_parts(graph: Graph, parts: Callable[[int], Sequence[Part]]) -> Graph:

@@ -5,6 +5,7 @@ holds and exports stays the plain one.
 """
 
 import functools
+import logging
 from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from mxnet import autograd
@@ -27,6 +28,15 @@ from ..policy.policy import Policy
 from ..scaling.loss_outputs import scale_array
 
 __all__ = ["Source", "follow", "patches"]
+
+logger = logging.getLogger("mxamp")
+
+FUSED_ALREADY = (
+    "block %r was fused by optimize_for or a backend: its fused layers compute in float32. Call "
+    "hybridize() without a backend; for fused inference in bfloat16, convert_hybrid_block(net, "
+    '"bfloat16", fuse=True)'
+)
+_FUSED_PREFIX = "_sg_mkldnn"
 
 
 def patches() -> List[Patch]:
@@ -78,6 +88,8 @@ class _PolicyCachedOp:
         self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
         self._policy = source.policy if source is not None else None
         self._stored = source.stored if source is not None else frozenset()
+        if source is None and any(n.startswith(_FUSED_PREFIX) for n in self._graph.operators):
+            logger.warning(FUSED_ALREADY, block.name)
         self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
@@ -149,9 +161,10 @@ class _PolicyCachedOp:
         )
         graph = self._graph_for(training)
         symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices)
+        if symbol is None and (graph is not self._graph or self._policy is not None):
+            # The plain op of a converted block has the casts for other dtypes.
+            symbol = graph.to_symbol(self._symbol_class)
         if graph is not self._graph:
-            if symbol is None:
-                symbol = graph.to_symbol(self._symbol_class)
             op = self._taking_scale(symbol)
         else:
             op = self._plain if symbol is None else CachedOp(symbol, self._flags)

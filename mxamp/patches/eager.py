@@ -20,6 +20,7 @@ from ..framework.arrays import KIND_NAMES, cast, dtype_code, kind_code, on_devic
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, by_handle, resolve
 from ..framework.patching import Patch
+from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
@@ -50,6 +51,8 @@ def patches() -> List[Patch]:
 
 
 def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
+    zero = zero_gradients()
+
     def _imperative_invoke(
         handle: int,
         ndargs: List[NDArray],
@@ -66,9 +69,11 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
             ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
         operator = _casts_of(policy)[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
+        reads = ndargs if decision is None else _read(decision, ndargs)
+        if handle in zero and autograd.is_recording():
+            reads = kept_safe(reads, zero[handle], is_np_op)
         if decision is None:
-            return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        reads = _read(decision, ndargs)
+            return original(handle, reads, keys, vals, out, is_np_op, output_is_list)
         outputs = original(handle, reads, keys, vals, None, is_np_op, output_is_list)
         outputs = _round(decision, outputs, is_np_op)
         return outputs if out is None else _write_out(outputs, out)
@@ -150,6 +155,7 @@ class _Casts:
         named += ["transpose_a"] if self._sums else []
         named += [a for a in ("num_group", "mode") if operator.name in ("Convolution", "RNN")]
         named += ["op_type"] if operator.name == "Custom" else []
+        named += ["subscripts"] if operator.name == "_npi_einsum" else []
         self._attributes = frozenset(named)
         # Without a GPU in the machine every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"

@@ -23,6 +23,11 @@ _WIDE = frozenset({"float32", "float64"})
 _FOREIGN = frozenset({"float64", "sparse"})
 
 
+DIAGONAL = (
+    "MXNet writes its gradient on the diagonal alone: what a cast would read beside it is garbage"
+)
+
+
 @dataclass(frozen=True)
 class Decision:
     """What is done to one call of an operator.
@@ -89,6 +94,8 @@ def decide(
     floats = {i: d for i, d in enumerate(dtypes) if d in CASTABLE and i not in fixed}
     if not floats:
         return Decision(untouched, "no floating-point input to cast")
+    if _takes_diagonal(operator, attributes) and set(floats.values()) == {"float32"}:
+        return Decision(untouched, DIAGONAL, "float32")
     leading = _leading(rule, attributes, floats)
     if not leading:
         return Decision(untouched, "no floating-point input to follow")
@@ -160,6 +167,15 @@ def _leading(rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str
         return set(floats.values())
     following = operator.positions(rule.follow_inputs, attributes)
     return {dtype for i, dtype in floats.items() if i not in following}
+
+
+def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
+    """Tell whether an einsum names an axis of one operand twice."""
+    if operator != "_npi_einsum":
+        return False
+    operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
+    named = [[letter for letter in operand if letter.isalpha()] for operand in operands]
+    return any(len(letters) != len(set(letters)) for letters in named)
 
 
 def _guards(

@@ -158,3 +158,76 @@ def test_states_and_nested_inputs_stay():
         expected, (h, c) = cell(x, states)
     for mine, theirs in ((out, expected), (first, h), (second, c)):
         assert same(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("before", ["nothing", "a call", "hybridize"])
+def test_it_is_saved_in_full_before_and_after_its_first_call(net, offline, dtype, before, tmp_path):
+    policy, x = amp.Policy.default(dtype, "cpu"), randn(3, 3, 6, 6)
+
+    def converted():
+        return amp.convert_hybrid_block(net, policy=policy, cast_optional_params=offline)
+
+    low, other = converted(), converted()
+    if before != "nothing":
+        low(x)
+    if before == "hybridize":
+        low.hybridize()
+    low.export(str(tmp_path / "model"))
+    names = {key.split(":")[1] for key in nd.load(str(tmp_path / "model-0000.params"))}
+    assert names == set(low.collect_params())
+    assert "amp_cast" in (tmp_path / "model-symbol.json").read_text()
+    low.save_parameters(str(tmp_path / "params"))
+    for param in other.collect_params().values():
+        param.set_data(nd.zeros_like(param.data()))
+    other.load_parameters(str(tmp_path / "params"))
+    assert same(other(x), low(x))
+
+
+class TwoInputs(gluon.HybridBlock):
+    """A block that reads one of its inputs, or both."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        with self.name_scope():
+            self.dense = nn.Dense(40, in_units=40)
+
+    def hybrid_forward(self, F, x, y):
+        if self.read == "both":
+            return F.FullyConnected(x, y, num_hidden=40, no_bias=True)
+        return self.dense(x if self.read == "first" else y)
+
+
+@pytest.mark.filterwarnings("ignore:The .* input to HybridBlock is not used")
+@pytest.mark.filterwarnings("ignore:Parameter .* is not used")
+@pytest.mark.parametrize("read", ["first", "second"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_inputs_that_are_not_read_are_taken_all_the_same(read, fuse):
+    block, x = TwoInputs(read), randn(40, 40)
+    block.initialize()
+    block.hybridize()
+    index = nd.zeros((2,), dtype="int32")
+    data = (x, index) if read == "first" else (index, x)
+    plain = block(*data).asnumpy()
+    names = ("data1", "data0") if read == "first" else ("data0", "data1")
+    low = amp.convert_hybrid_block(block, "bfloat16", input_dtypes={names[0]: "int32"}, fuse=fuse)
+    np.testing.assert_allclose(low(*data).asnumpy(), plain, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:Parameter .* is not used")
+@pytest.mark.parametrize("example", [False, True])
+def test_float64_stays_float64(dtype, example):
+    block = TwoInputs("both")
+    block.initialize()
+    block.hybridize()
+    x, y = randn(40, 40).astype("float64"), randn(40, 40, seed=1).astype("float64")
+    plain = block(x, y)
+    policy = amp.Policy.default(dtype, "cpu")
+    low = amp.convert_hybrid_block(block, policy=policy, example_inputs=[x, y] if example else None)
+    assert same(low(x, y), plain)
+    if example:
+        assert "amp_cast" not in operators_of(low._cached_graph[1])
+    assert low(x.astype("float32"), y.astype("float32")).dtype == np.float32

@@ -172,7 +172,7 @@ def test_booleans_and_numpy_semantics(dtype):
     x, mask = randn(3, 4).as_np_ndarray(), mx.np.array(np.eye(3, 4) > 0, dtype="bool")
     net.hybridize()
     plain = net(x, mask)
-    low = amp.convert_hybrid_block(net, policy=amp.Policy.default(dtype, "cpu"))
+    low = amp.convert_hybrid_block(net, policy=amp.Policy.default(dtype, "cpu").untuned())
     total, inverse, kept = low(x, mask)
     assert kind(inverse) == "bool"
     assert (inverse.asnumpy() == plain[1].asnumpy()).all()
@@ -358,3 +358,35 @@ def test_the_dtype_argument_in_every_spelling():
     for spelling in ("float16", np.float16, np.dtype("float16")):
         assert amp.convert_symbol(symbol, spelling).tojson() == amp.convert_symbol(symbol).tojson()
     assert mx_dtype("bfloat16") == BF16
+
+
+@pytest.mark.parametrize("ops", ["dense", "convolution", "both readers", "shared"])
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_are_added_up_in_plain_mxnet(dtype, ops, again):
+    data, weight = mx.sym.var("data"), mx.sym.var("weight")
+    if ops == "convolution":
+        out = mx.sym.Convolution(data, weight, kernel=(1, 1), num_filter=16, no_bias=True)
+        shapes = {"data": (2, 16, 5, 5), "weight": (16, 16, 1, 1)}
+    else:
+        out = mx.sym.FullyConnected(data, weight, num_hidden=16, no_bias=True)
+        shapes = {"data": (4, 16), "weight": (16, 16)}
+    if ops == "both readers":
+        out = out + mx.sym.softmax(mx.sym.FullyConnected(out, weight, num_hidden=16, no_bias=True))
+    if ops == "shared":
+        out = mx.sym.FullyConnected(out, weight * 2, num_hidden=16, no_bias=True)
+    policy = amp.Policy.default(dtype, "cpu")
+    low = amp.convert_symbol(out, policy=policy)
+    if again:
+        low = amp.convert_symbol(low, policy=policy)
+    arrays = {name: randn(*shape, seed=k) for k, (name, shape) in enumerate(shapes.items())}
+    grads = {}
+    for grad_req in ("write", "add"):
+        grads[grad_req] = {name: nd.zeros(shape) for name, shape in shapes.items()}
+        run = low.bind(mx.cpu(), arrays, grads[grad_req], grad_req)
+        for _ in range(2):
+            run.forward(is_train=True)
+            run.backward([nd.ones_like(run.outputs[0])])
+    for name in shapes:
+        once = grads["write"][name].asnumpy()
+        assert np.abs(once).max() > 0
+        np.testing.assert_allclose(grads["add"][name].asnumpy(), 2 * once, rtol=1e-5)

@@ -9,7 +9,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from digits import arrays, batches
-from helpers import check_python, exported, kind, operators_of, same, with_avx512
+from helpers import check_python, exported, kind, operators_of, randn, same, with_avx512
 from mxamp.cli.main import main
 
 B = amp.Policy.default("bfloat16")
@@ -200,3 +200,61 @@ def test_without_avx512_it_says_so():
         env={"DNNL_MAX_CPU_ISA": "AVX2"},
     )
     assert "avx512" in printed
+
+
+ACTIVATIONS = {
+    "relu": lambda F, y: F.relu(y),
+    "sigmoid": lambda F, y: F.sigmoid(y),
+    "tanh": lambda F, y: F.tanh(y),
+    "clip": lambda F, y: F.clip(y, 0, 6),
+    "softrelu": lambda F, y: F.Activation(y, act_type="softrelu"),
+    "leaky": lambda F, y: F.LeakyReLU(y, act_type="leaky"),
+    "gelu": lambda F, y: F.LeakyReLU(y, act_type="gelu"),
+    "elu": lambda F, y: F.LeakyReLU(y, act_type="elu"),
+    "abs": lambda F, y: F.abs(y),
+    "square": lambda F, y: F.square(y),
+    "exp": lambda F, y: F.exp(y),
+}
+OUTPUTS = {
+    "last": lambda F, a, y: [a, y],
+    "first": lambda F, a, y: [y, a],
+    "among others": lambda F, a, y: [F.mean(y, axis=1), a, y],
+    "added": lambda F, a, y: [a + y],
+    "of a sum": lambda F, a, y: [F.relu(a + y), a + y],
+}
+
+
+@with_avx512
+@pytest.mark.filterwarnings("ignore:Parameter .* is not used")
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("behind", [*ACTIVATIONS, "sum", "norm"])
+@pytest.mark.parametrize("layer", ["dense", "convolution"])
+def test_what_others_read_or_the_net_returns_stays_as_it_is(layer, behind, outputs):
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                dense = layer == "dense"
+                self.one, self.two = (
+                    nn.Dense(16, in_units=16) if dense else nn.Conv2D(16, 1, in_channels=16)
+                    for _ in range(2)
+                )
+                self.norm = nn.BatchNorm(in_channels=16)
+
+        def hybrid_forward(self, F, x):
+            y = self.one(x)
+            if behind == "norm":
+                a = self.norm(y)
+            else:
+                a = self.two(x) + y if behind == "sum" else ACTIVATIONS[behind](F, y)
+            return OUTPUTS[outputs](F, a, y)
+
+    net = Net()
+    net.initialize(mx.init.Normal(0.3))
+    net.hybridize()
+    x = randn(40, 16) if layer == "dense" else randn(4, 16, 5, 5)
+    plain = net(x)
+    low = amp.convert_hybrid_block(net, "bfloat16", fuse=True)(x)
+    for mine, theirs in zip(low, plain):
+        error = np.linalg.norm((mine - theirs).asnumpy()) / np.linalg.norm(theirs.asnumpy())
+        assert error < 0.02

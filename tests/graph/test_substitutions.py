@@ -379,3 +379,30 @@ def test_numpy_blocks():
             np.testing.assert_allclose(mine.asnumpy(), theirs.asnumpy(), rtol=1e-6)
     found = operators(block, input_shapes={"data": (3, 4)})
     assert set(found) == {"Activation"}
+
+
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("parts", [2, 3, 5, 11, (3,), (0, 3), (2, 2, 5), (3, 8)], ids=str)
+def test_parts_are_numpys_whatever_their_sizes(parts, recording):
+    class Split(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.np.array_split(x, parts, axis=-1)
+
+    mx.npx.set_np()
+    x = mx.np.arange(32.0).reshape(4, 8)
+    x.attach_grad()
+    block = Split()
+    block.hybridize()
+    with amp.autocast("bfloat16"):
+        with mx.autograd.record(recording):
+            found = block(x)
+            total = sum((k + 1) * part.sum() for k, part in enumerate(found) if part.size)
+        if recording:
+            total.backward()
+    expected = np.array_split(x.asnumpy(), parts, axis=-1)
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected):
+        assert same(mine, theirs)
+    if recording:
+        rows = [np.full_like(part, k + 1) for k, part in enumerate(expected)]
+        assert same(x.grad, np.concatenate(rows, axis=-1))

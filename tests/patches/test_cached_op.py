@@ -487,3 +487,20 @@ def test_output_operators_follow_the_scale(dtype, operator, hybrid, static):
     np.testing.assert_allclose(found[0] / 256, plain[0], rtol=0.05, atol=0.02 * abs(plain[0]).max())
     np.testing.assert_allclose(found[1], plain[1], rtol=0.02, atol=1e-3)
     np.testing.assert_allclose(found[2], plain[2], rtol=0.05, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_block_that_a_backend_has_fused_says_that_it_stays_in_float32(caplog):
+    x = randn(4, 8)
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(4, in_units=8, activation="relu"))
+    net.initialize()
+    amp.init("bfloat16", ctx=mx.cpu())
+    net.optimize_for(x, backend="MKLDNN")
+    for _ in range(3):
+        net(x).wait_to_read()
+    said = [record for record in caplog.records if "optimize_for" in record.message]
+    assert len(said) == 1
+    net.hybridize()
+    net(x).wait_to_read()
+    assert len([record for record in caplog.records if "optimize_for" in record.message]) == 1

@@ -1,0 +1,145 @@
+"""Files of models: replaced as a pair, read back, refused in one sentence where damaged."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+
+import mxamp as amp
+from helpers import ROOT, randn
+from mxamp.convert.files import load_model
+from mxamp.convert.pairs import replaced_files
+
+PART = ("symbol.json", "0000.params")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="fc")
+    params = {"fc_weight": randn(4, 8), "fc_bias": randn(4, seed=1)}
+    mx.model.save_checkpoint(str(tmp_path / "model"), 0, symbol, params, {})
+    return tmp_path
+
+
+def written(folder, name):
+    return [(folder / f"{name}-{part}").read_bytes() for part in PART]
+
+
+def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
+    paths = [tmp_path / f"model-{part}" for part in PART]
+    for stage in range(8):
+        for path in paths:
+            path.write_text("old")
+        code = f"""
+            import os, signal, sys
+            sys.path.insert(0, {str(ROOT)!r})
+            import mxamp
+            from pathlib import Path
+            from mxamp.convert import pairs
+            steps = iter(range(100))
+            def dies(function):
+                def step(*args, **options):
+                    if next(steps) == {stage}:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return function(*args, **options)
+                return step
+            pairs._sync = dies(pairs._sync)
+            Path.replace = dies(Path.replace)
+            Path.rmdir = dies(Path.rmdir)
+            paths = [Path(path) for path in {[str(path) for path in paths]!r}]
+            with pairs.replaced_files(paths) as folder:
+                for path in paths:
+                    (folder / path.name).write_text("new")
+        """
+        import textwrap
+
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=False
+        )
+        assert done.returncode == -signal.SIGKILL or stage > 6
+        with pytest.raises(amp.ArgumentError):  # these are no models, but the pair is put right
+            load_model(tmp_path / "model")
+        found = {path.read_text() for path in paths}
+        assert len(found) == 1, stage
+    with replaced_files(paths) as folder:
+        for path in paths:
+            (folder / path.name).write_text("last")
+    assert {path.read_text() for path in paths} == {"last"}
+    assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in paths)
+
+
+@pytest.mark.parametrize("way", ["cut off", "no space"])
+def test_what_can_not_be_written_leaves_the_old_files(saved, way, monkeypatch):
+    amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16")
+    before, save = written(saved, "low"), mx.model.save_checkpoint
+
+    def fails(prefix, *rest):
+        if way == "no space":
+            raise OSError(28, "No space left on device")
+        save(prefix, *rest)
+        with open(f"{prefix}-0000.params", "r+b") as file:
+            file.truncate(40)
+
+    monkeypatch.setattr(mx.model, "save_checkpoint", fails)
+    with pytest.raises(amp.StateError, match="nothing was changed") as raised:
+        amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16", force=True)
+    assert "\n" not in str(raised.value)
+    assert written(saved, "low") == before
+    assert not [name for name in os.listdir(saved) if name.startswith(".")]
+
+
+def cycle(data):
+    data["nodes"][1]["inputs"] = [[3, 0, 0]]
+
+
+def bad_index(data):
+    data["nodes"][3]["inputs"][0] = [70, 0, 0]
+
+
+def bad_head(data):
+    data["heads"] = [[9, 0, 0]]
+
+
+def no_name(data):
+    del data["nodes"][0]["name"]
+
+
+def no_nodes(data):
+    data["nodes"] = 7
+
+
+def negative(data):
+    data["nodes"][3]["inputs"][0] = [-1, 0, 0]
+
+
+@pytest.mark.parametrize("damage", [cycle, bad_index, bad_head, no_name, no_nodes, negative])
+def test_damaged_symbols_are_refused_in_one_sentence(saved, damage):
+    path = saved / "model-symbol.json"
+    data = json.loads(path.read_text())
+    damage(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(amp.ArgumentError, match=r"model-symbol\.json") as raised:
+        load_model(saved / "model")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"nodes": [', b"[" * 100000, b"\xff\xfe\x00", b"[]", b"null"]
+)
+def test_what_is_no_symbol_is_refused_in_one_sentence(saved, content):
+    (saved / "model-symbol.json").write_bytes(content)
+    with pytest.raises(amp.ArgumentError, match=r"model-symbol\.json"):
+        load_model(saved / "model")
+
+
+def test_converted_files_hold_what_was_converted(saved):
+    done = amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16")
+    symbol, args, _ = load_model(saved / "low")
+    assert done.symbol.is_file()
+    assert np.allclose(args["fc_weight"].asnumpy(), randn(4, 8).asnumpy())
+    assert "amp_cast" in symbol.tojson(remove_amp_cast=False)

@@ -1,0 +1,65 @@
+"""Gradients that are zero by definition: programs that run without mixed precision run with it."""
+
+import pytest
+
+from helpers import check_python
+from mxamp.framework.operators import by_handle
+from mxamp.framework.zero_gradients import zero_gradients
+
+# Each is a whole loss; L is a dense layer, in low precision.
+LOSSES = [
+    *(f"mx.np.{name}(L(x))" for name in (
+        "floor", "ceil", "rint", "fix", "trunc", "around", "var", "std", "isnan", "isinf", "sign",
+        "zeros_like", "ones_like", "logical_not", "argmax", "any", "atleast_1d")),
+    "mx.np.floor(mx.np.square(L(x)))",
+    "mx.np.floor(L(x).reshape(-1) * 2 + 1).mean()",
+    "mx.np.floor(L(x)[0, 0])",
+    "mx.np.floor(L(x)[0:0])",
+    "mx.np.full_like(L(x), 2)",
+    "mx.npx.reshape_like(L(x), L(z))",
+    "mx.npx.pick(L(x), L(z)[:, 0] * 0)",
+    "mx.npx.topk(L(x))",
+    "mx.npx.topk(L(x), ret_typ='value')",
+    "mx.npx.one_hot(L(x)[:, 0] * 0, 4)",
+    "mx.np.where(L(x), L(z), x)",
+    "(x * (L(z) > 0)).sum()",
+    "L(x) >= L(z)",
+    "mx.np.percentile(L(x), 50)",
+    *(f"mx.nd.{name}(L(x).as_nd_ndarray())" for name in ("floor", "round", "BlockGrad", "argsort")),
+    "mx.nd.broadcast_like(x.as_nd_ndarray(), L(z).as_nd_ndarray())",
+    "mx.nd.where(L(x).as_nd_ndarray(), x.as_nd_ndarray(), z.as_nd_ndarray())",
+]  # fmt: skip
+
+
+def test_all_are_known_to_mxnet():
+    assert set(zero_gradients()) <= set(by_handle())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_process_lives(dtype):
+    # In another process: where it fails, no exception comes.
+    printed = check_python(f"""
+        import mxamp as amp
+        import mxnet as mx
+        import numpy as np
+
+        mx.npx.set_np()
+        amp.init({dtype!r}, ctx=mx.cpu())
+        x, z, w = (mx.np.ones((4, 4)) for _ in range(3))
+        for array in (x, z, w):
+            array.attach_grad()
+
+        def L(a):
+            return mx.npx.fully_connected(a, w, num_hidden=4, no_bias=True)
+
+        for text in {LOSSES!r}:
+            print(text, flush=True)
+            with mx.autograd.record():
+                loss = eval(text)
+            loss.backward()
+            mx.nd.waitall()
+            for array in (x, z, w):
+                assert np.isfinite(array.grad.asnumpy()).all()
+        print("lives")
+    """)
+    assert printed.split()[-1] == "lives"
