@@ -41,7 +41,7 @@ def list_fp32_ops(target_dtype: Any) -> List[str]:
 def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
     """Return the operators that follow their inputs, and those that are never cast."""
     policy = _policy(target_dtype)
-    return sorted(policy.operators("neutral") + policy.operators("untouched"))
+    return sorted(_following(policy, "neutral") + policy.operators("untouched"))
 
 
 def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[str]]]:
@@ -57,7 +57,7 @@ def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[st
 
 def list_widest_type_cast(target_dtype: Any) -> List[str]:
     """Return the operators whose inputs are cast to the widest dtype among them."""
-    return _policy(target_dtype).operators("widest")
+    return sorted(_following(_policy(target_dtype), "widest"))
 
 
 def list_loss_output_functions(target_dtype: Any) -> List[str]:
@@ -76,3 +76,18 @@ def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool
         rule.operator: [name in rule.keep_inputs for name in inputs[rule.operator]]
         for rule in rules
     }
+
+
+def _following(policy: Policy, op_class: str) -> List[str]:
+    """Return the operators of a class, also those that are float32 for numbers out of range only.
+
+    Lists of `mxnet.contrib.amp` know conditions on values alone.
+    """
+    ranged = [
+        rule.operator
+        for rule in policy.rules.values()
+        if rule.op_class == op_class
+        and rule.conditions
+        and not any(condition.values for condition in rule.conditions)
+    ]
+    return policy.operators(op_class) + ranged
