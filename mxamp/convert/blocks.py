@@ -45,10 +45,10 @@ class Traced:
             name: param for name, param in block.collect_params().items() if name in used
         }
 
-    def dtypes_with(self, given: Optional[Mapping[str, Any]]) -> Optional[Mapping[str, Any]]:
+    def dtypes_with(self, given: Any) -> Any:
         """Return the dtypes of inputs: `given`, or the example's; of those that the graph reads.
 
-        Other inputs of the block are of no account.
+        Other inputs of the block are of no account. What is no mapping is returned as it is.
         """
         if given is not None and not isinstance(given, Mapping):
             return given
