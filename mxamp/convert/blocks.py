@@ -48,7 +48,7 @@ class Traced:
     def dtypes_with(self, given: Any) -> Any:
         """Return the dtypes of inputs: `given`, or the example's; of those that the graph reads.
 
-        Other inputs of the block are of no account.
+        Other inputs of the block are of no account. What is no mapping is returned as it is.
         """
         if given is not None and not isinstance(given, Mapping):
             return given

@@ -1,7 +1,10 @@
 """Gradients that are zero by definition: programs that run without mixed precision run with it."""
 
+import mxnet as mx
+import numpy as np
 import pytest
 
+import mxamp as amp
 from helpers import check_python
 from mxamp.framework.operators import by_handle
 from mxamp.framework.zero_gradients import zero_gradients
@@ -63,3 +66,23 @@ def test_the_process_lives(dtype):
         print("lives")
     """)
     assert printed.split()[-1] == "lives"
+
+
+@pytest.mark.parametrize("subscripts", ["ii->i", "ii", "ii,i->i"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_gradient_beside_a_diagonal_is_zero(dtype, subscripts):
+    mx.npx.set_np()
+    others = [mx.np.ones(8)] if "," in subscripts else []
+    amp.init(dtype, ctx=mx.cpu())
+    for _ in range(5):
+        w = mx.np.ones((8, 8))
+        w.attach_grad()
+        for _ in range(2):
+            # What is freed here is what an array that nobody writes to would hold.
+            freed = [mx.np.full((8, 8), 1e25) for _ in range(100)]
+            mx.nd.waitall()
+            del freed
+            with mx.autograd.record():
+                loss = mx.np.einsum(subscripts, w, *others).sum()
+        loss.backward()
+        assert (w.grad.asnumpy() == np.eye(8)).all()
