@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import mxamp as amp
 from helpers import ROOT
 
 PACKAGE = ROOT / "mxamp"
@@ -114,3 +115,18 @@ def test_pure_modules_import_no_mxnet():
             if isinstance(node, ast.Import)
             for alias in node.names
         ]
+
+
+def test_the_package_shows_its_public_names_only():
+    assert dir(amp) == sorted(amp.__all__)
+    modules = {part for path in MODULES for part in path.with_suffix("").parts[:1]}
+    assert not modules & set(amp.__all__), "a function hides a module"
+    for name in amp.__all__:
+        assert name in (amp.__doc__ or "") or name.startswith(("list_", "register_", "__")), name
+
+
+def test_data_tables_alone_are_laid_out_by_hand():
+    for path in MODULES:
+        lines = (PACKAGE / path).read_text().splitlines()
+        marked = [i for i, line in enumerate(lines) if line.rstrip().endswith("# fmt: skip")]
+        assert all(lines[i].strip()[0] in ")}" for i in marked), path

@@ -59,6 +59,7 @@ class _KeepsCasts:
         return str(super().tojson(remove_amp_cast=False))  # type: ignore[misc]
 
 
+#: Made once each, so that equal symbols have one class.
 _classes: Dict[type, type] = {}
 
 

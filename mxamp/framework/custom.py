@@ -11,6 +11,7 @@ __all__ = ["needs_head_gradient", "prop_class"]
 # Attributes of a call that the constructor does not get; those that begin with `__` are others.
 _OURS = ("op_type",)
 
+#: Answers by class and attributes: eager code asks at every call.
 _needs: Dict[Tuple[type, Tuple[Tuple[str, str], ...]], bool] = {}
 _KEPT = 1024
 

@@ -166,6 +166,7 @@ class GraphCopy:
 
 # ---------------------------------------------------------------------- dtypes
 
+#: Answers of MXNet on single nodes, which never change.
 _inferred: Dict[Any, Tuple[str, ...]] = {}
 
 # Without it MXNet takes a graph for one of version 0.8 and "upgrades" it.

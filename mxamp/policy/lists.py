@@ -64,7 +64,7 @@ def read_list(
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArgumentError(f"no operator list at {str(path)!r}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
     return _resolved(data, device, features, where=str(path))
 

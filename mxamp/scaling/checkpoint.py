@@ -22,6 +22,17 @@ __all__ = ["load_states", "save_states", "taken_state"]
 
 _ATTRIBUTE = "_amp_state"
 
+# What unpickling damaged states, or using them as a trainer's, raises.
+_DAMAGED = (
+    pickle.UnpicklingError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ImportError,
+)
+
 NO_STATES = (
     "{path!r} holds no states of a trainer ({why}); the trainer is as it was. Was it written by "
     "trainer.save_states, and to its end?"
@@ -47,8 +58,7 @@ def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]
     with _restored_on_error(trainer):
         try:
             type(trainer).load_states(trainer, path)
-        except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError,
-                AttributeError, ImportError) as error:  # fmt: skip
+        except _DAMAGED as error:
             why = f"{type(error).__name__}: {error}"
             raise ArgumentError(NO_STATES.format(path=path, why=why)) from error
         state = taken_state(trainer)

@@ -127,7 +127,7 @@ def test_starts_backward(name, attributes, starts):
 def test_a_few_probed_again(tmp_path):
     names = ["SoftmaxOutput", "make_loss", "SVMOutput", "softmax", "CTCLoss", "BlockGrad", "argmax"]
     out = tmp_path / "found.json"
-    script = str(ROOT / "scripts" / "probe_loss_outputs")
+    script = str(ROOT / "scripts" / "bench" / "probe_loss_outputs")
     done = run_python(
         f"import runpy, sys; sys.argv = {[script, '--out', str(out), *names]!r};"
         f"runpy.run_path({script!r}, run_name='__main__')"

@@ -162,3 +162,11 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
     assert not untuned.chooses
     assert policy.override(fp32=["relu"]).substitutions == policy.substitutions
     assert policy.override(substitutions=["relu6"]) != policy
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"a = " + b"[" * 100_000, b"not toml"])
+def test_files_that_are_no_toml(tmp_path, content):
+    path = tmp_path / "policy.toml"
+    path.write_bytes(content)
+    with pytest.raises(amp.ArgumentError, match="is not valid TOML"):
+        Policy.load(path)
