@@ -30,12 +30,21 @@ from ..scaling.shared_scale import (
     hook_with_shared_scale,
     scale_of,
 )
-from .scaled_pass import PassResult, scaled_pass
+from .scaled_pass import PassResult, lower_scales, scaled_pass
 from .variables import Variable, Variables
 
 __all__ = ["backward_patches"]
 
 logger = logging.getLogger("mxamp")
+
+RUN_AGAIN = (
+    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
+    "again with %g, and the next one uses %g"
+)
+NOT_FINITE = (
+    "a gradient that no trainer owns is not finite with a loss scale of 1 either: it is not in "
+    "float32, or half precision has no room for it. Nothing was skipped for it"
+)
 
 # The largest power of two that a float16 head gradient can hold.
 _HALF_LIMIT = 2.0**15
@@ -86,9 +95,11 @@ class _BackwardPatches(FrontEnd):
         with self._one_pass:
             self._running_in = threading.get_ident()
             try:
-                yield self.variables.alive()
+                yield self.variables.all()
             finally:
                 self._running_in = None
+                # Only now: a script may have dropped an array whose gradient it has kept.
+                self.variables.prune()
 
     def is_inner(self) -> bool:
         """Tell whether the caller runs inside a pass: as a function written in Python.
@@ -186,6 +197,7 @@ def _build_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         scale = _scale_for(hooks, listed) if hooks else 1.0
         if scale == 1:
             return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
+        tried, scales = scale, iter(lower_scales(scale))
         while True:
             with scaled_heads(scale):
                 gradients = listed.scaled_gradients(scale)
@@ -193,9 +205,11 @@ def _build_grad(original: Callable[..., Any]) -> Callable[..., Any]:
                 found = original(listed.heads, variables, gradients, True, create_graph, train_mode)
             with suspended():
                 found = [gradient * (1 / scale) for gradient in found]
-            if scale <= 1 or all_finite(found):
+            finite = all_finite(found)
+            if scale <= 1 or finite:
+                _note_overflow(hooks, tried, scale, finite)
                 return found
-            scale = _shared(hooks).lower(scale)
+            scale = next(scales)
 
     return grad
 
@@ -232,13 +246,39 @@ def _run(
         compute(scale, False)
         return PassResult(scale, frozenset(), frozenset())
     with backward_patches.running() as variables:
-        return scaled_pass(compute, scale, variables, _owned(hooks), _shared(hooks).lower)
+        owned, statistics = _owned(hooks), _statistics(hooks)
+        result = scaled_pass(compute, scale, variables, owned, statistics)
+    _note_overflow(hooks, scale, result.scale, finite=result.overflown <= owned)
+    return result
 
 
 def _owned(hooks: Sequence[TrainerHook]) -> AbstractSet[int]:
     """Return the arrays whose updates trainers skip, by `id`."""
     params = (param for hook in hooks for param in hook.trainer._params)
     return {id(data) for param in params if param._grad is not None for data in param.list_data()}
+
+
+def _statistics(hooks: Sequence[TrainerHook]) -> List[NDArray]:
+    """Return the parameters that get no gradients: BatchNorm's running statistics among them."""
+    params = (param for hook in hooks for param in hook.trainer._params)
+    return [
+        array
+        for param in params
+        if param.grad_req == "null" and param._data is not None
+        for array in param.list_data()
+    ]
+
+
+def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, finite: bool) -> None:
+    """Lower the shared scale where a pass had to be run again, and a lower scale was the cure."""
+    if used == tried:
+        return
+    if finite:
+        lowered = _shared(hooks).lower(tried)
+        logger.info(RUN_AGAIN, tried, used, lowered)
+    else:
+        # Float32 would have overflowed too: the scale is not to blame.
+        logger.warning(NOT_FINITE)
 
 
 def _shared(hooks: Sequence[TrainerHook]) -> SharedScale:

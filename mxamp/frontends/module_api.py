@@ -12,7 +12,7 @@ import weakref
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List, Optional, Sequence
 
-from mxnet.module import Module
+from mxnet.module import Module, SequentialModule
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
@@ -48,6 +48,7 @@ class _BoundState:
     def __init__(self, scalable: bool) -> None:
         self.scalable = scalable
         self.overflown = False  #: a gradient was not finite
+        self.counts = True  #: its update is a step; not that of a later module of a sequence
 
 
 class _ModulePatches(FrontEnd):
@@ -66,6 +67,7 @@ class _ModulePatches(FrontEnd):
             Patch(Module, "init_optimizer", _build_init_optimizer),
             Patch(Module, "backward", _build_backward),
             Patch(Module, "update", _build_update),
+            Patch(SequentialModule, "update", _build_update_of_all),
         ]
 
     def close(self) -> None:
@@ -180,15 +182,30 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared is None or self not in module_patches.states:
             original(self)
         else:
-            _update(self, shared, module_patches.states[self].overflown, original)
+            finite = _update(self, shared, module_patches.states[self].overflown, original)
+            if module_patches.states[self].counts:
+                shared.record(finite)
+
+    return update
+
+
+def _build_update_of_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: SequentialModule) -> None:
+        # One batch is one step: all its modules update, or none, and it counts once.
+        states = [module_patches.states[m] for m in self._modules if m in module_patches.states]
+        overflown = any(state.overflown for state in states)
+        for i, state in enumerate(states):
+            state.overflown, state.counts = overflown, i == 0
+        original(self)
 
     return update
 
 
 def _update(
     module: Module, shared: SharedScale, overflown: bool, original: Callable[..., Any]
-) -> None:
-    """Update a module's parameters, or skip the update where a gradient is not finite."""
+) -> bool:
+    """Update a module's parameters unless a gradient is not finite; tell whether all are."""
     group, kvstore = module._exec_group, module._kvstore
     if kvstore:
         # Before the check, so that all devices and workers decide alike.
@@ -207,7 +224,7 @@ def _update(
     else:
         scale = shared.loss_scale
         logger.info("module update skipped, gradients are not finite; loss scale %g", scale)
-    shared.record(finite)
+    return finite
 
 
 def _set_scale(module: Module, scale: float) -> None:

@@ -13,7 +13,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..scaling.finite import multiply, unscale
 from .variables import Variable
 
-__all__ = ["PassResult", "scaled_pass"]
+__all__ = ["PassResult", "lower_scales", "scaled_pass"]
 
 #: Runs the backward pass: called with the scale, and whether to keep the graph.
 Compute = Callable[[float, bool], None]
@@ -32,19 +32,22 @@ def scaled_pass(
     scale: float,
     variables: Sequence[Variable],
     owned: AbstractSet[int],
-    lower: Callable[[float], float],
+    statistics: Sequence[NDArray],
 ) -> PassResult:
     """Run a backward pass, take the scale out of what it has written, and find what overflowed.
 
     A gradient of an array that is not `owned`, by trainers that skip a step, must not overflow
-    where float32's would not: then the pass is run again with the scale that `lower` returns. For
-    that the graph is kept, and what gradients are added to is copied first.
+    where float32's would not: then the pass is run again with lower scales, down to 1. For that
+    the graph is kept; what gradients are added to, and the `statistics` that BatchNorm updates in
+    its backward pass, are copied first.
     """
     fresh = [v for v in variables if v.array._fresh_grad]
     _set_fresh(fresh, False)
     adding = [v.gradient for v in variables if v.adds]
     others = any(id(v.array) not in owned for v in variables)
-    backups = [gradient.copy() for gradient in adding] if others else []
+    changed = [*adding, *statistics] if others else []
+    backups = [array.copy() for array in changed]
+    scales = iter(lower_scales(scale))
     try:
         while True:
             # What is added to has to carry the same scale as what is added.
@@ -60,11 +63,16 @@ def scaled_pass(
             overflown = _unscale(written, variables, scale)
             if scale <= 1 or overflown <= owned:
                 return PassResult(scale, {id(v.array) for v in written}, overflown)
-            scale = lower(scale)
-            _restore(adding, backups)
+            scale = next(scales)
+            _restore(changed, backups)
             _set_fresh(written, False)
     finally:
         _set_fresh(fresh, True)
+
+
+def lower_scales(scale: float) -> List[float]:
+    """Return the scales to try where one has overflowed: each far lower, the last one 1."""
+    return [max(scale / 2**4, 1.0), max(scale / 2**8, 1.0), 1.0]
 
 
 def _unscale(

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple
 
 import mxnet as mx
 from mxnet import autograd
+from mxnet.contrib import autograd as contrib_autograd
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.patching import Patch
@@ -44,6 +45,7 @@ class Variables:
             Patch(autograd, "mark_variables", self._build_mark),
             Patch(NDArray, "attach_grad", self._build_attach),
             Patch(mx.np.ndarray, "attach_grad", self._build_attach),
+            Patch(contrib_autograd, "mark_variables", self._build_mark),
         ]
 
     def add(self, arrays: Iterable[NDArray], grad_req: str) -> None:
@@ -57,11 +59,14 @@ class Variables:
         """Forget them all."""
         self._variables.clear()
 
-    def alive(self) -> List[Variable]:
-        """Return the variables that somebody else holds too; forget the others."""
+    def all(self) -> List[Variable]:
+        """Return the variables that there were after the last `prune`, and those marked since."""
+        return list(self._variables.values())
+
+    def prune(self) -> None:
+        """Forget the variables that nobody else holds."""
         for key in [key for key, v in self._variables.items() if _only_ours(v)]:
             del self._variables[key]
-        return list(self._variables.values())
 
     def _build_mark(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -16,7 +16,7 @@ from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import check_target
 from ..scaling import clipping, loss_watch
-from . import cached_op, eager, functions, optimizers, symbolic
+from . import cached_op, data_loading, eager, functions, optimizers, symbolic
 
 __all__ = ["autocast", "init", "shutdown"]
 
@@ -48,7 +48,7 @@ class _CastingPatches(PatchSet):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
-        calls += functions.patches(_region)
+        calls += [*functions.patches(_region), *data_loading.patches()]
         return [*calls, *optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
 
     def acquire(self) -> None:

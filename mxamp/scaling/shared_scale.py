@@ -37,8 +37,8 @@ class SharedScale:
         return self.scaler.update(finite)
 
     def lower(self, scale: float) -> float:
-        """Return a lower scale, after a pass with this one that nobody will skip overflowed."""
-        return max(min(self.scaler.update(False), scale / 2), 1.0)
+        """Lower the scale after a pass with this one overflowed and no step will be skipped."""
+        return min(self.scaler.update(False), scale)
 
     def __deepcopy__(self, memo: Any) -> "SharedScale":
         return self  # MXNet copies optimizers; the scale stays one

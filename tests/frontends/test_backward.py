@@ -1,7 +1,5 @@
 """Gradients leave the backward pass without the scale: scripts that know nothing see float32's."""
 
-import gc
-
 import mxnet as mx
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import mxamp as amp
 from helpers import randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
+from mxamp.frontends.module_api import module_patches
 
 
 @pytest.fixture
@@ -259,16 +258,110 @@ def test_a_backward_pass_inside_a_function_is_part_of_the_one_around_it(run):
 
 
 def test_variables_that_nobody_holds_are_forgotten(run):
-    _, trainer = net_and_trainer()
-    backward_patches.variables.alive()
-    count = len(backward_patches.variables.alive())
+    net, trainer = net_and_trainer()
+    backward(net, randn(2, 4))
+    count = len(backward_patches.variables.all())
     for _ in range(20):
-        x = randn(2, 2)
+        x = randn(2, 4)
         x.attach_grad()
+        backward(net, x)
+        assert len(backward_patches.variables.all()) <= count + 2
     del x
-    gc.collect()
-    assert len(backward_patches.variables.alive()) == count
+    backward(net, randn(2, 4))
+    assert len(backward_patches.variables.all()) == count
     assert trainer is not None
+
+
+@pytest.mark.parametrize("mark", ["attach_grad", "contrib"])
+def test_a_gradient_whose_array_was_dropped(run, mark):
+    net, trainer = net_and_trainer()
+
+    def passed():
+        z = randn(16, 4)
+        gradient = nd.zeros_like(z)
+        if mark == "attach_grad":
+            z.attach_grad()
+            gradient = z.grad
+        else:
+            mx.contrib.autograd.mark_variables([z], [gradient])
+        with autograd.record():
+            loss = (net(z) ** 2).mean()
+        return loss, gradient
+
+    loss, gradient = passed()
+    loss.backward()
+    found = gradient.asnumpy()
+    amp.shutdown()
+    net, _ = net_and_trainer()
+    loss, gradient = passed()
+    loss.backward()
+    assert_close([found], [gradient.asnumpy()])
+    assert trainer is not None
+
+
+def test_statistics_move_once_however_often_a_pass_runs(run):
+    def statistics():
+        mx.random.seed(1)
+        net = nn.HybridSequential()
+        net.add(nn.Dense(8, in_units=4), nn.BatchNorm(in_channels=8), nn.Dense(2, in_units=8))
+        net.initialize(mx.init.Xavier())
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
+        for _ in range(2):
+            x = randn(16, 4)
+            x.attach_grad()
+            backward(net, x, 2e5)
+            trainer.step(1)
+        return [net[1].running_mean.data().asnumpy(), net[1].running_var.data().asnumpy()]
+
+    found = statistics()
+    assert run.loss_scale < 2.0**16
+    amp.shutdown()
+    assert_close(found, statistics())
+
+
+def test_an_infinity_that_float32_has_too_does_not_lower_the_scale(run, caplog):
+    net, trainer = net_and_trainer()
+    w = nd.ones((4, 3))
+    w.attach_grad()
+    for _ in range(3):
+        with autograd.record():
+            loss = (w * np.inf).sum() + (net(randn(2, 4)) ** 2).mean()
+        loss.backward()
+        assert np.isinf(w.grad.asnumpy()).all()
+        trainer.step(1)
+    assert run.loss_scale == 2.0**16
+    assert "loss scale of 1 either" in caplog.text
+
+
+def test_modules_of_a_sequence_step_together(run):
+    data, label = randn(8, 4), nd.array([0, 1] * 4)
+
+    def fully_connected(name, units):
+        return mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=units, name=name)
+
+    sequence = mx.mod.SequentialModule()
+    sequence.add(mx.mod.Module(fully_connected("one", 3), label_names=[]))
+    last = mx.sym.SoftmaxOutput(fully_connected("two", 2), name="softmax")
+    sequence.add(mx.mod.Module(last), take_labels=True, auto_wiring=True)
+    sequence.bind([("data", (8, 4))], [("softmax_label", (8,))])
+    sequence.init_params(mx.init.Xavier())
+    sequence.init_optimizer(optimizer_params={"learning_rate": 0.1})
+
+    def weights():
+        return {k: v.asnumpy() for k, v in sequence.get_params()[0].items() if "weight" in k}
+
+    for scale, factor in ((2.0**4, 1), (2.0**4, np.inf)):
+        run.scaler.set_scale(scale)
+        before = weights()
+        sequence.forward(mx.io.DataBatch([data], [label]), is_train=True)
+        sequence.backward()
+        sequence._modules[1]._exec_group.grad_arrays[0][0][:] *= factor
+        if factor == np.inf:
+            module_patches.states[sequence._modules[1]].overflown = True
+        sequence.update()
+        changed = {name for name, value in weights().items() if (value != before[name]).any()}
+        assert changed == ({"one_weight", "two_weight"} if factor == 1 else set())
+    assert (run.steps, run.skips) == (1, 1)
 
 
 def test_a_module_that_clips(run):
