@@ -65,6 +65,7 @@ def test_no_python_at_all(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_no_network(tmp_path):
     copy = tmp_path / "clone"
     copy.mkdir()
@@ -161,6 +162,7 @@ def test_set_up_a_second_time_is_quick(tmp_path):
     assert "installing" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_installed_package_has_its_lists(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
@@ -202,6 +204,7 @@ def test_these_are_the_benchmarks():
         "models",
         "overhead",
         "plot",
+        "probe_loss_outputs",
         "probe_operators",
     ]
 

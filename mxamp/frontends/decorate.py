@@ -38,7 +38,7 @@ def decorate(
         loss.backward()  # scales inside: gradients come out as they would be in float32
         trainer.step(batch_size)  # skipped where a gradient overflowed
 
-    In `Module`, `BucketingModule` and `fit` the scale enters the graph behind `SoftmaxOutput`,
+    In `Module`, `BucketingModule` and `fit` the scale enters the graph before `SoftmaxOutput`,
     the regression outputs, `SVMOutput` and `MakeLoss`: decorate before the module is bound (`fit`
     binds it). With `gluon.Trainer`, `backward` scales the gradients of its heads.
 
@@ -52,7 +52,8 @@ def decorate(
     use_dynamic_loss_scaling : bool, default True
         False keeps the first scale. Steps that overflow are skipped either way.
 
-    `optimizer._amp_scaling` counts `steps` and `skips` and holds the `loss_scale`.
+    `scaling`, an attribute of what is returned, counts `steps` and `skips` and holds the
+    `loss_scale`.
 
     Raises
     ------
@@ -92,5 +93,5 @@ def _decorated(optimizer: Any, shared: SharedScale) -> Any:
     for name in _COPIED:
         if hasattr(result, name):
             setattr(result, name, copy.deepcopy(getattr(result, name)))
-    result._amp_scaling = shared
+    result._amp_scaling = result.scaling = shared
     return result

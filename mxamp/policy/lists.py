@@ -31,6 +31,11 @@ __all__ = ["OperatorList", "lists_folder", "own_list", "read_list"]
 
 FORMAT = 1
 
+LACKS = (
+    "{path!r} lacks {key!r}: a required key of a table, or an operator that [[by_shape]] names and "
+    "that stands in no group"
+)
+
 # The one operator with exceptions that CPU builds of MXNet don't have.
 _GPU_ONLY = "CuDNNBatchNorm"
 
@@ -66,7 +71,14 @@ def read_list(
         raise ArgumentError(f"no operator list at {str(path)!r}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
-    return _resolved(data, device, features, where=str(path))
+    try:
+        return _resolved(data, device, features, where=str(path))
+    except KeyError as error:
+        raise ArgumentError(LACKS.format(path=str(path), key=error.args[0])) from None
+    except ArgumentError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from None
 
 
 def _resolved(

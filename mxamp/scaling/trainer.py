@@ -47,7 +47,7 @@ def init_trainer(
     >>> trainer.amp_loss_scale
     1024.0
 
-    After it, `trainer.amp_loss_scale` is the scale of the current gradients,
+    After it, `trainer.amp_loss_scale` is the scale of the next loss,
     `trainer.amp_last_step` the `StepReport` of the last update, and `trainer.amp_steps` and
     `trainer.amp_skips` count updates done and skipped. `save_states` and `load_states` carry the
     scaler and the counts.

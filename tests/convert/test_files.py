@@ -30,6 +30,7 @@ def written(folder, name):
     return [(folder / f"{name}-{part}").read_bytes() for part in PART]
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
     paths = [tmp_path / f"model-{part}" for part in PART]
     for stage in range(8):

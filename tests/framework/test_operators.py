@@ -124,6 +124,7 @@ def test_starts_backward(name, attributes, starts):
     assert starts_backward(name, attributes) == starts
 
 
+@pytest.mark.slow
 def test_a_few_probed_again(tmp_path):
     names = ["SoftmaxOutput", "make_loss", "SVMOutput", "softmax", "CTCLoss", "BlockGrad", "argmax"]
     out = tmp_path / "found.json"

@@ -195,6 +195,7 @@ def test_a_gan_with_two_trainers(tmp_path, dtype, plain_gan):
     assert re.search(r"\d+ steps, \d+ skipped", done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_module_fit(tmp_path, dtype):
     done = run(MODULE, tmp_path, value=dtype)
@@ -204,6 +205,7 @@ def test_module_fit(tmp_path, dtype):
     assert steps + skips == 120
 
 
+@pytest.mark.slow
 def test_data_loader_workers_compute_as_without(tmp_path):
     done = run(LOADER, tmp_path, value="bfloat16")
     assert said(done, "exact") == "True loss True"
@@ -256,6 +258,7 @@ def test_scripts_with_an_amp_of_their_own(tmp_path, script, name):
     assert uses_amp(tmp_path / "none.py") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["variable", "run"])
 def test_they_are_left_alone_with_a_line_that_says_so(tmp_path, way):
     script = "import mxamp as amp\nimport mxnet as mx\namp.init('bfloat16'); print('on', amp.is_enabled())"
@@ -293,6 +296,7 @@ def test_scale_loss_in_an_automatic_run_is_refused(tmp_path):
     assert f"{VARIABLE} already; scale_loss would scale them twice" in done.stderr
 
 
+@pytest.mark.slow
 def test_arguments_and_policies_of_run(tmp_path, monkeypatch):
     script = (
         "import sys, mxnet, os; print('argv', sys.argv[1:], __name__, sys.path[0] == os.getcwd())"
@@ -315,6 +319,7 @@ def test_arguments_and_policies_of_run(tmp_path, monkeypatch):
         assert len(done.output.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["raise OSError('mine')", "open('none')", "1 / 0"])
 def test_errors_of_the_script_are_its_own(tmp_path, line):
     done = run(f"import mxnet\n{line}", tmp_path, command=["-m", "mxamp", "run"])

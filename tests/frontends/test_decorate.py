@@ -194,6 +194,7 @@ def test_fine_tuning_a_saved_float32_model(tmp_path):
     assert saved.list_arguments() == net.list_arguments()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda: "sgd", lambda: mx.optimizer.SGD(momentum=0.8, learning_rate=0.05)]
 )

@@ -31,6 +31,7 @@ def plain():
     return digits.accuracy(net)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accumulating with float16")
 @pytest.mark.parametrize(
     "level, options",

@@ -51,6 +51,7 @@ def network(trained):
 
 
 @with_avx512
+@pytest.mark.slow
 def test_a_trained_network_fused_answers_as_unfused(tmp_path):
     net, test, labels = network(trained=3)
     plain = net(test).asnumpy()

@@ -265,6 +265,7 @@ def test_symbol_block(on, tmp_path):
     assert same(block(*data), expected)
 
 
+@pytest.mark.slow
 def test_files_written_under_amp_are_plain_float32(on, tmp_path):
     net, data = made(convolutional)
     net.hybridize()

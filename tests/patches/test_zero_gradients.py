@@ -38,6 +38,7 @@ def test_all_are_known_to_mxnet():
     assert set(zero_gradients()) <= set(by_handle())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_process_lives(dtype):
     # In another process: where it fails, no exception comes.

@@ -150,6 +150,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path):
     path = tmp_path / "states"
     for _ in range(3):
@@ -213,6 +214,7 @@ ten_steps({dtype!r}, 5, 10, load={half!r}, out={out!r})
 """
 
 
+@pytest.mark.slow
 def test_ten_steps_are_five_and_five_in_another_process(dtype, tmp_path):
     amp.init(dtype, ctx=mx.cpu())
     whole, half, resumed = (str(tmp_path / name) for name in ("whole", "half", "resumed"))

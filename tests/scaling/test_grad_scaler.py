@@ -166,6 +166,7 @@ def test_a_trainers_file_goes_back_to_the_scaler(tmp_path):
     assert pair[1].amp_last_step.loss_scale == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_loop_in_pytorchs_manner_reaches_float32s_accuracy(dtype):
     plain = digits.network()

@@ -171,6 +171,7 @@ def test_policies_pickle_and_copy():
         assert hash(other) == hash(policy)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_fork_while_another_thread_enters_regions():
     printed = check_python(
