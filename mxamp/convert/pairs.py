@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator, Sequence
 
-from ..framework.files import _is_alive, _sync
+from ..framework.files import is_alive, sync_to_disk
 
 __all__ = ["finish_replacing", "replaced_files"]
 
@@ -27,17 +27,17 @@ def replaced_files(paths: Sequence[Path]) -> Iterator[Path]:
     first = paths[0]
     for orphan in first.parent.glob(f".{first.name}{_MARK}*"):
         owner = orphan.name.rpartition("-")[2]
-        if owner.isdigit() and not _is_alive(int(owner)):
+        if owner.isdigit() and not is_alive(int(owner)):
             shutil.rmtree(orphan, ignore_errors=True)
     folder = first.with_name(f".{first.name}{_MARK}{os.getpid()}")
     folder.mkdir(exist_ok=True)
     try:
         yield folder
         for path in paths:
-            _sync(folder / path.name)
-        _sync(folder)
+            sync_to_disk(folder / path.name)
+        sync_to_disk(folder)
         folder.replace(_ready(paths))
-        _sync(first.parent)
+        sync_to_disk(first.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     finish_replacing(paths)
@@ -50,7 +50,7 @@ def finish_replacing(paths: Sequence[Path]) -> None:
         return
     for made in sorted(ready.iterdir()):
         made.replace(ready.parent / made.name)
-    _sync(ready.parent)
+    sync_to_disk(ready.parent)
     ready.rmdir()
 
 

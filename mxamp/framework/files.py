@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-__all__ = ["replaced_file"]
+__all__ = ["is_alive", "replaced_file", "sync_to_disk"]
 
 _MARK = ".mxamp-tmp-"
 
@@ -20,15 +20,15 @@ def replaced_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}{_MARK}{os.getpid()}")
     try:
         yield temporary
-        _sync(temporary)
+        sync_to_disk(temporary)
         os.replace(temporary, path)
     finally:
         if temporary.exists():
             temporary.unlink()
-    _sync(path.parent)
+    sync_to_disk(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -40,11 +40,12 @@ def _sync(path: Path) -> None:
 def _remove_orphans(path: Path) -> None:
     for orphan in path.parent.glob(f".{path.name}{_MARK}*"):
         owner = orphan.name.rpartition("-")[2]
-        if owner.isdigit() and not _is_alive(int(owner)):
+        if owner.isdigit() and not is_alive(int(owner)):
             orphan.unlink()
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Tell whether a process runs, by its number."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -49,7 +49,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
                         os.kill(os.getpid(), signal.SIGKILL)
                     return function(*args, **options)
                 return step
-            pairs._sync = dies(pairs._sync)
+            pairs.sync_to_disk = dies(pairs.sync_to_disk)
             Path.replace = dies(Path.replace)
             Path.rmdir = dies(Path.rmdir)
             paths = [Path(path) for path in {[str(path) for path in paths]!r}]
