@@ -30,7 +30,8 @@ from ..scaling.shared_scale import (
     hook_with_shared_scale,
     scale_of,
 )
-from .scaled_pass import PassResult, lower_scales, scaled_pass
+from .python_functions import RunningPass
+from .scaled_pass import PassResult, inner_pass, lower_scales, scaled_pass
 from .variables import Variable, Variables
 
 __all__ = ["backward_patches"]
@@ -62,6 +63,7 @@ class _BackwardPatches(FrontEnd):
         #: A pass sets what is fresh of all variables: one at a time.
         self._one_pass = threading.RLock()
         self._running_in: Optional[int] = None  # the thread of the pass
+        self.pass_ = RunningPass()
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
@@ -71,6 +73,7 @@ class _BackwardPatches(FrontEnd):
             Patch(NDArray, "backward", _build_method),
             Patch(autograd, "grad", _build_grad),
             *self.variables.patches(),
+            self.pass_.patch(),
         ]
 
     def close(self) -> None:
@@ -113,9 +116,7 @@ class _BackwardPatches(FrontEnd):
         return foreign or self._running_in == threading.get_ident()
 
     def hooks(self) -> List[TrainerHook]:
-        """Return the hooks of the attached trainers; none inside a pass, which has scaled."""
-        if self.is_inner():
-            return []
+        """Return the hooks of the attached trainers."""
         found = [hook_with_shared_scale(trainer) for trainer in list(self.trainers)]
         return [hook for hook in found if hook is not None]
 
@@ -161,6 +162,9 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             with scaled_heads(scale):
                 original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
 
+        if backward_patches.is_inner():
+            inner_pass(compute, backward_patches.variables.all(), backward_patches.pass_)
+            return
         result = _run(compute, hooks, listed)
         for hook in hooks:
             hook.mark_unscaled(*result)
@@ -247,7 +251,8 @@ def _run(
         return PassResult(scale, frozenset(), frozenset())
     with backward_patches.running() as variables:
         owned, statistics = _owned(hooks), _statistics(hooks)
-        result = scaled_pass(compute, scale, variables, owned, statistics)
+        running = backward_patches.pass_
+        result = scaled_pass(compute, scale, variables, owned, statistics, running)
     _note_overflow(hooks, scale, result.scale, finite=result.overflown <= owned)
     return result
 

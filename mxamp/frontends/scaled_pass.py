@@ -11,9 +11,10 @@ import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 
 from ..scaling.finite import multiply, unscale
+from .python_functions import RunningPass
 from .variables import Variable
 
-__all__ = ["PassResult", "lower_scales", "scaled_pass"]
+__all__ = ["PassResult", "inner_pass", "lower_scales", "scaled_pass"]
 
 #: Runs the backward pass: called with the scale, and whether to keep the graph.
 Compute = Callable[[float, bool], None]
@@ -33,6 +34,7 @@ def scaled_pass(
     variables: Sequence[Variable],
     owned: AbstractSet[int],
     statistics: Sequence[NDArray],
+    running: RunningPass,
 ) -> PassResult:
     """Run a backward pass, take the scale out of what it has written, and find what overflowed.
 
@@ -52,6 +54,7 @@ def scaled_pass(
         while True:
             # What is added to has to carry the same scale as what is added.
             multiply(adding, scale)
+            running.begin(scale)
             try:
                 compute(scale, others)
                 # Functions in Python may run a backward pass of their own: until that is done.
@@ -60,12 +63,32 @@ def scaled_pass(
                 multiply(adding, 1 / scale)
                 raise
             written = [v for v in variables if v.array._fresh_grad]
-            overflown = _unscale(written, variables, scale)
+            inside = running.written_inside
+            scaled = [v for v in written if id(v.array) not in inside]
+            overflown = _unscale(scaled, variables, scale) | running.overflown_inside
             if scale <= 1 or overflown <= owned:
                 return PassResult(scale, {id(v.array) for v in written}, overflown)
             scale = next(scales)
             _restore(changed, backups)
             _set_fresh(written, False)
+    finally:
+        running.end()
+        _set_fresh(fresh, True)
+
+
+def inner_pass(compute: Compute, variables: Sequence[Variable], running: RunningPass) -> None:
+    """Run a backward pass inside another: a function in Python has been given unscaled gradients.
+
+    What it writes is unscaled at once. What it adds to carries the scale of the pass around it.
+    """
+    fresh = [v for v in variables if v.array._fresh_grad]
+    _set_fresh(fresh, False)
+    try:
+        compute(running.scale, False)
+        written = [v for v in variables if v.array._fresh_grad and not v.adds]
+        positions = unscale([v.gradient for v in written], running.scale)
+        running.written_inside.update(id(v.array) for v in written)
+        running.overflown_inside.update(id(written[i].array) for i in positions)
     finally:
         _set_fresh(fresh, True)
 

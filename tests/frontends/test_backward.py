@@ -257,6 +257,43 @@ def test_a_backward_pass_inside_a_function_is_part_of_the_one_around_it(run):
     assert_close([*found, of_input], [*gradients(net), x.grad.asnumpy()])
 
 
+class OwnLoss(autograd.Function):
+    """A squared error that ignores the gradient it is given."""
+
+    def forward(self, x):
+        self.save_for_backward(x)
+        return x * 1
+
+    def backward(self, dy):
+        return self.saved_tensors[0]
+
+
+class Clipped(autograd.Function):
+    """An identity that clips the gradient."""
+
+    def forward(self, x):
+        return x * 1
+
+    def backward(self, dy):
+        return dy.clip(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("function", [OwnLoss, Clipped])
+def test_functions_in_python_see_gradients_without_the_scale(run, function):
+    def passed():
+        net, trainer = net_and_trainer()
+        with autograd.record():
+            loss = (function()(net(randn(16, 4))) ** 2).mean()
+        loss.backward()
+        return gradients(net), trainer
+
+    found, trainer = passed()
+    trainer.step(1)
+    assert trainer.amp_last_step.stepped
+    amp.shutdown()
+    assert_close(found, passed()[0])
+
+
 def test_variables_that_nobody_holds_are_forgotten(run):
     net, trainer = net_and_trainer()
     backward(net, randn(2, 4))

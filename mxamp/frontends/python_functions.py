@@ -1,0 +1,75 @@
+"""`autograd.Function` inside a backward pass that scales: it computes with gradients as they are.
+
+What a function computes in Python need not be in proportion to the gradient it is given: it may
+clip it, or ignore it. So the scale is taken out before, and put in again after it. A backward pass
+that it runs itself (to compute a part of the net again) scales and unscales for itself.
+"""
+
+import functools
+from typing import Any, Callable, Set
+
+from mxnet import autograd
+from mxnet.ndarray.ndarray import NDArray
+
+from ..framework.machine import dtype_name
+from ..framework.patching import Patch
+from ..policy.active import suspended
+
+__all__ = ["RunningPass"]
+
+# Half precision has no room for gradients without a scale: such ones keep it.
+_WIDE = frozenset({"float32", "float64"})
+
+
+class RunningPass:
+    """The scale of the backward pass that runs, and what passes inside it have unscaled."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.written_inside: Set[int] = set()
+        self.overflown_inside: Set[int] = set()
+
+    def begin(self, scale: float) -> None:
+        """Take note of a pass, or of another try of it."""
+        self.scale = scale
+        self.written_inside.clear()
+        self.overflown_inside.clear()
+
+    def end(self) -> None:
+        """Take note of its end."""
+        self.begin(1.0)
+
+    def patch(self) -> Patch:
+        """Return the patch of `autograd.Function`."""
+        return Patch(autograd.Function, "__call__", self._build_call)
+
+    def _build_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __call__(function: autograd.Function, *inputs: Any) -> Any:  # noqa: N807
+            backward = function.backward
+
+            @functools.wraps(backward)
+            def unscaled_backward(*gradients: Any) -> Any:
+                scale = self.scale
+                if scale == 1 or not all(map(_is_wide, gradients)):
+                    return backward(*gradients)
+                results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))
+                if isinstance(results, NDArray):
+                    return _times(results, scale)
+                return [_times(result, scale) for result in results]
+
+            function.backward = unscaled_backward
+            return original(function, *inputs)
+
+        return __call__
+
+
+def _is_wide(gradient: Any) -> bool:
+    return isinstance(gradient, NDArray) and dtype_name(gradient.dtype) in _WIDE
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    if gradient is None:
+        return None
+    with autograd.pause(), suspended():
+        return gradient * factor
