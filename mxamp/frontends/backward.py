@@ -163,7 +163,10 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
                 original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
 
         if backward_patches.is_inner():
-            inner_pass(compute, backward_patches.variables.all(), backward_patches.pass_)
+            if backward_patches.pass_.in_function:
+                inner_pass(compute, backward_patches.variables.all(), backward_patches.pass_)
+            else:  # in a custom operator, whose gradients are scaled already
+                original(heads, head_grads, retain_graph, train_mode)
             return
         result = _run(compute, hooks, listed)
         for hook in hooks:

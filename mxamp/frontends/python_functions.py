@@ -6,6 +6,7 @@ that it runs itself (to compute a part of the net again) scales and unscales for
 """
 
 import functools
+import threading
 from typing import Any, Callable, Set
 
 from mxnet import autograd
@@ -28,6 +29,12 @@ class RunningPass:
         self.scale = 1.0
         self.written_inside: Set[int] = set()
         self.overflown_inside: Set[int] = set()
+        self._thread = threading.local()
+
+    @property
+    def in_function(self) -> bool:
+        """Whether the calling thread computes the backward of a function that was unscaled."""
+        return bool(getattr(self._thread, "depth", 0))
 
     def begin(self, scale: float) -> None:
         """Take note of a pass, or of another try of it."""
@@ -53,7 +60,11 @@ class RunningPass:
                 scale = self.scale
                 if scale == 1 or not all(map(_is_wide, gradients)):
                     return backward(*gradients)
-                results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))
+                self._thread.depth = getattr(self._thread, "depth", 0) + 1
+                try:
+                    results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))
+                finally:
+                    self._thread.depth -= 1
                 if isinstance(results, NDArray):
                     return _times(results, scale)
                 return [_times(result, scale) for result in results]

@@ -280,6 +280,8 @@ class Clipped(autograd.Function):
 
 @pytest.mark.parametrize("function", [OwnLoss, Clipped])
 def test_functions_in_python_see_gradients_without_the_scale(run, function):
+    run.scaler.set_scale(256)
+
     def passed():
         net, trainer = net_and_trainer()
         with autograd.record():
