@@ -12,14 +12,13 @@ from typing import Any, Callable, Set
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.arrays import cast
 from ..framework.machine import dtype_name
 from ..framework.patching import Patch
 from ..policy.active import suspended
+from ..policy.decision import CASTABLE
 
 __all__ = ["RunningPass"]
-
-# Half precision has no room for gradients without a scale: such ones keep it.
-_WIDE = frozenset({"float32", "float64"})
 
 
 class RunningPass:
@@ -58,7 +57,7 @@ class RunningPass:
             @functools.wraps(backward)
             def unscaled_backward(*gradients: Any) -> Any:
                 scale = self.scale
-                if scale == 1 or not all(map(_is_wide, gradients)):
+                if scale == 1:
                     return backward(*gradients)
                 self._thread.depth = getattr(self._thread, "depth", 0) + 1
                 try:
@@ -75,12 +74,10 @@ class RunningPass:
         return __call__
 
 
-def _is_wide(gradient: Any) -> bool:
-    return isinstance(gradient, NDArray) and dtype_name(gradient.dtype) in _WIDE
-
-
 def _times(gradient: Any, factor: float) -> Any:
+    """Return a gradient times a factor, in float32: without the scale half precision loses it."""
     if gradient is None:
         return None
     with autograd.pause(), suspended():
-        return gradient * factor
+        wide = cast(gradient, "float32") if dtype_name(gradient.dtype) in CASTABLE else gradient
+        return wide * factor

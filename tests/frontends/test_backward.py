@@ -279,11 +279,12 @@ class Clipped(autograd.Function):
 
 
 @pytest.mark.parametrize("function", [OwnLoss, Clipped])
-def test_functions_in_python_see_gradients_without_the_scale(run, function):
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_functions_in_python_see_gradients_without_the_scale(run, function, hybrid):
     run.scaler.set_scale(256)
 
     def passed():
-        net, trainer = net_and_trainer()
+        net, trainer = net_and_trainer(hybrid=hybrid)
         with autograd.record():
             loss = (function()(net(randn(16, 4))) ** 2).mean()
         loss.backward()
