@@ -42,6 +42,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
     mx.random.seed(0)
+    np.random.seed(0)
     ctx = mx.cpu()  # or mx.gpu()
 
     amp.init(options.dtype, ctx=ctx)  # 1: operators run in the precision that suits them
