@@ -11,7 +11,6 @@ import weakref
 from contextlib import contextmanager
 from typing import AbstractSet, Any, Callable, Iterator, List, Optional, Sequence
 
-import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
@@ -31,7 +30,7 @@ from ..scaling.shared_scale import (
     scale_of,
 )
 from .python_functions import RunningPass
-from .scaled_pass import PassResult, inner_pass, lower_scales, scaled_pass
+from .scaled_pass import Heads, PassResult, inner_pass, lower_scales, scaled_pass
 from .variables import Variable, Variables
 
 __all__ = ["backward_patches"]
@@ -155,7 +154,7 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         if not hooks:
             original(heads, head_grads, retain_graph, train_mode)
             return
-        listed = _Heads(heads, head_grads)
+        listed = Heads(heads, head_grads)
 
         def compute(scale: float, keep_graph: bool) -> None:
             gradients = listed.scaled_gradients(scale)
@@ -200,7 +199,7 @@ def _build_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         train_mode: bool = True,
     ) -> Any:
         hooks = backward_patches.hooks()
-        listed = _Heads(heads, head_grads)
+        listed = Heads(heads, head_grads)
         scale = _scale_for(hooks, listed) if hooks else 1.0
         if scale == 1:
             return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
@@ -221,31 +220,8 @@ def _build_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     return grad
 
 
-class _Heads:
-    """The heads of a backward pass, and the gradients that they were given."""
-
-    def __init__(self, heads: Any, head_grads: Any) -> None:
-        self.heads: List[NDArray] = [heads] if isinstance(heads, NDArray) else list(heads)
-        given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
-        self.gradients = list(given) if given is not None else [None] * len(self.heads)
-
-    def scaled_gradients(self, scale: float) -> List[Optional[NDArray]]:
-        """Return the heads' gradients times the scale."""
-        if scale == 1:
-            return self.gradients
-        return [_scaled(head, grad, scale) for head, grad in zip(self.heads, self.gradients)]
-
-
-def _scaled(head: NDArray, gradient: Optional[NDArray], scale: float) -> NDArray:
-    with autograd.pause(), suspended():
-        if gradient is not None:
-            return gradient * scale
-        numpy = isinstance(head, mx.np.ndarray)
-        return (mx.np if numpy else mx.nd).ones_like(head) * scale
-
-
 def _run(
-    compute: Callable[[float, bool], None], hooks: Sequence[TrainerHook], heads: _Heads
+    compute: Callable[[float, bool], None], hooks: Sequence[TrainerHook], heads: Heads
 ) -> PassResult:
     scale = _scale_for(hooks, heads)
     if scale == 1:
@@ -295,7 +271,7 @@ def _shared(hooks: Sequence[TrainerHook]) -> SharedScale:
     return min((view.shared for view in views), key=lambda shared: shared.loss_scale)
 
 
-def _scale_for(hooks: Sequence[TrainerHook], heads: _Heads) -> float:
+def _scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
     scale = _shared(hooks).loss_scale
     if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
         scale = min(scale, _HALF_LIMIT)

@@ -5,19 +5,44 @@ log or use them as it likes. The pass over the gradients that takes the scale ou
 that are not finite (one read and one write at the speed of memory).
 """
 
-from typing import AbstractSet, Callable, List, NamedTuple, Sequence
+from typing import AbstractSet, Any, Callable, List, NamedTuple, Optional, Sequence
 
 import mxnet as mx
+from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
+from ..policy.active import suspended
 from ..scaling.finite import multiply, unscale
 from .python_functions import RunningPass
 from .variables import Variable
 
-__all__ = ["PassResult", "inner_pass", "lower_scales", "scaled_pass"]
+__all__ = ["Heads", "PassResult", "inner_pass", "lower_scales", "scaled_pass"]
 
 #: Runs the backward pass: called with the scale, and whether to keep the graph.
 Compute = Callable[[float, bool], None]
+
+
+class Heads:
+    """The heads of a backward pass, and the gradients that they were given."""
+
+    def __init__(self, heads: Any, head_grads: Any) -> None:
+        self.heads: List[NDArray] = [heads] if isinstance(heads, NDArray) else list(heads)
+        given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
+        self.gradients = list(given) if given is not None else [None] * len(self.heads)
+
+    def scaled_gradients(self, scale: float) -> List[Optional[NDArray]]:
+        """Return the heads' gradients times the scale."""
+        if scale == 1:
+            return self.gradients
+        return [_scaled(head, grad, scale) for head, grad in zip(self.heads, self.gradients)]
+
+
+def _scaled(head: NDArray, gradient: Optional[NDArray], scale: float) -> NDArray:
+    with autograd.pause(), suspended():
+        if gradient is not None:
+            return gradient * scale
+        numpy = isinstance(head, mx.np.ndarray)
+        return (mx.np if numpy else mx.nd).ones_like(head) * scale
 
 
 class PassResult(NamedTuple):
