@@ -4,17 +4,16 @@ Both are written to a folder beside their places first. The folder's change of n
 from then on they are moved to their places, by whoever looks for them next if need be.
 """
 
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator, Sequence
 
-from ..framework.files import is_alive, sync_to_disk
+from ..framework.files import remove_orphans, sync_to_disk, temporary_beside
 
 __all__ = ["finish_replacing", "replaced_files"]
 
-_MARK, _READY = ".mxamp-tmp-", ".mxamp-ready"
+_READY = ".mxamp-ready"
 
 
 @contextmanager
@@ -25,11 +24,8 @@ def replaced_files(paths: Sequence[Path]) -> Iterator[Path]:
     """
     finish_replacing(paths)
     first = paths[0]
-    for orphan in first.parent.glob(f".{first.name}{_MARK}*"):
-        owner = orphan.name.rpartition("-")[2]
-        if owner.isdigit() and not is_alive(int(owner)):
-            shutil.rmtree(orphan, ignore_errors=True)
-    folder = first.with_name(f".{first.name}{_MARK}{os.getpid()}")
+    remove_orphans(first)
+    folder = temporary_beside(first)
     folder.mkdir(exist_ok=True)
     try:
         yield folder

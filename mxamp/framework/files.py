@@ -1,11 +1,12 @@
 """Files replaced whole: a killed process or a full disk leaves the old file or the new one."""
 
 import os
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-__all__ = ["is_alive", "replaced_file", "sync_to_disk"]
+__all__ = ["remove_orphans", "replaced_file", "sync_to_disk", "temporary_beside"]
 
 _MARK = ".mxamp-tmp-"
 
@@ -16,8 +17,8 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
     An error leaves `path` as it was. What processes that were killed have left is removed.
     """
-    _remove_orphans(path)
-    temporary = path.with_name(f".{path.name}{_MARK}{os.getpid()}")
+    remove_orphans(path)
+    temporary = temporary_beside(path)
     try:
         yield temporary
         sync_to_disk(temporary)
@@ -37,15 +38,24 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_orphans(path: Path) -> None:
+def temporary_beside(path: Path) -> Path:
+    """Return the name of this process's temporary file, or folder, beside `path`."""
+    return path.with_name(f".{path.name}{_MARK}{os.getpid()}")
+
+
+def remove_orphans(path: Path) -> None:
+    """Remove the temporary files and folders that killed processes have left beside `path`."""
     for orphan in path.parent.glob(f".{path.name}{_MARK}*"):
         owner = orphan.name.rpartition("-")[2]
-        if owner.isdigit() and not is_alive(int(owner)):
+        if not owner.isdigit() or _is_alive(int(owner)):
+            continue
+        if orphan.is_dir():
+            shutil.rmtree(orphan, ignore_errors=True)
+        else:
             orphan.unlink()
 
 
-def is_alive(process: int) -> bool:
-    """Tell whether a process runs, by its number."""
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
