@@ -11,7 +11,7 @@ Scale losses         init_trainer, scale_loss, unscale, clip_grad_global_norm,
                      LossScaler, StaticLossScaler, NoScaler, GradScaler
 Convert models       convert_hybrid_block, convert_model, convert_symbol,
                      convert_bucketing_module, convert_files, ConvertedFiles
-See what happens     explain, Plan, draw, compare_models, OutputError, random_inputs
+See what happens     explain, Plan, draw, compare_models, OutputError, random_inputs, debugging
 Choose precisions    Policy, half_function, float_function, promote_function, register_*,
                      list_*
 Come from elsewhere  patch_contrib (mxnet.contrib.amp), initialize (Apex), decorate (Paddle)
@@ -42,6 +42,7 @@ except InstallError as error:
         raise
     _problem = error
 else:
+    from . import debugging
     from .convert.bucketing import convert_bucketing_module
     from .convert.compare import OutputError, compare_models, random_inputs
     from .convert.files import ConvertedFiles, convert_files
@@ -101,6 +102,7 @@ __all__ = [
     "convert_model",
     "convert_symbol",
     "current_policy",
+    "debugging",
     "decorate",
     "draw",
     "explain",

@@ -4,8 +4,9 @@ A `Patch` is one attribute. A `PatchSet` is a group of patches with the state th
 in place whole or not at all, and `close` takes it off. A `FrontEnd` is a patch set that
 `mxamp.shutdown()` closes.
 
-Patches of one attribute may be stacked, and taken off in any order. An attribute that somebody
-else has replaced since is left alone.
+Patches of one attribute may be stacked, and taken off in any order. Those that are `on_top` stay
+above the others: what observes calls sees them as the program makes them, whichever came first. An
+attribute that somebody else has replaced since is left alone.
 """
 
 import logging
@@ -26,19 +27,30 @@ class Patch:
     """One attribute of one owner, and the function that makes its replacement.
 
     `build` takes the original and returns what replaces it. It may be called again, with another
-    original, when a patch below this one is taken off.
+    original, when a patch below this one is taken off or put in place.
     """
 
-    def __init__(self, owner: Any, name: str, build: Callable[[Any], Any]) -> None:
-        self.owner, self.name, self.build = owner, name, build
+    def __init__(
+        self, owner: Any, name: str, build: Callable[[Any], Any], on_top: bool = False
+    ) -> None:
+        self.owner, self.name, self.build, self.on_top = owner, name, build, on_top
         self.original: Any = None
         self.ours: Any = None
 
     def apply(self) -> None:
         """Put the replacement in place."""
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
-        self._put_over(vars(self.owner)[self.name])
-        _stacks.setdefault(self._key, []).append(self)
+        current = vars(self.owner)[self.name]
+        stack = _stacks.setdefault(self._key, [])
+        above = [patch for patch in stack if patch.on_top and not self.on_top]
+        if not above or current is not stack[-1].ours:
+            self._put_over(current)
+            stack.append(self)
+            return
+        position = stack.index(above[0])
+        self._put_over(above[0].original)
+        stack.insert(position, self)
+        _restack(above, self.ours)
 
     def undo(self) -> None:
         """Put the original back, unless somebody else has replaced ours since."""
@@ -53,10 +65,7 @@ class Patch:
             logger.warning("%s was patched by others too; left as it is", self)
             return
         setattr(self.owner, self.name, self.original)
-        below = self.original
-        for patch in above:
-            patch._put_over(below)
-            below = patch.ours
+        _restack(above, self.original)
 
     def _put_over(self, original: Any) -> None:
         self.original, self.ours = original, self.build(original)
@@ -68,6 +77,13 @@ class Patch:
 
     def __repr__(self) -> str:
         return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
+
+
+def _restack(patches: Sequence[Patch], original: Any) -> None:
+    """Put patches that lie on top of each other over another original."""
+    for patch in patches:
+        patch._put_over(original)
+        original = patch.ours
 
 
 class PatchSet:

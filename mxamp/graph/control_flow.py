@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Dict, List, Sequence
 
 from .graph import Node
-from .usage import Usage
+from .usage import Shape, Usage
 
-__all__ = ["UNSAFE_LOOPS", "body_usage", "rewrites_bodies"]
+__all__ = ["UNSAFE_LOOPS", "body_usage", "rewrites_bodies", "step_shapes"]
 
 #: Control flow whose gradients in graphs read memory that MXNet has never written: garbage or
 #: right by luck, in plain float32 too. Any change to their bodies changes the luck.
@@ -42,6 +42,18 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
         stored=frozenset(),
         restore=True,
     )
+
+
+def step_shapes(node: Node, shapes: Sequence[Shape]) -> Dict[str, Shape]:
+    """Return the shapes of what one step of a `foreach` reads, by the names of its body's inputs.
+
+    `shapes` are those of the node's inputs, data first: a step takes one slice of each.
+    """
+    names, data = node.subgraphs[0].input_names, len(_listed(node, "in_data_locs"))
+    return {
+        names[inner]: shapes[outer][1:] if outer < data else shapes[outer]
+        for inner, outer in _body_inputs(node, 0).items()
+    }
 
 
 def _body_inputs(node: Node, position: int) -> Dict[int, int]:

@@ -21,7 +21,11 @@ from .control_flow import body_usage, rewrites_bodies
 from .graph import Graph, Node, Output, infer_outputs
 from .usage import Usage
 
-__all__ = ["Rewrite", "rewrite", "rewritten_symbol"]
+__all__ = ["PRECISION", "Rewrite", "rewrite", "rewritten_symbol"]
+
+#: What a graph that runs calls the precision of nodes whose own dtype does not say it: those that
+#: compute in float32 on rounded values. MXNet takes no notice of attributes of this form.
+PRECISION = "__mxamp_precision__"
 
 OTHER_ORDER = (
     "the rewritten graph takes its inputs in another order; please report this graph: "
@@ -67,6 +71,9 @@ def rewritten_symbol(
         note_precision(node.operator, decision.precision)
     if result.graph == graph:
         return None
+    for _, node, decision in result.decided():
+        if decision.through is not None:
+            node.attrs = {**node.attrs, PRECISION: decision.precision}
     symbol = result.graph.to_symbol(symbol_class)
     before, after = graph.input_names, symbol.list_inputs()
     if after != before:

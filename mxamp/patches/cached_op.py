@@ -27,7 +27,7 @@ from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..scaling.loss_outputs import scale_array
 
-__all__ = ["Source", "follow", "patches"]
+__all__ = ["PolicyCachedOp", "Source", "follow", "patches", "unfollow"]
 
 logger = logging.getLogger("mxamp")
 
@@ -71,10 +71,16 @@ def follow(block: HybridBlock, args: Sequence[Any], source: Optional[Source] = N
     if block._cached_op is None:
         block._build_cache(*args)
     if isinstance(block._cached_op, CachedOp):
-        block._cached_op = _PolicyCachedOp(block, source)
+        block._cached_op = PolicyCachedOp(block, source)
 
 
-class _PolicyCachedOp:
+def unfollow(block: HybridBlock) -> None:
+    """Give a block that follows the policy in force MXNet's own cached op back."""
+    if isinstance(block._cached_op, PolicyCachedOp):
+        block._cached_op = block._cached_op._plain
+
+
+class PolicyCachedOp:
     """A block's cached op that runs the graph of whatever policy is active when it is called.
 
     One `CachedOp` a policy, dtypes of inputs and choices by shape, made when first needed; without
@@ -84,6 +90,7 @@ class _PolicyCachedOp:
     def __init__(self, block: HybridBlock, source: Optional[Source] = None) -> None:
         symbol = block._cached_graph[1]
         self._plain = block._cached_op
+        self._unchanged = _Op(self._plain, symbol)
         self._symbol_class = type(symbol)
         self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
         self._policy = source.policy if source is not None else None
@@ -100,21 +107,28 @@ class _PolicyCachedOp:
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
         self._added: Tuple[int, ...] = ()
-        self._ops: Dict[Any, CachedOp] = {}
+        self._ops: Dict[Any, _Op] = {}
         self._chosen: Dict[Any, Choices] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
 
     @property
     def is_np_sym(self) -> bool:
+        """As of MXNet's cached op: whether outputs are arrays of `mx.np`."""
         return bool(self._plain.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
-        return self._op_for(args)(*args, **kwargs)
+        """Run the graph for these arguments, as MXNet's cached op does."""
+        return self._op_for(args).run(*args, **kwargs)
 
-    def _op_for(self, args: Sequence[NDArray]) -> CachedOp:
+    def graph_of(self, args: Sequence[NDArray]) -> "Tuple[Symbol, Sequence[NDArray]]":
+        """Return the symbol that a call with these arguments runs, and all that it reads."""
+        op = self._op_for(args)
+        return op.symbol, op.run.inputs(args) if isinstance(op.run, _ScalableOp) else args
+
+    def _op_for(self, args: Sequence[NDArray]) -> "_Op":
         policy = self._policy or current_policy()
         if policy is None or not on_device(args[:1], policy.device):
-            return self._plain
+            return self._unchanged
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         if added != self._added:
             # Gluon gives parameters other gradients then; with static_shape an op that has seen
@@ -151,7 +165,7 @@ class _PolicyCachedOp:
         added: Tuple[int, ...],
         training: bool,
         choices: Choices,
-    ) -> CachedOp:
+    ) -> "_Op":
         usage = Usage(
             dtypes={n: d for n, d in zip(self._names, dtypes) if n not in self._stored},
             # What a caller passes in may be accumulated into as well: that can't be seen from here.
@@ -166,11 +180,13 @@ class _PolicyCachedOp:
             symbol = graph.to_symbol(self._symbol_class)
         if graph is not self._graph:
             op = self._taking_scale(symbol)
+        elif symbol is None:
+            return self._unchanged
         else:
-            op = self._plain if symbol is None else CachedOp(symbol, self._flags)
+            op = CachedOp(symbol, self._flags)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
-        return op
+        return _Op(op, symbol)
 
     def _taking_scale(self, symbol: Symbol) -> "_ScalableOp":
         """Return the op of a symbol that takes the loss scale as one more input."""
@@ -182,8 +198,8 @@ class _PolicyCachedOp:
 
     def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
         self._hook = (callback, monitor_all)
-        for op in (self._plain, *self._ops.values()):
-            op._register_op_hook(callback, monitor_all)
+        for op in (self._unchanged, *self._ops.values()):
+            op.run._register_op_hook(callback, monitor_all)
 
 
 def _with_scale_input(graph: Graph, symbol_class: Type[Symbol]) -> Optional[Graph]:
@@ -199,7 +215,17 @@ class _ScalableOp:
         self._op, self._position = op, position
         self._register_op_hook = op._register_op_hook
 
-    def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
+    def inputs(self, args: Sequence[NDArray]) -> Sequence[NDArray]:
+        """Return what the graph reads in a call with these arguments."""
         scale = scale_array(args[0].context)
-        before, after = args[: self._position], args[self._position :]
-        return self._op(*before, scale, *after, **kwargs)
+        return (*args[: self._position], scale, *args[self._position :])
+
+    def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
+        return self._op(*self.inputs(args), **kwargs)
+
+
+class _Op(NamedTuple):
+    """What runs a graph, and the graph."""
+
+    run: Any
+    symbol: Symbol

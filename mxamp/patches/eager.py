@@ -28,7 +28,7 @@ from ..policy.sums import reason_by_sums
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
 from ..scaling.loss_outputs import scalable_inputs
 
-__all__ = ["patches"]
+__all__ = ["INVOKE_MODULES", "decision_for", "patches"]
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _TENSORDOT = resolve("_npi_tensordot").handle
@@ -37,13 +37,14 @@ _TENSORDOT = resolve("_npi_tensordot").handle
 # rate that is multiplied by, makes a new one each time.
 _MANY_DECISIONS = 4096
 
-_INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
+#: The modules whose `_imperative_invoke` every eager call but one goes through.
+INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
 
 def patches() -> List[Patch]:
     """Return the patches that make eager calls follow the policy in force."""
     return [
-        *(Patch(module, "_imperative_invoke", _build_invoke) for module in _INVOKE_MODULES),
+        *(Patch(module, "_imperative_invoke", _build_invoke) for module in INVOKE_MODULES),
         # The one NumPy function that goes another way.
         Patch(_api_internal, "tensordot", _build_tensordot),
         Patch(NDArray, "asnumpy", _build_asnumpy),
@@ -106,6 +107,15 @@ def _build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---------------------------------------------------------------------- decisions, remembered
+
+
+def decision_for(
+    handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any
+) -> Optional[Decision]:
+    """Return what the policy in force does to an eager call; None for nothing."""
+    policy = current_policy()
+    operator = _casts_of(policy)[handle] if policy is not None and arrays else None
+    return operator.decide(arrays, keys, vals) if operator is not None else None
 
 
 def _casts_of(policy: Policy) -> "_OperatorCasts":

@@ -1,0 +1,47 @@
+"""Tables of results: as text for terminals and pipes, and as HTML for notebooks."""
+
+import html
+from io import StringIO
+from typing import Any, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["html_table", "text_table"]
+
+#: Lines are never cut or folded: names of nodes are made to be copied.
+_WIDTH = 10_000
+
+
+def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return rows under headings, numbers on the right, lines as long as they need to be."""
+    table = Table(box=None, pad_edge=False, header_style="")
+    for i, heading in enumerate(headings):
+        right = bool(rows) and all(isinstance(row[i], (int, float)) for row in rows)
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_text(cell) for cell in row))
+    stream = StringIO()
+    Console(file=stream, width=_WIDTH, color_system=None, markup=False, highlight=False).print(
+        table
+    )
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
+    """Return the same as HTML."""
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(_text(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _text(cell: Any) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, bool) or not isinstance(cell, (int, float)):
+        return str(cell)
+    return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"

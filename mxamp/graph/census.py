@@ -1,0 +1,108 @@
+"""What a graph runs: how often each operator in which dtype, and what its casts move."""
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import Dict, Mapping, NamedTuple, Sequence, Tuple
+
+from .control_flow import body_usage, step_shapes
+from .graph import CASTS, Graph, Node, Output, infer_types
+from .insert_casts import PRECISION
+from .usage import Shape, Usage
+
+__all__ = ["FLOATS", "Census", "Tensor", "count", "is_cast", "precision_of"]
+
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
+    "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class Tensor(NamedTuple):
+    """What is known of a tensor."""
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+
+class Census(NamedTuple):
+    """Counts: of operators by (operator, dtype), of casts and their bytes by (from, to)."""
+
+    operators: "Counter[Tuple[str, str]]"
+    casts: "Counter[Tuple[str, str]]"
+    bytes: "Counter[Tuple[str, str]]"
+
+    @classmethod
+    def empty(cls) -> "Census":
+        """Return one that has counted nothing."""
+        return cls(Counter(), Counter(), Counter())
+
+    def add(self, other: "Census", times: int = 1) -> None:
+        """Add another's counts, each `times` times."""
+        for mine, theirs in zip(self, other):
+            for key, number in theirs.items():
+                mine[key] += number * times
+
+    def add_cast(self, source: str, target: str, size: int) -> None:
+        """Count a cast of `size` elements."""
+        self.casts[source, target] += 1
+        self.bytes[source, target] += size * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
+
+
+def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) -> Census:
+    """Return what one run of a graph with inputs of these dtypes and shapes counts.
+
+    Bodies of `foreach` count once a step. Those of `while_loop` and `cond` do not count: which of
+    them run, and how often, is known only to MXNet.
+    """
+    census = Census.empty()
+    values = _outputs(graph, dtypes, shapes)
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            continue
+        inputs, output = [values[entry] for entry in node.inputs], values[i, 0]
+        if node.op in CASTS and is_cast(inputs[0].dtype, output.dtype):
+            census.add_cast(inputs[0].dtype, output.dtype, inputs[0].size)
+            continue
+        dtype = node.attrs.get(PRECISION) or precision_of(inputs, [output])
+        census.operators[node.operator, dtype] += 1
+        if node.operator == "_foreach":
+            census.add(_one_step(node, inputs), times=inputs[0].shape[0])
+    return census
+
+
+def is_cast(source: str, target: str) -> bool:
+    """Tell whether a conversion between these dtypes counts as a cast: between float dtypes."""
+    return source != target and {source, target} <= FLOATS
+
+
+def precision_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """Return the dtype that a call is counted under: that of its first floating-point tensor."""
+    dtypes = [tensor.dtype for tensor in (*inputs, *outputs)]
+    return next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
+
+
+def _one_step(node: Node, inputs: Sequence[Tensor]) -> Census:
+    body = node.subgraphs[0]
+    usage = body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
+    return count(body, usage.dtypes, step_shapes(node, [tensor.shape for tensor in inputs]))
+
+
+def _outputs(
+    graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
+) -> Dict[Output, Tensor]:
+    """Return dtype and shape of every output of every node."""
+    entries = [(i, k) for i, node in enumerate(graph.nodes) for k in range(node.num_outputs)]
+    symbol = replace(graph, heads=entries).to_symbol()
+    arguments = set(symbol.list_arguments())
+    known = {name: dtype for name, dtype in dtypes.items() if name in arguments}
+    inferred = infer_types(symbol, known)
+    _, found, _ = symbol.infer_shape(**{n: s for n, s in shapes.items() if n in arguments})
+    types = inferred[1] if inferred is not None else ("float32",) * len(entries)
+    return {entry: Tensor(*pair) for entry, pair in zip(entries, zip(types, map(tuple, found)))}

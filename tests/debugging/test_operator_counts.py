@@ -1,0 +1,194 @@
+"""What runs is counted exactly: eager, hybridized, in modules; and nothing is left behind."""
+
+import json
+from collections import Counter
+
+import mxnet as mx
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import randn
+from mxamp.debugging import operator_stats
+from nets import convolutional, made
+
+
+def dense(hidden=4):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(hidden, activation="relu", in_units=3), nn.Dense(2, in_units=hidden))
+    net.initialize()
+    return net
+
+
+def calls(stats):
+    return {(row.operator, row.dtype): row.calls for row in stats.operators}
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_a_dense_net_in_float32(hybridize):
+    net, x = dense(), randn(5, 3)
+    if hybridize:
+        net.hybridize()
+    with operator_stats() as stats:
+        for _ in range(3):
+            net(x)
+    assert calls(stats) == {("FullyConnected", "float32"): 6, ("Activation", "float32"): 3}
+    assert stats.casts == ()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("order", ["init first", "stats first"])
+def test_eager_calls_in_low_precision(dtype, order):
+    net, x = dense(), randn(5, 3)
+    if order == "init first":
+        amp.init(dtype)
+    with operator_stats() as stats:
+        if order == "stats first":
+            amp.init(dtype)
+        net(x)
+    amp.shutdown()
+    assert calls(stats) == {("FullyConnected", dtype): 2, ("Activation", dtype): 1}
+    if dtype == "bfloat16":
+        # x, two weights and two biases; the activations between them are bfloat16 already.
+        sizes = 5 * 3 + 4 * 3 + 4 + 2 * 4 + 2
+        assert [(c.source, c.target, c.casts, c.bytes) for c in stats.casts] == [
+            ("float32", "bfloat16", 5, 6 * sizes)
+        ]
+
+
+def test_a_hybridized_net_counts_what_explain_says():
+    net, data = made(convolutional)
+    net.hybridize()
+    with amp.autocast("bfloat16"), operator_stats() as stats:
+        net(*data)
+        net(*data)
+    shapes = {"data": data[0].shape}
+    plan = amp.explain(net, "bfloat16", mode="inference", input_shapes=shapes)
+    counted = {key: n for key, n in calls(stats).items() if key[0] != "_copy"}  # mxamp's own
+    assert counted == {
+        key: 2 * n for key, n in Counter((n.operator, n.precision) for n in plan.nodes).items()
+    }
+    assert sum(cast.casts for cast in stats.casts) == 2 * len(plan.casts)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_eager_and_hybridized_count_the_same_operators(dtype):
+    net, data = made(convolutional)
+    net(*data)
+    counts = []
+    policy = amp.Policy.default(dtype).untuned()
+    for hybridize in (False, True):
+        net.hybridize(hybridize)
+        with amp.autocast(policy=policy), operator_stats() as stats:
+            net(*data)
+        seen = calls(stats)
+        names = {"broadcast_add": "elemwise_add"}
+        merged = {}
+        for (operator, precision), n in seen.items():
+            key = (names.get(operator, operator), precision)
+            merged[key] = merged.get(key, 0) + n
+        merged = {key: n for key, n in merged.items() if key[0] != "_copy"}
+        counts.append(merged)
+    assert counts[0] == counts[1]
+
+
+def test_a_loop_counts_each_step():
+    class Loop(nn.HybridBlock):
+        def hybrid_forward(self, F, x, state):
+            def step(row, held):
+                out = F.tanh(row + held)
+                return out, out
+
+            return F.contrib.foreach(step, x, state)[0]
+
+    net = Loop()
+    net.hybridize()
+    with operator_stats() as stats:
+        net(randn(7, 3), randn(3))
+    assert stats["tanh"] == {"float32": 7}
+    assert stats["_foreach"] == {"float32": 1}
+
+
+def test_modules_are_counted():
+    data = mx.sym.var("data")
+    net = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(data, num_hidden=2, name="fc"), name="softmax")
+    executor = net.simple_bind(mx.cpu(), data=(4, 3))
+    with operator_stats() as stats:
+        executor.forward(is_train=True)
+        executor.backward()
+    assert stats["FullyConnected"] == {"float32": 1}
+    assert stats["SoftmaxOutput"] == {"float32": 1}
+
+
+def test_the_users_own_casts_count_as_casts():
+    with operator_stats() as stats:
+        randn(2, 3).astype("float16").astype("float32")
+    assert {(c.source, c.target): (c.casts, c.bytes) for c in stats.casts} == {
+        ("float32", "float16"): (1, 36),
+        ("float16", "float32"): (1, 36),
+    }
+
+
+def test_it_is_off_after_it_also_after_an_error():
+    net, x = dense(), randn(5, 3)
+    net.hybridize()
+    before = nd.dot(randn(2, 2), randn(2, 2))
+    with pytest.raises(RuntimeError, match="mine"), operator_stats() as stats:
+        net(x)
+        raise RuntimeError("mine")
+    net(x)
+    assert sum(row.calls for row in stats.operators) == 3
+    assert type(net._cached_op) is mx.nd.CachedOp
+    assert before.shape == (2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:register_op_hook is experimental")
+def test_hooks_of_the_user_keep_working():
+    net, x = dense(), randn(5, 3)
+    seen = []
+    net.hybridize()
+    net(x)
+    net.register_op_hook(lambda *names: seen.append(names))
+    net(x)
+    alone = len(seen)
+    with operator_stats():
+        net(x)
+    assert len(seen) == 2 * alone > 0
+
+
+def test_training_gives_the_same_gradients():
+    net, x = dense(), randn(5, 3)
+    net.hybridize()
+    gradients = []
+    for watched in (False, True):
+        context = operator_stats() if watched else amp.autocast(enabled=False)
+        with context, autograd.record():
+            loss = (net(x) ** 2).sum()
+        loss.backward()
+        gradients.append([p.grad().asnumpy() for p in net.collect_params().values()])
+    assert all((a == b).all() for a, b in zip(*gradients))
+
+
+def test_what_it_shows():
+    with operator_stats() as stats:
+        nd.relu(nd.relu(randn(2)))
+        nd.exp(randn(2)).astype("float16")
+    text = str(stats)
+    assert text.splitlines()[:2] == [
+        "operator  dtype    calls",
+        "relu      float32      2",
+    ]
+    assert "float32 to float16" in text
+    assert json.loads(stats.to_json())["operators"][0] == {
+        "operator": "relu", "dtype": "float32", "calls": 2,
+    }  # fmt: skip
+    assert "<td>relu</td>" in stats._repr_html_()
+    assert [row.operator for row in stats.filter(operator="exp").operators] == ["exp"]
+    assert len(stats.filter(dtype="float16")) == 0
+    assert [row.operator for row in stats.sorted("operator")] == ["exp", "relu"]
+    assert repr(stats).startswith("<OperatorStats: ")
+    with pytest.raises(amp.ArgumentError, match="calls, operator, dtype"):
+        stats.sorted("name")
+    with pytest.raises(amp.UnknownNameError, match="relu"):
+        stats["relo"]
