@@ -7,8 +7,22 @@
 0
 
 What ran, in which dtype   operator_stats, OperatorStats, OperatorCount, CastCount
+Where values went wrong    check_numerics, NumericsCheck, Finding, NumericsError, Statistics
 """
 
+from .findings import Finding, NumericsError
+from .numerics import NumericsCheck, check_numerics
 from .operator_counts import CastCount, OperatorCount, OperatorStats, operator_stats
+from .statistics import Statistics
 
-__all__ = ["CastCount", "OperatorCount", "OperatorStats", "operator_stats"]
+__all__ = [
+    "CastCount",
+    "Finding",
+    "NumericsCheck",
+    "NumericsError",
+    "OperatorCount",
+    "OperatorStats",
+    "Statistics",
+    "check_numerics",
+    "operator_stats",
+]

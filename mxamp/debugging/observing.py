@@ -91,12 +91,12 @@ class Observer(PatchSet):
         """See a hybridized block's graph, with the casts in it, and all that it reads."""
         return run()
 
-    def on_forward(self, executor: Executor, run: Callable[[], Any]) -> Any:
+    def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
         """See a forward pass of a bound symbol, a module's among them."""
         return run()
 
-    def on_backward(self, executor: Executor, run: Callable[[], Any]) -> Any:
-        """See its backward pass."""
+    def on_backward(self, executor: Executor, heads: Any, run: Callable[[], Any]) -> Any:
+        """See its backward pass from these gradients of its outputs."""
         return run()
 
     # ------------------------------------------------------------------ the patches
@@ -147,14 +147,18 @@ class Observer(PatchSet):
 
     def _build_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def forward(executor: Executor, *args: Any, **options: Any) -> Any:
-            return self.on_forward(executor, lambda: original(executor, *args, **options))
+        def forward(executor: Executor, is_train: bool = False, **inputs: Any) -> Any:
+            return self.on_forward(
+                executor, bool(is_train), lambda: original(executor, is_train, **inputs)
+            )
 
         return forward
 
     def _build_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def backward(executor: Executor, *args: Any, **options: Any) -> Any:
-            return self.on_backward(executor, lambda: original(executor, *args, **options))
+        def backward(executor: Executor, out_grads: Any = None, *args: Any, **options: Any) -> Any:
+            return self.on_backward(
+                executor, out_grads, lambda: original(executor, out_grads, *args, **options)
+            )
 
         return backward

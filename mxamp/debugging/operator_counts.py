@@ -218,7 +218,7 @@ class _Counting(Observer):
         self._stats.note_graph(symbol, dict(zip(symbol.list_inputs(), inputs)))
         return run()
 
-    def on_forward(self, executor: Executor, run: Callable[[], Any]) -> Any:
+    def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
         symbol = self._symbols.get(executor)
         if symbol is None:
             # As it runs: with casts, and with what oneDNN has fused.

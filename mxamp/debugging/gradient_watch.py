@@ -1,0 +1,151 @@
+"""Judging backward passes: the gradients that came to each operator, and that left it."""
+
+import threading
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+from mxnet import nd
+from mxnet.ndarray.ndarray import NDArray
+
+from ..framework.operators import Operator
+from ..framework.zero_gradients import zero_gradients
+from ..graph.graph import CASTS
+from .findings import Finding
+from .inspection import Site, is_float
+from .probes import probed
+from .statistics import Statistics
+
+__all__ = ["GradientWatch"]
+
+_HALVES = {"float16", "bfloat16"}
+
+
+#: Operators that may well stop all of a gradient.
+_MASKS = frozenset({
+    "Activation", "Dropout", "Embedding", "LeakyReLU", "Pooling", "clip", "relu", "where",
+    "_npx_relu", "_npi_where", "_maximum", "_minimum", "_maximum_scalar", "_minimum_scalar",
+    "broadcast_maximum", "broadcast_minimum", "max", "min", "take", "pick", "gather_nd",
+})  # fmt: skip
+
+
+class _Passage:
+    """One operator of a recorded forward pass, and the gradients seen at it."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.heads: Dict[int, Statistics] = {}
+        self.inputs: Dict[int, Statistics] = {}
+
+
+class GradientWatch:
+    """Probes around the operators of a recorded pass; after backward, what they have seen."""
+
+    def __init__(self) -> None:
+        self._passages: List[_Passage] = []
+        self._done = False
+        self._lock = threading.Lock()
+
+    def around(
+        self, site: Site, inputs: Sequence[NDArray], run: Callable[[Sequence[NDArray]], Any]
+    ) -> Any:
+        """Run an operator with probes on what it reads and writes; return its outputs."""
+        with self._lock:
+            if self._done:
+                self._passages, self._done = [], False
+            passage = _Passage(site)
+            self._passages.append(passage)
+        no_gradient = _without_gradient(site.operator, len(inputs))
+        outputs = run(
+            [
+                array
+                if i in no_gradient or not is_float(array)
+                else probed(array, _note(passage.inputs, i))
+                for i, array in enumerate(inputs)
+            ]
+        )
+        if len(no_gradient) == len(inputs):
+            return outputs
+        if isinstance(outputs, (list, tuple)):
+            return [self._head(passage, k, array) for k, array in enumerate(outputs)]
+        return self._head(passage, 0, outputs)
+
+    @staticmethod
+    def _head(passage: _Passage, k: int, array: NDArray) -> NDArray:
+        return probed(array, _note(passage.heads, k)) if is_float(array) else array
+
+    def judge(self, step: int) -> Optional[Finding]:
+        """Return what went wrong first in the backward pass that was just run; None for nothing."""
+        nd.waitall()
+        with self._lock:
+            self._done = True
+            passages = self._passages
+        found = None
+        for passage in reversed(passages):
+            found = _nonfinite(passage, step)
+            if found is not None:
+                return found
+        for passage in reversed(passages):
+            found = _vanished(passage, step)
+            if found is not None:
+                return found
+        return None
+
+
+def _note(seen: Dict[int, Statistics], position: int) -> Callable[[NDArray], None]:
+    def see(gradient: NDArray) -> None:
+        seen[position] = Statistics.of(gradient)
+
+    return see
+
+
+def _without_gradient(operator: Operator, count: int) -> Sequence[int]:
+    """Return the positions of inputs that get no gradient, or that are written to."""
+    zero = zero_gradients()
+    if operator.handle not in zero:
+        return operator.mutable_inputs
+    positions = zero[operator.handle]
+    return range(count) if positions is None else [*positions, *operator.mutable_inputs]
+
+
+def _nonfinite(passage: _Passage, step: int) -> Optional[Finding]:
+    """Return the finding for an operator that the passes behind it have given finite gradients."""
+    for k, seen in passage.heads.items():
+        if not seen.finite:
+            # All behind it are fine: the sum of what came from them, or the loss's own gradient.
+            return _finding("nonfinite", passage, step, f"gradient of output {k}", seen)
+    for i, seen in passage.inputs.items():
+        if not seen.finite:
+            kind = "overflow" if seen.dtype in _HALVES and not seen.nan else "nonfinite"
+            return _finding(kind, passage, step, _of_input(passage, i), seen)
+    return None
+
+
+def _vanished(passage: _Passage, step: int) -> Optional[Finding]:
+    """Return the finding for an operator in low precision whose gradients are lost to zero."""
+    came = sum(seen.nonzero for seen in passage.heads.values())
+    left = sum(seen.nonzero for seen in passage.inputs.values())
+    name = passage.site.operator.name
+    if not came or not passage.inputs or name in _MASKS:
+        return None
+    if left >= came / 2 if name in CASTS else left:
+        return None
+    if not any(
+        seen.dtype in _HALVES for seen in (*passage.heads.values(), *passage.inputs.values())
+    ):
+        return None
+    i, seen = next(iter(passage.inputs.items()))
+    detail = f"of {came} values that are not zero in the gradient that came to it, {left} are left"
+    return _finding("vanish", passage, step, _of_input(passage, i), seen, detail)
+
+
+def _finding(
+    kind: str, passage: _Passage, step: int, tensor: str, seen: Statistics, detail: str = ""
+) -> Finding:
+    site = passage.site
+    return Finding(
+        kind, "backward", step, site.block, site.node, site.operator.name, tensor,
+        seen.dtype, seen, detail,
+    )  # fmt: skip
+
+
+def _of_input(passage: _Passage, i: int) -> str:
+    return f"gradient of {passage.site.names[i]}"

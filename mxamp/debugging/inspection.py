@@ -1,0 +1,208 @@
+"""Judging one operator's values: whether they are worse than what it was given.
+
+An operator is at fault where its inputs are fine and its outputs are not. Values that are not
+finite are followed: what only passes them on is not at fault. Infinities that a program writes on
+purpose, as `-inf` into a mask, are no fault until something makes NaN of them.
+"""
+
+import math
+from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+from mxnet.ndarray.ndarray import NDArray
+
+from ..framework.arrays import kind_code
+from ..framework.machine import DTYPE_NAMES
+from ..framework.operators import Operator
+from ..graph.graph import CASTS
+from ..policy.policy import Policy
+from .findings import Finding
+from .statistics import LARGEST, Statistics, values_of
+
+__all__ = ["Inspection", "Site", "is_float"]
+
+_FLOATS = {"float16", "bfloat16", "float32", "float64"}
+_HALVES = {"float16", "bfloat16"}
+
+#: Operators that make a layer's output: all zero from inputs that are not is a dead layer.
+_LAYERS = frozenset({
+    "Activation", "BatchNorm", "Convolution", "Deconvolution", "FullyConnected", "LayerNorm",
+    "LeakyReLU", "Pooling", "RNN", "relu", "_npx_relu",
+})  # fmt: skip
+_SHIFTS = frozenset({"bias", "beta", "moving_mean", "running_mean"})  # may well be all zero
+_A_LAYER = 8  # fewer values can all be zero by chance
+
+# An array that is not finite: because of a fault that was found, or on purpose.
+_FAULT, _ON_PURPOSE = "fault", "on purpose"
+_FOLLOWED = 1024
+
+
+class Site(NamedTuple):
+    """Where an operator was called."""
+
+    block: str
+    node: str
+    operator: Operator
+    attributes: Mapping[str, Any]
+    names: Sequence[str]  #: what its inputs are called: of parameters, their names
+    output: str = "output"
+
+
+class Inspection:
+    """Judges operators one after the other, and remembers arrays that are not finite."""
+
+    def __init__(self, would_be: Optional[Policy] = None) -> None:
+        self.step = 0
+        self._would_be = would_be
+        # By handle; the arrays are kept, so that no other gets the handle of one.
+        self._followed: Dict[int, Tuple[NDArray, str]] = {}
+
+    def follow(self, array: NDArray, status: str = _FAULT) -> None:
+        """Remember that an array is not finite, and why."""
+        if len(self._followed) >= _FOLLOWED:
+            del self._followed[next(iter(self._followed))]
+        self._followed[array.handle.value] = (array, status)
+
+    def accept(self, arrays: Sequence[NDArray]) -> None:
+        """Take values that are not finite as meant to be so."""
+        for array in arrays:
+            if is_float(array) and not np.isfinite(values_of(array)).all():
+                self.follow(array, _ON_PURPOSE)
+
+    # ------------------------------------------------------------------ forward
+
+    def judge(
+        self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
+    ) -> Optional[Finding]:
+        """Return what is wrong with an operator's outputs, None where nothing is, or not by it."""
+        if site.operator.name == "_copyto":
+            return None  # whoever computes with the copy is judged
+        results = [(array, values_of(array)) for array in outputs if is_float(array)]
+        bad = [array for array, values in results if not np.isfinite(values).all()]
+        if bad:
+            return self._judge_nonfinite(site, inputs, bad)
+        for k, (array, values) in enumerate(results):
+            found = self._judge_small(site, inputs, k, array, values)
+            if found is not None:
+                return found
+        return self._judge_would_be(site, inputs, outputs)
+
+    def _judge_nonfinite(
+        self, site: Site, inputs: Sequence[NDArray], bad: Sequence[NDArray]
+    ) -> Optional[Finding]:
+        sources = [
+            (i, array)
+            for i, array in enumerate(inputs)
+            if is_float(array) and not np.isfinite(values_of(array)).all()
+        ]
+        known = [self._followed.get(array.handle.value) for _, array in sources]
+        if not sources and (not inputs or any(map(_is_infinite, site.attributes.values()))):
+            self._pass_on(bad, _ON_PURPOSE)
+            return None
+        if not sources:
+            return self._made(site, bad)
+        for (i, array), status in zip(sources, known):
+            if status is None:
+                self.follow(array)
+                self._pass_on(bad, _FAULT)
+                return self._finding("input", site, site.names[i], array)
+        if all(status is not None and status[1] == _ON_PURPOSE for status in known):
+            had_nan = any(np.isnan(values_of(array)).any() for _, array in sources)
+            if not had_nan and any(np.isnan(values_of(array)).any() for array in bad):
+                return self._made(site, bad)
+            self._pass_on(bad, _ON_PURPOSE)
+            return None
+        self._pass_on(bad, _FAULT)
+        return None
+
+    def _made(self, site: Site, bad: Sequence[NDArray]) -> Finding:
+        self._pass_on(bad, _FAULT)
+        found = self._finding("nonfinite", site, site.output, bad[0])
+        statistics = found.statistics
+        if statistics.nan or not (site.operator.name in CASTS or statistics.dtype in _HALVES):
+            return found
+        detail = f"the largest {statistics.dtype} is {LARGEST[statistics.dtype]:.6g}"
+        return self._finding("overflow", site, site.output, bad[0], detail)
+
+    def _pass_on(self, arrays: Iterable[NDArray], status: str) -> None:
+        for array in arrays:
+            self.follow(array, status)
+
+    def _judge_small(
+        self, site: Site, inputs: Sequence[NDArray], k: int, array: NDArray, values: Any
+    ) -> Optional[Finding]:
+        """Judge a finite output: values lost to zero by a cast, and layers that give only zeros."""
+        nonzero = np.count_nonzero(values)
+        if site.operator.name in CASTS and inputs and is_float(inputs[0]):
+            before = np.count_nonzero(values_of(inputs[0]))
+            if nonzero < before / 2:
+                return self._finding("vanish", site, site.output, array, _lost(before, nonzero))
+        if k == 0 and not nonzero and values.size >= _A_LAYER and site.operator.name in _LAYERS:
+            weights = [
+                source
+                for name, source in zip(site.operator.inputs, inputs)
+                if name not in _SHIFTS and is_float(source)
+            ]
+            if all(values_of(source).any() for source in weights):
+                return self._finding("dead", site, site.output, array)
+        return None
+
+    def _judge_would_be(
+        self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
+    ) -> Optional[Finding]:
+        """Judge values that are fine as they are by what they would be in the low dtype."""
+        if self._would_be is None:
+            return None
+        op_class, dtype = (
+            self._would_be.rule(site.operator.name).op_class,
+            self._would_be.target_dtype,
+        )
+        if op_class in ("fp32", "untouched"):
+            return None
+        read = list(zip(site.names, inputs)) if op_class == "low" else []
+        for name, array in [*read, *((site.output, array) for array in outputs)]:
+            if not is_float(array) or _dtype(array) in _HALVES:
+                continue
+            size = np.abs(values_of(array))
+            above, below = size > LARGEST[dtype], (size > 0) & (size <= _ROUNDED_TO_ZERO[dtype])
+            if (above & np.isfinite(size)).any():
+                detail = f"{int(above.sum())} would be infinite in {dtype}"
+                return self._finding("overflow", site, name, array, detail)
+            if below.sum() > np.count_nonzero(size) / 2:
+                detail = f"{int(below.sum())} would be zero in {dtype}"
+                return self._finding("vanish", site, name, array, detail)
+        return None
+
+    def _finding(
+        self, kind: str, site: Site, tensor: str, array: NDArray, detail: str = ""
+    ) -> Finding:
+        statistics = Statistics.of(array)
+        return Finding(
+            kind, "forward", self.step, site.block, site.node, site.operator.name, tensor,
+            statistics.dtype, statistics, detail,
+        )  # fmt: skip
+
+
+#: Numbers up to this are zero in the dtype: half of its smallest one.
+_ROUNDED_TO_ZERO = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
+
+
+def _lost(before: int, after: int) -> str:
+    return f"of {before} values that are not zero, {after} are left"
+
+
+def _dtype(array: NDArray) -> str:
+    return DTYPE_NAMES.get(kind_code(array), "other")
+
+
+def is_float(array: NDArray) -> bool:
+    """Tell whether an array has values to judge: dense and floating-point."""
+    return _dtype(array) in _FLOATS and array.size > 0
+
+
+def _is_infinite(attribute: Any) -> bool:
+    """Tell whether an operator's attribute is a number that is not finite."""
+    try:
+        return not math.isfinite(float(attribute))
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,255 @@
+"""Everything that runs, as single operators that are judged: eager calls and nodes of graphs."""
+
+import functools
+import threading
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from mxnet import autograd
+from mxnet.executor import Executor
+from mxnet.gluon import Parameter
+from mxnet.gluon.block import Block
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+from mxnet.symbol.numpy import _Symbol
+
+from ..framework.arrays import copy
+from ..framework.operators import Operator, resolve
+from ..framework.patching import Patch
+from ..graph.graph import CASTS, Graph, Node
+from ..graph.insert_casts import PRECISION
+from ..graph.interpret import interpret, run_node
+from ..policy.active import suspended
+from .findings import Finding
+from .gradient_watch import GradientWatch
+from .inspection import Inspection, Site
+from .observing import Call, Observer, Run
+from .probes import is_own_copy
+
+__all__ = ["NodeByNode"]
+
+# As MXNet made them: a second run is nothing that loss scaling should know of.
+_mark_variables, _backward = autograd.mark_variables, autograd.backward
+
+
+class _Thread(threading.local):
+    """What a thread is in the middle of."""
+
+    def __init__(self) -> None:
+        self.blocks: List[Block] = []
+        self.calls: List[Tuple[Call, Site]] = []
+
+
+class NodeByNode(Observer):
+    """Has each operator judged when it has run, and each backward pass."""
+
+    def __init__(self, inspection: Inspection, watch: Optional[GradientWatch]) -> None:
+        super().__init__()
+        self.inspection, self.watch = inspection, watch
+        self._thread = _Thread()
+        self._reported = 0
+        self._parameters: Dict[int, Tuple[NDArray, str]] = {}
+        self._replays: Dict[int, Tuple[Executor, Sequence[NDArray]]] = {}
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches, those that tell which block and parameter is at hand among them."""
+        return [
+            *super().patches(),
+            Patch(Block, "__call__", self._build_block_call, on_top=True),
+            Patch(Parameter, "data", self._build_data, on_top=True),
+        ]
+
+    def close(self) -> None:
+        """Take the patches off, and let go of the arrays."""
+        super().close()
+        self._parameters.clear()
+        self._replays.clear()
+
+    def looks_at(self, site: Site) -> bool:
+        """Tell whether an operator is to be checked."""
+        raise NotImplementedError
+
+    def skips(self, site: Site) -> bool:
+        """Tell whether what an operator makes is meant to be as it is."""
+        raise NotImplementedError
+
+    def report(self, finding: Finding) -> None:
+        """Take a finding."""
+        raise NotImplementedError
+
+    def after_backward(self) -> None:
+        """Judge the backward pass that was just run."""
+        if self.watch is not None:
+            finding = self.watch.judge(self.inspection.step)
+            if finding is not None:
+                self.report(finding)
+
+    # ------------------------------------------------------------------ eager calls
+
+    def on_call(self, call: Call, run: Run) -> Any:
+        """See an eager call: its casts are judged while it runs, its outputs after that."""
+        if is_own_copy(call.operator.name):
+            return run(call.inputs)
+        site = self._site(call)
+        self._thread.calls.append((call, site))
+        try:
+            return self._judged(site, call.inputs, run, watched=call.out is None)
+        finally:
+            self._thread.calls.pop()
+
+    def on_cast(self, call: Call, run: Run) -> Any:
+        """See a cast around an eager call: what it breaks is named after that call."""
+        if not self._thread.calls:
+            return run(call.inputs)
+        around, site = self._thread.calls[-1]
+        dtype = dict(zip(call.keys, call.values)).get("dtype", "")
+        handles = [array.handle.value for array in around.inputs]
+        handle = call.inputs[0].handle.value
+        what = site.names[handles.index(handle)] if handle in handles else "a value"
+        told = f"{what} cast to {dtype}" if dtype else f"copy of {what}"
+        named = site._replace(operator=call.operator, names=[what], output=told)
+        return self._judged(named, call.inputs, run)
+
+    def _site(self, call: Call) -> Site:
+        block = self._thread.blocks[-1].name if self._thread.blocks else ""
+        names = [
+            self._parameters.get(id(array), (None, name))[1]
+            for array, name in zip(call.inputs, _input_names(call.operator, len(call.inputs)))
+        ]
+        attributes = dict(zip(call.keys, call.values))
+        return Site(block, block or call.operator.name, call.operator, attributes, names)
+
+    def _judged(self, site: Site, inputs: Sequence[NDArray], run: Run, watched: bool = True) -> Any:
+        """Run an operator, with probes where autograd records it, and judge what comes out."""
+        if not self.looks_at(site):
+            return run(inputs)
+        skipped, before = self.skips(site), self._reported
+        if watched and not skipped and self.watch is not None and autograd.is_recording():
+            outputs = self.watch.around(site, inputs, run)
+        else:
+            outputs = run(inputs)
+        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        if skipped:
+            self.inspection.accept(listed)
+            return outputs
+        finding = self.inspection.judge(site, inputs, listed)
+        # What a cast inside has broken was reported there.
+        if finding is not None and self._reported == before:
+            self._reported += 1
+            self.report(finding)
+        return outputs
+
+    def _build_block_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __call__(block: Block, *args: Any, **options: Any) -> Any:  # noqa: N807
+            self._thread.blocks.append(block)
+            try:
+                return original(block, *args, **options)
+            finally:
+                self._thread.blocks.pop()
+
+        return __call__
+
+    def _build_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def data(parameter: Parameter, *args: Any, **options: Any) -> NDArray:
+            array = original(parameter, *args, **options)
+            self._parameters[id(array)] = array, parameter.name
+            return array
+
+        return data
+
+    # ------------------------------------------------------------------ graphs
+
+    def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
+        """Run a hybridized block's graph node by node."""
+        held = dict(zip(symbol.list_inputs(), inputs))
+        block = self._thread.blocks[-1] if self._thread.blocks else None
+        outputs = self._interpreted(symbol, held, block)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
+        """Run a bound symbol, and once more node by node."""
+        results = run()
+        symbol = executor.get_optimized_symbol()
+        held = self._variables(executor, symbol, training)
+        with autograd.record() if training else autograd.pause():
+            outputs = self._interpreted(symbol, held, None)
+        self._replays[id(executor)] = executor, outputs
+        return results
+
+    def on_backward(self, executor: Executor, heads: Any, run: Callable[[], Any]) -> Any:
+        """Run a bound symbol's backward pass, after that of its second run."""
+        _, outputs = self._replays.pop(id(executor), (None, None))
+        if outputs is not None and self.watch is not None:
+            if isinstance(heads, dict):
+                heads = [heads[name] for name in executor._symbol.list_outputs()]
+            given = [heads] if isinstance(heads, NDArray) else heads
+            _backward(outputs, given or None)
+            self.after_backward()
+        return run()
+
+    @staticmethod
+    def _variables(executor: Executor, symbol: Symbol, training: bool) -> Dict[str, NDArray]:
+        """Return what a bound symbol reads: variables of their own over the same memory."""
+        arguments, gradients = executor.arg_dict, executor.grad_dict
+        held = {name: array.detach() for name, array in arguments.items()}
+        held.update({name: copy(array) for name, array in executor.aux_dict.items()})
+        wanted = [name for name, gradient in gradients.items() if gradient is not None]
+        if training and wanted:
+            buffers = [copy(gradients[name]) for name in wanted]
+            _mark_variables([held[name] for name in wanted], buffers)
+        return {name: held[name] for name in symbol.list_inputs()}
+
+    def _interpreted(
+        self, symbol: Symbol, inputs: Mapping[str, NDArray], block: Optional[Block]
+    ) -> List[NDArray]:
+        graph, is_np = Graph.from_symbol(symbol), isinstance(symbol, _Symbol)
+        context = next(iter(inputs.values())).context
+        prefixes = _prefixes(block)
+
+        def run(node: Node, arrays: Sequence[NDArray]) -> Sequence[NDArray]:
+            site = _site_of(graph, node, prefixes)
+            outputs = self._judged(
+                site, arrays, lambda given: run_node(node, given, context, is_np)
+            )
+            return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+
+        with suspended():
+            return interpret(graph, inputs, run)
+
+
+def _prefixes(block: Optional[Block]) -> Mapping[str, str]:
+    """Return the names of a block and those in it by the prefix of their nodes, longest first."""
+    found: Dict[str, str] = {}
+
+    def visit(one: Block) -> None:
+        found.setdefault(one.prefix, one.name)
+        for child in one._children.values():
+            visit(child)
+
+    if block is not None:
+        visit(block)
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+def _site_of(graph: Graph, node: Node, prefixes: Mapping[str, str]) -> Site:
+    """Return where a node is; a cast that rounds a result is named after what has computed it."""
+    block = next((name for prefix, name in prefixes.items() if node.name.startswith(prefix)), "")
+    operator, sources = resolve(node.op), [graph.nodes[i] for i, _ in node.inputs]
+    names = [
+        source.name if source.is_variable else name
+        for source, name in zip(sources, _input_names(operator, len(sources)))
+    ]
+    if node.op not in CASTS:
+        return Site(block, node.name, operator, node.attrs, names)
+    source, dtype = sources[0], node.attrs.get("dtype", "")
+    what = source.name if source.is_variable else f"output of {source.name!r}"
+    name = source.name if PRECISION in source.attrs else node.name
+    return Site(block, name, operator, node.attrs, names, f"{what} cast to {dtype}")
+
+
+def _input_names(operator: Operator, count: int) -> Sequence[str]:
+    names = operator.inputs
+    if operator.variadic or len(names) < count:
+        return [f"input {i}" for i in range(count)]
+    return names[:count]

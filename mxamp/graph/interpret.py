@@ -1,0 +1,71 @@
+"""A graph run node by node, as eager calls, by code that wants to see every value."""
+
+from typing import Any, Callable, Dict, List, Mapping, Sequence
+
+from mxnet import autograd
+from mxnet.ndarray import CachedOp
+from mxnet.ndarray.ndarray import NDArray
+
+from ..framework.arrays import invoke
+from ..framework.operators import resolve
+from ..framework.zero_gradients import kept_safe, zero_gradients
+from .graph import Graph, Node, Output
+
+__all__ = ["interpret", "run_node"]
+
+#: Runs a node on its inputs, and returns its outputs.
+Runner = Callable[[Node, Sequence[NDArray]], Sequence[NDArray]]
+
+
+def interpret(graph: Graph, inputs: Mapping[str, NDArray], run: Runner) -> List[NDArray]:
+    """Return the outputs of a graph for inputs by name, each node having been run by `run`.
+
+    Autograd records the nodes, not the graph, and the results are those of the graph: the same
+    kernels run on the same values. Bodies of loops are run by MXNet as one.
+    """
+    values: Dict[Output, NDArray] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            values[i, 0] = inputs[node.name]
+            continue
+        outputs = run(node, [values[entry] for entry in node.inputs])
+        values.update({(i, k): array for k, array in enumerate(outputs)})
+    return [values[head] for head in graph.heads]
+
+
+def run_node(
+    node: Node, inputs: Sequence[NDArray], context: Any, is_np: bool = False
+) -> Sequence[NDArray]:
+    """Run one node on these arrays, in this context where there are none."""
+    if node.subgraphs:
+        outputs = _alone(node, len(inputs), is_np)(*inputs)
+        return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    operator = resolve(node.op)
+    attrs = {key: value for key, value in node.attrs.items() if not key.startswith("__")}
+    if not inputs and "ctx" in operator.defaults:
+        attrs["ctx"] = str(context)
+    zero = zero_gradients()
+    if operator.handle in zero and autograd.is_recording():
+        inputs = kept_safe(inputs, zero[operator.handle], is_np)
+    outputs = invoke(
+        operator.handle, list(inputs), list(attrs), list(attrs.values()), None, is_np, True
+    )
+    return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
+    """Return a loop, or operators that were fused, as a graph of its own."""
+    variables = [Node("null", f"input{i}") for i in range(count)]
+    alone = Node(
+        node.op, node.name, node.attrs, [(i, 0) for i in range(count)], node.subgraphs,
+        node.num_outputs,
+    )  # fmt: skip
+    graph = Graph([*variables, alone], [(count, k) for k in range(node.num_outputs)])
+    return CachedOp(graph.to_symbol(_symbol_class(is_np)))
+
+
+def _symbol_class(is_np: bool) -> Any:
+    from mxnet.symbol import Symbol
+    from mxnet.symbol.numpy import _Symbol
+
+    return _Symbol if is_np else Symbol

@@ -1,0 +1,325 @@
+"""Planted faults are found where they are, forward and backward, in every way of running."""
+
+import json
+import logging
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import randn
+from mxamp.debugging import NumericsError, check_numerics
+
+DEPTH, FAULT = 50, 17
+
+
+class Deep(nn.HybridBlock):
+    """Fifty dense layers; before one of them something is done to the activations."""
+
+    def __init__(self, fault, position=FAULT, width=8):
+        super().__init__()
+        self.fault, self.position = fault, position
+        with self.name_scope():
+            for k in range(DEPTH):
+                layer = nn.Dense(width, in_units=width, weight_initializer=mx.init.Orthogonal(1.0))
+                self.register_child(layer, f"layer{k}")
+
+    def hybrid_forward(self, F, x):
+        for k, layer in enumerate(self._children.values()):
+            if k == self.position:
+                x = self.fault(F, x)
+            x = F.tanh(layer(x))
+        return x
+
+
+def deep(fault, seed=3):
+    mx.random.seed(seed)
+    net = Deep(fault)
+    net.initialize()
+    return net
+
+
+def nothing(F, x):
+    return x
+
+
+def explode(F, x):
+    return F.exp(x * 1000, name="explode") if F is mx.sym else F.exp(x * 1000)
+
+
+def executor_of(net, shape):
+    net.hybridize()
+    net(nd.zeros(shape))
+    symbol = net._cached_graph[1]
+    executor = symbol.simple_bind(mx.cpu(), data=shape, grad_req="write")
+    for name, param in net.collect_params().items():
+        executor.arg_dict[name][:] = param.data()
+    return executor
+
+
+def prepared(net, way, x, train=False, loss=lambda out: out.sum()):
+    """Return a call that runs a net in one of three ways; in training with a backward pass."""
+    executor = executor_of(net, x.shape) if way == "symbol" else None
+    net.hybridize(way == "hybrid")
+
+    def run():
+        if executor is not None:
+            executor.copy_params_from({"data": x})
+            outputs = executor.forward(is_train=train)
+            if train:
+                executor.backward([nd.ones(out.shape) for out in outputs])
+        elif train:
+            with autograd.record():
+                result = loss(net(x))
+            result.backward()
+        else:
+            net(x)
+
+    return run
+
+
+WAYS = ["eager", "hybrid", "symbol"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("train", [False, True])
+def test_a_healthy_net_has_no_findings(way, train):
+    run = prepared(deep(nothing), way, randn(4, 8), train)
+    with check_numerics(on="raise") as check:
+        run()
+    assert not check and check.first is None and str(check) == "no findings"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_overflow_of_fifty_layers(way):
+    net = deep(explode)
+    run = prepared(net, way, randn(4, 8, scale=3))
+    with check_numerics(on="collect") as check:
+        run()
+    found = check.first
+    assert (found.kind, found.phase, found.operator) == ("nonfinite", "forward", "exp")
+    assert found.statistics.inf > 0 and found.statistics.nan == 0
+    assert [f.operator for f in check.findings] == ["exp"], "what follows is no culprit"
+    if way != "symbol":
+        assert found.block == net.name
+    if way != "eager":
+        assert found.node.endswith("explode")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_overflow_in_low_precision(way, dtype):
+    # 3e4 * 8 terms: beyond float16, nothing to bfloat16.
+    net = deep(lambda F, x: F.ones_like(x) * 3e4)
+    for param in net.collect_params(".*dense17_weight").values():
+        param.set_data(nd.ones(param.shape))
+    with amp.autocast(dtype):
+        run = prepared(net, way, randn(64, 8))
+        with check_numerics(on="collect") as check:
+            run()
+    if dtype == "bfloat16":
+        assert not check
+        return
+    assert check.first.kind == "overflow"
+    assert check.first.dtype == "float16"
+    if way != "symbol":
+        assert check.first.block.endswith("dense17")
+    else:
+        assert "dense17" in check.first.node
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dead_layer(way):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(16, activation="relu", in_units=8), nn.Dense(2, in_units=16))
+    net.initialize()
+    net[0].bias.set_data(nd.full((16,), -100))
+    run = prepared(net, way, randn(4, 8))
+    with check_numerics(on="collect") as check:
+        run()
+    assert (check.first.kind, check.first.operator) == ("dead", "Activation")
+    assert len(check) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_is_nan(way):
+    net = deep(nothing)
+    weight = next(iter(net.collect_params(".*dense23_weight").values()))
+    value = weight.data().asnumpy()
+    value[1, 2] = np.nan
+    weight.set_data(nd.array(value))
+    run = prepared(net, way, randn(4, 8))
+    with check_numerics(on="collect") as check:
+        run()
+    assert check.first.kind == "input"
+    assert check.first.tensor == weight.name
+    assert check.first.statistics.nan == 1
+    assert len(check) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_input_that_is_inf(way):
+    x = randn(4, 8).asnumpy()
+    x[2, 3] = np.inf
+    run = prepared(deep(nothing), way, nd.array(x))
+    with check_numerics(on="collect") as check:
+        run()
+    assert (check.first.kind, check.first.tensor) == ("input", "data")
+    assert check.first.statistics.inf == 1
+    assert len(check) == 1
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+def test_a_loss_that_is_nan_already(way):
+    loss = lambda out: nd.log(out - 5).mean()  # noqa: E731
+    run = prepared(deep(nothing), way, randn(4, 8), train=True, loss=loss)
+    with check_numerics(on="collect") as check:
+        run()
+    assert (check.first.phase, check.first.operator) == ("forward", "log")
+    assert check.first.statistics.nan == 32
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_is_infinite(way):
+    # sqrt's derivative at 0.
+    net = deep(lambda F, x: F.sqrt(F.zeros_like(x) * x) + x)
+    run = prepared(net, way, randn(4, 8), train=True)
+    with check_numerics(on="collect") as check:
+        run()
+    assert (check.first.phase, check.first.operator) == ("backward", "sqrt")
+    assert not check.first.statistics.finite
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("scale", [1, 2.0**14])
+def test_gradients_under_the_smallest_float16(way, scale):
+    net = deep(nothing)
+    loss = lambda out: out.mean() * (scale * 2.0**-28)  # noqa: E731
+    run = prepared(net, way, randn(4, 8), train=True, loss=loss)
+    with amp.autocast("float16"), check_numerics(on="collect") as check:
+        run()
+    if scale > 1:
+        assert not check, str(check)
+        return
+    assert (check.first.kind, check.first.phase) == ("vanish", "backward")
+    assert check.first.statistics.zero == check.first.statistics.size
+
+
+def test_masks_are_no_fault_until_they_make_nan():
+    def attention(scores, allowed):
+        hidden = nd.full(scores.shape, -np.inf)
+        return nd.softmax(nd.where(allowed, scores, hidden))
+
+    scores, allowed = randn(2, 4), nd.array([[1, 1, 0, 0], [0, 0, 0, 0]])
+    with check_numerics(on="collect") as check:
+        attention(scores[:1], allowed[:1])
+    assert not check
+    with check_numerics(on="collect") as check:
+        attention(scores, allowed)
+    assert check.first.operator == "softmax"
+
+
+def test_a_float32_run_is_judged_by_another_dtype():
+    net = deep(lambda F, x: x * 1e6)
+    with check_numerics(on="collect", dtype="float16") as check:
+        prepared(net, "hybrid", randn(4, 8))()
+    assert check.first.kind == "overflow"
+    assert check.first.operator == "_mul_scalar"
+    assert "would be infinite in float16" in str(check.first)
+    with check_numerics(on="collect", dtype="bfloat16") as check:
+        prepared(net, "hybrid", randn(4, 8))()
+    assert not check
+
+
+def test_raising_names_all_and_leaves_all_as_it_was():
+    net = deep(explode)
+    net.hybridize()
+    x = randn(4, 8, scale=3)
+    net(x)
+    with pytest.raises(NumericsError, match=r"exp.*Inf") as error, check_numerics():
+        net(x)
+    assert error.value.finding.operator == "exp"
+    assert type(net._cached_op) is mx.nd.CachedOp
+    net(x)
+
+
+def test_what_it_checks_and_skips(caplog):
+    net, x = deep(explode), randn(4, 8, scale=3)
+    with check_numerics(operators=["FullyConnected", "tanh"], on="collect") as check:
+        net(x)
+    assert check.first.kind == "input"
+    for skipped in (["exp"], [net.name], "*deep?"):
+        with check_numerics(on="collect", skip=skipped) as check:
+            net(x)
+        assert (check.first.operator, check.first.statistics.nan > 0) == ("FullyConnected", True)
+    with caplog.at_level(logging.WARNING), check_numerics(on="log") as check:
+        net(x)
+    assert caplog.messages[0] == str(check.first)
+    assert json.loads(check.to_json())[0]["operator"] == "exp"
+    assert "exp" in check._repr_html_() and "exp" in str(check) and "exp" in repr(check)
+    for arguments, message in (
+        ({"on": "print"}, "raise, log, collect"),
+        ({"steps": 0}, "at least 1"),
+        ({"operators": ["expp"]}, "'exp'"),
+        ({"dtype": "float8"}, "float16"),
+    ):
+        with pytest.raises(amp.ArgumentError, match=message), check_numerics(**arguments):
+            pass
+
+
+def test_steps_are_counted_and_end_the_check():
+    net = deep(nothing)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    with check_numerics(on="collect", steps=2) as check:
+        for step in range(4):
+            x = randn(4, 8) if step in (0, 2) else nd.array(np.full((4, 8), np.nan))
+            with autograd.record():
+                loss = net(x).sum()
+            loss.backward()
+            trainer.step(4)
+    assert {finding.step for finding in check.findings} == {1}
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+def test_checked_training_computes_the_same(way, dtype):
+    from nets import convolutional, made
+
+    results = []
+    for checked in (False, True):
+        net, data = made(convolutional)
+        net(*data)
+        net.hybridize(way == "hybrid")
+        for i, param in enumerate(net.collect_params().values()):
+            if param.grad_req != "null":
+                param.set_data(randn(*param.shape, seed=i, scale=0.1))
+                param.grad_req = "add" if i % 2 else "write"
+        check = check_numerics(on="collect") if checked else amp.autocast(enabled=False)
+        region = amp.autocast(dtype) if dtype else amp.autocast(enabled=False)
+        with check, region:
+            for _ in range(2):
+                with autograd.record():
+                    loss = (net(*data).astype("float32") ** 2).mean()
+                loss.backward()
+        params = net.collect_params().values()
+        results.append([
+            *(p.data().asnumpy() for p in params),
+            *(p.grad().asnumpy() for p in params if p.grad_req != "null"),
+        ])  # fmt: skip
+    assert all(np.array_equal(a, b) for a, b in zip(*results))
+
+
+def test_higher_derivatives_need_backward_false():
+    x = nd.array([1.0, 2.0])
+    x.attach_grad()
+    with check_numerics(), autograd.record():
+        y = (x * x).sum()
+        with pytest.raises(amp.StateError, match="backward=False"):
+            autograd.grad(y, x, create_graph=True)
+    with check_numerics(backward=False), autograd.record():
+        (gradient,) = autograd.grad(nd.log(x), [x], create_graph=True)
+    gradient.backward()
+    assert (x.grad.asnumpy() == [-1, -0.25]).all()
