@@ -28,10 +28,13 @@ def test_pages(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     assert blocks
+    names = {}
     for number, code in enumerate(blocks):
         path = tmp_path / f"block{number}.py"
         path.write_text(code)
-        runpy.run_path(str(path))
+        # A later block may use the names of earlier ones.
+        given = {name: value for name, value in names.items() if not name.startswith("__")}
+        names = runpy.run_path(str(path), init_globals=given)
 
 
 def test_it_is_short_and_has_blocks_and_both_commands():
