@@ -1,7 +1,7 @@
 """Judging backward passes: the gradients that came to each operator, and that left it."""
 
 import threading
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 from mxnet import nd
 from mxnet.ndarray.ndarray import NDArray
@@ -11,13 +11,16 @@ from ..framework.zero_gradients import zero_gradients
 from ..graph.graph import CASTS
 from .findings import Finding
 from .inspection import Site, is_float
-from .probes import probed
-from .statistics import Statistics
+from .probes import has_gradient, probed
+from .statistics import Statistics, values_of
 
 __all__ = ["GradientWatch"]
 
 _HALVES = {"float16", "bfloat16"}
 
+
+#: Inputs whose gradient no operator can read on CPUs: oneDNN can't bring it to the plain layout.
+_UNREADABLE = {"Deconvolution": (1,)}
 
 #: Operators that may well stop all of a gradient.
 _MASKS = frozenset({
@@ -30,8 +33,9 @@ _MASKS = frozenset({
 class _Passage:
     """One operator of a recorded forward pass, and the gradients seen at it."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, times_zero: bool) -> None:
         self.site = site
+        self.times_zero = times_zero  # an input is all zero, and so may the others' gradients be
         self.heads: Dict[int, Statistics] = {}
         self.inputs: Dict[int, Statistics] = {}
 
@@ -51,26 +55,26 @@ class GradientWatch:
         with self._lock:
             if self._done:
                 self._passages, self._done = [], False
-            passage = _Passage(site)
+            passage = _Passage(site, any(is_float(a) and not values_of(a).any() for a in inputs))
             self._passages.append(passage)
-        no_gradient = _without_gradient(site.operator, len(inputs))
+        unwatched = _unwatched(site.operator, len(inputs))
         outputs = run(
             [
                 array
-                if i in no_gradient or not is_float(array)
+                if i in unwatched or not is_float(array) or not has_gradient(array)
                 else probed(array, _note(passage.inputs, i))
                 for i, array in enumerate(inputs)
             ]
         )
-        if len(no_gradient) == len(inputs):
-            return outputs
         if isinstance(outputs, (list, tuple)):
             return [self._head(passage, k, array) for k, array in enumerate(outputs)]
         return self._head(passage, 0, outputs)
 
     @staticmethod
     def _head(passage: _Passage, k: int, array: NDArray) -> NDArray:
-        return probed(array, _note(passage.heads, k)) if is_float(array) else array
+        if not is_float(array) or not has_gradient(array):
+            return array
+        return probed(array, _note(passage.heads, k))
 
     def judge(self, step: int) -> Optional[Finding]:
         """Return what went wrong first in the backward pass that was just run; None for nothing."""
@@ -97,13 +101,11 @@ def _note(seen: Dict[int, Statistics], position: int) -> Callable[[NDArray], Non
     return see
 
 
-def _without_gradient(operator: Operator, count: int) -> Sequence[int]:
-    """Return the positions of inputs that get no gradient, or that are written to."""
-    zero = zero_gradients()
-    if operator.handle not in zero:
-        return operator.mutable_inputs
-    positions = zero[operator.handle]
-    return range(count) if positions is None else [*positions, *operator.mutable_inputs]
+def _unwatched(operator: Operator, count: int) -> Set[int]:
+    """Return the positions of inputs without a probe: no gradient comes, or none can be seen."""
+    positions = zero_gradients().get(operator.handle, frozenset())
+    without = set(range(count)) if positions is None else set(positions)
+    return without.union(operator.mutable_inputs, _UNREADABLE.get(operator.name, ()))
 
 
 def _nonfinite(passage: _Passage, step: int) -> Optional[Finding]:
@@ -124,7 +126,7 @@ def _vanished(passage: _Passage, step: int) -> Optional[Finding]:
     came = sum(seen.nonzero for seen in passage.heads.values())
     left = sum(seen.nonzero for seen in passage.inputs.values())
     name = passage.site.operator.name
-    if not came or not passage.inputs or name in _MASKS:
+    if not came or not passage.inputs or passage.times_zero or name in _MASKS:
         return None
     if left >= came / 2 if name in CASTS else left:
         return None

@@ -4,17 +4,19 @@ A probe is an `autograd.Function` that returns what it is given. MXNet calls its
 thread of its own, with the gradient.
 """
 
+import ctypes
 import threading
 from typing import Callable, Optional
 
 import mxnet as mx
 from mxnet import autograd
+from mxnet.base import _LIB, SymbolHandle, check_call
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import invoke
 from ..framework.operators import resolve
 
-__all__ = ["Probe", "is_own_copy", "probed"]
+__all__ = ["Probe", "has_gradient", "is_own_copy", "probed"]
 
 #: Takes the gradient that has come to a probe.
 See = Callable[[NDArray], None]
@@ -49,10 +51,28 @@ class Probe(autograd.Function):  # type: ignore[misc]
         return gradient
 
 
+def has_gradient(array: NDArray) -> bool:
+    """Tell whether autograd computes a gradient of an array: whether it is in its graph.
+
+    A probe on one that is not would have MXNet compute gradients that nobody wants.
+    """
+    symbol = SymbolHandle()
+    if _LIB.MXAutogradGetSymbol(array.handle, ctypes.byref(symbol)):
+        return False
+    check_call(_LIB.NNSymbolFree(symbol))
+    return True
+
+
 def probed(array: NDArray, see: See) -> NDArray:
-    """Return an array over the same memory whose gradient is shown to `see` on its way."""
+    """Return an array of the same values whose gradient is shown to `see` on its way."""
     if array.grad is not None:
         # MXNet's functions don't add to the gradient of an array that has grad_req="add".
-        array = invoke(_COPY, [array], [], [], None, isinstance(array, mx.np.ndarray), False)
+        array = _copy(array)
     output: Optional[NDArray] = _call(Probe(see), array)
-    return array if output is None else output
+    # MXNet gives a function, which runs later, the address of a gradient that it has brought from
+    # oneDNN's layout to the plain one, and frees it at once. The gradient of a copy is plain.
+    return array if output is None else _copy(output)
+
+
+def _copy(array: NDArray) -> NDArray:
+    return invoke(_COPY, [array], [], [], None, isinstance(array, mx.np.ndarray), False)

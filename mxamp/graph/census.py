@@ -10,7 +10,7 @@ from .graph import CASTS, Graph, Node, Output, infer_types
 from .insert_casts import PRECISION
 from .usage import Shape, Usage
 
-__all__ = ["FLOATS", "Census", "Tensor", "count", "is_cast", "precision_of"]
+__all__ = ["FLOATS", "Census", "Tensor", "count", "is_cast", "precision_of", "tensors"]
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _BYTES = {
@@ -62,7 +62,7 @@ def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) 
     them run, and how often, is known only to MXNet.
     """
     census = Census.empty()
-    values = _outputs(graph, dtypes, shapes)
+    values = tensors(graph, dtypes, shapes)
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             continue
@@ -94,7 +94,7 @@ def _one_step(node: Node, inputs: Sequence[Tensor]) -> Census:
     return count(body, usage.dtypes, step_shapes(node, [tensor.shape for tensor in inputs]))
 
 
-def _outputs(
+def tensors(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> Dict[Output, Tensor]:
     """Return dtype and shape of every output of every node."""

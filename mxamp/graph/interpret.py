@@ -1,17 +1,24 @@
 """A graph run node by node, as eager calls, by code that wants to see every value."""
 
+import re
+from dataclasses import replace
 from typing import Any, Callable, Dict, List, Mapping, Sequence
 
 from mxnet import autograd
 from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import invoke
+from ..framework.arrays import dtypes_of, invoke
 from ..framework.operators import resolve
 from ..framework.zero_gradients import kept_safe, zero_gradients
+from .census import tensors
 from .graph import Graph, Node, Output
+from .usage import Shape
 
 __all__ = ["interpret", "run_node"]
+
+#: A dimension that MXNet is to find out.
+_UNKNOWN = re.compile(r"(?<!\d)(0|-1)(?!\d)")
 
 #: Runs a node on its inputs, and returns its outputs.
 Runner = Callable[[Node, Sequence[NDArray]], Sequence[NDArray]]
@@ -24,10 +31,13 @@ def interpret(graph: Graph, inputs: Mapping[str, NDArray], run: Runner) -> List[
     kernels run on the same values. Bodies of loops are run by MXNet as one.
     """
     values: Dict[Output, NDArray] = {}
+    shapes = _inferred_shapes(graph, inputs)
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             values[i, 0] = inputs[node.name]
             continue
+        if i in shapes:
+            node = replace(node, attrs={**node.attrs, "shape": str(shapes[i])})  # noqa: PLW2901
         outputs = run(node, [values[entry] for entry in node.inputs])
         values.update({(i, k): array for k, array in enumerate(outputs)})
     return [values[head] for head in graph.heads]
@@ -51,6 +61,20 @@ def run_node(
         operator.handle, list(inputs), list(attrs), list(attrs.values()), None, is_np, True
     )
     return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, Shape]:
+    """Return the shapes of nodes that make arrays of a shape that others know: first states."""
+    open_ones = [
+        i
+        for i, node in enumerate(graph.nodes)
+        if not node.inputs and _UNKNOWN.search(node.attrs.get("shape", ""))
+    ]
+    if not open_ones:
+        return {}
+    dtypes = dict(zip(inputs, dtypes_of(list(inputs.values()))))
+    found = tensors(graph, dtypes, {name: array.shape for name, array in inputs.items()})
+    return {i: found[i, 0].shape for i in open_ones}
 
 
 def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
