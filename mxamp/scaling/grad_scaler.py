@@ -16,7 +16,7 @@ from mxnet import autograd
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
-from .attach import attach_hook, hook_of
+from .attach import attach_hook, hook_in_force, hook_of
 from .hook import TrainerHook
 from .scaler import LossScaler, Scaler, positive_number
 from .trainer import map_losses, scaled_loss
@@ -204,7 +204,7 @@ class GradScaler:
         self._stages = weakref.WeakKeyDictionary()
 
     def _hook(self, trainer: Trainer) -> TrainerHook:
-        if not isinstance(getattr(trainer, "_amp_loss_scaler", None), TrainerHook):
+        if hook_in_force(trainer) is None:
             if not isinstance(trainer, Trainer):
                 raise ArgumentError(f"a GradScaler steps a gluon.Trainer, not {trainer!r}")
             attach_hook(trainer, _Recorder(self), scaled_by="GradScaler")

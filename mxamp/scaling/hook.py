@@ -81,6 +81,8 @@ class TrainerHook:
     ) -> None:
         self.trainer, self.scaler = trainer, scaler
         self.scaled_by = scaled_by
+        self.retired = False  #: the API that scaled the losses has ended; another may take over
+        self.loaded: Optional[Mapping[str, Any]] = None  #: what a state file held
         self.watch = SkipWatch(max_consecutive_skips)
         self.steps = self.skips = 0
         self._settled = False
@@ -241,6 +243,7 @@ class TrainerHook:
         steps, skips = (count(name, state[name]) for name in ("steps", "skips"))
         self.scaler = self.scaler.resumed(state["scaler"])
         self.steps, self.skips = steps, skips
+        self.loaded = state
         self.publish(None)
 
     def __getstate__(self) -> Dict[str, Any]:
