@@ -7,7 +7,6 @@ script begins, with one loss scale for all its trainers and modules.
 import atexit
 import functools
 import logging
-import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..policy.targets import check_target
 from ..scaling.scaler import LossScaler, NoScaler
 from ..scaling.shared_scale import SharedScale
 from .backward import backward_patches
-from .children import waiting
+from .children import is_child, waiting
 from .contrib import contrib_patches
 from .log_lines import show_log
 from .module_api import module_patches
@@ -145,11 +144,11 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
         logger.info(OWN_AMP, program or "this program", "mxamp")
         return
     dtype = value if value in _DTYPES else None
-    if multiprocessing.parent_process() is None:
-        _start_in_view(dtype)
-    else:
+    if is_child():
         contrib_patches.open()
         waiting.begin(functools.partial(_start_in_view, dtype))
+    else:
+        _start_in_view(dtype)
 
 
 def _start_in_view(dtype: Optional[str]) -> None:

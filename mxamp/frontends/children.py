@@ -5,6 +5,7 @@ for training, is no such worker: from then on it runs as its parent does.
 """
 
 import functools
+import multiprocessing
 from typing import Any, Callable, Optional, Sequence
 
 from mxnet.gluon import Trainer
@@ -13,7 +14,7 @@ from mxnet.module import Module
 from ..framework.patching import FrontEnd, Patch
 from ..policy.active import current_policy
 
-__all__ = ["waiting"]
+__all__ = ["is_child", "waiting"]
 
 Start = Callable[[], None]
 
@@ -47,6 +48,13 @@ class _Waiting(FrontEnd):
 
 #: One a process, as the classes that it patches are.
 waiting = _Waiting()
+
+
+def is_child() -> bool:
+    """Tell whether this process is one that `multiprocessing` has started."""
+    # A process that is spawned has no parent yet while it imports the program's main module.
+    preparing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return preparing or multiprocessing.parent_process() is not None
 
 
 def _build(owner: type, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,21 +21,38 @@ def show_log() -> None:
 
     From then on its own handlers and levels count, and each line comes once.
     """
-    if not _set_up_by_program() and _handler not in logger.handlers:
+    if _level_chosen() or _handler in logger.handlers:
+        return
+    logger.setLevel(_INFO)
+    if not _other_handlers():
         logger.addHandler(_handler)
-        logger.addFilter(_give_way)
-        logger.setLevel(_INFO)
+    logger.addFilter(_give_way)
 
 
-def _set_up_by_program() -> bool:
+def _other_handlers() -> bool:
     return any(h is not _handler for h in (*logger.handlers, *logging.getLogger().handlers))
 
 
-def _give_way(record: logging.LogRecord) -> bool:
-    """Take the handler off when a program has one of its own; logging asks before each line."""
-    if not _set_up_by_program():
+def _level_chosen() -> bool:
+    """Tell whether the program has said which lines it wants.
+
+    MXNet and many scripts call `logging.info` with nothing set up: logging then sets itself up as
+    `basicConfig()` does, for warnings alone. Nobody has chosen that.
+    """
+    if (logger.level and logger.level is not _INFO) or set(logger.handlers) - {_handler}:
         return True
-    logger.removeHandler(_handler)
+    root = logging.getLogger()
+    formats = [getattr(handler.formatter, "_fmt", None) for handler in root.handlers]
+    unchosen = root.level == logging.WARNING and formats in ([], [logging.BASIC_FORMAT])
+    return not unchosen
+
+
+def _give_way(record: logging.LogRecord) -> bool:
+    """Leave log lines to the program's own handlers and levels; asked before each line."""
+    if _other_handlers():
+        logger.removeHandler(_handler)
+    if not _level_chosen():
+        return True
     # A new list: logging is going through the old one.
     logger.filters = [other for other in logger.filters if other is not _give_way]
     if logger.level is _INFO:

@@ -1,7 +1,7 @@
 """Giving a trainer its loss scaling: the scaler it gets, and what is switched off for it."""
 
 import logging
-from typing import Any, Mapping, Optional
+from typing import Any, Optional
 
 from mxnet.gluon import Trainer
 
@@ -52,7 +52,10 @@ def attach_hook(
     scaler = loss_scaler if loss_scaler is not None else _default_scaler()
     _keep_updates_off_kvstore(trainer)
     hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
-    saved = taken_state(trainer) or _loaded_before(trainer)
+    retired = getattr(trainer, "_amp_loss_scaler", None)
+    if isinstance(retired, TrainerHook) and retired.trainer is trainer:
+        hook.take_over(retired)
+    saved = taken_state(trainer) or hook.loaded
     if saved is not None and loss_scaler is None:
         hook.load_state_dict(saved)
     _attach(trainer, hook)
@@ -69,12 +72,6 @@ def hook_in_force(trainer: Any) -> Optional[TrainerHook]:
     """Return a trainer's hook, None where it has none, or that of an automatic run that ended."""
     hook = getattr(trainer, "_amp_loss_scaler", None)
     return hook if isinstance(hook, TrainerHook) and not hook.retired else None
-
-
-def _loaded_before(trainer: Trainer) -> Optional[Mapping[str, Any]]:
-    """Return what `load_states` has read for a hook that is retired by now."""
-    hook = getattr(trainer, "_amp_loss_scaler", None)
-    return hook.loaded if isinstance(hook, TrainerHook) and hook.trainer is trainer else None
 
 
 def hook_of(trainer: Any) -> TrainerHook:

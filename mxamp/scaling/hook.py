@@ -246,6 +246,12 @@ class TrainerHook:
         self.loaded = state
         self.publish(None)
 
+    def take_over(self, retired: "TrainerHook") -> None:
+        """Go on from a hook that has ended: gradients that wait for their step, states loaded."""
+        self._losses, self._unscaled = retired._losses, retired._unscaled
+        self._pass_scale, self._overflown = retired._pass_scale, retired._overflown
+        self.loaded = retired.loaded
+
     def __getstate__(self) -> Dict[str, Any]:
         # Copies and pickles of trainers hold their hook; locks can be neither.
         return {name: value for name, value in vars(self).items() if name != "_lock"}

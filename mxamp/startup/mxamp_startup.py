@@ -21,7 +21,8 @@ class _Finder:
         if os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION", "0").strip() in ("", "0"):
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
             if spec is not None:
                 spec.loader = _Loader()
                 return spec

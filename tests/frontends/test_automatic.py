@@ -14,7 +14,8 @@ import mxamp as amp
 from helpers import ROOT
 from mxamp.cli.main import main
 from mxamp.frontends import automatic
-from mxamp.frontends.automatic import VARIABLE, uses_amp
+from mxamp.frontends.automatic import VARIABLE
+from mxamp.frontends.own_amp import imports_mxamp, script_imports_mxamp
 
 PLAIN = """
 import os
@@ -109,19 +110,22 @@ if __name__ == "__main__":
 """
 
 
+HOOK = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip()
+
+
 def run(script, tmp_path, *arguments, value=None, command=()):
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    places = (ROOT, ROOT / "tests", ROOT / "mxamp" / "startup")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     environment.pop(VARIABLE, None)
     if value is not None:
         environment[VARIABLE] = value
     prefix = [sys.executable, "-W", "ignore", *command]
     if value is not None and not installed():
         # The start-up hook belongs to an installed mxamp: do what it does.
-        hook = "import sys; sys.path.insert(0, sys.argv.pop(1)); import mxamp_startup; mxamp_startup.install()"
-        go = "; import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-        prefix += ["-c", hook + go, str(ROOT / "mxamp" / "startup")]
+        go = "; import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        prefix += ["-c", HOOK + go]
     return subprocess.run(
         [*prefix, str(path), *arguments], capture_output=True, text=True, env=environment,
         cwd=tmp_path, check=False, timeout=300,
@@ -238,24 +242,35 @@ def test_off(tmp_path, value):
 
 def test_a_wrong_value_is_one_line_and_changes_nothing(tmp_path):
     done = run("import mxnet, mxamp; print('on', mxamp.is_enabled())", tmp_path, value="int8")
-    assert "mixed precision stays off" in done.stderr or "uses mxamp" in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    allowed = "is 1, true, on, yes, float16 or bfloat16, or to leave mixed precision off 0, false, off, no;"
+    assert line == f"mxamp: {VARIABLE} {allowed} it is not 'int8': mixed precision stays off"
     assert said(done, "on") == "False"
 
 
 @pytest.mark.parametrize(
-    "script, name",
+    "value", [v for v in (*automatic._ON, *automatic._OFF, *automatic._DTYPES) if v]
+)
+def test_the_message_on_a_wrong_value_names_every_right_one(value, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "Int8 ")
+    with pytest.raises(amp.ArgumentError, match=rf"[ ,]{value}[ ,;].*not 'Int8 '"):
+        automatic.start_from_environment()
+
+
+@pytest.mark.parametrize(
+    "script, own",
     [
-        ("import mxamp as amp", "mxamp"), ("from mxamp import init", "mxamp"),
-        ("from mxnet.contrib import amp", "mxnet.contrib.amp"),
-        ("def f():\n    import mxnet.contrib.amp as a", "mxnet.contrib.amp"),
-        ("import mxnet", None), ("not python at all", None),
+        ("import mxamp as amp", True), ("from mxamp import init", True),
+        ("def f():\n    import mxamp.errors", True), ("from mxamp.errors import AmpError", True),
+        ("from mxnet.contrib import amp", False), ("import mxampere", False), ("from .mxamp import x", False),
+        ("from . import mxamp", False), ("import mxnet", False), ("not python at all", False),
     ],
 )  # fmt: skip
-def test_scripts_with_an_amp_of_their_own(tmp_path, script, name):
+def test_scripts_that_import_mxamp(tmp_path, script, own):
     path = tmp_path / "script.py"
     path.write_text(script)
-    assert uses_amp(path) == name
-    assert uses_amp(tmp_path / "none.py") is None
+    assert imports_mxamp(script) == script_imports_mxamp(path) == own
+    assert not script_imports_mxamp(tmp_path / "none.py")
 
 
 @pytest.mark.slow
@@ -297,7 +312,7 @@ def test_scale_loss_in_an_automatic_run_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_arguments_and_policies_of_run(tmp_path, monkeypatch):
+def test_arguments_and_policies_of_run(tmp_path):
     script = (
         "import sys, mxnet, os; print('argv', sys.argv[1:], __name__, sys.path[0] == os.getcwd())"
     )
@@ -312,34 +327,39 @@ def test_arguments_and_policies_of_run(tmp_path, monkeypatch):
     done = run(script, tmp_path, command=["-m", "mxamp", "run", "--policy", "none.toml"])
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
-    monkeypatch.setattr(automatic, "show_log", lambda: None)  # it lasts as long as the process
     for wrong in (["--dtype", "int8"], ["--dtype", "float16", "--policy", "x"]):
         done = CliRunner().invoke(main, ["run", *wrong, str(tmp_path / "script.py")])
         assert done.exit_code == 2
         assert len(done.output.strip().splitlines()) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", ["raise OSError('mine')", "open('none')", "1 / 0"])
-def test_errors_of_the_script_are_its_own(tmp_path, line):
-    done = run(f"import mxnet\n{line}", tmp_path, command=["-m", "mxamp", "run"])
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert f"    {line}" in done.stderr
+def test_the_hook_imports_itself_alone():
+    assert HOOK.startswith("import ")
+    assert "\n" not in HOOK
+    code = (
+        f"import sys; before = set(sys.modules); {HOOK}; print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "mxamp" / "startup")},
+    )  # fmt: skip
+    assert done.stdout.split() == ["mxamp_startup"]
 
 
-def test_the_exit_status_of_the_script_is_its_own(tmp_path):
-    done = run("import mxnet, sys\nsys.exit(7)", tmp_path, command=["-m", "mxamp", "run"])
-    assert done.returncode == 7
-
-
-def test_the_hook_costs_nothing_where_the_variable_is_unset():
-    (line,) = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip().splitlines()
-    assert line.startswith("import os;")
-    namespace = {}
-    before = set(sys.modules)
-    exec(line, namespace)  # noqa: S102
-    assert set(sys.modules) == before
+def test_a_program_may_set_the_variable_itself(tmp_path):
+    script = f"""
+    {HOOK}
+    import os, sys
+    import importlib.util
+    os.environ["{VARIABLE}"] = "bfloat16"
+    found = importlib.util.find_spec("mxnet")  # a look alone imports nothing
+    print("looked", found.origin.endswith("__init__.py"), "mxnet" in sys.modules)
+    import mxnet
+    print("on", sys.modules["mxamp"].current_policy().target_dtype, mxnet.__spec__.loader is mxnet.__loader__)
+    """
+    done = run(script, tmp_path)
+    assert said(done, "looked") == "True False"
+    assert said(done, "on") == "bfloat16 True"
 
 
 def test_it_comes_first():
