@@ -5,8 +5,8 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
-from typing import Any, NamedTuple, NoReturn, Optional, Sequence, Type
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple, NoReturn, Optional, Sequence
 
 from ..errors import AmpError
 
@@ -50,7 +50,7 @@ def find_module(name: str) -> Program:
     """Return the program that `python -m` would run."""
     sys.path.insert(0, os.getcwd())
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name) if all(name.split(".")) else None
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
             if spec is None:
@@ -76,8 +76,8 @@ def _compiled(source: bytes, path: str, name: str) -> CodeType:
     try:
         return compile(source, path, "exec", dont_inherit=True)
     except SyntaxError as error:
-        where = f", line {error.lineno}" if error.lineno else ""
-        raise AmpError(f"{name}{where}, is no Python: {error.msg}") from None
+        where = f" (line {error.lineno})" if error.lineno else ""
+        raise AmpError(f"{name}{where} is no Python: {error.msg}") from None
     except ValueError as error:
         raise AmpError(f"{name} is no Python: {error}") from None
 
@@ -100,7 +100,7 @@ def execute(program: Program, arguments: Sequence[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        _end(type(error), error, error.__traceback__)
+        _end(error)
 
 
 def _isolated() -> bool:
@@ -108,9 +108,8 @@ def _isolated() -> bool:
     return bool(sys.flags.isolated or getattr(sys.flags, "safe_path", False))
 
 
-def _end(
-    kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]
-) -> NoReturn:
-    """Show an error as Python does, without the lines of this module, and exit as Python does."""
-    sys.excepthook(kind, error, traceback and traceback.tb_next)
-    sys.exit(_INTERRUPTED if kind is KeyboardInterrupt else 1)
+def _end(error: BaseException) -> NoReturn:
+    """Show an error as Python does, without the line of this module, and exit as Python does."""
+    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
