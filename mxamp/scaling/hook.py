@@ -252,6 +252,9 @@ class TrainerHook:
         self._pass_scale, self._overflown = retired._pass_scale, retired._overflown
         self.loaded = retired.loaded
 
+    def __repr__(self) -> str:
+        return f"<TrainerHook of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
+
     def __getstate__(self) -> Dict[str, Any]:
         # Copies and pickles of trainers hold their hook; locks can be neither.
         return {name: value for name, value in vars(self).items() if name != "_lock"}

@@ -77,6 +77,9 @@ class TrainerView(Scaler):
         """The scale of the next backward pass."""
         return self.shared.loss_scale
 
+    def __repr__(self) -> str:
+        return repr(self.shared)
+
     def update(self, finite: bool) -> float:
         """Tell the `SharedScale` of a step."""
         return self.shared.record(finite)

@@ -1,20 +1,29 @@
 """Scripts that know nothing of mxamp, run with the environment variable and with `mxamp run`."""
 
 import functools
+import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 import textwrap
 
+import mxnet as mx
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp as stock
+from mxnet.gluon import Trainer
+from mxnet.module import Module
 
 import mxamp as amp
-from helpers import ROOT
+from helpers import ROOT, run_forked
 from mxamp.cli.main import main
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE
+from mxamp.frontends.module_api import DecoratedName
 from mxamp.frontends.own_amp import imports_mxamp, script_imports_mxamp
 
 PLAIN = """
@@ -373,3 +382,209 @@ def test_it_comes_first():
     assert automatic._run.scale.loss_scale == 1
     amp.shutdown()
     assert automatic._run.scale is None
+
+
+# ---------------------------------------------------------------- scripts with an init of their own
+
+
+def dense():
+    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One())
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25})
+    return net, trainer
+
+
+def backward(net, value=1.0):
+    with autograd.record():
+        loss = net(nd.ones((1, 1))) * value
+    loss.backward()
+
+
+def small_loss(net):
+    """A loss whose gradients float16 can hold with the first scale; a step by it is 1/16."""
+    return net(nd.ones((2, 1)) / 4).mean()
+
+
+def scaled_step(theirs, net, trainer):
+    with autograd.record():
+        with theirs.scale_loss(small_loss(net), trainer) as scaled:
+            autograd.backward(scaled)
+    trainer.step(1)
+
+
+def test_a_script_that_never_calls_init_runs_automatically():
+    automatic.start("float16")
+    from mxnet.contrib import amp as theirs  # as many scripts do, for a switch of their own
+
+    net, trainer = dense()
+    backward(net, 0.5)
+    trainer.step(1)
+    assert net.weight.data().asscalar() == 1 - 0.125
+    assert trainer._amp_loss_scaler.scaled_by == "automatic mixed precision"
+    assert automatic._run.scale.steps == 1
+    assert theirs.amp._amp_initialized
+
+
+@pytest.mark.parametrize("through", ["mxnet.contrib.amp", "mxnet.contrib.amp.amp", "mxamp"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_script_that_calls_init_goes_on_by_its_own_calls(through, dtype, caplog):
+    caplog.set_level("INFO", logger="mxamp")
+    automatic.start("float16")
+    theirs = importlib.import_module(through)
+    early, trainer = dense()  # and a step, before its init
+    backward(early)
+    trainer.step(1)
+    theirs.init(dtype, ctx=mx.cpu()) if through == "mxamp" else theirs.init(dtype)
+    assert f"uses {'mxamp' if through == 'mxamp' else 'mxnet.contrib.amp'} itself" in caplog.text
+    assert automatic._run.scale is None
+    assert amp.current_policy().target_dtype == dtype
+    backward(early)  # not scaled, as nobody scales it
+    assert early.weight.grad().asscalar() == 1
+    trainer.step(1)
+    with pytest.raises(amp.StateError, match="init_trainer"):
+        scaled_step(theirs, early, trainer)
+    theirs.init(dtype)  # again, as GluonCV's scripts do in each worker
+    for net, one in ((early, trainer), dense()):
+        before = net.weight.data().asscalar()
+        theirs.init_trainer(one)
+        scaled_step(theirs, net, one)
+        assert net.weight.data().asscalar() == before - 0.0625
+        assert one._amp_loss_scaler.scaled_by == "init_trainer"
+        assert one.amp_steps == 1
+    assert len([line for line in caplog.messages if "itself" in line]) == 1
+
+
+@pytest.mark.parametrize("with_init_trainer", [True, False])
+@pytest.mark.parametrize("value, wanted", [(0.5, 0.875), (np.inf, 1.0)])
+def test_gradients_that_wait_for_a_step_are_checked_after_init(value, wanted, with_init_trainer):
+    automatic.start("float16")
+    net, trainer = dense()
+    backward(net, value)
+    stock.init("float16")
+    if with_init_trainer:
+        stock.init_trainer(trainer)
+    trainer.step(1)
+    assert net.weight.data().asscalar() == wanted
+
+
+def test_states_loaded_before_init_are_taken_over(tmp_path):
+    path = str(tmp_path / "states")
+    amp.init("float16", ctx=mx.cpu())
+    _, trainer = dense()
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=512))
+    trainer.save_states(path)
+    amp.shutdown()
+    automatic.start("float16")
+    _, trainer = dense()
+    trainer.load_states(path)
+    stock.init("float16")
+    stock.init_trainer(trainer)
+    assert trainer.amp_loss_scale == 512
+
+
+def test_initialize_and_grad_scaler_take_over_too():
+    automatic.start("float16")
+    net, trainer = dense()
+    amp.initialize(net, trainer, ctx=mx.cpu())
+    scaled_step(amp, net, trainer)
+    assert trainer._amp_loss_scaler.scaled_by == "initialize"
+    amp.shutdown()
+    automatic.start("float16")
+    net, trainer = dense()
+    amp.init("float16", ctx=mx.cpu())
+    scaler = amp.GradScaler()
+    with autograd.record():
+        loss = scaler.scale(small_loss(net))
+    loss.backward()
+    scaler.step(trainer, 1)
+    scaler.update()
+    assert net.weight.data().asscalar() == 1 - 0.0625
+
+
+# ------------------------------------------------------------------------------------- log lines
+
+LOGGING = """
+import io, logging, sys
+root, ours = logging.getLogger(), logging.getLogger("mxamp")
+from mxamp.frontends.log_lines import show_log
+
+def result(setting, before):
+    for logger in (root, ours):
+        logger.handlers, logger.filters = [], []
+    root.setLevel(logging.WARNING)
+    ours.setLevel(logging.NOTSET)
+    stream = io.StringIO()
+    from mxamp.frontends import log_lines
+    log_lines._handler.stream = stream
+    steps = [lambda: (show_log(), show_log()), lambda: setting(stream)]
+    for step in reversed(steps) if before else steps:
+        step()
+    ours.info("a"); ours.warning("b"); ours.debug("c"); ours.info("d")
+    return stream.getvalue().split()
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    "setting, wanted",
+    [
+        ("pass", "mxamp: a mxamp: b mxamp: d"),
+        # What logging does itself at the first `logging.info`: nobody has chosen its level.
+        ("logging.basicConfig(stream=stream)", "INFO:mxamp:a WARNING:mxamp:b INFO:mxamp:d"),
+        ("logging.basicConfig(stream=stream, level='INFO')", "INFO:mxamp:a WARNING:mxamp:b INFO:mxamp:d"),
+        ("logging.basicConfig(stream=stream, level='DEBUG')", "INFO:mxamp:a WARNING:mxamp:b DEBUG:mxamp:c INFO:mxamp:d"),
+        ("logging.basicConfig(stream=stream, level='WARNING', format='%(message)s')", "b"),
+        ("logging.basicConfig(stream=stream, level='ERROR')", ""),
+        ("root.setLevel('INFO'); root.addHandler(logging.StreamHandler(stream))", "a b d"),
+        ("ours.setLevel('WARNING'); ours.addHandler(logging.StreamHandler(stream))", "b"),
+        ("ours.setLevel('INFO'); logging.basicConfig(stream=stream, level='ERROR')", "INFO:mxamp:a WARNING:mxamp:b INFO:mxamp:d"),
+    ],
+)  # fmt: skip
+def test_each_log_line_comes_once_and_as_the_program_wants(setting, wanted, before, tmp_path):
+    code = f"{LOGGING}\ndef setting(stream):\n    {setting}\nprint(*result(setting, {before}))"
+    done = run_forked(code, tmp_path)
+    assert done.stdout.strip() == wanted, done.stderr
+
+
+# ------------------------------------------------------------------------- what repr and help show
+
+
+def test_representations_are_short_and_tell_the_scale():
+    assert (
+        repr(amp.decorate("sgd"))
+        == "DecoratedName('sgd', SharedScale(65536, 0 steps, 0 skipped, by decorate))"
+    )
+    assert repr(DecoratedName("sgd")) == "DecoratedName('sgd', None)"
+    assert str(amp.decorate("sgd")) == "sgd"
+    assert (
+        repr(amp.decorate(mx.optimizer.SGD()).scaling)
+        == "SharedScale(65536, 0 steps, 0 skipped, by decorate)"
+    )
+    automatic.start("float16")
+    _, trainer = dense()
+    hook = trainer._amp_loss_scaler
+    assert (
+        repr(hook.scaler) == "SharedScale(65536, 0 steps, 0 skipped, by automatic mixed precision)"
+    )
+    assert (
+        repr(hook) == f"<TrainerHook of automatic mixed precision: {hook.scaler!r}, gradients none>"
+    )
+
+
+def test_help_on_what_is_patched_is_the_originals():
+    before = {}
+    owners = (Trainer, Module, autograd, nd.NDArray, stock, stock.amp, amp)
+    for owner in owners:
+        before.update(
+            {(owner, name): value for name, value in vars(owner).items() if callable(value)}
+        )
+    automatic.start("bfloat16")
+    for (owner, name), original in before.items():
+        ours = vars(owner)[name]
+        if ours is original:
+            continue
+        if owner in (stock, stock.amp):
+            original = getattr(amp, name)
+        assert ours.__doc__ == original.__doc__, name
+        assert ours.__name__ == original.__name__
+        assert inspect.signature(ours) == inspect.signature(original)
