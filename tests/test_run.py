@@ -5,20 +5,20 @@ import textwrap
 
 import pytest
 
-from helpers import run_forked
+from helpers import ROOT, run_forked
 from mxamp.cli import script
 
 IN_MIXED_PRECISION = "import sys; amp = sys.modules['mxamp']; assert amp.is_enabled()\n"
 
 
-def mxamp_run(folder, *arguments, stdin=""):
+def mxamp_run(folder, *arguments, stdin="", options=("--dtype", "bfloat16")):
     """Run the command in a process of its own, in a folder."""
     code = f"""
     import io, os, sys
     os.chdir({str(folder)!r})
     sys.path[0] = "of the command"
     sys.stdin = io.TextIOWrapper(io.BytesIO({stdin.encode()!r}))
-    sys.argv = ["mxamp", "run", "--dtype", "bfloat16", *{arguments!r}]
+    sys.argv = ["mxamp", "run", *{options!r}, *{arguments!r}]
     from mxamp.cli.main import main
     main()
     """
@@ -131,6 +131,22 @@ def test_what_is_no_script_is_one_sentence(tmp_path, arguments, words):
     assert words in errors[0]
 
 
+def test_policy_files(tmp_path):
+    write(
+        tmp_path / "train.py",
+        "import os; print(amp.current_policy().target_dtype, [n for n in os.environ if 'MIXED' in n])",
+    )
+    options = ["--policy", str(ROOT / "lists" / "float16.toml")]
+    assert mxamp_run(tmp_path, "train.py", options=options) == (0, ["float16 []"], [])
+    for wrong in (
+        ["--policy", "none.toml"],
+        ["--dtype", "int8"],
+        ["--dtype", "float16", "--policy", "x"],
+    ):
+        status, lines, errors = mxamp_run(tmp_path, "train.py", options=wrong)
+        assert (status, lines, len(errors)) == (2, [], 1)
+
+
 def test_a_file_that_can_not_be_read_is_one_sentence(tmp_path, monkeypatch):
     path = write(tmp_path / "train.py", "")
 
@@ -186,8 +202,7 @@ def test_forked_processes_that_train_do_so_in_mixed_precision(tmp_path):
 
 @pytest.mark.slow
 def test_spawned_processes_that_train_do_so_too(tmp_path, monkeypatch):
-    places = [str(script.__file__).rsplit("/mxamp/", 1)[0]]
-    places += [f"{places[0]}/mxamp/startup"]
+    places = [str(ROOT), str(ROOT / "mxamp" / "startup")]
     # An installed mxamp has a start-up hook; here sitecustomize is one.
     (tmp_path / "sitecustomize.py").write_text("import mxamp_startup; mxamp_startup.install()")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *places]))

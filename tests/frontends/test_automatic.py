@@ -12,7 +12,6 @@ import textwrap
 import mxnet as mx
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as stock
 from mxnet.gluon import Trainer
@@ -20,7 +19,6 @@ from mxnet.module import Module
 
 import mxamp as amp
 from helpers import ROOT, run_forked
-from mxamp.cli.main import main
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE
 from mxamp.frontends.module_api import DecoratedName
@@ -318,28 +316,6 @@ def test_scale_loss_in_an_automatic_run_is_refused(tmp_path):
     done = run(script, tmp_path, value="float16")
     assert done.returncode == 1
     assert f"{VARIABLE} already; scale_loss would scale them twice" in done.stderr
-
-
-@pytest.mark.slow
-def test_arguments_and_policies_of_run(tmp_path):
-    script = (
-        "import sys, mxnet, os; print('argv', sys.argv[1:], __name__, sys.path[0] == os.getcwd())"
-    )
-    done = run(script, tmp_path, "--epochs", "3", "-x", command=["-m", "mxamp", "run"])
-    assert said(done, "argv") == "['--epochs', '3', '-x'] __main__ True"
-    done = run(
-        script,
-        tmp_path,
-        command=["-m", "mxamp", "run", "--policy", str(ROOT / "lists" / "float16.toml")],
-    )
-    assert "float16 on cpu" in done.stderr
-    done = run(script, tmp_path, command=["-m", "mxamp", "run", "--policy", "none.toml"])
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    for wrong in (["--dtype", "int8"], ["--dtype", "float16", "--policy", "x"]):
-        done = CliRunner().invoke(main, ["run", *wrong, str(tmp_path / "script.py")])
-        assert done.exit_code == 2
-        assert len(done.output.strip().splitlines()) == 1
 
 
 def test_the_hook_imports_itself_alone():
