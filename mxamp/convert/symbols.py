@@ -105,9 +105,10 @@ def convert(
     shapes = {name: array.shape for name, array in held.items()}
     usage = Usage(dtypes, shapes, restore=conversion.keep_io_types, converting=True)
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
-    if new == graph == read and not conversion.fuse:
-        return Converted(symbol, {}, held, graph, policy)
+    unchanged = new == graph == read and not conversion.fuse
     new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), data, policy, conversion)
+    if unchanged and not inputs:
+        return Converted(symbol, {}, held, graph, policy)
     if not conversion.fuse:
         new = with_copies(new, {**dtypes, **inputs})
     written = new.to_symbol(_keeping_casts(type(symbol)))

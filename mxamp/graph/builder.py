@@ -1,13 +1,22 @@
 """The graph that a rewrite makes: its nodes and their names, one cast a tensor and dtype."""
 
+import re
 from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
 
 from ..policy.decision import CASTABLE
 from .graph import Graph, Node, Output
 
-__all__ = ["HALVES", "Builder", "Entry"]
+__all__ = ["HALVES", "Builder", "Entry", "is_inserted"]
 
 HALVES = CASTABLE - {"float32"}
+
+# MXNet's own conversion calls its casts so too. One that is written by hand is called amp_cast0.
+_INSERTED = re.compile(r"_amp_cast_(float16|bfloat16|float32)\d*$")
+
+
+def is_inserted(node: Node) -> bool:
+    """Tell whether a node is a cast that a conversion has put into its graph, by its name."""
+    return node.op == "amp_cast" and _INSERTED.search(node.name) is not None
 
 
 class Entry(NamedTuple):

@@ -15,7 +15,7 @@ from ..policy.active import note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
 from . import substitutions
-from .builder import HALVES, Builder, Entry
+from .builder import HALVES, Builder, Entry, is_inserted
 from .choices import NONE, Choices
 from .control_flow import body_usage, rewrites_bodies
 from .graph import Graph, Node, Output, infer_outputs
@@ -116,6 +116,9 @@ class _Rewriter:
         castable = {value.plain for value in inputs} <= CASTABLE
         if i in self.substituted and castable:
             return self._substitute(i, node, inputs)
+        if is_inserted(node):
+            # What an earlier conversion has put in: the policy decides anew.
+            return [_Value(inputs[0].entry, node.attrs["dtype"])]
         if node.op == "amp_cast" and {inputs[0].entry.dtype, node.attrs["dtype"]} <= CASTABLE:
             # A cast that is there already is one that is asked for again.
             return self._cast_all(inputs, node.attrs["dtype"])

@@ -14,6 +14,7 @@ from ..policy.policy import Policy
 from ..policy.rules import Rule
 from ..policy.sums import terms
 from . import equivalents, substitutions
+from .builder import is_inserted
 from .choices import NONE, Choices, StandIn
 from .graph import Graph, Node, Output
 from .input_shapes import Pair, input_shapes
@@ -210,10 +211,15 @@ def _gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> 
     if operator in ("Convolution", "_sg_mkldnn_conv"):
         channels = _channels(site)
         return op_class == "low" and (channels is None or _in_blocks(channels))
-    if operator not in _KEEP_LAYOUT or site.node.attrs.get("dim", "1") != "1":
+    if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
         return False
     tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
     return all(blocked.get(output, False) for output in tensors)
+
+
+def _keeps_layout(node: Node) -> bool:
+    # The casts of an earlier conversion are taken out again.
+    return node.operator in _KEEP_LAYOUT or is_inserted(node)
 
 
 def _before_norms(graph: Graph) -> FrozenSet[int]:
@@ -222,7 +228,7 @@ def _before_norms(graph: Graph) -> FrozenSet[int]:
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
         if not node.is_variable and (
-            node.operator in NORMS or (i in reaching and node.operator in _KEEP_LAYOUT)
+            node.operator in NORMS or (i in reaching and _keeps_layout(node))
         ):
             reaching.update(source for source, _ in node.inputs)
     return frozenset(reaching)
