@@ -8,9 +8,12 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast
+from ..framework.machine import DTYPE_CODES, dtype_name
+from ..graph.builder import HALVES, is_inserted
 from ..graph.cast_params import (
     cast_offline,
     count_losses,
+    widened,
     with_copies,
     with_dtypes,
     without_copies,
@@ -100,6 +103,11 @@ def convert(
     dtypes = known_dtypes(
         symbol, {name: array.dtype for name, array in held.items()}, conversion.input_dtypes
     )
+    if any(is_inserted(node) for node in graph.nodes):
+        wide = _wide_params(graph, held, policy)
+        graph = widened(graph, wide.keys())
+        held.update(wide)
+        dtypes.update(dict.fromkeys(wide, "float32"))
     if conversion.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
@@ -113,6 +121,19 @@ def convert(
         new = with_copies(new, {**dtypes, **inputs})
     written = new.to_symbol(_keeping_casts(type(symbol)))
     return Converted(written, inputs, held, graph, policy)
+
+
+def _wide_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Params:
+    """Return in float32 what an earlier conversion has cast to the other half precision."""
+    other = HALVES - {policy.target_dtype}
+    codes = {str(DTYPE_CODES[dtype]) for dtype in other}
+    names = {node.name for node in graph.variables if node.attrs.get("__dtype__") in codes}
+    with suspended():
+        return {
+            name: cast(array, "float32")
+            for name, array in params.items()
+            if name in names and dtype_name(array.dtype) in other
+        }
 
 
 def _data_names(

@@ -1,6 +1,7 @@
 """The graph that a rewrite makes: its nodes and their names, one cast a tensor and dtype."""
 
 import re
+from dataclasses import replace
 from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
 
 from ..policy.decision import CASTABLE
@@ -61,8 +62,11 @@ class Builder:
         self._names.add(name)
         return name
 
-    def cast(self, entry: Entry, dtype: str) -> Entry:
-        """Return `entry` in `dtype`, cast once for all that read it so."""
+    def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:
+        """Return `entry` in `dtype`, cast once for all that read it so.
+
+        The cast takes a `name` that is given, whoever else reads it.
+        """
         if entry.dtype == dtype:
             return entry
         if entry.source is not None and entry.source.dtype == dtype:
@@ -77,7 +81,11 @@ class Builder:
             read = self._read_by_cast(entry, dtype)
             added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype})
             self._casts[key] = Entry((added, 0), dtype, source)
-        return self._casts[key]
+        made = self._casts[key]
+        if name is not None:
+            i = made.output[0]
+            self.nodes[i] = replace(self.nodes[i], name=name)
+        return made
 
     def copied(self, output: Output) -> Output:
         """Return a copy of an output, made once for all that read one."""

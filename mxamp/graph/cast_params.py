@@ -7,12 +7,13 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast
-from ..framework.machine import DTYPE_CODES
+from ..framework.machine import DTYPE_CODES, DTYPE_NAMES
 from .graph import CASTS, Graph, GraphCopy, Node, Output
 
 __all__ = [
     "cast_offline",
     "count_losses",
+    "widened",
     "with_copies",
     "with_dtypes",
     "without",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 COPY = "_amp_copy"
+FLOAT32 = str(DTYPE_CODES["float32"])
 
 
 def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
@@ -79,6 +81,24 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
             cast_variables[node.name] = dtype
             dropped.update(dict.fromkeys(between, i))
     return without(replace(graph, nodes=nodes), dropped), cast_variables
+
+
+def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
+    """Return a converted graph whose variables `names`, in half precision, are float32 ones.
+
+    Behind each stands a cast to what it was, such as a conversion inserts: for the dtypes of
+    outputs, until the graph is rewritten.
+    """
+    copy = GraphCopy(graph)
+    for i, node in enumerate(graph.nodes):
+        if not node.is_variable or node.name not in names:
+            copy.add_copy(i)
+            continue
+        dtype = DTYPE_NAMES[int(node.attrs["__dtype__"])]
+        variable = copy.add(replace(node, attrs={**node.attrs, "__dtype__": FLOAT32}))
+        cast_node = replace(node, op="amp_cast", name=f"{node.name}_amp_cast_{dtype}")
+        copy.stand_in(i, replace(cast_node, attrs={"dtype": dtype}, inputs=[variable]))
+    return copy.finished()
 
 
 def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
