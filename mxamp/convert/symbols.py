@@ -1,6 +1,5 @@
 """One symbol converted: the rewrite, dtypes recorded, casts made offline, casts kept on save."""
 
-import logging
 from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet.ndarray.ndarray import NDArray
@@ -12,7 +11,6 @@ from ..framework.machine import DTYPE_CODES, dtype_name
 from ..graph.builder import HALVES, is_inserted
 from ..graph.cast_params import (
     cast_offline,
-    count_losses,
     widened,
     with_copies,
     with_dtypes,
@@ -26,17 +24,12 @@ from ..graph.usage import Usage
 from ..policy.active import suspended
 from ..policy.policy import Policy
 from .arguments import Conversion, checked_policy, known_dtypes, known_names, names_of
+from .lossy import warn_of_losses, warn_of_values
 
 __all__ = ["Converted", "Params", "cast_params", "convert"]
 
-logger = logging.getLogger("mxamp")
-
 Params = Dict[str, NDArray]
 
-LOSSY = (
-    "casting parameter %r to %s turns %d finite values into infinity and %d values into zero: keep "
-    "what reads it in float32 with excluded_sym_names, or leave cast_optional_params off"
-)
 NO_DATA_NAMES = (
     "keep_io_types=False changes the dtype of inputs that are no parameters: name them in "
     "data_names, of {inputs}"
@@ -115,7 +108,8 @@ def convert(
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
     unchanged = new == graph == read and not conversion.fuse
     new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), data, policy, conversion)
-    if unchanged and not inputs:
+    warn_of_values(new, held, policy.target_dtype)
+    if unchanged and not inputs and "amp_cast" not in read.operators:
         return Converted(symbol, {}, held, graph, policy)
     if not conversion.fuse:
         new = with_copies(new, {**dtypes, **inputs})
@@ -168,7 +162,5 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
     with suspended():
         for name in params.keys() & dtypes.keys():
             result[name] = cast(params[name], dtypes[name])
-            overflown, vanished = count_losses(params[name], result[name])
-            if overflown or vanished:
-                logger.warning(LOSSY, name, dtypes[name], overflown, vanished)
+            warn_of_losses(name, params[name], result[name])
     return result

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 
 import mxnet as mx
 import numpy as np
@@ -12,8 +13,8 @@ import pytest
 
 import mxamp as amp
 from helpers import ROOT, randn
-from mxamp.convert.files import load_model
 from mxamp.convert.pairs import replaced_files
+from mxamp.convert.saved import load_model
 
 PART = ("symbol.json", "0000.params")
 
@@ -53,12 +54,10 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
             Path.replace = dies(Path.replace)
             Path.rmdir = dies(Path.rmdir)
             paths = [Path(path) for path in {[str(path) for path in paths]!r}]
-            with pairs.replaced_files(paths) as folder:
+            with pairs.replaced_files(paths, print) as folder:
                 for path in paths:
                     (folder / path.name).write_text("new")
         """
-        import textwrap
-
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=False
         )
@@ -67,7 +66,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
             load_model(tmp_path / "model")
         found = {path.read_text() for path in paths}
         assert len(found) == 1, stage
-    with replaced_files(paths) as folder:
+    with replaced_files(paths, print) as folder:
         for path in paths:
             (folder / path.name).write_text("last")
     assert {path.read_text() for path in paths} == {"last"}
@@ -79,15 +78,15 @@ def test_what_can_not_be_written_leaves_the_old_files(saved, way, monkeypatch):
     amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16")
     before, save = written(saved, "low"), mx.model.save_checkpoint
 
-    def fails(prefix, *rest):
+    def fails(prefix, *rest, **options):
         if way == "no space":
             raise OSError(28, "No space left on device")
-        save(prefix, *rest)
+        save(prefix, *rest, **options)
         with open(f"{prefix}-0000.params", "r+b") as file:
             file.truncate(40)
 
     monkeypatch.setattr(mx.model, "save_checkpoint", fails)
-    with pytest.raises(amp.StateError, match="nothing was changed") as raised:
+    with pytest.raises(amp.WriteError, match="unchanged") as raised:
         amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16", force=True)
     assert "\n" not in str(raised.value)
     assert written(saved, "low") == before
