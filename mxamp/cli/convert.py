@@ -99,7 +99,10 @@ def _check_inputs(
 
 
 def _errors_table(errors: Iterable[OutputError]) -> Table:
-    table = Table("output", "shape", "relative error", "largest", "same argmax")
+    table = Table()
+    table.add_column("output", overflow="fold")
+    for heading in ("shape", "relative error", "largest", "same argmax"):
+        table.add_column(heading)
     for error in errors:
         same = "" if error.same_argmax is None else f"{error.same_argmax:.1%}"
         shape = "x".join(map(str, error.shape))
