@@ -15,7 +15,8 @@ See what happens     explain, Plan, draw, compare_models, OutputError, random_in
 Choose precisions    Policy, half_function, float_function, promote_function, register_*,
                      list_*
 Come from elsewhere  patch_contrib (mxnet.contrib.amp), initialize (Apex), decorate (Paddle)
-Errors               AmpError, ArgumentError, UnknownNameError, StateError, InstallError
+Errors               AmpError, ArgumentError, UnknownNameError, StateError, InstallError,
+                     WriteError
 
 Importing it imports MXNet, and patches nothing; `init`, `autocast` and the front ends do. Import it
 before MXNet: it makes MXNet 1.9.1 importable on newer Python and NumPy.
@@ -29,7 +30,7 @@ from typing import List as _List
 from typing import Optional as _Optional
 
 from ._version import __version__
-from .errors import AmpError, ArgumentError, InstallError, StateError, UnknownNameError
+from .errors import AmpError, ArgumentError, InstallError, StateError, UnknownNameError, WriteError
 from .framework.compat import import_mxnet as _import_mxnet
 
 _problem: _Optional[InstallError] = None
@@ -91,6 +92,7 @@ __all__ = [
     "StateError",
     "StaticLossScaler",
     "UnknownNameError",
+    "WriteError",
     "__version__",
     "autocast",
     "clip_grad_global_norm",

@@ -3,7 +3,18 @@
 import difflib
 from typing import Iterable
 
-__all__ = ["AmpError", "ArgumentError", "InstallError", "StateError", "UnknownNameError", "unknown"]
+__all__ = [
+    "AmpError",
+    "ArgumentError",
+    "InstallError",
+    "StateError",
+    "UnknownNameError",
+    "WriteError",
+    "unknown",
+]
+
+#: How many names an error lists where none is close to the one that was given.
+_LISTED = 8
 
 
 class AmpError(Exception):
@@ -22,18 +33,29 @@ class StateError(AmpError, RuntimeError):
     """A call that is fine in itself came at the wrong moment."""
 
 
+class WriteError(AmpError, OSError):
+    """A file can't be written; what was there before is unchanged."""
+
+
 class InstallError(AmpError, ImportError):
     """MXNet can't be imported here as it is installed."""
 
 
-def unknown(kind: str, name: str, candidates: Iterable[str], hint: str = "") -> UnknownNameError:
-    """Return the error for a `name` that is none of `candidates`, with the closest ones.
+def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") -> UnknownNameError:
+    """Return the error for a `name` that is none of `candidates`: the closest, or what there is.
 
     >>> print(unknown("operator", "Convolutoin", ["Convolution", "Pooling"]))
     unknown operator 'Convolutoin'; the closest is 'Convolution'
+    >>> print(unknown("input", "x", ["data", "mask"]))
+    unknown input 'x'; there are 'data', 'mask'
     """
-    close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.6)
+    known = list(dict.fromkeys(candidates))
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     found = ""
     if close:
         found = f"; the closest {'is' if len(close) == 1 else 'are'} " + ", ".join(map(repr, close))
+    elif known:
+        more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
+        found = f"; there {'is' if len(known) == 1 else 'are'} "
+        found += ", ".join(map(repr, known[:_LISTED])) + more
     return UnknownNameError(f"unknown {kind} {name!r}{found}{'. ' + hint if hint else ''}")

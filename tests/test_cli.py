@@ -145,14 +145,15 @@ def test_nothing_is_overwritten_without_force(saved):
         "--dtype",
         "float16",
         "--out",
-        folder / "net",
+        folder / "low",
         "--device",
         "cpu",
     ]
+    (folder / "low-symbol.json").write_bytes(before)
     assert "--force" in run(*command, status=2).output
-    assert (folder / "net-symbol.json").read_bytes() == before
+    assert (folder / "low-symbol.json").read_bytes() == before
     run(*command, "--force")
-    assert (folder / "net-symbol.json").read_bytes() != before
+    assert (folder / "low-symbol.json").read_bytes() != before
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..convert.files import load_model, saved_semantics
+from ..convert.saved import load_model, saved_semantics
 from ..debugging.drawing import draw
 from ..debugging.explain import explain as explain_symbol
 from ..debugging.plan import Plan
-from ..framework.machine import default_dtype
-from ..policy.policy import Policy
 from .group import DTYPES
-from .options import inputs_of, saved_model_options
+from .options import chosen_policy, inputs_of, saved_model_options
 
 __all__ = ["explain"]
 
@@ -49,7 +47,7 @@ def explain(
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol,
-            policy=Policy.default(dtype or default_dtype(device), device),
+            policy=chosen_policy(dtype, device),
             excluded_sym_names=keep_fp32,
             params={**args, **auxs},
             mode=mode,

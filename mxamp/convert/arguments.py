@@ -13,6 +13,8 @@ from ..policy.policy import Policy
 
 __all__ = ["Conversion", "Names", "checked_policy", "known_dtypes", "known_names", "names_of"]
 
+LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
+
 Names = Optional[Iterable[str]]
 
 
@@ -85,7 +87,7 @@ def _check_layers(patterns: Sequence[str], graph: Graph) -> None:
     layers = list(_layer_names(graph))
     for pattern in patterns:
         if not fnmatch.filter(layers, pattern):
-            raise unknown("layer", pattern, layers, "* and ? stand for any characters")
+            raise unknown("layer", pattern, layers, LAYER_NAMES)
 
 
 def _layer_names(graph: Graph) -> Iterable[str]:

@@ -58,11 +58,19 @@ def convert_bucketing_module(
     args, auxs = bucketing_mod.get_params()
     buckets = _converted_buckets(bucketing_mod, conversion, {**args, **auxs})
     first = next(iter(buckets.values()))
+    # Those that a bucket's graph does not read are as they were given.
+    held = {
+        name: one.params[name]
+        for one in buckets.values()
+        for name in one.source.input_names
+        if name in one.params
+    }
+    values = cast_params({**args, **auxs, **held}, first.inputs)
     return BucketingModule.load_dict(
         {key: one.symbol for key, one in buckets.items()},
         sym_gen=bucketing_mod._sym_gen,
-        arg_params=cast_params(args, first.inputs),
-        aux_params=cast_params(auxs, first.inputs),
+        arg_params={name: values[name] for name in args},
+        aux_params={name: values[name] for name in auxs},
         default_bucket_key=bucketing_mod._default_bucket_key,
         logger=bucketing_mod.logger,
         context=bucketing_mod._context,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Iterable, Optional, Union
 
 from ..errors import ArgumentError, StateError
+from ..framework.files import checked_folder, write_file
 from .plan import NodePlan, Plan
 
 __all__ = ["draw", "to_dot"]
@@ -55,11 +56,10 @@ def draw(plan: Plan, path: Union[str, Path]) -> None:
     file_format = target.suffix[1:].lower()
     if file_format not in ("svg", "png", "pdf", "dot"):
         raise ArgumentError(f"a graph is written as .svg, .png, .pdf or .dot, not {str(path)!r}")
-    if not target.parent.is_dir():
-        raise ArgumentError(f"there is no folder {str(target.parent)!r} to write to")
+    checked_folder(target)
     source = to_dot(plan)
     if file_format == "dot":
-        target.write_text(source, encoding="utf-8")
+        write_file(target, source.encode())
         return
     import graphviz
 
@@ -67,7 +67,7 @@ def draw(plan: Plan, path: Union[str, Path]) -> None:
         picture = graphviz.Source(source).pipe(format=file_format)
     except graphviz.ExecutableNotFound:
         raise StateError(NO_GRAPHVIZ.format(dot=str(target.with_suffix(".dot")))) from None
-    target.write_bytes(picture)
+    write_file(target, picture)
 
 
 def _legend(plan: Plan) -> Iterable[str]:
