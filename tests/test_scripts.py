@@ -141,6 +141,26 @@ def test_benchmarks_explain_themselves(name):
     assert "Usage:" in done.stdout
 
 
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_explain_themselves_where_nothing_is_installed(name, tmp_path):
+    shutil.copytree(BENCH, tmp_path / "scripts" / "bench")
+
+    def bare(*arguments):
+        command = [sys.executable, "-S", str(tmp_path / "scripts" / "bench" / name), *arguments]
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+    done = bare("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] in (BENCH / name).read_text()
+    assert bare().stderr.startswith("error: this needs mxamp and its tools: run scripts/test")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    assert bare("--rounds", "1").stdout.endswith(f"bench/{name} --rounds 1\n")
+
+
 def test_every_supported_python_runs_both_commands():
     text = (ROOT / ".github" / "workflows" / "test.yml").read_text()
     supported = re.search(r'supported="(.*)"', (ROOT / "scripts" / "setup.sh").read_text())[1]
