@@ -1,8 +1,10 @@
 """What is in the source distribution and in the wheel, and what their metadata say."""
 
+import configparser
 import email
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import mxamp as amp
 from helpers import ROOT
 
 PARTS = (
@@ -19,6 +22,8 @@ PARTS = (
     "LICENSE", "MANIFEST.in", "Makefile", "README.md", "docs", "examples", "lists", "mxamp",
     "noxfile.py", "pyproject.toml", "scripts", "setup.cfg", "setup.py", "tests",
 )  # fmt: skip
+INSTALL = (ROOT / "README.md").read_text().split("## Install")[1].split("\n## ")[0]
+COMMANDS = re.findall(r"^    (pip install .*?) *(?:#.*)?$", INSTALL, re.M)
 LEFT_BEHIND = ("mxamp/policy/__pycache__/gone.pyc", "build/lib/mxamp/gone.py")
 
 
@@ -54,7 +59,7 @@ def built(tmp_path_factory):
     with tarfile.open(sdist) as tar:
         in_sdist = {m.name.split("/", 1)[1] for m in tar.getmembers() if m.isfile()}
     return SimpleNamespace(
-        files=files, in_sdist=in_sdist, wheel=wheel, in_wheel=names,
+        project=project, files=files, in_sdist=in_sdist, wheel=wheel, in_wheel=names,
         metadata=email.message_from_bytes(archive.read(metadata)),
     )  # fmt: skip
 
@@ -109,3 +114,35 @@ def test_the_metadata(built):
     classifiers = "\n".join(built.metadata.get_all("Classifier"))
     assert re.findall(r"Python :: (3\.\d+)", classifiers) == supported
     assert "example.com" not in str(built.metadata)
+
+
+def test_the_readme_s_install_section():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    assert [shlex.split(command)[-1] for command in COMMANDS] == [
+        ".[cpu]", ".[cu112]", ".", f"mxamp-{amp.__version__}-py3-none-any.whl[cpu]"
+    ]  # fmt: skip
+    for extra, distribution in re.findall(r"\[(\w+)\]\".*# with (\S+)", INSTALL):
+        assert distribution in extras[extra].split()
+    bounds = config["options"]["python_requires"]
+    assert bounds == ">=3.8,<3.14"
+    assert "Python 3.8 to 3.13" in INSTALL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "cu112" not in command])
+def test_the_readme_s_commands_install_mxamp_beside_mxnet(command, built):
+    """Here MXNet and everything else are installed: pip has mxamp alone to install, without an index."""
+    if sys.version_info >= (3, 13) and "[cpu]" in command:
+        pytest.skip("pip refuses MXNet's metadata")
+    _, *arguments = shlex.split(command)
+    if ".whl" in arguments[-1]:
+        assert arguments[-1].split("[")[0] == built.wheel.name
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, "--dry-run", "--no-index", "--no-build-isolation"],
+        cwd=built.wheel.parent if ".whl" in arguments[-1] else built.project,
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"Would install mxamp-{amp.__version__}"
