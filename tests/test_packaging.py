@@ -72,6 +72,19 @@ def test_the_source_distribution_is_the_project(built):
 
 
 @pytest.mark.slow
+def test_the_source_distribution_is_formatted(built):
+    """It has no git, so ruff does not know what .gitignore names."""
+    pytest.importorskip("ruff")
+    (built.project / ".venv").mkdir()
+    (built.project / ".venv" / "installed.py").write_text("import os,sys")
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "."],
+        cwd=built.project, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
 def test_the_wheel_is_the_package(built):
     wanted = {name for name in built.files if re.fullmatch(r"mxamp/(?!startup/).*\.py", name)}
     wanted |= {f"mxamp/{name}" for name in built.files if re.fullmatch(r"lists/.*(toml|py)", name)}
