@@ -1,4 +1,7 @@
-"""What setup.cfg can't say: that the start-up hook belongs beside the packages."""
+"""What setup.cfg can't say: where the start-up hook goes, and the README without links to files."""
+
+import re
+import tempfile
 
 from setuptools import Distribution, setup
 
@@ -28,8 +31,23 @@ class BesidePackages(install_data):
         )
 
 
-setup(
-    distclass=WithData,
-    cmdclass={"install_data": BesidePackages},
-    data_files=[("", ["mxamp/startup/mxamp_startup.pth"])],
-)
+def long_description() -> str:
+    """Return the README with links to files of the project as text: an index has no such files."""
+    with open("README.md", encoding="utf-8") as file:
+        text = file.read()
+    text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+    text = re.sub(r"\[([^]]*)\]\((?!https?:)\1\)", r"\1", text)
+    text = re.sub(r"\[([^]]*)\]\((?!https?:)([^)#]*)[^)]*\)", r"\1 (\2)", text)
+    return f"{text}\nThe files that are named here are in the source distribution.\n"
+
+
+# Not in build/, where modules of before would still lie, and get into the wheel.
+with tempfile.TemporaryDirectory() as build:
+    setup(
+        distclass=WithData,
+        cmdclass={"install_data": BesidePackages},
+        data_files=[("", ["mxamp/startup/mxamp_startup.pth"])],
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
+        options={"build": {"build_base": build}},
+    )
