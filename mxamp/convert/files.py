@@ -9,9 +9,10 @@ from mxnet.base import MXNetError
 
 from ..errors import ArgumentError, StateError
 from ..framework.machine import dtype_name
+from ..framework.wording import counted
 from ..graph.validation import check_symbol_json
 from ..policy.policy import Policy
-from ..policy.targets import check_target
+from ..policy.targets import DEFAULT_TARGET, check_target
 from .arguments import Names
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
@@ -29,7 +30,7 @@ NUMPY_BFLOAT16 = (
     "out cast_optional_params (--cast-params) and fuse (--fuse), or convert to float16"
 )
 LOST = (
-    "the converted model gives Inf or NaN in {count} elements of output {name!r} where the "
+    "the converted model gives Inf or NaN in {elements} of output {name!r} where the "
     "original is finite; nothing was written. Keep more of it in float32"
 )
 NOT_WRITTEN = "{path!r} and its parameters can't be written: {why}; nothing was changed"
@@ -50,7 +51,7 @@ def convert_files(
     prefix: Union[str, Path],
     out: Union[str, Path],
     epoch: int = 0,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     excluded_sym_names: Names = None,
     cast_optional_params: bool = False,
     *,
@@ -127,7 +128,7 @@ def _checked(model: Model, converted: Model, inputs: Mapping[str, Any]) -> Tuple
     errors = compare_models(model, converted, inputs)
     for error in errors:
         if error.lost:
-            raise StateError(LOST.format(count=error.lost, name=error.name))
+            raise StateError(LOST.format(elements=counted(error.lost, "element"), name=error.name))
     return errors
 
 

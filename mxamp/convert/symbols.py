@@ -8,6 +8,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast
+from ..framework.wording import counted
 from ..graph.cast_params import (
     cast_offline,
     count_losses,
@@ -31,7 +32,7 @@ logger = logging.getLogger("mxamp")
 Params = Dict[str, NDArray]
 
 LOSSY = (
-    "casting parameter %r to %s turns %d finite values into infinity and %d values into zero: keep "
+    "casting parameter %r to %s turns %s into infinity and %s into zero: keep "
     "what reads it in float32 with excluded_sym_names, or leave cast_optional_params off"
 )
 NO_DATA_NAMES = (
@@ -148,5 +149,6 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
             result[name] = cast(params[name], dtypes[name])
             overflown, vanished = count_losses(params[name], result[name])
             if overflown or vanished:
-                logger.warning(LOSSY, name, dtypes[name], overflown, vanished)
+                lost = counted(overflown, "finite value"), counted(vanished, "value")
+                logger.warning(LOSSY, name, dtypes[name], *lost)
     return result

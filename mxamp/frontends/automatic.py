@@ -19,6 +19,7 @@ from mxnet.contrib import amp as stock
 from ..errors import ArgumentError, StateError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Patch
+from ..framework.wording import counted
 from ..patches.autocast import init, shutdown
 from ..policy.active import current_policy, process
 from ..policy.policy import Policy
@@ -37,10 +38,7 @@ _OFF = ("", "0", "false", "off", "no")
 _ON = ("1", "true", "on", "yes")
 
 OWN_AMP = "%s uses %s itself: automatic mixed precision leaves it alone"
-SUMMARY = (
-    "automatic mixed precision: %s on %s, %d operators lowered, %d steps, %d skipped, "
-    "final loss scale %g"
-)
+SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, " "final loss scale %g"
 
 
 class _AutomaticRun(FrontEnd):
@@ -76,8 +74,8 @@ class _AutomaticRun(FrontEnd):
                 SUMMARY,
                 self.policy.target_dtype,
                 self.policy.device,
-                len(process.lowered),
-                self.scale.steps,
+                counted(len(process.lowered), "operator"),
+                counted(self.scale.steps, "step"),
                 self.scale.skips,
                 self.scale.loss_scale,
             )
