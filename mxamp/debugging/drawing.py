@@ -75,7 +75,7 @@ def draw(plan: Plan, path: Union[str, Path]) -> None:
     target = Path(path)
     file_format = target.suffix[1:].lower()
     if file_format not in ("svg", "png", "pdf", "dot"):
-        raise ArgumentError(f"a drawing must end in .svg, .png, .pdf or .dot, not as {str(path)!r}")
+        raise ArgumentError(f"a drawing must be a .svg, .png, .pdf or .dot file, not {str(path)!r}")
     if not target.parent.is_dir():
         raise ArgumentError(f"there is no folder {str(target.parent)!r} to write to")
     source = to_dot(plan)

@@ -26,6 +26,7 @@ from .plan import Cast, NodePlan, OfflineCast, Plan
 __all__ = ["explain"]
 
 MODES = ("converted", "inference", "training")
+SHAPE = "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -155,8 +156,7 @@ def _checked_shapes(given: Any) -> Dict[str, Tuple[int, ...]]:
     for name, shape in (given or {}).items():
         sizes = shape if isinstance(shape, (tuple, list)) else [None]
         if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
-            example = f"{{{name!r}: (1, 3, 224, 224)}}"
-            raise ArgumentError(f"a shape must be like {example}; {name!r} has {shown(shape)}")
+            raise ArgumentError(SHAPE.format(name=name, given=shown(shape)))
         shapes[name] = tuple(sizes)
     return shapes
 
