@@ -9,11 +9,12 @@ from typing import Any, Callable, Set, TypeVar
 
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, unknown
 from ..framework.arrays import cast
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..framework.patching import FrontEnd, Patch
+from ..framework.wording import shown
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 
@@ -41,6 +42,7 @@ def half_function(function: Function) -> Function:
 
     Arrays may stand in lists, tuples and dicts. Operators inside follow the policy.
     """
+    _check_function(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -61,6 +63,7 @@ def float_function(function: Function) -> Function:
         @amp.float_function
         def focal_loss(prediction, label): ...
     """
+    _check_function(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -81,6 +84,7 @@ def promote_function(function: Function) -> Function:
         @amp.promote_function
         def mix(a, b, ratio): ...
     """
+    _check_function(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -114,11 +118,17 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    if not callable(vars(module).get(name)):
-        where = getattr(module, "__name__", repr(module))
-        raise ArgumentError(f"there is no function {name!r} in {where}")
+    here = getattr(module, "__dict__", {})
+    functions = [one for one, value in here.items() if callable(value)]
+    if name not in functions:
+        raise unknown(f"function of {shown(module)}", name, functions)
     if getattr(vars(module)[name], _MARK, None) is not wrap:
         FrontEnd([Patch(module, name, functools.partial(_marked, wrap))]).open()
+
+
+def _check_function(function: Any) -> None:
+    if not callable(function):
+        raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
 
 
 def _marked(wrap: Callable[[Any], Any], function: Any) -> Any:

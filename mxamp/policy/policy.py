@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
+import numpy as np
+
 from ..errors import ArgumentError
 from ..framework import machine
 from ..framework.machine import dtype_name
@@ -89,8 +91,8 @@ class Policy:
         """Return a class that was given by its name or by a dtype."""
         known = {one: one for one in SHOWN_CLASSES}
         known.update({self.target_dtype: "low", "float32": "fp32"})
-        wanted = name if isinstance(name, str) else dtype_name(name)
-        if wanted not in known:
+        wanted = dtype_name(name) if isinstance(name, (type, np.dtype)) else name
+        if not isinstance(wanted, str) or wanted not in known:
             raise ArgumentError(f"the class must be {one_of(known)}, not {shown(name)}")
         return known[wanted]
 

@@ -2,6 +2,8 @@
 
 from typing import Any, Optional, Sequence
 
+import numpy as np
+
 from ..errors import ArgumentError
 from ..framework.machine import default_device, dtype_name
 from ..framework.wording import one_of, shown
@@ -24,7 +26,8 @@ DEFAULT_TARGET: str = _Default("float16")
 
 def check_target(dtype: Any) -> str:
     """Return the target dtype's name; strings, NumPy types and MXNet's bfloat16 are taken."""
-    name = dtype_name(dtype)
+    # An array is no dtype, though NumPy would take its own for one.
+    name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name not in TARGETS:
         raise ArgumentError(f"the target dtype must be {one_of(TARGETS)}, not {shown(dtype)}")
     return name

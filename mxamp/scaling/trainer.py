@@ -15,12 +15,15 @@ from mxnet.optimizer import Optimizer
 from ..errors import ArgumentError
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
+from ..framework.wording import shown
 from .attach import attach_hook, hook_of
 from .finite import multiply, square_sum
 from .hook import Stage
 from .loss_outputs import scaled_heads
 from .loss_watch import watched_losses
 from .scaler import Scaler, positive_count, positive_number
+
+LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 
 __all__ = [
     "clip_grad_global_norm",
@@ -77,13 +80,15 @@ def init_trainer(
     trainer = optimizer_or_trainer
     if isinstance(trainer, Optimizer):
         raise ArgumentError(
-            "init_trainer takes a gluon.Trainer; an Optimizer alone has no place to skip a step"
+            "init_trainer takes a gluon.Trainer; an Optimizer alone can't skip a step: make a "
+            "Trainer with it, or wrap it with mxamp.decorate"
         )
     if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {trainer!r}")
+        raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {shown(trainer)}")
     if loss_scaler is not None and not isinstance(loss_scaler, Scaler):
         raise ArgumentError(
-            f"loss_scaler is a LossScaler, StaticLossScaler or NoScaler, not {loss_scaler!r}"
+            "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not "
+            f"{shown(loss_scaler)}"
         )
     if max_consecutive_skips is not None:
         max_consecutive_skips = positive_count("max_consecutive_skips", max_consecutive_skips)
@@ -187,7 +192,7 @@ def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
 
 
 def _no_loss(value: Any) -> Any:
-    raise ArgumentError(f"a loss is an NDArray, or lists, tuples and dicts of them, not {value!r}")
+    raise ArgumentError(LOSS.format(given=shown(value)))
 
 
 def scaled_loss(loss: NDArray, scale: float) -> NDArray:
