@@ -23,15 +23,15 @@ class AmpError(Exception):
 
 
 class ArgumentError(AmpError, ValueError):
-    """An argument, a list or a file holds something that mxamp can't take."""
+    """An argument, an operator list or a file holds something that mxamp can't take."""
 
 
 class UnknownNameError(ArgumentError, LookupError):
-    """A name that is not there: an operator, a layer, an argument."""
+    """An operator, a layer or an input that does not exist; the message has the closest names."""
 
 
 class StateError(AmpError, RuntimeError):
-    """A call that is fine in itself came at the wrong moment."""
+    """A call came at the wrong time: before what it needs, or twice."""
 
 
 class InstallError(AmpError, ImportError):

@@ -40,7 +40,8 @@ def half_function(function: Function) -> Function:
         @amp.half_function
         def attention(query, key, value): ...
 
-    Arrays may stand in lists, tuples and dicts. Operators inside follow the policy.
+    Arrays may stand in lists, tuples and dicts. Operators inside follow the policy. While mixed
+    precision is off, the function runs as it is.
     """
     _check_function(function)
 
@@ -62,6 +63,8 @@ def float_function(function: Function) -> Function:
 
         @amp.float_function
         def focal_loss(prediction, label): ...
+
+    Inside, mixed precision is off. Arrays may stand in lists, tuples and dicts.
     """
     _check_function(function)
 
@@ -83,6 +86,9 @@ def promote_function(function: Function) -> Function:
 
         @amp.promote_function
         def mix(a, b, ratio): ...
+
+    With a float16 and a float32 array, both are float32 inside. Arrays may stand in lists, tuples
+    and dicts.
     """
     _check_function(function)
 
@@ -103,17 +109,30 @@ def register_half_function(module: Any, name: str) -> None:
     ::
 
         amp.register_half_function(my_layers, "attention")
+
+    The module is changed: whoever calls `my_layers.attention` gets the new one, and code that has
+    imported the function by name before keeps the old one.
     """
     _register(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Make `module.name` a `float_function`, until `shutdown`."""
+    """Make `module.name` a `float_function`, until `shutdown`.
+
+    ::
+
+        amp.register_float_function(my_layers, "focal_loss")
+    """
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Make `module.name` a `promote_function`, until `shutdown`."""
+    """Make `module.name` a `promote_function`, until `shutdown`.
+
+    ::
+
+        amp.register_promote_function(my_layers, "mix")
+    """
     _register(module, name, promote_function)
 
 

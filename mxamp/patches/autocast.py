@@ -166,9 +166,9 @@ def _warn_of_speed(policy: Policy) -> None:
 
 
 def shutdown() -> None:
-    """Turn mixed precision off for the process: MXNet's functions are its own again.
+    """Turn mixed precision off for the process, and put MXNet's own functions back.
 
-    Does nothing where it is off. Blocks stay usable, and compute in float32. Regions of
+    Does nothing if it is off. Blocks stay usable, and compute in float32. Regions of
     `autocast` that are open stay in force until they end.
     """
     FrontEnd.close_all()

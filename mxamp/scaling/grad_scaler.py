@@ -93,7 +93,7 @@ class GradScaler:
     Parameters
     ----------
     init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
-        As of `LossScaler`.
+        As for `LossScaler`.
     enabled : bool, default True
         False makes every method do nothing but what plain MXNet would.
 

@@ -135,15 +135,15 @@ class LossScaler(Scaler):
     ----------
     init_scale : float, default 2**16
     growth_factor : float, default 2
-        More than 1.
+        What the scale is multiplied by when it grows; more than 1.
     backoff_factor : float, default 0.5
-        Between 0 and 1.
+        What it is multiplied by when it backs off; between 0 and 1.
     growth_interval : int, default 2000
-        So many finite steps in a row, and the scale grows.
+        The scale grows after this many finite steps in a row.
     min_scale, max_scale : float, default 1 and 2**24
-        The scale never leaves them.
+        The limits of the scale.
     hysteresis : int, default 1
-        So many overflows before the scale backs off; the count is refilled when it grows.
+        The scale backs off at this many overflows; the count starts anew when the scale grows.
     """
 
     _fields = (
@@ -171,9 +171,7 @@ class LossScaler(Scaler):
         if self._growth_factor <= 1:
             raise ArgumentError(f"growth_factor must be more than 1, not {shown(growth_factor)}")
         if self._backoff_factor >= 1:
-            raise ArgumentError(
-                f"backoff_factor must be between 0 and 1, not {shown(backoff_factor)}"
-            )
+            raise ArgumentError(f"backoff_factor must be less than 1, not {shown(backoff_factor)}")
         if not self._min_scale <= self._loss_scale <= self._max_scale:
             raise ArgumentError(
                 f"init_scale must be between min_scale and max_scale, {self._min_scale:g} and "

@@ -58,13 +58,13 @@ def init_trainer(
     Parameters
     ----------
     optimizer_or_trainer : gluon.Trainer
-        Or a subclass. Its `update_on_kvstore` is switched off, as updates there can't be skipped.
-        An Optimizer is refused, whatever the name says, as in `mxnet.contrib.amp`.
+        The trainer. Its `update_on_kvstore` is switched off, as updates there can't be skipped.
+        An Optimizer is an error: the argument has the name that it has in `mxnet.contrib.amp`.
     loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
         By default a `LossScaler()` where the target dtype is float16, and for bfloat16, which has
         float32's range, a scale of 1. Steps with non-finite gradients are skipped either way.
     max_consecutive_skips : int, optional
-        So many skipped steps in a row end the training with a `StateError` that names the
+        After this many skipped steps in a row, `step` raises a `StateError` that names the
         parameters whose gradients were the first to overflow. By default training goes on.
 
     Raises
@@ -97,7 +97,7 @@ def init_trainer(
 
 @contextmanager
 def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
-    """Yield the loss times the trainer's loss scale; the trainer will know of it.
+    """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
 
     ::
 
@@ -164,8 +164,24 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     clips by the same factor; `step` does not reduce them again. Where it is Inf or NaN nothing is
     clipped, and the step is going to be skipped. Waits for the gradients.
 
-    Gradients are those of the loss as it was: with `step(batch_size)` they are divided by the
-    batch size after they have been clipped.
+    With `step(batch_size)`, gradients are divided by the batch size after they have been clipped.
+
+    Parameters
+    ----------
+    trainer : gluon.Trainer
+        After `init_trainer`, `scale_loss` and the backward pass.
+    max_norm : float
+        Gradients with a larger norm are multiplied by `max_norm / norm`.
+
+    Returns
+    -------
+    float
+        The norm before clipping; Inf or NaN where the step is going to be skipped.
+
+    Raises
+    ------
+    StateError
+        The gradients are not scaled, or are unscaled already.
     """
     hook = hook_of(trainer)
     limit = positive_number("max_norm", max_norm)

@@ -61,7 +61,7 @@ def sources():
     (lambda: amp.LossScaler(init_scale="a"), "init_scale must be a positive finite number, not 'a'"),
     (lambda: amp.LossScaler(init_scale=np.float32), "not float32"),
     (lambda: amp.LossScaler(growth_factor=1), "growth_factor must be more than 1, not 1"),
-    (lambda: amp.LossScaler(backoff_factor=1), "backoff_factor must be between 0 and 1, not 1"),
+    (lambda: amp.LossScaler(backoff_factor=1), "backoff_factor must be less than 1, not 1"),
     (lambda: amp.LossScaler(growth_interval=0), "growth_interval must be a whole number of at least 1, not 0"),
     (lambda: amp.LossScaler(init_scale=0.5), "init_scale must be between min_scale and max_scale, 1 and .*, not 0.5"),
     (lambda: amp.LossScaler().load_state_dict(BF16), "the state must be of a LossScaler, not of bfloat16"),
