@@ -1,7 +1,8 @@
 """The errors mxamp raises: what was given, what is allowed, and what to do."""
 
+import contextlib
 import difflib
-from typing import Iterable
+from typing import Iterable, Iterator
 
 __all__ = [
     "AmpError",
@@ -10,6 +11,7 @@ __all__ = [
     "StateError",
     "UnknownNameError",
     "WriteError",
+    "located",
     "unknown",
 ]
 
@@ -22,15 +24,15 @@ class AmpError(Exception):
 
 
 class ArgumentError(AmpError, ValueError):
-    """An argument, a list or a file holds something that mxamp can't take."""
+    """An argument, an operator list or a file holds something that mxamp can't take."""
 
 
-class UnknownNameError(ArgumentError):
-    """A name that is not there: an operator, a layer, an argument."""
+class UnknownNameError(ArgumentError, LookupError):
+    """An operator, a layer or an input that does not exist; the message has the closest names."""
 
 
 class StateError(AmpError, RuntimeError):
-    """A call that is fine in itself came at the wrong moment."""
+    """A call came at the wrong time: before what it needs, or twice."""
 
 
 class WriteError(AmpError, OSError):
@@ -59,3 +61,12 @@ def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") 
         found = f"; there {'is' if len(known) == 1 else 'are'} "
         found += ", ".join(map(repr, known[:_LISTED])) + more
     return UnknownNameError(f"unknown {kind} {name!r}{found}{'. ' + hint if hint else ''}")
+
+
+@contextlib.contextmanager
+def located(where: object) -> Iterator[None]:
+    """Put the place, a file or a table of it, before the errors of what was read there."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise type(error)(f"{where}: {error}") from None

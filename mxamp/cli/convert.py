@@ -3,24 +3,30 @@
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
 
 import click
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..convert.arguments import known_names
 from ..convert.compare import OutputError, random_inputs
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
-from .group import DTYPES, usage_error
+from .group import DTYPES, examples, usage_error
 from .options import chosen_policy, inputs_of, name_and_value, saved_model_options
+from .output import console, table_of
 
 __all__ = ["convert"]
 
 _INPUT_HELP = "Shape or values of an input, such as data:1,3,224,224, for --check."
 LARGER = " (larger: the graph now holds casts; --cast-params stores parameters in 16 bits)"
 _DTYPE_HELP = "Dtype of an input that is not float32, such as index:int64."
+_EXAMPLES = examples(
+    "mxamp convert model --dtype bfloat16 --out model-bf16",
+    "mxamp convert model --dtype float16 --device gpu --cast-params --out half/model",
+    "mxamp convert model --dtype bfloat16 --check --input data:8,3,224,224 --out model-bf16",
+)
 
 
-@click.command()
+@click.command(epilog=_EXAMPLES)
 @saved_model_options
 @click.option("--dtype", type=DTYPES, help="The target dtype; required without --policy.")
 @click.option("--out", required=True, help="Prefix of the files to write.")
@@ -58,7 +64,10 @@ def convert(
     fuse: bool,
     force: bool,
 ) -> None:
-    """Convert PREFIX-symbol.json and PREFIX-NNNN.params to mixed precision."""
+    """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to mixed precision.
+
+    The name of either file will do for PREFIX.
+    """
     input_dtypes = dict(name_and_value("--input-dtype", text) for text in dtypes)
     if inputs and not check:
         raise usage_error("--input is for --check; give that too")
@@ -78,7 +87,7 @@ def convert(
         fuse=fuse,
     )
     if check:
-        Console().print(_errors_table(done.errors))
+        console().print(_errors_table(done.errors))
     click.echo(
         f"{done.symbol}, {done.params}: {done.bytes_after:,} bytes, from {done.bytes_before:,}"
         + (LARGER if done.bytes_after > done.bytes_before and not cast_params else "")
@@ -99,12 +108,10 @@ def _check_inputs(
 
 
 def _errors_table(errors: Iterable[OutputError]) -> Table:
-    table = Table()
-    table.add_column("output", overflow="fold")
-    for heading in ("shape", "relative error", "largest", "same argmax"):
-        table.add_column(heading)
+    rows = []
     for error in errors:
         same = "" if error.same_argmax is None else f"{error.same_argmax:.1%}"
         shape = "x".join(map(str, error.shape))
-        table.add_row(error.name, shape, f"{error.relative:.2e}", f"{error.maximum:.2e}", same)
-    return table
+        numbers = f"{error.relative:.2e}", f"{error.maximum:.2e}"
+        rows.append((escape(error.name), shape, *numbers, same))
+    return table_of(["output", "shape", "relative error", "largest", "same argmax"], rows)

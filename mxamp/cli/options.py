@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -26,20 +27,21 @@ POLICY_HOLDS = "--policy holds its target dtype: give --dtype or --policy, not b
 
 _IMPORT_HELP = "Module to import first, such as one that registers custom operators."
 _EPOCH_HELP = "Number in the name of the parameter file. Default: the only one there is."
-_POLICY = "mxamp.policy"
+_KEEP_HELP = "Layers to keep in float32: names, in which * and ? stand for any characters."
+
+_POLICY, _EPOCH = "mxamp.policy", "mxamp.epoch"
+_FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
 def saved_model_options(command: Command) -> Command:
     """Add what `explain` and `convert` both take: a saved model, a device, layers to keep."""
     options: List[Callable[[Command], Command]] = [
-        click.argument("prefix"),
+        click.argument("prefix", callback=_prefix),
         click.option("--epoch", type=click.IntRange(min=0), callback=_epoch, help=_EPOCH_HELP),
         click.option(
             "--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU."
         ),
-        click.option(
-            "--keep-fp32", multiple=True, metavar="PATTERN", help="Layers to keep in float32."
-        ),
+        click.option("--keep-fp32", multiple=True, metavar="PATTERN", help=_KEEP_HELP),
         click.option(
             "--policy",
             type=click.Path(),
@@ -81,6 +83,15 @@ def chosen_policy(dtype: Optional[str], device: Optional[str], default: bool = T
     return Policy.load(path, device)
 
 
+def _prefix(context: click.Context, _: click.Parameter, value: str) -> str:
+    """Return the prefix of a model that is given by that, or by the name of one of its files."""
+    file = _FILE.fullmatch(value)
+    if file is None:
+        return value
+    context.meta[_EPOCH] = file["epoch"]
+    return file["prefix"]
+
+
 def _keep_policy(context: click.Context, _: click.Parameter, value: Optional[str]) -> None:
     context.meta[_POLICY] = value
 
@@ -88,6 +99,8 @@ def _keep_policy(context: click.Context, _: click.Parameter, value: Optional[str
 def _epoch(context: click.Context, _: click.Parameter, value: Optional[int]) -> int:
     """Return the epoch that was given, or the only one there is."""
     prefix = context.params.get("prefix")
+    if value is None and context.meta.get(_EPOCH) is not None:
+        return int(context.meta[_EPOCH])
     if value is not None or not prefix:
         return value or 0
     epochs = epochs_of(prefix)

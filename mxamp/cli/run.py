@@ -10,13 +10,19 @@ from ..frontends import automatic
 from ..frontends.log_lines import show_log
 from ..frontends.own_amp import OWN_AMP, imports_mxamp
 from ..policy.policy import Policy
-from .group import DTYPES
+from .group import DTYPES, examples
 from .script import execute, find_module, find_script
 
 __all__ = ["run"]
 
+_EXAMPLES = examples(
+    "mxamp run train.py --epochs 3",
+    "mxamp run --dtype float16 -m package.train --epochs 3",
+)
+
 
 @click.command(
+    epilog=_EXAMPLES,
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS] [-m]",
 )

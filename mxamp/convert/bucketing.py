@@ -9,6 +9,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError, StateError
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
+from ..policy.targets import DEFAULT_TARGET
 from .arguments import Conversion, Names
 from .symbols import Converted, cast_params, convert
 
@@ -17,7 +18,7 @@ __all__ = ["convert_bucketing_module"]
 
 def convert_bucketing_module(
     bucketing_mod: BucketingModule,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,

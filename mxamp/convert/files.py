@@ -12,8 +12,9 @@ from mxnet.base import MXNetError
 from ..errors import ArgumentError, StateError
 from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
 from ..framework.machine import dtype_name
+from ..framework.wording import counted
 from ..policy.policy import Policy
-from ..policy.targets import check_target
+from ..policy.targets import DEFAULT_TARGET, check_target
 from .arguments import Names
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
@@ -32,7 +33,7 @@ NUMPY_BFLOAT16 = (
     "out cast_optional_params and fuse=True, or convert to float16"
 )
 LOST = (
-    "the converted model gives Inf or NaN in {count} elements of output {name!r} where the "
+    "the converted model gives Inf or NaN in {elements} of output {name!r} where the "
     "original is finite; nothing was written. Keep more of it in float32 with excluded_sym_names"
 )
 FAR_OFF = (
@@ -66,7 +67,7 @@ def convert_files(
     prefix: Union[str, Path],
     out: Union[str, Path],
     epoch: int = 0,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     excluded_sym_names: Names = None,
     cast_optional_params: bool = False,
     *,
@@ -177,7 +178,7 @@ def _checked(
     errors = compare_models(model, converted, inputs)
     for error in errors:
         if error.lost:
-            raise StateError(LOST.format(count=error.lost, name=error.name))
+            raise StateError(LOST.format(elements=counted(error.lost, "element"), name=error.name))
     worst = max(errors, key=lambda error: error.relative, default=None)
     if worst is not None and worst.relative > tolerance:
         off = {"name": worst.name, "found": worst.relative, "limit": tolerance}

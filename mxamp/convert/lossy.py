@@ -8,6 +8,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast
 from ..framework.machine import dtype_name
+from ..framework.wording import counted
 from ..graph.cast_params import count_losses
 from ..graph.graph import CASTS, Graph
 from ..policy.active import suspended
@@ -19,14 +20,14 @@ __all__ = ["warn_of_losses", "warn_of_values"]
 logger = logging.getLogger("mxamp")
 
 LOSSY = (
-    "casting parameter %r to %s turns %d finite values into infinity and %d values into zero: keep "
+    "casting parameter %r to %s turns %s into infinity and %s into zero: keep "
     "what reads it in float32 with excluded_sym_names, or leave cast_optional_params off"
 )
 OVERFLOWS = (
-    "parameter %r holds %d finite values that are infinity in %s, in which it is read: keep what "
+    "parameter %r holds %s that would be infinity in %s, in which it is read: keep what "
     "reads it in float32 with excluded_sym_names"
 )
-NOT_FINITE = "parameter %r of the model holds %d values that are NaN or infinity, of %d"
+NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 
 
 def warn_of_values(graph: Graph, params: Mapping[str, NDArray], dtype: str) -> None:
@@ -39,17 +40,19 @@ def warn_of_values(graph: Graph, params: Mapping[str, NDArray], dtype: str) -> N
             sizes = np.abs(cast(array, "float32").asnumpy())
             finite = np.isfinite(sizes)
             if not finite.all():
-                logger.warning(NOT_FINITE, name, int((~finite).sum()), sizes.size)
+                bad = counted(int((~finite).sum()), "value")
+                logger.warning(NOT_FINITE, name, bad, sizes.size)
             over = int((finite & (sizes >= INFINITE_FROM[dtype])).sum()) if name in read else 0
             if over:
-                logger.warning(OVERFLOWS, name, over, dtype)
+                logger.warning(OVERFLOWS, name, counted(over, "finite value"), dtype)
 
 
 def warn_of_losses(name: str, before: NDArray, after: NDArray) -> None:
     """Warn where casting parameter `name`, `before`, has lost values of it."""
     overflown, vanished = count_losses(before, after)
     if overflown or vanished:
-        logger.warning(LOSSY, name, dtype_name(after.dtype), overflown, vanished)
+        lost = counted(overflown, "finite value"), counted(vanished, "value")
+        logger.warning(LOSSY, name, dtype_name(after.dtype), *lost)
 
 
 def _cast_by(graph: Graph, dtype: str) -> Set[str]:

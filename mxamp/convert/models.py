@@ -15,6 +15,7 @@ from ..errors import ArgumentError
 from ..patches.cached_op import Source
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
+from ..policy.targets import DEFAULT_TARGET
 from .arguments import Conversion, Names
 from .blocks import Examples, contexts_of, rebuilt, trace
 from .symbols import Params, cast_params, convert
@@ -24,7 +25,7 @@ __all__ = ["convert_hybrid_block", "convert_model", "convert_symbol"]
 
 def convert_symbol(
     sym: Symbol,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
@@ -98,7 +99,7 @@ def convert_model(
     sym: Symbol,
     arg_params: Mapping[str, NDArray],
     aux_params: Mapping[str, NDArray],
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
@@ -154,7 +155,7 @@ def convert_model(
 
 def convert_hybrid_block(
     block: HybridBlock,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,

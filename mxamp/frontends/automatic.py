@@ -17,6 +17,7 @@ from mxnet.contrib import amp as stock
 from ..errors import ArgumentError, StateError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Patch
+from ..framework.wording import counted
 from ..patches.autocast import init, shutdown
 from ..policy.active import current_policy, process
 from ..policy.policy import Policy
@@ -40,13 +41,10 @@ _ON = ("1", "true", "on", "yes")
 _DTYPES = ("float16", "bfloat16")
 
 UNKNOWN_VALUE = (
-    f"{VARIABLE} is {', '.join(_ON)}, {' or '.join(_DTYPES)}, or to leave mixed precision off "
-    f"{', '.join(_OFF[1:])}; it is not {{!r}}: mixed precision stays off"
+    f"{VARIABLE} must be {', '.join(_ON)}, {' or '.join(_DTYPES)}, or to leave mixed precision off "
+    f"{', '.join(_OFF[1:])}, not {{!r}}: mixed precision stays off"
 )
-SUMMARY = (
-    "automatic mixed precision: %s on %s, %d operators lowered, %d steps, %d skipped, "
-    "final loss scale %g"
-)
+SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
 
 
 class _AutomaticRun(FrontEnd):
@@ -94,8 +92,8 @@ class _AutomaticRun(FrontEnd):
                 SUMMARY,
                 self.policy.target_dtype,
                 self.policy.device,
-                len(process.lowered),
-                self.scale.steps,
+                counted(len(process.lowered), "operator"),
+                counted(self.scale.steps, "step"),
                 self.scale.skips,
                 self.scale.loss_scale,
             )

@@ -6,6 +6,7 @@ from typing import Any, Optional
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
+from ..framework.wording import shown
 from ..policy.active import current_policy
 from .checkpoint import taken_state
 from .hook import TrainerHook
@@ -77,7 +78,7 @@ def hook_in_force(trainer: Any) -> Optional[TrainerHook]:
 def hook_of(trainer: Any) -> TrainerHook:
     """Return the hook that `init_trainer` gave to a trainer."""
     if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"a gluon.Trainer is needed here, not {trainer!r}")
+        raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
     hook = hook_in_force(trainer)
     if hook is None:
         raise StateError(NOT_INITIALIZED)

@@ -33,6 +33,7 @@ from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
+from ..framework.wording import shown
 from .checkpoint import load_states, save_states
 from .finite import all_finite, multiply
 from .report import SkipWatch, StepReport, log_step
@@ -53,7 +54,8 @@ STEP_BEFORE_SCALING = (
 NOTHING_TO_UNSCALE = (
     "there are no scaled gradients: unscale comes after scale_loss and backward, and before step"
 )
-UNSCALED_TWICE = "these gradients are unscaled already: unscale was called twice before the step"
+UNSCALED_TWICE = "these gradients are unscaled already: call unscale once before each step"
+NO_STATE = "the state must be what state_dict returns, with scaler, steps and skips, not {given}"
 
 
 class Stage(Enum):
@@ -237,9 +239,9 @@ class TrainerHook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; raises `ArgumentError` where it did not."""
-        missing = [name for name in ("scaler", "steps", "skips") if name not in state]
-        if missing:
-            raise ArgumentError(f"the loss scaler's state lacks {', '.join(missing)}")
+        named = state if isinstance(state, Mapping) else {}
+        if not named.keys() >= {"scaler", "steps", "skips"}:
+            raise ArgumentError(NO_STATE.format(given=shown(state)))
         steps, skips = (count(name, state[name]) for name in ("steps", "skips"))
         self.scaler = self.scaler.resumed(state["scaler"])
         self.steps, self.skips = steps, skips

@@ -290,7 +290,10 @@ def test_registered_functions():
         assert module.loss(randn(1).astype("float16")) == "float32"
     amp.shutdown()
     assert (module.attention, module.loss) == originals
-    with pytest.raises(amp.ArgumentError, match="no function 'nothing' in layers"):
+    with pytest.raises(
+        amp.ArgumentError,
+        match="unknown function of the module layers 'nothing'; there are 'attention'",
+    ):
         amp.register_promote_function(module, "nothing")
 
 
