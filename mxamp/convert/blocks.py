@@ -16,6 +16,7 @@ from ..errors import ArgumentError, StateError
 from ..framework.arrays import dtypes_of
 from ..framework.files import NOT_THE_SAME
 from ..framework.machine import DTYPE_CODES
+from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
 from .pairs import replaced_files
 from .saved import load_model, model_files
@@ -78,7 +79,7 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:
     initialized by the example, as they are by any first call.
     """
     if not isinstance(block, HybridBlock):
-        raise ArgumentError(f"block is a HybridBlock, not {type(block).__name__}")
+        raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}")
     if example_inputs is None or (block._cached_graph and isinstance(block, SymbolBlock)):
         if not block._cached_graph:
             raise StateError(NOT_RUN.format(name=block.name))
@@ -191,7 +192,7 @@ def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
         return [current_context()]
     contexts = [ctx] if isinstance(ctx, Context) else list(ctx)
     if not contexts or not all(isinstance(one, Context) for one in contexts):
-        raise ArgumentError(f"ctx is a Context or a list of them, not {ctx!r}")
+        raise ArgumentError(f"ctx must be a Context or a list of them, not {shown(ctx)}")
     return contexts
 
 

@@ -7,6 +7,7 @@ from mxnet.module import BucketingModule
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
+from ..framework.wording import shown
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
@@ -37,7 +38,7 @@ def convert_bucketing_module(
     """
     if not isinstance(bucketing_mod, BucketingModule):
         raise ArgumentError(
-            f"convert_bucketing_module takes a BucketingModule, not {type(bucketing_mod).__name__}"
+            f"convert_bucketing_module takes a BucketingModule, not {shown(bucketing_mod)}"
         )
     if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
         raise StateError("bind the BucketingModule and initialize its parameters before converting")

@@ -12,7 +12,7 @@ from mxnet.base import MXNetError
 from ..errors import ArgumentError, StateError
 from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
 from ..framework.machine import dtype_name
-from ..framework.wording import counted
+from ..framework.wording import counted, shown
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
 from .arguments import Names
@@ -119,7 +119,7 @@ def convert_files(
     """
     read, written = model_files(prefix, epoch), _files_to_write(prefix, out, epoch, force)
     if not isinstance(tolerance, (int, float)) or not tolerance > 0:
-        raise ArgumentError(f"tolerance is a number above 0, not {tolerance!r}")
+        raise ArgumentError(f"tolerance must be a number above 0, not {shown(tolerance)}")
     logger.info("reading %s", os.fspath(prefix))
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)

@@ -12,6 +12,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
+from ..framework.wording import shown
 from ..patches.cached_op import Source
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
@@ -130,7 +131,7 @@ def convert_model(
     """
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
-            raise ArgumentError(f"{name} maps names to NDArrays, and is not {params!r}")
+            raise ArgumentError(f"{name} must map names to NDArrays, not {shown(params)}")
     policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,

@@ -5,7 +5,7 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import Any, Iterable, List, Mapping, Sequence, Set, Tuple, Union
+from typing import Any, List, Mapping, Sequence, Set, Tuple, Union
 
 import mxnet as mx
 from mxnet.base import MXNetError
@@ -13,6 +13,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
+from ..framework.wording import shortened
 from ..graph.graph import Graph
 from ..graph.validation import check_symbol_json
 from .compare import Model
@@ -28,7 +29,6 @@ Prefix = Union[str, "os.PathLike[str]"]
 # (NDArray::Load in MXNet's ndarray.cc).
 _FIRST_ARRAY = struct.Struct("<QQQI")
 _NUMPY_ARRAY = 0xF993FACA
-_SHOWN = 3
 
 _PART = re.compile(r"(.+?)(-symbol\.json|-(\d{4})\.params|\.onnx|\.json|\.params)$")
 # How Gluon and Symbol call the parameters of the node in front of these.
@@ -124,7 +124,7 @@ def _missing(prefix: Prefix, path: Path) -> ArgumentError:
     epochs = epochs_of(prefix)
     hint = ""
     if path.suffix == ".params" and epochs:
-        there = _listed([str(epoch) for epoch in epochs])
+        there = shortened([str(epoch) for epoch in epochs])
         hint = f"; there are parameters of epoch {there} (--epoch)"
     elif path.suffix == ".json":
         hint = f": the prefix {name!r} is what comes before -symbol.json"
@@ -201,12 +201,7 @@ def _surely_parameters(symbol: Symbol) -> Set[str]:
 
 
 def _in_brackets(names: Sequence[str]) -> str:
-    return f" ({_listed(names)})" if names else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    first = list(names)
-    return ", ".join(first[:_SHOWN]) + (", ..." if len(first) > _SHOWN else "")
+    return f" ({shortened(names)})" if names else ""
 
 
 def _last_line(error: Exception) -> str:

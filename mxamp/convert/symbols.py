@@ -8,6 +8,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError
 from ..framework.arrays import cast
 from ..framework.machine import DTYPE_CODES, dtype_name
+from ..framework.wording import shown
 from ..graph.builder import HALVES, is_inserted
 from ..graph.cast_params import (
     cast_offline,
@@ -87,7 +88,7 @@ def convert(
     the parameters' shapes too.
     """
     if not isinstance(symbol, Symbol):
-        raise ArgumentError(f"a model's graph is a Symbol, not {type(symbol).__name__}")
+        raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     read = Graph.from_symbol(symbol)
     graph = without_copies(read)
     policy = checked_policy(conversion.policy, conversion.excluded_sym_names, graph)

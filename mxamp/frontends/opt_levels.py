@@ -22,6 +22,7 @@ from mxnet.util import is_np_array
 
 from ..errors import ArgumentError, StateError
 from ..framework.machine import dtype_name
+from ..framework.wording import shown
 from ..patches.autocast import init
 from ..policy.active import current_policy
 from ..policy.policy import Policy
@@ -138,12 +139,12 @@ def _checked_level(
 ) -> _Level:
     if name not in _LEVELS:
         raise ArgumentError(
-            f"opt_level is one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
+            f"opt_level must be one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
         )
     if keep_batchnorm_fp32 is False:
         raise ArgumentError(NO_HALF_BATCHNORM)
     if isinstance(loss_scale, str) and loss_scale != "dynamic":
-        raise ArgumentError(f"loss_scale is a number or 'dynamic', not {loss_scale!r}")
+        raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
     return _LEVELS[name]
 
 
@@ -162,7 +163,9 @@ def _scaler_maker(
 def _listed(name: str, given: Any, wanted: type) -> List[Any]:
     listed = [] if given is None else [given] if isinstance(given, wanted) else given
     if not isinstance(listed, (list, tuple)) or not all(isinstance(x, wanted) for x in listed):
-        raise ArgumentError(f"{name} are a {wanted.__name__} or a list of them, not {given!r}")
+        raise ArgumentError(
+            f"{name} must be a {wanted.__name__} or a list of them, not {shown(given)}"
+        )
     return list(listed)
 
 
