@@ -15,30 +15,31 @@ See what happens     explain, Plan, draw, compare_models, OutputError, random_in
 Choose precisions    Policy, half_function, float_function, promote_function, register_*,
                      list_*
 Come from elsewhere  patch_contrib (mxnet.contrib.amp), initialize (Apex), decorate (Paddle)
-Errors               AmpError, ArgumentError, UnknownNameError, StateError, InstallError
+Errors               AmpError, ArgumentError, UnknownNameError, StateError, InstallError,
+                     WriteError
 
 Importing it imports MXNet, and patches nothing; `init`, `autocast` and the front ends do. Import it
 before MXNet: it makes MXNet 1.9.1 importable on newer Python and NumPy.
 """
 
-import sys as _sys
-from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 from typing import List as _List
 from typing import Optional as _Optional
 
 from ._version import __version__
-from .errors import AmpError, ArgumentError, InstallError, StateError, UnknownNameError
-from .framework.compat import import_mxnet as _import_mxnet
+from .cli import starting as _starting
+from .errors import AmpError, ArgumentError, InstallError, StateError, UnknownNameError, WriteError
 
 _problem: _Optional[InstallError] = None
+_starting.guard()
 try:
+    from .framework.compat import import_mxnet as _import_mxnet
+
     _import_mxnet()
 except InstallError as error:
     # The command is starting: it will say so in one line. Everybody else gets the error here.
-    _program = _sys.argv[0] if getattr(_sys, "argv", None) else ""
-    if _program != "-m" and _Path(_program).name != "mxamp":
+    if not _starting.is_starting():
         raise
     _problem = error
 else:
@@ -92,6 +93,7 @@ __all__ = [
     "StateError",
     "StaticLossScaler",
     "UnknownNameError",
+    "WriteError",
     "__version__",
     "autocast",
     "clip_grad_global_norm",

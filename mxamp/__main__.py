@@ -2,6 +2,7 @@
 
 import sys
 
+from .cli.starting import unguard
 from .errors import InstallError
 from .framework.compat import import_mxnet
 
@@ -16,6 +17,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     from .cli.main import main as command
 
+    unguard()
     command()
 
 

@@ -1,9 +1,22 @@
 """The errors mxamp raises: what was given, what is allowed, and what to do."""
 
+import contextlib
 import difflib
-from typing import Iterable
+from typing import Iterable, Iterator
 
-__all__ = ["AmpError", "ArgumentError", "InstallError", "StateError", "UnknownNameError", "unknown"]
+__all__ = [
+    "AmpError",
+    "ArgumentError",
+    "InstallError",
+    "StateError",
+    "UnknownNameError",
+    "WriteError",
+    "located",
+    "unknown",
+]
+
+#: How many names an error lists where none is close to the one that was given.
+_LISTED = 8
 
 
 class AmpError(Exception):
@@ -11,29 +24,49 @@ class AmpError(Exception):
 
 
 class ArgumentError(AmpError, ValueError):
-    """An argument, a list or a file holds something that mxamp can't take."""
+    """An argument, an operator list or a file holds something that mxamp can't take."""
 
 
-class UnknownNameError(ArgumentError):
-    """A name that is not there: an operator, a layer, an argument."""
+class UnknownNameError(ArgumentError, LookupError):
+    """An operator, a layer or an input that does not exist; the message has the closest names."""
 
 
 class StateError(AmpError, RuntimeError):
-    """A call that is fine in itself came at the wrong moment."""
+    """A call came at the wrong time: before what it needs, or twice."""
+
+
+class WriteError(AmpError, OSError):
+    """A file can't be written; what was there before is unchanged."""
 
 
 class InstallError(AmpError, ImportError):
     """MXNet can't be imported here as it is installed."""
 
 
-def unknown(kind: str, name: str, candidates: Iterable[str], hint: str = "") -> UnknownNameError:
-    """Return the error for a `name` that is none of `candidates`, with the closest ones.
+def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") -> UnknownNameError:
+    """Return the error for a `name` that is none of `candidates`: the closest, or what there is.
 
     >>> print(unknown("operator", "Convolutoin", ["Convolution", "Pooling"]))
     unknown operator 'Convolutoin'; the closest is 'Convolution'
+    >>> print(unknown("input", "x", ["data", "mask"]))
+    unknown input 'x'; there are 'data', 'mask'
     """
-    close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.6)
+    known = list(dict.fromkeys(candidates))
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     found = ""
     if close:
         found = f"; the closest {'is' if len(close) == 1 else 'are'} " + ", ".join(map(repr, close))
+    elif known:
+        more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
+        found = f"; there {'is' if len(known) == 1 else 'are'} "
+        found += ", ".join(map(repr, known[:_LISTED])) + more
     return UnknownNameError(f"unknown {kind} {name!r}{found}{'. ' + hint if hint else ''}")
+
+
+@contextlib.contextmanager
+def located(where: object) -> Iterator[None]:
+    """Put the place, a file or a table of it, before the errors of what was read there."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise type(error)(f"{where}: {error}") from None

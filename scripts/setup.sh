@@ -1,20 +1,34 @@
-# Makes or reuses .venv; sourced by quickstart and test, which set `extras` and may set `python`.
+# Makes or reuses .venv; sourced by quickstart and test, which may set `python`.
 #
 # Afterwards $venv_python is the environment's Python, with mxamp installed from this clone
 # (editable) and everything pinned by constraints.txt.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 venv_python=$venv/bin/python
 supported="3.8, 3.9, 3.10, 3.11, 3.12 or 3.13"
+extras=cpu,demo,test
+log=$venv/install.log
+stamp=$venv/.installed
+unfinished=$venv/.unfinished
+made_for=$venv/.made-for
 
 fail() {
     printf 'error: %s\n' "$1" >&2
-    exit 1
+    exit "${2:-1}"
 }
 
 say() {
     printf '%s\n' "$1" >&2
+}
+
+read_python() {
+    # $@: the arguments that are left, of which the first is --python or --python=PYTHON.
+    case "$1" in
+        --python) python=${2:-} ;;
+        *) python=${1#*=} ;;
+    esac
+    [ -n "$python" ] || fail "--python needs a value: a command or the path of Python $supported" 2
 }
 
 version_of() {
@@ -31,17 +45,13 @@ is_supported() {
 choose_python() {
     local candidate version
     if [ -n "${python:-}" ]; then
-        command -v "$python" >/dev/null || fail "no Python at '$python'"
+        type -P -- "$python" >/dev/null || fail "no Python at '$python'; name a command or a path, such as python3.11"
         version=$(version_of "$python") || true
-        [ -n "$version" ] || fail "'$python' is no Python that runs"
+        [ -n "$version" ] || fail "'$python' is no Python that runs; MXNet 1.9.1 needs Python $supported"
         is_supported "$version" || fail "'$python' is Python $version; MXNet 1.9.1 needs $supported"
         return
     fi
-    if [ -x "$venv_python" ] && is_supported "$(version_of "$venv_python")"; then
-        python=$venv_python
-        return
-    fi
-    for candidate in python3.11 python3.10 python3.9 python3.8 python3.12 python3.13 python3 python; do
+    for candidate in "$venv_python" python3.11 python3.10 python3.9 python3.8 python3.12 python3.13 python3 python; do
         version=$(version_of "$candidate") || continue
         if is_supported "$version"; then
             python=$candidate
@@ -53,58 +63,120 @@ choose_python() {
 
 show_progress() {
     # One line that names the package pip is at, where there is a terminal to see it.
-    local verb name
+    local verb name terminal=""
+    [ ! -t 2 ] || [ "${TERM:-dumb}" = dumb ] || terminal=1
     while read -r verb name _; do
         case "$verb" in
             Collecting | Downloading | Installing | Building)
-                [ -t 2 ] && printf '\r\033[K  %s %.60s' "$verb" "$name" >&2 ;;
+                [ -z "$terminal" ] || printf '\r\033[K  %s %.60s' "$verb" "$name" >&2 ;;
         esac
     done
-    [ -t 2 ] && printf '\r\033[K' >&2
-    return 0
+    [ -z "$terminal" ] || printf '\r\033[K' >&2
+}
+
+# What pip says where it can't get at the index at all.
+unreachable='NewConnectionError|Name or service not known|Temporary failure|ConnectTimeout'
+unreachable+='|Network is unreachable|Connection refused|ProxyError|CERTIFICATE_VERIFY_FAILED'
+
+explain_failure() {
+    # $1: what was being installed; $2: pip's exit status.
+    local found advice
+    [ "$2" -lt 128 ] || fail "installing $1 was interrupted. Run the same command again."
+    rm -f "$unfinished"
+    found=$(grep -m1 '^ERROR' "$log" || tail -n 1 "$log")
+    advice="Put that right and run the same command again."
+    if "$venv_python" -m pip config list 2>/dev/null | grep -qE "no-index='(1|t|true|y|yes|on)'"; then
+        advice="pip is told to use no index (PIP_NO_INDEX): PIP_FIND_LINKS must lead to what scripts/constraints.txt lists."
+    elif grep -qiE "$unreachable" "$log"; then
+        found="the package index can't be reached"
+        advice="Check the network, and the proxy and the index that pip is set to (pip config list)."
+    fi
+    found=${found#ERROR: }
+    fail "installing $1 failed: ${found%.}. $advice All that pip said is in $log"
 }
 
 install() {
-    # $@: what pip is to install. Progress goes to the terminal, all of pip's words to a file.
-    local log=$venv/install.log
-    if ! "$venv_python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
-        --constraint "$root/scripts/constraints.txt" "$@" 2>&1 | tee "$log" | show_progress; then
-        if grep -qiE 'NewConnectionError|Name or service not known|Temporary failure|ConnectTimeout|Network is unreachable|Connection refused' "$log"; then
-            fail "the package registry can't be reached; check the network (pip's words: $log)"
-        fi
-        fail "installing failed: $(grep -m1 '^ERROR' "$log" || tail -n 1 "$log") (all of it: $log)"
+    # $1: what this is; $2: what it takes; the rest: what pip is to install. Its words go to a file.
+    local what=$1
+    say "installing $what, $2"
+    shift 2
+    local status=0
+    (cd "$root" && PIP_USER=0 "$venv_python" -m pip install --disable-pip-version-check --no-input \
+        --progress-bar off --constraint scripts/constraints.txt "$@" 2>&1) |
+        tee "$log" | show_progress || status=${PIPESTATUS[0]}
+    [ "$status" = 0 ] || explain_failure "$what" "$status"
+}
+
+remake_where_needed() {
+    # $1: the Python version that is wanted.
+    local why="" has
+    [ -e "$venv" ] || [ -L "$venv" ] || return 0
+    has=$(version_of "$venv_python") || true
+    if [ -e "$unfinished" ]; then
+        why="its set-up was interrupted"
+    elif [ -z "$has" ]; then
+        why="its Python does not run"
+    elif [ "$has" != "$1" ]; then
+        why="it has Python $has, not $1"
+    elif [ -e "$made_for" ] && [ "$(cat "$made_for")" != "$root" ]; then
+        why="its folder was moved"
+    else
+        return 0
+    fi
+    say "making .venv anew: $why"
+    rm -rf "$venv"
+}
+
+make_venv() {
+    local said
+    say "making .venv with Python $1, a few seconds"
+    if ! said=$("$python" -m venv "$venv" 2>&1); then
+        rm -rf "$venv"
+        fail "'$python' can't make a virtual environment; install its venv package. It said: $(printf '%s' "$said" | tail -n 1)"
     fi
 }
 
 setup() {
+    local version wanted
     choose_python
-    local version stamp wanted
     version=$(version_of "$python")
-    if [ -x "$venv_python" ] && [ "$(version_of "$venv_python")" != "$version" ]; then
-        say "removing .venv, which has another Python than $version"
-        rm -rf "$venv"
+    # What a .venv's Python was made from: that .venv may be the one to be made anew.
+    python=$("$python" -c 'import sys; print(getattr(sys, "_base_executable", "") or sys.executable)')
+    wanted=$( (cd "$root" && printf '%s\n' "$version $extras $root" &&
+        cat setup.cfg setup.py pyproject.toml scripts/constraints.txt scripts/setup.sh) | cksum)
+    # One at a time; a pip that outlives its killed script keeps the lock until it ends.
+    exec 9<"$root/scripts/setup.sh"
+    if type -P flock >/dev/null && ! flock -n 9; then
+        say "waiting for another set-up of this folder to end"
+        flock 9
     fi
-    wanted=$( (echo "$version $extras $root"; cat "$root/setup.cfg" "$root/setup.py" "$root/pyproject.toml" "$root/scripts/constraints.txt") | cksum)
-    stamp=$venv/.installed-$(printf '%s' "$extras" | tr ',' '-')
-    if [ -x "$venv_python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-        return
+    remake_where_needed "$version"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        install_everything "$version"
+        printf '%s' "$wanted" >"$stamp"
+        say ".venv is ready, after $SECONDS s"
     fi
-    if [ ! -x "$venv_python" ]; then
-        say "making .venv with Python $version"
-        "$python" -m venv "$venv" >/dev/null 2>&1 || fail "'$python' can't make a virtual environment; install its venv package"
-    fi
-    say "installing mxamp[$extras] and what it needs, about 300 MB; a minute or two"
-    install setuptools wheel
-    if [ "$version" = 3.13 ]; then
+    exec 9<&-
+}
+
+install_everything() {
+    # $1: the Python version. A kill leaves $unfinished behind, a failure of pip does not.
+    mkdir -p "$venv"
+    : >"$unfinished"
+    rm -f "$stamp"
+    [ -x "$venv_python" ] || make_venv "$1"
+    printf '%s' "$root" >"$made_for"
+    install "pip's build tools" "a few seconds" setuptools wheel
+    if [ "$1" = 3.13 ]; then
         # MXNet asks for NumPy below 2, of which there is none for 3.13, and runs on 2.1.3.
-        install --no-deps mxnet
-        install requests graphviz
-        install --no-build-isolation --editable "$root[$(printf '%s' "$extras" | sed 's/cpu,//')]"
+        install MXNet "50 MB, half a minute" --no-deps mxnet
+        install "what MXNet needs" "a few seconds" requests graphviz
+        install "mxamp and what else it needs" "up to a minute" \
+            --no-build-isolation --editable ".[${extras#cpu,}]"
     else
-        install --no-build-isolation --editable "$root[$extras]"
+        install "mxamp, MXNet and the test tools" "300 MB, a minute or two" \
+            --no-build-isolation --editable ".[$extras]"
     fi
-    case "$extras" in
-        *test*) install --no-deps gluoncv ;;
-    esac
-    printf '%s' "$wanted" >"$stamp"
+    install GluonCV "a few seconds" --no-deps gluoncv
+    rm -f "$unfinished"
 }

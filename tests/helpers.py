@@ -110,7 +110,7 @@ def run_forked(code, folder, *, timeout=300):
 
 def _execute(code, files):
     for number, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     warnings.simplefilter("ignore")
     exec(code, {"__name__": "__main__"})  # noqa: S102
     sys.stdout.flush()

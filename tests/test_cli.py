@@ -12,6 +12,8 @@ from mxnet import gluon
 import mxamp as amp
 from helpers import kind, randn, run_python
 from mxamp.cli.main import main
+from mxamp.framework import machine
+from mxamp.policy.policy import Policy
 from nets import convolutional, made
 
 
@@ -39,6 +41,130 @@ def test_operators():
     assert "Concat" in output
     assert "widest" in output
     assert "FullyConnected" in run("operators", "--class", "low", "--dtype", "bfloat16").output
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ("operatos", "unknown command 'operatos'; the closest is 'operators'"),
+        ("train.py", "there are 'convert', 'explain', 'info', 'operators', 'run'"),
+        ("info extra", "extra"),
+        ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),
+        ("operators nom*", "unknown operator 'nom*'"),
+        ("operators softmax --class low", "no operator of these is low: softmax is fp32"),
+        ("operators --class lo", "'lo' is not one of 'low', 'fp32', 'widest'"),
+        ("operators --dtype flot16", "'flot16' is not one of 'float16', 'bfloat16'"),
+        ("operators --device tpu", "'tpu' is not one of 'cpu', 'gpu'"),
+        ("operators --dtype bfloat16 --device gpu", "no bfloat16 kernels on GPUs: give float16"),
+        ("explain", "Missing argument 'PREFIX'"),
+        ("explain none", "there is no file 'none-symbol.json'"),
+        ("explain cut", "no JSON, or was cut off"),
+        ("explain object", "no lists of nodes and heads"),
+        (
+            "explain net --precision flot32",
+            "'flot32' is not one of 'float16', 'bfloat16', 'float32'",
+        ),
+        (
+            "explain net --dtype bfloat16 --precision float16",
+            "no operator computes in float16 here:",
+        ),
+        (
+            "explain net --name nomatch",
+            "unknown operator name 'nomatch'; there are 'residual0_conv0_fwd'",
+        ),
+        ("explain net --name residual0_conv0", "Gluon adds _fwd to the name of a layer"),
+        ("explain net --name nomatch --json", "The plan has 14 operators"),
+        ("explain net --dtype float8", "'float8' is not one of"),
+        ("explain net --mode evaluation", "'converted', 'inference', 'training'"),
+        ("explain net --keep-fp32 nolayer", "unknown layer 'nolayer'"),
+        ("explain net --mode training --input data:0,2", "must be sizes above 0"),
+        ("explain net --graph net.gif", "must be a .svg, .png, .pdf or .dot file"),
+        ("explain net --epoch -1", "-1"),
+    ],
+)
+def test_bad_input_is_one_sentence(saved, monkeypatch, arguments, expected):
+    folder, _, _ = saved
+    monkeypatch.chdir(folder)
+    symbol = (folder / "net-symbol.json").read_text()
+    (folder / "cut-symbol.json").write_text(symbol[: len(symbol) // 2])
+    (folder / "object-symbol.json").write_text('{"a": 1}')
+    for name in ("cut", "object"):
+        (folder / f"{name}-0000.params").write_bytes((folder / "net-0000.params").read_bytes())
+    output = run(*arguments.split(), status=2).output
+    assert expected in output
+    assert len(output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("given", ["net", "net-symbol.json", "net-0000.params"])
+def test_explain_takes_a_prefix_or_either_file(saved, given):
+    folder, _, _ = saved
+    assert "14 operators: " in run("explain", folder / given).output
+
+
+def test_operators_by_pattern():
+    rows = run("operators", "conv*", "softmax", "softmi?").output
+    assert "Convolution " in rows
+    assert rows.count(" softmax ") == 1
+    assert " softmin " in rows
+
+
+def test_tables_in_a_pipe_are_whole_and_plain(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    layer = "a_layer_" + "with_a_long_name_" * 20
+    mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name=layer).save(
+        str(tmp_path / "long-symbol.json")
+    )
+    mx.nd.save(str(tmp_path / "long-0000.params"), {"arg:x": randn(1)})
+    for output in (
+        run("explain", tmp_path / "long").output,
+        run("operators").output,
+        run("info").output,
+    ):
+        assert "\x1b" not in output
+        assert "…" not in output
+        assert "..." not in output
+    assert f" {layer} " in run("explain", tmp_path / "long").output
+    (row,) = [line for line in run("operators", "softmax").output.splitlines() if "softmax" in line]
+    assert Policy.default(machine.default_dtype()).rule("softmax").reason in row
+
+
+def test_help_is_whole_and_has_examples():
+    summaries = run("--help").output
+    assert "..." not in summaries.partition("Commands:")[2]
+    assert run().output == summaries
+    for command in ([], ["info"], ["operators"], ["explain"]):
+        text = run(*command, "--help").output
+        assert "Examples:" in text
+        assert " ".join(["mxamp", *command]) in text
+    assert "PATTERN is a name" in run("explain", "--help").output
+
+
+@pytest.mark.parametrize("command", ["info", "operators"])
+def test_interrupted_commands_end_in_one_line(monkeypatch, command):
+    def interrupt(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mxamp.cli.machine_commands.table_of", interrupt)
+    assert run(command, status=130).output == "interrupted\n"
+
+
+@pytest.mark.parametrize("program, status, words", [
+    ("-m", 130, ["interrupted"]), ("/usr/local/bin/mxamp", 130, ["interrupted"]), ("train.py", 1, None),
+])  # fmt: skip
+def test_interrupted_imports_end_in_one_line(program, status, words):
+    done = run_python(
+        f"""
+        import importlib.util, os, signal, sys
+        importlib.util.find_spec = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+        sys.argv = [{program!r}, "info"]
+        try:
+            import mxamp.__main__
+        except KeyboardInterrupt:
+            sys.exit(1)
+        """
+    )
+    assert (done.returncode, done.stdout) == (status, "")
+    assert words is None or done.stderr.splitlines() == words
 
 
 def test_version_and_module():
@@ -145,14 +271,15 @@ def test_nothing_is_overwritten_without_force(saved):
         "--dtype",
         "float16",
         "--out",
-        folder / "net",
+        folder / "low",
         "--device",
         "cpu",
     ]
+    (folder / "low-symbol.json").write_bytes(before)
     assert "--force" in run(*command, status=2).output
-    assert (folder / "net-symbol.json").read_bytes() == before
+    assert (folder / "low-symbol.json").read_bytes() == before
     run(*command, "--force")
-    assert (folder / "net-symbol.json").read_bytes() != before
+    assert (folder / "low-symbol.json").read_bytes() != before
 
 
 @pytest.mark.parametrize(
@@ -253,8 +380,6 @@ def test_swallowed_at_a_start_the_error_comes_at_the_first_use():
 
 
 def test_the_default_dtype_is_the_machines(saved, monkeypatch):
-    from mxamp.framework import machine
-
     tmp_path, _, _ = saved
     for gpus, dtype in ((0, "bfloat16"), (1, "float16")):
         monkeypatch.setattr(machine, "_gpus", lambda gpus=gpus: gpus)

@@ -31,62 +31,6 @@ def in_project_environment():
     return os.path.realpath(sys.prefix) == os.path.realpath(ROOT / ".venv")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "test"])
-@pytest.mark.parametrize(
-    "python, words",
-    [("no-such-python", "no Python at"), ("true", "no Python that runs"), ("old", "needs 3.8")],
-)
-def test_failures_are_one_clear_line(name, python, words, tmp_path):
-    if python == "old":
-        fake = tmp_path / "python3.6"
-        fake.write_text("#!/bin/sh\necho 3.6\n")
-        fake.chmod(0o755)
-        python = str(fake)
-    done = script(name, "--python", python)
-    assert done.returncode == 1
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
-
-
-def test_no_python_at_all(tmp_path):
-    copy = tmp_path / "clone"
-    shutil.copytree(ROOT / "scripts", copy / "scripts")
-    empty = tmp_path / "bin"
-    empty.mkdir()
-    for tool in ("dirname", "cat", "sed", "bash"):
-        (empty / tool).symlink_to(shutil.which(tool))
-    done = subprocess.run(
-        [BASH, str(copy / "scripts" / "test")], capture_output=True, text=True,
-        env={"PATH": str(empty)}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "no Python 3.8" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_no_network(tmp_path):
-    copy = tmp_path / "clone"
-    copy.mkdir()
-    for name in ("scripts", "mxamp", "lists"):
-        shutil.copytree(ROOT / name, copy / name)
-    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy / name)
-    nowhere = {
-        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-        "PIP_RETRIES": "1",
-        "PIP_FIND_LINKS": "",
-    }
-    nowhere.update({"PIP_EXTRA_INDEX_URL": "", "PIP_CONFIG_FILE": os.devnull})
-    done = subprocess.run(
-        [BASH, str(copy / "scripts" / "test"), "--setup-only", "--python", sys.executable],
-        capture_output=True, text=True, env={**os.environ, **nowhere}, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "check the network" in done.stderr.strip().splitlines()[-1]
-
-
 @pytest.mark.slow
 def test_the_main_job_from_another_directory(tmp_path):
     if not in_project_environment():
@@ -154,36 +98,15 @@ def test_the_main_job_fits_into_80_columns(main_job):
     assert "inference, converted to bfloat16" in text
 
 
-def test_set_up_a_second_time_is_quick(tmp_path):
-    if not in_project_environment():
-        pytest.skip("runs in another environment than the project's own")
-    done = script("test", "--setup-only", cwd=tmp_path)
+@pytest.mark.parametrize(
+    "name, options",
+    [("test", ["--setup-only", "--python"]), ("quickstart", ["--fast", "--python"])],
+)
+def test_usage(name, options):
+    done = script(name, "--help", env={"PATH": os.path.dirname(shutil.which("cat"))})
     assert done.returncode == 0
-    assert "installing" not in done.stderr
-
-
-@pytest.mark.slow
-def test_an_installed_package_has_its_lists(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
-         "--no-index", "--target", str(tmp_path / "site"), str(ROOT)],
-        capture_output=True, text=True, check=False, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    code = "import mxamp as amp; from mxamp.policy import lists; print(lists.lists_folder()); amp.Policy.default('bfloat16')"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-    )  # fmt: skip
-    assert done.stdout.strip() == str(tmp_path / "site" / "mxamp" / "lists")
-    assert (tmp_path / "site" / "mxamp" / "py.typed").exists()
-
-
-def test_usage():
-    done = script("test", "--help", env={"PATH": os.path.dirname(shutil.which("cat"))})
-    assert done.returncode == 0
-    assert done.stdout.startswith("Usage: scripts/test")
-    for option in ("--fast", "--python", "--setup-only", "--help"):
+    assert done.stdout.startswith(f"Usage: scripts/{name}")
+    for option in (*options, "--help"):
         assert f"\n  {option} " in done.stdout
 
 
@@ -216,6 +139,26 @@ def test_benchmarks_explain_themselves(name):
                           env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_explain_themselves_where_nothing_is_installed(name, tmp_path):
+    shutil.copytree(BENCH, tmp_path / "scripts" / "bench")
+
+    def bare(*arguments):
+        command = [sys.executable, "-S", str(tmp_path / "scripts" / "bench" / name), *arguments]
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+    done = bare("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] in (BENCH / name).read_text()
+    assert bare().stderr.startswith("error: this needs mxamp and its tools: run scripts/test")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    assert bare("--rounds", "1").stdout.endswith(f"bench/{name} --rounds 1\n")
 
 
 def test_every_supported_python_runs_both_commands():
@@ -288,6 +231,17 @@ def test_benchmarks_run(name, arguments, words):
     assert done.returncode == 0, done.stderr
     for word in words:
         assert word in done.stdout
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_leave_whole_files():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "kill_test"), "--kills", "6", "--megabytes", "2"],
+        capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for kind in ("ConvertFiles", "SaveStates"):
+        assert f"{kind}: 6 kills" in done.stdout
 
 
 @pytest.mark.slow

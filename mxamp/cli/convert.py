@@ -3,24 +3,32 @@
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
 
 import click
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from ..convert.arguments import known_names
 from ..convert.compare import OutputError, random_inputs
-from ..convert.files import convert_files, load_model, saved_semantics
-from ..policy.policy import Policy
-from .group import DTYPES, usage_error
-from .options import inputs_of, name_and_value, saved_model_options
+from ..convert.files import TOLERANCE, convert_files
+from ..convert.saved import load_model, saved_semantics
+from .group import DTYPES, examples, usage_error
+from .options import chosen_policy, inputs_of, name_and_value, saved_model_options
+from .output import console, table_of
 
 __all__ = ["convert"]
 
 _INPUT_HELP = "Shape or values of an input, such as data:1,3,224,224, for --check."
+LARGER = " (larger: the graph now holds casts; --cast-params stores parameters in 16 bits)"
 _DTYPE_HELP = "Dtype of an input that is not float32, such as index:int64."
+_EXAMPLES = examples(
+    "mxamp convert model --dtype bfloat16 --out model-bf16",
+    "mxamp convert model --dtype float16 --device gpu --cast-params --out half/model",
+    "mxamp convert model --dtype bfloat16 --check --input data:8,3,224,224 --out model-bf16",
+)
 
 
-@click.command()
+@click.command(epilog=_EXAMPLES)
 @saved_model_options
-@click.option("--dtype", type=DTYPES, required=True)
+@click.option("--dtype", type=DTYPES, help="The target dtype; required without --policy.")
 @click.option("--out", required=True, help="Prefix of the files to write.")
 @click.option("--fp32-op", multiple=True, metavar="NAME", help="Operators to keep in float32.")
 @click.option("--cast-params", is_flag=True, help="Store parameters in DTYPE where all read it.")
@@ -30,6 +38,13 @@ _DTYPE_HELP = "Dtype of an input that is not float32, such as index:int64."
 )
 @click.option("--input-dtype", "dtypes", multiple=True, metavar="NAME:DTYPE", help=_DTYPE_HELP)
 @click.option("--check", is_flag=True, help="Run both models on the inputs, or random ones.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    default=TOLERANCE,
+    show_default=True,
+    help="Largest relative error of an output that --check lets pass.",
+)
 @click.option("--fuse", is_flag=True, help="Fuse operators, for bfloat16 inference on CPUs only.")
 @click.option("--force", is_flag=True, help="Overwrite files.")
 def convert(
@@ -37,7 +52,7 @@ def convert(
     epoch: int,
     device: Optional[str],
     keep_fp32: Sequence[str],
-    dtype: str,
+    dtype: Optional[str],
     out: str,
     fp32_op: Sequence[str],
     cast_params: bool,
@@ -45,30 +60,37 @@ def convert(
     inputs: Sequence[str],
     dtypes: Sequence[str],
     check: bool,
+    tolerance: float,
     fuse: bool,
     force: bool,
 ) -> None:
-    """Convert PREFIX-symbol.json and PREFIX-NNNN.params to mixed precision."""
+    """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to mixed precision.
+
+    The name of either file will do for PREFIX.
+    """
     input_dtypes = dict(name_and_value("--input-dtype", text) for text in dtypes)
     if inputs and not check:
         raise usage_error("--input is for --check; give that too")
+    policy = chosen_policy(dtype, device, default=False)
     done = convert_files(
         prefix,
         out,
         epoch,
         excluded_sym_names=keep_fp32,
         cast_optional_params=cast_params,
-        policy=Policy.default(dtype, device).override(fp32=fp32_op),
+        policy=policy.override(fp32=fp32_op),
         keep_io_types=not cast_io,
         input_dtypes=input_dtypes,
         check_inputs=_check_inputs(prefix, epoch, inputs, input_dtypes) if check else None,
+        tolerance=tolerance,
         force=force,
         fuse=fuse,
     )
     if check:
-        Console().print(_errors_table(done.errors))
+        console().print(_errors_table(done.errors))
     click.echo(
         f"{done.symbol}, {done.params}: {done.bytes_after:,} bytes, from {done.bytes_before:,}"
+        + (LARGER if done.bytes_after > done.bytes_before and not cast_params else "")
     )
 
 
@@ -79,13 +101,17 @@ def _check_inputs(
     shapes, values = inputs_of(inputs)
     shapes.update((name, value.shape) for name, value in values.items())
     with saved_semantics(prefix, epoch):
-        return {**random_inputs(load_model(prefix, epoch), shapes, dtypes), **values}
+        model = load_model(prefix, epoch)
+        data = [name for name in model[0].list_inputs() if name not in {**model[1], **model[2]}]
+        known_names([*shapes], data, "input")
+        return {**random_inputs(model, shapes, dtypes), **values}
 
 
 def _errors_table(errors: Iterable[OutputError]) -> Table:
-    table = Table("output", "shape", "relative error", "largest", "same argmax")
+    rows = []
     for error in errors:
         same = "" if error.same_argmax is None else f"{error.same_argmax:.1%}"
         shape = "x".join(map(str, error.shape))
-        table.add_row(error.name, shape, f"{error.relative:.2e}", f"{error.maximum:.2e}", same)
-    return table
+        numbers = f"{error.relative:.2e}", f"{error.maximum:.2e}"
+        rows.append((escape(error.name), shape, *numbers, same))
+    return table_of(["output", "shape", "relative error", "largest", "same argmax"], rows)

@@ -3,77 +3,99 @@
 from typing import Optional, Sequence
 
 import click
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from ..convert.files import load_model, saved_semantics
+from ..convert.saved import load_model, saved_semantics
 from ..debugging.drawing import draw
+from ..debugging.explain import MODES
 from ..debugging.explain import explain as explain_symbol
-from ..debugging.plan import Plan
-from ..framework.machine import default_dtype
-from ..policy.policy import Policy
-from .group import DTYPES
-from .options import inputs_of, saved_model_options
+from ..debugging.plan import PRECISIONS, Plan
+from ..errors import ArgumentError
+from .group import DTYPES, examples
+from .options import chosen_policy, inputs_of, saved_model_options
+from .output import console, table_of
 
 __all__ = ["explain"]
 
-_MODES = click.Choice(["converted", "inference", "training"])
 _MODE_HELP = "Explain the converted model, or what runs while mxamp is on."
+_NAME_HELP = "Only operators of this name; * and ? stand for any characters."
+_INPUT_HELP = "Shape of an input, such as data:1,3,224,224, for the modes inference and training."
+_EXAMPLES = examples(
+    "mxamp explain model",
+    "mxamp explain model-symbol.json --dtype bfloat16 --precision float32",
+    "mxamp explain model --keep-fp32 'stage1_*' --name '*conv*'",
+)
 
 
-@click.command()
+@click.command(epilog=_EXAMPLES)
 @saved_model_options
 @click.option("--dtype", type=DTYPES, help="Default: float16 for GPUs, bfloat16 for CPUs.")
-@click.option("--name", default="*", help="Only operators of this name; * and ? are known.")
-@click.option("--precision", help="Only operators of this precision, such as float32.")
+@click.option("--name", metavar="PATTERN", help=_NAME_HELP)
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Only what computes in it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--graph", metavar="FILE", help="Draw it too, as .svg, .png, .pdf or .dot.")
-@click.option("--mode", type=_MODES, default="converted", show_default=True, help=_MODE_HELP)
-@click.option("--input", "inputs", multiple=True, metavar="NAME:SHAPE", help="Shape of an input.")
+@click.option(
+    "--mode", type=click.Choice(MODES), default=MODES[0], show_default=True, help=_MODE_HELP
+)
+@click.option("--input", "inputs", multiple=True, metavar="NAME:SHAPE", help=_INPUT_HELP)
 def explain(
     prefix: str,
     epoch: int,
     device: Optional[str],
     keep_fp32: Sequence[str],
     dtype: Optional[str],
-    name: str,
+    name: Optional[str],
     precision: Optional[str],
     as_json: bool,
     graph: Optional[str],
     mode: str,
     inputs: Sequence[str],
 ) -> None:
-    """Show what mixed precision does to the saved model PREFIX, operator by operator."""
+    """Show which precision each operator of a saved model computes in, and why.
+
+    PREFIX is what the model's files begin with: model for model-symbol.json and model-0000.params.
+    The name of either file will do. PATTERN is a name as this command shows it, or one in which *
+    and ? stand for any characters; Gluon adds _fwd to the name of a layer.
+    """
     symbol, args, auxs = load_model(prefix, epoch)
     shapes, _ = inputs_of(inputs)
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol,
-            policy=Policy.default(dtype or default_dtype(device), device),
+            policy=chosen_policy(dtype, device),
             excluded_sym_names=keep_fp32,
             params={**args, **auxs},
             mode=mode,
             input_shapes=shapes,
         )
+    shown = _filtered(plan, name, precision)
     if graph:
         draw(plan, graph)
-    shown = plan.filter(name=name, precision=precision)
     if as_json:
         click.echo(shown.to_json())
         return
-    console = Console()
-    console.print(_table(shown))
-    console.print(plan.summary(), highlight=False)
+    screen = console()
+    screen.print(_table(shown))
+    screen.print(plan.summary(), highlight=False, markup=False)
+
+
+def _filtered(plan: Plan, name: Optional[str], precision: Optional[str]) -> Plan:
+    """Return the operators to show, which are some."""
+    shown = plan if name is None else plan.filter(name=name)
+    if name is not None and not len(shown):
+        raise plan.unknown(name)
+    if precision is None or any(node.precision == precision for node in shown):
+        return shown.filter(precision=precision)
+    counts = ", ".join(f"{count} in {other}" for other, count in shown.counts().items())
+    raise ArgumentError(f"no operator computes in {precision} here: {counts}")
 
 
 def _table(plan: Plan) -> Table:
-    table = Table()
-    table.add_column("name", overflow="fold")
-    for heading in ("operator", "precision", "reason"):
-        table.add_column(heading)
     colours = {plan.target_dtype: "green", "float32": "yellow"}
+    rows = []
     for node in plan.nodes:
         colour = colours.get(node.precision)
         precision = f"[{colour}]{node.precision}[/]" if colour else node.precision
-        table.add_row(node.name, node.operator, precision, node.reason)
-    return table
+        rows.append((escape(node.name), node.operator, precision, escape(node.reason)))
+    return table_of(["name", "operator", "precision", "reason"], rows)

@@ -1,16 +1,22 @@
 """The command's group: errors are one line on standard error, with exit status 2."""
 
 import sys
-from typing import Any
+from typing import Any, List
 
 import click
 
-from ..errors import AmpError
+from ..errors import AmpError, unknown
+from ..policy.targets import DEVICES as _DEVICES
+from ..policy.targets import TARGETS
+from .starting import INTERRUPTED, STATUS
 
-__all__ = ["DEVICES", "DTYPES", "OneLineErrors", "usage_error"]
+__all__ = ["DEVICES", "DTYPES", "OneLineErrors", "examples", "lines", "usage_error"]
 
-DTYPES = click.Choice(["float16", "bfloat16"])
-DEVICES = click.Choice(["cpu", "gpu"])
+DTYPES = click.Choice(TARGETS)
+DEVICES = click.Choice(_DEVICES)
+
+#: Longer than any summary: the list of commands shows them whole.
+_WHOLE = 1000
 
 
 class OneLineErrors(click.Group):
@@ -20,15 +26,47 @@ class OneLineErrors(click.Group):
         """Run it."""
         try:
             return super().main(*args, **{**kwargs, "standalone_mode": False})
-        except click.exceptions.Exit as done:
-            sys.exit(done.exit_code)
         except click.Abort:
-            _fail("interrupted")
+            _end(INTERRUPTED, STATUS)
         except click.UsageError as error:
             where = f" ({error.ctx.command_path} --help)" if error.ctx else ""
-            _fail(" ".join(error.format_message().split()) + where)
+            _fail(error.format_message() + where)
+        except click.ClickException as error:
+            _fail(error.format_message())
         except (AmpError, OSError) as error:
             _fail(str(error))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; Ctrl-C ends it with one line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _end(INTERRUPTED, STATUS)
+
+    def resolve_command(self, ctx: click.Context, args: List[str]) -> Any:
+        """Return the command that is named, or raise with the closest names."""
+        if self.get_command(ctx, args[0]) is None:
+            raise click.UsageError(str(unknown("command", args[0], self.list_commands(ctx))), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands with whole summaries, which click would cut."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, one.get_short_help_str(_WHOLE)) for name, one in commands if one]
+            )
+
+
+def lines(heading: str, *given: str) -> str:
+    """Return a paragraph of a command's help whose lines stay as they are."""
+    # \b keeps click from filling them.
+    return "\n".join(["\b", f"{heading}:", *(f"  {line}" for line in given), "", ""])
+
+
+def examples(*given: str) -> str:
+    """Return the end of a command's help: lines to type."""
+    return lines("Examples", *given)
 
 
 def usage_error(message: str) -> click.UsageError:
@@ -37,5 +75,9 @@ def usage_error(message: str) -> click.UsageError:
 
 
 def _fail(message: str) -> None:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
-    sys.exit(2)
+    _end(f"error: {' '.join(message.split())}", 2)
+
+
+def _end(line: str, status: int) -> None:
+    click.echo(line, err=True)
+    sys.exit(status)

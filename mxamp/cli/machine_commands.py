@@ -1,28 +1,37 @@
 """`mxamp info` and `mxamp operators`: what this machine does, and what the lists say."""
 
-from typing import List, Optional, Sequence, Tuple
+import fnmatch
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import click
 import mxnet as mx
-from rich.console import Console
-from rich.table import Table
 
 from .._version import __version__
+from ..errors import ArgumentError, unknown
 from ..framework import machine
-from ..framework.operators import resolve
+from ..framework.operators import registry, resolve
+from ..framework.wording import shortened
 from ..policy.policy import Policy
-from .group import DEVICES, DTYPES
+from ..policy.rules import SHOWN_CLASSES
+from .group import DEVICES, DTYPES, examples, lines
+from .output import console, table_of
 
 __all__ = ["info", "operators"]
 
+_CLASSES = (
+    "low          computes in the target dtype",
+    "fp32         computes in float32",
+    "widest       computes in the widest dtype of its inputs",
+    "neutral      follows its inputs",
+    "untouched    no input is cast",
+    "conditional  float32 for some values of an attribute",
+)
 
-@click.command()
+
+@click.command(epilog=examples("mxamp info"))
 def info() -> None:
-    """Say what this machine computes in which precision."""
-    table = Table(show_header=False, box=None)
-    for row in _facts():
-        table.add_row(*row)
-    Console().print(table)
+    """Show the CPU, and which dtypes are fast on this machine."""
+    console().print(table_of([], _facts()))
 
 
 def _facts() -> List[Tuple[str, str]]:
@@ -40,24 +49,61 @@ def _facts() -> List[Tuple[str, str]]:
         ("bfloat16 on the CPU", bfloat16),
         ("float16 on the CPU", "true values, for trying and testing; not faster"),
         ("default device", machine.default_device()),
+        ("default dtype", machine.default_dtype()),
     ]
 
 
-@click.command()
-@click.argument("names", nargs=-1)
+@click.command(
+    epilog=lines("Classes", *_CLASSES)
+    + examples(
+        "mxamp operators softmax 'conv*'",
+        "mxamp operators --class low --dtype float16 --device gpu",
+    )
+)
+@click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--dtype", type=DTYPES, help="Default: float16 for GPUs, bfloat16 for CPUs.")
 @click.option("--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU.")
-@click.option("--class", "op_class", help="Only operators of this class, such as low or fp32.")
+@click.option("--class", "op_class", type=click.Choice(SHOWN_CLASSES), help="Only this class.")
 def operators(
     names: Sequence[str], dtype: Optional[str], device: Optional[str], op_class: Optional[str]
 ) -> None:
-    """Show the class of operators, by any of their NAMES, and why."""
+    """Show the class of MXNet's operators, and why.
+
+    NAME is any name of an operator, or a pattern in which * and ? stand for any characters. Without
+    one all operators are shown.
+    """
     policy = Policy.default(dtype or machine.default_dtype(device), device)
-    table = Table("operator", "class", "reason")
-    for name in [resolve(name).name for name in names] or sorted(policy.rules):
+    found = _found(names) if names else sorted(policy.rules)
+    rows = []
+    for name in found:
         rule = policy.rule(name)
-        shown = "conditional" if rule.conditions else rule.op_class
-        if op_class in (None, shown):
-            why = rule.reason + (f" (no kernel here: {rule.missing})" if rule.missing else "")
-            table.add_row(name, shown, why)
-    Console().print(table)
+        if op_class in (None, rule.shown_class):
+            missing = f" (no kernel here: {rule.missing})" if rule.missing else ""
+            rows.append((name, rule.shown_class, rule.reason + missing))
+    if not rows:
+        classes = [f"{name} is {policy.rule(name).shown_class}" for name in found]
+        raise ArgumentError(f"no operator of these is {op_class}: {shortened(classes)}")
+    console().print(table_of(["operator", "class", "reason"], rows))
+
+
+def _found(names: Sequence[str]) -> Sequence[str]:
+    """Return the canonical names that names and patterns stand for, each once."""
+    found: Dict[str, None] = {}
+    for pattern in names:
+        if not set("*?[") & set(pattern):
+            found[resolve(pattern).name] = None
+            continue
+        matching = [
+            operator.name
+            for operator in registry().values()
+            if any(_matches(one, pattern) for one in (operator.name, *operator.aliases))
+        ]
+        if not matching:
+            raise unknown("operator", pattern, registry(), "* and ? stand for any characters")
+        found.update(dict.fromkeys(sorted(matching)))
+    return list(found)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Tell whether a name is like a pattern, whatever their case: MXNet mixes Concat and concat."""
+    return fnmatch.fnmatchcase(name.lower(), pattern.lower())

@@ -5,17 +5,32 @@ import click
 from .._version import __version__
 from .convert import convert
 from .explain import explain
-from .group import OneLineErrors
+from .group import OneLineErrors, examples
 from .machine_commands import info, operators
 from .run import run
 
 __all__ = ["main"]
 
+_EXAMPLES = examples(
+    "mxamp info",
+    "mxamp run train.py",
+    "mxamp explain model",
+    "mxamp convert model --dtype bfloat16 --out model-bf16",
+)
 
-@click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(
+    cls=OneLineErrors,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+    epilog=_EXAMPLES,
+)
 @click.version_option(__version__, prog_name="mxamp")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Automatic mixed precision for Apache MXNet."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 for command in (info, run, operators, explain, convert):

@@ -1,32 +1,130 @@
 """Options that several commands have, and what their values mean."""
 
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+import functools
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import click
 import numpy as np
 
+from ..convert.saved import epochs_of
+from ..framework.machine import default_dtype
+from ..policy.policy import Policy
 from .group import DEVICES, usage_error
+from .words import in_their_words
 
-__all__ = ["inputs_of", "name_and_value", "saved_model_options"]
+__all__ = ["chosen_policy", "inputs_of", "name_and_value", "saved_model_options"]
 
 Command = Callable[..., Any]
+
+SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --epoch"
+NOT_IMPORTED = "--import: the module {name!r} can't be imported: {why}"
+NO_DTYPE = "Missing option '--dtype' (or '--policy')."
+POLICY_HOLDS = "--policy holds its target dtype: give --dtype or --policy, not both"
+
+_IMPORT_HELP = "Module to import first, such as one that registers custom operators."
+_EPOCH_HELP = "Number in the name of the parameter file. Default: the only one there is."
+_KEEP_HELP = "Layers to keep in float32: names, in which * and ? stand for any characters."
+
+_POLICY, _EPOCH = "mxamp.policy", "mxamp.epoch"
+_FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
 def saved_model_options(command: Command) -> Command:
     """Add what `explain` and `convert` both take: a saved model, a device, layers to keep."""
     options: List[Callable[[Command], Command]] = [
-        click.argument("prefix"),
-        click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True),
+        click.argument("prefix", callback=_prefix),
+        click.option("--epoch", type=click.IntRange(min=0), callback=_epoch, help=_EPOCH_HELP),
         click.option(
             "--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU."
         ),
+        click.option("--keep-fp32", multiple=True, metavar="PATTERN", help=_KEEP_HELP),
         click.option(
-            "--keep-fp32", multiple=True, metavar="PATTERN", help="Layers to keep in float32."
+            "--policy",
+            type=click.Path(),
+            expose_value=False,
+            callback=_keep_policy,
+            help="An operator list of your own (TOML), in place of --dtype.",
+        ),
+        click.option(
+            "--import",
+            multiple=True,
+            metavar="MODULE",
+            expose_value=False,
+            is_eager=True,
+            callback=_import,
+            help=_IMPORT_HELP,
         ),
     ]
+
+    @functools.wraps(command)
+    def spoken(*args: Any, **options: Any) -> Any:
+        with in_their_words():
+            return command(*args, **options)
+
+    decorated: Command = spoken
     for option in reversed(options):
-        command = option(command)
-    return command
+        decorated = option(decorated)
+    return decorated
+
+
+def chosen_policy(dtype: Optional[str], device: Optional[str], default: bool = True) -> Policy:
+    """Return the policy that --policy, or else --dtype, asks for; one of them, or the default."""
+    path = click.get_current_context().meta.get(_POLICY)
+    if path is None:
+        if not (dtype or default):
+            raise usage_error(NO_DTYPE)
+        return Policy.default(dtype or default_dtype(device), device)
+    if dtype:
+        raise usage_error(POLICY_HOLDS)
+    return Policy.load(path, device)
+
+
+def _prefix(context: click.Context, _: click.Parameter, value: str) -> str:
+    """Return the prefix of a model that is given by that, or by the name of one of its files."""
+    file = _FILE.fullmatch(value)
+    if file is None:
+        return value
+    context.meta[_EPOCH] = file["epoch"]
+    return file["prefix"]
+
+
+def _keep_policy(context: click.Context, _: click.Parameter, value: Optional[str]) -> None:
+    context.meta[_POLICY] = value
+
+
+def _epoch(context: click.Context, _: click.Parameter, value: Optional[int]) -> int:
+    """Return the epoch that was given, or the only one there is."""
+    prefix = context.params.get("prefix")
+    if value is None and context.meta.get(_EPOCH) is not None:
+        return int(context.meta[_EPOCH])
+    if value is not None or not prefix:
+        return value or 0
+    epochs = epochs_of(prefix)
+    if len(epochs) > 1:
+        listed = ", ".join(map(str, epochs))
+        raise click.UsageError(SEVERAL.format(prefix=prefix, epochs=listed), context)
+    return epochs[0] if epochs else 0
+
+
+def _import(_: click.Context, __: click.Parameter, names: Sequence[str]) -> None:
+    """Import the user's modules, from the current folder too, as `python -m` does."""
+    here = str(Path.cwd())
+    if names and here not in sys.path:
+        sys.path.insert(0, here)
+    for name in names:
+        _import_one(name)
+
+
+def _import_one(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise usage_error(NOT_IMPORTED.format(name=name, why=why)) from error
 
 
 def name_and_value(option: str, text: str) -> Tuple[str, str]:
@@ -43,12 +141,20 @@ def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[st
     for text in texts:
         name, value = name_and_value("--input", text)
         if value.endswith(".npy"):
-            values[name] = np.load(value)
+            values[name] = _array(text, value)
             continue
-        try:
-            shapes[name] = tuple(int(part) for part in value.split(","))
-        except ValueError:
+        parts = value.split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
             raise usage_error(
-                f"--input takes NAME:1,3,224,224 or NAME:FILE.npy, not {text!r}"
-            ) from None
+                f"--input takes NAME:1,3,224,224, of sizes above 0, or NAME:FILE.npy, not {text!r}"
+            )
+        shapes[name] = tuple(map(int, parts))
     return shapes, values
+
+
+def _array(text: str, path: str) -> Any:
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        why = getattr(error, "strerror", None) or "it is no array that NumPy has saved"
+        raise usage_error(f"--input {text}: {path!r} can't be read: {why}") from None

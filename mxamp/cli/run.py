@@ -1,46 +1,59 @@
 """`mxamp run`: a script in mixed precision, with no change to it."""
 
-import runpy
-import sys
-import traceback
-from pathlib import Path
+import os
 from typing import Optional, Sequence
 
 import click
 
 from ..errors import AmpError
 from ..frontends import automatic
+from ..frontends.log_lines import show_log
+from ..frontends.own_amp import OWN_AMP, imports_mxamp
 from ..policy.policy import Policy
-from .group import DTYPES
+from .group import DTYPES, examples
+from .script import execute, find_module, find_script
 
 __all__ = ["run"]
 
+_EXAMPLES = examples(
+    "mxamp run train.py --epochs 3",
+    "mxamp run --dtype float16 -m package.train --epochs 3",
+)
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("script", type=click.Path())
+
+@click.command(
+    epilog=_EXAMPLES,
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS] [-m]",
+)
+@click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--dtype", type=DTYPES, help="Default: float16 with a GPU, else bfloat16.")
 @click.option("--policy", "path", type=click.Path(), help="An operator list of your own (TOML).")
-def run(script: str, arguments: Sequence[str], dtype: Optional[str], path: Optional[str]) -> None:
+def run(
+    script: str,
+    arguments: Sequence[str],
+    as_module: bool,
+    dtype: Optional[str],
+    path: Optional[str],
+) -> None:
     """Run a Python SCRIPT with ARGUMENTS in mixed precision, loss scaling included.
 
-    The script needs no change. One that uses mxamp or mxnet.contrib.amp itself is left alone.
+    SCRIPT may be - for standard input. What stands before it are mxamp's options, what follows it
+    is the script's. The script needs no change. One that imports mxamp is left alone; one that
+    calls mxnet.contrib.amp's init goes on by its own calls.
     """
-    if not Path(script).is_file():
-        raise AmpError(f"there is no file {script!r}")
     if dtype and path:
         raise AmpError("--policy holds its target dtype: give --dtype or --policy, not both")
-    automatic.show_log()
-    own = automatic.uses_amp(script)
-    if own is not None:
-        automatic.logger.info(automatic.OWN_AMP, script, own)
+    program = find_module(script) if as_module else find_script(script)
+    show_log()
+    if imports_mxamp(program.source):
+        automatic.logger.info(OWN_AMP, script, "mxamp")
     else:
-        automatic.start(dtype, Policy.load(path) if path else None, name="mxamp run")
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except Exception:
-        # The script's own errors are shown as Python shows them.
-        traceback.print_exc()
-        sys.exit(1)
+        policy = Policy.load(path) if path else None
+        automatic.start(dtype, policy, name="mxamp run")
+        if policy is None:
+            # For the processes that it starts.
+            os.environ[automatic.VARIABLE] = dtype or "1"
+    execute(program, arguments)

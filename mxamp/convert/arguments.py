@@ -8,10 +8,13 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
+from ..framework.wording import shown
 from ..graph.graph import Graph, argument_dtypes
 from ..policy.policy import Policy
 
 __all__ = ["Conversion", "Names", "checked_policy", "known_dtypes", "known_names", "names_of"]
+
+LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
 
 Names = Optional[Iterable[str]]
 
@@ -48,13 +51,14 @@ def known_dtypes(
     inputs = sym.list_inputs()
     known = {name: dtype_name(dtype) for name, dtype in held.items() if name in inputs}
     if given is not None and not isinstance(given, Mapping):
-        raise ArgumentError(f"input_dtypes maps names of inputs to dtypes, and is not {given!r}")
+        raise ArgumentError(f"input_dtypes must map names of inputs to dtypes, not {shown(given)}")
     for name, dtype in (given or {}).items():
         known_names([name], inputs, "input")
         known[name] = dtype_name(dtype)
         if known[name] not in DTYPE_CODES:
             raise ArgumentError(
-                f"the dtype of input {name!r} is one of {', '.join(DTYPE_CODES)}, not {dtype!r}"
+                f"the dtype of input {name!r} must be one of {', '.join(DTYPE_CODES)}, "
+                f"not {shown(dtype)}"
             )
     arguments = set(sym.list_arguments())
     inferred = argument_dtypes(sym, {k: v for k, v in known.items() if k in arguments})
@@ -66,10 +70,10 @@ def names_of(argument: str, names: Names) -> Sequence[str]:
     if names is None:
         return ()
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ArgumentError(f"{argument} is a list of names, not {names!r}")
+        raise ArgumentError(f"{argument} must be a list of names, not {shown(names)}")
     listed = list(names)
     if not all(isinstance(name, str) for name in listed):
-        raise ArgumentError(f"{argument} is a list of strings, not {listed!r}")
+        raise ArgumentError(f"{argument} must be a list of strings, not {shown(listed)}")
     return listed
 
 
@@ -85,7 +89,7 @@ def _check_layers(patterns: Sequence[str], graph: Graph) -> None:
     layers = list(_layer_names(graph))
     for pattern in patterns:
         if not fnmatch.filter(layers, pattern):
-            raise unknown("layer", pattern, layers, "* and ? stand for any characters")
+            raise unknown("layer", pattern, layers, LAYER_NAMES)
 
 
 def _layer_names(graph: Graph) -> Iterable[str]:

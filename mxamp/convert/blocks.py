@@ -1,6 +1,7 @@
 """Gluon blocks seen from outside: their traced graph, and a block rebuilt around another one."""
 
 import warnings
+from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.context import Context, current_context
@@ -8,13 +9,17 @@ from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.block import _flatten
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
-from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray.ndarray import NDArray, waitall
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import dtypes_of
+from ..framework.files import NOT_THE_SAME
 from ..framework.machine import DTYPE_CODES
+from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
+from .pairs import replaced_files
+from .saved import load_model, model_files
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
 
@@ -74,7 +79,7 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:
     initialized by the example, as they are by any first call.
     """
     if not isinstance(block, HybridBlock):
-        raise ArgumentError(f"block is a HybridBlock, not {type(block).__name__}")
+        raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}")
     if example_inputs is None or (block._cached_graph and isinstance(block, SymbolBlock)):
         if not block._cached_graph:
             raise StateError(NOT_RUN.format(name=block.name))
@@ -114,6 +119,14 @@ def _with_states(
     return (inputs, [states] if isinstance(states, NDArray) else states, *lengths)
 
 
+def _read_back(folder: Path, files: Tuple[Path, Path], epoch: int) -> None:
+    """Raise where files that were written can't be read."""
+    try:
+        load_model(folder / files[0].name[: -len("-symbol.json")], epoch)
+    except ArgumentError as error:
+        raise OSError(NOT_THE_SAME) from error
+
+
 class _Converted(SymbolBlock):  # type: ignore[misc]
     """A converted block: exports its graph, and runs that of its source, tuned to what it is given.
 
@@ -122,12 +135,18 @@ class _Converted(SymbolBlock):  # type: ignore[misc]
 
     _source: Optional[Source] = None
 
-    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> Any:
-        """Write the converted graph, casts included, and all parameters; a call is not needed."""
+    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
+        """Write the converted graph, casts included, and all parameters; a call is not needed.
+
+        Both files are replaced as one, as by `convert_files`.
+        """
         if not self._cached_op_args:
             # MXNet takes the parameters from what the first call makes, and writes none before.
             self._build_cache()
-        return super().export(path, epoch, remove_amp_cast)
+        files = model_files(path, epoch)
+        with replaced_files(files, lambda folder: _read_back(folder, files, epoch)) as folder:
+            super().export(str(folder / Path(path).name), epoch, remove_amp_cast)
+            waitall()
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:
         """Return the parameters by the names under which they are saved, and looked for on load.
@@ -173,7 +192,7 @@ def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
         return [current_context()]
     contexts = [ctx] if isinstance(ctx, Context) else list(ctx)
     if not contexts or not all(isinstance(one, Context) for one in contexts):
-        raise ArgumentError(f"ctx is a Context or a list of them, not {ctx!r}")
+        raise ArgumentError(f"ctx must be a Context or a list of them, not {shown(ctx)}")
     return contexts
 
 

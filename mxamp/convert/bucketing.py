@@ -7,8 +7,10 @@ from mxnet.module import BucketingModule
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
+from ..framework.wording import shown
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
+from ..policy.targets import DEFAULT_TARGET
 from .arguments import Conversion, Names
 from .symbols import Converted, cast_params, convert
 
@@ -17,7 +19,7 @@ __all__ = ["convert_bucketing_module"]
 
 def convert_bucketing_module(
     bucketing_mod: BucketingModule,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
@@ -36,7 +38,7 @@ def convert_bucketing_module(
     """
     if not isinstance(bucketing_mod, BucketingModule):
         raise ArgumentError(
-            f"convert_bucketing_module takes a BucketingModule, not {type(bucketing_mod).__name__}"
+            f"convert_bucketing_module takes a BucketingModule, not {shown(bucketing_mod)}"
         )
     if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
         raise StateError("bind the BucketingModule and initialize its parameters before converting")
@@ -58,11 +60,19 @@ def convert_bucketing_module(
     args, auxs = bucketing_mod.get_params()
     buckets = _converted_buckets(bucketing_mod, conversion, {**args, **auxs})
     first = next(iter(buckets.values()))
+    # Those that a bucket's graph does not read are as they were given.
+    held = {
+        name: one.params[name]
+        for one in buckets.values()
+        for name in one.source.input_names
+        if name in one.params
+    }
+    values = cast_params({**args, **auxs, **held}, first.inputs)
     return BucketingModule.load_dict(
         {key: one.symbol for key, one in buckets.items()},
         sym_gen=bucketing_mod._sym_gen,
-        arg_params=cast_params(args, first.inputs),
-        aux_params=cast_params(auxs, first.inputs),
+        arg_params={name: values[name] for name in args},
+        aux_params={name: values[name] for name in auxs},
         default_bucket_key=bucketing_mod._default_bucket_key,
         logger=bucketing_mod.logger,
         context=bucketing_mod._context,

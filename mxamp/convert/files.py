@@ -1,6 +1,8 @@
-"""Models in files: `PREFIX-symbol.json` and `PREFIX-NNNN.params`, read, converted and written."""
+"""Models in files, converted to files: `PREFIX-symbol.json` and `PREFIX-NNNN.params`."""
 
-import struct
+import logging
+import os
+import zlib
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
 
@@ -8,32 +10,47 @@ import mxnet as mx
 from mxnet.base import MXNetError
 
 from ..errors import ArgumentError, StateError
+from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
 from ..framework.machine import dtype_name
-from ..graph.validation import check_symbol_json
+from ..framework.wording import counted, shown
 from ..policy.policy import Policy
-from ..policy.targets import check_target
+from ..policy.targets import DEFAULT_TARGET, check_target
 from .arguments import Names
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
-from .pairs import finish_replacing, replaced_files
+from .pairs import replaced_files
+from .saved import load_model, model_files, saved_semantics
 
-__all__ = ["ConvertedFiles", "convert_files", "load_model", "saved_semantics"]
+__all__ = ["TOLERANCE", "ConvertedFiles", "convert_files"]
 
-# A file of arrays: its magic, a reserved number, how many arrays, and the first one's magic
-# (NDArray::Load in MXNet's ndarray.cc).
-_FIRST_ARRAY = struct.Struct("<QQQI")
-_NUMPY_ARRAY = 0xF993FACA
+logger = logging.getLogger("mxamp")
+
+#: What `convert_files` lets outputs be off by, relatively.
+TOLERANCE = 0.25
 
 NUMPY_BFLOAT16 = (
     "{prefix!r} was saved under NumPy semantics, where MXNet can't load bfloat16 parameters: leave "
-    "out cast_optional_params (--cast-params) and fuse (--fuse), or convert to float16"
+    "out cast_optional_params and fuse=True, or convert to float16"
 )
 LOST = (
-    "the converted model gives Inf or NaN in {count} elements of output {name!r} where the "
-    "original is finite; nothing was written. Keep more of it in float32"
+    "the converted model gives Inf or NaN in {elements} of output {name!r} where the "
+    "original is finite; nothing was written. Keep more of it in float32 with excluded_sym_names"
 )
-NOT_WRITTEN = "{path!r} and its parameters can't be written: {why}; nothing was changed"
-UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
+FAR_OFF = (
+    "output {name!r} of the converted model has a relative error of {found:.2g}, above the "
+    "tolerance of {limit:g}; nothing was written. Keep more of it in float32 with "
+    "excluded_sym_names, or give a larger tolerance"
+)
+NO_OUT = "the prefix of the files to write is empty: give another out"
+SAME_FILES = (
+    "{out!r} names the files of the model itself ({path!r}), which a conversion never overwrites: "
+    "give another out"
+)
+IS_THERE = "{path!r} is there already: give another out, or overwrite it with force=True"
+LARGER = (
+    "the converted files are larger than the model's (%s bytes, from %s): the graph holds casts "
+    "now. cast_optional_params stores parameters in 16 bits"
+)
 
 
 class ConvertedFiles(NamedTuple):
@@ -50,7 +67,7 @@ def convert_files(
     prefix: Union[str, Path],
     out: Union[str, Path],
     epoch: int = 0,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     excluded_sym_names: Names = None,
     cast_optional_params: bool = False,
     *,
@@ -58,6 +75,7 @@ def convert_files(
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
     check_inputs: Optional[Mapping[str, Any]] = None,
+    tolerance: float = TOLERANCE,
     force: bool = False,
     fuse: bool = False,
 ) -> ConvertedFiles:
@@ -79,32 +97,36 @@ def convert_files(
     check_inputs : dict of str to array, optional
         Run both models on these inputs before anything is written, and return the errors
         (`compare_models`; `random_inputs` makes inputs).
+    tolerance : float, default 0.25
+        The largest relative error of an output that passes this check. Models that compute right
+        in half precision stay well below: rounding adds up to some hundredths, on random weights
+        to less than 0.2. An output that has nothing to do with the original's has 1 and more.
     force : bool, default False
-        Overwrite files that are there.
+        Overwrite files that are there. The model's own files are never overwritten.
 
     The other parameters are those of `convert_model`.
 
     Raises
     ------
     ArgumentError
-        There is no such model, or a file to write is there already.
+        There is no such model, its files are damaged or do not belong together, a file to write
+        is there already, or is one of the model's own.
     StateError
-        The converted model does not run here, or gives Inf or NaN where the original doesn't.
+        The converted model does not run here, gives Inf or NaN where the original doesn't, or has
+        errors above `tolerance`.
+    WriteError
+        The files can't be written.
     """
-    read, written = _files(prefix, epoch), _files(out, epoch)
-    folder = written[0].parent
-    if not folder.is_dir():
-        raise ArgumentError(f"there is no folder {str(folder)!r} to write to")
-    for path in written:
-        if path.exists() and not force:
-            raise ArgumentError(
-                f"{str(path)!r} is there already; overwrite it with force (--force)"
-            )
+    read, written = model_files(prefix, epoch), _files_to_write(prefix, out, epoch, force)
+    if not isinstance(tolerance, (int, float)) or not tolerance > 0:
+        raise ArgumentError(f"tolerance must be a number above 0, not {shown(tolerance)}")
+    logger.info("reading %s", os.fspath(prefix))
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         dtype = check_target(policy.target_dtype if policy is not None else target_dtype)
         if (cast_optional_params or fuse) and dtype == "bfloat16" and mx.util.is_np_shape():
             raise ArgumentError(NUMPY_BFLOAT16.format(prefix=str(prefix)))
+        logger.info("converting %s to %s", os.fspath(prefix), dtype)
         converted = convert_model(
             *model,
             target_dtype=target_dtype,
@@ -115,81 +137,81 @@ def convert_files(
             input_dtypes=input_dtypes,
             fuse=fuse,
         )
-        errors = _checked(model, converted, check_inputs) if check_inputs is not None else ()
+        errors: Tuple[OutputError, ...] = ()
+        if check_inputs is not None:
+            logger.info("running %s before and after", os.fspath(prefix))
+            errors = _checked(model, converted, check_inputs, tolerance)
         before = sum(path.stat().st_size for path in read)
+        logger.info("writing %s", os.fspath(out))
         _write(converted, written, epoch)
-        after = sum(path.stat().st_size for path in written)
-        return ConvertedFiles(*written, before, after, errors)
+    after = sum(path.stat().st_size for path in written)
+    if after > before:
+        logger.info(LARGER, f"{after:,}", f"{before:,}")
+    return ConvertedFiles(*written, before, after, errors)
 
 
-def _checked(model: Model, converted: Model, inputs: Mapping[str, Any]) -> Tuple[OutputError, ...]:
-    """Return the errors of a converted model's outputs; raise where it loses finite ones."""
+def _files_to_write(
+    prefix: Union[str, Path], out: Union[str, Path], epoch: int, force: bool
+) -> Tuple[Path, Path]:
+    """Return where the converted model is written: not over the model itself, by any name."""
+    if not os.fspath(out):
+        raise ArgumentError(NO_OUT)
+    read = [place_of(path) for path in model_files(prefix, epoch)]
+    written = model_files(out, epoch)
+    for path in written:
+        checked_folder(path)
+        if place_of(path) in read or (path.exists() and _is_one_of(path, read)):
+            raise ArgumentError(SAME_FILES.format(out=os.fspath(out), path=str(path)))
+        if path.exists() and not force:
+            raise ArgumentError(IS_THERE.format(path=str(path)))
+    return written
+
+
+def _is_one_of(path: Path, others: Any) -> bool:
+    return any(other.exists() and path.samefile(other) for other in others)
+
+
+def _checked(
+    model: Model, converted: Model, inputs: Mapping[str, Any], tolerance: float
+) -> Tuple[OutputError, ...]:
+    """Return the errors of a converted model's outputs; raise where they are too large."""
     errors = compare_models(model, converted, inputs)
     for error in errors:
         if error.lost:
-            raise StateError(LOST.format(count=error.lost, name=error.name))
+            raise StateError(LOST.format(elements=counted(error.lost, "element"), name=error.name))
+    worst = max(errors, key=lambda error: error.relative, default=None)
+    if worst is not None and worst.relative > tolerance:
+        off = {"name": worst.name, "found": worst.relative, "limit": tolerance}
+        raise StateError(FAR_OFF.format(**off))
     return errors
 
 
 def _write(model: Model, files: Tuple[Path, Path], epoch: int) -> None:
     """Write a model's two files, read them back, and put them in their places as one."""
     prefix = files[0].name[: -len("-symbol.json")]
-    try:
-        with replaced_files(files) as folder:
-            mx.model.save_checkpoint(str(folder / prefix), epoch, *model)
+    wanted = model[0].tojson(remove_amp_cast=False)
+
+    def check(folder: Path) -> None:
+        checksum(folder / files[1].name)  # from the disk, into memory
+        text = (folder / files[0].name).read_bytes().decode()
+        try:
+            _, *params = load_model(folder / prefix, epoch)
+        except ArgumentError as error:
+            raise OSError(NOT_THE_SAME) from error
+        if text != wanted or [_sums(p) for p in params] != [_sums(p) for p in model[1:]]:
+            raise OSError(NOT_THE_SAME)
+
+    with replaced_files(files, check) as folder:
+        try:
+            mx.model.save_checkpoint(str(folder / prefix), epoch, *model, remove_amp_cast=False)
             mx.nd.waitall()
-            _, *written = load_model(folder / prefix, epoch)
-            if [_shapes(params) for params in written] != [_shapes(p) for p in model[1:]]:
-                raise OSError("what was written is not what is read back")
-    except (OSError, MXNetError, ArgumentError) as error:
-        raise StateError(NOT_WRITTEN.format(path=str(files[0]), why=_last_line(error))) from None
+        except MXNetError as error:
+            raise OSError(str(error).strip().splitlines()[-1]) from error
 
 
-def _shapes(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: (array.shape, dtype_name(array.dtype)) for name, array in params.items()}
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1] if str(error).strip() else "MXNet refuses it"
-
-
-def saved_semantics(prefix: Union[str, Path], epoch: int = 0) -> Any:
-    """Return a context in which a saved model can be read and run: NumPy's shapes, or classic ones.
-
-    MXNet marks each array of a file with the semantics that were on when it was saved, and loads it
-    under the same only.
-    """
-    try:
-        with open(_files(prefix, epoch)[1], "rb") as file:
-            head = file.read(_FIRST_ARRAY.size)
-    except OSError:
-        head = b""  # load_model says what is missing
-    marked = len(head) == _FIRST_ARRAY.size and _FIRST_ARRAY.unpack(head)[-1] == _NUMPY_ARRAY
-    return mx.util.np_shape(marked or mx.util.is_np_shape())
-
-
-def load_model(prefix: Union[str, Path], epoch: int = 0) -> Model:
-    """Read a saved model: (symbol, arg_params, aux_params)."""
-    files = _files(prefix, epoch)
-    try:
-        finish_replacing(files)
-    except OSError as error:
-        raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
-    for path in files:
-        if not path.is_file():
-            raise ArgumentError(f"there is no file {str(path)!r}")
-    try:
-        check_symbol_json(files[0].read_text(encoding="utf-8"))
-    except (ArgumentError, OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{str(files[0])!r} can't be read as a symbol: {error}") from None
-    try:
-        with saved_semantics(prefix, epoch):
-            symbol, args, auxs = mx.model.load_checkpoint(str(prefix), epoch)
-    except (MXNetError, ValueError, UnicodeDecodeError) as error:
-        why = _last_line(error)
-        raise ArgumentError(f"{str(prefix)!r} can't be read as a model: {why}") from None
-    return symbol, args, auxs
-
-
-def _files(prefix: Union[str, Path], epoch: int) -> Tuple[Path, Path]:
-    return Path(f"{prefix}-symbol.json"), Path(f"{prefix}-{epoch:04d}.params")
+def _sums(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the shape, the dtype and a checksum of each parameter."""
+    return {
+        name: (array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes()))
+        for name, array in params.items()
+    }

@@ -12,9 +12,11 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
+from ..framework.wording import shown
 from ..patches.cached_op import Source
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
+from ..policy.targets import DEFAULT_TARGET
 from .arguments import Conversion, Names
 from .blocks import Examples, contexts_of, rebuilt, trace
 from .symbols import Params, cast_params, convert
@@ -24,7 +26,7 @@ __all__ = ["convert_hybrid_block", "convert_model", "convert_symbol"]
 
 def convert_symbol(
     sym: Symbol,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
@@ -98,7 +100,7 @@ def convert_model(
     sym: Symbol,
     arg_params: Mapping[str, NDArray],
     aux_params: Mapping[str, NDArray],
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
@@ -129,7 +131,7 @@ def convert_model(
     """
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
-            raise ArgumentError(f"{name} maps names to NDArrays, and is not {params!r}")
+            raise ArgumentError(f"{name} must map names to NDArrays, not {shown(params)}")
     policy = Policy.from_lists(
         target_dtype,
         target_dtype_ops,
@@ -154,7 +156,7 @@ def convert_model(
 
 def convert_hybrid_block(
     block: HybridBlock,
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,

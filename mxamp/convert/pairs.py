@@ -4,12 +4,22 @@ Both are written to a folder beside their places first. The folder's change of n
 from then on they are moved to their places, by whoever looks for them next if need be.
 """
 
+import errno
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
-from ..framework.files import remove_orphans, sync_to_disk, temporary_beside
+from ..framework.files import (
+    checked_folder,
+    place_of,
+    remove_orphans,
+    replaced_file,
+    sync_to_disk,
+    take_mode,
+    temporary_beside,
+    writing,
+)
 
 __all__ = ["finish_replacing", "replaced_files"]
 
@@ -17,26 +27,33 @@ _READY = ".mxamp-ready"
 
 
 @contextmanager
-def replaced_files(paths: Sequence[Path]) -> Iterator[Path]:
+def replaced_files(paths: Sequence[Path], check: Callable[[Path], None]) -> Iterator[Path]:
     """Yield a folder to write files of the same names to; then they take the place of `paths`.
 
-    An error leaves `paths` as they were. What processes that were killed have left is removed.
+    Before that they are on the disk and `check` has read them back from the folder. Links stay
+    links, and modes those of the old files. What processes that were killed have left is removed.
+    Raises `WriteError`, and leaves `paths` as they were, where any of that fails.
     """
-    finish_replacing(paths)
+    for path in paths:
+        checked_folder(path)
     first = paths[0]
-    remove_orphans(first)
-    folder = temporary_beside(first)
-    folder.mkdir(exist_ok=True)
-    try:
-        yield folder
-        for path in paths:
-            sync_to_disk(folder / path.name)
-        sync_to_disk(folder)
-        folder.replace(_ready(paths))
-        sync_to_disk(first.parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    finish_replacing(paths)
+    with writing(first):
+        finish_replacing(paths)
+        remove_orphans(first)
+        folder = temporary_beside(first)
+        try:
+            folder.mkdir(exist_ok=True)
+            yield folder
+            for path in paths:
+                take_mode(folder / path.name, place_of(path))
+                sync_to_disk(folder / path.name)
+            sync_to_disk(folder)
+            check(folder)
+            folder.replace(_ready(paths))
+            sync_to_disk(first.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        finish_replacing(paths)
 
 
 def finish_replacing(paths: Sequence[Path]) -> None:
@@ -44,10 +61,25 @@ def finish_replacing(paths: Sequence[Path]) -> None:
     ready = _ready(paths)
     if not ready.is_dir():
         return
-    for made in sorted(ready.iterdir()):
-        made.replace(ready.parent / made.name)
-    sync_to_disk(ready.parent)
-    ready.rmdir()
+    # Two processes may find it at once: what one has moved is no concern of the other's.
+    with suppress(FileNotFoundError):
+        for made in sorted(ready.iterdir()):
+            with suppress(FileNotFoundError):
+                _move(made, place_of(ready.parent / made.name))
+        sync_to_disk(ready.parent)
+        ready.rmdir()
+
+
+def _move(made: Path, place: Path) -> None:
+    try:
+        made.replace(place)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        # A link to another file system.
+        with replaced_file(place, lambda _: None) as temporary:
+            shutil.copyfile(made, temporary)
+        made.unlink()
 
 
 def _ready(paths: Sequence[Path]) -> Path:

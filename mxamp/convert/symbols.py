@@ -1,6 +1,5 @@
 """One symbol converted: the rewrite, dtypes recorded, casts made offline, casts kept on save."""
 
-import logging
 from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet.ndarray.ndarray import NDArray
@@ -8,9 +7,12 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast
+from ..framework.machine import DTYPE_CODES, dtype_name
+from ..framework.wording import shown
+from ..graph.builder import HALVES, is_inserted
 from ..graph.cast_params import (
     cast_offline,
-    count_losses,
+    widened,
     with_copies,
     with_dtypes,
     without_copies,
@@ -23,17 +25,12 @@ from ..graph.usage import Usage
 from ..policy.active import suspended
 from ..policy.policy import Policy
 from .arguments import Conversion, checked_policy, known_dtypes, known_names, names_of
+from .lossy import warn_of_losses, warn_of_values
 
 __all__ = ["Converted", "Params", "cast_params", "convert"]
 
-logger = logging.getLogger("mxamp")
-
 Params = Dict[str, NDArray]
 
-LOSSY = (
-    "casting parameter %r to %s turns %d finite values into infinity and %d values into zero: keep "
-    "what reads it in float32 with excluded_sym_names, or leave cast_optional_params off"
-)
 NO_DATA_NAMES = (
     "keep_io_types=False changes the dtype of inputs that are no parameters: name them in "
     "data_names, of {inputs}"
@@ -91,7 +88,7 @@ def convert(
     the parameters' shapes too.
     """
     if not isinstance(symbol, Symbol):
-        raise ArgumentError(f"a model's graph is a Symbol, not {type(symbol).__name__}")
+        raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     read = Graph.from_symbol(symbol)
     graph = without_copies(read)
     policy = checked_policy(conversion.policy, conversion.excluded_sym_names, graph)
@@ -100,18 +97,38 @@ def convert(
     dtypes = known_dtypes(
         symbol, {name: array.dtype for name, array in held.items()}, conversion.input_dtypes
     )
+    if any(is_inserted(node) for node in graph.nodes):
+        wide = _wide_params(graph, held, policy)
+        graph = widened(graph, wide.keys())
+        held.update(wide)
+        dtypes.update(dict.fromkeys(wide, "float32"))
     if conversion.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
     usage = Usage(dtypes, shapes, restore=conversion.keep_io_types, converting=True)
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
-    if new == graph == read and not conversion.fuse:
-        return Converted(symbol, {}, held, graph, policy)
+    unchanged = new == graph == read and not conversion.fuse
     new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), data, policy, conversion)
+    warn_of_values(new, held, policy.target_dtype)
+    if unchanged and not inputs and "amp_cast" not in read.operators:
+        return Converted(symbol, {}, held, graph, policy)
     if not conversion.fuse:
         new = with_copies(new, {**dtypes, **inputs})
     written = new.to_symbol(_keeping_casts(type(symbol)))
     return Converted(written, inputs, held, graph, policy)
+
+
+def _wide_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Params:
+    """Return in float32 what an earlier conversion has cast to the other half precision."""
+    other = HALVES - {policy.target_dtype}
+    codes = {str(DTYPE_CODES[dtype]) for dtype in other}
+    names = {node.name for node in graph.variables if node.attrs.get("__dtype__") in codes}
+    with suspended():
+        return {
+            name: cast(array, "float32")
+            for name, array in params.items()
+            if name in names and dtype_name(array.dtype) in other
+        }
 
 
 def _data_names(
@@ -146,7 +163,5 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
     with suspended():
         for name in params.keys() & dtypes.keys():
             result[name] = cast(params[name], dtypes[name])
-            overflown, vanished = count_losses(params[name], result[name])
-            if overflown or vanished:
-                logger.warning(LOSSY, name, dtypes[name], overflown, vanished)
+            warn_of_losses(name, params[name], result[name])
     return result

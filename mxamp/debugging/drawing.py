@@ -1,9 +1,12 @@
 """A plan as a picture: operators coloured by precision, casts on the edges. Drawn by Graphviz."""
 
+import os
 from pathlib import Path
 from typing import Iterable, Optional, Union
 
 from ..errors import ArgumentError, StateError
+from ..framework.files import checked_folder, write_file
+from ..framework.wording import shown
 from .plan import NodePlan, Plan
 
 __all__ = ["draw", "to_dot"]
@@ -43,23 +46,41 @@ def to_dot(plan: Plan) -> str:
 
 
 def draw(plan: Plan, path: Union[str, Path]) -> None:
-    """Write the plan as a picture; the suffix says which kind: .svg, .png, .pdf, or .dot.
+    """Write a plan as a picture: a .svg, .png, .pdf or .dot file.
 
     ::
 
-        amp.draw(amp.explain(net), "net.svg")
+        amp.draw(amp.explain(net, "bfloat16"), "net.svg")
 
-    All but .dot need Graphviz's program `dot`; without it a `StateError` says so.
+    Boxes are operators, coloured by their precision; labels on edges are casts. All kinds but .dot
+    need Graphviz's program `dot`.
+
+    Parameters
+    ----------
+    plan : Plan
+        What `explain` returns.
+    path : str or Path
+        The file to write; its suffix says which kind. A file that is there is replaced.
+
+    Raises
+    ------
+    ArgumentError
+        Another suffix, a folder that is not there, or no plan.
+    StateError
+        Graphviz is not installed.
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"draw takes a Plan, which mxamp.explain makes, not {shown(plan)}")
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path must be the path of a file to write, not {shown(path)}")
     target = Path(path)
     file_format = target.suffix[1:].lower()
     if file_format not in ("svg", "png", "pdf", "dot"):
-        raise ArgumentError(f"a graph is written as .svg, .png, .pdf or .dot, not {str(path)!r}")
-    if not target.parent.is_dir():
-        raise ArgumentError(f"there is no folder {str(target.parent)!r} to write to")
+        raise ArgumentError(f"a drawing must be a .svg, .png, .pdf or .dot file, not {str(path)!r}")
+    checked_folder(target)
     source = to_dot(plan)
     if file_format == "dot":
-        target.write_text(source, encoding="utf-8")
+        write_file(target, source.encode())
         return
     import graphviz
 
@@ -67,7 +88,7 @@ def draw(plan: Plan, path: Union[str, Path]) -> None:
         picture = graphviz.Source(source).pipe(format=file_format)
     except graphviz.ExecutableNotFound:
         raise StateError(NO_GRAPHVIZ.format(dot=str(target.with_suffix(".dot")))) from None
-    target.write_bytes(picture)
+    write_file(target, picture)
 
 
 def _legend(plan: Plan) -> Iterable[str]:

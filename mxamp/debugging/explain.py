@@ -2,6 +2,7 @@
 
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
+import numpy as np
 from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
@@ -11,6 +12,7 @@ from ..convert.blocks import Examples, trace
 from ..errors import ArgumentError
 from ..framework.arrays import cast
 from ..framework.machine import dtype_name
+from ..framework.wording import one_of, shown
 from ..graph.cast_params import cast_offline, count_losses
 from ..graph.graph import CASTS, Graph, Node
 from ..graph.insert_casts import Rewrite, rewrite
@@ -18,17 +20,19 @@ from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import suspended
 from ..policy.policy import Policy
+from ..policy.targets import DEFAULT_TARGET
 from .plan import Cast, NodePlan, OfflineCast, Plan
 
 __all__ = ["explain"]
 
 MODES = ("converted", "inference", "training")
+SHAPE = "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 
 
 def explain(
     model: Union[Symbol, HybridBlock],
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     *,
     policy: Optional[Policy] = None,
     excluded_sym_names: Optional[Iterable[str]] = None,
@@ -38,41 +42,68 @@ def explain(
     mode: str = "converted",
     input_shapes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> Plan:
-    """Return what mixed precision does to a symbol or a block.
+    """Show which precision each operator of a model computes in, and why.
 
     >>> import mxnet as mx, mxamp as amp
     >>> net = mx.sym.softmax(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc"))
     >>> amp.explain(net, policy=amp.Policy.default("float16", "gpu"))["fc"].precision
     'float16'
 
+    The model is not run and not changed. Printing the plan gives a table.
+
     Parameters
     ----------
     model : Symbol or HybridBlock
-        Left as it is.
-    target_dtype, policy, excluded_sym_names, input_dtypes
-        As of `convert_symbol`.
+        The model.
+    target_dtype : str or dtype, default "float16"
+        "float16" or "bfloat16". With `policy`, what that is for.
+    policy : Policy, optional
+        By default mxamp's own for `target_dtype` and this machine's kind of device.
+    excluded_sym_names : list of str, optional
+        Layers to keep in float32, by the names that the plan shows; * and ? stand for any
+        characters.
+    input_dtypes : dict of str to dtype, optional
+        Dtypes of inputs that are not float32 and can't be inferred.
     params : dict of str to NDArray, optional
-        A symbol's parameters, for their size and what a cast does to their values; a block
-        brings its own.
+        The parameters of a symbol: `{**arg_params, **aux_params}`. Give them to see what
+        `convert_model` does: some precisions depend on the shapes of weights, and without
+        `params` the plan leaves those rules out. With them it also has the parameters' size, and
+        the values that a cast would lose. A block has its own: leave `params` out.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, for a block that was not hybridized and run before.
     mode : str, default "converted"
-        What to explain: the converted model; or, with "inference" or "training", the graph that
-        runs while mixed precision is on: some operators have others standing in for them.
+        What to explain: "converted" is the model that `convert_*` makes; "inference" and
+        "training" are the graphs that run while mixed precision is on (`init`, `autocast`), with
+        faster equivalents in place of some operators.
     input_shapes : dict of str to tuple, optional
-        Shapes of inputs, for precisions of graphs that run, where they depend on them (dense
-        layers of few rows). What is converted depends on its parameters' shapes alone.
+        Shapes of inputs, for "inference" and "training", where the precision of some operators
+        depends on them (a dense layer of few rows).
+
+    Returns
+    -------
+    Plan
+        All decisions, to print, filter and compare.
+
+    Raises
+    ------
+    UnknownNameError
+        A layer or an input that the model does not have, with the closest names.
+    ArgumentError
+        No model, an unknown mode or dtype, or a policy for another dtype.
+    StateError
+        A block that has not run yet, without `example_inputs`.
     """
     if mode not in MODES:
-        raise ArgumentError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
+        raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
+    input_shapes = _checked_shapes(input_shapes)
     symbol, held = _model_of(model, params, example_inputs)
     policy = Policy.from_lists(target_dtype, policy=policy)
     graph = Graph.from_symbol(symbol)
     policy = checked_policy(policy, excluded_sym_names, graph)
-    known_names(list(input_shapes or {}), graph.input_names, "input")
+    known_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in held.items()}
     if mode != "converted":
-        shapes.update({name: tuple(shape) for name, shape in (input_shapes or {}).items()})
+        shapes.update(input_shapes)
     usage = Usage(
         known_dtypes(symbol, {name: array.dtype for name, array in held.items()}, input_dtypes),
         shapes,
@@ -117,15 +148,32 @@ def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
         return OfflineCast(name, dtype, array.size, *count_losses(array, cast(array, dtype)))
 
 
+def _checked_shapes(given: Any) -> Dict[str, Tuple[int, ...]]:
+    """Return shapes by names of inputs."""
+    if not isinstance(given, (Mapping, type(None))):
+        raise ArgumentError(f"input_shapes must map names to shapes, not be {shown(given)}")
+    shapes = {}
+    for name, shape in (given or {}).items():
+        sizes = shape if isinstance(shape, (tuple, list)) else [None]
+        if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
+            raise ArgumentError(SHAPE.format(name=name, given=shown(shape)))
+        shapes[name] = tuple(sizes)
+    return shapes
+
+
 def _model_of(
     model: Any, params: Optional[Mapping[str, NDArray]], example_inputs: Examples
 ) -> Tuple[Symbol, Dict[str, NDArray]]:
     """Return a model's symbol and the values of its parameters, as far as they are known."""
+    if isinstance(model, HybridBlock) and params is not None:
+        raise ArgumentError("params are for a Symbol, and a block has its own: leave params out")
     if isinstance(model, Symbol):
+        if not isinstance(params, (Mapping, type(None))):
+            raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
         used = set(model.list_inputs())
         return model, {name: array for name, array in (params or {}).items() if name in used}
     if not isinstance(model, HybridBlock):
-        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {type(model).__name__}")
+        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {shown(model)}")
     traced = trace(model, example_inputs)
     return traced.symbol, traced.values()
 

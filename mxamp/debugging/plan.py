@@ -4,11 +4,19 @@ import fnmatch
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple
 
-from ..scaling.report import shortened
+from ..errors import ArgumentError, UnknownNameError, unknown
+from ..framework.operators import resolve
+from ..framework.wording import counted, one_of, shortened, shown
+from ..policy.targets import TARGETS
 
-__all__ = ["Cast", "NodePlan", "OfflineCast", "Plan"]
+__all__ = ["PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan"]
+
+#: What an operator of a plan may compute in; "as is" where its inputs are not touched.
+PRECISIONS = (*TARGETS, "float32", "as is")
+
+_GLUON = "_fwd"  # what Gluon adds to a layer's name for its operator
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,18 @@ class OfflineCast:
     vanished: int  #: values that become zero
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """What is decided for a graph. `str(plan)` is a table, `len(plan)` counts its operators.
+    """What mixed precision does to a graph, operator by operator; `explain` makes one.
+
+    ::
+
+        plan = amp.explain(net, "bfloat16")
+        print(plan)  # a table, and a summary
+        plan["dense0_fwd"].reason  # Gluon adds _fwd to the name of a layer
+        plan.filter(precision="float32")
+
+    Plans count and iterate over their operators.
 
     `inputs` are the model's inputs without the parameters that were given.
     `bytes_before` and `bytes_after` are those of the parameters, the latter with
@@ -69,12 +86,28 @@ class Plan:
     def __len__(self) -> int:
         return len(self.nodes)
 
+    def __iter__(self) -> Iterator[NodePlan]:
+        return iter(self.nodes)
+
+    def __contains__(self, name: object) -> bool:
+        return any(node.name == name for node in self.nodes)
+
     def __getitem__(self, name: str) -> NodePlan:
-        """Return the first operator of that name: a block called twice gives two of one name."""
+        """Return the first operator of that name: a block called twice gives two of one name.
+
+        Raises `UnknownNameError`, which is a `LookupError`, with the closest names.
+        """
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise KeyError(name)
+        raise self.unknown(name)
+
+    def unknown(self, name: object) -> UnknownNameError:
+        """Return the error for a name, or a pattern, that no operator of the plan has."""
+        hint = f"The plan has {counted(len(self), 'operator')}"
+        if f"{name}{_GLUON}" in self:
+            hint += f". Gluon adds {_GLUON} to the name of a layer"
+        return unknown("operator name", name, [node.name for node in self.nodes], hint)
 
     def filter(
         self,
@@ -82,7 +115,15 @@ class Plan:
         operator: Optional[str] = None,
         precision: Optional[str] = None,
     ) -> "Plan":
-        """Return the plan with some of its operators; `name` may hold * and ?."""
+        """Return the plan with some of its operators; `name` may hold * and ?.
+
+        `operator` is any name of an MXNet operator, `precision` one of "float16", "bfloat16",
+        "float32" and "as is".
+        """
+        if operator is not None:
+            operator = resolve(operator).name
+        if precision is not None and precision not in PRECISIONS:
+            raise ArgumentError(f"precision must be {one_of(PRECISIONS)}, not {shown(precision)}")
         kept = tuple(
             node
             for node in self.nodes
@@ -120,15 +161,23 @@ class Plan:
         ]
         return "\n".join([*lines, self.summary()])
 
+    def __repr__(self) -> str:
+        numbers = f"{self._counted()}; {counted(len(self.casts), 'cast')}"
+        return f"<Plan {self.target_dtype} on {self.device}: {numbers}>"
+
+    def _counted(self) -> str:
+        counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
+        return counted(len(self), "operator") + (f": {counts}" if counts else "")
+
     def summary(self) -> str:
         """Return one line: operators a precision, casts, parameter bytes."""
-        counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
         size = ""
         if self.bytes_before:
-            size = (
-                f"; parameters {self.bytes_before:,} bytes, {self.bytes_after:,} with casts offline"
-            )
+            sizes = f"{counted(self.bytes_before, 'byte')}, {self.bytes_after:,}"
+            size = f"; parameters {sizes} with casts offline"
         if self.lossy:
             names = shortened([cast.name for cast in self.lossy])
-            size += f"; casts offline would lose values of {len(self.lossy)} parameters: {names}"
-        return f"{len(self)} operators: {counts}; {len(self.casts)} casts{size}"
+            lossy = counted(len(self.lossy), "parameter")
+            size += f"; casts offline would lose values of {lossy}: {names}"
+        casts = counted(len(self.casts), "cast")
+        return f"{self._counted()}; {casts}{size}"

@@ -5,20 +5,26 @@ MXNet 1.9.1 is of 2022. NumPy has since dropped names that it reads while it is 
 puts back what is missing before `import mxnet`, and touches nothing that is there.
 """
 
+import contextvars
 import ctypes
 import importlib
 import importlib.util
 import math
+import re
 import sys
 import types
 import warnings
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 from ..errors import InstallError
 
 __all__ = ["import_mxnet", "prepare"]
+
+# On these MXNet 1.9.1 computes and trains as it should, with what `prepare` puts back: the first
+# that it runs on, and the first that nobody has tried. setup.cfg says the same.
+NUMPY_FROM, NUMPY_BELOW = "1.17", "2.6"
 
 # Loaded in this order, each resolves the next one's symbols.
 CUDA_LIBRARIES = (
@@ -44,6 +50,11 @@ NO_DRIVER = (
     "the driver (450.80 or later), or on a machine without an NVIDIA GPU install the CPU build: "
     "pip uninstall mxnet-cu112 && pip install mxnet==1.9.1"
 )
+NO_NUMPY = f'NumPy is not installed: pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
+WRONG_NUMPY = (
+    f"NumPy {{}} is installed, and MXNet 1.9.1 needs {NUMPY_FROM} or later, below {NUMPY_BELOW}: "
+    f'pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
+)
 NOT_INSTALLED = (
     "MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for mxnet==1.9.1, "
     "mxamp[cu112] for mxnet-cu112==1.9.1."
@@ -53,8 +64,8 @@ NOT_INSTALLED = (
 def import_mxnet() -> Any:
     """Return the module `mxnet`, made importable first.
 
-    Raises `InstallError` where MXNet is missing, its GPU driver is, or an earlier import of it
-    in this process has failed.
+    Raises `InstallError` where MXNet, NumPy or the GPU build's driver is missing, where NumPy is
+    too old or too new, and where an earlier import of MXNet in this process has failed.
     """
     if "mxnet" not in sys.modules:
         if any(name.startswith("mxnet.") for name in sys.modules):
@@ -72,11 +83,20 @@ def import_mxnet() -> Any:
 
 def prepare() -> None:
     """Put back what MXNet 1.9.1 reads while it is imported; nothing that is there is changed."""
-    import numpy
-
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        raise InstallError(NO_NUMPY) from None
+    if not _release(NUMPY_FROM) <= _release(numpy.__version__) < _release(NUMPY_BELOW):
+        raise InstallError(WRONG_NUMPY.format(numpy.__version__))
     _restore_numpy(numpy)
     _restore_distutils()
     _preload_cuda()
+
+
+def _release(version: str) -> Tuple[int, ...]:
+    """Return the first two numbers of a version: (2, 6) of "2.6.0rc1"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _restore_numpy(numpy: Any) -> None:
@@ -86,8 +106,7 @@ def _restore_numpy(numpy: Any) -> None:
     for name, value in missing.items():
         setattr(numpy, name, value)
     if not numpy.__version__.startswith("1."):
-        # MXNet writes operator attributes with str(); NumPy 2 would write "np.int64(2)".
-        numpy.set_printoptions(legacy="1.25")
+        _print_plain_numbers(numpy)
     compat: Any = getattr(numpy, "compat", None)
     if compat is None:
         compat = types.ModuleType("numpy.compat")
@@ -97,8 +116,17 @@ def _restore_numpy(numpy: Any) -> None:
         compat.basestring = str
 
 
+def _print_plain_numbers(numpy: Any) -> None:
+    """Have NumPy 2 write 2, not np.int64(2): MXNet writes operators' attributes with str()."""
+    numpy.set_printoptions(legacy="1.25")
+    options = getattr(sys.modules.get("numpy._core.printoptions"), "format_options", None)
+    if isinstance(options, contextvars.ContextVar):
+        # The options are each thread's own: other threads start with the default.
+        contextvars.Context().run(options.get).update(legacy=options.get()["legacy"])
+
+
 def _numpy_names(numpy: Any) -> Dict[str, Any]:
-    """Names that NumPy 1.24 to 2.4 have dropped and MXNet reads, with what they stood for."""
+    """Names that NumPy 1.24 to 2.5 have dropped and MXNet reads, with what they stood for."""
 
     def financial(name: str) -> Callable[..., Any]:
         # MXNet only looks these up, for its table of NumPy functions that it hands back to NumPy.

@@ -2,31 +2,123 @@
 
 import os
 import shutil
+import threading
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator, Union
 
-__all__ = ["remove_orphans", "replaced_file", "sync_to_disk", "temporary_beside"]
+from ..errors import ArgumentError, WriteError
+
+__all__ = [
+    "NOT_THE_SAME",
+    "checked_folder",
+    "checksum",
+    "place_of",
+    "remove_orphans",
+    "replaced_file",
+    "sync_to_disk",
+    "temporary_beside",
+    "take_mode",
+    "write_file",
+    "writing",
+]
 
 _MARK = ".mxamp-tmp-"
+_BLOCK = 2**20
+
+NO_NAME = "the name of the file to write is empty: give one"
+A_FOLDER = "{path!r} is a folder: give the name of a file"
+NO_FOLDER = "there is no folder {path!r} to write to: make it, or write elsewhere"
+NOT_WRITTEN = "{path!r} can't be written ({why}); what was there before is unchanged"
+NOT_THE_SAME = "what was read back is not what was written"
+
+
+def write_file(path: Union[str, Path], content: bytes) -> None:
+    """Write a file, read it back, and put it in its place in one step.
+
+    Raises `WriteError` where that fails, and leaves `path` as it was.
+    """
+
+    def check(written: Path) -> None:
+        if (written.stat().st_size, checksum(written)) != (len(content), zlib.crc32(content)):
+            raise OSError(NOT_THE_SAME)
+
+    with replaced_file(path, check) as temporary:
+        temporary.write_bytes(content)
 
 
 @contextmanager
-def replaced_file(path: Path) -> Iterator[Path]:
+def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iterator[Path]:
     """Yield where to write; what was written takes the place of `path` in one step.
 
-    An error leaves `path` as it was. What processes that were killed have left is removed.
+    Before that it is on the disk and `check` has read it back. A link stays one: its target is
+    replaced. The new file has the mode of the old one. What processes that were killed have left
+    is removed. Raises `WriteError`, and leaves `path` as it was, where any of that fails;
+    `ArgumentError` where `path` can't be the name of a file.
     """
-    remove_orphans(path)
-    temporary = temporary_beside(path)
+    checked_folder(path)
+    place = place_of(Path(path))
+    temporary = temporary_beside(place)
+    with writing(path):
+        remove_orphans(place)
+        try:
+            yield temporary
+            take_mode(temporary, place)
+            sync_to_disk(temporary)
+            check(temporary)
+            os.replace(temporary, place)
+        finally:
+            if temporary.exists():
+                temporary.unlink()
+        sync_to_disk(place.parent)
+
+
+@contextmanager
+def writing(path: Union[str, Path]) -> Iterator[None]:
+    """Say of the errors of the operating system which file can't be written, in one sentence."""
     try:
-        yield temporary
-        sync_to_disk(temporary)
-        os.replace(temporary, path)
-    finally:
-        if temporary.exists():
-            temporary.unlink()
-    sync_to_disk(path.parent)
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise WriteError(NOT_WRITTEN.format(path=os.fspath(path), why=why)) from error
+
+
+def checked_folder(path: Union[str, Path]) -> None:
+    """Raise an `ArgumentError` where `path` can't be the name of a file, in a folder there is."""
+    if not os.fspath(path):
+        raise ArgumentError(NO_NAME)
+    if os.path.isdir(path):
+        raise ArgumentError(A_FOLDER.format(path=os.fspath(path)))
+    folder = place_of(Path(path)).parent
+    if not folder.is_dir():
+        raise ArgumentError(NO_FOLDER.format(path=str(folder)))
+
+
+def place_of(path: Path) -> Path:
+    """Return where a file is: `path`, or what the links there lead to."""
+    return Path(os.path.realpath(path))
+
+
+def take_mode(written: Path, old: Path) -> None:
+    """Give a written file the mode of the one that it replaces."""
+    if old.exists():
+        shutil.copymode(old, written)
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file: of what is on the disk, where memory can be passed by."""
+    with open(path, "rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = 0
+        while True:
+            block = file.read(_BLOCK)
+            if not block:
+                return found
+            found = zlib.crc32(block, found)
 
 
 def sync_to_disk(path: Path) -> None:
@@ -39,15 +131,16 @@ def sync_to_disk(path: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return the name of this process's temporary file, or folder, beside `path`."""
-    return path.with_name(f".{path.name}{_MARK}{os.getpid()}")
+    """Return the name of this thread's temporary file, or folder, beside `path`."""
+    return path.with_name(f".{path.name}{_MARK}{threading.get_ident()}-{os.getpid()}")
 
 
 def remove_orphans(path: Path) -> None:
     """Remove the temporary files and folders that killed processes have left beside `path`."""
-    for orphan in path.parent.glob(f".{path.name}{_MARK}*"):
+    start = f".{path.name}{_MARK}"
+    for orphan in path.parent.iterdir():
         owner = orphan.name.rpartition("-")[2]
-        if not owner.isdigit() or _is_alive(int(owner)):
+        if not orphan.name.startswith(start) or not owner.isdigit() or _is_alive(int(owner)):
             continue
         if orphan.is_dir():
             shutil.rmtree(orphan, ignore_errors=True)

@@ -14,6 +14,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
+from .wording import shown
 
 __all__ = [
     "BACKWARD_STARTERS",
@@ -76,14 +77,16 @@ class Operator:
     """One registered operator.
 
     `inputs` are the names of its tensors, in order (a variadic operator has one name for all of
-    them); `defaults` maps its optional attributes to their defaults, as MXNet prints them;
-    `mutable_inputs` are the positions of inputs it writes to.
+    them); `attributes` are the names of its other arguments, and `defaults` maps the optional ones
+    to their defaults, as MXNet prints them; `mutable_inputs` are the positions of inputs it writes
+    to.
     """
 
     name: str
     aliases: Tuple[str, ...]
     handle: int
     inputs: Tuple[str, ...]
+    attributes: Tuple[str, ...]
     defaults: Mapping[str, str]
     variadic: bool
     mutable_inputs: Tuple[int, ...] = ()
@@ -95,6 +98,18 @@ class Operator:
             # Only an LSTM takes a cell state; without it, what follows moves up.
             inputs = tuple(name for name in inputs if name != "state_cell")
         return tuple(inputs.index(name) for name in names if name in inputs)
+
+    def attribute(self, name: str) -> str:
+        """Return the name of an attribute that it has; raise `UnknownNameError` for others."""
+        if name not in self.attributes and self.name not in WRITTEN_BY_USERS:
+            raise unknown(f"attribute of {self.name}", name, self.attributes)
+        return name
+
+    def input(self, name: str) -> str:
+        """Return the name of an input that it has; raise `UnknownNameError` for others."""
+        if name not in self.inputs and self.name not in WRITTEN_BY_USERS:
+            raise unknown(f"input of {self.name}", name, self.inputs)
+        return name
 
 
 @lru_cache(maxsize=None)
@@ -127,7 +142,7 @@ def resolve(name: str) -> Operator:
     Raises `UnknownNameError` with the closest names where there is none.
     """
     if not isinstance(name, str):
-        raise UnknownNameError(f"an operator is named by a string, not by {name!r}")
+        raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
     try:
         return _by_name()[name]
     except KeyError:
@@ -175,12 +190,14 @@ def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:
         )
     )
     arguments = [(py_str(names[i]), py_str(types[i])) for i in range(count.value)]
+    tensors = [arg for arg, what in arguments if "NDArray" in what or "Symbol" in what]
     canonical = py_str(name.value)
     return Operator(
         name=canonical,
         aliases=tuple(alias for alias in aliases if alias != canonical),
         handle=handle,
-        inputs=tuple(arg for arg, what in arguments if "NDArray" in what or "Symbol" in what),
+        inputs=tuple(tensors),
+        attributes=tuple(arg for arg, _ in arguments if arg not in tensors),
         defaults={arg: value for arg, what in arguments if (value := _default(what)) is not None},
         variadic=bool(py_str(key_var.value)) or any(what.endswith("[]") for _, what in arguments),
         mutable_inputs=_MUTABLE.get(canonical, ()),

@@ -4,21 +4,20 @@
 script begins, with one loss scale for all its trainers and modules.
 """
 
-import ast
 import atexit
 import functools
 import logging
-import multiprocessing
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Sequence, Union
+from typing import Any, Callable, Optional, Sequence
 
 from mxnet.contrib import amp as stock
 
 from ..errors import ArgumentError, StateError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Patch
+from ..framework.wording import counted
 from ..patches.autocast import init, shutdown
 from ..policy.active import current_policy, process
 from ..policy.policy import Policy
@@ -26,25 +25,34 @@ from ..policy.targets import check_target
 from ..scaling.scaler import LossScaler, NoScaler
 from ..scaling.shared_scale import SharedScale
 from .backward import backward_patches
+from .children import is_child, waiting
+from .contrib import contrib_patches
+from .log_lines import show_log
 from .module_api import module_patches
+from .own_amp import OWN_AMP, script_imports_mxamp
 
-__all__ = ["VARIABLE", "show_log", "start", "start_from_environment", "uses_amp"]
+__all__ = ["VARIABLE", "start", "start_from_environment"]
 
 logger = logging.getLogger("mxamp")
 
 VARIABLE = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
 _OFF = ("", "0", "false", "off", "no")
 _ON = ("1", "true", "on", "yes")
+_DTYPES = ("float16", "bfloat16")
 
-OWN_AMP = "%s uses %s itself: automatic mixed precision leaves it alone"
-SUMMARY = (
-    "automatic mixed precision: %s on %s, %d operators lowered, %d steps, %d skipped, "
-    "final loss scale %g"
+UNKNOWN_VALUE = (
+    f"{VARIABLE} must be {', '.join(_ON)}, {' or '.join(_DTYPES)}, or to leave mixed precision off "
+    f"{', '.join(_OFF[1:])}, not {{!r}}: mixed precision stays off"
 )
+SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
 
 
 class _AutomaticRun(FrontEnd):
-    """An automatic run: its policy and scale, and the `init` functions that would end it."""
+    """An automatic run: its policy and scale, and the functions that end it.
+
+    A program that calls `init`, of mxamp or of `mxnet.contrib.amp`, goes on by its own calls. One
+    that only imports `mxnet.contrib.amp` runs automatically, as many do that use it on demand.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,21 +60,29 @@ class _AutomaticRun(FrontEnd):
         self.scale: Optional[SharedScale] = None
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches: a script that calls an `init` of its own is left alone."""
-        owners = (sys.modules[__name__.split(".", maxsplit=1)[0]], stock, stock.amp)
-        return [Patch(owner, "init", _build_init) for owner in owners]
+        """Return the patches."""
+        public = sys.modules[__name__.split(".", maxsplit=1)[0]]
+        theirs = functools.partial(_build_init, "mxnet.contrib.amp")
+        ours = functools.partial(_build_init, "mxamp")
+        return [
+            *(Patch(public, name, ours) for name in ("init", "initialize")),
+            *(Patch(module, "init", theirs) for module in (stock, stock.amp)),
+        ]
 
     def begin(self, policy: Policy, scale: SharedScale) -> None:
         """Scale the backward passes of all trainers and modules from now on."""
         self.policy, self.scale = policy, scale
+        contrib_patches.open()
         backward_patches.open()
         module_patches.open()
         backward_patches.default = module_patches.default = scale
         self.open()
 
     def close(self) -> None:
-        """Take the patches off, and forget the scale."""
+        """Take the patches off, forget the scale, and leave the trainers to other APIs."""
         super().close()
+        if self.scale is not None:
+            self.scale.end(backward_patches.trainers)
         self.policy = self.scale = None
 
     def summarize(self) -> None:
@@ -76,8 +92,8 @@ class _AutomaticRun(FrontEnd):
                 SUMMARY,
                 self.policy.target_dtype,
                 self.policy.device,
-                len(process.lowered),
-                self.scale.steps,
+                counted(len(process.lowered), "operator"),
+                counted(self.scale.steps, "step"),
                 self.scale.skips,
                 self.scale.loss_scale,
             )
@@ -108,63 +124,44 @@ def start(
     _at_fork_and_exit()
 
 
-def start_from_environment() -> None:
-    """Do what the environment variable says: nothing, or `start`; for the start-up hook."""
-    value = os.environ.get(VARIABLE, "").strip()
-    if value.lower() in _OFF or multiprocessing.parent_process() is not None:
+def start_from_environment(imported_by_mxamp: bool = False) -> None:
+    """Do what the environment variable says: nothing, or `start`; for the start-up hook.
+
+    `imported_by_mxamp` tells that the program has imported mxamp, and not MXNet.
+    """
+    value = os.environ.get(VARIABLE, "").strip().lower()
+    if value in _OFF:
         return
-    if value.lower() not in (*_ON, "float16", "bfloat16"):
-        raise ArgumentError(
-            f"{VARIABLE} is 0, 1, float16 or bfloat16, not {value!r}: mixed precision stays off"
-        )
+    if value not in (*_ON, *_DTYPES):
+        raise ArgumentError(UNKNOWN_VALUE.format(os.environ[VARIABLE]))
+    program = sys.argv[0] if getattr(sys, "argv", None) else ""
+    if imported_by_mxamp and (program == "-m" or Path(program).name == "mxamp"):
+        return  # the command `mxamp`
+    if imported_by_mxamp or script_imports_mxamp(Path(program)):
+        show_log()
+        logger.info(OWN_AMP, program or "this program", "mxamp")
+        return
+    dtype = value if value in _DTYPES else None
+    if is_child():
+        contrib_patches.open()
+        waiting.begin(functools.partial(_start_in_view, dtype))
+    else:
+        _start_in_view(dtype)
+
+
+def _start_in_view(dtype: Optional[str]) -> None:
     show_log()
-    script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
-    own = uses_amp(script) if script is not None else None
-    if own is not None:
-        logger.info(OWN_AMP, script, own)
-        return
-    start(value.lower() if value.lower() not in _ON else None, name=VARIABLE)
+    start(dtype, name=VARIABLE)
 
 
-def uses_amp(script: Union[str, Path]) -> Optional[str]:
-    """Return the AMP that a script imports, "mxamp" or "mxnet.contrib.amp"; None for neither."""
-    try:
-        tree = ast.parse(Path(script).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return None
-    for node in ast.walk(tree):
-        for name in _imported(node):
-            if name.split(".")[0] == "mxamp":
-                return "mxamp"
-            if name.startswith("mxnet.contrib.amp"):
-                return "mxnet.contrib.amp"
-    return None
-
-
-def _imported(node: ast.AST) -> List[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and not node.level:
-        return [f"{node.module}.{alias.name}" for alias in node.names]
-    return []
-
-
-def show_log() -> None:
-    """Let mxamp's log lines be seen, where the program has not set up logging itself."""
-    if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("mxamp: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-
-
-def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_init(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_of_its_own(*args: Any, **kwargs: Any) -> Any:
-        theirs = original.__module__.startswith("mxnet.")
-        name = "mxnet.contrib.amp" if theirs else "mxamp"
-        logger.info(OWN_AMP, sys.argv[0] or "this program", name)
-        shutdown()
+        if _run.is_open:
+            logger.info(OWN_AMP, sys.argv[0] or "this program", name)
+            shutdown()
+            # What the program has imported, or is going to, stays mxamp's.
+            contrib_patches.open()
         return original(*args, **kwargs)
 
     return init_of_its_own
@@ -179,7 +176,13 @@ def _at_fork_and_exit() -> None:
 
 
 def _off_in_child() -> None:
-    # Data loaders' workers compute as without mxamp: nothing there is worth lowering.
-    if _run.is_open:
-        logger.disabled = True  # one line from each worker would be noise
+    policy, scale = _run.policy, _run.scale
+    if policy is None or scale is None:
+        return
+    logger.disabled = True  # one line from each worker would be noise
+    try:
         shutdown()
+    finally:
+        logger.disabled = False
+    contrib_patches.open()
+    waiting.begin(functools.partial(start, policy=policy, name=scale.scaled_by))

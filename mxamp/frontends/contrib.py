@@ -2,57 +2,63 @@
 
 import sys
 from types import ModuleType
-from typing import Any, Callable, Dict, Sequence
+from typing import Any, Callable, Sequence
 
-import mxnet.contrib
 from mxnet.contrib import amp as stock
 
 from ..framework.patching import FrontEnd, Patch
+from ..policy.active import is_enabled
 
-__all__ = ["patch_contrib"]
+__all__ = ["contrib_patches", "patch_contrib"]
 
-_NAMES = ("mxnet.contrib.amp", "mxnet.contrib.amp.amp")
+
+class _StandIn(ModuleType):
+    """What the modules of `mxnet.contrib.amp` are while mxamp stands in for it."""
+
+    @property
+    def _amp_initialized(self) -> bool:
+        # GluonNLP reads it, to mask attention with numbers that half precision can hold.
+        return is_enabled()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _public_package().__all__:
+            return getattr(_public_package(), name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
 class _ContribPatches(FrontEnd):
-    """The attribute `mxnet.contrib.amp`, its functions, and its entries in `sys.modules`."""
+    """The functions in `mxnet.contrib.amp` and `mxnet.contrib.amp.amp`.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._stock: Dict[str, ModuleType] = {}
+    The modules stay, so that every way of importing them, and their lists, are there.
+    """
+
+    _MODULES = (stock, stock.amp)
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         public = _public_package()
-        names = [n for n in public.__all__ if n in vars(stock) or n in vars(stock.amp)]
         return [
-            Patch(mxnet.contrib, "amp", _returning(public)),
-            # What holds the old package by name finds mxamp's functions in it.
-            *(
-                Patch(owner, name, _returning(getattr(public, name)))
-                for owner in (stock, stock.amp)
-                for name in names
-                if callable(vars(owner).get(name))
-            ),
+            Patch(module, name, _returning(getattr(public, name)))
+            for module in self._MODULES
+            for name in public.__all__
+            if callable(vars(module).get(name))
         ]
 
     def open(self) -> None:
-        """Put the patches in place, and mxamp where `import` finds the old package."""
+        """Put the patches in place."""
         super().open()
-        for name in _NAMES:
-            self._stock.setdefault(name, sys.modules[name])
-            sys.modules[name] = _public_package()
+        for module in self._MODULES:
+            module.__class__ = _StandIn
 
     def close(self) -> None:
-        """Put the old package back."""
+        """Put the old functions back."""
         super().close()
-        while self._stock:
-            name, module = self._stock.popitem()
-            sys.modules[name] = module
+        for module in self._MODULES:
+            module.__class__ = ModuleType
 
 
-#: One a process, as `sys.modules` is.
-_contrib_patches = _ContribPatches()
+#: One a process, as the modules that it patches are.
+contrib_patches = _ContribPatches()
 
 
 def patch_contrib() -> None:
@@ -63,11 +69,12 @@ def patch_contrib() -> None:
         import mxamp
 
         mxamp.patch_contrib()
-        from mxnet.contrib import amp  # mxamp
+        from mxnet.contrib import amp  # its functions are mxamp's
 
-    What has imported functions of the old one by name before keeps those.
+    So are those of `mxnet.contrib.amp.amp`. What has imported functions of the old one by name
+    before keeps those.
     """
-    _contrib_patches.open()
+    contrib_patches.open()
 
 
 def _public_package() -> ModuleType:

@@ -6,6 +6,7 @@ from typing import Any, Union
 from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
+from ..framework.wording import shown
 from ..scaling.scaler import LossScaler, Scaler, StaticLossScaler
 from ..scaling.shared_scale import SharedScale, scale_of
 from .backward import backward_patches
@@ -88,7 +89,7 @@ def _decorated(optimizer: Any, shared: SharedScale) -> Any:
         decorated.scaling = shared
         return decorated
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"decorate takes an Optimizer or its name, not {optimizer!r}")
+        raise ArgumentError(f"decorate takes an Optimizer or its name, not {shown(optimizer)}")
     result = copy.copy(optimizer)
     for name in _COPIED:
         if hasattr(result, name):

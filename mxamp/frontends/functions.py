@@ -9,11 +9,12 @@ from typing import Any, Callable, Set, TypeVar
 
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, unknown
 from ..framework.arrays import cast
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..framework.patching import FrontEnd, Patch
+from ..framework.wording import shown
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 
@@ -39,8 +40,10 @@ def half_function(function: Function) -> Function:
         @amp.half_function
         def attention(query, key, value): ...
 
-    Arrays may stand in lists, tuples and dicts. Operators inside follow the policy.
+    Arrays may stand in lists, tuples and dicts. Operators inside follow the policy. While mixed
+    precision is off, the function runs as it is.
     """
+    _check_function(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +63,10 @@ def float_function(function: Function) -> Function:
 
         @amp.float_function
         def focal_loss(prediction, label): ...
+
+    Inside, mixed precision is off. Arrays may stand in lists, tuples and dicts.
     """
+    _check_function(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +86,11 @@ def promote_function(function: Function) -> Function:
 
         @amp.promote_function
         def mix(a, b, ratio): ...
+
+    With a float16 and a float32 array, both are float32 inside. Arrays may stand in lists, tuples
+    and dicts.
     """
+    _check_function(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -99,26 +109,45 @@ def register_half_function(module: Any, name: str) -> None:
     ::
 
         amp.register_half_function(my_layers, "attention")
+
+    The module is changed: whoever calls `my_layers.attention` gets the new one, and code that has
+    imported the function by name before keeps the old one.
     """
     _register(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Make `module.name` a `float_function`, until `shutdown`."""
+    """Make `module.name` a `float_function`, until `shutdown`.
+
+    ::
+
+        amp.register_float_function(my_layers, "focal_loss")
+    """
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Make `module.name` a `promote_function`, until `shutdown`."""
+    """Make `module.name` a `promote_function`, until `shutdown`.
+
+    ::
+
+        amp.register_promote_function(my_layers, "mix")
+    """
     _register(module, name, promote_function)
 
 
 def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    if not callable(vars(module).get(name)):
-        where = getattr(module, "__name__", repr(module))
-        raise ArgumentError(f"there is no function {name!r} in {where}")
+    here = getattr(module, "__dict__", {})
+    functions = [one for one, value in here.items() if callable(value)]
+    if name not in functions:
+        raise unknown(f"function of {shown(module)}", name, functions)
     if getattr(vars(module)[name], _MARK, None) is not wrap:
         FrontEnd([Patch(module, name, functools.partial(_marked, wrap))]).open()
+
+
+def _check_function(function: Any) -> None:
+    if not callable(function):
+        raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
 
 
 def _marked(wrap: Callable[[Any], Any], function: Any) -> Any:

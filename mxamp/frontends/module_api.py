@@ -41,6 +41,9 @@ class DecoratedName(str):
 
     scaling: SharedScale
 
+    def __repr__(self) -> str:
+        return f"DecoratedName({str(self)!r}, {getattr(self, 'scaling', None)!r})"
+
 
 class _BoundState:
     """What is known of one module: whether its graph takes the scale, and its last backward."""

@@ -2,14 +2,17 @@
 
 | level | what it does |
 |---|---|
-| O0 | float32 throughout; nothing is patched |
+| O0 | float32 throughout; nothing is patched; loss scale 1 |
 | O1 | operators run by list (`init`), parameters stay float32, the loss scale is dynamic |
 | O2 | parameters in float16, but norms and embeddings; float32 master weights, dynamic loss scale |
 | O3 | all in float16, but for what MXNet has in float32 only; loss scale 1 |
+
+With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no bfloat16 ones.
 """
 
 import functools
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 from mxnet import nd
@@ -19,15 +22,17 @@ from mxnet.util import is_np_array
 
 from ..errors import ArgumentError, StateError
 from ..framework.machine import dtype_name
+from ..framework.wording import shown
 from ..patches.autocast import init
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.targets import check_target
-from ..scaling.attach import attach_hook
-from ..scaling.hook import TrainerHook
+from ..scaling.attach import attach_hook, hook_in_force
 from ..scaling.scaler import LossScaler, NoScaler, Scaler, StaticLossScaler
 
 __all__ = ["initialize"]
+
+logger = logging.getLogger("mxamp")
 
 _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
@@ -51,9 +56,9 @@ _LEVELS = {
 NO_HALF_BATCHNORM = (
     "keep_batchnorm_fp32=False: MXNet's BatchNorm takes float32 parameters and statistics only"
 )
-ONLY_FLOAT16 = (
-    "opt_level {level!r} casts parameters, and MXNet's optimizers know no bfloat16 ones: use 'O1', "
-    "or dtype='float16'"
+STAY_FLOAT32 = (
+    "opt_level %s in bfloat16: parameters stay float32 and are cast where they are used, as in O1, "
+    "because MXNet's optimizers know no bfloat16 ones"
 )
 
 
@@ -88,19 +93,20 @@ def initialize(
     opt_level : str
         "O0", "O1", "O2" or "O3": see the module's table.
     keep_batchnorm_fp32 : bool, optional
-        True with O3 keeps all normalisation in float32. BatchNorm's parameters stay float32 in
-        any case; False is an error. Not for O0 and O1, which cast no parameters.
+        True with O3 keeps all normalisation in float32, as the other levels do. BatchNorm's
+        parameters stay float32 in any case; False is an error.
     loss_scale : float or "dynamic", optional
-        In place of the level's. Not for O0.
+        In place of the level's.
     dtype : str, default "float16"
-        "bfloat16" with O1 only.
+        "float16" or "bfloat16". With bfloat16, O2 and O3 cast no parameters, and O3's operators
+        run by list.
     ctx : Context, optional
         As of `init`.
 
     Raises
     ------
     ArgumentError
-        An unknown level, or an override that does not go with it.
+        An unknown level, dtype or loss scale, or `keep_batchnorm_fp32=False`.
     StateError
         Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
         net has parameters that are not float32: it was initialized before.
@@ -108,12 +114,15 @@ def initialize(
     level = _checked_level(opt_level, keep_batchnorm_fp32, loss_scale)
     nets, optimizers = _listed("models", models, Block), _listed("trainers", trainers, Trainer)
     target = check_target(dtype)
-    if level.cast and target != "float16":
-        raise ArgumentError(ONLY_FLOAT16.format(level=opt_level))
+    uncast = level.cast and target != "float16"
+    if uncast:
+        level = replace(level, cast=False, master_weights=False)
     scaler = _scaler_maker(level, loss_scale, target)
     _check_fresh(nets, optimizers)
     if level.patched:
-        init(policy=_policy(target, ctx, opt_level))
+        init(policy=_policy(target, ctx, "O1" if uncast else opt_level))
+    if uncast:
+        logger.info(STAY_FLOAT32, opt_level)
     for net in nets:
         if level.cast:
             _cast(net, level.float_norms or bool(keep_batchnorm_fp32), level.master_weights)
@@ -121,8 +130,7 @@ def initialize(
     for trainer in optimizers:
         if level.master_weights:
             trainer._optimizer.multi_precision = True
-        if level.patched:
-            attach_hook(trainer, scaler(), scaled_by="initialize")
+        attach_hook(trainer, scaler(), scaled_by="initialize")
     return models if trainers is None else (models, trainers)
 
 
@@ -131,18 +139,13 @@ def _checked_level(
 ) -> _Level:
     if name not in _LEVELS:
         raise ArgumentError(
-            f"opt_level is one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
+            f"opt_level must be one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
         )
-    level = _LEVELS[name]
-    if keep_batchnorm_fp32 is not None and not level.cast:
-        raise ArgumentError(f"keep_batchnorm_fp32 goes with O2 and O3: {name} casts no parameters")
     if keep_batchnorm_fp32 is False:
         raise ArgumentError(NO_HALF_BATCHNORM)
-    if loss_scale is not None and not level.patched:
-        raise ArgumentError("loss_scale goes with O1, O2 and O3: O0 is plain float32")
     if isinstance(loss_scale, str) and loss_scale != "dynamic":
-        raise ArgumentError(f"loss_scale is a number or 'dynamic', not {loss_scale!r}")
-    return level
+        raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
+    return _LEVELS[name]
 
 
 def _scaler_maker(
@@ -160,7 +163,9 @@ def _scaler_maker(
 def _listed(name: str, given: Any, wanted: type) -> List[Any]:
     listed = [] if given is None else [given] if isinstance(given, wanted) else given
     if not isinstance(listed, (list, tuple)) or not all(isinstance(x, wanted) for x in listed):
-        raise ArgumentError(f"{name} are a {wanted.__name__} or a list of them, not {given!r}")
+        raise ArgumentError(
+            f"{name} must be a {wanted.__name__} or a list of them, not {shown(given)}"
+        )
     return list(listed)
 
 
@@ -171,8 +176,8 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
             "use one of the two, or call mxamp.shutdown() before"
         )
     for trainer in trainers:
-        hook = getattr(trainer, "_amp_loss_scaler", None)
-        if isinstance(hook, TrainerHook):
+        hook = hook_in_force(trainer)
+        if hook is not None:
             hook.check_scaled_by("initialize")
             raise StateError("initialize was called for this trainer already")
         if trainer._kv_initialized:

@@ -1,13 +1,23 @@
 """The graph that a rewrite makes: its nodes and their names, one cast a tensor and dtype."""
 
+import re
+from dataclasses import replace
 from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
 
 from ..policy.decision import CASTABLE
 from .graph import Graph, Node, Output
 
-__all__ = ["HALVES", "Builder", "Entry"]
+__all__ = ["HALVES", "Builder", "Entry", "is_inserted"]
 
 HALVES = CASTABLE - {"float32"}
+
+# MXNet's own conversion calls its casts so too. One that is written by hand is called amp_cast0.
+_INSERTED = re.compile(r"_amp_cast_(float16|bfloat16|float32)\d*$")
+
+
+def is_inserted(node: Node) -> bool:
+    """Tell whether a node is a cast that a conversion has put into its graph, by its name."""
+    return node.op == "amp_cast" and _INSERTED.search(node.name) is not None
 
 
 class Entry(NamedTuple):
@@ -52,8 +62,11 @@ class Builder:
         self._names.add(name)
         return name
 
-    def cast(self, entry: Entry, dtype: str) -> Entry:
-        """Return `entry` in `dtype`, cast once for all that read it so."""
+    def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:
+        """Return `entry` in `dtype`, cast once for all that read it so.
+
+        The cast takes a `name` that is given, whoever else reads it.
+        """
         if entry.dtype == dtype:
             return entry
         if entry.source is not None and entry.source.dtype == dtype:
@@ -68,7 +81,11 @@ class Builder:
             read = self._read_by_cast(entry, dtype)
             added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype})
             self._casts[key] = Entry((added, 0), dtype, source)
-        return self._casts[key]
+        made = self._casts[key]
+        if name is not None:
+            i = made.output[0]
+            self.nodes[i] = replace(self.nodes[i], name=name)
+        return made
 
     def copied(self, output: Output) -> Output:
         """Return a copy of an output, made once for all that read one."""

@@ -1,18 +1,19 @@
 """Variables of a converted graph: recorded dtypes, and casts made once instead of each run."""
 
 from dataclasses import replace
-from typing import AbstractSet, Dict, List, Mapping, Tuple
+from typing import AbstractSet, Dict, List, Mapping, Optional, Set, Tuple
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast
-from ..framework.machine import DTYPE_CODES
+from ..framework.machine import DTYPE_CODES, DTYPE_NAMES
 from .graph import CASTS, Graph, GraphCopy, Node, Output
 
 __all__ = [
     "cast_offline",
     "count_losses",
+    "widened",
     "with_copies",
     "with_dtypes",
     "without",
@@ -20,17 +21,28 @@ __all__ = [
 ]
 
 COPY = "_amp_copy"
+FLOAT32 = str(DTYPE_CODES["float32"])
 
 
 def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Record the dtype of each variable behind a cast, where MXNet can't infer it any more."""
-    behind = {node.inputs[0][0] for node in graph.nodes if node.op in CASTS}
+    """Record the dtype of each variable that MXNet can't infer any more: those before casts.
+
+    MXNet infers dtypes backwards too, but not through a cast, be it in the body of a loop.
+    """
     nodes = list(graph.nodes)
-    for i in behind:
+    before: Set[int] = set()
+    for i in range(len(nodes) - 1, -1, -1):
         node, code = nodes[i], DTYPE_CODES.get(dtypes.get(nodes[i].name, "float32"))
-        if node.is_variable and "__dtype__" not in node.attrs and code is not None:
+        if i in before or _casts(node):
+            before.update(source for source, _ in node.inputs)
+        if i in before and node.is_variable and "__dtype__" not in node.attrs and code is not None:
             nodes[i] = replace(node, attrs={**node.attrs, "__dtype__": str(code)})
     return replace(graph, nodes=nodes)
+
+
+def _casts(node: Node) -> bool:
+    inner = any(_casts(one) for body in node.subgraphs for one in body.nodes)
+    return inner or node.op in CASTS
 
 
 def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Graph, Dict[str, str]]:
@@ -47,15 +59,46 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
     dropped: Dict[int, int] = {}
     cast_variables: Dict[str, str] = {}
     nodes = list(graph.nodes)
+
+    def casts(i: int) -> Optional[List[int]]:
+        """Return the casts between node i and what reads it in `dtype`; None if not all does."""
+        found: List[int] = []
+        if i in heads or i not in readers:
+            return None
+        for j in readers[i]:
+            to = nodes[j].attrs["dtype"] if nodes[j].op == "amp_cast" else None
+            # A variable that holds the other half precision is cast by way of float32.
+            behind = casts(j) if to == "float32" else [] if to == dtype else None
+            if behind is None:
+                return None
+            found += [j, *behind]
+        return found
+
     for i, node in enumerate(graph.nodes):
-        if not node.is_variable or node.name in keep or i in heads or i not in readers:
-            continue
-        read_by = [graph.nodes[j] for j in readers[i]]
-        if all(reader.op == "amp_cast" and reader.attrs["dtype"] == dtype for reader in read_by):
+        between = casts(i) if node.is_variable and node.name not in keep else None
+        if between is not None:
             nodes[i] = replace(node, attrs={**node.attrs, "__dtype__": str(DTYPE_CODES[dtype])})
             cast_variables[node.name] = dtype
-            dropped.update(dict.fromkeys(readers[i], i))
+            dropped.update(dict.fromkeys(between, i))
     return without(replace(graph, nodes=nodes), dropped), cast_variables
+
+
+def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
+    """Return a converted graph whose variables `names`, in half precision, are float32 ones.
+
+    Behind each stands a cast to what it was, such as a conversion inserts: for the dtypes of
+    outputs, until the graph is rewritten.
+    """
+    copy = GraphCopy(graph)
+    for i, node in enumerate(graph.nodes):
+        if not node.is_variable or node.name not in names:
+            copy.add_copy(i)
+            continue
+        dtype = DTYPE_NAMES[int(node.attrs["__dtype__"])]
+        variable = copy.add(replace(node, attrs={**node.attrs, "__dtype__": FLOAT32}))
+        cast_node = replace(node, op="amp_cast", name=f"{node.name}_amp_cast_{dtype}")
+        copy.stand_in(i, replace(cast_node, attrs={"dtype": dtype}, inputs=[variable]))
+    return copy.finished()
 
 
 def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
@@ -106,7 +149,7 @@ def without(graph: Graph, dropped: Mapping[int, int]) -> Graph:
 
 def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:
     """Return how many finite values a cast has made infinite, and how many others zero."""
-    old, new = before.asnumpy(), cast(after, "float32").asnumpy()
+    old, new = (cast(array, "float32").asnumpy() for array in (before, after))
     overflown = np.isfinite(old) & np.isinf(new)
     vanished = (old != 0) & (new == 0)
     return int(overflown.sum()), int(vanished.sum())

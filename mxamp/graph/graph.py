@@ -154,6 +154,10 @@ class GraphCopy:
         copied = replace(node, **{"inputs": self.inputs(node), **changes})
         self._places[i], _ = self.add(copied)
 
+    def stand_in(self, i: int, node: Node) -> None:
+        """Append a node that is read in place of node i of the source."""
+        self._places[i], _ = self.add(node)
+
     def read_instead(self, i: int, other: int) -> None:
         """Leave node i of the source out; what read it reads `other`, an earlier one."""
         self._places[i] = self._places[other]

@@ -15,7 +15,7 @@ from ..policy.active import note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
 from . import substitutions
-from .builder import HALVES, Builder, Entry
+from .builder import HALVES, Builder, Entry, is_inserted
 from .choices import NONE, Choices
 from .control_flow import body_usage, rewrites_bodies
 from .graph import Graph, Node, Output, infer_outputs
@@ -123,9 +123,13 @@ class _Rewriter:
         castable = {value.plain for value in inputs} <= CASTABLE
         if i in self.substituted and castable:
             return self._substitute(i, node, inputs)
+        if is_inserted(node):
+            # What an earlier conversion has put in: the policy decides anew.
+            return [_Value(inputs[0].entry, node.attrs["dtype"])]
         if node.op == "amp_cast" and {inputs[0].entry.dtype, node.attrs["dtype"]} <= CASTABLE:
-            # A cast that is there already is one that is asked for again.
-            return self._cast_all(inputs, node.attrs["dtype"])
+            # A cast that is written by hand is asked for; by its name a later conversion knows it.
+            entry = self.builder.cast(inputs[0].entry, node.attrs["dtype"], node.name)
+            return [_Value(entry, node.attrs["dtype"])]
         if node.op == "amp_multicast" and castable:
             # On CPUs it has no kernel for float16 next to float32; casts of ours say the same.
             narrow = node.attrs.get("cast_narrow") in ("True", "1")

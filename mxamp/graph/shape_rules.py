@@ -8,31 +8,19 @@ which operators, and what was measured.
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import (
-    AbstractSet,
-    Callable,
-    Dict,
-    FrozenSet,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
-
-from mxnet.base import MXNetError
+from typing import AbstractSet, Callable, Dict, FrozenSet, Mapping, Optional, Set, Tuple
 
 from ..policy.policy import Policy
 from ..policy.rules import Rule
 from ..policy.sums import terms
 from . import equivalents, substitutions
+from .builder import is_inserted
 from .choices import NONE, Choices, StandIn
 from .graph import Graph, Node, Output
+from .input_shapes import Pair, input_shapes
 from .usage import Shape, Usage
 
 __all__ = ["RULES", "choose", "stand_in"]
-
-Pair = Tuple[Optional[Shape], Optional[Shape]]
 
 NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
 
@@ -68,7 +56,7 @@ def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
         return NONE
     if usage.converting:
         policy = policy.override(substitutions=())
-    return _choose(graph, policy, usage, _input_shapes(graph, policy, usage))
+    return _choose(graph, policy, usage, input_shapes(graph, policy, usage))
 
 
 def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair]) -> Choices:
@@ -200,7 +188,7 @@ RULES: Mapping[str, Callable[[Site], bool]] = {
 }
 
 
-# ---------------------------------------------------------------------- layouts and shapes
+# ---------------------------------------------------------------------- layouts
 
 
 def _channels(site: Site) -> Optional[Tuple[int, int]]:
@@ -223,10 +211,15 @@ def _gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> 
     if operator in ("Convolution", "_sg_mkldnn_conv"):
         channels = _channels(site)
         return op_class == "low" and (channels is None or _in_blocks(channels))
-    if operator not in _KEEP_LAYOUT or site.node.attrs.get("dim", "1") != "1":
+    if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
         return False
     tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
     return all(blocked.get(output, False) for output in tensors)
+
+
+def _keeps_layout(node: Node) -> bool:
+    # The casts of an earlier conversion are taken out again.
+    return node.operator in _KEEP_LAYOUT or is_inserted(node)
 
 
 def _before_norms(graph: Graph) -> FrozenSet[int]:
@@ -235,65 +228,7 @@ def _before_norms(graph: Graph) -> FrozenSet[int]:
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
         if not node.is_variable and (
-            node.operator in NORMS or (i in reaching and node.operator in _KEEP_LAYOUT)
+            node.operator in NORMS or (i in reaching and _keeps_layout(node))
         ):
             reaching.update(source for source, _ in node.inputs)
     return frozenset(reaching)
-
-
-def _input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Pair]:
-    """Return the shapes of the first two inputs of operators, as far as a choice looks at them."""
-    shapes: Dict[Output, Optional[Shape]] = {
-        (i, 0): usage.shapes.get(node.name)
-        for i, node in enumerate(graph.nodes)
-        if node.is_variable
-    }
-    wanted: Dict[int, Tuple[Optional[Output], Optional[Output]]] = {}
-    for i, node in enumerate(graph.nodes):
-        looked_at = () if node.is_variable else _looked_at(node, policy, usage)
-        if looked_at:
-            first, second = (node.inputs[k] if k in looked_at else None for k in (0, 1))
-            wanted[i] = first, second
-    asked = {o for pair in wanted.values() for o in pair if o is not None and shapes.get(o) is None}
-    if asked and any(shapes.values()):
-        # The operators too: the shapes of their parameters follow from the other inputs.
-        shapes.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
-    return {
-        i: (shapes.get(first) if first else None, shapes.get(second) if second else None)
-        for i, (first, second) in wanted.items()
-    }
-
-
-def _looked_at(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
-    """Return the positions of the inputs whose shapes a choice for `node` depends on."""
-    rows = not usage.converting  # no choice looks at the shapes of data that are not known yet
-    positions: Set[int] = set()
-    for rule in policy.rule(node.operator).by_shape:
-        if rule.name == "few_rows" and rows:
-            positions |= {0, 1}
-        elif rule.name == "long_sums" and rows:
-            positions.add(0)
-        elif rule.name == "odd_channels":
-            positions.add(1)
-    if rows and node.operator in substitutions.BY_SHAPE:
-        positions.add(substitutions.BY_SHAPE[node.operator])
-    return frozenset(positions)
-
-
-def _infer(
-    graph: Graph, outputs: Sequence[Output], shapes: Mapping[str, Shape]
-) -> Dict[Output, Shape]:
-    """Return the shapes of those outputs that MXNet can infer."""
-    symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
-    inputs = set(symbol.list_inputs())
-    try:
-        known = {name: shape for name, shape in shapes.items() if name in inputs}
-        _, inferred, _ = symbol.infer_shape_partial(**known)
-    except MXNetError:
-        return {}  # the graph can't run on these shapes; MXNet will say why
-    return {output: shape for output, shape in zip(outputs, inferred or ()) if _known(shape)}
-
-
-def _known(shape: Optional[Shape]) -> bool:
-    # Classic semantics write 0 for what is unknown, NumPy's -1.
-    return bool(shape) and min(shape or ()) > 0

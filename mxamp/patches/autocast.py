@@ -11,10 +11,12 @@ from typing import Any, Callable, Iterable, List, Optional, Sequence, TypeVar
 from ..errors import ArgumentError, StateError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Patch, PatchSet
+from ..framework.wording import shown
 from ..policy import active
+from ..policy.difference import differing
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
-from ..policy.targets import check_target
+from ..policy.targets import DEFAULT_TARGET, check_target
 from ..scaling import clipping, loss_watch
 from . import cached_op, data_loading, eager, functions, optimizers, symbolic
 
@@ -25,8 +27,13 @@ logger = logging.getLogger("mxamp")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DIFFERENT = (
-    "mixed precision is on already, with another policy: {old}. Call mxamp.shutdown() before "
-    "init() with different arguments, or use mxamp.autocast() for a part of the program."
+    "mixed precision is on already, with another policy than init() asks for ({differences}). Call "
+    "mxamp.shutdown() before init() with other arguments, or use mxamp.autocast() for a part of "
+    "the program"
+)
+NO_GPU = (
+    "mixed precision is on for GPUs, and MXNet sees none here: arrays on the CPU stay as they are, "
+    "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu()"
 )
 SLOW = (
     "this CPU (%s) computes no bfloat16 in hardware: the results are right, but it will not be "
@@ -70,7 +77,7 @@ _casting = _CastingPatches()
 
 
 def init(
-    target_dtype: Any = "float16",
+    target_dtype: Any = DEFAULT_TARGET,
     target_precision_ops: Optional[Iterable[str]] = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
     fp32_ops: Optional[Iterable[str]] = None,
@@ -93,7 +100,7 @@ def init(
     Parameters
     ----------
     target_dtype : str or dtype, default "float16"
-        "float16", or "bfloat16" (CPUs only, as in MXNet 1.9.1).
+        "float16", or "bfloat16" (CPUs only, as in MXNet 1.9.1). With `policy`, what that is for.
     target_precision_ops, fp32_ops, widest_ops : list of str, optional
         Operators, by any of their names, to run in the target dtype, in float32, and in the
         widest dtype of their inputs. As in `mxnet.contrib.amp`, a list that is given replaces
@@ -101,7 +108,7 @@ def init(
     conditional_fp32_ops : list of (str, str, list of str), optional
         (operator, attribute, values): float32 where the attribute has one of the values.
     policy : Policy, optional
-        A whole policy in place of all of the above.
+        A whole policy in place of the operator lists.
     ctx : Context or str, optional
         The kind of device to run in mixed precision. By default the GPU if there is one, else
         the CPU. Arrays on other devices are left alone.
@@ -114,7 +121,8 @@ def init(
     UnknownNameError
         An operator that MXNet does not know.
     ArgumentError
-        An unknown dtype or device, or an operator in two lists.
+        An unknown dtype or device, an operator in two lists, or a policy that is for another
+        dtype or device than is given beside it.
     StateError
         Mixed precision is on already with other arguments.
 
@@ -133,7 +141,8 @@ def init(
     with _casting._lock:
         if active.process.policy is not None:
             if active.process.policy != wanted:
-                raise StateError(DIFFERENT.format(old=active.process.policy))
+                differences = differing(active.process.policy, wanted)
+                raise StateError(DIFFERENT.format(differences=differences))
             logger.debug("init: mixed precision is on already with the same policy")
             return
         _casting.acquire()
@@ -143,8 +152,10 @@ def init(
 
 
 def _warn_of_speed(policy: Policy) -> None:
-    """Say where a policy does not make this machine faster."""
+    """Say where a policy does not make this machine faster, or does nothing on it."""
     if policy.device != "cpu":
+        if machine.default_device() == "cpu":
+            logger.warning(NO_GPU)
         return
     fast = machine.computes_bfloat16()
     if policy.target_dtype == "bfloat16" and not fast:
@@ -155,9 +166,9 @@ def _warn_of_speed(policy: Policy) -> None:
 
 
 def shutdown() -> None:
-    """Turn mixed precision off for the process: MXNet's functions are its own again.
+    """Turn mixed precision off for the process, and put MXNet's own functions back.
 
-    Does nothing where it is off. Blocks stay usable, and compute in float32. Regions of
+    Does nothing if it is off. Blocks stay usable, and compute in float32. Regions of
     `autocast` that are open stay in force until they end.
     """
     FrontEnd.close_all()
@@ -191,18 +202,21 @@ class autocast:
     Raises
     ------
     ArgumentError
-        An unknown dtype, or both a dtype and a policy.
+        An unknown dtype, or a policy that is for another one.
     """
 
     def __init__(
         self, dtype: Any = None, enabled: bool = True, policy: Optional[Policy] = None
     ) -> None:
         if isinstance(dtype, bool) or (callable(dtype) and not isinstance(dtype, type)):
-            raise ArgumentError(f"autocast takes a dtype first, not {dtype!r}: @amp.autocast()")
-        if policy is not None and dtype is not None:
-            raise ArgumentError("a policy holds its target dtype: give policy or dtype, not both")
+            raise ArgumentError(
+                f"autocast's first argument must be a dtype, not {shown(dtype)}; write "
+                "@amp.autocast() to decorate a function, enabled=False to turn it off"
+            )
         self._dtype = check_target(dtype) if dtype is not None else None
-        self._policy = Policy.from_lists(policy=policy) if policy is not None else None
+        self._policy = policy
+        if policy is not None:
+            self._policy = Policy.from_lists(self._dtype or DEFAULT_TARGET, policy=policy)
         self._enabled = bool(enabled)
 
     def __enter__(self) -> "autocast":

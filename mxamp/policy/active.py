@@ -39,7 +39,7 @@ process = _Process()
 
 
 def current_policy() -> Optional[Policy]:
-    """Return the policy that the calling code computes under, None where casting is off."""
+    """Return the policy in force for the calling code, None where mixed precision is off."""
     regions = _regions.get()
     return regions[-1] if regions else process.policy
 

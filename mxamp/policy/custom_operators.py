@@ -3,6 +3,7 @@
 from typing import Dict, Tuple
 
 from ..errors import ArgumentError
+from ..framework.wording import one_of, shown
 
 __all__ = ["registered_classes", "register_custom_operator"]
 
@@ -35,9 +36,9 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
         `op_type` is no name, or `kind` is none of the three.
     """
     if not isinstance(op_type, str) or not op_type:
-        raise ArgumentError(f"op_type is the name of a custom operator, not {op_type!r}")
-    if kind not in _CLASSES:
-        raise ArgumentError(f"kind is one of {', '.join(_CLASSES)}, not {kind!r}")
+        raise ArgumentError(f"op_type must be the name of a custom operator, not {shown(op_type)}")
+    if not isinstance(kind, str) or kind not in _CLASSES:
+        raise ArgumentError(f"kind must be {one_of(_CLASSES)}, not {shown(kind)}")
     _registered[op_type] = _CLASSES[kind]
 
 

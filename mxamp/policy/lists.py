@@ -3,24 +3,31 @@
 mxamp's own are `lists/float16.toml` and `lists/bfloat16.toml`.
 """
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Optional, Union
-
-from ..errors import ArgumentError, unknown
-from ..framework.operators import registry, resolve
-from .rules import (
-    CLASSES,
-    SHAPE_RULES,
-    SUBSTITUTIONS,
-    UNLISTED,
-    Condition,
-    Rule,
-    ShapeRule,
+from typing import (
+    Any,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Tuple,
+    Union,
 )
-from .targets import check_device, check_target
+
+from ..errors import ArgumentError, located
+from ..framework.operators import Operator, registry, resolve
+from ..framework.wording import shown
+from .rules import UNLISTED, Condition, Rule, ShapeRule
+from .schema import check_list, place
+from .targets import check_device
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,15 +36,10 @@ else:
 
 __all__ = ["OperatorList", "lists_folder", "own_list", "read_list"]
 
-FORMAT = 1
-
-LACKS = (
-    "{path!r} lacks {key!r}: a required key of a table, or an operator that [[by_shape]] names and "
-    "that stands in no group"
-)
-
 # The one operator with exceptions that CPU builds of MXNet don't have.
 _GPU_ONLY = "CuDNNBatchNorm"
+
+Table = Mapping[str, Any]
 
 
 class OperatorList(NamedTuple):
@@ -57,143 +59,172 @@ def lists_folder() -> Path:
 
 def own_list(dtype: str, device: str, features: FrozenSet[str]) -> OperatorList:
     """Return mxamp's own list for a dtype."""
-    path = lists_folder() / f"{dtype}.toml"
-    return _resolved(tomllib.loads(path.read_text(encoding="utf-8")), device, features, path.name)
+    return read_list(lists_folder() / f"{dtype}.toml", device, features)
 
 
 def read_list(
     path: Union[str, Path], device: Optional[str], features: FrozenSet[str]
 ) -> OperatorList:
-    """Read a list of the user's own."""
+    """Read an operator list; every error names the file."""
+    data = _parsed(path)
+    with located(path):
+        return _resolved(data, device, features)
+
+
+def _parsed(path: Union[str, Path]) -> Table:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"an operator list must be given by its path, not by {shown(path)}")
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data: Table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return data
     except FileNotFoundError:
-        raise ArgumentError(f"no operator list at {str(path)!r}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ArgumentError(f"there is no operator list {str(path)!r}") from None
+    except IsADirectoryError:
+        raise ArgumentError(f"{str(path)!r} is a folder; give the path of a TOML file") from None
+    except OSError as error:
+        raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ArgumentError(f"{str(path)!r} is not valid TOML: it is no UTF-8 text") from None
+    except RecursionError:
+        raise ArgumentError(f"{str(path)!r} is not valid TOML: nested too deeply") from None
+    except ValueError as error:  # TOML's, with line and column, or a path that no file can have
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
-    try:
-        return _resolved(data, device, features, where=str(path))
-    except KeyError as error:
-        raise ArgumentError(LACKS.format(path=str(path), key=error.args[0])) from None
-    except ArgumentError as error:
-        if str(path) in str(error):
-            raise
-        raise type(error)(f"{path}: {error}") from None
 
 
-def _resolved(
-    data: Mapping[str, Any], device: Optional[str], features: FrozenSet[str], where: str
-) -> OperatorList:
-    """Return a file's data as a list; `where` is what errors call the file."""
-    if data.get("format") != FORMAT:
-        raise ArgumentError(
-            f"{where} has format {data.get('format')!r}; this mxamp reads format {FORMAT}"
-        )
-    dtype = check_target(data.get("dtype"))
+def _resolved(data: Table, device: Optional[str], features: FrozenSet[str]) -> OperatorList:
+    check_list(data)
+    dtype = data["dtype"]
     device = check_device(dtype, device)
-    substitutions = dict(data.get("substitutions", {}))
-    for name in substitutions:
-        if name not in SUBSTITUTIONS:
-            raise unknown("substitution", name, SUBSTITUTIONS)
-    rules = _rules(data, device, features, where)
-    return OperatorList(dtype, device, MappingProxyType(rules), MappingProxyType(substitutions))
+    rules = _Rules(data)
+    rules.add_missing(device, features)
+    rules.add_shape_rules(device)
+    substitutions = MappingProxyType(dict(data.get("substitutions", {})))
+    return OperatorList(dtype, device, MappingProxyType(rules.by_name), substitutions)
 
 
-def _rules(
-    data: Mapping[str, Any], device: str, features: FrozenSet[str], where: str
-) -> Dict[str, Rule]:
-    rules: Dict[str, Rule] = {}
-    _add_classes(rules, data, where)
-    _add_conditions(rules, data, where)
-    for key in ("keep_inputs", "follow_inputs"):
-        for name, inputs in data.get(key, {}).items():
-            if name != _GPU_ONLY or name in registry():
-                _amend(rules, name, **{key: tuple(inputs)})
-    for name, outputs in data.get("keep_outputs", {}).items():
-        _amend(rules, name, keep_outputs=tuple(outputs))
-    for group in data.get("missing", ()):
-        if group["device"] == device and group.get("unless") not in features:
-            for name in _expand(group["operators"], where):
-                computes = group.get("computes", "float32")
-                _amend(rules, name, missing=group["reason"], computes=computes)
-    _add_shape_rules(rules, data, device, where)
-    return rules
+class _Rules:
+    """The rules of a list while they are put together, and the table that gave each its class."""
 
+    def __init__(self, data: Table) -> None:
+        self._data = data
+        self._given_by: Dict[str, str] = {}
+        self.by_name: Dict[str, Rule] = {}
+        self._add_classes()
+        self._add_conditions()
+        self._add_exceptions()
 
-def _add_shape_rules(
-    rules: Dict[str, Rule], data: Mapping[str, Any], device: str, where: str
-) -> None:
-    for group in data.get("by_shape", ()):
-        if group["rule"] not in SHAPE_RULES:
-            raise ArgumentError(
-                f"{where}: rule {group['rule']!r} is none of {', '.join(SHAPE_RULES)}"
-            )
-        if group.get("device", device) != device:
-            continue
-        limit = group["limit"] if group["rule"] == "long_sums" else 0
-        rule = ShapeRule(group["rule"], group["reason"], limit)
-        for name in _expand(group["operators"], where):
-            _amend(rules, name, by_shape=(*rules[name].by_shape, rule))
+    def add_missing(self, device: str, features: FrozenSet[str]) -> None:
+        """Note the kernels that a kind of device with these features does not have."""
+        for table, names in self._tables("missing"):
+            if table["device"] == device and table.get("unless") not in features:
+                computes = table.get("computes", "float32")
+                for name in names:
+                    self._amend(name, missing=table["reason"], computes=computes)
 
+    def add_shape_rules(self, device: str) -> None:
+        """Add the rules by shape."""
+        for i, (table, names) in enumerate(self._tables("by_shape")):
+            with located(place("by_shape", i)):
+                self._add_shape_rule(table, names, device)
 
-def _add_classes(rules: Dict[str, Rule], data: Mapping[str, Any], where: str) -> None:
-    for group in data.get("group", ()):
-        if group["class"] not in CLASSES:
-            raise ArgumentError(
-                f"{where}: class {group['class']!r} is none of {', '.join(CLASSES)}"
-            )
-        for name in _expand(group["operators"], where):
-            _add(rules, Rule(name, group["class"], group["reason"]), where)
-
-
-def _add_conditions(rules: Dict[str, Rule], data: Mapping[str, Any], where: str) -> None:
-    for group in data.get("conditional", ()):
-        attributes, op_class = group["attribute"], group["otherwise"]
-        attributes = [attributes] if isinstance(attributes, str) else attributes
-        for name in _expand(group["operators"], where):
-            conditions = tuple(
-                Condition(
-                    attribute,
-                    values=tuple(group.get("values", ())),
-                    beyond_range=group.get("beyond_range", False),
-                    default=registry()[name].defaults.get(attribute),
-                    dtype=data["dtype"],
-                    reason=group["reason"],
-                )
-                for attribute in attributes
-            )
-            there = rules.get(name, UNLISTED)
-            if not there.conditions:
-                _add(rules, Rule(name, op_class, group["reason"], conditions), where)
-            elif there.op_class == op_class:
-                _amend(rules, name, conditions=(*there.conditions, *conditions))
-            else:
+    def _add_shape_rule(self, table: Table, names: List[str], device: str) -> None:
+        limited, limit = table["rule"] == "long_sums", table.get("limit")
+        if limited != (limit is not None):
+            wrong = "needs the key 'limit'" if limited else "takes no 'limit'; long_sums does"
+            raise ArgumentError(f"rule {table['rule']!r} {wrong}")
+        rule = ShapeRule(table["rule"], table["reason"], limit or 0)
+        for name in names:
+            if name not in self.by_name:
                 raise ArgumentError(
-                    f"{where}: operator {name!r} is {there.op_class} in one conditional table and "
-                    f"{op_class} in another"
+                    f"operator {name!r} has no class; name it in a [[group]] or [[conditional]] "
+                    "table too"
                 )
+            if table.get("device", device) == device:
+                self._amend(name, by_shape=(*self.by_name[name].by_shape, rule))
+
+    def _tables(self, kind: str) -> Iterator[Tuple[Table, List[str]]]:
+        """Yield the tables of a kind, and their operators."""
+        for i, table in enumerate(self._data.get(kind, ())):
+            with located(place(kind, i)):
+                names = _expand(table["operators"])
+            yield table, names
+
+    def _add_classes(self) -> None:
+        for i, (table, names) in enumerate(self._tables("group")):
+            for name in names:
+                self._add(Rule(name, table["class"], table["reason"]), place("group", i))
+
+    def _add_conditions(self) -> None:
+        for i, (table, names) in enumerate(self._tables("conditional")):
+            where = place("conditional", i)
+            with located(where):
+                if bool(table.get("values")) == table.get("beyond_range", False):
+                    raise ArgumentError("give either values or beyond_range = true")
+                added = {name: self._conditions(registry()[name], table) for name in names}
+            for name, conditions in added.items():
+                there = self.by_name.get(name, UNLISTED)
+                if not there.conditions:
+                    self._add(Rule(name, table["otherwise"], table["reason"], conditions), where)
+                elif there.op_class == table["otherwise"]:
+                    self._amend(name, conditions=(*there.conditions, *conditions))
+                else:
+                    raise ArgumentError(
+                        f"{where}: operator {name!r} is otherwise {table['otherwise']!r} here and "
+                        f"{there.op_class!r} in {self._given_by[name]}; write the same in both"
+                    )
+
+    def _conditions(self, operator: Operator, table: Table) -> Tuple[Condition, ...]:
+        attributes = table["attribute"]
+        return tuple(
+            Condition(
+                operator.attribute(attribute),
+                values=tuple(table.get("values", ())),
+                beyond_range=table.get("beyond_range", False),
+                default=operator.defaults.get(attribute),
+                dtype=self._data["dtype"],
+                reason=table["reason"],
+            )
+            for attribute in ([attributes] if isinstance(attributes, str) else attributes)
+        )
+
+    def _add_exceptions(self) -> None:
+        for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
+            for name, kept in self._data.get(kind, {}).items():
+                if name == _GPU_ONLY and name not in registry():
+                    continue
+                with located(f"[{kind}]"):
+                    operator = _canonical(name)
+                    if kind != "keep_outputs":
+                        for one in kept:
+                            operator.input(one)
+                self._amend(operator.name, **{kind: tuple(kept)})
+
+    def _add(self, rule: Rule, where: str) -> None:
+        first = self._given_by.setdefault(rule.operator, where)
+        if rule.operator in self.by_name:
+            where = f"twice in {where}" if first == where else f"in {first} and in {where}"
+            raise ArgumentError(f"operator {rule.operator!r} stands {where}; leave it in one place")
+        self.by_name[rule.operator] = rule
+
+    def _amend(self, name: str, **changes: Any) -> None:
+        there = self.by_name.get(name, replace(UNLISTED, operator=name))
+        self.by_name[name] = replace(there, **changes)
 
 
-def _expand(patterns: Iterable[str], where: str) -> List[str]:
+def _expand(patterns: Iterable[str]) -> List[str]:
     """Return the registered operators that names and patterns ending in * stand for."""
     names: List[str] = []
     for pattern in patterns:
         if pattern.endswith("*"):
             names.extend(name for name in registry() if name.startswith(pattern[:-1]))
-        elif pattern in registry():
-            names.append(pattern)
         else:
-            canonical = resolve(pattern).name
-            raise ArgumentError(f"{where}: {pattern!r} is an alias; write {canonical!r}")
+            names.append(_canonical(pattern).name)
     return names
 
 
-def _add(rules: Dict[str, Rule], rule: Rule, where: str) -> None:
-    if rule.operator in rules:
-        raise ArgumentError(f"{where}: operator {rule.operator!r} stands in two groups")
-    rules[rule.operator] = rule
-
-
-def _amend(rules: Dict[str, Rule], name: str, **changes: Any) -> None:
-    name = resolve(name).name
-    rules[name] = replace(rules.get(name, replace(UNLISTED, operator=name)), **changes)
+def _canonical(name: str) -> Operator:
+    """Return the operator of this canonical name."""
+    operator = resolve(name)
+    if operator.name != name:
+        raise ArgumentError(f"{name!r} is an alias; write {operator.name!r}")
+    return operator

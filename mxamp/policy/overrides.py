@@ -5,13 +5,19 @@ from typing import AbstractSet, Dict, Iterable, List, Mapping, Optional, Sequenc
 
 from ..errors import ArgumentError, unknown
 from ..framework.operators import resolve
+from ..framework.wording import shown
 from .rules import UNLISTED, Condition, Rule
 
-__all__ = ["Conditional", "Names", "checked_substitutions", "overridden"]
+__all__ = ["Conditional", "Names", "checked_layers", "checked_substitutions", "overridden"]
 
 #: (operator, attribute, values): fp32 where the attribute has one of the values.
 Conditional = Tuple[str, str, Sequence[str]]
 Names = Optional[Iterable[str]]
+
+CONDITIONAL = (
+    "conditional operators must be a list of (operator, attribute, [values]), such as "
+    "('Activation', 'act_type', ['softrelu']), not {given}"
+)
 
 
 def overridden(
@@ -43,8 +49,8 @@ def overridden(
 
 def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> List[str]:
     """Return names of substitutions, all of which are `there`."""
-    if isinstance(given, str):
-        raise ArgumentError(f"substitutions is a list of names, not {given!r}")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ArgumentError(f"substitutions must be a list of names, not {shown(given)}")
     names = list(given)
     for name in names:
         if name not in there:
@@ -52,12 +58,21 @@ def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> Lis
     return names
 
 
+def checked_layers(patterns: Iterable[str]) -> Tuple[str, ...]:
+    """Return names of layers to keep in float32, each once."""
+    listed = () if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
+    layers = tuple(dict.fromkeys(listed))
+    if listed is not patterns or not all(isinstance(one, str) for one in layers):
+        raise ArgumentError(f"fp32_layers must be a list of names, not {shown(patterns)}")
+    return layers
+
+
 def _canonical(op_class: str, names: Names) -> List[str]:
     """Return the canonical names of operators given by any name."""
     if names is None:
         return []
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ArgumentError(f"the {op_class} operators are a list of names, not {names!r}")
+        raise ArgumentError(f"the {op_class} operators must be a list of names, not {shown(names)}")
     return [resolve(name).name for name in names]
 
 
@@ -72,18 +87,20 @@ def _conditions(
 ) -> Dict[str, Tuple[Condition, ...]]:
     """Return the conditions by canonical operator name."""
     conditions: Dict[str, Tuple[Condition, ...]] = {}
+    if not isinstance(conditional, (Iterable, type(None))):
+        raise ArgumentError(CONDITIONAL.format(given=shown(conditional)))
     for entry in conditional if conditional is not None else ():
         try:
             name, attribute, values = entry
         except (TypeError, ValueError):
-            raise ArgumentError(
-                f"a conditional operator is (operator, attribute, [values]), not {entry!r}"
-            ) from None
-        if isinstance(values, str):
-            raise ArgumentError(f"the values of {attribute!r} are a list, not {values!r}")
+            raise ArgumentError(CONDITIONAL.format(given=shown(entry))) from None
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise ArgumentError(f"the values of {attribute!r} must be a list, not {shown(values)}")
         operator = resolve(name)
         condition = Condition(
-            attribute, tuple(map(str, values)), default=operator.defaults.get(attribute)
+            operator.attribute(attribute),
+            tuple(map(str, values)),
+            default=operator.defaults.get(attribute),
         )
         conditions[operator.name] = (*conditions.get(operator.name, ()), condition)
     return conditions

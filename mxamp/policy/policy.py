@@ -6,24 +6,42 @@ your own), resolved against MXNet's registry and one kind of device, and never c
 
 import fnmatch
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
+import numpy as np
+
 from ..errors import ArgumentError
 from ..framework import machine
+from ..framework.machine import dtype_name
+from ..framework.wording import counted, one_of, shown
 from .custom_operators import registered_classes
 from .lists import OperatorList, own_list, read_list
-from .overrides import Conditional, Names, checked_substitutions, overridden
-from .rules import UNLISTED, Rule
-from .targets import check_device, check_target, device_type
+from .overrides import Conditional, Names, checked_layers, checked_substitutions, overridden
+from .rules import SHOWN_CLASSES, UNLISTED, Rule
+from .targets import DEFAULT_TARGET, check_device, check_target, device_type
 
 __all__ = ["Policy"]
 
+NO_POLICY = (
+    "policy must be an mxamp.Policy, not {given}; Policy.default, Policy.load and Policy.override "
+    "make one"
+)
+BESIDE_LISTS = (
+    "a policy has operator lists of its own: give it without other lists, or change it with "
+    "policy.override"
+)
+OTHER_POLICY = (
+    "the policy is for {own}, and {given} is given beside it: give a policy for {given}, or leave "
+    "{given} out"
+)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Policy:
     """Which precision every operator computes in, on one kind of device.
 
@@ -31,12 +49,13 @@ class Policy:
     >>> policy.rule("Convolution").op_class
     'low'
 
-    Policies compare and hash by value; two that say the same are the same.
+    Make one with `default`, `load` or `override`. Policies never change; they compare and hash by
+    value.
     """
 
     target_dtype: str
     device: str
-    rules: Mapping[str, Rule] = field(repr=False)
+    rules: Mapping[str, Rule]
     #: names (with * and ?) of graph nodes that stay in float32; eager calls have no names
     fp32_layers: Tuple[str, ...] = ()
     #: the faster equivalents that graphs about to run get: name, and what it was measured to gain
@@ -56,14 +75,36 @@ class Policy:
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     def operators(self, op_class: str) -> List[str]:
-        """Return the operators of one class, sorted; "conditional" for those with conditions."""
-        if op_class == "conditional":
-            return sorted(name for name, rule in self.rules.items() if rule.conditions)
-        return sorted(
-            name
-            for name, rule in self.rules.items()
-            if rule.op_class == op_class and not rule.conditions
-        )
+        """Return the operators of one class, sorted.
+
+        >>> "Convolution" in Policy.default("float16", "cpu").operators("low")
+        True
+
+        The classes are "low", "fp32", "widest", "neutral", "untouched", and "conditional" for
+        operators that depend on an attribute. The target dtype stands for "low", and "float32" for
+        "fp32".
+        """
+        wanted = self._class_of(op_class)
+        return sorted(name for name, rule in self.rules.items() if rule.shown_class == wanted)
+
+    def _class_of(self, name: Any) -> str:
+        """Return a class that was given by its name or by a dtype."""
+        known = {one: one for one in SHOWN_CLASSES}
+        known.update({self.target_dtype: "low", "float32": "fp32"})
+        wanted = dtype_name(name) if isinstance(name, (type, np.dtype)) else name
+        if not isinstance(wanted, str) or wanted not in known:
+            raise ArgumentError(f"the class must be {one_of(known)}, not {shown(name)}")
+        return known[wanted]
+
+    def __repr__(self) -> str:
+        counts = Counter(rule.shown_class for rule in self.rules.values())
+        low, *others = [f"{counts[name]} {name}" for name in SHOWN_CLASSES if counts[name]]
+        parts = [low.replace(" ", " operators ", 1), *others]
+        given = sum(rule.given for rule in self.rules.values())
+        parts += [counted(given, "override")] if given else []
+        layers = len(self.fp32_layers)
+        parts += [f"{counted(layers, 'layer name')} in float32"] if layers else []
+        return f"<Policy {self.target_dtype} on {self.device}: {', '.join(parts)}>"
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -93,7 +134,7 @@ class Policy:
     # ------------------------------------------------------------------ making one
 
     @classmethod
-    def default(cls, target_dtype: str = "float16", device: Optional[str] = None) -> "Policy":
+    def default(cls, target_dtype: Any = "float16", device: Optional[str] = None) -> "Policy":
         """Return mxamp's own policy for a dtype and a device type ("cpu" or "gpu").
 
         The default device is the GPU if there is one, else the CPU.
@@ -104,13 +145,16 @@ class Policy:
 
     @classmethod
     def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
-        """Read an operator list in the format of `lists/float16.toml`."""
+        """Read an operator list of your own, a TOML file, for one kind of device.
+
+        Raises `ArgumentError`, with the file and the table, for whatever is wrong in it.
+        """
         return _made_of(read_list(path, device, machine.features()), registered_classes())
 
     @classmethod
     def from_lists(
         cls,
-        target_dtype: Any = "float16",
+        target_dtype: Any = DEFAULT_TARGET,
         low: Names = None,
         fp32: Names = None,
         widest: Names = None,
@@ -121,24 +165,33 @@ class Policy:
     ) -> "Policy":
         """Return the policy that the arguments of `init` and `convert_*` describe.
 
-        That is `policy` itself where it is given, and given alone; else the default one for
-        `target_dtype` and the kind of device of `ctx`, with each operator list that is given in
-        place of its own.
+        That is `policy` itself where it is given; else the default one for `target_dtype` and the
+        kind of device of `ctx`, with each operator list that is given in place of its own.
 
-        Raises `ArgumentError` where `policy` is no policy or is not given alone, and what
-        `override` raises.
+        Raises `ArgumentError` where `policy` is no policy, stands beside operator lists, or is for
+        another dtype or device than is given beside it, and what `override` raises.
         """
         lists = (low, fp32, widest, conditional)
         if policy is not None:
             if not isinstance(policy, Policy):
-                raise ArgumentError(f"policy is an mxamp.Policy, not {policy!r}")
-            if any(given is not None for given in lists) or ctx is not None:
-                raise ArgumentError("a policy holds operator lists and device: give it alone")
+                raise ArgumentError(NO_POLICY.format(given=shown(policy)))
+            if any(given is not None for given in lists):
+                raise ArgumentError(BESIDE_LISTS)
+            policy._check_beside(target_dtype, device_type(ctx))
             return policy
         base = cls.default(check_target(target_dtype), device_type(ctx))
         if all(given is None for given in lists):
             return base
         return base.override(low, fp32, widest, conditional, replace_lists=True)
+
+    def _check_beside(self, target_dtype: Any, device: Optional[str]) -> None:
+        """Raise where the policy is for another dtype or device than was given beside it."""
+        dtype = self.target_dtype
+        if target_dtype is not DEFAULT_TARGET:
+            dtype = check_target(target_dtype)
+        for given, own in ((dtype, self.target_dtype), (device or self.device, self.device)):
+            if given != own:
+                raise ArgumentError(OTHER_POLICY.format(own=own, given=given))
 
     def override(
         self,
@@ -161,8 +214,9 @@ class Policy:
         `replace_lists`, a list that is given replaces the policy's own, as it does in
         `mxnet.contrib.amp.init`: what the old list held and no new one names becomes neutral.
 
-        `substitutions` names those of the policy's own that it is to keep. An operator that is
-        given a class has it whatever its shapes are.
+        `fp32_layers` are names of layers, with * and ?, to keep in float32: those that `explain`
+        shows. `substitutions` names those of the policy's own that it is to keep. An operator that
+        is given a class has it whatever its shapes are.
 
         Raises `UnknownNameError` for a name MXNet does not know, `ArgumentError` for one that
         stands in two lists.
@@ -173,7 +227,7 @@ class Policy:
         if substitutions is not None:
             names = checked_substitutions(substitutions, kept)
             kept = MappingProxyType({name: kept[name] for name in names})
-        layers = tuple(dict.fromkeys((*self.fp32_layers, *fp32_layers)))
+        layers = tuple(dict.fromkeys((*self.fp32_layers, *checked_layers(fp32_layers))))
         changed = replace(
             self, rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept
         )

@@ -9,6 +9,7 @@ __all__ = [
     "CLASSES",
     "EXACT_RULES",
     "SHAPE_RULES",
+    "SHOWN_CLASSES",
     "SUBSTITUTIONS",
     "UNLISTED",
     "Condition",
@@ -17,6 +18,9 @@ __all__ = [
 ]
 
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
+
+#: What readers see: a class, or that it depends on an attribute.
+SHOWN_CLASSES = (*CLASSES, "conditional")
 
 #: Names of rules by shapes and neighbours, which operator lists use: functions of
 #: `graph.shape_rules`.
@@ -83,6 +87,11 @@ class Rule:
     by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of the user's own custom operators
     by_shape: Tuple[ShapeRule, ...] = ()
     given: bool = False  #: by a user, who wants this operator: nothing is substituted for it
+
+    @property
+    def shown_class(self) -> str:
+        """What readers see of the class."""
+        return "conditional" if self.conditions else self.op_class
 
     def is_exact(self, reason: Optional[str]) -> bool:
         """Tell whether `reason`, why a call stays in float32, is that of an exact shape rule."""

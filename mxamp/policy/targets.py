@@ -2,19 +2,34 @@
 
 from typing import Any, Optional, Sequence
 
+import numpy as np
+
 from ..errors import ArgumentError
 from ..framework.machine import default_device, dtype_name
+from ..framework.wording import one_of, shown
 
-__all__ = ["TARGETS", "check_device", "check_target", "device_type"]
+__all__ = ["DEFAULT_TARGET", "DEVICES", "TARGETS", "check_device", "check_target", "device_type"]
 
 TARGETS = ("float16", "bfloat16")
+DEVICES = ("cpu", "gpu")
+
+
+class _Default(str):
+    """A default that can be told from the same string given by a caller."""
+
+    __slots__ = ()
+
+
+#: The default of arguments called `target_dtype`: float16, or what a policy beside it is for.
+DEFAULT_TARGET: str = _Default("float16")
 
 
 def check_target(dtype: Any) -> str:
     """Return the target dtype's name; strings, NumPy types and MXNet's bfloat16 are taken."""
-    name = dtype_name(dtype)
+    # An array is no dtype, though NumPy would take its own for one.
+    name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name not in TARGETS:
-        raise ArgumentError(f"target_dtype is 'float16' or 'bfloat16', not {dtype!r}")
+        raise ArgumentError(f"the target dtype must be {one_of(TARGETS)}, not {shown(dtype)}")
     return name
 
 
@@ -23,12 +38,11 @@ def check_device(dtype: str, device: Optional[str]) -> str:
     if device is None:
         # MXNet 1.9.1 has no bfloat16 kernel on GPUs, so bfloat16 always means the CPU.
         return default_device() if dtype == "float16" else "cpu"
-    if device not in ("cpu", "gpu"):
-        raise ArgumentError(f"a policy's device is 'cpu' or 'gpu', not {device!r}")
+    if device not in DEVICES:
+        raise ArgumentError(f"the device must be {one_of(DEVICES)}, not {shown(device)}")
     if dtype == "bfloat16" and device == "gpu":
         raise ArgumentError(
-            "MXNet 1.9.1 has no bfloat16 kernels on GPUs: use target_dtype='float16' there, or "
-            "ctx=mx.cpu()"
+            "MXNet 1.9.1 has no bfloat16 kernels on GPUs: give float16, or the CPU as the device"
         )
     return device
 
@@ -38,10 +52,12 @@ def device_type(ctx: Any) -> Optional[str]:
     if ctx is None:
         return None
     contexts: Sequence[Any] = ctx if isinstance(ctx, (list, tuple)) else [ctx]
-    names = {getattr(c, "device_type", c) for c in contexts}
+    names = {str(getattr(one, "device_type", one)) for one in contexts}
     if len(names) != 1:
-        raise ArgumentError(f"ctx names one kind of device, not {sorted(map(str, names))}")
+        kinds = " and ".join(sorted(names)) or "an empty list"
+        raise ArgumentError(f"ctx must name one kind of device, not {kinds}")
     name = names.pop()
-    if not isinstance(name, str):
-        raise ArgumentError(f"ctx is a Context, 'cpu' or 'gpu', not {ctx!r}")
-    return "cpu" if name.startswith("cpu") else name
+    kind = "cpu" if name.startswith("cpu") else name
+    if kind not in DEVICES:
+        raise ArgumentError(f"ctx must be a Context, 'cpu' or 'gpu', not {shown(ctx)}")
+    return kind

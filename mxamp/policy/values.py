@@ -5,7 +5,7 @@ import math
 import struct
 from typing import Any, Mapping, NamedTuple
 
-__all__ = ["out_of_range", "same_value"]
+__all__ = ["INFINITE_FROM", "out_of_range", "same_value"]
 
 
 class _Range(NamedTuple):
@@ -16,6 +16,12 @@ class _Range(NamedTuple):
 _RANGES: Mapping[str, _Range] = {
     "float16": _Range(65504.0, 2.0**-14),
     "bfloat16": _Range((2 - 2.0**-7) * 2.0**127, 2.0**-126),
+}
+
+#: From here on numbers are rounded to infinity: half a step above the largest.
+INFINITE_FROM: Mapping[str, float] = {
+    "float16": 65520.0,
+    "bfloat16": (2 - 2.0**-8) * 2.0**127,
 }
 
 _WORDS: Mapping[str, Any] = {"true": 1, "false": 0, "none": None}

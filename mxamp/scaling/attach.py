@@ -6,12 +6,13 @@ from typing import Any, Optional
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
+from ..framework.wording import shown
 from ..policy.active import current_policy
 from .checkpoint import taken_state
 from .hook import TrainerHook
 from .scaler import LossScaler, NoScaler, Scaler
 
-__all__ = ["attach_hook", "hook_of"]
+__all__ = ["attach_hook", "hook_in_force", "hook_of"]
 
 logger = logging.getLogger("mxamp")
 
@@ -40,8 +41,8 @@ def attach_hook(
 
     A trainer that has one keeps it, with what is given replaced.
     """
-    hook = getattr(trainer, "_amp_loss_scaler", None)
-    if isinstance(hook, TrainerHook) and hook.trainer is trainer:
+    hook = hook_in_force(trainer)
+    if hook is not None and hook.trainer is trainer:
         hook.check_scaled_by(scaled_by)
         if loss_scaler is not None:
             hook.scaler = loss_scaler
@@ -52,7 +53,10 @@ def attach_hook(
     scaler = loss_scaler if loss_scaler is not None else _default_scaler()
     _keep_updates_off_kvstore(trainer)
     hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
-    saved = taken_state(trainer)  # of load_states, called before
+    retired = getattr(trainer, "_amp_loss_scaler", None)
+    if isinstance(retired, TrainerHook) and retired.trainer is trainer:
+        hook.take_over(retired)
+    saved = taken_state(trainer) or hook.loaded
     if saved is not None and loss_scaler is None:
         hook.load_state_dict(saved)
     _attach(trainer, hook)
@@ -65,12 +69,18 @@ def _default_scaler() -> Scaler:
     return LossScaler() if policy.target_dtype == "float16" else NoScaler()
 
 
+def hook_in_force(trainer: Any) -> Optional[TrainerHook]:
+    """Return a trainer's hook, None where it has none, or that of an automatic run that ended."""
+    hook = getattr(trainer, "_amp_loss_scaler", None)
+    return hook if isinstance(hook, TrainerHook) and not hook.retired else None
+
+
 def hook_of(trainer: Any) -> TrainerHook:
     """Return the hook that `init_trainer` gave to a trainer."""
     if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"a gluon.Trainer is needed here, not {trainer!r}")
-    hook = getattr(trainer, "_amp_loss_scaler", None)
-    if not isinstance(hook, TrainerHook):
+        raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
+    hook = hook_in_force(trainer)
+    if hook is None:
         raise StateError(NOT_INITIALIZED)
     return hook
 

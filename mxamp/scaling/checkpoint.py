@@ -9,6 +9,7 @@ Like every pickle, a state file can run code when it is loaded: load only files 
 
 import os
 import pickle
+import pickletools
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional
@@ -16,7 +17,7 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError
-from ..framework.files import replaced_file
+from ..framework.files import NOT_THE_SAME, checksum, replaced_file
 
 __all__ = ["load_states", "save_states", "taken_state"]
 
@@ -40,14 +41,31 @@ NO_STATES = (
 
 
 def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
-    """Write a trainer's states, with `state` of the loss scaler: the whole file or none."""
+    """Write a trainer's states, with `state` of the loss scaler: the whole file or none.
+
+    Raises `WriteError` where that fails.
+    """
     optimizer = trainer._optimizer
     setattr(optimizer, _ATTRIBUTE, dict(state))
     try:
-        with replaced_file(Path(path)) as temporary:
+        with replaced_file(path, _read_back) as temporary:
             type(trainer).save_states(trainer, os.fspath(temporary))
     finally:
         delattr(optimizer, _ATTRIBUTE)
+
+
+def _read_back(path: Path) -> None:
+    """Raise where a file that was written does not hold all of it: a pickle says where it ends."""
+    checksum(path)  # from the disk, into memory
+    try:
+        with open(path, "rb") as file:
+            for _ in pickletools.genops(file):
+                pass
+            whole = not file.read(1)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise OSError(NOT_THE_SAME)
 
 
 def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None]) -> None:

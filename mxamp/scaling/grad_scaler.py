@@ -16,7 +16,8 @@ from mxnet import autograd
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
-from .attach import attach_hook, hook_of
+from ..framework.wording import shown
+from .attach import attach_hook, hook_in_force, hook_of
 from .hook import TrainerHook
 from .scaler import LossScaler, Scaler, positive_number
 from .trainer import map_losses, scaled_loss
@@ -25,9 +26,13 @@ __all__ = ["GradScaler"]
 
 logger = logging.getLogger("mxamp")
 
-STEPPED_TWICE = "step was called for this trainer already since the last update(): call update()"
-UNSCALED_TWICE = "unscale_ was called for this trainer already since the last update()"
-UNSCALED_LATE = "unscale_ comes before step, and this trainer has stepped since the last update()"
+STEPPED_TWICE = "this trainer has stepped already since the last update(): call update() first"
+UNSCALED_TWICE = "unscale_ was called for this trainer already: call it once before each update()"
+UNSCALED_LATE = "this trainer has stepped since the last update(): call unscale_ before step"
+DISABLED = (
+    "this is the state of a GradScaler(enabled=False), which has no scale: give a state that an "
+    "enabled GradScaler has written"
+)
 NOTHING_TO_UPDATE = "update() comes after step(trainer, batch_size), and no trainer has stepped"
 FOREIGN_TRAINER = (
     "this trainer has a loss scaler of its own, of init_trainer or of another GradScaler: use one"
@@ -88,7 +93,7 @@ class GradScaler:
     Parameters
     ----------
     init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
-        As of `LossScaler`.
+        As for `LossScaler`.
     enabled : bool, default True
         False makes every method do nothing but what plain MXNet would.
 
@@ -191,7 +196,7 @@ class GradScaler:
         if not self._enabled:
             return
         if not state:
-            raise ArgumentError("this is the state of a disabled GradScaler: there is none to load")
+            raise ArgumentError(DISABLED)
         self._scaler.load_state_dict(state)
 
     def __getstate__(self) -> Dict[str, Any]:
@@ -204,9 +209,9 @@ class GradScaler:
         self._stages = weakref.WeakKeyDictionary()
 
     def _hook(self, trainer: Trainer) -> TrainerHook:
-        if not isinstance(getattr(trainer, "_amp_loss_scaler", None), TrainerHook):
+        if hook_in_force(trainer) is None:
             if not isinstance(trainer, Trainer):
-                raise ArgumentError(f"a GradScaler steps a gluon.Trainer, not {trainer!r}")
+                raise ArgumentError(f"a GradScaler takes a gluon.Trainer, not {shown(trainer)}")
             attach_hook(trainer, _Recorder(self), scaled_by="GradScaler")
         hook = hook_of(trainer)
         hook.check_scaled_by("GradScaler", "init_trainer")

@@ -33,6 +33,7 @@ from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
+from ..framework.wording import shown
 from .checkpoint import load_states, save_states
 from .finite import all_finite, multiply
 from .report import SkipWatch, StepReport, log_step
@@ -53,7 +54,8 @@ STEP_BEFORE_SCALING = (
 NOTHING_TO_UNSCALE = (
     "there are no scaled gradients: unscale comes after scale_loss and backward, and before step"
 )
-UNSCALED_TWICE = "these gradients are unscaled already: unscale was called twice before the step"
+UNSCALED_TWICE = "these gradients are unscaled already: call unscale once before each step"
+NO_STATE = "the state must be what state_dict returns, with scaler, steps and skips, not {given}"
 
 
 class Stage(Enum):
@@ -81,6 +83,8 @@ class TrainerHook:
     ) -> None:
         self.trainer, self.scaler = trainer, scaler
         self.scaled_by = scaled_by
+        self.retired = False  #: the API that scaled the losses has ended; another may take over
+        self.loaded: Optional[Mapping[str, Any]] = None  #: what a state file held
         self.watch = SkipWatch(max_consecutive_skips)
         self.steps = self.skips = 0
         self._settled = False
@@ -235,13 +239,23 @@ class TrainerHook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; raises `ArgumentError` where it did not."""
-        missing = [name for name in ("scaler", "steps", "skips") if name not in state]
-        if missing:
-            raise ArgumentError(f"the loss scaler's state lacks {', '.join(missing)}")
+        named = state if isinstance(state, Mapping) else {}
+        if not named.keys() >= {"scaler", "steps", "skips"}:
+            raise ArgumentError(NO_STATE.format(given=shown(state)))
         steps, skips = (count(name, state[name]) for name in ("steps", "skips"))
         self.scaler = self.scaler.resumed(state["scaler"])
         self.steps, self.skips = steps, skips
+        self.loaded = state
         self.publish(None)
+
+    def take_over(self, retired: "TrainerHook") -> None:
+        """Go on from a hook that has ended: gradients that wait for their step, states loaded."""
+        self._losses, self._unscaled = retired._losses, retired._unscaled
+        self._pass_scale, self._overflown = retired._pass_scale, retired._overflown
+        self.loaded = retired.loaded
+
+    def __repr__(self) -> str:
+        return f"<TrainerHook of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
 
     def __getstate__(self) -> Dict[str, Any]:
         # Copies and pickles of trainers hold their hook; locks can be neither.

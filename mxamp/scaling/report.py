@@ -1,21 +1,20 @@
 """What became of a step: the report on it, its log line, and a watch over runs that only skip."""
 
 import logging
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 from ..errors import StateError
+from ..framework.wording import counted, shortened
 
-__all__ = ["SkipWatch", "StepReport", "log_step", "shortened"]
+__all__ = ["SkipWatch", "StepReport", "log_step"]
 
 logger = logging.getLogger("mxamp")
 
-# So many names of parameters go into a log line.
-_SHOWN = 3
 # After so many skipped steps in a row a run is taken to be stuck.
 _STUCK = 10
 
 TOO_MANY_SKIPS = (
-    "{count} steps in a row were skipped, and the loss scale is down to {scale:g}. The first had "
+    "skipped {steps} in a row, and the loss scale is down to {scale:g}. The first had "
     "gradients that are not finite in {names}.{loss} Look for a learning rate that is too high, a "
     "division by zero or a logarithm of zero."
 )
@@ -63,7 +62,7 @@ class SkipWatch:
 
     def _message(self, report: StepReport) -> str:
         return TOO_MANY_SKIPS.format(
-            count=self._count,
+            steps=counted(self._count, "step"),
             names=shortened(self._first),
             scale=report.next_loss_scale,
             loss="" if report.loss_finite else NOT_FINITE,
@@ -78,8 +77,3 @@ def log_step(report: StepReport) -> None:
         logger.info("step skipped, gradients of %s are not finite; %s", names, change)
     elif report.next_loss_scale != report.loss_scale:
         logger.info(change)
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return the first names of a list, and whether there are more."""
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

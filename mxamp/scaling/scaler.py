@@ -15,6 +15,7 @@ import numbers
 from typing import Any, Callable, Dict, Mapping, Tuple
 
 from ..errors import ArgumentError
+from ..framework.wording import shown
 
 __all__ = ["LossScaler", "NoScaler", "Scaler", "StaticLossScaler"]
 
@@ -80,14 +81,15 @@ class Scaler:
         own = type(self).__name__
         if not isinstance(state, Mapping) or state.get("kind") != own:
             given = state.get("kind") if isinstance(state, Mapping) else state
-            raise ArgumentError(f"this is no state of a {own}, but of {given!r}")
+            raise ArgumentError(f"the state must be of a {own}, not of {shown(given)}")
         if state.get("version") != STATE_VERSION:
             raise ArgumentError(
-                f"the state has version {state.get('version')!r}, this mxamp reads {STATE_VERSION}"
+                f"the state must have version {STATE_VERSION}, which this mxamp reads, not "
+                f"{shown(state.get('version'))}"
             )
         missing = [name for name in self._fields if name not in state]
         if missing:
-            raise ArgumentError(f"the state of a {own} lacks {', '.join(missing)}")
+            raise ArgumentError(f"the state of a {own} must have {', '.join(missing)} too")
         values = {name: state[name] for name in self._fields}
         positive_number("loss_scale", values["loss_scale"])
         return values
@@ -133,15 +135,15 @@ class LossScaler(Scaler):
     ----------
     init_scale : float, default 2**16
     growth_factor : float, default 2
-        More than 1.
+        What the scale is multiplied by when it grows; more than 1.
     backoff_factor : float, default 0.5
-        Between 0 and 1.
+        What it is multiplied by when it backs off; between 0 and 1.
     growth_interval : int, default 2000
-        So many finite steps in a row, and the scale grows.
+        The scale grows after this many finite steps in a row.
     min_scale, max_scale : float, default 1 and 2**24
-        The scale never leaves them.
+        The limits of the scale.
     hysteresis : int, default 1
-        So many overflows before the scale backs off; the count is refilled when it grows.
+        The scale backs off at this many overflows; the count starts anew when the scale grows.
     """
 
     _fields = (
@@ -167,13 +169,13 @@ class LossScaler(Scaler):
         self._max_scale = positive_number("max_scale", max_scale)
         self._hysteresis = positive_count("hysteresis", hysteresis)
         if self._growth_factor <= 1:
-            raise ArgumentError(f"growth_factor is more than 1, not {growth_factor!r}")
+            raise ArgumentError(f"growth_factor must be more than 1, not {shown(growth_factor)}")
         if self._backoff_factor >= 1:
-            raise ArgumentError(f"backoff_factor is between 0 and 1, not {backoff_factor!r}")
+            raise ArgumentError(f"backoff_factor must be less than 1, not {shown(backoff_factor)}")
         if not self._min_scale <= self._loss_scale <= self._max_scale:
             raise ArgumentError(
-                "min_scale <= init_scale <= max_scale does not hold for "
-                f"{min_scale!r}, {init_scale!r}, {max_scale!r}"
+                f"init_scale must be between min_scale and max_scale, {self._min_scale:g} and "
+                f"{self._max_scale:g}, not {self._loss_scale:g}"
             )
         self._clean_steps = 0
         self._overflows_left = self._hysteresis
@@ -186,7 +188,9 @@ class LossScaler(Scaler):
         for name, most in limits.items():
             value = values[name]
             if not (isinstance(value, int) and 0 <= value <= most):
-                raise ArgumentError(f"{name} is a whole number from 0 to {most}, not {value!r}")
+                raise ArgumentError(
+                    f"{name} must be a whole number from 0 to {most}, not {shown(value)}"
+                )
         return values
 
     def set_scale(self, scale: float) -> None:
@@ -194,7 +198,7 @@ class LossScaler(Scaler):
         scale = positive_number("scale", scale)
         if not self._min_scale <= scale <= self._max_scale:
             raise ArgumentError(
-                f"scale is between min_scale and max_scale, {self._min_scale:g} and "
+                f"scale must be between min_scale and max_scale, {self._min_scale:g} and "
                 f"{self._max_scale:g}, not {scale:g}"
             )
         self._loss_scale = scale
@@ -223,7 +227,7 @@ def positive_number(name: str, value: Any) -> float:
     """Return `value` as a positive finite float."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
-        raise ArgumentError(f"{name} is a positive finite number, not {value!r}")
+        raise ArgumentError(f"{name} must be a positive finite number, not {shown(value)}")
     return float(value)
 
 
@@ -231,7 +235,9 @@ def count(name: str, value: Any, least: int = 0) -> int:
     """Return `value` as an int of at least `least`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least:
-        raise ArgumentError(f"{name} is a whole number of at least {least}, not {value!r}")
+        raise ArgumentError(
+            f"{name} must be a whole number of at least {least}, not {shown(value)}"
+        )
     return int(value)
 
 
@@ -249,7 +255,7 @@ def from_state_dict(state: Mapping[str, Any]) -> Scaler:
     """Return the scaler that a `state_dict` describes."""
     make = _CLASSES.get(str(state.get("kind"))) if isinstance(state, Mapping) else None
     if make is None:
-        raise ArgumentError(f"this is no scaler's state: {state!r}")
+        raise ArgumentError(f"a scaler's state must be what state_dict returns, not {shown(state)}")
     scaler = make()
     scaler.load_state_dict(state)
     return scaler

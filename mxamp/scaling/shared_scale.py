@@ -5,11 +5,11 @@ scale never leaves the backward pass (`frontends.scaled_pass`): gradients are th
 it is, and updates are skipped where the pass has overflowed.
 """
 
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Iterable, Mapping, Optional
 
 from mxnet.gluon import Trainer
 
-from .attach import attach_hook
+from .attach import attach_hook, hook_in_force
 from .hook import TrainerHook
 from .scaler import Scaler, count
 
@@ -40,6 +40,23 @@ class SharedScale:
         """Lower the scale after a pass with this one overflowed and no step will be skipped."""
         return min(self.scaler.update(False), scale)
 
+    def end(self, trainers: Iterable[Trainer]) -> None:
+        """Scale no more: other APIs may scale the losses of these trainers from now on.
+
+        Gradients that wait for their update are still checked.
+        """
+        for trainer in trainers:
+            hook = hook_with_shared_scale(trainer)
+            view = hook.scaler if hook is not None else None
+            if hook is not None and isinstance(view, TrainerView) and view.shared is self:
+                hook.retired = True
+
+    def __repr__(self) -> str:
+        return (
+            f"SharedScale({self.loss_scale:g}, {self.steps} steps, {self.skips} skipped, "
+            f"by {self.scaled_by})"
+        )
+
     def __deepcopy__(self, memo: Any) -> "SharedScale":
         return self  # MXNet copies optimizers; the scale stays one
 
@@ -59,6 +76,9 @@ class TrainerView(Scaler):
     def loss_scale(self) -> float:
         """The scale of the next backward pass."""
         return self.shared.loss_scale
+
+    def __repr__(self) -> str:
+        return repr(self.shared)
 
     def update(self, finite: bool) -> float:
         """Tell the `SharedScale` of a step."""
@@ -86,10 +106,8 @@ def attach(trainer: Trainer, shared: SharedScale) -> None:
 
 def hook_with_shared_scale(trainer: Trainer) -> Optional[TrainerHook]:
     """Return the hook of a trainer with a shared scale; None where it has none."""
-    hook = getattr(trainer, "_amp_loss_scaler", None)
-    if isinstance(hook, TrainerHook) and isinstance(hook.scaler, TrainerView):
-        return hook
-    return None
+    hook = hook_in_force(trainer)
+    return hook if hook is not None and isinstance(hook.scaler, TrainerView) else None
 
 
 def scale_of(optimizer: Any) -> Optional[SharedScale]:

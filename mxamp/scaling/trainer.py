@@ -15,12 +15,15 @@ from mxnet.optimizer import Optimizer
 from ..errors import ArgumentError
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
+from ..framework.wording import shown
 from .attach import attach_hook, hook_of
 from .finite import multiply, square_sum
 from .hook import Stage
 from .loss_outputs import scaled_heads
 from .loss_watch import watched_losses
 from .scaler import Scaler, positive_count, positive_number
+
+LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 
 __all__ = [
     "clip_grad_global_norm",
@@ -55,13 +58,13 @@ def init_trainer(
     Parameters
     ----------
     optimizer_or_trainer : gluon.Trainer
-        Or a subclass. Its `update_on_kvstore` is switched off, as updates there can't be skipped.
-        An Optimizer is refused, whatever the name says, as in `mxnet.contrib.amp`.
+        The trainer. Its `update_on_kvstore` is switched off, as updates there can't be skipped.
+        An Optimizer is an error: the argument has the name that it has in `mxnet.contrib.amp`.
     loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
         By default a `LossScaler()` where the target dtype is float16, and for bfloat16, which has
         float32's range, a scale of 1. Steps with non-finite gradients are skipped either way.
     max_consecutive_skips : int, optional
-        So many skipped steps in a row end the training with a `StateError` that names the
+        After this many skipped steps in a row, `step` raises a `StateError` that names the
         parameters whose gradients were the first to overflow. By default training goes on.
 
     Raises
@@ -77,13 +80,15 @@ def init_trainer(
     trainer = optimizer_or_trainer
     if isinstance(trainer, Optimizer):
         raise ArgumentError(
-            "init_trainer takes a gluon.Trainer; an Optimizer alone has no place to skip a step"
+            "init_trainer takes a gluon.Trainer; an Optimizer alone can't skip a step: make a "
+            "Trainer with it, or wrap it with mxamp.decorate"
         )
     if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {trainer!r}")
+        raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {shown(trainer)}")
     if loss_scaler is not None and not isinstance(loss_scaler, Scaler):
         raise ArgumentError(
-            f"loss_scaler is a LossScaler, StaticLossScaler or NoScaler, not {loss_scaler!r}"
+            "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not "
+            f"{shown(loss_scaler)}"
         )
     if max_consecutive_skips is not None:
         max_consecutive_skips = positive_count("max_consecutive_skips", max_consecutive_skips)
@@ -92,7 +97,7 @@ def init_trainer(
 
 @contextmanager
 def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
-    """Yield the loss times the trainer's loss scale; the trainer will know of it.
+    """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
 
     ::
 
@@ -159,8 +164,24 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     clips by the same factor; `step` does not reduce them again. Where it is Inf or NaN nothing is
     clipped, and the step is going to be skipped. Waits for the gradients.
 
-    Gradients are those of the loss as it was: with `step(batch_size)` they are divided by the
-    batch size after they have been clipped.
+    With `step(batch_size)`, gradients are divided by the batch size after they have been clipped.
+
+    Parameters
+    ----------
+    trainer : gluon.Trainer
+        After `init_trainer`, `scale_loss` and the backward pass.
+    max_norm : float
+        Gradients with a larger norm are multiplied by `max_norm / norm`.
+
+    Returns
+    -------
+    float
+        The norm before clipping; Inf or NaN where the step is going to be skipped.
+
+    Raises
+    ------
+    StateError
+        The gradients are not scaled, or are unscaled already.
     """
     hook = hook_of(trainer)
     limit = positive_number("max_norm", max_norm)
@@ -187,7 +208,7 @@ def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
 
 
 def _no_loss(value: Any) -> Any:
-    raise ArgumentError(f"a loss is an NDArray, or lists, tuples and dicts of them, not {value!r}")
+    raise ArgumentError(LOSS.format(given=shown(value)))
 
 
 def scaled_loss(loss: NDArray, scale: float) -> NDArray:

@@ -3,17 +3,16 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+import textwrap
 
 import mxnet as mx
 import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import ROOT, randn
-from mxamp.convert.files import load_model
+from helpers import randn, run_forked
 from mxamp.convert.pairs import replaced_files
+from mxamp.convert.saved import load_model
 
 PART = ("symbol.json", "0000.params")
 
@@ -32,14 +31,14 @@ def written(folder, name):
 
 @pytest.mark.slow
 def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
+    output = tmp_path.with_name("output")
+    output.mkdir()
     paths = [tmp_path / f"model-{part}" for part in PART]
     for stage in range(8):
         for path in paths:
             path.write_text("old")
         code = f"""
-            import os, signal, sys
-            sys.path.insert(0, {str(ROOT)!r})
-            import mxamp
+            import os, signal
             from pathlib import Path
             from mxamp.convert import pairs
             steps = iter(range(100))
@@ -53,21 +52,17 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
             Path.replace = dies(Path.replace)
             Path.rmdir = dies(Path.rmdir)
             paths = [Path(path) for path in {[str(path) for path in paths]!r}]
-            with pairs.replaced_files(paths) as folder:
+            with pairs.replaced_files(paths, print) as folder:
                 for path in paths:
                     (folder / path.name).write_text("new")
         """
-        import textwrap
-
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=False
-        )
+        done = run_forked(textwrap.dedent(code), output)
         assert done.returncode == -signal.SIGKILL or stage > 6
         with pytest.raises(amp.ArgumentError):  # these are no models, but the pair is put right
             load_model(tmp_path / "model")
         found = {path.read_text() for path in paths}
         assert len(found) == 1, stage
-    with replaced_files(paths) as folder:
+    with replaced_files(paths, print) as folder:
         for path in paths:
             (folder / path.name).write_text("last")
     assert {path.read_text() for path in paths} == {"last"}
@@ -79,15 +74,15 @@ def test_what_can_not_be_written_leaves_the_old_files(saved, way, monkeypatch):
     amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16")
     before, save = written(saved, "low"), mx.model.save_checkpoint
 
-    def fails(prefix, *rest):
+    def fails(prefix, *rest, **options):
         if way == "no space":
             raise OSError(28, "No space left on device")
-        save(prefix, *rest)
+        save(prefix, *rest, **options)
         with open(f"{prefix}-0000.params", "r+b") as file:
             file.truncate(40)
 
     monkeypatch.setattr(mx.model, "save_checkpoint", fails)
-    with pytest.raises(amp.StateError, match="nothing was changed") as raised:
+    with pytest.raises(amp.WriteError, match="unchanged") as raised:
         amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16", force=True)
     assert "\n" not in str(raised.value)
     assert written(saved, "low") == before
@@ -136,6 +131,39 @@ def test_what_is_no_symbol_is_refused_in_one_sentence(saved, content):
     (saved / "model-symbol.json").write_bytes(content)
     with pytest.raises(amp.ArgumentError, match=r"model-symbol\.json"):
         load_model(saved / "model")
+
+
+def test_files_converted_again_keep_their_casts(saved):
+    policy = amp.Policy.default("float16", device="gpu")
+    options = {"policy": policy, "cast_optional_params": True}
+    amp.convert_files(saved / "model", saved / "low", **options)
+    amp.convert_files(saved / "low", saved / "again", **options)
+    assert written(saved, "again") == written(saved, "low")
+
+
+def test_what_does_not_fit_together_is_refused(saved, caplog):
+    symbol, args, _ = load_model(saved / "model")
+    extra = {**args, "other_weight": randn(2)}
+    mx.model.save_checkpoint(str(saved / "more"), 0, symbol, extra, {})
+    load_model(saved / "more")
+    assert "1 that the symbol does not have (other_weight)" in caplog.text
+    less = {"fc_bias": args["fc_bias"]}
+    mx.model.save_checkpoint(str(saved / "less"), 0, symbol, less, {})
+    with pytest.raises(amp.ArgumentError, match=r"1 missing \(fc_weight\), and 0 that"):
+        load_model(saved / "less")
+
+
+@pytest.mark.parametrize("tolerance", [0, -1, None, "much"])
+def test_a_tolerance_is_a_number_above_0(saved, tolerance):
+    with pytest.raises(amp.ArgumentError, match="tolerance is a number above 0"):
+        amp.convert_files(saved / "model", saved / "low", tolerance=tolerance)
+
+
+def test_larger_files_are_logged(saved, caplog):
+    with caplog.at_level("INFO", "mxamp"):
+        amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16")
+    assert "larger than the model's" in caplog.text
+    assert "cast_optional_params" in caplog.text
 
 
 def test_converted_files_hold_what_was_converted(saved):

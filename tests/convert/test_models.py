@@ -78,6 +78,41 @@ def test_converting_twice_changes_nothing(dtype):
     assert again[0].tojson() == once[0].tojson()
 
 
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (float("nan"), "parameter 'fc_weight' of the model holds 2 values that are NaN or infinity, of 16"),
+        (65519.0, None),
+        (65520.0, "'fc_weight'"),
+        (1e6, "2 finite values"),
+    ],
+)  # fmt: skip
+def test_values_that_are_not_finite_are_named(value, words, offline, caplog):
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, no_bias=True, name="fc")
+    weight = np.ones((4, 4), "float32")
+    weight[:2, 0] = value
+    params = {"fc_weight": nd.array(weight)}
+    amp.convert_model(net, params, {}, policy=GPU, cast_optional_params=offline)
+    if words is None:
+        assert not caplog.records
+    else:
+        assert words in caplog.text
+        assert len(caplog.records) == 1
+    caplog.clear()
+    kept = amp.convert_model(net, params, {}, policy=GPU, excluded_sym_names=["fc"])
+    assert ("fc_weight" in caplog.text) == bool(np.isnan(value))
+    assert kind(kept[1]["fc_weight"]) == "float32"
+
+
+def test_an_unknown_layer_says_what_there_is():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="dense0_fwd")
+    with pytest.raises(amp.UnknownNameError, match="'dense0_fwd'.*end in _fwd"):
+        amp.convert_symbol(net, policy=GPU, excluded_sym_names=["dense0"])
+    with pytest.raises(amp.UnknownNameError, match="there is 'dense0_fwd'"):
+        amp.convert_symbol(net, policy=GPU, excluded_sym_names=["xyz"])
+
+
 def test_nothing_to_lower():
     symbol = mx.sym.softmax(mx.sym.var("data"))
     assert amp.convert_symbol(symbol) is symbol

@@ -30,7 +30,10 @@ def test_each_operator_has_a_precision_and_a_reason():
     assert "tensor cores" in plan["fc"].reason
     assert len(plan) == 4
     assert (plan.casts[0].source, plan.casts[0].dtype) == ("data", "float16")
-    with pytest.raises(KeyError):
+    assert "fc" in plan
+    assert "none" not in plan
+    assert list(plan) == list(plan.nodes)
+    with pytest.raises(LookupError, match="4 operators"):
         plan["none"]
 
 
@@ -109,6 +112,73 @@ def test_it_agrees_with_conversion():
     assert converted.tojson().count('"op": "amp_cast"') == len(plan.casts)
 
 
+def test_names_that_a_plan_does_not_have(capsys):
+    net, data = made(perceptron)
+    plan = amp.explain(net, policy=GPU, example_inputs=data)
+    layer = plan.nodes[0].name
+    assert layer.endswith("_fwd")
+    with pytest.raises(amp.UnknownNameError, match=f"closest .*'{layer}'.*Gluon adds _fwd"):
+        plan[layer[: -len("_fwd")]]
+    with pytest.raises(amp.UnknownNameError, match="operators") as raised:
+        plan["nosuch"]
+    assert "Gluon" not in str(raised.value)
+    with pytest.raises(amp.UnknownNameError, match="unknown operator name 0;"):
+        plan[0]
+
+
+def test_a_plan_shows_itself_in_one_line():
+    plan = amp.explain(dense_net(), policy=GPU)
+    assert repr(plan) == "<Plan float16 on gpu: 4 operators: 1 in float16, 3 in float32; 4 casts>"
+    assert str(plan).count("\n") == 5
+    assert plan.filter(name="x*").summary() == "0 operators; 4 casts"
+
+
+@pytest.mark.parametrize(
+    "filters, words",
+    [
+        ({"precision": "flot32"}, "'float16', 'bfloat16', 'float32' or 'as is', not 'flot32'"),
+        ({"precision": np.float32}, "not float32"),
+        ({"operator": "Convolutoin"}, "closest .*'Convolution'"),
+    ],
+)
+def test_filters_that_nothing_can_meet(filters, words):
+    with pytest.raises(amp.ArgumentError, match=words):
+        amp.explain(dense_net(), policy=GPU).filter(**filters)
+
+
+def test_filters_take_any_name_of_an_operator():
+    plan = amp.explain(dense_net(), policy=GPU)
+    assert [n.name for n in plan.filter(operator="_npx_activation").nodes] == ["act"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"params": [1]}, r"params must map names to NDArrays, not be \[1\]"),
+        ({"input_shapes": [1]}, r"input_shapes must map names to shapes, not be \[1\]"),
+        ({"input_shapes": {"data": 3}}, "shape of input 'data' must be sizes above 0, .* not 3"),
+        ({"input_shapes": {"data": (0, 3)}}, r"not \(0, 3\)"),
+        ({"mode": 3}, "mode must be 'converted', 'inference' or 'training', not 3"),
+        ({"target_dtype": "int8"}, "must be 'float16' or 'bfloat16', not 'int8'"),
+        ({"target_dtype": "bfloat16", "policy": GPU}, "the policy is for float16, and bfloat16"),
+    ],
+)
+def test_wrong_arguments(arguments, words):
+    with pytest.raises(amp.ArgumentError, match=words):
+        amp.explain(dense_net(), **arguments)
+    net, data = made(perceptron)
+    with pytest.raises(amp.ArgumentError, match="a block has its own"):
+        amp.explain(net, example_inputs=data, params={})
+
+
+@pytest.mark.parametrize("arguments", [(dense_net(), "net.svg"), (None, 3)])
+def test_drawings_of_what_is_no_plan(arguments):
+    with pytest.raises(amp.ArgumentError, match="explain makes, not"):
+        amp.draw(*arguments)
+    with pytest.raises(amp.ArgumentError, match="not 3"):
+        amp.draw(amp.explain(dense_net(), policy=GPU), 3)
+
+
 @pytest.mark.parametrize("wrong", [None, "net", [1]])
 def test_wrong_models(wrong):
     with pytest.raises(amp.ArgumentError, match="Symbol or a HybridBlock"):
@@ -122,7 +192,7 @@ def test_parameters_that_do_not_survive_the_cast_are_named(caplog):
     weight = nd.array([[1.0, 1e6, -1e6, 1e-9, 0.0, np.inf]])
     amp.convert_model(net, {"fc_weight": weight}, {}, policy=GPU, cast_optional_params=True)
     assert "'fc_weight'" in caplog.text
-    assert "2 finite values into infinity and 1 values into zero" in caplog.text
+    assert "2 finite values into infinity and 1 value into zero" in caplog.text
     caplog.clear()
     amp.convert_model(net, {"fc_weight": randn(1, 6)}, {}, policy=GPU, cast_optional_params=True)
     assert not caplog.records
@@ -135,7 +205,7 @@ def test_losses_of_an_offline_cast_are_reported():
     (found,) = plan.lossy
     assert (found.name, found.dtype, found.size) == ("fc_weight", "float16", 6)
     assert (found.overflown, found.vanished) == (2, 1)
-    assert "would lose values of 1 parameters: fc_weight" in plan.summary()
+    assert "would lose values of 1 parameter: fc_weight" in plan.summary()
     calm = amp.explain(net, policy=GPU, params={"fc_weight": randn(1, 6)})
     assert not calm.lossy
     assert len(calm.offline) == 1
@@ -202,7 +272,7 @@ def test_modes_and_shapes():
     assert precisions(30) == ["bfloat16", "bfloat16", "float32"]
     assert precisions(300) == ["bfloat16", "bfloat16", "bfloat16"]
     assert amp.explain(net, "bfloat16", mode="training")["fc"].precision == "bfloat16"
-    with pytest.raises(amp.ArgumentError, match="converted, inference, training"):
+    with pytest.raises(amp.ArgumentError, match="'converted', 'inference' or 'training'"):
         amp.explain(net, "bfloat16", mode="evaluation")
     with pytest.raises(amp.UnknownNameError, match="'data'"):
         amp.explain(net, "bfloat16", input_shapes={"dato": (1, 2)})

@@ -1,14 +1,18 @@
 """What makes MXNet import on newer Python and NumPy, and without a system CUDA."""
 
+import configparser
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import types
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
+import mxnet as mx
 import numpy as np
 import pytest
 
@@ -99,6 +103,60 @@ def test_restoring_numpy():
     assert bare.in1d(np.array([1, 2]), [2]).tolist() == [False, True]
     with pytest.raises(AttributeError, match="numpy_financial"):
         bare.npv()
+
+
+def test_numpy_s_range_is_that_of_the_metadata():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")  # which setuptools rewrites for source distributions
+    wanted = re.findall(r"\nnumpy(.*)", config["options"]["install_requires"])
+    assert wanted[0] == f">={_compat.NUMPY_FROM},<{_compat.NUMPY_BELOW}"
+    pins = re.findall(r"\nnumpy==([\d.]+)", (ROOT / "scripts" / "constraints.txt").read_text())
+    for bound in re.findall(r">=([\d.]+)", " ".join(wanted[1:])):
+        assert _compat._release(_compat.NUMPY_FROM) <= _compat._release(bound)
+        assert _compat._release(bound) <= _compat._release(pins[-1])
+    for pin in pins:
+        release = _compat._release(pin)
+        assert _compat._release(_compat.NUMPY_FROM) <= release
+        assert release < _compat._release(_compat.NUMPY_BELOW)
+
+
+@pytest.mark.parametrize(
+    "version", ["1.16.6", "0.9", "2.6.0", "2.6.0rc1", "2.10.0", "3.0.0.dev0+git"]
+)
+def test_a_numpy_that_is_too_old_or_too_new(version, monkeypatch):
+    monkeypatch.setattr(np, "__version__", version)
+    monkeypatch.setattr(_compat, "_restore_numpy", lambda numpy: pytest.fail("restored"))
+    with pytest.raises(InstallError) as error:
+        _compat.prepare()
+    assert str(error.value) == (
+        f"NumPy {version} is installed, and MXNet 1.9.1 needs 1.17 or later, below 2.6: "
+        'pip install "numpy>=1.17,<2.6"'
+    )
+
+
+@pytest.mark.parametrize("version", ["1.17.3", "1.26.4", "2.1.3", "2.5.5", "2.5.0.dev0"])
+def test_a_numpy_in_the_range(version, monkeypatch):
+    monkeypatch.setattr(np, "__version__", version)
+    restored = []
+    monkeypatch.setattr(_compat, "_restore_numpy", restored.append)
+    _compat.prepare()
+    assert restored == [np]
+
+
+def test_no_numpy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(InstallError, match='NumPy is not installed: pip install "numpy'):
+        _compat.prepare()
+
+
+def test_numbers_of_numpy_in_operators_of_other_threads():
+    """NumPy 2 prints np.int64(2), which MXNet can't read, and keeps its options for each thread."""
+    made = []
+    shape = (np.int64(2), np.int64(3))
+    thread = threading.Thread(target=lambda: made.append(mx.nd.zeros(shape).shape))
+    thread.start()
+    thread.join()
+    assert made == [(2, 3)]
 
 
 def test_standing_in_for_distutils(monkeypatch):

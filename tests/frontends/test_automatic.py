@@ -1,20 +1,28 @@
 """Scripts that know nothing of mxamp, run with the environment variable and with `mxamp run`."""
 
 import functools
+import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 import textwrap
 
+import mxnet as mx
+import numpy as np
 import pytest
-from click.testing import CliRunner
+from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp as stock
+from mxnet.gluon import Trainer
+from mxnet.module import Module
 
 import mxamp as amp
-from helpers import ROOT
-from mxamp.cli.main import main
+from helpers import ROOT, run_forked
 from mxamp.frontends import automatic
-from mxamp.frontends.automatic import VARIABLE, uses_amp
+from mxamp.frontends.automatic import VARIABLE
+from mxamp.frontends.module_api import DecoratedName
+from mxamp.frontends.own_amp import imports_mxamp, script_imports_mxamp
 
 PLAIN = """
 import os
@@ -109,19 +117,22 @@ if __name__ == "__main__":
 """
 
 
+HOOK = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip()
+
+
 def run(script, tmp_path, *arguments, value=None, command=()):
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    places = (ROOT, ROOT / "tests", ROOT / "mxamp" / "startup")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
     environment.pop(VARIABLE, None)
     if value is not None:
         environment[VARIABLE] = value
     prefix = [sys.executable, "-W", "ignore", *command]
     if value is not None and not installed():
         # The start-up hook belongs to an installed mxamp: do what it does.
-        hook = "import sys; sys.path.insert(0, sys.argv.pop(1)); import mxamp_startup; mxamp_startup.install()"
-        go = "; import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-        prefix += ["-c", hook + go, str(ROOT / "mxamp" / "startup")]
+        go = "; import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        prefix += ["-c", HOOK + go]
     return subprocess.run(
         [*prefix, str(path), *arguments], capture_output=True, text=True, env=environment,
         cwd=tmp_path, check=False, timeout=300,
@@ -238,24 +249,35 @@ def test_off(tmp_path, value):
 
 def test_a_wrong_value_is_one_line_and_changes_nothing(tmp_path):
     done = run("import mxnet, mxamp; print('on', mxamp.is_enabled())", tmp_path, value="int8")
-    assert "mixed precision stays off" in done.stderr or "uses mxamp" in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    allowed = "is 1, true, on, yes, float16 or bfloat16, or to leave mixed precision off 0, false, off, no;"
+    assert line == f"mxamp: {VARIABLE} {allowed} it is not 'int8': mixed precision stays off"
     assert said(done, "on") == "False"
 
 
 @pytest.mark.parametrize(
-    "script, name",
+    "value", [v for v in (*automatic._ON, *automatic._OFF, *automatic._DTYPES) if v]
+)
+def test_the_message_on_a_wrong_value_names_every_right_one(value, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "Int8 ")
+    with pytest.raises(amp.ArgumentError, match=rf"[ ,]{value}[ ,;].*not 'Int8 '"):
+        automatic.start_from_environment()
+
+
+@pytest.mark.parametrize(
+    "script, own",
     [
-        ("import mxamp as amp", "mxamp"), ("from mxamp import init", "mxamp"),
-        ("from mxnet.contrib import amp", "mxnet.contrib.amp"),
-        ("def f():\n    import mxnet.contrib.amp as a", "mxnet.contrib.amp"),
-        ("import mxnet", None), ("not python at all", None),
+        ("import mxamp as amp", True), ("from mxamp import init", True),
+        ("def f():\n    import mxamp.errors", True), ("from mxamp.errors import AmpError", True),
+        ("from mxnet.contrib import amp", False), ("import mxampere", False), ("from .mxamp import x", False),
+        ("from . import mxamp", False), ("import mxnet", False), ("not python at all", False),
     ],
 )  # fmt: skip
-def test_scripts_with_an_amp_of_their_own(tmp_path, script, name):
+def test_scripts_that_import_mxamp(tmp_path, script, own):
     path = tmp_path / "script.py"
     path.write_text(script)
-    assert uses_amp(path) == name
-    assert uses_amp(tmp_path / "none.py") is None
+    assert imports_mxamp(script) == script_imports_mxamp(path) == own
+    assert not script_imports_mxamp(tmp_path / "none.py")
 
 
 @pytest.mark.slow
@@ -296,50 +318,33 @@ def test_scale_loss_in_an_automatic_run_is_refused(tmp_path):
     assert f"{VARIABLE} already; scale_loss would scale them twice" in done.stderr
 
 
-@pytest.mark.slow
-def test_arguments_and_policies_of_run(tmp_path, monkeypatch):
-    script = (
-        "import sys, mxnet, os; print('argv', sys.argv[1:], __name__, sys.path[0] == os.getcwd())"
+def test_the_hook_imports_itself_alone():
+    assert HOOK.startswith("import ")
+    assert "\n" not in HOOK
+    code = (
+        f"import sys; before = set(sys.modules); {HOOK}; print(*sorted(set(sys.modules) - before))"
     )
-    done = run(script, tmp_path, "--epochs", "3", "-x", command=["-m", "mxamp", "run"])
-    assert said(done, "argv") == "['--epochs', '3', '-x'] __main__ True"
-    done = run(
-        script,
-        tmp_path,
-        command=["-m", "mxamp", "run", "--policy", str(ROOT / "lists" / "float16.toml")],
-    )
-    assert "float16 on cpu" in done.stderr
-    done = run(script, tmp_path, command=["-m", "mxamp", "run", "--policy", "none.toml"])
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    monkeypatch.setattr(automatic, "show_log", lambda: None)  # it lasts as long as the process
-    for wrong in (["--dtype", "int8"], ["--dtype", "float16", "--policy", "x"]):
-        done = CliRunner().invoke(main, ["run", *wrong, str(tmp_path / "script.py")])
-        assert done.exit_code == 2
-        assert len(done.output.strip().splitlines()) == 1
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "mxamp" / "startup")},
+    )  # fmt: skip
+    assert done.stdout.split() == ["mxamp_startup"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", ["raise OSError('mine')", "open('none')", "1 / 0"])
-def test_errors_of_the_script_are_its_own(tmp_path, line):
-    done = run(f"import mxnet\n{line}", tmp_path, command=["-m", "mxamp", "run"])
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert f"    {line}" in done.stderr
-
-
-def test_the_exit_status_of_the_script_is_its_own(tmp_path):
-    done = run("import mxnet, sys\nsys.exit(7)", tmp_path, command=["-m", "mxamp", "run"])
-    assert done.returncode == 7
-
-
-def test_the_hook_costs_nothing_where_the_variable_is_unset():
-    (line,) = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip().splitlines()
-    assert line.startswith("import os;")
-    namespace = {}
-    before = set(sys.modules)
-    exec(line, namespace)  # noqa: S102
-    assert set(sys.modules) == before
+def test_a_program_may_set_the_variable_itself(tmp_path):
+    script = f"""
+    {HOOK}
+    import os, sys
+    import importlib.util
+    os.environ["{VARIABLE}"] = "bfloat16"
+    found = importlib.util.find_spec("mxnet")  # a look alone imports nothing
+    print("looked", found.origin.endswith("__init__.py"), "mxnet" in sys.modules)
+    import mxnet
+    print("on", sys.modules["mxamp"].current_policy().target_dtype, mxnet.__spec__.loader is mxnet.__loader__)
+    """
+    done = run(script, tmp_path)
+    assert said(done, "looked") == "True False"
+    assert said(done, "on") == "bfloat16 True"
 
 
 def test_it_comes_first():
@@ -353,3 +358,209 @@ def test_it_comes_first():
     assert automatic._run.scale.loss_scale == 1
     amp.shutdown()
     assert automatic._run.scale is None
+
+
+# ---------------------------------------------------------------- scripts with an init of their own
+
+
+def dense():
+    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One())
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25})
+    return net, trainer
+
+
+def backward(net, value=1.0):
+    with autograd.record():
+        loss = net(nd.ones((1, 1))) * value
+    loss.backward()
+
+
+def small_loss(net):
+    """A loss whose gradients float16 can hold with the first scale; a step by it is 1/16."""
+    return net(nd.ones((2, 1)) / 4).mean()
+
+
+def scaled_step(theirs, net, trainer):
+    with autograd.record():
+        with theirs.scale_loss(small_loss(net), trainer) as scaled:
+            autograd.backward(scaled)
+    trainer.step(1)
+
+
+def test_a_script_that_never_calls_init_runs_automatically():
+    automatic.start("float16")
+    from mxnet.contrib import amp as theirs  # as many scripts do, for a switch of their own
+
+    net, trainer = dense()
+    backward(net, 0.5)
+    trainer.step(1)
+    assert net.weight.data().asscalar() == 1 - 0.125
+    assert trainer._amp_loss_scaler.scaled_by == "automatic mixed precision"
+    assert automatic._run.scale.steps == 1
+    assert theirs.amp._amp_initialized
+
+
+@pytest.mark.parametrize("through", ["mxnet.contrib.amp", "mxnet.contrib.amp.amp", "mxamp"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_script_that_calls_init_goes_on_by_its_own_calls(through, dtype, caplog):
+    caplog.set_level("INFO", logger="mxamp")
+    automatic.start("float16")
+    theirs = importlib.import_module(through)
+    early, trainer = dense()  # and a step, before its init
+    backward(early)
+    trainer.step(1)
+    theirs.init(dtype, ctx=mx.cpu()) if through == "mxamp" else theirs.init(dtype)
+    assert f"uses {'mxamp' if through == 'mxamp' else 'mxnet.contrib.amp'} itself" in caplog.text
+    assert automatic._run.scale is None
+    assert amp.current_policy().target_dtype == dtype
+    backward(early)  # not scaled, as nobody scales it
+    assert early.weight.grad().asscalar() == 1
+    trainer.step(1)
+    with pytest.raises(amp.StateError, match="init_trainer"):
+        scaled_step(theirs, early, trainer)
+    theirs.init(dtype)  # again, as GluonCV's scripts do in each worker
+    for net, one in ((early, trainer), dense()):
+        before = net.weight.data().asscalar()
+        theirs.init_trainer(one)
+        scaled_step(theirs, net, one)
+        assert net.weight.data().asscalar() == before - 0.0625
+        assert one._amp_loss_scaler.scaled_by == "init_trainer"
+        assert one.amp_steps == 1
+    assert len([line for line in caplog.messages if "itself" in line]) == 1
+
+
+@pytest.mark.parametrize("with_init_trainer", [True, False])
+@pytest.mark.parametrize("value, wanted", [(0.5, 0.875), (np.inf, 1.0)])
+def test_gradients_that_wait_for_a_step_are_checked_after_init(value, wanted, with_init_trainer):
+    automatic.start("float16")
+    net, trainer = dense()
+    backward(net, value)
+    stock.init("float16")
+    if with_init_trainer:
+        stock.init_trainer(trainer)
+    trainer.step(1)
+    assert net.weight.data().asscalar() == wanted
+
+
+def test_states_loaded_before_init_are_taken_over(tmp_path):
+    path = str(tmp_path / "states")
+    amp.init("float16", ctx=mx.cpu())
+    _, trainer = dense()
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=512))
+    trainer.save_states(path)
+    amp.shutdown()
+    automatic.start("float16")
+    _, trainer = dense()
+    trainer.load_states(path)
+    stock.init("float16")
+    stock.init_trainer(trainer)
+    assert trainer.amp_loss_scale == 512
+
+
+def test_initialize_and_grad_scaler_take_over_too():
+    automatic.start("float16")
+    net, trainer = dense()
+    amp.initialize(net, trainer, ctx=mx.cpu())
+    scaled_step(amp, net, trainer)
+    assert trainer._amp_loss_scaler.scaled_by == "initialize"
+    amp.shutdown()
+    automatic.start("float16")
+    net, trainer = dense()
+    amp.init("float16", ctx=mx.cpu())
+    scaler = amp.GradScaler()
+    with autograd.record():
+        loss = scaler.scale(small_loss(net))
+    loss.backward()
+    scaler.step(trainer, 1)
+    scaler.update()
+    assert net.weight.data().asscalar() == 1 - 0.0625
+
+
+# ------------------------------------------------------------------------------------- log lines
+
+LOGGING = """
+import io, logging, sys
+root, ours = logging.getLogger(), logging.getLogger("mxamp")
+from mxamp.frontends.log_lines import show_log
+
+def result(setting, before):
+    for logger in (root, ours):
+        logger.handlers, logger.filters = [], []
+    root.setLevel(logging.WARNING)
+    ours.setLevel(logging.NOTSET)
+    stream = io.StringIO()
+    from mxamp.frontends import log_lines
+    log_lines._handler.stream = stream
+    steps = [lambda: (show_log(), show_log()), lambda: setting(stream)]
+    for step in reversed(steps) if before else steps:
+        step()
+    ours.info("a"); ours.warning("b"); ours.debug("c"); ours.info("d")
+    return stream.getvalue().split()
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    "setting, wanted",
+    [
+        ("pass", "mxamp: a mxamp: b mxamp: d"),
+        # What logging does itself at the first `logging.info`: nobody has chosen its level.
+        ("logging.basicConfig(stream=stream)", "INFO:mxamp:a WARNING:mxamp:b INFO:mxamp:d"),
+        ("logging.basicConfig(stream=stream, level='INFO')", "INFO:mxamp:a WARNING:mxamp:b INFO:mxamp:d"),
+        ("logging.basicConfig(stream=stream, level='DEBUG')", "INFO:mxamp:a WARNING:mxamp:b DEBUG:mxamp:c INFO:mxamp:d"),
+        ("logging.basicConfig(stream=stream, level='WARNING', format='%(message)s')", "b"),
+        ("logging.basicConfig(stream=stream, level='ERROR')", ""),
+        ("root.setLevel('INFO'); root.addHandler(logging.StreamHandler(stream))", "a b d"),
+        ("ours.setLevel('WARNING'); ours.addHandler(logging.StreamHandler(stream))", "b"),
+        ("ours.setLevel('INFO'); logging.basicConfig(stream=stream, level='ERROR')", "INFO:mxamp:a WARNING:mxamp:b INFO:mxamp:d"),
+    ],
+)  # fmt: skip
+def test_each_log_line_comes_once_and_as_the_program_wants(setting, wanted, before, tmp_path):
+    code = f"{LOGGING}\ndef setting(stream):\n    {setting}\nprint(*result(setting, {before}))"
+    done = run_forked(code, tmp_path)
+    assert done.stdout.strip() == wanted, done.stderr
+
+
+# ------------------------------------------------------------------------- what repr and help show
+
+
+def test_representations_are_short_and_tell_the_scale():
+    assert (
+        repr(amp.decorate("sgd"))
+        == "DecoratedName('sgd', SharedScale(65536, 0 steps, 0 skipped, by decorate))"
+    )
+    assert repr(DecoratedName("sgd")) == "DecoratedName('sgd', None)"
+    assert str(amp.decorate("sgd")) == "sgd"
+    assert (
+        repr(amp.decorate(mx.optimizer.SGD()).scaling)
+        == "SharedScale(65536, 0 steps, 0 skipped, by decorate)"
+    )
+    automatic.start("float16")
+    _, trainer = dense()
+    hook = trainer._amp_loss_scaler
+    assert (
+        repr(hook.scaler) == "SharedScale(65536, 0 steps, 0 skipped, by automatic mixed precision)"
+    )
+    assert (
+        repr(hook) == f"<TrainerHook of automatic mixed precision: {hook.scaler!r}, gradients none>"
+    )
+
+
+def test_help_on_what_is_patched_is_the_originals():
+    before = {}
+    owners = (Trainer, Module, autograd, nd.NDArray, stock, stock.amp, amp)
+    for owner in owners:
+        before.update(
+            {(owner, name): value for name, value in vars(owner).items() if callable(value)}
+        )
+    automatic.start("bfloat16")
+    for (owner, name), original in before.items():
+        ours = vars(owner)[name]
+        if ours is original:
+            continue
+        if owner in (stock, stock.amp):
+            original = getattr(amp, name)
+        assert ours.__doc__ == original.__doc__, name
+        assert ours.__name__ == original.__name__
+        assert inspect.signature(ours) == inspect.signature(original)

@@ -9,6 +9,9 @@ from mxnet import nd
 import mxamp as amp
 from conftest import assert_unpatched
 from helpers import check_python, kind, randn
+from mxamp.framework import machine
+
+FLOAT16, BFLOAT16 = amp.Policy.default("float16", "cpu"), amp.Policy.default("bfloat16")
 
 
 def product():
@@ -57,11 +60,70 @@ def test_a_different_init_is_an_error():
 
 
 @pytest.mark.parametrize(
+    "first, second, words",
+    [
+        ({}, {"target_dtype": "bfloat16"}, "target_dtype: float16 instead of bfloat16"),
+        ({}, {"tuned": False}, None),
+        ({"target_dtype": "bfloat16"}, {"target_dtype": "bfloat16", "tuned": False}, "tuned: True instead of False"),
+        ({}, {"ctx": "gpu"}, "device: cpu instead of gpu"),
+        ({}, {"policy": FLOAT16.override(fp32=["dot"])}, "dot: low instead of fp32"),
+        ({}, {"policy": FLOAT16.override(fp32_layers=["a"])}, "layers kept in float32: none instead of a"),
+        ({}, {"fp32_ops": ["softmax"]}, "and [0-9,]+ others"),
+        (
+            {"target_dtype": "bfloat16"}, {"policy": BFLOAT16.override(substitutions=["relu"])},
+            "substitutions: adam, image_convolution, layer_norm and 7 others instead of relu",
+        ),
+        (
+            {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},
+            {"conditional_fp32_ops": [("Activation", "act_type", ["tanh"])]}, "the conditions of some operators",
+        ),
+    ],
+)  # fmt: skip
+def test_a_second_init_says_what_differs(first, second, words):
+    here = {"ctx": "cpu"}
+    amp.init(**first, **here)
+    if "policy" not in second:
+        second = {**here, **second}
+    if words is None:
+        amp.init(**second)
+        return
+    with pytest.raises(
+        amp.StateError, match=rf"another policy than .*\(.*{words}\)\. Call"
+    ) as raised:
+        amp.init(**second)
+    assert len(str(raised.value)) < 350
+
+
+def test_a_policy_for_gpus_where_there_is_none(caplog, monkeypatch):
+    monkeypatch.setattr(machine, "_gpus", lambda: 0)
+    amp.init("float16", ctx=mx.gpu())
+    (line,) = caplog.messages
+    assert "MXNet sees none here" in line
+    assert "ctx=mx.cpu()" in line
+    amp.shutdown()
+    caplog.clear()
+    monkeypatch.setattr(machine, "_gpus", lambda: 1)
+    amp.init("float16", ctx=mx.gpu())
+    assert not caplog.messages
+
+
+def test_a_dtype_beside_a_policy():
+    with amp.autocast("float16", policy=FLOAT16):
+        assert amp.current_policy() is FLOAT16
+    with pytest.raises(amp.ArgumentError, match="the policy is for float16, and bfloat16"):
+        amp.autocast("bfloat16", policy=FLOAT16)
+    with pytest.raises(amp.ArgumentError, match="the policy is for bfloat16, and float16"):
+        amp.init("float16", policy=BFLOAT16)
+    amp.init(policy=BFLOAT16)
+    assert amp.current_policy() is BFLOAT16
+
+
+@pytest.mark.parametrize(
     "arguments, error, words",
     [
         ({"target_dtype": "float8"}, amp.ArgumentError, "'float8'"),
         ({"target_dtype": "int32"}, amp.ArgumentError, "'float16' or 'bfloat16'"),
-        ({"target_dtype": None}, amp.ArgumentError, "target_dtype"),
+        ({"target_dtype": None}, amp.ArgumentError, "the target dtype must be"),
         ({"target_precision_ops": ["Convolutoin"]}, amp.UnknownNameError, "'Convolution'"),
         ({"fp32_ops": ["Conv2D"]}, amp.UnknownNameError, "Conv2D"),
         ({"fp32_ops": "Convolution"}, amp.ArgumentError, "list of names"),
@@ -74,7 +136,7 @@ def test_a_different_init_is_an_error():
         ({"conditional_fp32_ops": [("Activation",)]}, amp.ArgumentError, "operator, attribute"),
         ({"conditional_fp32_ops": [("Activation", "act_type", "tanh")]}, amp.ArgumentError, "list"),
         (
-            {"conditional_fp32_ops": [("dot", "a", ["b"])], "fp32_ops": ["dot"]},
+            {"conditional_fp32_ops": [("dot", "transpose_a", ["b"])], "fp32_ops": ["dot"]},
             amp.ArgumentError, "conditionally",
         ),
         ({"ctx": "tpu"}, amp.ArgumentError, "'tpu'"),

@@ -1,8 +1,11 @@
 import pickle
 
+import mxnet as mx
+import numpy as np
 import pytest
 
 import mxamp as amp
+from helpers import mx_dtype
 from mxamp.framework.operators import registry
 from mxamp.policy.policy import Policy
 from mxamp.policy.rules import Condition
@@ -46,6 +49,81 @@ def test_layers_kept_by_name():
     assert not policy.keeps_layer("body_dense0_fwd")
 
 
+def test_operators_by_dtype():
+    for policy in (Policy.default("float16", "cpu"), Policy.default("bfloat16")):
+        assert policy.operators("float32") == policy.operators("fp32")
+        assert policy.operators(np.float32) == policy.operators("fp32")
+        assert policy.operators(policy.target_dtype) == policy.operators("low")
+        assert policy.operators(mx_dtype(policy.target_dtype)) == policy.operators("low")
+    for wrong in ("lo", "float16", 3, None):
+        with pytest.raises(amp.ArgumentError, match="'conditional', 'bfloat16' or 'float32', not"):
+            policy.operators(wrong)
+
+
+def test_policies_show_themselves_in_one_line():
+    policy = Policy.default("float16", "gpu")
+    counts = {name: len(policy.operators(name)) for name in ("low", "fp32", "conditional")}
+    text = repr(policy)
+    assert text == str(policy)
+    assert text.startswith(
+        f"<Policy float16 on gpu: {counts['low']} operators low, {counts['fp32']} "
+    )
+    assert text.endswith(f", {counts['conditional']} conditional>")
+    changed = policy.override(fp32=["dot"], fp32_layers=["a", "b*"])
+    assert repr(changed).endswith("conditional, 1 override, 2 layer names in float32>")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"low": "dot"}, "the low operators must be a list of names, not 'dot'"),
+        ({"low": 3}, "not 3"),
+        ({"low": [3]}, "named by a string, not by 3"),
+        ({"fp32_layers": "head_*"}, "fp32_layers must be a list of names, not 'head_.'"),
+        ({"fp32_layers": [3]}, r"not \[3\]"),
+        ({"substitutions": "relu"}, "not 'relu'"),
+        ({"substitutions": 3}, "not 3"),
+        ({"conditional": 3}, "not 3"),
+        ({"conditional": ("Activation", "act_type", ["relu"])}, "not 'Activation'"),
+        ({"conditional": [("Activation", "act_type", "relu")]}, "must be a list, not 'relu'"),
+        ({"conditional": [("Activation", "act_type", 3)]}, "must be a list, not 3"),
+        ({"conditional": [("Activation", "act_typ", ["relu"])]}, "the closest is 'act_type'"),
+    ],
+)
+def test_overrides_that_are_wrong(change, words):
+    with pytest.raises(amp.ArgumentError, match=words):
+        Policy.default("float16", "cpu").override(**change)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("bfloat16",), "the policy is for float16, and bfloat16 is given beside it"),
+        ((mx_dtype("bfloat16"),), "the policy is for float16, and bfloat16"),
+        (("float16", ["dot"]), "a policy has operator lists of its own"),
+        (("float8",), "not 'float8'"),
+    ],
+)
+def test_a_policy_beside_what_differs_from_it(arguments, words):
+    policy = Policy.default("float16", "cpu")
+    with pytest.raises(amp.ArgumentError, match=words):
+        Policy.from_lists(*arguments, policy=policy)
+    with pytest.raises(amp.ArgumentError, match="the policy is for cpu, and gpu is given"):
+        Policy.from_lists(policy=policy, ctx=mx.gpu())
+    with pytest.raises(amp.ArgumentError, match="the policy is for bfloat16, and float16"):
+        Policy.from_lists("float16", policy=Policy.default("bfloat16"))
+    assert Policy.from_lists("float16", policy=policy, ctx=[mx.cpu()]) is policy
+    assert Policy.from_lists(policy=Policy.default("bfloat16")).target_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("ctx, words", [
+    ("tpu", "not 'tpu'"), (3, "not 3"), ([], "not an empty list"), ([mx.cpu(), mx.gpu()], "cpu and gpu"),
+])  # fmt: skip
+def test_contexts_that_are_none(ctx, words):
+    with pytest.raises(amp.ArgumentError, match=words):
+        Policy.from_lists("float16", ctx=ctx)
+
+
 def test_operators_by_class():
     policy = Policy.default("float16", "cpu")
     assert "Activation" in policy.operators("conditional")
@@ -79,30 +157,6 @@ def test_a_list_of_ones_own(tmp_path):
     assert policy.operators("low") == ["dot"]
     assert "_linalg_det" in policy.operators("fp32")
     assert len(policy.rules) > 10
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (("format = 1", "format = 2"), "format 2"),
-        (('"float16"', '"float8"'), "float8"),
-        (('"dot"', '"dott"'), "dott"),
-        (('"dot"', '"concat"'), "write 'Concat'"),
-        (('"dot"', '"dot", "dot"'), "two groups"),
-        (('"low"', '"lower"'), "'lower'"),
-        (("[[group]]", "[[group"), "valid TOML"),
-    ],
-)
-def test_lists_that_are_wrong(tmp_path, change, words):
-    path = tmp_path / "own.toml"
-    path.write_text(LIST.replace(*change, 1))
-    with pytest.raises(amp.ArgumentError, match=words):
-        Policy.load(path)
-
-
-def test_a_list_that_is_not_there(tmp_path):
-    with pytest.raises(amp.ArgumentError, match="no operator list"):
-        Policy.load(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize("device", ["tpu", 3])
@@ -142,17 +196,6 @@ def test_errors_pickle():
     assert isinstance(error, ValueError)
 
 
-def test_lists_name_only_rules_and_substitutions_that_exist(tmp_path):
-    path = tmp_path / "list.toml"
-    for extra, words in (
-        ('[substitutions]\nrelu7 = "faster"', "'relu6'"),
-        ('[[by_shape]]\nrule = "many_rows"\noperators = ["dot"]\nreason = "why"', "few_rows"),
-    ):
-        path.write_text('format = 1\ndtype = "bfloat16"\n' + extra)
-        with pytest.raises(amp.ArgumentError, match=words):
-            Policy.load(path)
-
-
 def test_untuned_policies_differ_and_say_the_same_of_classes():
     policy = Policy.default("bfloat16")
     untuned = policy.untuned()
@@ -162,11 +205,3 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
     assert not untuned.chooses
     assert policy.override(fp32=["relu"]).substitutions == policy.substitutions
     assert policy.override(substitutions=["relu6"]) != policy
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"a = " + b"[" * 100_000, b"not toml"])
-def test_files_that_are_no_toml(tmp_path, content):
-    path = tmp_path / "policy.toml"
-    path.write_bytes(content)
-    with pytest.raises(amp.ArgumentError, match="is not valid TOML"):
-        Policy.load(path)

@@ -150,7 +150,7 @@ def test_states():
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
     assert "64" in repr(scaler)
-    with pytest.raises(amp.ArgumentError, match="disabled"):
+    with pytest.raises(amp.ArgumentError, match="enabled=False"):
         other.load_state_dict({})
 
 

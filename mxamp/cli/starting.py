@@ -1,0 +1,39 @@
+"""The start of the command `mxamp`, two seconds of imports: what Ctrl-C does in them."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["INTERRUPTED", "STATUS", "guard", "is_starting", "unguard"]
+
+INTERRUPTED = "interrupted"
+STATUS = 130  #: what shells take for a program that Ctrl-C has ended
+
+
+def is_starting() -> bool:
+    """Tell whether this process is the command, `mxamp` or `python -m mxamp`."""
+    program = sys.argv[0] if getattr(sys, "argv", None) else ""
+    # What runs a package with -m has this for a name while it looks for the package.
+    return program == "-m" or Path(program).name == "mxamp"
+
+
+def guard() -> None:
+    """Let Ctrl-C end the process with one line, until `unguard`.
+
+    An exception would not do: code in C and `except:` clauses of what is imported swallow it.
+    """
+    if is_starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def unguard() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(*_signal: Any) -> None:
+    os.write(2, f"{INTERRUPTED}\n".encode())
+    os._exit(STATUS)

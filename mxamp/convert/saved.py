@@ -1,0 +1,210 @@
+"""Models in files, `PREFIX-symbol.json` and `PREFIX-NNNN.params`: found, checked and read."""
+
+import logging
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any, List, Mapping, Sequence, Set, Tuple, Union
+
+import mxnet as mx
+from mxnet.base import MXNetError
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ..errors import ArgumentError
+from ..framework.wording import shortened
+from ..graph.graph import Graph
+from ..graph.validation import check_symbol_json
+from .compare import Model
+from .pairs import finish_replacing
+
+__all__ = ["epochs_of", "load_model", "model_files", "saved_semantics"]
+
+logger = logging.getLogger("mxamp")
+
+Prefix = Union[str, "os.PathLike[str]"]
+
+# A file of arrays: its magic, a reserved number, how many arrays, and the first one's magic
+# (NDArray::Load in MXNet's ndarray.cc).
+_FIRST_ARRAY = struct.Struct("<QQQI")
+_NUMPY_ARRAY = 0xF993FACA
+
+_PART = re.compile(r"(.+?)(-symbol\.json|-(\d{4})\.params|\.onnx|\.json|\.params)$")
+# How Gluon and Symbol call the parameters of the node in front of these.
+_PARAMETER = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
+
+EMPTY = "the prefix of the model is empty: give what comes before -symbol.json"
+NO_PREFIX = (
+    "{path!r} is the name of a file: give the prefix, which is what comes before -symbol.json "
+    "({prefix!r}{epoch})"
+)
+NO_FILE = "there is no file {path!r}{hint}"
+UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
+NO_SYMBOL = "{path!r} can't be read as a symbol: {why}"
+NOT_REGISTERED = (
+    "{path!r} uses the custom operator {name!r}, which is not registered: import the module that "
+    "registers it first (--import MODULE)"
+)
+NO_PARAMS = "{path!r} can't be read as parameters: {why}"
+CUT_OFF = "it was cut off, or is another kind of file ({why})"
+NO_NAMES = (
+    "its arrays have no names that start with arg: or aux:; write it with block.export or "
+    "save_checkpoint"
+)
+OTHER_PARAMS = (
+    "the parameters in {params!r} are not those of {symbol!r}: {missing} missing{names}, "
+    "and {more} that the symbol does not have{others}"
+)
+
+
+def model_files(prefix: Prefix, epoch: int) -> Tuple[Path, Path]:
+    """Return where the symbol and the parameters of a saved model are."""
+    if not os.fspath(prefix):
+        raise ArgumentError(EMPTY)
+    name = os.fspath(prefix)
+    return Path(f"{name}-symbol.json"), Path(f"{name}-{epoch:04d}.params")
+
+
+def epochs_of(prefix: Prefix) -> List[int]:
+    """Return the epochs that there are parameters of, sorted."""
+    symbol, _ = model_files(prefix, 0)
+    name = re.escape(symbol.name[: -len("-symbol.json")])
+    try:
+        files = os.listdir(symbol.parent)
+    except OSError:
+        return []
+    found = (re.fullmatch(name + r"-(\d{4,})\.params", file) for file in files)
+    return sorted(int(match[1]) for match in found if match)
+
+
+def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
+    """Return a context in which a saved model can be read and run: NumPy's shapes, or classic ones.
+
+    MXNet marks each array of a file with the semantics that were on when it was saved, and loads it
+    under the same only.
+    """
+    try:
+        with open(model_files(prefix, epoch)[1], "rb") as file:
+            head = file.read(_FIRST_ARRAY.size)
+    except OSError:
+        head = b""  # load_model says what is missing
+    marked = len(head) == _FIRST_ARRAY.size and _FIRST_ARRAY.unpack(head)[-1] == _NUMPY_ARRAY
+    return mx.util.np_shape(marked or mx.util.is_np_shape())
+
+
+def load_model(prefix: Prefix, epoch: int = 0) -> Model:
+    """Read a saved model: (symbol, arg_params, aux_params).
+
+    Raises `ArgumentError`, with the file's name, where a file is missing or damaged, or where the
+    parameters are not those of the symbol.
+    """
+    files = model_files(prefix, epoch)
+    try:
+        finish_replacing(files)
+    except OSError as error:
+        raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
+    for path in files:
+        if not path.is_file():
+            raise _missing(prefix, path)
+    with saved_semantics(prefix, epoch):
+        symbol = _read_symbol(files[0])
+        args, auxs = _read_params(files[1])
+    _check_together(files, symbol, {**args, **auxs})
+    return symbol, args, auxs
+
+
+def _missing(prefix: Prefix, path: Path) -> ArgumentError:
+    """Return the error for a file that is not there, with what was probably meant."""
+    name = os.fspath(prefix)
+    part = _PART.match(name)
+    if part is not None:
+        epoch = f", epoch {int(part[3])}" if part[3] else ""
+        return ArgumentError(NO_PREFIX.format(path=name, prefix=part[1], epoch=epoch))
+    epochs = epochs_of(prefix)
+    hint = ""
+    if path.suffix == ".params" and epochs:
+        there = shortened([str(epoch) for epoch in epochs])
+        hint = f"; there are parameters of epoch {there} (--epoch)"
+    elif path.suffix == ".json":
+        hint = f": the prefix {name!r} is what comes before -symbol.json"
+    return ArgumentError(NO_FILE.format(path=str(path), hint=hint))
+
+
+def _read_symbol(path: Path) -> Symbol:
+    try:
+        check_symbol_json(path.read_bytes().decode())
+        return mx.sym.load(str(path))
+    except UnicodeDecodeError:
+        why = "it is no text"
+    except (ArgumentError, OSError) as error:
+        why = str(error)
+    except MXNetError as error:
+        why = _last_line(error)
+        custom = re.search(r"Cannot find custom operator (\S+)", str(error))
+        if custom is not None:
+            said = NOT_REGISTERED.format(path=str(path), name=custom[1])
+            raise ArgumentError(said) from None
+    raise ArgumentError(NO_SYMBOL.format(path=str(path), why=why))
+
+
+def _read_params(path: Path) -> Tuple[Mapping[str, NDArray], Mapping[str, NDArray]]:
+    try:
+        arrays = mx.nd.load(str(path))
+    except (MXNetError, OSError, ValueError, MemoryError) as error:
+        why = CUT_OFF.format(why=_last_line(error))
+        raise ArgumentError(NO_PARAMS.format(path=str(path), why=why)) from None
+    named = arrays if isinstance(arrays, dict) else {}
+    if len(named) != len(arrays) or not all(key[:4] in ("arg:", "aux:") for key in named):
+        raise ArgumentError(NO_PARAMS.format(path=str(path), why=NO_NAMES))
+    kinds = ({k[4:]: v for k, v in named.items() if k[:4] == kind} for kind in ("arg:", "aux:"))
+    return next(kinds), next(kinds)
+
+
+def _check_together(
+    files: Tuple[Path, Path], symbol: Symbol, params: Mapping[str, NDArray]
+) -> None:
+    """Raise where parameters are missing; warn of those that are too many."""
+    inputs = symbol.list_inputs()
+    missing = sorted(_surely_parameters(symbol) - params.keys())
+    more = sorted(params.keys() - set(inputs))
+    if not missing and not more:
+        return
+    message = OTHER_PARAMS.format(
+        params=str(files[1]),
+        symbol=str(files[0]),
+        missing=len(missing),
+        names=_in_brackets(missing),
+        more=len(more),
+        others=_in_brackets(more),
+    )
+    if missing or not params.keys() & set(inputs):
+        raise ArgumentError(message)
+    logger.warning("%s; they are kept as they are", message)
+
+
+def _surely_parameters(symbol: Symbol) -> Set[str]:
+    """Return the inputs that can't be data: auxiliary states, and those named after their reader.
+
+    MXNet calls the inputs of node "fc" fc_weight and fc_bias; Gluon's node is called fc_fwd.
+    """
+    graph = Graph.from_symbol(symbol)
+    found = set(symbol.list_auxiliary_states())
+    for node in graph.nodes:
+        name = node.name[:-4] if node.name.endswith("_fwd") else node.name
+        for source, _ in node.inputs[1:]:
+            variable = graph.nodes[source]
+            suffix = _PARAMETER.search(variable.name)
+            if variable.is_variable and suffix and variable.name[: suffix.start()] == name:
+                found.add(variable.name)
+    return found
+
+
+def _in_brackets(names: Sequence[str]) -> str:
+    return f" ({shortened(names)})" if names else ""
+
+
+def _last_line(error: Exception) -> str:
+    """Return what MXNet says at the end of its message, after the check that has failed."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].rpartition(": ")[2]

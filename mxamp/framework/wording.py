@@ -1,0 +1,92 @@
+"""Words for messages: counts, values and lists of names, as a reader knows them."""
+
+import inspect
+import reprlib
+from typing import Any, Iterable, Sequence
+
+import numpy as np
+
+from .machine import dtype_name
+
+__all__ = ["counted", "one_of", "shortened", "shown"]
+
+#: How many characters of a value a message shows.
+_LONGEST = 80
+
+#: How many names a message lists before it counts the others.
+_NAMES = 3
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number of things in words.
+
+    >>> counted(1, "operator"), counted(2, "operator"), counted(1, "loss", "losses")
+    ('1 operator', '2 operators', '1 loss')
+    """
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def one_of(allowed: Iterable[Any]) -> str:
+    """Return what is allowed as a choice.
+
+    >>> one_of(["cpu", "gpu"]), one_of(["a", "b", "c"])
+    ("'cpu' or 'gpu'", "'a', 'b' or 'c'")
+    """
+    *others, last = map(repr, allowed)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def shortened(names: Sequence[str], most: int = _NAMES) -> str:
+    """Return the first few names, and how many others there are.
+
+    >>> shortened(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 others'
+    """
+    first, others = ", ".join(names[:most]), len(names) - most
+    return f"{first} and {counted(others, 'other')}" if others > 0 else first
+
+
+def shown(value: Any) -> str:
+    """Return a value that was given, short and on one line: dtypes and classes by their names.
+
+    >>> import numpy as np
+    >>> shown("int8"), shown(np.float16), shown(np.dtype([("bfloat16", np.uint16)])), shown(dict)
+    ("'int8'", 'float16', 'bfloat16', 'the class dict')
+    """
+    return _short.repr(value)
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _LONGEST
+
+    def repr_instance(self, value: Any, _level: int) -> str:
+        """Return an object, of any class that Python has no literals for."""
+        if isinstance(value, np.dtype) or (isinstance(value, type) and _is_number(value)):
+            return dtype_name(value)
+        if isinstance(value, type):
+            return f"the class {value.__name__}"
+        if inspect.isroutine(value):
+            return f"the function {value.__name__}"
+        if inspect.ismodule(value):
+            return f"the module {value.__name__}"
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            size = "x".join(map(str, value.shape)) or "no axes"
+            return f"{_object(value)} of {size} in {dtype_name(value.dtype)}"
+        text = " ".join(repr(value).split())
+        return text if len(text) <= _LONGEST and not text.startswith("<") else _object(value)
+
+    repr_type = repr_function = repr_module = repr_instance
+
+
+def _is_number(kind: type) -> bool:
+    return issubclass(kind, np.generic)
+
+
+def _object(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' or name == 'NDArray' else 'a'} {name}"
+
+
+_short = _Short()

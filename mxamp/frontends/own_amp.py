@@ -1,0 +1,34 @@
+"""Whether a program uses mxamp itself, so that an automatic run leaves it alone."""
+
+import ast
+from pathlib import Path
+from typing import List, Union
+
+__all__ = ["OWN_AMP", "imports_mxamp", "script_imports_mxamp"]
+
+OWN_AMP = "%s uses %s itself: automatic mixed precision leaves it alone"
+
+
+def imports_mxamp(source: Union[str, bytes]) -> bool:
+    """Tell whether Python code imports mxamp; False for what is no Python code."""
+    try:
+        tree = ast.parse(source)
+    except (ValueError, SyntaxError):
+        return False
+    return any(name.split(".")[0] == "mxamp" for node in ast.walk(tree) for name in _imported(node))
+
+
+def script_imports_mxamp(path: Path) -> bool:
+    """Tell whether a script imports mxamp; False for one that can't be read."""
+    try:
+        return imports_mxamp(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _imported(node: ast.AST) -> List[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module]
+    return []

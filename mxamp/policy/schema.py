@@ -1,0 +1,170 @@
+"""The format of operator lists: every table and key, what it may hold, and the check of a file.
+
+`TABLES` is the format; docs/policy-files.md describes it. The names of operators, attributes and
+inputs, which MXNet's registry knows, are checked where they are looked up, in `lists`.
+"""
+
+from types import MappingProxyType
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Tuple
+
+from ..errors import ArgumentError, UnknownNameError, unknown
+from ..framework.wording import one_of, shown
+from .rules import CLASSES, SHAPE_RULES, SUBSTITUTIONS
+from .targets import TARGETS
+
+__all__ = ["FORMAT", "check_list", "place"]
+
+FORMAT = 1
+
+Keys = Mapping[str, "Key"]
+
+
+class Kind(NamedTuple):
+    """A type that a value has in TOML."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+class Key(NamedTuple):
+    """What a key may hold."""
+
+    kind: Kind
+    required: bool = True
+    allowed: Tuple[Any, ...] = ()
+
+
+class Table(NamedTuple):
+    """A table: [[several]] of these `keys`, or, without them, [one] from names to an `entry`."""
+
+    keys: Keys = MappingProxyType({})
+    entry: Key = Key(Kind("", bool))
+    names: Tuple[str, ...] = ()  #: that may stand in it; any, where there are none here
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0  # a boolean is no count
+
+
+def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(holds, value))
+
+
+TEXT = Kind("a string that is not empty", _is_text)
+TEXTS = Kind("a list of strings", _list_of(_is_text))
+COUNT = Kind("a whole number from 0", _is_count)
+COUNTS = Kind("a list of whole numbers from 0", _list_of(_is_count))
+TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT_OR_TEXTS = Kind(
+    "a string or a list of strings", lambda value: TEXT.holds(value) or bool(TEXTS.holds(value))
+)
+
+DEVICES = ("cpu", "gpu")
+
+TOP: Keys = {"format": Key(COUNT, allowed=(FORMAT,)), "dtype": Key(TEXT, allowed=TARGETS)}
+
+TABLES: Mapping[str, Table] = {
+    "group": Table({
+        "class": Key(TEXT, allowed=CLASSES), "operators": Key(TEXTS), "reason": Key(TEXT),
+    }),
+    "conditional": Table({
+        "operators": Key(TEXTS), "attribute": Key(TEXT_OR_TEXTS), "reason": Key(TEXT),
+        "values": Key(TEXTS, required=False), "beyond_range": Key(TRUTH, required=False),
+        "otherwise": Key(TEXT, allowed=CLASSES),
+    }),
+    "missing": Table({
+        "device": Key(TEXT, allowed=DEVICES), "operators": Key(TEXTS), "reason": Key(TEXT),
+        "unless": Key(TEXT, required=False, allowed=("avx512", "avx512_bf16", "amx_bf16")),
+        "computes": Key(TEXT, required=False, allowed=("float32", "float64")),
+    }),
+    "by_shape": Table({
+        "rule": Key(TEXT, allowed=SHAPE_RULES), "operators": Key(TEXTS), "reason": Key(TEXT),
+        "device": Key(TEXT, required=False, allowed=DEVICES), "limit": Key(COUNT, required=False),
+    }),
+    "exempt": Table({"attributes": Key(TEXTS), "reason": Key(TEXT)}),
+    "keep_inputs": Table(entry=Key(TEXTS)),
+    "follow_inputs": Table(entry=Key(TEXTS)),
+    "keep_outputs": Table(entry=Key(COUNTS)),
+    "slower": Table(entry=Key(TEXT)),
+    "substitutions": Table(entry=Key(TEXT), names=SUBSTITUTIONS),
+}  # fmt: skip
+
+
+def place(table: str, number: int) -> str:
+    """Return what errors call a table of a list of tables; they count from 1, as readers do.
+
+    >>> place("group", 0)
+    '[[group]] table 1'
+    """
+    return f"[[{table}]] table {number + 1}"
+
+
+def check_list(data: Mapping[str, Any]) -> None:
+    """Check the keys of an operator list and the types of their values; raise `ArgumentError`."""
+    _check_keys({name: data[name] for name in data if name not in TABLES}, TOP, "", tuple(TABLES))
+    for name, table in TABLES.items():
+        for where, value in _tables(name, table, data.get(name)):
+            if table.keys:
+                _check_keys(value, table.keys, where)
+                continue
+            for key, entry in value.items():
+                if table.names and key not in table.names:
+                    raise unknown(name.rstrip("s"), key, table.names)
+                _check_value(key, entry, table.entry, where)
+    if not (data.get("group") or data.get("conditional")):
+        raise ArgumentError(
+            "it has no [[group]] and no [[conditional]] table, so nothing would be computed in "
+            f"{data['dtype']}: add a [[group]] table with class = \"low\""
+        )
+
+
+def _tables(name: str, table: Table, value: Any) -> Iterator[Tuple[str, Mapping[str, Any]]]:
+    """Yield the tables of one name, and what errors call them."""
+    listed = bool(table.keys)
+    header = f"[[{name}]]" if listed else f"[{name}]"
+    tables = value if listed else [value]
+    if value is None:
+        return
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise ArgumentError(f"{name} must be written as {header} tables, not as {_as_given(value)}")
+    for i, one in enumerate(tables):
+        yield (place(name, i) if listed else header), one
+
+
+def _as_given(value: Any) -> str:
+    return "one [table]" if isinstance(value, dict) else shown(value)
+
+
+def _check_keys(
+    given: Mapping[str, Any], keys: Keys, where: str, others: Tuple[str, ...] = ()
+) -> None:
+    """Check one table; `others` are names that may stand there too."""
+    prefix = f"{where}: " if where else ""
+    for name, value in given.items():
+        if name not in keys:
+            error = unknown("key", name, (*keys, *others), _where_it_belongs(name))
+            raise UnknownNameError(f"{prefix}{error}")
+        _check_value(name, value, keys[name], where)
+    for name, key in keys.items():
+        if key.required and name not in given:
+            needed = one_of(key.allowed) if key.allowed else key.kind.words
+            raise ArgumentError(f"{prefix}the key {name!r} is missing; it must be {needed}")
+
+
+def _where_it_belongs(name: str) -> str:
+    """Return a hint for a key that some other table has."""
+    homes = [f"[[{table}]]" for table, one in TABLES.items() if name in one.keys]
+    homes += ["the top of the file"] if name in TOP else []
+    return f"It is a key of {' and '.join(homes)}" if homes else ""
+
+
+def _check_value(name: str, value: Any, key: Key, where: str) -> None:
+    prefix = f"{where}: " if where else ""
+    if key.allowed and (type(value) is not type(key.allowed[0]) or value not in key.allowed):
+        raise ArgumentError(f"{prefix}{name} must be {one_of(key.allowed)}, not {shown(value)}")
+    if not key.kind.holds(value):
+        raise ArgumentError(f"{prefix}{name} must be {key.kind.words}, not {shown(value)}")

@@ -1,0 +1,224 @@
+"""Files that mxamp writes: replaced whole, read back, or left as they were with one sentence."""
+
+import os
+import resource
+import stat
+import subprocess
+
+import mxnet as mx
+import pytest
+
+import mxamp as amp
+from helpers import randn
+from mxamp.framework import files
+from mxamp.framework.files import write_file
+from training import setup
+
+NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=64, name="fc")
+PARAMS = {"fc_weight": randn(64, 1024), "fc_bias": randn(64)}
+
+
+def save_model(folder, name="model"):
+    mx.model.save_checkpoint(str(folder / name), 0, NET, PARAMS, {})
+    mx.nd.waitall()
+
+
+class Bytes:
+    names = ("file",)
+
+    def write(self, folder, content=b"new" * 50000):
+        write_file(folder / "file", content)
+
+
+class States:
+    names = ("states",)
+
+    def write(self, folder):
+        _, trainer = setup(scaler=amp.LossScaler(init_scale=8), momentum=0.9)
+        trainer.save_states(str(folder / "states"))
+
+
+class Picture:
+    names = ("net.dot",)
+
+    def write(self, folder):
+        amp.draw(amp.explain(NET, "bfloat16"), folder / "net.dot")
+
+
+class Convert:
+    names = ("low-symbol.json", "low-0000.params")
+
+    def write(self, folder):
+        source = folder.parent
+        save_model(source)
+        amp.convert_files(source / "model", folder / "low", target_dtype="bfloat16", force=True)
+
+
+class Export:
+    names = ("low-symbol.json", "low-0000.params")
+
+    def write(self, folder):
+        net = mx.gluon.nn.Dense(4)
+        net.initialize()
+        low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=randn(2, 8))
+        low.export(str(folder / "low"))
+
+
+WRITERS = [Bytes(), States(), Picture(), Convert(), Export()]
+
+
+@pytest.fixture(params=WRITERS, ids=lambda writer: type(writer).__name__)
+def writer(request):
+    return request.param
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "folder"
+    path.mkdir()
+    return path
+
+
+def content(folder, names):
+    return [(folder / name).read_bytes() for name in names]
+
+
+def refused(writer, folder, words, error=amp.WriteError):
+    with pytest.raises(error) as raised:
+        writer.write(folder)
+    text = str(raised.value)
+    assert words in text
+    assert "\n" not in text
+    assert "mxamp-tmp" not in text
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def read_only(*_, **__):
+    raise OSError(30, "Read-only file system")
+
+
+def nothing_left(folder, names):
+    assert sorted(os.listdir(folder)) == sorted(names)
+
+
+@pytest.mark.parametrize("fault", ["sync", "replace", "checksum"])
+def test_old_files_stay_where_writing_fails(writer, folder, fault, monkeypatch):
+    writer.write(folder)
+    before = content(folder, writer.names)
+    if fault == "sync":
+        monkeypatch.setattr(files.os, "fsync", full)
+        words = "No space left"
+    elif fault == "replace":
+        monkeypatch.setattr(files.os, "replace", read_only)
+        monkeypatch.setattr("pathlib.Path.replace", read_only)
+        words = "Read-only"
+    else:
+        real = files.sync_to_disk
+
+        def cut_off(path):
+            if path.is_file():
+                os.truncate(path, path.stat().st_size // 2)
+            real(path)
+
+        monkeypatch.setattr(files, "sync_to_disk", cut_off)
+        monkeypatch.setattr("mxamp.convert.pairs.sync_to_disk", cut_off)
+        words = "read back is not what was written"
+    refused(writer, folder, words)
+    monkeypatch.undo()
+    assert content(folder, writer.names) == before
+    nothing_left(folder, writer.names)
+    writer.write(folder)
+
+
+def test_a_size_limit_is_an_error_of_one_sentence(folder):
+    write_file(folder / "file", b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        refused(Bytes(), folder, "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert content(folder, ["file"]) == [b"old"]
+    nothing_left(folder, ["file"])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs to mount a file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("writer", [Bytes(), Convert()], ids=["bytes", "convert"])
+def test_a_full_disk(writer, small_disk):
+    for name in writer.names:
+        (small_disk / name).write_bytes(b"old")
+    refused(writer, small_disk, "")
+    assert set(content(small_disk, writer.names)) == {b"old"}
+    nothing_left(small_disk, writer.names)
+
+
+def test_no_folder(writer, tmp_path):
+    refused(writer, tmp_path / "none", "there is no folder", amp.ArgumentError)
+    (tmp_path / "file").write_text("")
+    refused(writer, tmp_path / "file", "there is no folder", amp.ArgumentError)
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_name_of_a_folder(writer, folder):
+    (folder / writer.names[0]).mkdir()
+    refused(writer, folder, "is a folder", amp.ArgumentError)
+    nothing_left(folder, writer.names[:1])
+
+
+def test_links_stay_and_their_targets_are_replaced(writer, folder, tmp_path):
+    for name in writer.names:
+        (tmp_path / "real").mkdir(exist_ok=True)
+        (tmp_path / "real" / name).write_text("old")
+        (folder / name).symlink_to(os.path.join("..", "real", name))
+    writer.write(folder)
+    for name in writer.names:
+        assert (folder / name).is_symlink()
+        assert (tmp_path / "real" / name).read_bytes() != b"old"
+    nothing_left(folder, writer.names)
+    nothing_left(tmp_path / "real", writer.names)
+
+
+def test_links_to_another_file_system(folder, small_disk):
+    (folder / "low-0000.params").symlink_to(small_disk / "params")
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    params = {"fc_weight": randn(2, 8), "fc_bias": randn(2)}
+    mx.model.save_checkpoint(str(folder / "model"), 0, net, params, {})
+    amp.convert_files(folder / "model", folder / "low", target_dtype="bfloat16")
+    assert (folder / "low-0000.params").is_symlink()
+    assert (small_disk / "params").stat().st_size > 100
+    nothing_left(small_disk, ["params"])
+
+
+def test_modes_stay(writer, folder):
+    for name in writer.names:
+        (folder / name).write_text("old")
+        (folder / name).chmod(0o640)
+    writer.write(folder)
+    modes = {stat.S_IMODE((folder / name).stat().st_mode) for name in writer.names}
+    assert modes == {0o640}
+
+
+@pytest.mark.parametrize("path", ["", b""])
+def test_an_empty_name(path):
+    with pytest.raises(amp.ArgumentError, match="empty"):
+        write_file(path, b"")
+
+
+def test_orphans_of_names_with_brackets(folder):
+    orphan = folder / f".model[1]{files._MARK}1-{2**22 + 1}"
+    orphan.write_text("")
+    write_file(folder / "model[1]", b"")
+    assert not orphan.exists()

@@ -1,0 +1,33 @@
+"""docs/api.md: what scripts/api_page writes, and every public name in it."""
+
+import re
+import runpy
+
+import mxamp as amp
+from helpers import ROOT
+
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "api_page"))
+PAGE = (ROOT / "docs" / "api.md").read_text()
+
+
+def test_it_agrees_with_the_help():
+    assert SCRIPT["page"]() == PAGE, "write it anew: scripts/api_page"
+
+
+def test_it_has_every_public_name_once():
+    names = [name for _, _, listed in SCRIPT["SECTIONS"] for name in listed.split()]
+    assert sorted(name for name in names if "." not in name) == sorted(
+        {*amp.__all__} - {"__version__"}
+    )
+    assert len(names) == len(set(names))
+    assert all(name.split(".")[0] in amp.__all__ for name in names)
+
+
+def test_every_name_has_one_line_and_its_links_lead_somewhere():
+    rows = re.findall(r"^\| `(.+)` \| (.+) \|$", PAGE, re.M)
+    assert all(len(summary) < 110 for _, summary in rows)
+    for link in re.findall(r"\[More\]\((.+)\)", PAGE):
+        page, _, anchor = link.partition("#")
+        titles = re.findall(r"^#+ (.+)$", (ROOT / "docs" / page).read_text(), re.M)
+        anchors = [re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles]
+        assert not anchor or anchor in anchors, link

@@ -1,0 +1,265 @@
+"""`mxamp convert`: what it says of bad input, in one line that names the file or the option."""
+
+import io
+import os
+import shutil
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import mxamp as amp
+from helpers import randn
+from mxamp.cli import words
+from mxamp.cli.main import main
+
+S = mx.sym
+NET = S.FullyConnected(S.var("data"), num_hidden=4, name="fc")
+NET = S.FullyConnected(NET, num_hidden=3, name="head_fwd")
+PARAMS = {
+    "fc_weight": randn(4, 8), "fc_bias": randn(4), "head_fwd_weight": randn(3, 4),
+    "head_fwd_bias": randn(3),
+}  # fmt: skip
+# Underflows in float16, and only there.
+LOST = S.FullyConnected(S.var("data") * 1e-30, num_hidden=4, no_bias=True, name="fc") * 1e30
+
+CUSTOM = """
+import mxnet as mx
+
+@mx.operator.register("cli_doubled")
+class Doubled(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        class Op(mx.operator.CustomOp):
+            def forward(self, is_train, req, in_data, out_data, aux):
+                self.assign(out_data[0], req[0], in_data[0] * 2)
+        return Op()
+"""
+
+
+def save(prefix, epoch=0, net=NET, **changes):
+    params = {**PARAMS, **changes}
+    params = {name: value for name, value in params.items() if name in net.list_inputs()}
+    mx.model.save_checkpoint(prefix, epoch, net, params, {})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    before = os.getcwd()
+    os.chdir(folder)
+    damaged = ("cut", "json", "bin", "cutp", "text", "none", "list", "foreign")
+    for name in ("m", *damaged):
+        save(name)
+    for epoch in (3, 7):
+        save("many", epoch)
+    save("one", 5)
+    save("lost", net=LOST)
+    save("large", fc_weight=PARAMS["fc_weight"] * 1e6)
+    save("nan", fc_bias=mx.nd.array([1, np.nan, np.inf, 1]))
+    mx.nd.save("list-0000.params", [mx.nd.ones(2)])
+    foreign = {f"arg:conv{i}_weight": mx.nd.ones(2) for i in range(5)}
+    mx.nd.save("foreign-0000.params", foreign)
+    mx.nd.waitall()
+    with open("m-symbol.json") as file:
+        text = file.read()
+    with open("m-0000.params", "rb") as file:
+        params = file.read()
+    contents = {
+        "cut-symbol.json": text[: len(text) // 2].encode(), "json-symbol.json": b'{"a": [1, 2]}',
+        "bin-symbol.json": b"\xff\xfe\x00\x01", "cutp-0000.params": params[: len(params) // 2],
+        "text-0000.params": b"hello", "none-0000.params": b"", "m.onnx": b"x", "bad.npy": b"no",
+        "file": b"", "bad.toml": b"format = 1\nfoo", "cli_custom.py": CUSTOM.encode(),
+        "cli_broken.py": b"1 / 0",
+    }  # fmt: skip
+    for name, content in contents.items():
+        with open(name, "wb") as file:
+            file.write(content)
+    # Saved where the operator is registered, and read where it is not.
+    custom = S.FullyConnected(S.sigmoid(S.var("data"), name="custom"), num_hidden=4, name="fc")
+    save("custom", net=custom)
+    with open("custom-symbol.json") as file:
+        text = file.read().replace(
+            '"op": "sigmoid"', '"op": "Custom", "attrs": {"op_type": "cli_doubled"}'
+        )
+    with open("custom-symbol.json", "w") as file:
+        file.write(text)
+    os.mkdir("dir-symbol.json")
+    np.save("data.npy", np.ones((2, 8), "float32"))
+    for part in ("symbol.json", "0000.params"):
+        os.symlink(f"m-{part}", f"link-{part}")
+    shutil.copytree(os.path.dirname(lists("float16")), "lists")
+    os.chdir(before)
+    return folder
+
+
+def lists(dtype):
+    from mxamp.policy.lists import lists_folder
+
+    return str(lists_folder() / f"{dtype}.toml")
+
+
+def run(models, *arguments):
+    os.chdir(models)
+    return CliRunner().invoke(main, ["convert", *arguments], prog_name="mxamp")
+
+
+@pytest.fixture(autouse=True)
+def back():
+    before = os.getcwd()
+    yield
+    os.chdir(before)
+
+
+F16 = "--dtype float16"
+CHECK = f"m {F16} --out x --check --input"
+
+#: The arguments, what the answer says, and the status.
+BAD = [
+    (f"m {F16} --out x --input-dtype data:int99", ["input 'data'", "int64", "not 'int99'"], 2),
+    (f"m {F16} --out x --input-dtype dato:int32", ["unknown input 'dato'", "'data'"], 2),
+    (f"m {F16} --out x --input-dtype data", ["--input-dtype takes NAME:VALUE"], 2),
+    (f"cut {F16} --out x", ["'cut-symbol.json'", "no JSON, or was cut off"], 2),
+    (f"json {F16} --out x", ["'json-symbol.json'", "no lists of nodes"], 2),
+    (f"bin {F16} --out x", ["'bin-symbol.json'", "it is no text"], 2),
+    (f"cutp {F16} --out x", ["'cutp-0000.params'", "cut off"], 2),
+    (f"text {F16} --out x", ["'text-0000.params'", "another kind of file"], 2),
+    (f"none {F16} --out x", ["'none-0000.params'", "cut off"], 2),
+    (f"list {F16} --out x", ["'list-0000.params'", "start with arg: or aux:"], 2),
+    (f"foreign {F16} --out x",
+     ["'foreign-0000.params'", "'foreign-symbol.json'", "4 missing (fc_bias, fc_weight, head_fwd_bias, ...)",
+      "5 that the symbol does not have (conv0_weight,"], 2),
+    (f"{CHECK} xyz:1,8", ["unknown input 'xyz'", "'data'"], 2),
+    (f"{CHECK} data:0,8", ["--input", "sizes above 0", "'data:0,8'"], 2),
+    (f"{CHECK} data:-1,8", ["--input", "sizes above 0"], 2),
+    (f"{CHECK} dat:", ["--input takes NAME:VALUE, not 'dat:'"], 2),
+    (f"{CHECK} data:nofile.npy", ["--input data:nofile.npy", "No such file"], 2),
+    (f"{CHECK} data:bad.npy", ["--input data:bad.npy", "no array that NumPy has saved"], 2),
+    (f"{CHECK} data:1,3,x", ["--input takes", "'data:1,3,x'"], 2),
+    (f"{CHECK} data:1,3", ["don't fit", "fc"], 2),
+    (f"m {F16} --out x --check", ["shapes of the inputs data", "--input"], 2),
+    (f"m-symbol.json {F16} --out x", ["'m-symbol.json' is the name of a file", "('m')"], 2),
+    (f"m-0000.params {F16} --out x", ["give the prefix", "('m', epoch 0)"], 2),
+    (f"m.onnx {F16} --out x", ["give the prefix", "('m')"], 2),
+    (f"nothing {F16} --out x", ["no file 'nothing-symbol.json'", "the prefix"], 2),
+    (f"m {F16} --epoch 4 --out x", ["no file 'm-0004.params'", "epoch 0 (--epoch)"], 2),
+    (f"many {F16} --epoch 4 --out x", ["epoch 3, 7 (--epoch)"], 2),
+    (f"many {F16} --out x", ["epochs 3, 7", "--epoch"], 2),
+    (f"custom {F16} --out x", ["'custom-symbol.json'", "'cli_doubled'", "--import"], 2),
+    (f"m {F16} --out x --import cli_nowhere", ["--import", "'cli_nowhere'"], 2),
+    (f"m {F16} --out x --import cli_broken", ["--import", "'cli_broken'", "division by zero"], 2),
+    ("m --out x", ["--dtype", "--policy"], 2),
+    ("m --out x --policy nofile.toml", ["'nofile.toml'"], 2),
+    ("m --out x --policy bad.toml", ["bad.toml", "TOML"], 2),
+    (f"m --out x --policy lists/float16.toml {F16}", ["--dtype or --policy, not both"], 2),
+    (f"m {F16} --out m", ["the model itself", "another --out"], 2),
+    (f"m {F16} --out ./m --force", ["the model itself", "never overwrites"], 2),
+    (f"m {F16} --out link --force", ["the model itself", "'link-symbol.json'"], 2),
+    (f"link {F16} --out m --force", ["the model itself"], 2),
+    (f"m {F16} --out ''", ["empty", "--out"], 2),
+    (f"'' {F16} --out x", ["prefix of the model is empty"], 2),
+    (f"m {F16} --out none/x", ["no folder", "none'"], 2),
+    (f"m {F16} --out file/x", ["no folder", "file'"], 2),
+    (f"m {F16} --out dir", ["'dir-symbol.json' is a folder"], 2),
+    (f"m {F16} --out one --epoch 5", ["'one-symbol.json' is there already", "--force"], 2),
+    (f"m {F16} --out x --keep-fp32 head", ["unknown layer 'head'", "'head_fwd'", "_fwd"], 2),
+    (f"m {F16} --out x --keep-fp32 qqqqqqqq", ["'fc', 'head_fwd'"], 2),
+    (f"m {F16} --out x --fuse", ["--fuse is for inference in bfloat16"], 2),
+    (f"m {F16} --out x --check --tolerance 0", ["--tolerance"], 2),
+    ("m --dtype bfloat16 --device gpu --out x", ["--dtype", "--device cpu"], 2),
+    (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here"], 1),
+    (f"{CHECK} data:2,8 --tolerance 1e-9", ["'head_fwd_output'", "tolerance of 1e-09", "--tolerance"], 1),
+    (f"lost {F16} --out x --check --input data:2,8", ["relative error of 1,", "--keep-fp32"], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, said, status", BAD, ids=[one[0] for one in BAD])
+def test_bad_input_is_one_line(models, arguments, said, status):
+    before = sorted(os.listdir(models))
+    result = run(models, *(one.strip("'") for one in arguments.split()))
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == status, result.output
+    assert len(result.output.strip().splitlines()) == 1
+    for part in said:
+        assert part in result.output
+    for argument in ("Traceback", "excluded_sym_names", "cast_optional_params", "force=", "fuse="):
+        assert argument not in result.output
+    left = set(os.listdir(models)) - {"__pycache__"}
+    assert sorted(left) == [name for name in before if name != "__pycache__"]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (f"large {F16}", ["'fc_weight' holds", "finite values that are infinity in float16", "--keep-fp32"]),
+        (f"large {F16} --cast-params", ["'fc_weight' to float16 turns", "--cast-params off"]),
+        (f"nan {F16}", ["parameter 'fc_bias' of the model holds 2 values that are NaN or infinity, of 4"]),
+    ],
+)  # fmt: skip
+def test_values_that_are_lost_are_named_in_a_warning(models, tmp_path, arguments, said):
+    result = run(models, *arguments.split(), "--out", str(tmp_path / "x"))
+    assert result.exit_code == 0, result.output
+    warning, last = result.output.strip().splitlines()
+    assert warning.startswith("warning: ")
+    assert all(part in warning for part in said), warning
+    assert "bytes, from" in last
+
+
+def test_larger_files_say_what_to_do(models, tmp_path):
+    result = run(models, "m", "--dtype", "float16", "--out", str(tmp_path / "x"))
+    assert "larger" in result.output
+    assert "--cast-params" in result.output
+
+
+def test_the_only_epoch_is_found(models, tmp_path):
+    result = run(models, "one", "--dtype", "float16", "--out", str(tmp_path / "x"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "x-0005.params").is_file()
+
+
+def test_policies_from_files(models, tmp_path):
+    result = run(models, "m", "--policy", "lists/bfloat16.toml", "--out", str(tmp_path / "x"))
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "x-symbol.json").read_text()
+    assert "amp_cast_bfloat16" in text
+    os.chdir(models)
+    result = CliRunner().invoke(main, ["explain", "m", "--policy", "lists/float16.toml", "--json"])
+    assert '"target_dtype": "float16"' in result.output
+
+
+def test_custom_operators_are_imported(models, tmp_path):
+    arguments = ["custom", "--dtype", "float16", "--import", "cli_custom"]
+    result = run(models, *arguments, "--out", str(tmp_path / "x"))
+    assert result.exit_code == 0, result.output
+    assert CliRunner().invoke(main, ["explain", *arguments]).exit_code == 0
+    sys.path.remove(str(models))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_for_terminals(models, tmp_path, terminal, monkeypatch):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=200)
+    monkeypatch.setattr(words, "Console", lambda **_: console)
+    result = run(models, "m", "--dtype", "float16", "--out", str(tmp_path / "x"), "--cast-params")
+    assert len(result.output.strip().splitlines()) == 1
+    assert bool(shown.getvalue()) == terminal
+
+
+def test_a_file_system_that_is_read_only(models, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", fails)
+    result = run(models, "m", "--dtype", "float16", "--out", str(tmp_path / "x"))
+    assert result.exit_code == 1
+    assert "x-symbol.json' can't be written (Read-only file system)" in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["./m", "link"])
+def test_a_model_s_own_files_are_never_overwritten(models, name):
+    os.chdir(models)
+    with pytest.raises(amp.ArgumentError, match="model itself"):
+        amp.convert_files("m", name, force=True)

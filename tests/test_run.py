@@ -1,0 +1,212 @@
+"""`mxamp run` runs a program as `python` does: arguments, paths, errors, exit codes, processes."""
+
+import os
+import textwrap
+
+import pytest
+
+from helpers import ROOT, run_forked
+from mxamp.cli import script
+
+IN_MIXED_PRECISION = "import sys; amp = sys.modules['mxamp']; assert amp.is_enabled()\n"
+
+
+def mxamp_run(folder, *arguments, stdin="", options=("--dtype", "bfloat16")):
+    """Run the command in a process of its own, in a folder."""
+    code = f"""
+    import io, os, sys
+    os.chdir({str(folder)!r})
+    sys.path[0] = "of the command"
+    sys.stdin = io.TextIOWrapper(io.BytesIO({stdin.encode()!r}))
+    sys.argv = ["mxamp", "run", *{options!r}, *{arguments!r}]
+    from mxamp.cli.main import main
+    main()
+    """
+    done = run_forked(textwrap.dedent(code), folder)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("mxamp: ")]
+    return done.returncode, done.stdout.splitlines(), lines
+
+
+def write(path, text, start=IN_MIXED_PRECISION):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(start + textwrap.dedent(text))
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--epochs", "3", "-x"], ["--dtype", "int8", "--policy"], ["--help"], ["-m", "a"], ["--", "a", "--"], []],
+)  # fmt: skip
+def test_arguments_are_the_scripts(tmp_path, arguments):
+    write(tmp_path / "train.py", "print(sys.argv)")
+    assert mxamp_run(tmp_path, "train.py", *arguments) == (0, [str(["train.py", *arguments])], [])
+
+
+def test_a_script_in_another_folder_is_the_main_module(tmp_path):
+    write(tmp_path / "far" / "beside.py", "x = 1", start="")
+    text = """
+    import atexit, pickle, threading, time, os, beside
+    class Config:
+        pass
+    def late():
+        print(type(pickle.loads(pickle.dumps(Config()))).__module__, __name__)
+    atexit.register(late)
+    threading.Thread(target=lambda: (time.sleep(0.2), late())).start()
+    print(sys.argv[0], sys.path[0] == os.path.dirname(__file__), os.path.isabs(__file__), __spec__)
+    print(os.environ["MXNET_ENABLE_AUTO_MIXED_PRECISION"])  # for the processes that it starts
+    if __name__ == "__main__":
+        print("end")
+    """
+    write(tmp_path / "far" / "train.py", text)
+    status, lines, errors = mxamp_run(tmp_path, "far/train.py")
+    assert errors == []
+    assert lines[:3] == ["far/train.py True True None", "bfloat16", "end"]
+    # A process of multiprocessing ends without the functions at exit.
+    assert lines[3:4] == ["__main__ __main__"]
+    assert status == 0
+
+
+def test_modules_packages_folders_and_standard_input(tmp_path):
+    show = "import os\nprint(__name__, __spec__ and __spec__.name, sys.argv[1:], os.path.basename(sys.argv[0]), sys.path[0] == os.getcwd())"
+    write(tmp_path / "package" / "__init__.py", "", start="")
+    write(tmp_path / "package" / "train.py", show)
+    write(tmp_path / "package" / "__main__.py", f"from . import __name__ as n\n{show}")
+    run = ["-m", "package.train", "--epochs"]
+    assert mxamp_run(tmp_path, *run)[1:] == (
+        ["__main__ package.train ['--epochs'] train.py True"],
+        [],
+    )
+    assert mxamp_run(tmp_path, "-m", "package")[1:] == (
+        ["__main__ package.__main__ [] __main__.py True"],
+        [],
+    )
+    write(tmp_path / "folder" / "__main__.py", show)
+    assert mxamp_run(tmp_path, "folder", "a")[1:] == (["__main__ None ['a'] folder False"], [])
+    text = (
+        IN_MIXED_PRECISION + "print(sys.argv, __name__, '__file__' in globals(), repr(sys.path[0]))"
+    )
+    assert mxamp_run(tmp_path, "-", "a", stdin=text)[1:] == (["['-', 'a'] __main__ False ''"], [])
+
+
+@pytest.mark.parametrize(
+    "line, status, last",
+    [
+        ("sys.exit(7)", 7, None), ("sys.exit('no data')", 1, "no data"), ("sys.exit()", 0, None),
+        ("raise OSError('mine')", 1, "OSError: mine"), ("open('none')", 1, "FileNotFoundError: [Errno 2] No such file or directory: 'none'"),
+        ("raise amp.ArgumentError('x')", 1, "mxamp.errors.ArgumentError: x"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"), ("raise EOFError", 1, "EOFError"),
+        ("sys.excepthook = lambda *e: print('hooked'); 1 / 0", 1, None),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_script_is_its_own(tmp_path, line, status, last):
+    write(tmp_path / "train.py", line)
+    found, lines, errors = mxamp_run(tmp_path, "train.py")
+    assert found == status
+    assert lines == (["hooked"] if "hooked" in line else [])
+    assert (errors[-1] if errors else None) == last
+    files = [text for text in errors if text.startswith("  File ")]
+    assert files == (
+        [f'  File "{tmp_path}/train.py", line 2, in <module>'] if len(errors) > 1 else []
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["none.py"], "there is no file 'none.py'"), (["empty"], "'empty' is a folder without a __main__.py"),
+        (["binary"], "'binary' is no Python"), (["text.md"], "'text.md' (line 1) is no Python: "),
+        (["-"], "standard input (line 1) is no Python"), (["-m", "none"], "there is no Python module 'none'"),
+        (["-m", "empty"], "'empty' is a package without a __main__ module"), (["-m", "empty.none"], "no Python module 'empty.none'"),
+        (["-m", "math"], "no Python module 'math'"), (["-m", ".x"], "no Python module '.x'"),
+        (["--dtyp", "float16", "train.py"], "--dtyp"), ([], "Missing argument 'SCRIPT'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_script_is_one_sentence(tmp_path, arguments, words):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0\xff\xfe")
+    (tmp_path / "text.md").write_text("A text, in English.")
+    status, lines, errors = mxamp_run(tmp_path, *arguments, stdin="A text.")
+    assert (status, lines) == (2, [])
+    assert len(errors) == 1
+    assert words in errors[0]
+
+
+def test_policy_files(tmp_path):
+    write(
+        tmp_path / "train.py",
+        "import os; print(amp.current_policy().target_dtype, [n for n in os.environ if 'MIXED' in n])",
+    )
+    options = ["--policy", str(ROOT / "lists" / "float16.toml")]
+    assert mxamp_run(tmp_path, "train.py", options=options) == (0, ["float16 []"], [])
+    for wrong in (
+        ["--policy", "none.toml"],
+        ["--dtype", "int8"],
+        ["--dtype", "float16", "--policy", "x"],
+    ):
+        status, lines, errors = mxamp_run(tmp_path, "train.py", options=wrong)
+        assert (status, lines, len(errors)) == (2, [], 1)
+
+
+def test_a_file_that_can_not_be_read_is_one_sentence(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.py", "")
+
+    def refuse(_self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "read_bytes", refuse)
+    with pytest.raises(script.AmpError, match="train.py' can't be read: Permission denied$"):
+        script.find_script(str(path))
+
+
+def test_what_a_module_lacks_is_its_own_error(tmp_path):
+    write(tmp_path / "package" / "__init__.py", "import none_of_that", start="")
+    _, _, errors = mxamp_run(tmp_path, "-m", "package.train")
+    assert errors[-1] == "ModuleNotFoundError: No module named 'none_of_that'"
+
+
+TRAIN = """
+import multiprocessing, sys
+import mxnet as mx
+from mxnet import autograd, gluon
+
+def product(_):
+    return float(mx.nd.dot(mx.nd.ones((1, 1)) * 1.001, mx.nd.ones((1, 1))).asscalar()) > 1.0001
+
+def train(results):
+    net = gluon.nn.Dense(1)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 2)))
+    loss.backward()
+    trainer.step(1)
+    results.put((sys.modules["mxamp"].current_policy().target_dtype, trainer.amp_steps))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    results = context.Queue()
+    process = context.Process(target=train, args=(results,))
+    process.start()
+    print(*results.get(timeout=60))
+    process.join()
+    with context.Pool(1) as pool:
+        print(process.exitcode, "exact", pool.map(product, [0]))
+"""
+
+
+def test_forked_processes_that_train_do_so_in_mixed_precision(tmp_path):
+    write(tmp_path / "train.py", TRAIN, start="")
+    done = mxamp_run(tmp_path, "train.py", "fork")
+    assert done == (0, ["bfloat16 1", "0 exact [True]"], [])
+
+
+@pytest.mark.slow
+def test_spawned_processes_that_train_do_so_too(tmp_path, monkeypatch):
+    places = [str(ROOT), str(ROOT / "mxamp" / "startup")]
+    # An installed mxamp has a start-up hook; here sitecustomize is one.
+    (tmp_path / "sitecustomize.py").write_text("import mxamp_startup; mxamp_startup.install()")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *places]))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    write(tmp_path / "train.py", TRAIN, start="")
+    status, lines, errors = mxamp_run(tmp_path, "train.py", "spawn")
+    assert (status, lines, errors) == (0, ["bfloat16 1", "0 exact [True]"], [])

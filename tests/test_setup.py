@@ -1,0 +1,295 @@
+"""How scripts/quickstart and scripts/test make and keep .venv, mostly with a Python made of bash."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from helpers import ROOT
+
+BASH = shutil.which("bash")
+# Answers what setup.sh asks, makes environments that hold itself, and does as $PIP_DOES for pip.
+FAKE = """#!{bash}
+case "$1 ${{2:-}}" in
+    "-c "*version_info*) echo {version} ;;
+    "-c "*) echo '{path}' ;;
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && eval "${{VENV_DOES:-}}" ;;
+    "-m pip") case "$3" in
+        config) echo ":env:.no-index='${{PIP_NO_INDEX:-}}'" ;;
+        install) echo "$PWD: ${{PIP_INDEX_URL:-}} $*" >>"$CALLS"; eval "${{PIP_DOES:-}}" ;;
+    esac ;;
+    *) echo "ran $*" ;;
+esac
+"""
+
+
+class Clone:
+    """A clone as far as its scripts go, in a folder with an awkward name."""
+
+    def __init__(self, folder):
+        self.bin = folder / "bin"
+        self.path = folder / "with space" / 'it\'s "mxamp"'
+        shutil.copytree(ROOT / "scripts", self.path / "scripts")
+        for name in ("setup.cfg", "setup.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.path / name)
+        self.bin.mkdir()
+        self.calls = folder / "calls"
+
+    def python(self, version="3.11"):
+        path = self.bin / f"python{version}"
+        path.write_text(FAKE.format(bash=BASH, version=version, path=path))
+        path.chmod(0o755)
+        return str(path)
+
+    def start(self, *arguments, name="test", **env):
+        return subprocess.Popen(
+            [BASH, str(self.path / "scripts" / name), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "CALLS": str(self.calls), **env},
+        )  # fmt: skip
+
+    def run(self, *arguments, **options):
+        process = self.start(*arguments, **options)
+        process.said, process.error = process.communicate(timeout=60)
+        return process
+
+    def set_up(self, version="3.11", **options):
+        return self.run("--setup-only", "--python", self.python(version), **options)
+
+    def installs(self):
+        """What pip was asked for."""
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def clone(tmp_path):
+    return Clone(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "test"])
+@pytest.mark.parametrize(
+    "python, words",
+    [
+        ("no-such-python", "no Python at 'no-such-python'"),
+        ("/", "no Python at '/'"),
+        ("fail", "no Python at 'fail'"),
+        ("true", "no Python that runs"),
+        ("3.7", "is Python 3.7; MXNet 1.9.1 needs 3.8"),
+        ("3.14", "is Python 3.14; MXNet 1.9.1 needs 3.8"),
+    ],
+)
+def test_failures_are_one_clear_line(name, python, words, clone):
+    done = clone.run("--python", clone.python(python) if python[0] == "3" else python, name=name)
+    assert done.returncode == 1
+    assert words in done.error
+    assert len(done.error.strip().splitlines()) == 1
+    assert done.said == ""
+    assert not (clone.path / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["quickstart", "test"])
+@pytest.mark.parametrize("arguments", [["--python"], ["--python="], ["--fast", "--python", ""]])
+def test_python_needs_a_value(name, arguments, clone):
+    done = clone.run(*arguments, name=name)
+    assert done.returncode == 2
+    assert done.error.startswith("error: --python needs a value")
+
+
+@pytest.mark.parametrize("argument", ["--nosuch", "tests", "-x", ""])
+def test_quickstart_refuses_what_it_does_not_know_before_it_sets_up(argument, clone):
+    done = clone.run("--python", clone.python(), argument, name="quickstart")
+    assert done.returncode == 2
+    assert done.error == (
+        f"error: unknown argument '{argument}'; "
+        "scripts/quickstart takes --fast, --python PYTHON and --help\n"
+    )
+    assert not (clone.path / ".venv").exists()
+
+
+def test_the_rest_goes_to_pytest(clone):
+    done = clone.run("--python", clone.python(), "-n", "0", "--nosuch", "a b", "-k", "x or y")
+    assert done.returncode == 0
+    assert done.said == "ran -m pytest -q -n 0 --nosuch a b -k x or y\n"
+
+
+def test_no_python_at_all(clone):
+    for tool in ("dirname", "cat", "sed", "bash"):
+        (clone.bin / tool).symlink_to(shutil.which(tool))
+    done = clone.run(PATH=str(clone.bin))
+    assert done.returncode == 1
+    assert "no Python 3.8" in done.error
+    assert len(done.error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("version", ["3.8", "3.13"])
+def test_a_pipe_gets_one_line_for_each_step(version, clone):
+    done = clone.set_up(version, PIP_DOES="echo Collecting numpy", CDPATH=str(clone.path))
+    assert done.returncode == 0, done.error
+    assert "\r" not in done.error
+    first, *steps, last = done.error.splitlines()
+    assert first == f"making .venv with Python {version}, a few seconds"
+    assert re.fullmatch(r"\.venv is ready, after \d+ s", last)
+    assert all(re.match("installing .*(seconds|minute)", step) for step in steps)
+    assert len(clone.installs()) == len(steps)
+    assert any("--no-deps mxnet" in call for call in clone.installs()) == (version == "3.13")
+    assert all(call.startswith(f"{clone.path}: ") for call in clone.installs())
+
+
+def test_a_terminal_sees_what_pip_is_at(clone):
+    ours, theirs = os.openpty()
+    subprocess.run(
+        [BASH, str(clone.path / "scripts" / "test"), "--setup-only", "--python", clone.python()],
+        env={**os.environ, "CALLS": str(clone.calls), "PIP_DOES": "echo Collecting numpy", "TERM": "xterm"},
+        stderr=theirs, check=True,
+    )  # fmt: skip
+    os.close(theirs)
+    assert b"\r\x1b[K  Collecting numpy" in os.read(ours, 1 << 16)
+    os.close(ours)
+
+
+def test_a_second_time_nothing_is_done(clone):
+    clone.set_up()
+    count = len(clone.installs())
+    for arguments in ([], ["--python", clone.python()]):
+        assert clone.run("--setup-only", *arguments).error == ""
+    assert clone.run("--fast", name="quickstart").said.startswith("ran ")
+    assert len(clone.installs()) == count
+    with open(clone.path / "setup.cfg", "a") as file:
+        file.write("# changed\n")
+    assert clone.run("--setup-only").error.startswith("installing ")
+
+
+UNREACHABLE = "the package index can't be reached. Check the network, and the proxy"
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ("WARNING: Retrying: NewConnectionError\nERROR: No matching distribution", UNREACHABLE),
+        ("WARNING: ProxyError: Cannot connect to proxy\nERROR: No matching", UNREACHABLE),
+        (
+            "Looking\nERROR: No space left on device\nmore",
+            "No space left on device. Put that right",
+        ),
+        (
+            "ERROR: No matching.",
+            "tools failed: No matching. Put that right and run the same command again.",
+        ),
+        ("Segmentation fault", "Segmentation fault. Put that right"),
+    ],
+)
+def test_a_failure_says_what_failed_and_what_to_do(said, words, clone):
+    done = clone.set_up(PIP_DOES=f"printf '{said}'; exit 1")
+    assert done.returncode == 1
+    failure = done.error.splitlines()[-1]
+    assert failure.startswith("error: installing pip's build tools failed: ")
+    assert words in failure
+    log = clone.path / ".venv" / "install.log"
+    assert failure.endswith(f"All that pip said is in {log}")
+    assert log.read_text() == said.replace("\\n", "\n")
+    again = clone.set_up()
+    assert again.returncode == 0
+    assert again.error.startswith("installing ")  # in the same .venv
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_no_index_allowed(value, clone):
+    done = clone.set_up(PIP_DOES="echo ERROR: No matching; exit 1", PIP_NO_INDEX=value)
+    assert "No matching. pip is told to use no index (PIP_NO_INDEX)" in done.error
+
+
+def test_an_environment_that_can_not_be_made(clone):
+    done = clone.set_up(VENV_DOES="echo ensurepip is missing; exit 1")
+    assert done.returncode == 1
+    assert done.error.endswith("install its venv package. It said: ensurepip is missing\n")
+    assert not (clone.path / ".venv").exists()
+
+
+@pytest.mark.parametrize("victim", ["pip", "all", "venv"])
+def test_a_set_up_that_was_killed_is_begun_anew(victim, clone):
+    """What pip had half installed it would take for installed."""
+    if victim == "pip":
+        done = clone.set_up(PIP_DOES="kill -9 $$")
+        assert done.error.splitlines()[-1].endswith("interrupted. Run the same command again.")
+    else:
+        does = {"PIP_DOES" if victim == "all" else "VENV_DOES": "kill -9 0"}  # the group
+        done = clone.set_up(**does)
+        assert done.returncode == -signal.SIGKILL
+    (clone.path / ".venv" / "half").touch()
+    done = clone.run("--setup-only", "--python", clone.python())
+    assert done.returncode == 0
+    assert done.error.startswith("making .venv anew: its set-up was interrupted\n")
+    assert not (clone.path / ".venv" / "half").exists()
+
+
+def test_a_venv_of_another_python_is_made_anew(clone):
+    clone.set_up("3.11")
+    done = clone.set_up("3.12")
+    assert done.error.startswith("making .venv anew: it has Python 3.11, not 3.12\n")
+
+
+def test_a_venv_without_its_python_is_made_anew(clone):
+    clone.set_up()
+    (clone.path / ".venv" / "bin" / "python").unlink()
+    assert clone.set_up().error.startswith("making .venv anew: its Python does not run\n")
+
+
+def test_a_venv_that_was_moved_is_made_anew_with_its_python(clone):
+    clone.set_up("3.9")
+    clone.path = clone.path.rename(clone.path.with_name("moved"))
+    done = clone.run("--setup-only")
+    assert done.error.startswith(
+        "making .venv anew: its folder was moved\nmaking .venv with Python 3.9"
+    )
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
+def test_two_at_once_take_turns(clone):
+    python = clone.python()
+    first = clone.start("--setup-only", "--python", python, PIP_DOES="sleep 0.3")
+    while not clone.calls.exists():
+        time.sleep(0.02)
+    second = clone.run("--setup-only", "--python", python)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == second.returncode == 0
+    assert second.error == "waiting for another set-up of this folder to end\n"
+    assert len(clone.installs()) == said.count("installing ")
+
+
+def test_pip_s_settings_are_kept(clone):
+    clone.set_up(PIP_INDEX_URL="https://index.test/simple")
+    assert all("https://index.test/simple" in call for call in clone.installs())
+
+
+@pytest.mark.slow
+def test_no_network(clone):
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1"}
+    nowhere.update(PIP_EXTRA_INDEX_URL="", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="")
+    done = clone.run("--setup-only", "--python", sys.executable, **nowhere)
+    assert done.returncode == 1
+    assert "Check the network" in done.error.splitlines()[-1]
+
+
+def test_the_project_s_own_environment_is_up_to_date(tmp_path):
+    if os.path.realpath(sys.prefix) != os.path.realpath(ROOT / ".venv"):
+        pytest.skip("runs in another environment than the project's own")
+    done = subprocess.run(
+        [BASH, str(ROOT / "scripts" / "test"), "--setup-only"],
+        capture_output=True, text=True, cwd=tmp_path, check=True,
+    )  # fmt: skip
+    assert "installing" not in done.stderr
+
+
+def test_ci_runs_the_second_command(clone, tmp_path):
+    shutil.copytree(ROOT / ".ci", clone.path / ".ci")
+    (clone.path / "scripts" / "test").write_text('#!/bin/sh\necho "$0 has $# arguments"\n')
+    (tmp_path / "link").symlink_to(clone.path)
+    done = subprocess.run(
+        ["link/.ci/run"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout.endswith("scripts/test has 0 arguments\n")
