@@ -31,9 +31,12 @@ from typing import Optional as _Optional
 from ._version import __version__
 from .errors import AmpError, ArgumentError, InstallError, StateError, UnknownNameError
 from .framework.compat import import_mxnet as _import_mxnet
+from .framework.compat import starts_without_mxnet as _starts_without_mxnet
 
 _problem: _Optional[InstallError] = None
 try:
+    if _starts_without_mxnet():
+        raise InstallError("`mxamp doctor` and `mxamp info` do not import MXNet")
     _import_mxnet()
 except InstallError as error:
     # The command is starting: it will say so in one line. Everybody else gets the error here.

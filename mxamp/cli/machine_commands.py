@@ -1,46 +1,17 @@
-"""`mxamp info` and `mxamp operators`: what this machine does, and what the lists say."""
+"""`mxamp operators`: what the lists say."""
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Optional, Sequence
 
 import click
-import mxnet as mx
 from rich.console import Console
 from rich.table import Table
 
-from .._version import __version__
 from ..framework import machine
 from ..framework.operators import resolve
 from ..policy.policy import Policy
 from .group import DEVICES, DTYPES
 
-__all__ = ["info", "operators"]
-
-
-@click.command()
-def info() -> None:
-    """Say what this machine computes in which precision."""
-    table = Table(show_header=False, box=None)
-    for row in _facts():
-        table.add_row(*row)
-    Console().print(table)
-
-
-def _facts() -> List[Tuple[str, str]]:
-    features = machine.features()
-    bfloat16 = "in float32 on rounded values"
-    if machine.computes_bfloat16():
-        bfloat16 = "in hardware"
-    elif "avx512" in features:
-        bfloat16 = "right, but not faster"
-    return [
-        ("mxamp", __version__),
-        ("MXNet", mx.__version__),
-        ("CPU", machine.cpu_name()),
-        ("oneDNN may use", ", ".join(sorted(features)) or "no avx512"),
-        ("bfloat16 on the CPU", bfloat16),
-        ("float16 on the CPU", "true values, for trying and testing; not faster"),
-        ("default device", machine.default_device()),
-    ]
+__all__ = ["operators"]
 
 
 @click.command()

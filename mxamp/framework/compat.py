@@ -18,7 +18,17 @@ from typing import Any, Callable, Dict, List
 
 from ..errors import InstallError
 
-__all__ = ["import_mxnet", "prepare"]
+__all__ = [
+    "WITHOUT_MXNET",
+    "import_mxnet",
+    "missing_cuda_libraries",
+    "prepare",
+    "starts_without_mxnet",
+]
+
+#: The commands of `mxamp` that import no MXNet: a setting may end the process that does.
+WITHOUT_MXNET = ("doctor", "info")
+
 
 # Loaded in this order, each resolves the next one's symbols.
 CUDA_LIBRARIES = (
@@ -68,6 +78,17 @@ def import_mxnet() -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             return importlib.import_module("mxnet")
     return sys.modules["mxnet"]
+
+
+def starts_without_mxnet() -> bool:
+    """Tell whether this process is one of the commands in `WITHOUT_MXNET`, about to start."""
+    argv = getattr(sys, "argv", None) or [""]
+    if not argv[1:] or argv[1] not in WITHOUT_MXNET:
+        return False
+    if argv[0] == "-m":  # Python still looks for the module, which may be any
+        given = getattr(sys, "orig_argv", None)  # Python 3.10
+        return given is None or given[-len(argv)] == "mxamp"
+    return Path(argv[0]).name == "mxamp"
 
 
 def prepare() -> None:
@@ -179,6 +200,24 @@ def _preload_cuda() -> None:
             if (folder / name).exists():
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
                 break
+
+
+def missing_cuda_libraries() -> List[str]:
+    """Return which of CUDA 11's libraries are neither in wheels nor on the system."""
+    folders = _wheel_folders()
+    return [
+        name
+        for name in ("libcuda.so.1", *CUDA_LIBRARIES)
+        if not any((folder / name).exists() for folder in folders) and not _loads(name)
+    ]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _wheel_folders() -> List[Path]:
