@@ -1,6 +1,7 @@
 """`mxamp doctor` and `mxamp info`: what is installed, and what is wrong. They import no MXNet."""
 
 import json
+import sys
 import textwrap
 from dataclasses import asdict
 from typing import Dict, Iterable, List, Sequence, Tuple
@@ -47,7 +48,7 @@ def doctor(json_wanted: bool, no_measure: bool) -> None:
     found = findings(facts)
     click.echo(as_json(facts, found) if json_wanted else as_text(facts, found))
     if any(finding.level == "problem" for finding in found):
-        click.get_current_context().exit(1)
+        sys.exit(1)
 
 
 @click.command()

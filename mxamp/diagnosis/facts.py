@@ -5,9 +5,18 @@ from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
 __all__ = [
-    "MARK", "Build", "Cpu", "Facts", "Gpu", "PolicyCounts", "Setting", "Speed", "Wheel", "numbers",
+    "MARK",
+    "Build",
+    "Cpu",
+    "Facts",
+    "Gpu",
+    "PolicyCounts",
+    "Setting",
+    "Speed",
+    "Wheel",
+    "numbers",
     "without_folders",
-]  # fmt: skip
+]
 
 #: What the probe's lines begin with: oneDNN and MXNet print lines of their own.
 MARK = "mxamp-probe "

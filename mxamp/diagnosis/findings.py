@@ -8,7 +8,7 @@ from typing import Callable, Iterator, List, Mapping, Tuple
 
 from .facts import Facts, Gpu, numbers
 from .gpus import CUDA_WHEELS, runs_on
-from .variables import AUTOMATIC, VARIABLES
+from .variables import AUTOMATIC, MAX_ISA, VARIABLES
 
 __all__ = ["Finding", "findings"]
 
@@ -95,8 +95,8 @@ def _restored(facts: Facts) -> Iterator[Finding]:
     )
     if numpy >= (1, 24):
         what = (
-            f"NumPy {facts.numpy} lacks names that MXNet reads while it is imported; mxamp puts them "
-            "back. np.asarray(array) of an NDArray raises an error: use array.asnumpy()"
+            f"NumPy {facts.numpy} lacks names that MXNet reads while it is imported; mxamp puts "
+            "them back. np.asarray of an NDArray raises an error: use array.asnumpy()"
         )
         yield _note("numpy_restored", what, advice)
     elif numbers(facts.python)[:2] >= (3, 12):
@@ -197,8 +197,15 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         yield _note("few_threads", what, advice)
 
 
+_LIMITED = ("avx512", "avx512_bf16", "amx_bf16")
+
+
 def _bfloat16(facts: Facts) -> Iterator[Finding]:
     cpu = facts.cpu
+    lost = [name for name in cpu.instructions if name in _LIMITED and name not in cpu.usable]
+    if lost:
+        what = f"{MAX_ISA} keeps oneDNN from instructions that this CPU has: {', '.join(lost)}"
+        yield _problem("limited_instructions", what, f"unset {MAX_ISA}, unless you want that")
     if cpu.computes_bfloat16:
         return
     measured = _ratio(facts, "cpu", "bfloat16")
@@ -216,7 +223,7 @@ def _bfloat16(facts: Facts) -> Iterator[Finding]:
         )
     else:
         what = (
-            "oneDNN has no bfloat16 kernels without avx512: products run in float32 on rounded "
+            "without avx512 there are no bfloat16 kernels: products run in float32 on rounded "
             f"values, right and not faster{hidden}"
         )
     yield _note("no_bfloat16", what, "compute in float32 on this CPU, or in float16 on a GPU")

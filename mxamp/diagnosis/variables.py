@@ -85,7 +85,7 @@ VARIABLES: Mapping[str, Variable] = {
         "ThreadedEnginePerDevice": "nothing: as without it",
         "ThreadedEngine": "one pool of threads for all devices",
         "NaiveEngine": "operators run one by one while Python waits: for debugging, and slower",
-        **dict.fromkeys(("", "*"), "MXNet knows no such engine, so it can't be imported"),
+        **dict.fromkeys(("", "*"), "MXNet knows no such engine: all computing fails"),
     }, ("NaiveEngine", "", "*")),
     "MXNET_EXEC_BULK_EXEC_TRAIN": Variable(
         {"0": "operators are scheduled singly in training: slower, most on GPUs",

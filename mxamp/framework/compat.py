@@ -49,6 +49,7 @@ FAILED_BEFORE = (
     "MXNet was imported before mxamp and failed, and can't be imported a second time in the same "
     "process. Start a new process and put `import mxamp` above the first `import mxnet`."
 )
+BROKEN = "MXNet is installed, and can't be imported: {error}. `mxamp doctor` says what to do."
 NO_DRIVER = (
     "mxnet-cu112 is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install "
     "the driver (450.80 or later), or on a machine without an NVIDIA GPU install the CPU build: "
@@ -60,12 +61,18 @@ NOT_INSTALLED = (
 )
 
 
+#: The error of the first import, if it failed: it can't be tried again.
+_failed: List[InstallError] = []
+
+
 def import_mxnet() -> Any:
     """Return the module `mxnet`, made importable first.
 
-    Raises `InstallError` where MXNet is missing, its GPU driver is, or an earlier import of it
-    in this process has failed.
+    Raises `InstallError` where MXNet is missing, its GPU driver is, or its import fails or has
+    failed in this process before.
     """
+    if _failed:
+        raise _failed[0]
     if "mxnet" not in sys.modules:
         if any(name.startswith("mxnet.") for name in sys.modules):
             raise InstallError(FAILED_BEFORE)
@@ -76,7 +83,12 @@ def import_mxnet() -> Any:
             # What MXNet's own import says of NumPy and distutils, nobody here can act on.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
-            return importlib.import_module("mxnet")
+            try:
+                return importlib.import_module("mxnet")
+            except Exception as error:
+                said = str(error).strip() or type(error).__name__
+                _failed.append(InstallError(BROKEN.format(error=said.splitlines()[-1])))
+                raise _failed[0] from error
     return sys.modules["mxnet"]
 
 
