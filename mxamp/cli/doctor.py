@@ -11,6 +11,7 @@ import click
 from ..diagnosis.collect import collect
 from ..diagnosis.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
 from ..diagnosis.findings import Finding, findings
+from ..diagnosis.gpus import NEWEST_WHEEL, runs_on
 from .group import OneLineErrors
 
 __all__ = ["as_json", "as_text", "doctor", "info", "without_mxnet"]
@@ -147,7 +148,9 @@ def _gpu_rows(facts: Facts) -> List[Row]:
 
 def _gpu(gpu: Gpu) -> str:
     precision = "compute capability unknown"
-    if gpu.capability is not None:
+    if runs_on(gpu, NEWEST_WHEEL) is False:
+        precision = f"compute capability {gpu.capability}: MXNet's wheels have no code for it"
+    elif gpu.capability is not None:
         fast = "on" if numbers(gpu.capability) >= _TENSOR_CORES else "without"
         precision = f"compute capability {gpu.capability}: float16 {fast} tensor cores, no bfloat16"
     return f"{gpu.name}, driver {gpu.driver}, {precision}"

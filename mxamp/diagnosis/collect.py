@@ -19,7 +19,7 @@ import numpy as np
 
 from .._version import __version__
 from ..framework import machine
-from ..framework.compat import missing_cuda_libraries
+from ..framework.compat import BROKEN, missing_cuda_libraries
 from . import gpus
 from .facts import MARK, Build, Cpu, Facts, PolicyCounts, Speed, Wheel, without_folders
 from .variables import settings
@@ -28,7 +28,15 @@ __all__ = ["Probed", "collect", "cpu_quota", "kernel_threads", "probe", "probed"
 
 #: Of all that MXNet needs to import and measure, in seconds: thirty times what it takes here.
 PROBE_LIMIT = 60
-_PROBE = "import mxamp; from mxamp.diagnosis.probe import main; main()"
+#: As programs import MXNet: first of all, where the start-up hook waits for that, else after mxamp.
+_PROBE = """
+import sys
+if "mxamp_startup" in sys.modules:
+    import mxnet
+import mxamp
+from mxamp.diagnosis.probe import main
+main()
+"""
 #: The instructions that kernels for 16 bits use, and avx2, below which MXNet is slow.
 _INSTRUCTIONS = ("avx2", "f16c", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16")
 
@@ -126,7 +134,8 @@ def reason(status: int, errors: str) -> str:
         text = lines[-1] if lines else NO_REASON.format(status=status)
     if not text:
         text = DIED.format(signal=_signal(-status))
-    return without_folders(text)[:500]
+    wrapped = re.fullmatch(re.escape(BROKEN).replace(re.escape("{error}"), "(.*)"), text)
+    return without_folders(wrapped[1] if wrapped else text).rstrip(".")[:500]
 
 
 def _signal(number: int) -> str:

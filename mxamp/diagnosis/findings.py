@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Callable, Iterator, List, Mapping, Tuple
 
 from .facts import Facts, Gpu, numbers
-from .gpus import CUDA_WHEELS, runs_on
+from .gpus import CUDA_WHEELS, NEWEST_WHEEL, runs_on
 from .variables import AUTOMATIC, MAX_ISA, VARIABLES
 
 __all__ = ["Finding", "findings"]
 
-NEWEST_WHEEL = "cu112"
 MXNET = "1.9.1"
 PYTHONS = ((3, 8), (3, 13))
 

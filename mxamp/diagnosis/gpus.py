@@ -5,7 +5,7 @@ from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 from .facts import Gpu, numbers
 
-__all__ = ["CUDA_WHEELS", "CudaWheel", "parse", "query", "runs_on"]
+__all__ = ["CUDA_WHEELS", "NEWEST_WHEEL", "CudaWheel", "parse", "query", "runs_on"]
 
 _FIELDS = "--query-gpu=name,compute_cap,driver_version"
 #: Drivers before 470 know no compute_cap.
@@ -33,6 +33,7 @@ CUDA_WHEELS = {
     "cu110": CudaWheel("450.36.06", (5, 6, 7, 8)),
     "cu112": CudaWheel("450.80.02", (5, 6, 7, 8)),
 }
+NEWEST_WHEEL = "cu112"
 
 
 def runs_on(gpu: Gpu, cuda: str) -> Optional[bool]:

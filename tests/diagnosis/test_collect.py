@@ -58,7 +58,8 @@ def test_threads_of_a_kernel(environ, threads):
 @pytest.mark.parametrize(
     "status, errors, text",
     [
-        (1, "Traceback ...\nmxamp.errors.InstallError: MXNet is not installed. Do it.", "MXNet is not installed. Do it."),
+        (1, "Traceback ...\nmxamp.errors.InstallError: MXNet is not installed. Do it.", "MXNet is not installed. Do it"),
+        (1, "mxamp.errors.InstallError: " + compat.BROKEN.format(error="No module named 'requests'"), "No module named 'requests'"),
         (-6, "terminate called after throwing\n  what():  Invalid Parameter format for X\n", "Invalid Parameter format for X"),
         (1, "OSError: /home/ann/lib/libmxnet.so: cannot open shared object file", "libmxnet.so: cannot open shared object file"),
         (-4, "", "the process died of SIGILL"),
@@ -144,3 +145,16 @@ def test_libraries_that_are_missing(monkeypatch, tmp_path):
     assert "libnowhere.so.1" in compat.missing_cuda_libraries()
     assert "libhere.so.1" not in compat.missing_cuda_libraries()
     assert "libc.so.6" not in compat.missing_cuda_libraries()
+
+
+@pytest.mark.slow
+def test_mixed_precision_from_the_start_is_seen(tmp_path, monkeypatch):
+    startup = ROOT / "mxamp" / "startup"
+    hook = "import os\nif 'MXNET_ENABLE_AUTO_MIXED_PRECISION' in os.environ:\n    __import__('mxamp_startup').install()"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, startup, ROOT))))
+    monkeypatch.setenv("MXNET_ENABLE_AUTO_MIXED_PRECISION", "bfloat16")
+    found = probe(measure=False)
+    assert found.error == ""
+    assert found.mxnet.on == "bfloat16"
+    assert found.mxnet.patched
