@@ -26,7 +26,7 @@ from .variables import settings
 
 __all__ = ["Probed", "collect", "cpu_quota", "kernel_threads", "probe", "probed", "reason"]
 
-#: Of all that MXNet needs to import and measure, in seconds: thirty times what it takes here.
+#: Of all that MXNet needs to import and measure, in seconds: a few, or 15 on a busy machine.
 PROBE_LIMIT = 60
 #: As programs import MXNet: first of all, where the start-up hook waits for that, else after mxamp.
 _PROBE = """
@@ -56,8 +56,8 @@ class Probed(NamedTuple):
 def collect(measure: bool = True) -> Facts:
     """Look at this machine and installation.
 
-    `measure` times products for two seconds for each device. All takes about 5 s with it, 3 s
-    without, and 90 s at most, where drivers or MXNet give no answer.
+    `measure` times products for two seconds for each device. All takes 80 s at most, where the
+    driver or MXNet gives no answer.
     """
     found, gpu_error = gpus.query()
     wheels = tuple(_wheels())
