@@ -34,6 +34,8 @@ from .errors import AmpError, ArgumentError, InstallError, StateError, UnknownNa
 _problem: _Optional[InstallError] = None
 _starting.guard()
 try:
+    if _starting.without_mxnet():
+        raise InstallError("`mxamp doctor` and `mxamp info` do not import MXNet")
     from .framework.compat import import_mxnet as _import_mxnet
 
     _import_mxnet()

@@ -1,8 +1,11 @@
-"""The entry point of `mxamp` and `python -m mxamp`; one line where MXNet can't be imported."""
+"""The entry point of `mxamp` and `python -m mxamp`; one line where MXNet can't be imported.
+
+`mxamp doctor` and `mxamp info` run without MXNet: its import may be what is wrong.
+"""
 
 import sys
 
-from .cli.starting import unguard
+from .cli.starting import WITHOUT_MXNET, unguard
 from .errors import InstallError
 from .framework.compat import import_mxnet
 
@@ -11,6 +14,11 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command `mxamp`."""
+    if sys.argv[1:2] and sys.argv[1] in WITHOUT_MXNET:
+        from .cli.doctor import without_mxnet
+
+        without_mxnet()
+        return
     try:
         import_mxnet()
     except InstallError as error:

@@ -1,12 +1,10 @@
-"""`mxamp info` and `mxamp operators`: what this machine does, and what the lists say."""
+"""`mxamp operators`: what the lists say."""
 
 import fnmatch
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence
 
 import click
-import mxnet as mx
 
-from .._version import __version__
 from ..errors import ArgumentError, unknown
 from ..framework import machine
 from ..framework.operators import registry, resolve
@@ -16,7 +14,7 @@ from ..policy.rules import SHOWN_CLASSES
 from .group import DEVICES, DTYPES, examples, lines
 from .output import console, table_of
 
-__all__ = ["info", "operators"]
+__all__ = ["operators"]
 
 _CLASSES = (
     "low          computes in the target dtype",
@@ -26,31 +24,6 @@ _CLASSES = (
     "untouched    no input is cast",
     "conditional  float32 for some values of an attribute",
 )
-
-
-@click.command(epilog=examples("mxamp info"))
-def info() -> None:
-    """Show the CPU, and which dtypes are fast on this machine."""
-    console().print(table_of([], _facts()))
-
-
-def _facts() -> List[Tuple[str, str]]:
-    features = machine.features()
-    bfloat16 = "in float32 on rounded values"
-    if machine.computes_bfloat16():
-        bfloat16 = "in hardware"
-    elif "avx512" in features:
-        bfloat16 = "right, but not faster"
-    return [
-        ("mxamp", __version__),
-        ("MXNet", mx.__version__),
-        ("CPU", machine.cpu_name()),
-        ("oneDNN may use", ", ".join(sorted(features)) or "no avx512"),
-        ("bfloat16 on the CPU", bfloat16),
-        ("float16 on the CPU", "true values, for trying and testing; not faster"),
-        ("default device", machine.default_device()),
-        ("default dtype", machine.default_dtype()),
-    ]
 
 
 @click.command(

@@ -4,9 +4,10 @@ import click
 
 from .._version import __version__
 from .convert import convert
+from .doctor import doctor, info
 from .explain import explain
 from .group import OneLineErrors, examples
-from .machine_commands import info, operators
+from .machine_commands import operators
 from .run import run
 
 __all__ = ["main"]
@@ -33,5 +34,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (info, run, operators, explain, convert):
+for command in (doctor, info, run, operators, explain, convert):
     main.add_command(command)

@@ -6,9 +6,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["INTERRUPTED", "STATUS", "guard", "is_starting", "unguard"]
+__all__ = [
+    "INTERRUPTED",
+    "STATUS",
+    "WITHOUT_MXNET",
+    "guard",
+    "is_starting",
+    "unguard",
+    "without_mxnet",
+]
 
 INTERRUPTED = "interrupted"
+#: The commands that import no MXNet: a setting may end the process that does.
+WITHOUT_MXNET = ("doctor", "info")
 STATUS = 130  #: what shells take for a program that Ctrl-C has ended
 
 
@@ -17,6 +27,15 @@ def is_starting() -> bool:
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
     # What runs a package with -m has this for a name while it looks for the package.
     return program == "-m" or Path(program).name == "mxamp"
+
+
+def without_mxnet() -> bool:
+    """Tell whether this process is one of the commands in `WITHOUT_MXNET`, about to start."""
+    argv = getattr(sys, "argv", None) or [""]
+    if argv[1:2] and argv[1] in WITHOUT_MXNET and argv[0] == "-m":
+        given = getattr(sys, "orig_argv", None)  # Python 3.10
+        return given is None or given[-len(argv)] == "mxamp"
+    return bool(argv[1:2]) and argv[1] in WITHOUT_MXNET and is_starting()
 
 
 def guard() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, List, Tuple
 
 from ..errors import InstallError
 
-__all__ = ["import_mxnet", "prepare"]
+__all__ = ["import_mxnet", "missing_cuda_libraries", "prepare"]
 
 # On these MXNet 1.9.1 computes and trains as it should, with what `prepare` puts back: the first
 # that it runs on, and the first that nobody has tried. setup.cfg says the same.
@@ -45,6 +45,7 @@ FAILED_BEFORE = (
     "MXNet was imported before mxamp and failed, and can't be imported a second time in the same "
     "process. Start a new process and put `import mxamp` above the first `import mxnet`."
 )
+BROKEN = "MXNet is installed, and can't be imported: {error}. `mxamp doctor` says what to do."
 NO_DRIVER = (
     "mxnet-cu112 is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install "
     "the driver (450.80 or later), or on a machine without an NVIDIA GPU install the CPU build: "
@@ -61,12 +62,18 @@ NOT_INSTALLED = (
 )
 
 
+#: The error of the first import, if it failed: it can't be tried again.
+_failed: List[InstallError] = []
+
+
 def import_mxnet() -> Any:
     """Return the module `mxnet`, made importable first.
 
     Raises `InstallError` where MXNet, NumPy or the GPU build's driver is missing, where NumPy is
-    too old or too new, and where an earlier import of MXNet in this process has failed.
+    too old or too new, and where the import of MXNet fails or has failed in this process before.
     """
+    if _failed:
+        raise _failed[0]
     if "mxnet" not in sys.modules:
         if any(name.startswith("mxnet.") for name in sys.modules):
             raise InstallError(FAILED_BEFORE)
@@ -77,7 +84,12 @@ def import_mxnet() -> Any:
             # What MXNet's own import says of NumPy and distutils, nobody here can act on.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
-            return importlib.import_module("mxnet")
+            try:
+                return importlib.import_module("mxnet")
+            except Exception as error:
+                said = str(error).strip() or type(error).__name__
+                _failed.append(InstallError(BROKEN.format(error=said.splitlines()[-1])))
+                raise _failed[0] from error
     return sys.modules["mxnet"]
 
 
@@ -207,6 +219,24 @@ def _preload_cuda() -> None:
             if (folder / name).exists():
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
                 break
+
+
+def missing_cuda_libraries() -> List[str]:
+    """Return which of CUDA 11's libraries are neither in wheels nor on the system."""
+    folders = _wheel_folders()
+    return [
+        name
+        for name in ("libcuda.so.1", *CUDA_LIBRARIES)
+        if not any((folder / name).exists() for folder in folders) and not _loads(name)
+    ]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _wheel_folders() -> List[Path]:

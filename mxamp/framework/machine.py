@@ -15,12 +15,16 @@ __all__ = [
     "DTYPE_CODES",
     "DTYPE_NAMES",
     "computes_bfloat16",
+    "cpu_features",
+    "cpu_flags",
     "cpu_name",
     "default_device",
     "default_dtype",
     "dtype_name",
     "features",
+    "processors",
     "threads",
+    "threads_per_core",
 ]
 
 logger = logging.getLogger("mxamp")
@@ -85,6 +89,11 @@ def threads() -> int:
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if limit.isdigit() and int(limit):
         return int(limit)
+    return processors()
+
+
+def processors() -> int:
+    """Return how many logical processors this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -95,8 +104,9 @@ def features() -> FrozenSet[str]:
 
     `DNNL_MAX_CPU_ISA`, which limits oneDNN, limits this too.
     """
-    limit = os.environ.get("DNNL_MAX_CPU_ISA", "ALL").upper()
-    flags = _cpu_flags()
+    # As oneDNN reads it: names that it does not know, lower-case ones among them, limit nothing.
+    limit = os.environ.get("DNNL_MAX_CPU_ISA", "ALL")
+    flags = cpu_features()
     if limit in _BELOW_AVX512:
         return frozenset()
     if limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
@@ -107,6 +117,18 @@ def features() -> FrozenSet[str]:
 def computes_bfloat16() -> bool:
     """Tell whether the CPU has arithmetic for bfloat16 that oneDNN may use."""
     return bool(features() & {"avx512_bf16", "amx_bf16"})
+
+
+def cpu_flags() -> FrozenSet[str]:
+    """Return all flags of the CPU, as Linux names them."""
+    return frozenset(_cpu_info().get("flags", "").split())
+
+
+def threads_per_core() -> int:
+    """Return how many logical processors a core has."""
+    siblings, cores = (_cpu_info().get(name, "") for name in ("siblings", "cpu cores"))
+    both = siblings.isdigit() and cores.isdigit() and int(cores)
+    return max(int(siblings) // int(cores), 1) if both else 1
 
 
 @lru_cache(maxsize=None)
@@ -130,8 +152,9 @@ def _cpu_info() -> Dict[str, str]:
 
 
 @lru_cache(maxsize=None)
-def _cpu_flags() -> FrozenSet[str]:
-    flags = set(_cpu_info().get("flags", "").split())
+def cpu_features() -> FrozenSet[str]:
+    """Return which of avx512, avx512_bf16 and amx_bf16 the CPU has."""
+    flags = cpu_flags()
     # What oneDNN calls avx512_core.
     avx512 = {"avx512"} if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags else set()
     return frozenset(avx512 | (flags & {"avx512_bf16", "amx_bf16"}))

@@ -14,7 +14,7 @@ import os
 import threading
 from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
 
-__all__ = ["FrontEnd", "Patch", "PatchSet"]
+__all__ = ["FrontEnd", "Patch", "PatchSet", "patched"]
 
 logger = logging.getLogger("mxamp")
 
@@ -84,6 +84,11 @@ def _restack(patches: Sequence[Patch], original: Any) -> None:
     for patch in patches:
         patch._put_over(original)
         original = patch.ours
+
+
+def patched() -> List[str]:
+    """Return the names of the attributes that are patched now, sorted."""
+    return sorted(repr(stack[0]) for stack in _stacks.values())
 
 
 class PatchSet:

@@ -179,13 +179,15 @@ def test_conditions():
 def test_features_follow_the_limit_on_onednn(monkeypatch):
     from mxamp.framework import machine
 
-    monkeypatch.setattr(machine, "_cpu_flags", lambda: frozenset({"avx512", "avx512_bf16"}))
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset({"avx512", "avx512_bf16"}))
     monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     assert machine.features() == {"avx512", "avx512_bf16"}
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX512_CORE")
     assert machine.features() == {"avx512"}
     assert not Policy.default("bfloat16").rule("Convolution").missing
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "avx2")
+    assert machine.features() == {"avx512", "avx512_bf16"}, "oneDNN knows capitals only"
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
     assert machine.features() == frozenset()
     assert Policy.default("bfloat16").rule("Convolution").missing
 
