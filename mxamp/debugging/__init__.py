@@ -7,8 +7,19 @@
 0
 
 What ran, in which dtype   operator_stats, OperatorStats, OperatorCount, CastCount
+Where it goes wrong        compare, Comparison, TensorError
 """
 
+from .comparison import Comparison, TensorError
 from .operator_counts import CastCount, OperatorCount, OperatorStats, operator_stats
+from .side_by_side import compare
 
-__all__ = ["CastCount", "OperatorCount", "OperatorStats", "operator_stats"]
+__all__ = [
+    "CastCount",
+    "Comparison",
+    "OperatorCount",
+    "OperatorStats",
+    "TensorError",
+    "compare",
+    "operator_stats",
+]
