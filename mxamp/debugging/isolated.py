@@ -6,14 +6,10 @@ block, which may hold on to arrays, are not touched.
 """
 
 import contextlib
-import random
-import re
 import threading
-import zlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 import mxnet as mx
-import numpy as np
 from mxnet import autograd
 from mxnet.context import Context, current_context
 from mxnet.gluon import Block, HybridBlock
@@ -25,15 +21,15 @@ from ..convert.blocks import rebuilt, trace
 from ..framework.arrays import cast, dtypes_of
 from ..framework.nested import map_arrays
 from ..graph.census import Tensor, tensors_of
-from ..graph.graph import Graph, GraphCopy, Node, Output
+from ..graph.graph import Graph, Output
 from ..policy.active import suspended
 from ..scaling.loss_outputs import scaled_heads
 from ..scaling.trainer import scaled_loss
 from .observing import Call, Observer, Run
+from .randomness import Seeds, any_draws, draws, drops, mask_of, with_masks
 
 __all__ = [
     "IsolatedRun",
-    "Seeds",
     "arrays_in",
     "copied",
     "dense_values",
@@ -46,13 +42,6 @@ _backward = autograd.backward
 
 #: Where a hybrid block keeps its graph.
 _GRAPH = ("_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_format")
-#: Random numbers are the same in each run of a comparison.
-_SEED = 20180201
-#: Operators that draw from MXNet's generator, by their canonical names.
-_RANDOM = re.compile(
-    r"_random_(?!pdf)|_sample_|_shuffle|_npi_(uniform|normal|gamma|bernoulli|choice|exponential"
-    r"|gumbel|laplace|logistic|multinomial|pareto|powerd|rayleigh|shuffle|weibull)"
-)
 
 
 class IsolatedRun(Observer):
@@ -62,33 +51,46 @@ class IsolatedRun(Observer):
     whatever their dtype. Other random operators find MXNet's generator seeded alike.
     """
 
-    def __init__(self, seeds: "Seeds") -> None:
+    def __init__(self, seeds: Seeds) -> None:
         super().__init__()
         self._seeds = seeds
         self._thread = threading.get_ident()
         self._masks = 0
 
+    def sees(self) -> bool:
+        """Tell whether what is called now is a part of the run."""
+        return threading.get_ident() == self._thread
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Make calls that are none."""
+        thread, self._thread = self._thread, -1
+        try:
+            yield
+        finally:
+            self._thread = thread
+
     def on_call(self, call: Call, run: Run) -> Any:
         """Make an eager call; one of `Dropout` by multiplication with a mask."""
-        if threading.get_ident() != self._thread:
+        if not self.sees():
             return run(call.inputs)
         attrs = dict(zip(call.keys, map(str, call.values)))
-        if call.operator.name == "Dropout" and _drops(attrs):
+        if call.operator.name == "Dropout" and drops(attrs):
             self._masks += 1
             data = call.inputs[0]
-            values = _mask(f"call {self._masks}", attrs, data.shape)
-            with suspended():
+            values = mask_of(f"call {self._masks}", attrs, data.shape)
+            with suspended(), self.unseen():
                 dtype = dtypes_of([data])[0]
                 mask = cast(mx.nd.array(values, ctx=data.context), dtype)
                 mask = mask.as_np_ndarray() if isinstance(data, mx.np.ndarray) else mask
                 return data * mask
-        if _draws(call.operator.name, attrs):
+        if draws(call.operator.name, attrs):
             self._seeds.seed()
         return run(call.inputs)
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
         """Run a graph in a cached op of its own; auxiliary states are copied."""
-        if threading.get_ident() != self._thread:
+        if not self.sees():
             return run()
         graph = Graph.from_symbol(symbol)
         values = dict(zip(symbol.list_inputs(), inputs))
@@ -96,7 +98,7 @@ class IsolatedRun(Observer):
             values[name] = values[name].copy()
         shapes = {name: array.shape for name, array in values.items()}
         tensors = tensors_of(graph, dict(zip(values, dtypes_of(list(values.values())))), shapes)
-        if _any_draws(graph):
+        if any_draws(graph):
             self._seeds.seed()
         context = inputs[0].context if inputs else current_context()
         return self.run_graph(graph, type(symbol), tensors, values, context)
@@ -110,49 +112,9 @@ class IsolatedRun(Observer):
         context: Context,
     ) -> List[NDArray]:
         """Run a graph, whose outputs are `tensors`, on values of its inputs."""
-        masked, masks = _with_masks(graph, tensors)
+        masked, masks = with_masks(graph, tensors)
         made = {name: mx.nd.array(mask, ctx=context) for name, mask in masks.items()}
         return outputs_of(masked, symbol_class, {**values, **made})
-
-
-class Seeds:
-    """MXNet's generator: left alone until something draws from it, and seeded alike from then on.
-
-    MXNet does not tell the state of its generator. Where something has drawn from it, it goes on
-    from a number that was drawn before the first seed.
-    """
-
-    def __init__(self) -> None:
-        self._resume_from: Optional[int] = None
-        self._seeded = False
-
-    def seed(self) -> None:
-        """Seed it, if that was not done in this run; what has been drawn before does not count."""
-        if self._seeded:
-            return
-        self._seeded = True
-        with suspended(), autograd.pause():
-            if self._resume_from is None:
-                self._resume_from = int(mx.nd.random.randint(0, 2**31 - 1).asscalar())
-            mx.random.seed(_SEED)
-
-    def begin_run(self) -> None:
-        """Start all generators alike."""
-        self._seeded = False
-        random.seed(_SEED)
-        np.random.seed(_SEED)
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put all generators back."""
-        states = random.getstate(), np.random.get_state()
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            if self._resume_from is not None:
-                mx.random.seed(self._resume_from)
 
 
 def copied(net: Block, inputs: Sequence[Any]) -> Block:
@@ -229,65 +191,13 @@ def outputs_of(graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]) -
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 
-# ---------------------------------------------------------------------- random numbers
-
-
-def _drops(attrs: Mapping[str, str]) -> bool:
-    active = autograd.is_training() or attrs.get("mode") == "always"
-    return active and float(attrs.get("p", 0.5)) > 0
-
-
-def _draws(operator: str, attrs: Mapping[str, str]) -> bool:
-    """Tell whether an operator draws random numbers."""
-    if operator == "LeakyReLU":
-        return attrs.get("act_type") == "rrelu" and autograd.is_training()
-    if operator in ("RNN", "Dropout"):
-        default = 0.0 if operator == "RNN" else 0.5
-        return autograd.is_training() and float(attrs.get("p", default)) > 0
-    return _RANDOM.match(operator) is not None
-
-
-def _any_draws(graph: Graph, inside: bool = False) -> bool:
-    for node in graph.nodes:
-        drawn = not node.is_variable and _draws(node.operator, node.attrs)
-        if drawn and (inside or node.operator != "Dropout"):
-            return True
-        if any(_any_draws(body, inside=True) for body in node.subgraphs):
-            return True
-    return False
-
-
-def _mask(name: str, attrs: Mapping[str, str], shape: Sequence[int]) -> Any:
-    """Return the mask of one `Dropout`: 0 where it drops, and else what makes up for that."""
-    keep = 1 - float(attrs.get("p", 0.5))
-    axes = [int(axis) for axis in re.findall(r"\d+", attrs.get("axes", ""))]
-    sizes = [1 if i in axes else size for i, size in enumerate(shape)]
-    generator = np.random.RandomState(zlib.crc32(name.encode()) ^ _SEED)
-    kept = generator.random_sample(sizes) < keep
-    return (kept / max(keep, np.finfo("float32").tiny)).astype("float32")
-
-
-def _with_masks(graph: Graph, tensors: Mapping[Output, Tensor]) -> Tuple[Graph, Dict[str, Any]]:
-    """Return a graph in which masks are inputs, and the masks by the names of these."""
-    masks: Dict[str, Any] = {}
-    made = GraphCopy(graph)
-    for i, node in enumerate(graph.nodes):
-        if node.is_variable or node.operator != "Dropout" or not _drops(node.attrs):
-            made.add_copy(i)
-            continue
-        # By its number among them: two may have one name.
-        name = f"_mxamp_mask{len(masks)}"
-        data = tensors[node.inputs[0]]
-        masks[name] = _mask(f"{node.name} {len(masks)}", node.attrs, data.shape)
-        mask = made.add(Node("null", name))
-        if data.dtype != "float32":
-            mask = made.add(Node("amp_cast", f"{name}_cast", {"dtype": data.dtype}, [mask]))
-        reads = [*made.inputs(node), mask]
-        made.add_copy(i, op="broadcast_mul", attrs={}, inputs=reads, num_outputs=1)
-    return made.finished(), masks
-
-
 # ---------------------------------------------------------------------- gradients
+
+
+def trained_arrays(block: Block) -> Dict[str, NDArray]:
+    """Return the values, on the first device, of the parameters that get gradients."""
+    params = block.collect_params().values()
+    return {param.name: param.list_data()[0] for param in params if param.grad_req != "null"}
 
 
 def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:

@@ -23,7 +23,8 @@ from ..framework.arrays import dtypes_of
 from ..graph.census import FLOATS, Tensor, precision_at
 from ..graph.graph import CASTS, Graph, Output
 from ..graph.insert_casts import PRECISION
-from .isolated import IsolatedRun, Seeds, arrays_in, dense_values, descendants
+from .isolated import IsolatedRun, arrays_in, dense_values, descendants
+from .randomness import Seeds
 
 __all__ = ["Key", "Layer", "LayerRun"]
 

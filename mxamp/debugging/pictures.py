@@ -2,21 +2,26 @@
 
 import base64
 import io
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Union
 
 from ..errors import ArgumentError, InstallError
+from .exponents import NORMAL, TOP, VANISHES
 
 if TYPE_CHECKING:
     from .comparison import Comparison
+    from .histogram import GradientHistogram
 
-__all__ = ["comparison_figure", "png_html", "written"]
+__all__ = ["comparison_figure", "histogram_figure", "png_html", "written"]
 
 NO_MATPLOTLIB = 'pictures need matplotlib: pip install "matplotlib>=3.7,<4", or mxamp[plots]'
 
 #: Colour and marker of each precision; the colours differ in brightness too.
 _STYLES = {"float16": ("#1b6ca8", "o"), "bfloat16": ("#1b6ca8", "o"), "float32": ("#e8a838", "s")}
 _OTHER = ("#777777", "^")
+#: Up to so many layers have their names below the axis.
+_NAMED = 24
 
 
 def new_figure(width: float = 8.0, height: float = 4.0) -> Any:
@@ -56,39 +61,41 @@ def png_html(draw: Callable[[], Any]) -> str:
 
 
 def comparison_figure(result: "Comparison") -> Any:
-    """Draw the errors of layers in the order in which they run."""
-    figure = new_figure()
+    """Draw the errors of layers in the order in which they run.
+
+    An error of 0 lies at the lower edge. Layers that have lost elements get a cross at the upper
+    edge; those that have lost them all have no error to draw.
+    """
+    figure = new_figure(height=5.0)
     axes = figure.subplots()
     errors = result.outputs
-    smallest = min((e.relative for e in errors if e.relative), default=1e-8) / 2
-    axes.plot(
-        range(len(errors)),
-        [max(e.relative, smallest) for e in errors],
-        color="#bbbbbb",
-        linewidth=1,
-        zorder=1,
-    )
-    for precision in dict.fromkeys(error.precision for error in errors):
+    drawn = [i for i, error in enumerate(errors) if error.lost < max(math.prod(error.shape), 1)]
+    least = min((errors[i].relative for i in drawn if errors[i].relative), default=1e-8) / 2
+    values = {i: max(errors[i].relative, least) for i in drawn}
+    axes.plot(drawn, list(values.values()), color="#bbbbbb", linewidth=1, zorder=1)
+    for precision in dict.fromkeys(errors[i].precision for i in drawn):
         colour, marker = _STYLES.get(precision, _OTHER)
-        places = [i for i, error in enumerate(errors) if error.precision == precision]
-        values = [max(errors[i].relative, smallest) for i in places]
+        places = [i for i in drawn if errors[i].precision == precision]
         axes.scatter(
-            places, values, color=colour, marker=marker, edgecolors="black", linewidths=0.5,
-            label=f"computed in {precision}", zorder=2,
+            places, [values[i] for i in places], color=colour, marker=marker, edgecolors="black",
+            linewidths=0.5, label=f"computed in {precision}", zorder=2,
         )  # fmt: skip
     lost = [i for i, error in enumerate(errors) if error.lost]
     if lost:
-        values = [max(errors[i].relative, smallest) for i in lost]
         axes.scatter(
-            lost, values, color="black", marker="x", s=70, label="elements not finite", zorder=3
-        )
+            lost, [0.97] * len(lost), color="black", marker="x", s=60, zorder=3,
+            label="elements not finite in mixed precision", transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
     _mark_jump(axes, result)
     axes.set_yscale("log")
     axes.set_xlabel("layer, in the order of execution")
+    if len(errors) <= _NAMED:
+        axes.set_xticks(range(len(errors)), [e.name for e in errors], rotation=60, ha="right")
+        axes.tick_params(axis="x", labelsize="small")
     axes.set_ylabel("relative error of the output (L2)")
     axes.set_title(f"{result.dtype} against float32")
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 
@@ -99,3 +106,37 @@ def _mark_jump(axes: Any, result: "Comparison") -> None:
     place = result.outputs.index(result.first_jump)
     label = f"the error jumps first: {result.first_jump.name}"
     axes.axvline(place, color="#b03030", linestyle="--", linewidth=1, label=label, zorder=0)
+
+
+def histogram_figure(histogram: "GradientHistogram") -> Any:
+    """Draw the share of gradients by exponent, over the range that float16 has at the scale."""
+    figure = new_figure(height=4.6)
+    axes = figure.subplots()
+    shares, exponents = histogram.to_dict()["share"], histogram.exponents
+    axes.bar(
+        exponents, shares, width=1.0, align="edge", color="#1b6ca8", edgecolor="black",
+        linewidth=0.4, zorder=2,
+    )  # fmt: skip
+    shift = math.log2(histogram.scale)
+    normal, least, top = (edge - shift for edge in (NORMAL, VANISHES, TOP + 1))
+    axes.axvspan(normal, top, color="#cfe8cf", zorder=0, label="float16, all bits")
+    axes.axvspan(
+        least, normal, facecolor="#eef5e0", edgecolor="#9aa58a", hatch="///", linewidth=0, zorder=0,
+        label="float16, fewer bits (subnormal)",
+    )  # fmt: skip
+    axes.axvline(least, color="black", linewidth=1, linestyle=":", label="zero below")
+    if histogram.by_parameter and exponents:
+        recommended = math.log2(histogram.recommended_scale())
+        axes.axvline(
+            VANISHES - recommended, color="#b03030", linewidth=1, linestyle="--",
+            label=f"zero below, at the recommended scale, $2^{{{recommended:.0f}}}$",
+        )  # fmt: skip
+    lowest, highest = min((*exponents, least)), max((*exponents, top))
+    axes.set_xlim(lowest - 2, highest + 2)
+    axes.set_xlabel("exponent of the gradient: floor of log2(|gradient|), without loss scale")
+    axes.set_ylabel("share of all gradients")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.3g}")
+    zero = histogram.zero / max(histogram.size, 1)
+    axes.set_title(f"Gradients and float16 at loss scale {histogram.scale:g}; {zero:.1%} are zero")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    return figure

@@ -35,8 +35,9 @@ from ..scaling.finite import all_finite
 from ..scaling.scaler import LossScaler, positive_number
 from .batches import Batch, batches_of
 from .comparison import Comparison, TensorError
-from .isolated import Seeds, copied, dense_values, gradients_of, unchanged
+from .isolated import copied, dense_values, gradients_of, trained_arrays, unchanged
 from .layers import Key, Layer, LayerRun
+from .randomness import Seeds
 
 __all__ = ["compare"]
 
@@ -136,6 +137,7 @@ class _Comparing:
         #: The scale is lowered as in training, unless it was given.
         self.searching = loss_scale is None and policy.target_dtype == "float16"
         self.scale = loss_scale or (LossScaler().loss_scale if self.searching else 1.0)
+        self.block: Optional[Block] = None  # the one that runs
         self.seeds = Seeds()
         self.outputs: Dict[Key, Distance] = {}
         self.gradients: Dict[str, Distance] = {}
@@ -158,7 +160,9 @@ class _Comparing:
         )
 
     def _compare(self, batch: Batch) -> None:
-        block = copied(self.net, batch.inputs)
+        if self.block is None:
+            self.block = copied(self.net, batch.inputs)
+        block = self.block
         kept = [block] if block is self.net else []
         with unchanged(*kept, self.loss):
             plain = self._pass(block, batch, None)
@@ -187,11 +191,7 @@ class _Comparing:
             with run.watching(block, batch.inputs):
                 output = block(*batch.inputs)
             loss = None if self.loss is None else self.loss(output, batch.label)
-        params = {
-            param.name: param.list_data()[0]
-            for param in block.collect_params().values()
-            if param.grad_req != "null"
-        }
+        params = trained_arrays(block)
         if loss is None or not params:
             return _Pass(run, {})
         arrays = list(params.values())
