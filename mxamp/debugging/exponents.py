@@ -95,7 +95,7 @@ class ExponentCounts:
         row = self.by_exponent.get(whole, (0, 0, 0))
         if exponent == whole:
             return total + (row[1] if inclusive else 0)
-        return total + row[0] * (exponent - whole)
+        return total + row[1] + (row[0] - row[1]) * (exponent - whole)
 
     def overflowing(self, shift: float) -> float:
         """Count the values that float16 rounds to infinity when 2**shift multiplies them."""

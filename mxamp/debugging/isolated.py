@@ -205,18 +205,18 @@ def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDA
 
     It may be called again, and writes to the same gradients then.
     """
-    gradients = [array.grad for array in arrays]
     with suspended(), autograd.record():
         heads = [scaled_loss(one, scale) for one in arrays_in(loss)]
     with suspended(), autograd.pause(), scaled_heads(scale):
-        for gradient in gradients:
+        for gradient in [array.grad for array in arrays]:
             # Those that the loss does not depend on are not written, others may be added to.
             if gradient.stype == "default":
                 gradient[:] = 0
             else:
-                mx.nd.zeros(gradient.shape, stype=gradient.stype, out=gradient)
+                mx.nd.sparse.zeros_like(gradient, out=gradient)
         _backward(heads, retain_graph=True)
-    return gradients
+    # Asked for again: MXNet may have put another array in a gradient's place.
+    return [array.grad for array in arrays]
 
 
 def dense_values(array: NDArray) -> Any:

@@ -88,6 +88,9 @@ def comparison_figure(result: "Comparison") -> Any:
         )  # fmt: skip
     _mark_jump(axes, result)
     axes.set_yscale("log")
+    axes.set_xlim(-0.7, len(errors) - 0.3)
+    if lost and values:
+        axes.set_ylim(top=max(values.values()) * 4)  # room for the crosses
     axes.set_xlabel("layer, in the order of execution")
     if len(errors) <= _NAMED:
         axes.set_xticks(range(len(errors)), [e.name for e in errors], rotation=60, ha="right")
