@@ -67,7 +67,7 @@ class Comparison:
         Returns matplotlib's figure, and writes it to `path`, in the format of its suffix.
         Raises `InstallError` without matplotlib.
         """
-        return written(comparison_figure(self), path)
+        return written(comparison_figure(self.to_dict()), path)
 
     def summary(self) -> str:
         """Return one line: where the error jumps first, and what was lost."""
@@ -89,7 +89,9 @@ class Comparison:
         tables = "".join(
             html_table(_HEADINGS, _rows(errors), caption) for caption, errors in self._tables()
         )
-        return f"<p>{self.summary()}</p>{png_html(lambda: comparison_figure(self))}{tables}"
+        return (
+            f"<p>{self.summary()}</p>{png_html(lambda: comparison_figure(self.to_dict()))}{tables}"
+        )
 
     def __repr__(self) -> str:
         return f"<Comparison: {self.summary()}>"

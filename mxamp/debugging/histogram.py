@@ -161,7 +161,7 @@ class GradientHistogram:
         Returns matplotlib's figure, and writes it to `path`, in the format of its suffix.
         Raises `InstallError` without matplotlib.
         """
-        return written(histogram_figure(self), path)
+        return written(histogram_figure(self.to_dict()), path)
 
     def summary(self) -> str:
         """Return one line: what float16 would lose at the scale in use, and a better one."""
@@ -179,7 +179,7 @@ class GradientHistogram:
         return "\n".join([self.summary(), "", text_table(_HEADINGS, self._rows())])
 
     def _repr_html_(self) -> str:
-        picture = png_html(lambda: histogram_figure(self))
+        picture = png_html(lambda: histogram_figure(self.to_dict()))
         return f"<p>{self.summary()}</p>{picture}{html_table(_HEADINGS, self._rows())}"
 
     def __repr__(self) -> str:

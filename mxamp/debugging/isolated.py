@@ -13,11 +13,13 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.context import Context, current_context
 from mxnet.gluon import Block, HybridBlock
+from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..convert.blocks import rebuilt, trace
+from ..errors import StateError
 from ..framework.arrays import cast, dtypes_of
 from ..framework.nested import map_arrays
 from ..graph.census import Tensor, tensors_of
@@ -120,8 +122,14 @@ class IsolatedRun(Observer):
 def copied(net: Block, inputs: Sequence[Any]) -> Block:
     """Return a block that computes as `net` does, with parameters of its own.
 
-    Where `net` can't be traced it is `net` itself.
+    Where `net` can't be traced it is `net` itself. Parameters whose shape waits for a first input
+    get one, as in any first call.
     """
+    if any(param._data is None for param in net.collect_params().values()):
+        try:
+            net(*inputs)
+        except (DeferredInitializationError, RuntimeError) as error:
+            raise StateError(f"block {net.name!r} does not run: {error}") from None
     if not isinstance(net, HybridBlock):
         return net
     try:

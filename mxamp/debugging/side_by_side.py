@@ -1,6 +1,7 @@
 """A net in float32 and in mixed precision, side by side: the error of each layer."""
 
 import contextlib
+import typing
 import warnings
 from typing import (
     Any,
@@ -113,8 +114,7 @@ def compare(
     if loss_scale is not None:
         loss_scale = positive_number("loss_scale", loss_scale)
     with autocast(dtype, policy=policy):
-        chosen = current_policy()
-    assert chosen is not None  # noqa: S101  # mypy: a region always has one
+        chosen = typing.cast(Policy, current_policy())
     batches = batches_of(data, labelled=loss is not None)
     if not isinstance(net, Block):
         if loss is not None:

@@ -36,7 +36,7 @@ def square(output, _label):
     return (output * output).sum()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     values=st.sampled_from(sorted(FLOATS)).flatmap(
         lambda kind: hnp.arrays(
