@@ -10,7 +10,6 @@ from typing import (
     Iterator,
     List,
     Mapping,
-    Optional,
     Sequence,
     Tuple,
 )
@@ -19,7 +18,9 @@ from mxnet.context import Context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 
+from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
+from ..graph.builder import HALVES
 from ..graph.census import FLOATS, Tensor, precision_at
 from ..graph.graph import CASTS, Graph, Output
 from ..graph.insert_casts import PRECISION
@@ -27,6 +28,11 @@ from .isolated import IsolatedRun, arrays_in, dense_values, descendants
 from .randomness import Seeds
 
 __all__ = ["Key", "Layer", "LayerRun"]
+
+NOT_FLOAT32 = (
+    "layer {name!r} computes in {precision} with mixed precision off: compare takes a float32 net, "
+    "not one that was converted or cast"
+)
 
 #: Which output of which layer: its name, how many of that name came before it, and the output.
 Key = Tuple[str, int, int]
@@ -51,10 +57,14 @@ class Layer:
 
 
 class LayerRun(IsolatedRun):
-    """Notes what each layer of `net` computes, while `watching` it."""
+    """Notes what each layer of `net` computes, while `watching` it.
 
-    def __init__(self, net: Optional[Block], seeds: Seeds) -> None:
+    In a `plain` run, a layer that computes in half precision is an `ArgumentError`.
+    """
+
+    def __init__(self, net: Block, seeds: Seeds, plain: bool) -> None:
         super().__init__(seeds)
+        self._plain = plain
         self._watching = False
         self._layers: Dict[Key, Layer] = {}
         self._seen: "Counter[str]" = Counter()
@@ -63,10 +73,8 @@ class LayerRun(IsolatedRun):
         self._kept: List[NDArray] = []
         #: The layer that reads a parameter first, by the parameter's name.
         self.readers: Dict[str, Key] = {}
-        blocks = [] if net is None else descendants(net)
-        self._prefixes = sorted(
-            ((block.prefix, block.name) for block in blocks), key=lambda pair: -len(pair[0])
-        )
+        names = [(block.prefix, block.name) for block in descendants(net)]
+        self._prefixes = sorted(names, key=lambda pair: -len(pair[0]))
 
     @property
     def layers(self) -> Mapping[Key, Layer]:
@@ -103,6 +111,10 @@ class LayerRun(IsolatedRun):
         """Run a graph; note what each of its nodes computes that another one reads."""
         heads = list(graph.heads)
         if self._watching:
+            # Before it runs: on CPUs much of it would not.
+            for i, node in enumerate(graph.nodes):
+                if not node.is_variable:
+                    self._check(node.name, precision_at(graph, i, tensors))
             graph = replace(graph, heads=[*heads, *_entries_read(graph)])
         outputs = super().run_graph(graph, symbol_class, tensors, values, context)
         if self._watching:
@@ -168,6 +180,7 @@ class LayerRun(IsolatedRun):
             dtype = dtypes_of([array])[0]
             self._made([array], frozenset({key}) if dtype in FLOATS else sources)
             if dtype in FLOATS:
+                self._check(block.name, dtype)
                 kind = type(block).__name__
                 self._note(Layer(key, block.name, kind, dtype, dense_values(array), sources))
                 for param in block._reg_params.values():
@@ -177,6 +190,10 @@ class LayerRun(IsolatedRun):
 
     def _note(self, layer: Layer) -> None:
         self._layers[layer.key] = layer
+
+    def _check(self, name: str, precision: str) -> None:
+        if self._plain and precision in HALVES:
+            raise ArgumentError(NOT_FLOAT32.format(name=name, precision=precision))
 
     def _number(self, name: str) -> int:
         self._seen[name] += 1

@@ -107,7 +107,7 @@ def compare(
     Raises
     ------
     ArgumentError
-        Something else than a net, data without labels, or no data.
+        Something else than a float32 net, data without labels, or no data.
 
     Runs the net twice for each batch, and holds all its layers' outputs in memory.
     """
@@ -184,7 +184,7 @@ class _Comparing:
 
     def _pass(self, block: Block, batch: Batch, policy: Optional[Policy]) -> _Pass:
         self.seeds.begin_run()
-        run = LayerRun(self.net, self.seeds)
+        run = LayerRun(self.net, self.seeds, plain=policy is None)
         training = self.loss is not None
         recording = autograd.record() if training else autograd.pause(train_mode=False)
         with autocast(enabled=policy is not None, policy=policy), _opened(run), recording:

@@ -337,6 +337,15 @@ def test_arguments_that_make_no_sense(arguments, message):
         compare(*arguments(net, nd.ones((2, 3))))
 
 
+def test_converted_and_cast_nets_are_refused():
+    net, data = made(convolutional)
+    converted = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data)
+    net.cast("float16")
+    for other, batch in ((converted, data[0]), (net, data[0].astype("float16"))):
+        with pytest.raises(amp.ArgumentError, match="takes a float32 net"):
+            compare(other, batch, dtype="bfloat16")
+
+
 def test_pictures_need_matplotlib(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     net, data = made(perceptron)
