@@ -1,6 +1,5 @@
 """Two models side by side: run on the same inputs, and the errors of one against the other."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
@@ -17,8 +16,9 @@ from ..framework.arrays import cast
 from ..framework.machine import DTYPE_NAMES, dtype_name
 from ..graph.graph import Graph
 from ..policy.active import suspended
+from .distance import Distance
 
-__all__ = ["Model", "OutputError", "compare_models", "random_inputs"]
+__all__ = ["Model", "OutputError", "compare_models", "inferred_labels", "random_inputs"]
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
@@ -140,7 +140,9 @@ def _outputs(model: Model, inputs: Mapping[str, Any], ctx: Context) -> Sequence[
                 code = codes[name]
                 values[name] = array if code is None else cast(array, DTYPE_NAMES[int(code)])
         try:
-            values.update(_labels(symbol, values, [name for name in names if name not in values]))
+            values.update(
+                inferred_labels(symbol, values, [name for name in names if name not in values])
+            )
             # Not bound: an executor would fuse operators, each model's in its own way.
             run = CachedOp(symbol)
             outputs = run(*(values[name].as_in_context(ctx) for name in names))
@@ -150,7 +152,7 @@ def _outputs(model: Model, inputs: Mapping[str, Any], ctx: Context) -> Sequence[
             raise StateError(NOT_HERE.format(why=_reason(error))) from None
 
 
-def _labels(
+def inferred_labels(
     symbol: Symbol, values: Mapping[str, NDArray], missing: Sequence[str]
 ) -> Dict[str, NDArray]:
     """Return zeros for arguments whose shape follows from the others."""
@@ -165,20 +167,14 @@ def _labels(
 
 
 def _error(name: str, ours: Any, theirs: Any) -> OutputError:
-    if ours.shape != theirs.shape:
-        raise ArgumentError(f"output {name!r} has shape {ours.shape} and {theirs.shape}")
-    finite = np.isfinite(ours)
-    lost = finite & ~np.isfinite(theirs)
-    both = finite & ~lost
-    base, difference = ours[both].astype("float64"), (theirs - ours)[both].astype("float64")
-    norm = math.sqrt(float((base**2).sum()))
-    distance = math.sqrt(float((difference**2).sum()))
-    relative = distance / norm if norm else float(distance > 0)
+    distance = Distance()
+    distance.add(name, ours, theirs)
     agreement = None
     if ours.ndim == 2 and ours.shape[1] > 1:  # noqa: PLR2004
         agreement = float((ours.argmax(1) == theirs.argmax(1)).mean())
-    maximum = float(abs(difference).max()) if difference.size else 0.0
-    return OutputError(name, ours.shape, relative, maximum, agreement, int(lost.sum()))
+    return OutputError(
+        name, ours.shape, distance.relative, distance.maximum, agreement, distance.lost
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,16 @@ from .graph import CASTS, Graph, Node, Output, infer_types
 from .insert_casts import PRECISION
 from .usage import Shape, Usage
 
-__all__ = ["FLOATS", "Census", "Tensor", "count", "is_cast", "precision_of", "tensors"]
+__all__ = [
+    "FLOATS",
+    "Census",
+    "Tensor",
+    "count",
+    "is_cast",
+    "precision_at",
+    "precision_of",
+    "tensors_of",
+]
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _BYTES = {
@@ -62,7 +71,7 @@ def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) 
     them run, and how often, is known only to MXNet.
     """
     census = Census.empty()
-    values = tensors(graph, dtypes, shapes)
+    values = tensors_of(graph, dtypes, shapes)
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             continue
@@ -70,8 +79,7 @@ def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) 
         if node.op in CASTS and is_cast(inputs[0].dtype, output.dtype):
             census.add_cast(inputs[0].dtype, output.dtype, inputs[0].size)
             continue
-        dtype = node.attrs.get(PRECISION) or precision_of(inputs, [output])
-        census.operators[node.operator, dtype] += 1
+        census.operators[node.operator, precision_at(graph, i, values)] += 1
         if node.operator == "_foreach":
             census.add(_one_step(node, inputs), times=inputs[0].shape[0])
     return census
@@ -88,13 +96,20 @@ def precision_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
     return next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
 
 
+def precision_at(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> str:
+    """Return the dtype that node i computes in, of a graph whose outputs are these."""
+    node = graph.nodes[i]
+    inputs = [values[entry] for entry in node.inputs]
+    return node.attrs.get(PRECISION) or precision_of(inputs, [values[i, 0]])
+
+
 def _one_step(node: Node, inputs: Sequence[Tensor]) -> Census:
     body = node.subgraphs[0]
     usage = body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
     return count(body, usage.dtypes, step_shapes(node, [tensor.shape for tensor in inputs]))
 
 
-def tensors(
+def tensors_of(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> Dict[Output, Tensor]:
     """Return dtype and shape of every output of every node."""

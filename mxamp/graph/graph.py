@@ -162,6 +162,10 @@ class GraphCopy:
         """Leave node i of the source out; what read it reads `other`, an earlier one."""
         self._places[i] = self._places[other]
 
+    def read_through(self, i: int, added: Output) -> None:
+        """Let what is going to read node i of the source read the first output of an added node."""
+        self._places[i], _ = added
+
     def finished(self) -> Graph:
         """Return the copy."""
         heads = [(self._places[i], k) for i, k in self._source.heads]

@@ -11,7 +11,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.arrays import dtypes_of, invoke
 from ..framework.operators import resolve
 from ..framework.zero_gradients import kept_safe, zero_gradients
-from .census import tensors
+from .census import tensors_of
 from .graph import Graph, Node, Output
 from .usage import Shape
 
@@ -73,7 +73,7 @@ def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, S
     if not open_ones:
         return {}
     dtypes = dict(zip(inputs, dtypes_of(list(inputs.values()))))
-    found = tensors(graph, dtypes, {name: array.shape for name, array in inputs.items()})
+    found = tensors_of(graph, dtypes, {name: array.shape for name, array in inputs.items()})
     return {i: found[i, 0].shape for i in open_ones}
 
 

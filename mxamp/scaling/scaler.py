@@ -12,7 +12,7 @@ all three are a `Scaler`, so that no caller has to ask which one is there.
 import logging
 import math
 import numbers
-from typing import Any, Callable, Dict, Mapping, Tuple
+from typing import Any, Callable, Dict, Mapping, Tuple, Type, TypeVar
 
 from ..errors import ArgumentError
 from ..framework.wording import shown
@@ -23,7 +23,14 @@ logger = logging.getLogger("mxamp")
 
 STATE_VERSION = 1
 
+NO_RECOMMENDATION = (
+    "calibrated takes what amp.debugging.gradient_histogram returns, not {given}: for a trainer or "
+    "a net, call gradient_histogram with it first"
+)
 OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
+
+
+_LossScaler = TypeVar("_LossScaler", bound="LossScaler")
 
 
 class Scaler:
@@ -179,6 +186,36 @@ class LossScaler(Scaler):
             )
         self._clean_steps = 0
         self._overflows_left = self._hysteresis
+
+    @classmethod
+    def calibrated(
+        cls: Type[_LossScaler], histogram: Any, keep: float = 0.999, **options: Any
+    ) -> _LossScaler:
+        """Return one that starts from the scale that fits gradients as they are.
+
+        ::
+
+            histogram = amp.debugging.gradient_histogram(net, batches, loss)
+            amp.init_trainer(trainer, amp.LossScaler.calibrated(histogram))
+
+        Parameters
+        ----------
+        histogram : GradientHistogram
+            Or any object whose `recommended_scale(keep)` returns a scale.
+        keep : float, default 0.999
+            The share of gradients other than zero that float16 has to keep at that scale.
+        **options
+            As of `LossScaler`, but for `init_scale`. Limits that are not given make room for the
+            scale, where it is outside the default ones.
+        """
+        recommend = getattr(histogram, "recommended_scale", None)
+        if not callable(recommend):
+            raise ArgumentError(NO_RECOMMENDATION.format(given=type(histogram).__name__))
+        if "init_scale" in options:
+            raise ArgumentError("calibrated finds init_scale itself: leave it out")
+        scale = positive_number("recommended_scale", recommend(keep))
+        limits = {"min_scale": min(scale, 1.0), "max_scale": max(scale, 2.0**24)}
+        return cls(init_scale=scale, **{**limits, **options})
 
     def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
         values = super()._checked(state)

@@ -1,0 +1,296 @@
+"""A net in float32 and in mixed precision, side by side: the error of each layer."""
+
+import contextlib
+import typing
+import warnings
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.context import current_context
+from mxnet.gluon import Block, SymbolBlock
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ..convert.compare import Model, inferred_labels
+from ..convert.distance import Distance
+from ..errors import ArgumentError
+from ..patches.autocast import autocast
+from ..policy.active import current_policy
+from ..policy.policy import Policy
+from ..scaling.finite import all_finite
+from ..scaling.scaler import LossScaler, positive_number
+from .batches import Batch, batches_of
+from .comparison import Comparison, TensorError
+from .isolated import copied, dense_values, gradients_of, trained_arrays, unchanged
+from .layers import Key, Layer, LayerRun
+from .randomness import Seeds
+
+__all__ = ["compare"]
+
+#: An error jumps where it is so many times those that come in, and the unit roundoff.
+JUMP = 8.0
+#: Half the distance from 1 to the next number: what rounding costs at most, relatively.
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+NOT_A_NET = (
+    "compare takes a Block, or a saved model as (symbol, arg_params, aux_params), not {given}"
+)
+NO_LOSS = "a saved model is compared without a loss: import it as a SymbolBlock to give one"
+BY_NAME = "the inputs of a saved model are given by name, as a dict, not as {given}"
+
+
+class _Pass(NamedTuple):
+    """What one run of a net gives."""
+
+    run: LayerRun
+    gradients: Dict[str, Any]
+
+
+def compare(
+    net: Union[Block, Model],
+    data: Any,
+    loss: Optional[Callable[[Any, Any], Any]] = None,
+    *,
+    dtype: Any = None,
+    policy: Optional[Policy] = None,
+    loss_scale: Optional[float] = None,
+) -> Comparison:
+    """Run a net in float32 and in mixed precision on the same data; return the errors by layer.
+
+    >>> import mxnet as mx, mxamp as amp
+    >>> net = mx.gluon.nn.Dense(2, in_units=3)
+    >>> net.initialize()
+    >>> result = amp.debugging.compare(net, mx.nd.ones((4, 3)), dtype="bfloat16")
+    >>> [error.operator for error in result.outputs], result.first_jump
+    (['FullyConnected'], None)
+
+    A layer is a node of the net's graph, as it runs when the net is hybridized; for nets that
+    can't be traced it is a child block. The first jump is the first layer in the order of
+    execution whose error is more than 8 times the largest error that comes into it, and more than
+    8 times the unit roundoff of the dtype (2**-11 for float16, 2**-8 for bfloat16); or that turns
+    finite elements into Inf or NaN, and none came into it.
+
+    Parameters
+    ----------
+    net : Block, or (symbol, arg_params, aux_params)
+        Left as it is: parameters, gradients, statistics, graphs and random number generators. (A
+        net that draws random numbers other than for `Dropout` leaves MXNet's generator, which
+        can't be read, at another point.)
+    data : NDArray, tuple or dict, or an iterable of them
+        One batch, or a list or DataLoader of them. With a loss, a batch is a tuple of the net's
+        inputs and the label; for a saved model, a dict of inputs by name.
+    loss : callable, optional
+        Called with the net's output and the label. Gives the errors of gradients too, and runs
+        the net in training mode; without it the net runs in inference mode.
+    dtype, policy
+        As of `autocast`.
+    loss_scale : float, optional
+        Of the backward pass in mixed precision. By default it is found as in training: for
+        float16 the first of 2**16, 2**15 and so on at which all gradients are finite; for
+        bfloat16 it is 1.
+
+    Raises
+    ------
+    ArgumentError
+        Something else than a float32 net, data without labels, or no data.
+
+    Runs the net twice for each batch, and holds all its layers' outputs in memory.
+    """
+    if loss_scale is not None:
+        loss_scale = positive_number("loss_scale", loss_scale)
+    with autocast(dtype, policy=policy):
+        chosen = typing.cast(Policy, current_policy())
+    batches = batches_of(data, labelled=loss is not None)
+    if not isinstance(net, Block):
+        if loss is not None:
+            raise ArgumentError(NO_LOSS)
+        net, batches = _block_of(net, batches)
+    return _Comparing(net, loss, chosen, loss_scale).run(batches)
+
+
+class _Comparing:
+    """One comparison, while it runs."""
+
+    def __init__(
+        self,
+        net: Block,
+        loss: Optional[Callable[[Any, Any], Any]],
+        policy: Policy,
+        loss_scale: Optional[float],
+    ) -> None:
+        self.net, self.loss, self.policy = net, loss, policy
+        #: The scale is lowered as in training, unless it was given.
+        self.searching = loss_scale is None and policy.target_dtype == "float16"
+        self.scale = loss_scale or (LossScaler().loss_scale if self.searching else 1.0)
+        self.block: Optional[Block] = None  # the one that runs
+        self.seeds = Seeds()
+        self.outputs: Dict[Key, Distance] = {}
+        self.gradients: Dict[str, Distance] = {}
+        self.layers: Dict[Key, Layer] = {}
+        self.readers: Dict[str, Key] = {}
+        self.mixed: Dict[Key, Layer] = {}
+        self.shapes: Dict[str, Tuple[int, ...]] = {}
+
+    def run(self, batches: Iterator[Batch]) -> Comparison:
+        """Run all batches; return the errors."""
+        with self.seeds.kept():
+            for batch in batches:
+                self._compare(batch)
+        return Comparison(
+            self.policy.target_dtype,
+            self.scale,
+            tuple(self._output(key) for key in self.outputs),
+            tuple(self._gradient(name) for name in self.gradients),
+            self._first_jump(),
+        )
+
+    def _compare(self, batch: Batch) -> None:
+        if self.block is None:
+            self.block = copied(self.net, batch.inputs)
+        block = self.block
+        kept = [block] if block is self.net else []
+        with unchanged(*kept, self.loss):
+            plain = self._pass(block, batch, None)
+        with unchanged(*kept, self.loss):
+            mixed = self._pass(block, batch, self.policy)
+        for key, layer in plain.run.layers.items():
+            self.layers.setdefault(key, layer)
+            other = mixed.run.layers.get(key)
+            # Some nodes have others standing in for them under a policy.
+            if other is not None and other.values.shape == layer.values.shape:
+                self.mixed.setdefault(key, other)
+                self.outputs.setdefault(key, Distance()).add(layer.name, layer.values, other.values)
+        self.readers.update(plain.run.readers)
+        for name, values in plain.gradients.items():
+            self.shapes[name] = values.shape
+            self.gradients.setdefault(name, Distance()).add(name, values, mixed.gradients[name])
+
+    # ------------------------------------------------------------------ one run
+
+    def _pass(self, block: Block, batch: Batch, policy: Optional[Policy]) -> _Pass:
+        self.seeds.begin_run()
+        run = LayerRun(self.net, self.seeds, plain=policy is None)
+        training = self.loss is not None
+        recording = autograd.record() if training else autograd.pause(train_mode=False)
+        with autocast(enabled=policy is not None, policy=policy), _opened(run), recording:
+            with run.watching(block, batch.inputs):
+                output = block(*batch.inputs)
+            loss = None if self.loss is None else self.loss(output, batch.label)
+        params = trained_arrays(block)
+        if loss is None or not params:
+            return _Pass(run, {})
+        arrays = list(params.values())
+        if policy is None:
+            gradients, scale = gradients_of(loss, arrays, 1.0), 1.0
+        else:
+            gradients, scale = self._gradients(loss, arrays), self.scale
+        return _Pass(
+            run, {name: dense_values(g) / np.float32(scale) for name, g in zip(params, gradients)}
+        )
+
+    def _gradients(self, loss: Any, arrays: Sequence[NDArray]) -> List[NDArray]:
+        """Return the gradients of a loss, times a scale that keeps them finite where it may."""
+        gradients = gradients_of(loss, arrays, self.scale)
+        while self.searching and self.scale > 1 and not all_finite(gradients):
+            self.scale /= 2
+            gradients = gradients_of(loss, arrays, self.scale)
+        return gradients
+
+    # ------------------------------------------------------------------ the results
+
+    def _output(self, key: Key) -> TensorError:
+        layer, mixed, distance = self.layers[key], self.mixed[key], self.outputs[key]
+        return TensorError(
+            layer.name,
+            layer.block,
+            layer.operator,
+            mixed.precision,
+            layer.values.shape,
+            distance.relative,
+            distance.maximum,
+            distance.lost,
+        )
+
+    def _gradient(self, name: str) -> TensorError:
+        distance, reader = self.gradients[name], self.readers.get(name)
+        layer = self.layers.get(reader) if reader is not None else None
+        mixed = self.mixed.get(reader) if reader is not None else None
+        return TensorError(
+            name,
+            layer.block if layer is not None else "",
+            layer.operator if layer is not None else "",
+            mixed.precision if mixed is not None else "float32",
+            self.shapes[name],
+            distance.relative,
+            distance.maximum,
+            distance.lost,
+        )
+
+    def _first_jump(self) -> Optional[TensorError]:
+        """Return the first layer that adds more error than rounding its inputs and output does."""
+        roundoff = UNIT_ROUNDOFF[self.policy.target_dtype]
+        # What each layer passes on; one that was not compared, what it is given.
+        errors: Dict[Key, Tuple[float, int]] = {}
+        for key, layer in self.layers.items():
+            given = [errors[source] for source in layer.sources if source in errors]
+            error = max((one[0] for one in given), default=0.0)
+            lost = max((one[1] for one in given), default=0)
+            distance = self.outputs.get(key)
+            if distance is None:
+                errors[key] = error, lost
+                continue
+            if distance.relative > JUMP * max(error, roundoff) or (distance.lost and not lost):
+                return self._output(key)
+            errors[key] = distance.relative, distance.lost
+        return None
+
+
+@contextlib.contextmanager
+def _opened(run: LayerRun) -> Iterator[None]:
+    run.open()
+    try:
+        yield
+    finally:
+        run.close()
+
+
+def _block_of(model: Any, batches: Iterable[Batch]) -> Tuple[Block, Iterator[Batch]]:
+    """Return a saved model as a block, and its inputs, which are given by name, in order."""
+    if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], Symbol)):  # noqa: PLR2004
+        raise ArgumentError(NOT_A_NET.format(given=type(model).__name__))
+    symbol, args, auxs = model
+    values = {**args, **auxs}
+    names = [name for name in symbol.list_inputs() if name not in values]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its type inference is of no use here
+        block = SymbolBlock(symbol, [mx.sym.var(name) for name in names])
+    for name, param in block.collect_params().items():
+        param.cast(values[name].dtype)
+        param._load_init(values[name], [current_context()])
+
+    def named() -> Iterator[Batch]:
+        for batch in batches:
+            given = batch.inputs[0]
+            if not isinstance(given, Mapping):
+                raise ArgumentError(BY_NAME.format(given=type(given).__name__))
+            missing = [name for name in names if name not in given]
+            known = {name: array for name, array in given.items() if name in names}
+            known.update(inferred_labels(symbol, {**values, **known}, missing))
+            yield Batch(tuple(known[name] for name in names))
+
+    return block, named()

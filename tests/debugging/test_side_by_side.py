@@ -1,0 +1,374 @@
+"""Nets compared in two precisions: what is measured, where it jumps, and that nothing is left behind."""
+
+import json
+import random
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import operators_of, randn, same, values
+from models import model
+from mxamp.debugging import pictures
+from nets import NETS, attention, convolutional, decoder, made, perceptron, unrolled
+
+compare = amp.debugging.compare
+
+
+def square(output, _label):
+    return (output * output).sum()
+
+
+class Plain(gluon.Block):
+    """Computes with NumPy's shapes between its children: it can't be traced."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.Dense(8, in_units=4)
+            self.norm = nn.BatchNorm(in_channels=8)
+            self.dropout = nn.Dropout(dropout)
+            self.second = nn.Dense(3, in_units=8)
+
+    def forward(self, x):
+        hidden = self.dropout(self.norm(self.first(x)))
+        return self.second(hidden * float(hidden.shape[0]))
+
+
+class Overflowing(nn.HybridBlock):
+    """Its second layer goes beyond 65504, and comes back."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.Dense(16, in_units=8)
+            self.second = nn.Dense(16, in_units=16)
+            self.third = nn.Dense(3, in_units=16)
+
+    def hybrid_forward(self, F, x):
+        return self.third(self.second(self.first(x)) * 1e-5)
+
+
+class Cancelling(nn.HybridBlock):
+    """Takes a large number away from what bfloat16 has rounded next to it."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.Dense(16, in_units=8)
+            self.second = nn.Dense(3, in_units=16)
+
+    def hybrid_forward(self, F, x):
+        return self.second(F.relu(self.first(x)) - 1000)
+
+
+def planted(make, rows=512):
+    net = make()
+    net.initialize(mx.init.Normal(0.5))
+    if make is Overflowing:
+        net.second.weight.set_data(net.second.weight.data() * 2e5)
+    else:
+        net.first.bias.set_data(nd.full(16, 1000))
+    return net, randn(rows, 8)
+
+
+def state(net):
+    params = net.collect_params().values()
+    arrays = [p.data() for p in params] + [p.grad() for p in params if p.grad_req != "null"]
+    blocks = []
+    net.apply(
+        lambda b: blocks.append((id(getattr(b, "_cached_op", None)), getattr(b, "_active", None)))
+    )
+    return (
+        [values(array).tobytes() for array in arrays],
+        [(p.grad_req, p.data()._fresh_grad) for p in params],
+        blocks,
+        len(net._forward_hooks),
+        random.getstate(),
+        np.random.get_state()[1].tobytes(),
+    )
+
+
+@pytest.mark.parametrize("make", NETS[:7], ids=lambda make: make.__name__)
+def test_a_clean_net_has_no_jump_and_eager_and_hybrid_agree(make, dtype):
+    net, data = made(make)
+    batch = (*data, nd.zeros(1))
+    eager = compare(net, batch, square, dtype=dtype)
+    net.hybridize()
+    net(*data)
+    assert compare(net, batch, square, dtype=dtype) == eager
+    assert eager.first_jump is None
+    bound = {"float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    assert max(error.relative for error in eager.outputs) < bound
+    assert not any(error.lost for error in (*eager.outputs, *eager.gradients))
+    trained = [p.name for p in net.collect_params().values() if p.grad_req != "null"]
+    assert sorted(error.name for error in eager.gradients) == sorted(trained)
+    assert compare(net, tuple(data), dtype=dtype).gradients == ()
+
+
+def test_layers_are_the_nodes_of_the_graph_and_errors_what_the_policy_rounds():
+    net, data, (symbol, _, _), expected, _ = model(perceptron)
+    result = compare(net, tuple(data), dtype="float16")
+    assert [error.operator for error in result.outputs] == operators_of(symbol)
+    with amp.autocast("float16"):
+        got = values(net(*data))
+    expected = values(expected)
+    last = result.outputs[-1]
+    assert last.precision == "float16" and last.block == net[-1].name
+    assert last.shape == expected.shape
+    assert last.maximum == np.abs(got - expected).max() > 0
+    norm = np.linalg.norm((got - expected).astype("float64"))
+    assert last.relative == pytest.approx(
+        norm / np.linalg.norm(expected.astype("float64")), rel=1e-6
+    )
+
+
+def test_gradients_are_those_of_training_with_the_scale_taken_out():
+    net, data = made(perceptron)
+    net.hybridize()
+    result = compare(net, (*data, None), square, dtype="float16", loss_scale=16)
+    assert result.loss_scale == 16
+    gradients = []
+    for region, scale in ((amp.autocast(enabled=False), 1), (amp.autocast("float16"), 16)):
+        with region, autograd.record():
+            loss = square(net(*data), None) * scale
+        loss.backward()
+        gradients.append({p.name: values(p.grad()) / scale for p in net.collect_params().values()})
+    for error in result.gradients:
+        plain, mixed = (one[error.name] for one in gradients)
+        assert error.maximum == np.abs(plain - mixed).max(), error.name
+
+
+def test_an_overflow_is_found():
+    net, data = planted(Overflowing)
+    result = compare(net, data, dtype="float16")
+    assert result.first_jump.name == net.second.name + "_fwd"
+    assert result.first_jump.lost > 0
+    assert result.worst_outputs[0].lost
+    assert "jumps first at" in str(result)
+    assert compare(net, data, dtype="bfloat16").first_jump is None
+
+
+def test_cancellation_is_found():
+    net, data = planted(Cancelling)
+    first = compare(net, (data, None), square, dtype="bfloat16").first_jump
+    assert first.operator == "_minus_scalar"
+    assert first.relative > 0.1
+    assert first.lost == 0
+
+
+@pytest.mark.parametrize("make", [convolutional, decoder, unrolled, Plain])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_net_is_left_bitwise_as_it_was(make, fails):
+    if make is Plain:
+        net, data = Plain(dropout=0.5), [randn(5, 4)]
+        net.initialize()
+    else:
+        net, data = made(make)
+    net.hybridize()
+    with autograd.record():
+        loss = square(net(*data), None)
+    loss.backward()
+    first = next(iter(net.collect_params().values()))
+    first.grad_req = "add"
+    mx.random.seed(7)
+    before = state(net)
+
+    def fail(output, _label):
+        raise RuntimeError("loss")
+
+    if fails:
+        with pytest.raises(RuntimeError, match="loss"):
+            compare(net, (*data, None), fail, dtype="float16")
+    else:
+        compare(net, [(*data, None)] * 2, square, dtype="float16")
+        amp.debugging.gradient_histogram(net, (*data, None), square, activations=True)
+    assert state(net) == before
+    drawn = nd.random.uniform(shape=(4,))
+    mx.random.seed(7)
+    assert same(drawn, nd.random.uniform(shape=(4,)))
+    first.grad_req = "write"
+    with autograd.record():
+        loss = square(net(*data), None)
+    loss.backward()
+    for param in net.collect_params().values():
+        if param.grad_req != "null":
+            assert same(param.grad(), param.data().grad), param.name
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_children_of_blocks_that_cannot_be_traced(hybrid, dtype):
+    net = Plain()
+    net.initialize()
+    if hybrid:
+        net.hybridize()
+    result = compare(net, (randn(5, 4), None), square, dtype=dtype)
+    kinds = [error.operator for error in result.outputs]
+    if hybrid:
+        assert kinds == ["FullyConnected", "BatchNorm", "_copy", "FullyConnected"]
+    else:
+        assert kinds == ["Dense", "BatchNorm", "Dropout", "Dense"]
+    assert result.outputs[0].block == net.first.name
+    assert [error.name for error in result.gradients] == [
+        p.name for p in net.collect_params().values() if p.grad_req != "null"
+    ]
+    assert result.first_jump is None
+    assert 0 < result.outputs[-1].relative < 0.02
+
+
+@pytest.mark.parametrize("make", [Plain, perceptron])
+def test_both_runs_drop_the_same_elements(make):
+    if make is Plain:
+        net, data = Plain(dropout=0.5), [randn(64, 4)]
+        net.initialize()
+    else:
+        net, data = made(perceptron)
+        net[1]._rate = 0.5
+    result = compare(net, (*data, None), square, dtype="float16")
+    assert max(error.relative for error in result.outputs) < 0.01
+
+
+def test_other_random_numbers_are_the_same_and_go_on_reproducibly():
+    class Noisy(nn.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return x + F.random.uniform(shape=(3, 4))
+
+    net = Noisy()
+
+    def numbers():
+        mx.random.seed(5)
+        result = compare(net, nd.ones((3, 4)), dtype="float16")
+        return result, values(nd.random.uniform(shape=(3,))).tolist()
+
+    first, drawn = numbers()
+    assert max(error.relative for error in first.outputs) < 1e-3
+    assert numbers() == (first, drawn)
+
+
+def test_the_loss_scale_is_lowered_until_nothing_overflows():
+    net, data = made(perceptron)
+    result = compare(net, (*data, None), lambda o, _: (o * 1000).sum(), dtype="float16")
+    assert 1 < result.loss_scale < 2.0**16
+    assert not any(error.lost for error in result.gradients)
+    fixed = compare(
+        net, (*data, None), lambda o, _: (o * 1000).sum(), dtype="float16", loss_scale=2.0**20
+    )
+    assert any(error.lost for error in fixed.gradients)
+    assert compare(net, (*data, None), square, dtype="bfloat16").loss_scale == 1
+
+
+def test_batches_add_up_and_a_loader_will_do():
+    net, data = made(perceptron)
+    one = compare(net, data[0], dtype="float16")
+    for a, b in zip(compare(net, [data[0], data[0]], dtype="float16").outputs, one.outputs):
+        assert a.relative == pytest.approx(b.relative)
+        assert a.maximum == b.maximum
+    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(randn(8, 8), nd.zeros(8)), batch_size=4)
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    loss.hybridize()
+    assert len(compare(net, loader, loss, dtype="bfloat16").gradients) == 6
+
+
+def test_a_saved_model_and_labels_that_are_left_out():
+    _, data, (symbol, args, auxs), _, names = model()
+    symbol = mx.sym.SoftmaxOutput(symbol, name="softmax")
+    before = {name: values(array) for name, array in {**args, **auxs}.items()}
+    result = compare((symbol, args, auxs), {names[0]: data[0]}, dtype="bfloat16")
+    assert result.outputs[-1].operator == "SoftmaxOutput"
+    assert 0 < max(error.relative for error in result.outputs) < 0.02
+    assert all((values({**args, **auxs}[n]) == v).all() for n, v in before.items())
+
+
+@pytest.mark.parametrize("make", [nn.HybridSequential, nn.Sequential])
+def test_nets_that_were_not_run_or_not_initialized(make):
+    net = make()
+    net.add(nn.Dense(4), nn.BatchNorm())
+    with pytest.raises(amp.StateError, match="does not run"):
+        compare(net, nd.ones((2, 3)))
+    net.initialize()
+    result = compare(net, (randn(6, 3), None), square, dtype="float16")
+    assert result.outputs[-1].relative < 0.01
+    assert not values(net[1].running_mean.data()).any()
+
+
+def test_inside_init_and_numpy_arrays():
+    net, data = made(attention)
+    alone = compare(net, tuple(data), dtype="float16")
+    amp.init("bfloat16")
+    assert compare(net, tuple(data), dtype="float16") == alone
+    assert compare(net, tuple(data)).dtype == "bfloat16"
+    amp.shutdown()
+    mx.npx.set_np()
+    dense = nn.Dense(3, in_units=4)
+    dense.initialize()
+    result = compare(dense, (mx.np.ones((2, 4)), None), lambda o, _: o.sum(), dtype="float16")
+    assert len(result.outputs) == 1 and len(result.gradients) == 2
+
+
+def test_results_show_as_tables_and_as_json():
+    net, data = planted(Overflowing, rows=4)
+    result = compare(net, (data, None), square, dtype="float16")
+    told = json.loads(result.to_json())
+    assert told["first_jump"]["name"] == result.first_jump.name
+    assert len(told["outputs"]) == len(result.outputs)
+    assert "gradients of parameters" in str(result) and "<table>" in result._repr_html_()
+    assert "jumps first" in repr(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda net, x: (3, x), "compare takes a Block"),
+        (lambda net, x: (net, 3), "a batch is an NDArray"),
+        (lambda net, x: (net, [3]), "a batch is an NDArray"),
+        (lambda net, x: (net, []), "no batch"),
+        (lambda net, x: (net, x, square), r"\(data, label\)"),
+        (lambda net, x: ((mx.sym.var("x") * 2, {}, {}), x), "by name"),
+        (lambda net, x: ((mx.sym.var("x") * 2, {}, {}), {"x": x}, square), "without a loss"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, message):
+    net = nn.Dense(2, in_units=3)
+    net.initialize()
+    with pytest.raises(amp.ArgumentError, match=message):
+        compare(*arguments(net, nd.ones((2, 3))))
+
+
+def test_converted_and_cast_nets_are_refused():
+    net, data = made(convolutional)
+    converted = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data)
+    net.cast("float16")
+    for other, batch in ((converted, data[0]), (net, data[0].astype("float16"))):
+        with pytest.raises(amp.ArgumentError, match="takes a float32 net"):
+            compare(other, batch, dtype="bfloat16")
+
+
+def test_pictures_need_matplotlib(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    net, data = made(perceptron)
+    result = compare(net, data[0], dtype="float16")
+    with pytest.raises(amp.InstallError, match="pip install"):
+        result.plot()
+    assert "<img" not in result._repr_html_()
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    net, data = planted(Overflowing, rows=4)
+    result = compare(net, data, dtype="float16")
+    figure = result.plot(tmp_path / "errors.svg")
+    text = (tmp_path / "errors.svg").read_text()
+    assert text.startswith("<?xml")
+    (axes,) = figure.axes
+    assert "relative error" in axes.get_ylabel() and "order" in axes.get_xlabel()
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert any("jumps first" in label for label in labels)
+    assert "<img" in result._repr_html_()
+    with pytest.raises(amp.ArgumentError, match="suffix"):
+        result.plot(tmp_path / "errors.what")
+    with pytest.raises(amp.ArgumentError, match="no folder"):
+        result.plot(tmp_path / "none" / "errors.png")
+    assert pictures.new_figure() is not figure
