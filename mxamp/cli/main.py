@@ -7,6 +7,7 @@ from .convert import convert
 from .explain import explain
 from .group import OneLineErrors
 from .machine_commands import info, operators
+from .report import report
 from .run import run
 
 __all__ = ["main"]
@@ -18,5 +19,5 @@ def main() -> None:
     """Automatic mixed precision for Apache MXNet."""
 
 
-for command in (info, run, operators, explain, convert):
+for command in (info, run, operators, explain, convert, report):
     main.add_command(command)

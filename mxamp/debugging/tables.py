@@ -31,12 +31,14 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
     """Return the same as HTML."""
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_text(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(cell: Any) -> str:
+    number = isinstance(cell, (int, float)) and not isinstance(cell, bool)
+    return f"<td{' align=right' if number else ''}>{html.escape(_text(cell))}</td>"
 
 
 def _text(cell: Any) -> str:
