@@ -5,15 +5,32 @@ labels are HTML beside it, so that they are as large on a phone as on a desk.
 """
 
 import html
+import itertools
 import math
-from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Callable,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
-__all__ = ["Axis", "Curve", "Lane", "buckets", "chart", "envelope", "labels", "text", "ticks"]
+__all__ = ["Axis", "Curve", "Lane", "buckets", "chart", "labels", "text", "ticks"]
 
 WIDTH, HEIGHT = 1000.0, 260.0
-#: So many columns are told apart; more points than that are drawn by the extremes of each.
+#: So many columns are told apart; of more points, the least and the most of each are drawn.
 BUCKETS = 600
 
+#: Said where not every point is drawn.
+BANDS = "bands: the least to the greatest of steps side by side"
+# From here on a label ends where its mark is.
+_EDGE = 0.95
+
+Across = Tuple[float, float]  #: the first step and the last
 Point = Tuple[float, Optional[float]]
 Entry = TypeVar("Entry")
 
@@ -60,7 +77,7 @@ def chart(
     description: str,
     curves: Sequence[Curve],
     axis: Axis,
-    across: Tuple[float, float],
+    across: Across,
     lanes: Sequence[Lane] = (),
     steps: bool = False,
 ) -> str:
@@ -69,14 +86,13 @@ def chart(
     `steps`: values hold until the next one. `description` is what those hear who see no picture.
     """
     grid = "".join(f"M0 {axis.share(at) * HEIGHT:.1f}H{WIDTH:.0f}" for at, _ in axis.ticks)
-    lines = "".join(
-        f'<path class="line s{curve.style}" d="{_path(curve.points, axis, across, steps)}"/>'
-        for curve in curves
-    )
+    lines = "".join(_drawn(curve, axis, across, steps) for curve in curves)
     marks = "".join(_lane(lane, across) for lane in lanes)
     across_ticks = [(at, f"{at:,.0f}") for at in ticks(*across, count=5, whole=True)]
+    many = any(len(curve.points) > 2 * BUCKETS for curve in curves)
+    note = f" <small>{BANDS}</small>" if many else ""
     return (
-        f'<figure class="chart" data-chart="{text(name)}"><figcaption>{text(title)}</figcaption>'
+        f'<figure class="chart" data-chart="{text(name)}"><figcaption>{text(title)}{note}</figcaption>'
         f'<div class="plot"><div class="ys" aria-hidden="true">{labels(axis)}</div>'
         f'<div class="area"><svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" '
         f'preserveAspectRatio="none" aria-label="{text(description)}">'
@@ -92,13 +108,17 @@ def labels(axis: Axis) -> str:
     )
 
 
-def _below(ticks_: Sequence[Tuple[float, str]], across: Tuple[float, float]) -> str:
-    return "".join(
-        f'<span style="left:{_left(at, across):.2%}">{text(label)}</span>' for at, label in ticks_
-    )
+def _below(marks: Sequence[Tuple[float, str]], across: Across) -> str:
+    return "".join(_place(_left(at, across), label) for at, label in marks)
 
 
-def _lane(lane: Lane, across: Tuple[float, float]) -> str:
+def _place(left: float, label: str) -> str:
+    # Near an edge a label ends there, or it would stand out of the page.
+    side = "end" if left > _EDGE else "start" if left < 1 - _EDGE else ""
+    return f'<span class="{side}" style="left:{left:.2%}">{text(label)}</span>'
+
+
+def _lane(lane: Lane, across: Across) -> str:
     """Return a row of marks: all of them, those in one place as one."""
     places = sorted({round(_left(at, across) * WIDTH, 1) for at in lane.places})
     path = "".join(f"M{at:g} 0V10" for at in places)
@@ -110,42 +130,68 @@ def _lane(lane: Lane, across: Tuple[float, float]) -> str:
     )
 
 
-def _left(at: float, across: Tuple[float, float]) -> float:
+def _left(at: float, across: Across) -> float:
     low, high = across
     return (at - low) / (high - low) if high > low else 0.5
 
 
-def _path(points: Sequence[Point], axis: Axis, across: Tuple[float, float], steps: bool) -> str:
+def _drawn(curve: Curve, axis: Axis, across: Across, steps: bool) -> str:
+    """Return a line; through many points one of medians, in a band from the least to the most."""
+    if len(curve.points) <= 2 * BUCKETS:
+        return _line(curve.style, curve.points, axis, across, steps)
+    columns = list(_columns(curve.points, across, steps))
+    middle = [(at, column and column[1]) for at, column in columns]
+    band: List[str] = []
+    for known, group in itertools.groupby(columns, lambda entry: entry[1] is not None):
+        if known:
+            ends = [(at, column) for at, column in group if column is not None]
+            corners = [(at, high) for at, (_, _, high) in ends]
+            corners += [(at, low) for at, (low, _, _) in reversed(ends)]
+            band.append("M" + "L".join(_spot(*corner, axis, across) for corner in corners) + "Z")
+    line = _line(curve.style, middle, axis, across, steps)
+    return f'<path class="band f{curve.style}" d="{"".join(band)}"/>{line}'
+
+
+def _line(style: int, points: Sequence[Point], axis: Axis, across: Across, steps: bool) -> str:
     parts: List[str] = []
     pen_down = False
-    for at, value in envelope(points, across):
+    for at, value in points:
         if value is None:
             pen_down = False
             continue
-        x, y = f"{_left(at, across) * WIDTH:.1f}", f"{axis.share(value) * HEIGHT:.1f}"
+        spot = _spot(at, value, axis, across)
         # "h0" is a dot where no line follows.
-        parts.append((f"H{x}V{y}" if steps else f"L{x} {y}") if pen_down else f"M{x} {y}h0")
+        parts.append(
+            f"M{spot}h0"
+            if not pen_down
+            else "H{}V{}".format(*spot.split())
+            if steps
+            else f"L{spot}"
+        )
         pen_down = True
-    return "".join(parts)
+    return f'<path class="line s{style}" d="{"".join(parts)}"/>'
 
 
-def envelope(points: Sequence[Point], across: Tuple[float, float]) -> Iterable[Point]:
-    """Return the points; of many, the least and the greatest of each bucket, in their order."""
-    if len(points) <= 2 * BUCKETS:
-        return points
-    kept: List[Point] = []
-    for bucket in buckets(points, across, lambda point: point[0]):
-        finite = [(value, place) for place, (_, value) in enumerate(bucket) if value is not None]
-        if not finite:
-            kept.append(bucket[0])
+def _spot(at: float, value: float, axis: Axis, across: Across) -> str:
+    return f"{_left(at, across) * WIDTH:.1f} {axis.share(value) * HEIGHT:.1f}"
+
+
+def _columns(
+    points: Sequence[Point], across: Across, last: bool
+) -> Iterator[Tuple[float, Optional[Tuple[float, float, float]]]]:
+    """Yield (place, (least, median or last, most)) of each column; None where nothing is known."""
+    for group in buckets(points, across, lambda point: point[0]):
+        values = [value for _, value in group if value is not None]
+        if not values:
+            yield group[0][0], None
             continue
-        extremes = {min(finite)[1], max(finite)[1]}
-        kept.extend(bucket[place] for place in sorted(extremes))
-    return kept
+        ordered = sorted(values)
+        middle = values[-1] if last else ordered[len(ordered) // 2]
+        yield group[0][0], (ordered[0], middle, ordered[-1])
 
 
 def buckets(
-    entries: Sequence[Entry], across: Tuple[float, float], place: Callable[[Entry], float]
+    entries: Sequence[Entry], across: Across, place: Callable[[Entry], float]
 ) -> Iterable[List[Entry]]:
     """Yield the entries in groups, a group for each column that can be told apart."""
     group: List[Entry] = []

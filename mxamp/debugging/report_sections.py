@@ -172,7 +172,8 @@ def _cell(value: Any) -> Any:
     """Return a value as a table shows it."""
     if isinstance(value, (dict, list)):
         return json.dumps(value)
-    return value
+    # As the trace has them.
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def _others(records: Sequence[TraceRecord]) -> str:

@@ -194,9 +194,9 @@ def _scale_chart(runs: Sequence[Run], across: Across, lanes: Sequence[Lane]) -> 
 
 
 def _power_of_two(value: float) -> str:
-    if value < 1024:  # noqa: PLR2004
-        return f"{value:g}"
     power = math.log2(value)
+    if 0 <= power < 10:  # noqa: PLR2004
+        return f"{value:g}"
     return f"2^{power:.0f}" if power.is_integer() else f"{value:.3g}"
 
 

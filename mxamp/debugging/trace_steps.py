@@ -76,6 +76,6 @@ def _step_of(entry: Mapping[str, Any]) -> TraceStep:
 def duration(seconds: float) -> str:
     """Return seconds in a unit that fits."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
+        if seconds * factor >= 1 or not seconds:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
