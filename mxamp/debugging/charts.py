@@ -92,7 +92,8 @@ def chart(
     many = any(len(curve.points) > 2 * BUCKETS for curve in curves)
     note = f" <small>{BANDS}</small>" if many else ""
     return (
-        f'<figure class="chart" data-chart="{text(name)}"><figcaption>{text(title)}{note}</figcaption>'
+        f'<figure class="chart" data-chart="{text(name)}">'
+        f"<figcaption>{text(title)}{note}</figcaption>"
         f'<div class="plot"><div class="ys" aria-hidden="true">{labels(axis)}</div>'
         f'<div class="area"><svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" '
         f'preserveAspectRatio="none" aria-label="{text(description)}">'
