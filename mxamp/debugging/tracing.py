@@ -16,8 +16,7 @@ from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, InstallError, StateError
-from ..framework.arrays import cast, plain_array
-from ..framework.machine import dtype_name
+from ..framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
 from ..framework.memory import gpu_memory_used, resident_memory
 from ..policy.active import suspended
 from ..scaling.report import StepReport
@@ -266,19 +265,22 @@ class _Watched:
 
 def _mean(losses: Sequence[NDArray]) -> float:
     """Return the mean of all elements of losses, in any dtype; waits for them."""
-    total, count = 0.0, 0
-    with autograd.pause(), suspended(), np.errstate(all="ignore"):
-        for array in losses:
-            loss = plain_array(array)
-            if dtype_name(loss.dtype) in ("float16", "bfloat16"):
-                loss = cast(loss, "float32")
-            size = loss.size
-            if size > _SMALL:
-                total += float(loss.mean().asscalar()) * size
-            else:
-                total += float(loss.asnumpy().sum(dtype=np.float64))
-            count += size
-    return total / count if count else float("nan")
+    count = sum(loss.size for loss in losses)
+    with np.errstate(all="ignore"):
+        return sum(map(_sum, losses)) / count if count else float("nan")
+
+
+def _sum(loss: NDArray) -> float:
+    array = plain_array(loss)
+    kind = KIND_NAMES.get(kind_code(array))
+    if kind == "float32" and array.context.device_type == "cpu":
+        # Without a copy, which takes five times as long.
+        return float(flat_view(array, np.float32).sum(dtype=np.float64)) if array.size else 0.0
+    with autograd.pause(), suspended():
+        wide = cast(array, "float32") if kind in ("float16", "bfloat16") else array
+        if wide.size > _SMALL:
+            return float(wide.mean().asscalar()) * wide.size
+        return float(wide.asnumpy().sum(dtype=np.float64))
 
 
 def _listed(trainer: Any) -> List[Trainer]:

@@ -15,9 +15,10 @@ import mxamp as amp
 from mxamp.cli.main import main
 from mxamp.debugging.charts import BUCKETS, HEIGHT, Axis, Curve, chart, ticks
 from mxamp.debugging.histogram_chart import histogram_chart
-from mxamp.debugging.reading import read_trace
+from mxamp.debugging.reading import TraceFile, read_trace
 from mxamp.debugging.report_page import report_page
 from mxamp.debugging.run_charts import hover_data, runs_of
+from mxamp.debugging.trace_steps import TraceStep
 
 EVIL = "</script><img src=x onerror=alert(1)>'\""
 HEADER = {"kind": "header", "schema": 1, "time": 1.7e9, "mxamp": "0.1.0", "mxnet": "1.9.1", "numpy": "1.23.5",
@@ -158,12 +159,13 @@ def test_text_and_lines_can_be_told_from_what_is_behind_them():
 
 
 def test_a_long_trace_makes_a_small_page_with_every_skip_and_peak(tmp_path):
-    count, skips = 100_000, {7: 0, 50_000: 0, 50_400: 0, 99_999: 0}
-    lines = [
-        line_of(i, stepped=i not in skips, loss=1e6 if i == 31_415 else 1.0, nonfinite=["w"] * (i in skips))
+    count, skips = 100_000, {7, 50_000, 50_400, 99_999}
+    steps = tuple(
+        TraceStep(i, loss=1e6 if i == 31_415 else 1.0, stepped=i not in skips, seconds=0.1, memory=2**30,
+                  nonfinite=("w",) * (i in skips))
         for i in range(1, count + 1)
-    ]  # fmt: skip
-    trace = read_trace(written(tmp_path / "a.jsonl", *lines))
+    )  # fmt: skip
+    trace = TraceFile("a", (HEADER,), steps, ())
     page = report_page([trace])
     assert len(page) < 2e6
     (marks,) = set(re.findall(r'class="mark s0" d="(.*?)"', page))
@@ -320,7 +322,7 @@ def test_it_fits_in_a_browser(width, tmp_path):
     page = report_page([read_trace(trace) for trace in traces])
     (tmp_path / "page.html").write_text(page.replace("<style>", PROBE + "<style>", 1))
     frame, picture = tmp_path / "frame.html", tmp_path / "page.png"
-    frame.write_text(FRAME.format(width=width))
+    frame.write_text(FRAME.replace("{width}", str(width)))
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
          "--enable-logging=stderr", "--window-size=1280,2000", "--virtual-time-budget=2000",
