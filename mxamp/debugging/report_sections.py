@@ -133,8 +133,10 @@ def _histograms(records: Sequence[TraceRecord]) -> str:
 def _operators(records: Sequence[TraceRecord]) -> str:
     record = records[-1]
     parts = [f"<h3>What ran, up to step {record.step:,}</h3>"]
-    kinds = (("operators", OPERATOR_COLUMNS, "Calls by operator and dtype"),
-             ("casts", CAST_COLUMNS, "Casts, and the bytes that they read and wrote"))  # fmt: skip
+    kinds = (
+        ("operators", OPERATOR_COLUMNS, "Calls by operator and dtype"),
+        ("casts", CAST_COLUMNS, "Casts, and the bytes that they read and wrote"),
+    )
     for name, columns, caption in kinds:
         rows = _rows(record.data.get(name), columns)
         if rows:

@@ -15,13 +15,14 @@ from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError, InstallError, StateError
+from ..errors import ArgumentError, StateError
 from ..framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
 from ..framework.memory import gpu_memory_used, resident_memory
 from ..policy.active import suspended
 from ..scaling.report import StepReport
 from ..scaling.step_observers import observe_steps, stop_observing
 from .reading import last_steps
+from .tensorboard import add_scalars, event_writer
 from .trace_header import header, rank_of
 from .trace_lines import LineFile, encoded, plain
 
@@ -34,7 +35,6 @@ _GPU_SECONDS = 1.0
 # Larger losses than this are summed where they are.
 _SMALL = 2**12
 
-NO_TENSORBOARD = "tensorboard= needs tensorboardX: pip install 'mxamp[tensorboard]'"
 CLOSED = "this trace is closed: its lines are written; open another with trace(trainer, path)"
 CAN_NOT_WRITE = "the trace %s ends here, and training goes on: it can't be written (%s)"
 
@@ -79,7 +79,7 @@ def trace(
     waits for nothing: gradients have been checked by then, and what `Trace.loss` is given is read
     one step later. A line is with the system when the step is done, and survives `kill -9`.
 
-    Cost: 60 us a step; nothing when it is closed.
+    Cost: 0.1 to 0.3 ms a step; under 1 us when it is closed.
     """
     return Trace(trainer, path, tensorboard)
 
@@ -91,7 +91,7 @@ class Trace:
         self, trainer: Trainers, path: Union[str, "os.PathLike[str]"], tensorboard: Optional[str]
     ) -> None:
         trainers = _listed(trainer)
-        writer = _tensorboard_writer(tensorboard) if tensorboard is not None else None
+        make_writer = event_writer() if tensorboard is not None else None
         rank = rank_of(trainers)
         self.path = Path(os.fspath(path).replace("{rank}", str(rank or 0)))
         self._lock = threading.RLock()
@@ -99,10 +99,12 @@ class Trace:
         self._lines = LineFile(self.path)
         self._loss: Union[None, float, NDArray] = None  # of the next step
         self._held: Optional[Tuple[Dict[str, Any], NDArray]] = None  # its loss may not be there yet
-        self._writer = writer
+        self._writer: Any = None
         self._watched: List[_Watched] = []
         try:
             counts = last_steps(self.path)
+            if make_writer is not None and tensorboard is not None:
+                self._writer = make_writer(os.fspath(tensorboard))
             self._write(header(trainers, rank, counts))
             for number, one in enumerate(trainers):
                 self._watched.append(_Watched(self, one, number, counts.get(number, 0)))
@@ -201,7 +203,7 @@ class Trace:
         finite = loss is None or bool(np.isfinite(loss))
         self._write({**line, "loss": loss, "loss_finite": line["loss_finite"] and finite})
         if self._writer is not None:
-            _add_scalars(self._writer, line, loss, len(self._watched) > 1)
+            add_scalars(self._writer, line, loss, len(self._watched) > 1)
 
     def _write(self, line: Dict[str, Any]) -> None:
         if self._closed:
@@ -267,20 +269,21 @@ def _mean(losses: Sequence[NDArray]) -> float:
     """Return the mean of all elements of losses, in any dtype; waits for them."""
     count = sum(loss.size for loss in losses)
     with np.errstate(all="ignore"):
-        return sum(map(_sum, losses)) / count if count else float("nan")
+        return float(sum(map(_sum, losses))) / count if count else float("nan")
 
 
 def _sum(loss: NDArray) -> float:
     array = plain_array(loss)
     kind = KIND_NAMES.get(kind_code(array))
     if kind == "float32" and array.context.device_type == "cpu":
-        # Without a copy, which takes five times as long.
+        # As it lies in memory: asnumpy() copies.
         return float(flat_view(array, np.float32).sum(dtype=np.float64)) if array.size else 0.0
     with autograd.pause(), suspended():
         wide = cast(array, "float32") if kind in ("float16", "bfloat16") else array
         if wide.size > _SMALL:
-            return float(wide.mean().asscalar()) * wide.size
-        return float(wide.asnumpy().sum(dtype=np.float64))
+            return float(wide.mean().asscalar()) * int(wide.size)
+        values = wide.asnumpy()
+        return float(values.sum(dtype=np.float64))
 
 
 def _listed(trainer: Any) -> List[Trainer]:
@@ -292,25 +295,3 @@ def _listed(trainer: Any) -> List[Trainer]:
     if len({id(one) for one in listed}) < len(listed):
         raise ArgumentError("trace takes each trainer once, and one is in the list twice")
     return listed
-
-
-def _tensorboard_writer(folder: str) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise InstallError(NO_TENSORBOARD) from None
-    return SummaryWriter(os.fspath(folder))
-
-
-def _add_scalars(writer: Any, line: Dict[str, Any], loss: Optional[float], several: bool) -> None:
-    prefix = f"trainer {line['trainer']}/" if several else "training/"
-    scalars = {
-        "loss": loss,
-        "loss scale": line["loss_scale"],
-        "skipped": float(not line["stepped"]),
-        "seconds a step": line["seconds"],
-        "memory": line["memory"],
-    }
-    for name, value in scalars.items():
-        if value is not None:
-            writer.add_scalar(prefix + name, value, line["step"], walltime=line["time"])

@@ -362,6 +362,14 @@ def test_tensorboard(path, tmp_path):
         assert name in content
 
 
+def test_a_file_that_is_refused_leaves_no_event_files(path, tmp_path):
+    pytest.importorskip("tensorboardX")
+    path.write_text("mine")
+    with pytest.raises(amp.ArgumentError, match="is no trace"):
+        trace(setup()[1], path, tensorboard=str(tmp_path / "board"))
+    assert not (tmp_path / "board").exists()
+
+
 def test_without_tensorboard(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(amp.InstallError, match=r"pip install 'mxamp\[tensorboard\]'"):
