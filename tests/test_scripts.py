@@ -129,6 +129,7 @@ def test_these_are_the_benchmarks():
         "plot",
         "probe_loss_outputs",
         "probe_operators",
+        "trace",
     ]
 
 
@@ -220,6 +221,7 @@ def test_published_figures_are_whole():
          ["relu", "broadcast_add", "FullyConnected", "ResNet-50"]),
         ("convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"]),
         ("models", ["--rounds", "1", "--model", "lstm-8"], ["mxamp, fused", "training", "float32"]),
+        ("trace", ["--rounds", "1", "--steps", "3"], ["with a trace", "scale_loss"]),
         ("kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"]),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ from .doctor import doctor, info
 from .explain import explain
 from .group import OneLineErrors, examples
 from .machine_commands import operators
+from .report import report
 from .run import run
 
 __all__ = ["main"]
@@ -34,5 +35,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (doctor, info, run, operators, explain, convert):
+for command in (doctor, info, run, operators, explain, convert, report):
     main.add_command(command)

@@ -10,6 +10,7 @@ What ran, in which dtype   operator_stats, OperatorStats, OperatorCount, CastCou
 Where values went wrong    check_numerics, NumericsCheck, Finding, NumericsError, Statistics
 How far it is from float32 compare, Comparison, TensorError
 How large gradients are    gradient_histogram, GradientHistogram
+A run, step by step        trace, Trace, read_trace, TraceFile, TraceStep, TraceRecord
 """
 
 from .comparison import Comparison, TensorError
@@ -18,8 +19,11 @@ from .gradients import gradient_histogram
 from .histogram import GradientHistogram
 from .numerics import NumericsCheck, check_numerics
 from .operator_counts import CastCount, OperatorCount, OperatorStats, operator_stats
+from .reading import TraceFile, read_trace
 from .side_by_side import compare
 from .statistics import Statistics
+from .trace_steps import TraceRecord, TraceStep
+from .tracing import Trace, trace
 
 __all__ = [
     "CastCount",
@@ -32,8 +36,14 @@ __all__ = [
     "OperatorStats",
     "Statistics",
     "TensorError",
+    "Trace",
+    "TraceFile",
+    "TraceRecord",
+    "TraceStep",
     "check_numerics",
     "compare",
     "gradient_histogram",
     "operator_stats",
+    "read_trace",
+    "trace",
 ]

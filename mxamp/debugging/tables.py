@@ -17,7 +17,7 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return rows under headings, numbers on the right, lines as long as they need to be."""
     table = Table(box=None, pad_edge=False, header_style="")
     for i, heading in enumerate(headings):
-        right = bool(rows) and all(isinstance(row[i], (int, float)) for row in rows)
+        right = _holds_numbers(rows, i)
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(_text(cell) for cell in row))
@@ -30,13 +30,22 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
     """Return the same as HTML."""
-    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    right = [" align=right" if _holds_numbers(rows, i) else "" for i in range(len(headings))]
+    head = "".join(
+        f"<th scope=col{side}>{html.escape(heading)}</th>" for heading, side in zip(headings, right)
+    )
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_text(cell))}</td>" for cell in row) + "</tr>"
+        "<tr>"
+        + "".join(f"<td{side}>{html.escape(_text(cell))}</td>" for cell, side in zip(row, right))
+        + "</tr>"
         for row in rows
     )
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _holds_numbers(rows: Sequence[Sequence[Any]], column: int) -> bool:
+    return bool(rows) and all(isinstance(row[column], (int, float)) for row in rows)
 
 
 def _text(cell: Any) -> str:

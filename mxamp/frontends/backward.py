@@ -168,8 +168,9 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
                 original(heads, head_grads, retain_graph, train_mode)
             return
         result = _run(compute, hooks, listed)
+        losses = listed.losses()
         for hook in hooks:
-            hook.mark_unscaled(*result)
+            hook.mark_unscaled(*result, losses)
 
     return backward
 

@@ -30,6 +30,10 @@ class Heads:
         given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
         self.gradients = list(given) if given is not None else [None] * len(self.heads)
 
+    def losses(self) -> List[NDArray]:
+        """Return the heads that were given no gradient: the losses, without their graphs."""
+        return [head.detach() for head, grad in zip(self.heads, self.gradients) if grad is None]
+
     def scaled_gradients(self, scale: float) -> List[Optional[NDArray]]:
         """Return the heads' gradients times the scale."""
         if scale == 1:

@@ -14,6 +14,7 @@ from typing import Any, Dict, List, Mapping, Optional
 
 from mxnet import autograd
 from mxnet.gluon import Trainer
+from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
@@ -125,6 +126,7 @@ class GradScaler:
         self._enabled = bool(enabled)
         self._finite: List[bool] = []
         self._scaled = False  # a loss, since the last update
+        self._losses: List[NDArray] = []  # as they were
         self._stages: "weakref.WeakKeyDictionary[Trainer, _Stage]" = weakref.WeakKeyDictionary()
 
     def is_enabled(self) -> bool:
@@ -143,8 +145,13 @@ class GradScaler:
         if not self._enabled:
             return loss
         scale, self._scaled = self.get_scale(), True
+
+        def scaled(array: NDArray) -> NDArray:
+            self._losses.append(array.detach())
+            return scaled_loss(array, scale)
+
         with autograd.record(train_mode=autograd.is_training()):
-            return map_losses(loss, lambda array: scaled_loss(array, scale))
+            return map_losses(loss, scaled)
 
     def unscale_(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by the scale, to clip or look at them before `step`."""
@@ -168,7 +175,7 @@ class GradScaler:
             raise StateError(STEPPED_TWICE)
         if not self._scaled:
             logger.warning(NOTHING_SCALED, self.get_scale())
-        hook.mark_scaled()
+        hook.mark_scaled(self._losses)
         trainer.step(batch_size, ignore_stale_grad)
         self._stages[trainer] = _Stage.STEPPED
 
@@ -182,7 +189,7 @@ class GradScaler:
             raise StateError(NOTHING_TO_UPDATE)
         else:
             self._scaler.update(all(self._finite))
-        self._finite, self._scaled = [], False
+        self._finite, self._scaled, self._losses = [], False, []
         for trainer in list(self._stages):
             trainer.amp_loss_scale = self.get_scale()
         self._stages.clear()
@@ -202,7 +209,8 @@ class GradScaler:
     def __getstate__(self) -> Dict[str, Any]:
         # What trainers have done since the last update stays with the original.
         state = {name: value for name, value in vars(self).items() if name != "_stages"}
-        return {**state, "_scaler": copy.copy(self._scaler), "_finite": list(self._finite)}
+        own = {"_scaler": copy.copy(self._scaler), "_finite": list(self._finite), "_losses": []}
+        return {**state, **own}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

@@ -16,17 +16,7 @@ A step without `scale_loss` finds "none" and is a plain step of MXNet's.
 import threading
 from contextlib import contextmanager
 from enum import Enum
-from typing import (
-    AbstractSet,
-    Any,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Parameter, Trainer
@@ -38,6 +28,7 @@ from .checkpoint import load_states, save_states
 from .finite import all_finite, multiply
 from .report import SkipWatch, StepReport, log_step
 from .scaler import Scaler, count
+from .step_observers import tell_observers
 
 __all__ = ["Stage", "TrainerHook", "fresh_gradients"]
 
@@ -145,20 +136,31 @@ class TrainerHook:
         type(self.trainer)._allreduce_grads(self.trainer)
         self._reduced = self.stage is not Stage.NONE
 
-    def mark_scaled(self) -> None:
-        """Mark the gradients as scaled, even if `scale_loss` was not used."""
+    def mark_scaled(self, values: Sequence[NDArray] = ()) -> None:
+        """Mark the gradients as scaled, even if `scale_loss` was not used.
+
+        `values` are the losses, as in `scaling`.
+        """
         with self._lock:
             self._losses = self._losses or 1
+            self._loss_values.extend(values)
 
     def mark_unscaled(
-        self, scale: float, written: AbstractSet[int], overflown: AbstractSet[int]
+        self,
+        scale: float,
+        written: AbstractSet[int],
+        overflown: AbstractSet[int],
+        values: Sequence[NDArray] = (),
     ) -> None:
         """Take note of a backward pass that has scaled, and taken the scale out again.
 
         By `id` of their arrays: the gradients it has written, and those that were not finite.
+        `values` are the losses that it began with; those of earlier passes, which may have been
+        other trainers', are forgotten.
         """
         with self._lock:
             self._losses = self._losses or 1
+            self._loss_values = list(values)
             self._unscaled, self._reduced = True, False
             self._pass_scale = scale
             self._overflown = (self._overflown - written) | overflown
@@ -180,6 +182,7 @@ class TrainerHook:
         """Answer `Trainer._update`: True, and the update is skipped."""
         stage = self.stage
         if stage is Stage.NONE:
+            tell_observers(self.trainer, StepReport(True, 1.0, self.loss_scale), ())
             return False
         scale = self._pass_scale or self.loss_scale
         fresh = fresh_gradients(params)
@@ -189,12 +192,14 @@ class TrainerHook:
         if finite and stage is Stage.SCALED:
             self.trainer._optimizer.rescale_grad /= scale
         report = self._report(finite, scale, fresh)
+        losses = self._loss_values
         self._losses, self._loss_values = 0, []
         self._unscaled = self._reduced = False
         self._pass_scale, self._overflown = None, frozenset()
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
         log_step(report)
+        tell_observers(self.trainer, report, losses)
         self.watch.see(report)
         return not finite
 
