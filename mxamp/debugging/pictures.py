@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping, Union
 
 from ..errors import ArgumentError, InstallError
+from ..framework.files import checked_folder, write_file
 from .exponents import NORMAL, TOP, VANISHES
 
 __all__ = ["comparison_figure", "histogram_figure", "png_html", "written"]
@@ -33,15 +34,15 @@ def written(figure: Any, path: Union[None, str, Path]) -> Any:
     """Write a figure to a file, if one is given; return the figure."""
     if path is not None:
         target = Path(path)
-        if not target.parent.is_dir():
-            raise ArgumentError(f"there is no folder {str(target.parent)!r} to write to")
+        checked_folder(target)
         known = figure.canvas.get_supported_filetypes()
         if target.suffix[1:].lower() not in known:
             raise ArgumentError(
-                f"a picture is written as one of {', '.join(sorted(known))}, by the suffix of the "
-                f"file; {str(path)!r} has none of them"
+                f"a picture must be a file of one of {', '.join(sorted(known))}, not {str(path)!r}"
             )
-        figure.savefig(target, dpi=120)
+        stream = io.BytesIO()
+        figure.savefig(stream, format=target.suffix[1:].lower(), dpi=120)
+        write_file(target, stream.getvalue())
     return figure
 
 

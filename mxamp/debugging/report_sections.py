@@ -5,7 +5,7 @@ from collections import Counter
 from datetime import datetime, timezone
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from ..scaling.report import shortened
+from ..framework.wording import shortened
 from .charts import text
 from .histogram_chart import histogram_chart
 from .reading import TraceFile
