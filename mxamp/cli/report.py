@@ -5,8 +5,8 @@ from typing import Sequence
 
 import click
 
-from ..debugging.reading import read_trace
-from ..debugging.report_page import report_page
+from ..debugging.report.report_page import report_page
+from ..debugging.tracing.reading import read_trace
 from ..framework.files import checked_folder, write_file
 from .group import examples, usage_error
 

@@ -13,17 +13,17 @@ How large gradients are    gradient_histogram, GradientHistogram
 A run, step by step        trace, Trace, read_trace, TraceFile, TraceStep, TraceRecord
 """
 
-from .comparison import Comparison, TensorError
-from .findings import Finding, NumericsError
-from .gradients import gradient_histogram
-from .histogram import GradientHistogram
-from .numerics import NumericsCheck, check_numerics
+from .comparing.comparison import Comparison, TensorError
+from .comparing.gradients import gradient_histogram
+from .comparing.histogram import GradientHistogram
+from .comparing.side_by_side import compare
+from .numerics.findings import Finding, NumericsError
+from .numerics.numerics import NumericsCheck, check_numerics
+from .numerics.statistics import Statistics
 from .operator_counts import CastCount, OperatorCount, OperatorStats, operator_stats
-from .reading import TraceFile, read_trace
-from .side_by_side import compare
-from .statistics import Statistics
-from .trace_steps import TraceRecord, TraceStep
-from .tracing import Trace, trace
+from .tracing.reading import TraceFile, read_trace
+from .tracing.trace_steps import TraceRecord, TraceStep
+from .tracing.tracing import Trace, trace
 
 __all__ = [
     "CastCount",

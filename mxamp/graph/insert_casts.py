@@ -247,7 +247,7 @@ class _Rewriter:
         """Add what stands in for a node; its last parts are the node's outputs."""
         name, detail = self.substituted[i]
         substitution = substitutions.ALL[name]
-        float32 = _float32_sums(substitution, self.usage.training)
+        float32 = substitution.why_float32(self.usage.training)
         hidden = {k: v for k, v in node.attrs.items() if k.startswith("__")}
         parts = substitution.build(node.attrs, detail)
         values, outputs = list(inputs), list(inputs)
@@ -284,14 +284,6 @@ def _output_dtypes(
     """Return the dtypes of a node's outputs without mxamp, and with these inputs."""
     before, dtypes = infer_outputs(node, plain), [entry.dtype for entry in reads]
     return before, before if dtypes == list(plain) else infer_outputs(node, dtypes)
-
-
-def _float32_sums(substitution: substitutions.Substitution, training: bool) -> Optional[str]:
-    """Return why the parts of a substitution compute in float32, None if they need not."""
-    when_training, always = substitution.float32
-    if always:
-        return "float32 sums"
-    return "its gradient is faster in float32" if when_training and training else None
 
 
 def _common(dtypes: Sequence[str], narrow: bool) -> str:

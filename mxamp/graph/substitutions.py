@@ -39,6 +39,13 @@ class Substitution:
     #: Rules by shape (`rules.SHAPE_RULES`) whose reason to keep it in float32 is gone with it.
     answers: FrozenSet[str] = frozenset()
 
+    def why_float32(self, training: bool) -> Optional[str]:
+        """Return why its parts compute in float32, None if they need not."""
+        when_training, always = self.float32
+        if always:
+            return "float32 sums"
+        return "its gradient is faster in float32" if when_training and training else None
+
 
 def _activation(act_type: str, operator: str, numpy: str) -> Substitution:
     parts = [Part("Activation", "", (0,), {"act_type": act_type})]

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 
 import mxamp as amp
 from mxamp.cli.main import main
-from mxamp.debugging.charts import BUCKETS, HEIGHT, Axis, Curve, chart, ticks
-from mxamp.debugging.histogram_chart import histogram_chart
-from mxamp.debugging.reading import TraceFile, read_trace
-from mxamp.debugging.report_page import report_page
-from mxamp.debugging.run_charts import hover_data, runs_of
-from mxamp.debugging.trace_steps import TraceStep
+from mxamp.debugging.report.charts import BUCKETS, HEIGHT, Axis, Curve, chart, ticks
+from mxamp.debugging.report.histogram_chart import histogram_chart
+from mxamp.debugging.report.report_page import report_page
+from mxamp.debugging.report.run_charts import hover_data, runs_of
+from mxamp.debugging.tracing.reading import TraceFile, read_trace
+from mxamp.debugging.tracing.trace_steps import TraceStep
 
 EVIL = "</script><img src=x onerror=alert(1)>'\""
 HEADER = {"kind": "header", "schema": 1, "time": 1.7e9, "mxamp": "0.1.0", "mxnet": "1.9.1", "numpy": "1.23.5",

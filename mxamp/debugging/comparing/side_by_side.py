@@ -26,14 +26,14 @@ from mxnet.gluon import Block, SymbolBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..convert.compare import Model, inferred_labels
-from ..convert.distance import Distance
-from ..errors import ArgumentError
-from ..patches.autocast import autocast
-from ..policy.active import current_policy
-from ..policy.policy import Policy
-from ..scaling.finite import all_finite
-from ..scaling.scaler import LossScaler, positive_number
+from ...convert.compare import Model, inferred_labels
+from ...convert.distance import Distance
+from ...errors import ArgumentError
+from ...patches.autocast import autocast
+from ...policy.active import current_policy
+from ...policy.policy import Policy
+from ...scaling.finite import all_finite
+from ...scaling.scaler import LossScaler, positive_number
 from .batches import Batch, batches_of
 from .comparison import Comparison, TensorError
 from .isolated import copied, dense_values, gradients_of, trained_arrays, unchanged

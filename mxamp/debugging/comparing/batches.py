@@ -4,7 +4,7 @@ from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Tuple
 
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 __all__ = ["Batch", "batches_of"]
 

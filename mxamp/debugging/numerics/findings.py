@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Dict, Optional
 
-from ..errors import AmpError
+from ...errors import AmpError
 from .statistics import Statistics
 
 __all__ = ["Finding", "NumericsError"]

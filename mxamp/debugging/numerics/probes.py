@@ -13,8 +13,8 @@ from mxnet import autograd
 from mxnet.base import _LIB, SymbolHandle, check_call
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import invoke
-from ..framework.operators import resolve
+from ...framework.arrays import invoke
+from ...framework.operators import resolve
 
 __all__ = ["Probe", "has_gradient", "is_own_copy", "probed"]
 

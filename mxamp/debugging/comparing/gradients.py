@@ -11,19 +11,19 @@ from mxnet.gluon import Block, Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 
-from ..errors import ArgumentError, StateError
-from ..framework.arrays import dtypes_of, flat_view, plain_array
-from ..graph.census import FLOATS, Tensor, tensors_of
-from ..graph.graph import Graph, GraphCopy, Node, Output
-from ..patches.autocast import autocast
-from ..policy.active import suspended
-from ..scaling.hook import Stage, TrainerHook, fresh_gradients
-from ..scaling.scaler import positive_number
+from ...errors import ArgumentError, StateError
+from ...framework.arrays import dtypes_of, flat_view, plain_array
+from ...graph.census import FLOATS, Tensor, tensors_of
+from ...graph.graph import Graph, GraphCopy, Node, Output
+from ...patches.autocast import autocast
+from ...policy.active import suspended
+from ...scaling.hook import Stage, TrainerHook, fresh_gradients
+from ...scaling.scaler import positive_number
+from ..observing import Call, Run
 from .batches import Batch, batches_of
 from .exponents import ExponentCounts
 from .histogram import GradientHistogram
 from .isolated import IsolatedRun, copied, gradients_of, trained_arrays, unchanged
-from .observing import Call, Run
 from .randomness import Seeds
 
 __all__ = ["gradient_histogram"]

@@ -9,10 +9,10 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import Trainer
 
-from .._version import __version__
-from ..framework import machine
-from ..policy.active import current_policy
-from ..scaling.hook import TrainerHook
+from ..._version import __version__
+from ...framework import machine
+from ...policy.active import current_policy
+from ...scaling.hook import TrainerHook
 from .trace_lines import SCHEMA
 
 __all__ = ["header", "rank_of"]

@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, Optional
 
-from ..errors import InstallError
+from ...errors import InstallError
 
 __all__ = ["add_scalars", "event_writer"]
 

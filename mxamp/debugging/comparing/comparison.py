@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
+from ..tables import html_table, text_table
 from .pictures import comparison_figure, png_html, written
-from .tables import html_table, text_table
 
 __all__ = ["Comparison", "TensorError"]
 

@@ -11,11 +11,11 @@ from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence,
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import kind_code
-from ..framework.machine import DTYPE_NAMES
-from ..framework.operators import Operator
-from ..graph.graph import CASTS
-from ..policy.policy import Policy
+from ...framework.arrays import kind_code
+from ...framework.machine import DTYPE_NAMES
+from ...framework.operators import Operator
+from ...graph.graph import CASTS
+from ...policy.policy import Policy
 from .findings import Finding
 from .statistics import LARGEST, Statistics, values_of
 

@@ -6,9 +6,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 from mxnet import nd
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.operators import Operator
-from ..framework.zero_gradients import zero_gradients
-from ..graph.graph import CASTS
+from ...framework.operators import Operator
+from ...framework.zero_gradients import zero_gradients
+from ...graph.graph import CASTS
 from .findings import Finding
 from .inspection import Site, is_float
 from .probes import has_gradient, probed

@@ -18,7 +18,7 @@ from typing import Any, Dict, Mapping, Optional
 
 import numpy as np
 
-from ..errors import ArgumentError, StateError
+from ...errors import ArgumentError, StateError
 
 __all__ = ["SCHEMA", "LineFile", "encoded", "header_of", "plain"]
 

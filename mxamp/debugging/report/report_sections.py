@@ -5,12 +5,12 @@ from collections import Counter
 from datetime import datetime, timezone
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from ..framework.wording import shortened
+from ...framework.wording import shortened
+from ..tables import html_table
+from ..tracing.reading import TraceFile
+from ..tracing.trace_steps import TraceRecord
 from .charts import text
 from .histogram_chart import histogram_chart
-from .reading import TraceFile
-from .tables import html_table
-from .trace_steps import TraceRecord
 
 __all__ = ["sections_of", "table"]
 

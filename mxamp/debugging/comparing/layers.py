@@ -18,12 +18,12 @@ from mxnet.context import Context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError
-from ..framework.arrays import dtypes_of
-from ..graph.builder import HALVES
-from ..graph.census import FLOATS, Tensor, precision_at
-from ..graph.graph import CASTS, Graph, Output
-from ..graph.insert_casts import PRECISION
+from ...errors import ArgumentError
+from ...framework.arrays import dtypes_of
+from ...graph.builder import HALVES
+from ...graph.census import FLOATS, Tensor, precision_at
+from ...graph.graph import CASTS, Graph, Output
+from ...graph.insert_casts import PRECISION
 from .isolated import IsolatedRun, arrays_in, dense_values, descendants
 from .randomness import Seeds
 

@@ -5,11 +5,11 @@ import math
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
-from ..errors import ArgumentError, StateError
-from ..scaling.scaler import positive_number
+from ...errors import ArgumentError, StateError
+from ...scaling.scaler import positive_number
+from ..tables import html_table, text_table
 from .exponents import NORMAL, VANISHES, ExponentCounts
 from .pictures import histogram_figure, png_html, written
-from .tables import html_table, text_table
 
 __all__ = ["GradientHistogram"]
 

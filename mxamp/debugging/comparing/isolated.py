@@ -18,16 +18,16 @@ from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..convert.blocks import rebuilt, trace
-from ..errors import StateError
-from ..framework.arrays import cast, dtypes_of
-from ..framework.nested import map_arrays
-from ..graph.census import Tensor, tensors_of
-from ..graph.graph import Graph, Output
-from ..policy.active import suspended
-from ..scaling.loss_outputs import scaled_heads
-from ..scaling.trainer import scaled_loss
-from .observing import Call, Observer, Run
+from ...convert.blocks import rebuilt, trace
+from ...errors import StateError
+from ...framework.arrays import cast, dtypes_of
+from ...framework.nested import map_arrays
+from ...graph.census import Tensor, tensors_of
+from ...graph.graph import Graph, Output
+from ...policy.active import suspended
+from ...scaling.loss_outputs import scaled_heads
+from ...scaling.trainer import scaled_loss
+from ..observing import Call, Observer, Run
 from .randomness import Seeds, any_draws, draws, drops, mask_of, with_masks
 
 __all__ = [

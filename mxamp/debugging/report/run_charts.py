@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
+from ..tracing.trace_steps import TraceStep, duration
 from .charts import Axis, Curve, Lane, buckets, chart, text, ticks
-from .trace_steps import TraceStep, duration
 
 __all__ = ["Run", "charts_of", "hover_data", "runs_of", "style"]
 

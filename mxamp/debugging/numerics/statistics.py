@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Tuple
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.machine import BFLOAT16, dtype_name
+from ...framework.machine import BFLOAT16, dtype_name
 
 __all__ = ["LARGEST", "SMALLEST_NORMAL", "Statistics", "values_of"]
 

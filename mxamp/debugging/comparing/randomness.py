@@ -14,9 +14,9 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd
 
-from ..graph.census import Tensor
-from ..graph.graph import Graph, GraphCopy, Node, Output
-from ..policy.active import suspended
+from ...graph.census import Tensor
+from ...graph.graph import Graph, GraphCopy, Node, Output
+from ...policy.active import suspended
 
 __all__ = ["Seeds", "any_draws", "draws", "drops", "mask_of", "with_masks"]
 

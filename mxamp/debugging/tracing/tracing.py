@@ -15,12 +15,12 @@ from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError, StateError
-from ..framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
-from ..framework.memory import gpu_memory_used, resident_memory
-from ..policy.active import suspended
-from ..scaling.report import StepReport
-from ..scaling.step_observers import observe_steps, stop_observing
+from ...errors import ArgumentError, StateError
+from ...framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
+from ...framework.memory import gpu_memory_used, resident_memory
+from ...policy.active import suspended
+from ...scaling.report import StepReport
+from ...scaling.step_observers import observe_steps, stop_observing
 from .reading import last_steps
 from .tensorboard import add_scalars, event_writer
 from .trace_header import header, rank_of

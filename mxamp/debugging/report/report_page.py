@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Dict, List, Sequence, Tuple
 
+from ..tracing.reading import TraceFile
 from .charts import text
-from .reading import TraceFile
 from .report_sections import sections_of
 from .run_charts import Run, charts_of, hover_data, runs_of, style
 

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any, Callable, Mapping, Union
 
-from ..errors import ArgumentError, InstallError
-from ..framework.files import checked_folder, write_file
+from ...errors import ArgumentError, InstallError
+from ...framework.files import checked_folder, write_file
 from .exponents import NORMAL, TOP, VANISHES
 
 __all__ = ["comparison_figure", "histogram_figure", "png_html", "written"]

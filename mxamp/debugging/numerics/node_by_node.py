@@ -12,17 +12,17 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 from mxnet.symbol.numpy import _Symbol
 
-from ..framework.arrays import copy
-from ..framework.operators import Operator, resolve
-from ..framework.patching import Patch
-from ..graph.graph import CASTS, Graph, Node
-from ..graph.insert_casts import PRECISION
-from ..graph.interpret import interpret, run_node
-from ..policy.active import suspended
+from ...framework.arrays import copy
+from ...framework.operators import Operator, resolve
+from ...framework.patching import Patch
+from ...graph.graph import CASTS, Graph, Node
+from ...graph.insert_casts import PRECISION
+from ...graph.interpret import interpret, run_node
+from ...policy.active import suspended
+from ..observing import Call, Observer, Run
 from .findings import Finding
 from .gradient_watch import GradientWatch
 from .inspection import Inspection, Site
-from .observing import Call, Observer, Run
 from .probes import is_own_copy
 
 __all__ = ["NodeByNode"]

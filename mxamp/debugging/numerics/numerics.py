@@ -17,16 +17,16 @@ from mxnet.gluon import Trainer
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError, StateError
-from ..framework.operators import resolve
-from ..framework.patching import Patch
-from ..policy.policy import Policy
-from ..policy.targets import check_target
+from ...errors import ArgumentError, StateError
+from ...framework.operators import resolve
+from ...framework.patching import Patch
+from ...policy.policy import Policy
+from ...policy.targets import check_target
+from ..tables import html_table, text_table
 from .findings import Finding, NumericsError
 from .gradient_watch import GradientWatch
 from .inspection import Inspection, Site
 from .node_by_node import NodeByNode
-from .tables import html_table, text_table
 
 __all__ = ["NumericsCheck", "check_numerics"]
 

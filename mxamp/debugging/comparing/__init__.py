@@ -1,0 +1,1 @@
+"""Float32 and mixed precision side by side, and how large gradients are."""

@@ -1,0 +1,1 @@
+"""Values that went wrong: found where they arise, forward and backward."""

@@ -1,0 +1,1 @@
+"""A training run, step by step, in a file."""
