@@ -1,6 +1,7 @@
 """`mxamp run` runs a program as `python` does: arguments, paths, errors, exit codes, processes."""
 
 import os
+import re
 import textwrap
 
 import pytest
@@ -198,6 +199,17 @@ def test_forked_processes_that_train_do_so_in_mixed_precision(tmp_path):
     write(tmp_path / "train.py", TRAIN, start="")
     done = mxamp_run(tmp_path, "train.py", "fork")
     assert done == (0, ["bfloat16 1", "0 exact [True]"], [])
+
+
+def test_statistics_are_printed_whatever_the_end(tmp_path):
+    write(
+        tmp_path / "counted.py",
+        "import mxnet as mx\nmx.nd.relu(mx.nd.relu(mx.nd.ones(1)))\nraise SystemExit(3)",
+    )
+    options = ("--dtype", "bfloat16", "--stats")
+    status, _, lines = mxamp_run(tmp_path, "counted.py", options=options)
+    assert status == 3
+    assert any(re.fullmatch(r"relu +float32 +2", line) for line in lines), lines
 
 
 @pytest.mark.slow

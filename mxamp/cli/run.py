@@ -1,10 +1,13 @@
 """`mxamp run`: a script in mixed precision, with no change to it."""
 
 import os
-from typing import Optional, Sequence
+import sys
+from contextlib import contextmanager, nullcontext
+from typing import Iterator, Optional, Sequence
 
 import click
 
+from ..debugging.operator_counts import operator_stats
 from ..errors import AmpError
 from ..frontends import automatic
 from ..frontends.log_lines import show_log
@@ -18,6 +21,7 @@ __all__ = ["run"]
 _EXAMPLES = examples(
     "mxamp run train.py --epochs 3",
     "mxamp run --dtype float16 -m package.train --epochs 3",
+    "mxamp run --stats train.py",
 )
 
 
@@ -31,12 +35,14 @@ _EXAMPLES = examples(
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--dtype", type=DTYPES, help="Default: float16 with a GPU, else bfloat16.")
 @click.option("--policy", "path", type=click.Path(), help="An operator list of your own (TOML).")
+@click.option("--stats", is_flag=True, help="Print at the end what ran in which dtype.")
 def run(
     script: str,
     arguments: Sequence[str],
     as_module: bool,
     dtype: Optional[str],
     path: Optional[str],
+    stats: bool,
 ) -> None:
     """Run a Python SCRIPT with ARGUMENTS in mixed precision, loss scaling included.
 
@@ -56,4 +62,16 @@ def run(
         if policy is None:
             # For the processes that it starts.
             os.environ[automatic.VARIABLE] = dtype or "1"
-    execute(program, arguments)
+    with _shown_at_end() if stats else nullcontext():
+        execute(program, arguments)
+
+
+@contextmanager
+def _shown_at_end() -> Iterator[None]:
+    """Count what runs, and print it when the script has ended, in whatever way."""
+    with operator_stats() as counted:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            click.echo(f"\n{counted}", err=True)

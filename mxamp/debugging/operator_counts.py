@@ -14,6 +14,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, InstallError, unknown
 from ..framework.arrays import dtypes_of
+from ..framework.wording import one_of, shown
 from ..graph.census import FLOATS, Census, Tensor, count, is_cast, precision_of
 from ..graph.graph import CASTS, Graph
 from .observing import Call, Observer, Run
@@ -99,7 +100,7 @@ class OperatorStats:
     def sorted(self, by: str = "calls") -> Tuple[OperatorCount, ...]:
         """Return the operators ordered by "calls" (most first), "operator" or "dtype"."""
         if by not in _ORDERS:
-            raise ArgumentError(f"operators are sorted by {', '.join(_ORDERS)}, not by {by!r}")
+            raise ArgumentError(f"the order must be {one_of(_ORDERS)}, not {shown(by)}")
         # Sorting keeps the order of equals: most calls first.
         return (
             self.operators

@@ -261,7 +261,7 @@ def test_what_it_checks_and_skips(caplog):
     assert json.loads(check.to_json())[0]["operator"] == "exp"
     assert "exp" in check._repr_html_() and "exp" in str(check) and "exp" in repr(check)
     for arguments, message in (
-        ({"on": "print"}, "raise, log, collect"),
+        ({"on": "print"}, "'raise', 'log' or 'collect'"),
         ({"steps": 0}, "at least 1"),
         ({"operators": ["expp"]}, "'exp'"),
         ({"dtype": "float8"}, "float16"),

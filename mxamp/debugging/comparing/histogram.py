@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from ...errors import ArgumentError, StateError
+from ...framework.wording import shown
 from ...scaling.scaler import positive_number
 from ..tables import html_table, text_table
 from .exponents import NORMAL, VANISHES, ExponentCounts
@@ -16,7 +17,7 @@ __all__ = ["GradientHistogram"]
 #: So many times the largest gradient is left free below float16's largest number.
 MARGIN = 8.0
 NOTHING = "all gradients that were counted are zero: no scale keeps more of them"
-KEEP = "keep is a share above 0 and at most 1, not {keep!r}"
+KEEP = "keep must be a share above 0 and at most 1, not {keep}"
 _HEADINGS = ("name", "values", "zero", "vanishing", "subnormal", "overflowing", "not finite")
 _SHOWN = 10
 
@@ -113,7 +114,7 @@ class GradientHistogram:
         gradients are zero.
         """
         if not (isinstance(keep, (int, float)) and 0 < keep <= 1):
-            raise ArgumentError(KEEP.format(keep=keep))
+            raise ArgumentError(KEEP.format(keep=shown(keep)))
         if not self._counts.nonzero:
             raise StateError(NOTHING)
         most = math.floor(math.log2(65504 / MARGIN) - math.log2(self.largest))

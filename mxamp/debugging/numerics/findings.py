@@ -44,9 +44,8 @@ class Finding:
         return {**data, "statistics": self.statistics.to_dict()}
 
     def __str__(self) -> str:
-        where = f"{self.node!r} ({self.operator}" + (
-            f" in block {self.block!r})" if self.block else ")"
-        )
+        block = f" in block {self.block!r}" if self.block else ""
+        where = f"{self.node!r} ({self.operator}{block})"
         backward = "the backward pass of " if self.phase == "backward" else ""
         detail = f"; {self.detail}" if self.detail else ""
         return (

@@ -20,6 +20,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...errors import ArgumentError, StateError
 from ...framework.operators import resolve
 from ...framework.patching import Patch
+from ...framework.wording import one_of, shown
 from ...policy.policy import Policy
 from ...policy.targets import check_target
 from ..tables import html_table, text_table
@@ -196,9 +197,9 @@ def check_numerics(
     it is off.
     """
     if on not in _ON:
-        raise ArgumentError(f"on is one of {', '.join(_ON)}, not {on!r}")
+        raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
     if steps is not None and (not isinstance(steps, int) or steps < 1):
-        raise ArgumentError(f"steps is a number of updates, at least 1, not {steps!r}")
+        raise ArgumentError(f"steps must be a number of updates, at least 1, not {shown(steps)}")
     would_be = Policy.default(check_target(dtype)) if dtype is not None else None
     known = None if operators is None else [resolve(name).name for name in _listed(operators)]
     check = NumericsCheck(on, known, _listed(skip or ()), steps, would_be, backward)

@@ -19,6 +19,7 @@ from typing import Any, Dict, Mapping, Optional
 import numpy as np
 
 from ...errors import ArgumentError, StateError
+from ...framework.wording import shown
 
 __all__ = ["SCHEMA", "LineFile", "encoded", "header_of", "plain"]
 
@@ -165,5 +166,5 @@ def _taken_apart(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     raise ArgumentError(
-        f"a trace holds dicts, lists, text, numbers and what has to_dict(), not {value!r}"
+        f"a trace holds dicts, lists, text, numbers and what has to_dict(), not {shown(value)}"
     )

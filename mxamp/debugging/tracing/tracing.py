@@ -18,6 +18,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
 from ...framework.memory import gpu_memory_used, resident_memory
+from ...framework.wording import shown
 from ...policy.active import suspended
 from ...scaling.report import StepReport
 from ...scaling.step_observers import observe_steps, stop_observing
@@ -128,7 +129,7 @@ class Trace:
         with suppress(TypeError, ValueError):
             self._loss = value.detach() if isinstance(value, NDArray) else float(value)
             return
-        raise ArgumentError(f"a loss is a number or an NDArray, not {value!r}")
+        raise ArgumentError(f"a loss must be a number or an NDArray, not {shown(value)}")
 
     def record(self, kind: str, data: Any) -> None:
         """Add a line of another kind: "operators", "plan", "histogram", "culprit", or your own.
@@ -137,10 +138,12 @@ class Trace:
         """
         self._check_open()
         if not isinstance(kind, str) or not kind or kind in ("header", "step"):
-            raise ArgumentError(f"a kind of record is a name, not 'header' or 'step', not {kind!r}")
+            raise ArgumentError(f"a kind of record must be a name of your own, not {shown(kind)}")
         content = plain(data)
         if not isinstance(content, dict):
-            raise ArgumentError(f"a record's data is a dict or has to_dict(), not {data!r}")
+            raise ArgumentError(
+                f"a record's data must be a dict or have to_dict(), not {shown(data)}"
+            )
         with self._lock:
             self._release()
             line = {"kind": kind, "step": self.step, "time": time.time(), "data": content}
@@ -291,7 +294,7 @@ def _listed(trainer: Any) -> List[Trainer]:
     wrong = [one for one in listed if not isinstance(one, Trainer)]
     if wrong or not listed:
         given = wrong[0] if wrong else trainer
-        raise ArgumentError(f"trace takes a gluon.Trainer or a list of them, not {given!r}")
+        raise ArgumentError(f"trace takes a gluon.Trainer or a list of them, not {shown(given)}")
     if len({id(one) for one in listed}) < len(listed):
         raise ArgumentError("trace takes each trainer once, and one is in the list twice")
     return listed
