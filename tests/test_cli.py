@@ -80,6 +80,7 @@ def test_operators():
         ("explain net --mode training --input data:0,2", "of sizes above 0"),
         ("explain net --graph net.gif", "must be a .svg, .png, .pdf or .dot file"),
         ("explain net --epoch -1", "-1"),
+        ("explain net --input data:1,4", "--input is for --mode inference and training"),
     ],
 )
 def test_bad_input_is_one_sentence(saved, monkeypatch, arguments, expected):

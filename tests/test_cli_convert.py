@@ -118,6 +118,10 @@ CHECK = f"m {F16} --out x --check --input"
 
 #: The arguments, what the answer says, and the status.
 BAD = [
+    (f"m {F16} --out x --check --input data:2,8 --input-dtype data:int46", ["input 'data'", "not 'int46'"], 2),
+    (f"m {F16} --out x --check --input data:2,8 --input-dtype data:uint16", ["input 'data'", "not 'uint16'"], 2),
+    (f"m {F16} --out x --tolerance 0.1", ["--tolerance is for --check"], 2),
+    (f"m {F16} --out x-symbol.json", ["--out must be the prefix", "'x', not 'x-symbol.json'"], 2),
     (f"m {F16} --out x --input-dtype data:int99", ["input 'data'", "int64", "not 'int99'"], 2),
     (f"m {F16} --out x --input-dtype dato:int32", ["unknown input 'dato'", "'data'"], 2),
     (f"m {F16} --out x --input-dtype data", ["--input-dtype takes NAME:VALUE"], 2),
