@@ -73,9 +73,10 @@ def test_operators():
         ("explain net --dtype float8", "'float8' is not one of"),
         ("explain net --mode evaluation", "'converted', 'inference', 'training'"),
         ("explain net --keep-fp32 nolayer", "unknown layer 'nolayer'"),
-        ("explain net --mode training --input data:0,2", "must be sizes above 0"),
+        ("explain net --mode training --input data:0,2", "of sizes above 0"),
         ("explain net --graph net.gif", "must be a .svg, .png, .pdf or .dot file"),
         ("explain net --epoch -1", "-1"),
+        ("explain net --input data:1,4", "--input is for --mode inference and training"),
     ],
 )
 def test_bad_input_is_one_sentence(saved, monkeypatch, arguments, expected):
@@ -110,7 +111,8 @@ def test_tables_in_a_pipe_are_whole_and_plain(saved, tmp_path, monkeypatch):
     mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name=layer).save(
         str(tmp_path / "long-symbol.json")
     )
-    mx.nd.save(str(tmp_path / "long-0000.params"), {"arg:x": randn(1)})
+    params = {f"arg:{layer}_weight": randn(2, 3), f"arg:{layer}_bias": randn(2)}
+    mx.nd.save(str(tmp_path / "long-0000.params"), params)
     for output in (
         run("explain", tmp_path / "long").output,
         run("operators").output,

@@ -118,6 +118,10 @@ CHECK = f"m {F16} --out x --check --input"
 
 #: The arguments, what the answer says, and the status.
 BAD = [
+    (f"m {F16} --out x --check --input data:2,8 --input-dtype data:int46", ["input 'data'", "not 'int46'"], 2),
+    (f"m {F16} --out x --check --input data:2,8 --input-dtype data:uint16", ["input 'data'", "not 'uint16'"], 2),
+    (f"m {F16} --out x --tolerance 0.1", ["--tolerance is for --check"], 2),
+    (f"m {F16} --out x-symbol.json", ["--out must be the prefix", "'x', not 'x-symbol.json'"], 2),
     (f"m {F16} --out x --input-dtype data:int99", ["input 'data'", "int64", "not 'int99'"], 2),
     (f"m {F16} --out x --input-dtype dato:int32", ["unknown input 'dato'", "'data'"], 2),
     (f"m {F16} --out x --input-dtype data", ["--input-dtype takes NAME:VALUE"], 2),
@@ -129,7 +133,7 @@ BAD = [
     (f"none {F16} --out x", ["'none-0000.params'", "cut off"], 2),
     (f"list {F16} --out x", ["'list-0000.params'", "start with arg: or aux:"], 2),
     (f"foreign {F16} --out x",
-     ["'foreign-0000.params'", "'foreign-symbol.json'", "4 missing (fc_bias, fc_weight, head_fwd_bias, ...)",
+     ["'foreign-0000.params'", "'foreign-symbol.json'", "4 missing (fc_bias, fc_weight, head_fwd_bias and 1 other)",
       "5 that the symbol does not have (conv0_weight,"], 2),
     (f"{CHECK} xyz:1,8", ["unknown input 'xyz'", "'data'"], 2),
     (f"{CHECK} data:0,8", ["--input", "sizes above 0", "'data:0,8'"], 2),
@@ -140,8 +144,7 @@ BAD = [
     (f"{CHECK} data:1,3,x", ["--input takes", "'data:1,3,x'"], 2),
     (f"{CHECK} data:1,3", ["don't fit", "fc"], 2),
     (f"m {F16} --out x --check", ["shapes of the inputs data", "--input"], 2),
-    (f"m-symbol.json {F16} --out x", ["'m-symbol.json' is the name of a file", "('m')"], 2),
-    (f"m-0000.params {F16} --out x", ["give the prefix", "('m', epoch 0)"], 2),
+    (f"nothing-symbol.json {F16} --out x", ["no file 'nothing-symbol.json'"], 2),
     (f"m.onnx {F16} --out x", ["give the prefix", "('m')"], 2),
     (f"nothing {F16} --out x", ["no file 'nothing-symbol.json'", "the prefix"], 2),
     (f"m {F16} --epoch 4 --out x", ["no file 'm-0004.params'", "epoch 0 (--epoch)"], 2),
@@ -168,7 +171,7 @@ BAD = [
     (f"m {F16} --out x --keep-fp32 qqqqqqqq", ["'fc', 'head_fwd'"], 2),
     (f"m {F16} --out x --fuse", ["--fuse is for inference in bfloat16"], 2),
     (f"m {F16} --out x --check --tolerance 0", ["--tolerance"], 2),
-    ("m --dtype bfloat16 --device gpu --out x", ["--dtype", "--device cpu"], 2),
+    ("m --dtype bfloat16 --device gpu --out x", ["no bfloat16 kernels on GPUs", "the CPU as the device"], 2),
     (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here"], 1),
     (f"{CHECK} data:2,8 --tolerance 1e-9", ["'head_fwd_output'", "tolerance of 1e-09", "--tolerance"], 1),
     (f"lost {F16} --out x --check --input data:2,8", ["relative error of 1,", "--keep-fp32"], 1),
@@ -193,9 +196,9 @@ def test_bad_input_is_one_line(models, arguments, said, status):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (f"large {F16}", ["'fc_weight' holds", "finite values that are infinity in float16", "--keep-fp32"]),
+        (f"large {F16}", ["'fc_weight' holds", "finite values that would be infinity in float16", "--keep-fp32"]),
         (f"large {F16} --cast-params", ["'fc_weight' to float16 turns", "--cast-params off"]),
-        (f"nan {F16}", ["parameter 'fc_bias' of the model holds 2 values that are NaN or infinity, of 4"]),
+        (f"nan {F16}", ["parameter 'fc_bias' of the model holds 2 values of NaN or infinity, among 4"]),
     ],
 )  # fmt: skip
 def test_values_that_are_lost_are_named_in_a_warning(models, tmp_path, arguments, said):
@@ -217,6 +220,11 @@ def test_the_only_epoch_is_found(models, tmp_path):
     result = run(models, "one", "--dtype", "float16", "--out", str(tmp_path / "x"))
     assert result.exit_code == 0, result.output
     assert (tmp_path / "x-0005.params").is_file()
+
+
+@pytest.mark.parametrize("name", ["m-symbol.json", "m-0000.params", "m"])
+def test_either_file_stands_for_the_model(models, tmp_path, name):
+    assert run(models, name, "--dtype", "float16", "--out", str(tmp_path / "o")).exit_code == 0
 
 
 def test_policies_from_files(models, tmp_path):

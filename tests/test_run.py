@@ -119,7 +119,7 @@ def test_the_end_of_a_script_is_its_own(tmp_path, line, status, last):
         (["-"], "standard input (line 1) is no Python"), (["-m", "none"], "there is no Python module 'none'"),
         (["-m", "empty"], "'empty' is a package without a __main__ module"), (["-m", "empty.none"], "no Python module 'empty.none'"),
         (["-m", "math"], "no Python module 'math'"), (["-m", ".x"], "no Python module '.x'"),
-        (["--dtyp", "float16", "train.py"], "--dtyp"), ([], "Missing argument 'SCRIPT'"),
+        (["--dtyp", "float16", "train.py"], "those of the script stand behind it: mxamp run SCRIPT --dtyp"), ([], "Missing argument 'SCRIPT'"),
     ],
 )  # fmt: skip
 def test_what_is_no_script_is_one_sentence(tmp_path, arguments, words):

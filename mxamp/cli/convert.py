@@ -41,9 +41,7 @@ _EXAMPLES = examples(
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0, min_open=True),
-    default=TOLERANCE,
-    show_default=True,
-    help="Largest relative error of an output that --check lets pass.",
+    help=f"Largest relative error of an output that --check lets pass. Default: {TOLERANCE}.",
 )
 @click.option("--fuse", is_flag=True, help="Fuse operators, for bfloat16 inference on CPUs only.")
 @click.option("--force", is_flag=True, help="Overwrite files.")
@@ -60,7 +58,7 @@ def convert(
     inputs: Sequence[str],
     dtypes: Sequence[str],
     check: bool,
-    tolerance: float,
+    tolerance: Optional[float],
     fuse: bool,
     force: bool,
 ) -> None:
@@ -69,8 +67,9 @@ def convert(
     The name of either file will do for PREFIX.
     """
     input_dtypes = dict(name_and_value("--input-dtype", text) for text in dtypes)
-    if inputs and not check:
-        raise usage_error("--input is for --check; give that too")
+    for option, given in (("--input", inputs), ("--tolerance", tolerance)):
+        if given and not check:
+            raise usage_error(f"{option} is for --check; give that too")
     policy = chosen_policy(dtype, device, default=False)
     done = convert_files(
         prefix,
@@ -82,7 +81,7 @@ def convert(
         keep_io_types=not cast_io,
         input_dtypes=input_dtypes,
         check_inputs=_check_inputs(prefix, epoch, inputs, input_dtypes) if check else None,
-        tolerance=tolerance,
+        tolerance=tolerance or TOLERANCE,
         force=force,
         fuse=fuse,
     )

@@ -12,9 +12,10 @@ from ..debugging.explain import MODES
 from ..debugging.explain import explain as explain_symbol
 from ..debugging.plan import PRECISIONS, Plan
 from ..errors import ArgumentError
-from .group import DTYPES, examples
+from .group import DTYPES, examples, usage_error
 from .options import chosen_policy, inputs_of, saved_model_options
 from .output import console, table_of
+from .words import in_options
 
 __all__ = ["explain"]
 
@@ -60,6 +61,8 @@ def explain(
     """
     symbol, args, auxs = load_model(prefix, epoch)
     shapes, _ = inputs_of(inputs)
+    if inputs and mode == MODES[0]:
+        raise usage_error(f"--input is for --mode {' and '.join(MODES[1:])}; give that too")
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol,
@@ -77,7 +80,7 @@ def explain(
         return
     screen = console()
     screen.print(_table(shown))
-    screen.print(plan.summary(), highlight=False, markup=False)
+    screen.print(in_options(plan.summary()), highlight=False, markup=False)
 
 
 def _filtered(plan: Plan, name: Optional[str], precision: Optional[str]) -> Plan:

@@ -3,7 +3,7 @@
 import os
 import sys
 from contextlib import contextmanager, nullcontext
-from typing import Iterator, Optional, Sequence
+from typing import Iterator, List, Optional, Sequence
 
 import click
 
@@ -18,6 +18,10 @@ from .script import execute, find_module, find_script
 
 __all__ = ["run"]
 
+BEFORE = (
+    "mxamp run has no option {option!r}; those of the script stand behind it: mxamp run SCRIPT "
+    "{option} ..."
+)
 _EXAMPLES = examples(
     "mxamp run train.py --epochs 3",
     "mxamp run --dtype float16 -m package.train --epochs 3",
@@ -25,7 +29,17 @@ _EXAMPLES = examples(
 )
 
 
+class _Run(click.Command):
+    def parse_args(self, ctx: click.Context, args: List[str]) -> List[str]:
+        """Read the options; one of the script's in front of it is an error that says so."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(BEFORE.format(option=error.option_name), ctx) from None
+
+
 @click.command(
+    cls=_Run,
     epilog=_EXAMPLES,
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS] [-m]",

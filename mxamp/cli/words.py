@@ -17,6 +17,7 @@ __all__ = ["in_options", "in_their_words"]
 #: The arguments of Python functions, as messages name them, and what stands for them.
 _OPTIONS = {
     "another out": "another --out",
+    "out must be": "--out must be",
     "cast_optional_params": "--cast-params",
     "ctx=mx.cpu()": "--device cpu",
     "excluded_sym_names": "--keep-fp32",

@@ -12,7 +12,15 @@ from ..framework.wording import shown
 from ..graph.graph import Graph, argument_dtypes
 from ..policy.policy import Policy
 
-__all__ = ["Conversion", "Names", "checked_policy", "known_dtypes", "known_names", "names_of"]
+__all__ = [
+    "Conversion",
+    "Names",
+    "checked_policy",
+    "known_dtype",
+    "known_dtypes",
+    "known_names",
+    "names_of",
+]
 
 LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
 
@@ -54,15 +62,21 @@ def known_dtypes(
         raise ArgumentError(f"input_dtypes must map names of inputs to dtypes, not {shown(given)}")
     for name, dtype in (given or {}).items():
         known_names([name], inputs, "input")
-        known[name] = dtype_name(dtype)
-        if known[name] not in DTYPE_CODES:
-            raise ArgumentError(
-                f"the dtype of input {name!r} must be one of {', '.join(DTYPE_CODES)}, "
-                f"not {shown(dtype)}"
-            )
+        known[name] = known_dtype(name, dtype)
     arguments = set(sym.list_arguments())
     inferred = argument_dtypes(sym, {k: v for k, v in known.items() if k in arguments})
     return {**inferred, **known}
+
+
+def known_dtype(name: str, dtype: Any) -> str:
+    """Return the name of the dtype that input `name` is given, one of MXNet's."""
+    found = dtype_name(dtype)
+    if found not in DTYPE_CODES:
+        raise ArgumentError(
+            f"the dtype of input {name!r} must be one of {', '.join(DTYPE_CODES)}, "
+            f"not {shown(dtype)}"
+        )
+    return found
 
 
 def names_of(argument: str, names: Names) -> Sequence[str]:

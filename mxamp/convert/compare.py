@@ -13,9 +13,10 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast
-from ..framework.machine import DTYPE_NAMES, dtype_name
+from ..framework.machine import DTYPE_NAMES
 from ..graph.graph import Graph
 from ..policy.active import suspended
+from .arguments import known_dtype, known_names
 from .distance import Distance
 
 __all__ = ["Model", "OutputError", "compare_models", "inferred_labels", "random_inputs"]
@@ -113,9 +114,10 @@ def random_inputs(
     open_ones = [name for name, shape in wanted.items() if not shape or min(shape) <= 0]
     if open_ones:
         raise ArgumentError(NO_SHAPES.format(inputs=", ".join(open_ones)))
+    known_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     random = np.random.RandomState(seed)
     return {
-        name: _random(random, shape, dtype_name(dtypes.get(name, "float32")))
+        name: _random(random, shape, known_dtype(name, dtypes.get(name, "float32")))
         for name, shape in wanted.items()
     }
 
@@ -181,4 +183,4 @@ def _reason(error: Exception) -> str:
     """Return the line of an MXNet error that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wanted = [line for line in lines if "Error" in line or "Check failed" in line]
-    return (wanted or lines or ["unknown"])[-1]
+    return (wanted or lines or ["unknown"])[-1].rstrip(".")

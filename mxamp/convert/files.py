@@ -19,7 +19,7 @@ from .arguments import Names
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
 from .pairs import replaced_files
-from .saved import load_model, model_files, saved_semantics
+from .saved import load_model, model_files, prefix_of_file, saved_semantics
 
 __all__ = ["TOLERANCE", "ConvertedFiles", "convert_files"]
 
@@ -40,6 +40,9 @@ FAR_OFF = (
     "output {name!r} of the converted model has a relative error of {found:.2g}, above the "
     "tolerance of {limit:g}; nothing was written. Keep more of it in float32 with "
     "excluded_sym_names, or give a larger tolerance"
+)
+A_FILE = (
+    "out must be the prefix of the files to write, not the name of one: {prefix!r}, not {out!r}"
 )
 NO_OUT = "the prefix of the files to write is empty: give another out"
 SAME_FILES = (
@@ -156,6 +159,8 @@ def _files_to_write(
     """Return where the converted model is written: not over the model itself, by any name."""
     if not os.fspath(out):
         raise ArgumentError(NO_OUT)
+    if prefix_of_file(out) is not None:
+        raise ArgumentError(A_FILE.format(out=os.fspath(out), prefix=prefix_of_file(out)))
     read = [place_of(path) for path in model_files(prefix, epoch)]
     written = model_files(out, epoch)
     for path in written:

@@ -5,7 +5,7 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import Any, List, Mapping, Sequence, Set, Tuple, Union
+from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import mxnet as mx
 from mxnet.base import MXNetError
@@ -19,7 +19,7 @@ from ..graph.validation import check_symbol_json
 from .compare import Model
 from .pairs import finish_replacing
 
-__all__ = ["epochs_of", "load_model", "model_files", "saved_semantics"]
+__all__ = ["epochs_of", "load_model", "model_files", "prefix_of_file", "saved_semantics"]
 
 logger = logging.getLogger("mxamp")
 
@@ -64,6 +64,12 @@ def model_files(prefix: Prefix, epoch: int) -> Tuple[Path, Path]:
         raise ArgumentError(EMPTY)
     name = os.fspath(prefix)
     return Path(f"{name}-symbol.json"), Path(f"{name}-{epoch:04d}.params")
+
+
+def prefix_of_file(name: Prefix) -> Optional[str]:
+    """Return the prefix in the name of one of a model's files; None for other names."""
+    part = _PART.match(os.fspath(name))
+    return None if part is None else part[1]
 
 
 def epochs_of(prefix: Prefix) -> List[int]:

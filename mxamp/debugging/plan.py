@@ -174,10 +174,10 @@ class Plan:
         size = ""
         if self.bytes_before:
             sizes = f"{counted(self.bytes_before, 'byte')}, {self.bytes_after:,}"
-            size = f"; parameters {sizes} with casts offline"
+            size = f"; parameters {sizes} with cast_optional_params"
         if self.lossy:
             names = shortened([cast.name for cast in self.lossy])
             lossy = counted(len(self.lossy), "parameter")
-            size += f"; casts offline would lose values of {lossy}: {names}"
+            size += f"; which would lose values of {lossy}: {names}"
         casts = counted(len(self.casts), "cast")
         return f"{self._counted()}; {casts}{size}"

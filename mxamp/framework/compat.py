@@ -164,7 +164,7 @@ def _numpy_names(numpy: Any) -> Dict[str, Any]:
 
 def _restore_distutils() -> None:
     """Stand in for `distutils.version`, of which MXNet uses LooseVersion's comparison."""
-    if importlib.util.find_spec("distutils") is not None:
+    if "distutils" in sys.modules or importlib.util.find_spec("distutils") is not None:
         return
 
     class LooseVersion:

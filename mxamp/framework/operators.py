@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
@@ -78,8 +78,8 @@ class Operator:
 
     `inputs` are the names of its tensors, in order (a variadic operator has one name for all of
     them); `attributes` are the names of its other arguments, and `defaults` maps the optional ones
-    to their defaults, as MXNet prints them; `mutable_inputs` are the positions of inputs it writes
-    to.
+    to their defaults, as MXNet prints them; `choices` maps those that are one of a few words to
+    these; `mutable_inputs` are the positions of inputs it writes to.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Operator:
     inputs: Tuple[str, ...]
     attributes: Tuple[str, ...]
     defaults: Mapping[str, str]
+    choices: Mapping[str, Tuple[str, ...]]
     variadic: bool
     mutable_inputs: Tuple[int, ...] = ()
 
@@ -104,6 +105,14 @@ class Operator:
         if name not in self.attributes and self.name not in WRITTEN_BY_USERS:
             raise unknown(f"attribute of {self.name}", name, self.attributes)
         return name
+
+    def values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
+        """Return values of an attribute as text; raise `UnknownNameError` for impossible ones."""
+        listed, allowed = tuple(map(str, values)), self.choices.get(attribute, ())
+        for value in listed:
+            if allowed and value not in allowed:
+                raise unknown(f"value of {attribute} of {self.name}", value, allowed)
+        return listed
 
     def input(self, name: str) -> str:
         """Return the name of an input that it has; raise `UnknownNameError` for others."""
@@ -199,9 +208,16 @@ def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:
         inputs=tuple(tensors),
         attributes=tuple(arg for arg, _ in arguments if arg not in tensors),
         defaults={arg: value for arg, what in arguments if (value := _default(what)) is not None},
+        choices={arg: words for arg, what in arguments if (words := _choices(what))},
         variadic=bool(py_str(key_var.value)) or any(what.endswith("[]") for _, what in arguments),
         mutable_inputs=_MUTABLE.get(canonical, ()),
     )
+
+
+def _choices(description: str) -> Tuple[str, ...]:
+    """Read the words that an attribute may be: "{'relu', 'tanh'}, required"."""
+    match = re.match(r"\{(.*?)\}", description)
+    return tuple(word.strip(" '") for word in match.group(1).split(",")) if match else ()
 
 
 def _default(description: str) -> Optional[str]:

@@ -29,7 +29,7 @@ from .children import is_child, waiting
 from .contrib import contrib_patches
 from .log_lines import show_log
 from .module_api import module_patches
-from .own_amp import OWN_AMP, script_imports_mxamp
+from .own_amp import OWN_AMP, OWN_CALLS, script_imports_mxamp
 
 __all__ = ["VARIABLE", "start", "start_from_environment"]
 
@@ -158,7 +158,8 @@ def _build_init(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_of_its_own(*args: Any, **kwargs: Any) -> Any:
         if _run.is_open:
-            logger.info(OWN_AMP, sys.argv[0] or "this program", name)
+            program = sys.argv[0] or "this program"
+            logger.info(OWN_CALLS, program, original.__name__, name)
             shutdown()
             # What the program has imported, or is going to, stays mxamp's.
             contrib_patches.open()

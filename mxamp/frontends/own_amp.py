@@ -4,9 +4,10 @@ import ast
 from pathlib import Path
 from typing import List, Union
 
-__all__ = ["OWN_AMP", "imports_mxamp", "script_imports_mxamp"]
+__all__ = ["OWN_AMP", "OWN_CALLS", "imports_mxamp", "script_imports_mxamp"]
 
 OWN_AMP = "%s uses %s itself: automatic mixed precision leaves it alone"
+OWN_CALLS = "%s calls %s of %s: from here on it runs by its own calls, by way of mxamp"
 
 
 def imports_mxamp(source: Union[str, bytes]) -> bool:

@@ -5,19 +5,19 @@ from dataclasses import replace
 from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
 
 from ..policy.decision import CASTABLE
-from .graph import Graph, Node, Output
+from .graph import CASTS, Graph, Node, Output
 
 __all__ = ["HALVES", "Builder", "Entry", "is_inserted"]
 
 HALVES = CASTABLE - {"float32"}
 
 # MXNet's own conversion calls its casts so too. One that is written by hand is called amp_cast0.
-_INSERTED = re.compile(r"_amp_cast_(float16|bfloat16|float32)\d*$")
+_INSERTED = re.compile(r"_amp_cast_(float16|bfloat16|float32|float64)\d*$")
 
 
 def is_inserted(node: Node) -> bool:
     """Tell whether a node is a cast that a conversion has put into its graph, by its name."""
-    return node.op == "amp_cast" and _INSERTED.search(node.name) is not None
+    return node.op in CASTS and _INSERTED.search(node.name) is not None
 
 
 class Entry(NamedTuple):
@@ -43,7 +43,9 @@ class Builder:
         self.nodes: List[Node] = []
         self._accumulated = accumulated
         # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
-        self._names = {node.name for node in graph.nodes if node.op != "amp_cast"}
+        self._names = {
+            node.name for node in graph.nodes if node.op != "amp_cast" and not is_inserted(node)
+        }
         self._casts: Dict[Tuple[Output, str], Entry] = {}
         self._copies: Dict[Output, Output] = {}
         self._roots: Dict[int, str] = {}

@@ -51,6 +51,9 @@ class OperatorList(NamedTuple):
     substitutions: Mapping[str, str]  #: name, and what it was measured to gain
 
 
+SINGLE_BRACKETS = ". Tables of which there are several have two brackets: [[group]]"
+
+
 def lists_folder() -> Path:
     """Return where mxamp's own lists are: in the package, or beside it in a clone."""
     package = Path(__file__).resolve().parent.parent
@@ -88,7 +91,8 @@ def _parsed(path: Union[str, Path]) -> Table:
     except RecursionError:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: nested too deeply") from None
     except ValueError as error:  # TOML's, with line and column, or a path that no file can have
-        raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
+        hint = SINGLE_BRACKETS if "overwrite" in str(error).lower() else ""
+        raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}{hint}") from None
 
 
 def _resolved(data: Table, device: Optional[str], features: FrozenSet[str]) -> OperatorList:
@@ -178,7 +182,7 @@ class _Rules:
         return tuple(
             Condition(
                 operator.attribute(attribute),
-                values=tuple(table.get("values", ())),
+                values=operator.values(attribute, table.get("values", ())),
                 beyond_range=table.get("beyond_range", False),
                 default=operator.defaults.get(attribute),
                 dtype=self._data["dtype"],

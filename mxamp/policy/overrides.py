@@ -99,7 +99,7 @@ def _conditions(
         operator = resolve(name)
         condition = Condition(
             operator.attribute(attribute),
-            tuple(map(str, values)),
+            operator.values(attribute, values),
             default=operator.defaults.get(attribute),
         )
         conditions[operator.name] = (*conditions.get(operator.name, ()), condition)

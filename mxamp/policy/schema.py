@@ -130,13 +130,19 @@ def _tables(name: str, table: Table, value: Any) -> Iterator[Tuple[str, Mapping[
     if value is None:
         return
     if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
-        raise ArgumentError(f"{name} must be written as {header} tables, not as {_as_given(value)}")
+        several = "tables" if listed else "one table"
+        raise ArgumentError(
+            f"{name} must be written as {header}, {several}, not as {_as_given(value)}"
+        )
     for i, one in enumerate(tables):
         yield (place(name, i) if listed else header), one
 
 
 def _as_given(value: Any) -> str:
-    return "one [table]" if isinstance(value, dict) else shown(value)
+    if isinstance(value, dict):
+        return "one [table]"
+    several = isinstance(value, list) and any(isinstance(one, dict) for one in value)
+    return "[[tables]]" if several else shown(value)
 
 
 def _check_keys(
@@ -152,7 +158,8 @@ def _check_keys(
     for name, key in keys.items():
         if key.required and name not in given:
             needed = one_of(key.allowed) if key.allowed else key.kind.words
-            raise ArgumentError(f"{prefix}the key {name!r} is missing; it must be {needed}")
+            above = "" if where else ", above the first table"
+            raise ArgumentError(f"{prefix}the key {name!r} is missing; it must be {needed}{above}")
 
 
 def _where_it_belongs(name: str) -> str:

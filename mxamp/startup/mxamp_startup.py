@@ -18,7 +18,7 @@ class _Finder:
             return None
         import os
 
-        if os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION", "0").strip() in ("", "0"):
+        if not os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION", "").strip():
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)

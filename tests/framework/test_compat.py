@@ -164,6 +164,7 @@ def test_standing_in_for_distutils(monkeypatch):
     for name in ("distutils", "distutils.version"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     _compat._restore_distutils()
+    _compat._restore_distutils()  # a second time it is there
     version = sys.modules["distutils.version"].LooseVersion
     assert version("1.9.1") < version("1.10") <= version("1.10")
     assert version("2.0") > "1.26.4"

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -130,7 +131,8 @@ def test_a_few_probed_again(tmp_path):
     out = tmp_path / "found.json"
     script = str(ROOT / "scripts" / "bench" / "probe_loss_outputs")
     done = run_python(
-        f"import runpy, sys; sys.argv = {[script, '--out', str(out), *names]!r};"
+        f"import runpy, sys; sys.path.insert(0, {os.path.dirname(script)!r});"
+        f"sys.argv = {[script, '--out', str(out), *names]!r};"
         f"runpy.run_path({script!r}, run_name='__main__')"
     )
     assert done.returncode == 0, done.stderr

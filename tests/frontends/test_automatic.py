@@ -250,8 +250,8 @@ def test_off(tmp_path, value):
 def test_a_wrong_value_is_one_line_and_changes_nothing(tmp_path):
     done = run("import mxnet, mxamp; print('on', mxamp.is_enabled())", tmp_path, value="int8")
     (line,) = done.stderr.strip().splitlines()
-    allowed = "is 1, true, on, yes, float16 or bfloat16, or to leave mixed precision off 0, false, off, no;"
-    assert line == f"mxamp: {VARIABLE} {allowed} it is not 'int8': mixed precision stays off"
+    allowed = "must be 1, true, on, yes, float16 or bfloat16, or to leave mixed precision off 0, false, off, no,"
+    assert line == f"mxamp: {VARIABLE} {allowed} not 'int8': mixed precision stays off"
     assert said(done, "on") == "False"
 
 

@@ -199,8 +199,8 @@ def test_layer_norm_stays_float32_in_o2_and_not_in_o3():
         ({"opt_level": "O2", "dtype": "int8"}, "'float16' or 'bfloat16'"),
         ({"loss_scale": "static"}, "'dynamic'"),
         ({"loss_scale": -1.0}, "positive"),
-        ({"models": 3}, "models are a Block"),
-        ({"trainers": "sgd"}, "trainers are a Trainer"),
+        ({"models": 3}, "models must be a Block"),
+        ({"trainers": "sgd"}, "trainers must be a Trainer"),
     ],
 )
 def test_wrong_arguments_change_nothing(options, words):
