@@ -19,6 +19,7 @@ def test_it_has_every_public_name_once():
     assert sorted(name for name in names if "." not in name) == sorted(
         {*amp.__all__} - {"__version__"}
     )
+    assert {f"debugging.{name}" for name in amp.debugging.__all__} < set(names)
     assert len(names) == len(set(names))
     assert all(name.split(".")[0] in amp.__all__ for name in names)
 
