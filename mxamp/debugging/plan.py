@@ -4,12 +4,13 @@ import fnmatch
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import counted, one_of, shortened, shown
 from ..policy.targets import TARGETS
+from .tables import html_table, text_table
 
 __all__ = ["PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan"]
 
@@ -152,14 +153,14 @@ class Plan:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        rows = [("name", "operator", "precision", "reason")]
-        rows += [(n.name, n.operator, n.precision, n.reason) for n in self.nodes]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]))
-            for row in rows
-        ]
-        return "\n".join([*lines, self.summary()])
+        return "\n".join([text_table(*self._rows()), self.summary()])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._rows(), caption=self.summary())
+
+    def _rows(self) -> Tuple[Sequence[str], Sequence[Sequence[str]]]:
+        rows = [(n.name, n.operator, n.precision, n.reason) for n in self.nodes]
+        return ("name", "operator", "precision", "reason"), rows
 
     def __repr__(self) -> str:
         numbers = f"{self._counted()}; {counted(len(self.casts), 'cast')}"

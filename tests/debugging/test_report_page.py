@@ -144,7 +144,7 @@ def contrast(one, two):
 
 
 def test_text_and_lines_can_be_told_from_what_is_behind_them():
-    css = (amp.debugging.__path__[0] + "/page/report.css",)
+    css = (amp.debugging.__path__[0] + "/report/page/report.css",)
     with open(*css) as file:
         schemes = re.findall(r"--back: (#\w{6}).*?--c5: #\w{6}", file.read(), re.S)
         file.seek(0)
@@ -256,9 +256,9 @@ def test_a_cut_last_line_is_said(tmp_path):
         (lambda p: [full(p / "a.jsonl"), "--out", p / "a.jsonl"], "would replace the trace"),
         (
             lambda p: [full(p / "a.jsonl"), "--out", p / "no" / "x.html"],
-            "--out is a file in a folder",
+            "there is no folder",
         ),
-        (lambda p: [full(p / "a.jsonl"), "--out", p], "--out is a file in a folder"),
+        (lambda p: [full(p / "a.jsonl"), "--out", p], "is a folder: give the name of a file"),
         (lambda p: [], "Missing argument"),
     ],
 )

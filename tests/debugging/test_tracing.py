@@ -15,7 +15,7 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import randn
 from mxamp.debugging import operator_stats, read_trace, trace
-from mxamp.debugging import tracing as module
+from mxamp.debugging.tracing import tracing as module
 from mxamp.framework.memory import gpu_memory_used, resident_memory
 from mxamp.scaling import step_observers
 from training import batches, poisoned, setup, train
@@ -223,9 +223,9 @@ def test_records(path):
 @pytest.mark.parametrize(
     "act, error, words",
     [
-        (lambda t: t.record("step", {}), amp.ArgumentError, "not 'header' or 'step'"),
-        (lambda t: t.record("", {}), amp.ArgumentError, "a kind of record is a name"),
-        (lambda t: t.record("mine", [1]), amp.ArgumentError, "dict or has to_dict"),
+        (lambda t: t.record("step", {}), amp.ArgumentError, "a name of your own, not 'step'"),
+        (lambda t: t.record("", {}), amp.ArgumentError, "a name of your own, not ''"),
+        (lambda t: t.record("mine", [1]), amp.ArgumentError, "dict or have to_dict"),
         (lambda t: t.record("mine", {"a": object()}), amp.ArgumentError, "a trace holds dicts"),
         (lambda t: t.loss("high"), amp.ArgumentError, "a number or an NDArray, not 'high'"),
         (lambda t: (t.close(), t.close(), t.record("mine", {})), amp.StateError, "closed"),

@@ -145,7 +145,7 @@ def test_calibrated_starts_from_the_recommended_scale(scale):
     [
         (3, {}, "gradient_histogram"),
         (Recommending(4), {"init_scale": 2}, "leave it out"),
-        (Recommending(4), {"max_scale": 2}, "min_scale <= init_scale <= max_scale"),
+        (Recommending(4), {"max_scale": 2}, "between min_scale and max_scale"),
         (Recommending(0), {}, "positive finite number"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from ...errors import ArgumentError, StateError
-from ...framework.wording import shown
+from ...framework.wording import counted, shown
 from ...scaling.scaler import positive_number
 from ..tables import html_table, text_table
 from .exponents import NORMAL, VANISHES, ExponentCounts
@@ -170,7 +170,7 @@ class GradientHistogram:
         better = f"; recommended scale {recommended:g}" if recommended is not None else ""
         zero = self.zero / max(self.size, 1)
         return (
-            f"{self.size:,} gradients of {self.batches} batches, {zero:.2%} zero, "
+            f"{self.size:,} gradients of {counted(self.batches, 'batch', 'batches')}, {zero:.2%} zero, "
             f"{self.nonfinite:,} not finite. float16 at scale {self.scale:g}: "
             f"{self.share_vanishing():.2%} vanish, {self.share_subnormal():.2%} are subnormal, "
             f"{self.share_overflowing():.2%} overflow{better}"

@@ -138,12 +138,13 @@ class Inspection:
             if nonzero < before / 2:
                 return self._finding("vanish", site, site.output, array, _lost(before, nonzero))
         if k == 0 and not nonzero and values.size >= _A_LAYER and site.operator.name in _LAYERS:
-            weights = [
-                source
+            read = [
+                values_of(source)
                 for name, source in zip(site.operator.inputs, inputs)
                 if name not in _SHIFTS and is_float(source)
             ]
-            if all(values_of(source).any() for source in weights):
+            # A relu makes zeros of NaN: that is no fault of its own.
+            if all(values.any() and np.isfinite(values).all() for values in read):
                 return self._finding("dead", site, site.output, array)
         return None
 
