@@ -18,6 +18,7 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
+    Sequence,
     Tuple,
     Union,
 )
@@ -119,10 +120,19 @@ class _Rules:
 
     def add_missing(self, device: str, features: FrozenSet[str]) -> None:
         """Note the kernels that a kind of device with these features does not have."""
-        for table, names in self._tables("missing"):
+        for i, (table, names) in enumerate(self._tables("missing")):
+            where = place("missing", i)
+            if table["device"] == "gpu" and "unless" in table:
+                raise ArgumentError(f"{where}: unless names instructions of CPUs, not of gpu")
             if table["device"] == device and table.get("unless") not in features:
                 computes = table.get("computes", "float32")
                 for name in names:
+                    there = self.by_name.get(name, UNLISTED)
+                    if there.missing is not None and there.computes != computes:
+                        raise ArgumentError(
+                            f"{where}: operator {name!r} computes in {computes} here and in "
+                            f"{there.computes} in another [[missing]] table"
+                        )
                     self._amend(name, missing=table["reason"], computes=computes)
 
     def add_shape_rules(self, device: str) -> None:
@@ -201,7 +211,18 @@ class _Rules:
                     if kind != "keep_outputs":
                         for one in kept:
                             operator.input(one)
+                    self._check_inputs(kind, name, kept)
                 self._amend(operator.name, **{kind: tuple(kept)})
+        for name in self._data.get("slower", {}):
+            with located("[slower]"):
+                _canonical(name)
+
+    def _check_inputs(self, kind: str, name: str, kept: Sequence[Any]) -> None:
+        """Raise where an input is to be kept as it is and to be followed."""
+        followed = self._data.get("follow_inputs", {}).get(name, ())
+        both = sorted(set(kept) & set(followed)) if kind == "keep_inputs" else []
+        if both:
+            raise ArgumentError(f"input {both[0]!r} of {name} stands in [follow_inputs] too")
 
     def _add(self, rule: Rule, where: str) -> None:
         first = self._given_by.setdefault(rule.operator, where)
