@@ -4,6 +4,7 @@ mxamp's own are `lists/float16.toml` and `lists/bfloat16.toml`.
 """
 
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,7 @@ class OperatorList(NamedTuple):
     substitutions: Mapping[str, str]  #: name, and what it was measured to gain
 
 
+_ONE_OF_SEVERAL = re.compile(r"^ *\[(group|conditional|missing|by_shape|exempt)\]", re.MULTILINE)
 SINGLE_BRACKETS = ". Tables of which there are several have two brackets: [[group]]"
 
 
@@ -78,8 +80,10 @@ def read_list(
 def _parsed(path: Union[str, Path]) -> Table:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"an operator list must be given by its path, not by {shown(path)}")
+    text = ""
     try:
-        data: Table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        data: Table = tomllib.loads(text)
         return data
     except FileNotFoundError:
         raise ArgumentError(f"there is no operator list {str(path)!r}") from None
@@ -92,7 +96,7 @@ def _parsed(path: Union[str, Path]) -> Table:
     except RecursionError:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: nested too deeply") from None
     except ValueError as error:  # TOML's, with line and column, or a path that no file can have
-        hint = SINGLE_BRACKETS if "overwrite" in str(error).lower() else ""
+        hint = SINGLE_BRACKETS if _ONE_OF_SEVERAL.search(text) else ""
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}{hint}") from None
 
 
