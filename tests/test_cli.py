@@ -338,7 +338,7 @@ def test_explain_in_other_modes(saved):
     assert "layout" in converted
     assert "layout" in training
     assert "few rows" not in converted
-    assert "'data'" in run(*arguments, "--input", "dato:1,2", status=2).output
+    assert "'data'" in run(*arguments, "--mode", "training", "--input", "dato:1,2", status=2).output
 
 
 WITHOUT_MXNET = """

@@ -4,6 +4,7 @@ mxamp's own are `lists/float16.toml` and `lists/bfloat16.toml`.
 """
 
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
+    Sequence,
     Tuple,
     Union,
 )
@@ -51,6 +53,7 @@ class OperatorList(NamedTuple):
     substitutions: Mapping[str, str]  #: name, and what it was measured to gain
 
 
+_ONE_OF_SEVERAL = re.compile(r"^ *\[(group|conditional|missing|by_shape|exempt)\]", re.MULTILINE)
 SINGLE_BRACKETS = ". Tables of which there are several have two brackets: [[group]]"
 
 
@@ -77,8 +80,10 @@ def read_list(
 def _parsed(path: Union[str, Path]) -> Table:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"an operator list must be given by its path, not by {shown(path)}")
+    text = ""
     try:
-        data: Table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        data: Table = tomllib.loads(text)
         return data
     except FileNotFoundError:
         raise ArgumentError(f"there is no operator list {str(path)!r}") from None
@@ -91,7 +96,7 @@ def _parsed(path: Union[str, Path]) -> Table:
     except RecursionError:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: nested too deeply") from None
     except ValueError as error:  # TOML's, with line and column, or a path that no file can have
-        hint = SINGLE_BRACKETS if "overwrite" in str(error).lower() else ""
+        hint = SINGLE_BRACKETS if _ONE_OF_SEVERAL.search(text) else ""
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}{hint}") from None
 
 
@@ -119,10 +124,19 @@ class _Rules:
 
     def add_missing(self, device: str, features: FrozenSet[str]) -> None:
         """Note the kernels that a kind of device with these features does not have."""
-        for table, names in self._tables("missing"):
+        for i, (table, names) in enumerate(self._tables("missing")):
+            where = place("missing", i)
+            if table["device"] == "gpu" and "unless" in table:
+                raise ArgumentError(f"{where}: unless names instructions of CPUs, not of gpu")
             if table["device"] == device and table.get("unless") not in features:
                 computes = table.get("computes", "float32")
                 for name in names:
+                    there = self.by_name.get(name, UNLISTED)
+                    if there.missing is not None and there.computes != computes:
+                        raise ArgumentError(
+                            f"{where}: operator {name!r} computes in {computes} here and in "
+                            f"{there.computes} in another [[missing]] table"
+                        )
                     self._amend(name, missing=table["reason"], computes=computes)
 
     def add_shape_rules(self, device: str) -> None:
@@ -201,7 +215,18 @@ class _Rules:
                     if kind != "keep_outputs":
                         for one in kept:
                             operator.input(one)
+                    self._check_inputs(kind, name, kept)
                 self._amend(operator.name, **{kind: tuple(kept)})
+        for name in self._data.get("slower", {}):
+            with located("[slower]"):
+                _canonical(name)
+
+    def _check_inputs(self, kind: str, name: str, kept: Sequence[Any]) -> None:
+        """Raise where an input is to be kept as it is and to be followed."""
+        followed = self._data.get("follow_inputs", {}).get(name, ())
+        both = sorted(set(kept) & set(followed)) if kind == "keep_inputs" else []
+        if both:
+            raise ArgumentError(f"input {both[0]!r} of {name} stands in [follow_inputs] too")
 
     def _add(self, rule: Rule, where: str) -> None:
         first = self._given_by.setdefault(rule.operator, where)

@@ -56,11 +56,14 @@ def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 TEXT = Kind("a string that is not empty", _is_text)
 TEXTS = Kind("a list of strings", _list_of(_is_text))
+SOME_TEXTS = Kind(
+    "a list of strings that is not empty", lambda value: value != [] and TEXTS.holds(value)
+)
 COUNT = Kind("a whole number from 0", _is_count)
 COUNTS = Kind("a list of whole numbers from 0", _list_of(_is_count))
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT_OR_TEXTS = Kind(
-    "a string or a list of strings", lambda value: TEXT.holds(value) or bool(TEXTS.holds(value))
+    "a string or a list of strings", lambda value: TEXT.holds(value) or SOME_TEXTS.holds(value)
 )
 
 DEVICES = ("cpu", "gpu")
@@ -69,20 +72,20 @@ TOP: Keys = {"format": Key(COUNT, allowed=(FORMAT,)), "dtype": Key(TEXT, allowed
 
 TABLES: Mapping[str, Table] = {
     "group": Table({
-        "class": Key(TEXT, allowed=CLASSES), "operators": Key(TEXTS), "reason": Key(TEXT),
+        "class": Key(TEXT, allowed=CLASSES), "operators": Key(SOME_TEXTS), "reason": Key(TEXT),
     }),
     "conditional": Table({
-        "operators": Key(TEXTS), "attribute": Key(TEXT_OR_TEXTS), "reason": Key(TEXT),
+        "operators": Key(SOME_TEXTS), "attribute": Key(TEXT_OR_TEXTS), "reason": Key(TEXT),
         "values": Key(TEXTS, required=False), "beyond_range": Key(TRUTH, required=False),
         "otherwise": Key(TEXT, allowed=CLASSES),
     }),
     "missing": Table({
-        "device": Key(TEXT, allowed=DEVICES), "operators": Key(TEXTS), "reason": Key(TEXT),
+        "device": Key(TEXT, allowed=DEVICES), "operators": Key(SOME_TEXTS), "reason": Key(TEXT),
         "unless": Key(TEXT, required=False, allowed=("avx512", "avx512_bf16", "amx_bf16")),
         "computes": Key(TEXT, required=False, allowed=("float32", "float64")),
     }),
     "by_shape": Table({
-        "rule": Key(TEXT, allowed=SHAPE_RULES), "operators": Key(TEXTS), "reason": Key(TEXT),
+        "rule": Key(TEXT, allowed=SHAPE_RULES), "operators": Key(SOME_TEXTS), "reason": Key(TEXT),
         "device": Key(TEXT, required=False, allowed=DEVICES), "limit": Key(COUNT, required=False),
     }),
     "exempt": Table({"attributes": Key(TEXTS), "reason": Key(TEXT)}),
@@ -129,12 +132,16 @@ def _tables(name: str, table: Table, value: Any) -> Iterator[Tuple[str, Mapping[
     tables = value if listed else [value]
     if value is None:
         return
-    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
-        several = "tables" if listed else "one table"
+    several = "tables" if listed else "one table"
+    if not isinstance(tables, list):
         raise ArgumentError(
             f"{name} must be written as {header}, {several}, not as {_as_given(value)}"
         )
     for i, one in enumerate(tables):
+        if not isinstance(one, dict):
+            raise ArgumentError(
+                f"{name} must be written as {header}, {several}, not as {_as_given(one)}"
+            )
         yield (place(name, i) if listed else header), one
 
 
