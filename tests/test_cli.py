@@ -43,7 +43,10 @@ def test_operators():
     "arguments, expected",
     [
         ("operatos", "unknown command 'operatos'; the closest is 'operators'"),
-        ("train.py", "there are 'convert', 'explain', 'info', 'operators', 'run'"),
+        (
+            "train.py",
+            "there are 'convert', 'doctor', 'explain', 'info', 'operators', 'report', 'run'",
+        ),
         ("info extra", "extra"),
         ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),
         ("operators nom*", "unknown operator 'nom*'"),
@@ -130,19 +133,31 @@ def test_help_is_whole_and_has_examples():
     summaries = run("--help").output
     assert "..." not in summaries.partition("Commands:")[2]
     assert run().output == summaries
-    for command in ([], ["info"], ["operators"], ["explain"]):
+    for command in (
+        [],
+        ["info"],
+        ["operators"],
+        ["explain"],
+        ["doctor"],
+        ["run"],
+        ["convert"],
+        ["report"],
+    ):
         text = run(*command, "--help").output
         assert "Examples:" in text
         assert " ".join(["mxamp", *command]) in text
     assert "PATTERN is a name" in run("explain", "--help").output
 
 
-@pytest.mark.parametrize("command", ["info", "operators"])
-def test_interrupted_commands_end_in_one_line(monkeypatch, command):
-    def interrupt(*_arguments):
+@pytest.mark.parametrize(
+    "command, place",
+    [("info", "mxamp.cli.doctor.collect"), ("operators", "mxamp.cli.machine_commands.table_of")],
+)
+def test_interrupted_commands_end_in_one_line(monkeypatch, command, place):
+    def interrupt(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mxamp.cli.machine_commands.table_of", interrupt)
+    monkeypatch.setattr(place, interrupt)
     assert run(command, status=130).output == "interrupted\n"
 
 
@@ -154,7 +169,7 @@ def test_interrupted_imports_end_in_one_line(program, status, words):
         f"""
         import importlib.util, os, signal, sys
         importlib.util.find_spec = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-        sys.argv = [{program!r}, "info"]
+        sys.argv = [{program!r}, "operators"]
         try:
             import mxamp.__main__
         except KeyboardInterrupt:

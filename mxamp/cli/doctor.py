@@ -12,7 +12,7 @@ from ..diagnosis.collect import collect
 from ..diagnosis.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
 from ..diagnosis.findings import Finding, findings
 from ..diagnosis.gpus import NEWEST_WHEEL, runs_on
-from .group import OneLineErrors
+from .group import OneLineErrors, examples
 
 __all__ = ["as_json", "as_text", "doctor", "info", "without_mxnet"]
 
@@ -37,7 +37,7 @@ _CLASSES = ("low", "fp32", "conditional", "widest", "neutral", "untouched")
 Row = Tuple[str, str]
 
 
-@click.command()
+@click.command(epilog=examples("mxamp doctor", "mxamp doctor --json > report.json"))
 @click.option("--json", "json_wanted", is_flag=True, help="Print JSON.")
 @click.option("--no-measure", is_flag=True, help="Leave out the two seconds of timing.")
 def doctor(json_wanted: bool, no_measure: bool) -> None:
@@ -52,7 +52,7 @@ def doctor(json_wanted: bool, no_measure: bool) -> None:
         sys.exit(1)
 
 
-@click.command()
+@click.command(epilog=examples("mxamp info"))
 def info() -> None:
     """Say what this machine computes in which precision: the short form of `doctor`."""
     facts = collect(measure=False)

@@ -8,6 +8,7 @@ import click
 from ..debugging.report.report_page import report_page
 from ..debugging.tracing.reading import read_trace
 from ..framework.files import checked_folder, write_file
+from ..framework.wording import counted
 from .group import examples, usage_error
 
 __all__ = ["report"]
@@ -32,7 +33,8 @@ def report(traces: Sequence[str], out: str) -> None:
         for warning in trace.warnings:
             click.echo(f"warning: {trace.path}: {warning}", err=True)
     steps = sum(len(trace.steps) for trace in found)
-    click.echo(f"{out}: {steps:,} steps, {sum(len(trace.skipped) for trace in found):,} skipped")
+    skipped = sum(len(trace.skipped) for trace in found)
+    click.echo(f"{out}: {counted(steps, 'step')}, {skipped:,} skipped")
 
 
 def _same(target: Path, trace: str) -> bool:

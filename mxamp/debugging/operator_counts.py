@@ -14,7 +14,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, InstallError, unknown
 from ..framework.arrays import dtypes_of
-from ..framework.wording import one_of, shown
+from ..framework.wording import counted, one_of, shown
 from ..graph.census import FLOATS, Census, Tensor, count, is_cast, precision_of
 from ..graph.graph import CASTS, Graph
 from .observing import Call, Observer, Run
@@ -136,7 +136,8 @@ class OperatorStats:
 
     def __repr__(self) -> str:
         calls = sum(row.calls for row in self.operators)
-        return f"<OperatorStats: {calls:,} calls, {sum(row.casts for row in self.casts):,} casts>"
+        casts = sum(row.casts for row in self.casts)
+        return f"<OperatorStats: {counted(calls, 'call')}, {counted(casts, 'cast')}>"
 
     def _operator_rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
         rows = [(row.operator, row.dtype, row.calls) for row in self.operators]

@@ -6,6 +6,7 @@ A problem is something to change. A note is something to know, with which mxamp 
 from dataclasses import dataclass
 from typing import Callable, Iterator, List, Mapping, Tuple
 
+from ..framework.wording import counted
 from .facts import Facts, Gpu, numbers
 from .gpus import CUDA_WHEELS, NEWEST_WHEEL, runs_on
 from .variables import AUTOMATIC, MAX_ISA, VARIABLES
@@ -287,7 +288,7 @@ def _automatic(facts: Facts) -> Iterator[Finding]:
             advice = "install mxamp with pip in this Python, or use `mxamp run`"
         yield _problem("automatic", what, advice)
     if build.patched and not wanted:
-        what = f"{len(build.patched)} functions of MXNet are patched as soon as it is imported"
+        what = f"MXNet is patched as soon as it is imported ({counted(len(build.patched), 'function')})"
         advice = "look for a sitecustomize module that switches mixed precision on"
         yield _note("patched", what, advice)
 

@@ -74,7 +74,7 @@ def test_the_page_says_what_the_trace_holds(tmp_path):
     assert "3 steps, 1 skipped" in report(full(tmp_path / "a.jsonl"), "--out", out).output
     page = out.read_text()
     for words in (
-        "layer0_weight", "because", "1 in float16; 1 casts", "A CPU, 2 cores", "avx512", "Adam, learning rate 0.1",
+        "layer0_weight", "because", "1 in float16; 1 cast", "A CPU, 2 cores", "avx512", "Adam, learning rate 0.1",
         "4 parameters of 58 elements", "scaled by init_trainer", "float32 layers: head*", "4,096", "nan (not finite)",
         "1024 to 512", "normal in float16 50.00%", "vanishes in float16 10.00%", "zero 10.00%", "1 (33.33%)",
         "2023-11-14 22:13:20 UTC", "skipped <b>1</b>", "loss not finite <b>1</b>", "-inf", "loss scale 1024.0",

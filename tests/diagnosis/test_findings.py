@@ -74,7 +74,7 @@ def test_problems(changes, name, what, advice):
         ({"gpus": (H100,)}, "gpu_without_code", "9.0"),
         ({"gpu_error": "nvidia-smi failed"}, "nvidia_smi", "failed"),
         ({"wheels": CU112}, "no_gpu", "no GPU"),
-        ({"mxnet": replace(BUILD, patched=("dot",))}, "patched", "1 functions"),
+        ({"mxnet": replace(BUILD, patched=("dot",))}, "patched", "1 function"),
         (cpu(physical=8), "few_threads", "4 of 8 cores"),
         (cpu(instructions=("avx512",), usable=("avx512",), virtual=True), "no_bfloat16", "a virtual one"),
         ({**cpu(instructions=("avx512",), usable=("avx512",)), **speeds("cpu", "bfloat16", 0.27)}, "no_bfloat16", "0.27 times"),

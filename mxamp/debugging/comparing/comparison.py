@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
+from ...framework.wording import counted
 from ..tables import html_table, text_table
 from .pictures import comparison_figure, png_html, written
 
@@ -77,7 +78,7 @@ class Comparison:
             first = self.first_jump
             jump = f"the error jumps first at {first.name} ({first.operator}, {first.precision})"
         scale = f", loss scale {self.loss_scale:g}" if self.gradients else ""
-        return f"{self.dtype} against float32{scale}: {jump}; {lost:,} elements not finite"
+        return f"{self.dtype} against float32{scale}: {jump}; {counted(lost, 'element')} not finite"
 
     def __str__(self) -> str:
         parts = [self.summary()]

@@ -170,7 +170,8 @@ class GradientHistogram:
         better = f"; recommended scale {recommended:g}" if recommended is not None else ""
         zero = self.zero / max(self.size, 1)
         return (
-            f"{self.size:,} gradients of {counted(self.batches, 'batch', 'batches')}, {zero:.2%} zero, "
+            f"{counted(self.size, 'gradient')} of {counted(self.batches, 'batch', 'batches')}, "
+            f"{zero:.2%} zero, "
             f"{self.nonfinite:,} not finite. float16 at scale {self.scale:g}: "
             f"{self.share_vanishing():.2%} vanish, {self.share_subnormal():.2%} are subnormal, "
             f"{self.share_overflowing():.2%} overflow{better}"

@@ -7,6 +7,7 @@ from mxnet import nd
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.operators import Operator
+from ...framework.wording import counted
 from ...framework.zero_gradients import zero_gradients
 from ...graph.graph import CASTS
 from .findings import Finding
@@ -135,7 +136,7 @@ def _vanished(passage: _Passage, step: int) -> Optional[Finding]:
     ):
         return None
     i, seen = next(iter(passage.inputs.items()))
-    detail = f"of {came} values that are not zero in the gradient that came to it, {left} are left"
+    detail = f"of {counted(came, 'value')} other than zero that came to it, {left} are left"
     return _finding("vanish", passage, step, _of_input(passage, i), seen, detail)
 
 

@@ -14,6 +14,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...framework.arrays import kind_code
 from ...framework.machine import DTYPE_NAMES
 from ...framework.operators import Operator
+from ...framework.wording import counted
 from ...graph.graph import CASTS
 from ...policy.policy import Policy
 from .findings import Finding
@@ -189,7 +190,7 @@ _ROUNDED_TO_ZERO = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 
 
 def _lost(before: int, after: int) -> str:
-    return f"of {before} values that are not zero, {after} are left"
+    return f"of {counted(before, 'value')} other than zero, {after} are left"
 
 
 def _dtype(array: NDArray) -> str:

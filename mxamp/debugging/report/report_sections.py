@@ -5,7 +5,7 @@ from collections import Counter
 from datetime import datetime, timezone
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from ...framework.wording import shortened
+from ...framework.wording import counted, shortened
 from ..tables import html_table
 from ..tracing.reading import TraceFile
 from ..tracing.trace_steps import TraceRecord
@@ -50,9 +50,7 @@ def table(caption: str, headings: Sequence[str], rows: Rows) -> str:
     """Return a table that scrolls in a box of its own, cut where it is long."""
     cut = ""
     if len(rows) > ROWS:
-        cut = (
-            f'<p class="soft">{ROWS:,} of {len(rows):,} rows are shown; the trace has them all.</p>'
-        )
+        cut = f'<p class="soft">{ROWS:,} of {counted(len(rows), "row")} are shown; the trace has them all.</p>'
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
         f"{html_table(headings, rows[:ROWS], caption)}</div>{cut}"
@@ -152,10 +150,8 @@ def _plans(records: Sequence[TraceRecord]) -> str:
     counts = Counter(str(row[2]) for row in rows).most_common()
     summary = ", ".join(f"{count:,} in {precision}" for precision, count in counts)
     casts = data.get("casts")
-    casts_text = f"; {len(casts):,} casts" if isinstance(casts, list) else ""
-    head = (
-        f"<h3>The plan</h3><p>{len(rows):,} operators: {text(summary or 'none')}{casts_text}.</p>"
-    )
+    casts_text = f"; {counted(len(casts), 'cast')}" if isinstance(casts, list) else ""
+    head = f"<h3>The plan</h3><p>{counted(len(rows), 'operator')}: {text(summary or 'none')}{casts_text}.</p>"
     content = table("Precision by operator", PLAN_COLUMNS, rows)
     return f"{head}<details><summary>Every operator, and why</summary>{content}</details>"
 
@@ -225,7 +221,7 @@ def _trainer_of(trainer: Mapping[str, Any]) -> str:
     if isinstance(trainer.get("learning_rate"), (int, float)):
         parts.append(f"learning rate {trainer['learning_rate']:g}")
     elements = trainer.get("elements")
-    size = f" of {elements:,} elements" if isinstance(elements, int) else ""
+    size = f" of {counted(elements, 'element')}" if isinstance(elements, int) else ""
     parts.append(f"{trainer.get('parameters', '?')} parameters{size}")
     parts.append(f"scaled by {trainer['scaled_by']}" if trainer.get("scaled_by") else "not scaled")
     return ", ".join(parts)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 from ...errors import ArgumentError
+from ...framework.wording import counted
 from ..report.run_charts import charts_of, runs_of, style
 from ..tables import html_table, text_table
 from .trace_lines import checked_header
@@ -88,9 +89,7 @@ class TraceFile:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def __repr__(self) -> str:
-        return (
-            f"<TraceFile: {self.path!r}, {len(self.steps):,} steps, {len(self.skipped):,} skipped>"
-        )
+        return f"<TraceFile: {self.path!r}, {counted(len(self.steps), 'step')}, {len(self.skipped):,} skipped>"
 
     def _repr_html_(self) -> str:
         tables = html_table(("", ""), self.summary(), self.path)
@@ -160,7 +159,7 @@ def _lines(path: Path) -> Iterator[Tuple[int, str, bool]]:
 
 def _warnings(bad: Sequence[int], cut: bool) -> Iterator[str]:
     if bad:
-        more = f", and {len(bad) - 1} others" if len(bad) > 1 else ""
+        more = f", and {counted(len(bad) - 1, 'other')}" if len(bad) > 1 else ""
         yield UNREADABLE.format(first=bad[0], more=more)
     if cut:
         yield CUT
