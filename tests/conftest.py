@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from mxamp.framework.patching import FrontEnd, _stacks
-from mxamp.patches.autocast import _casting
+from mxamp.patches.autocast import _casting, _said
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)
@@ -74,6 +74,7 @@ def clean():
     random.seed(0)
     yield
     amp.shutdown()
+    _said.speed.clear()
     mx.nd.waitall()
     mx.npx.reset_np()
     gc.collect()

@@ -1,8 +1,13 @@
 """`mxamp run` runs a program as `python` does: arguments, paths, errors, exit codes, processes."""
 
 import os
+import py_compile
 import re
+import subprocess
+import sys
 import textwrap
+import zipfile
+from importlib.util import MAGIC_NUMBER
 
 import pytest
 
@@ -53,7 +58,7 @@ def test_a_script_in_another_folder_is_the_main_module(tmp_path):
         print(type(pickle.loads(pickle.dumps(Config()))).__module__, __name__)
     atexit.register(late)
     threading.Thread(target=lambda: (time.sleep(0.2), late())).start()
-    print(sys.argv[0], sys.path[0] == os.path.dirname(__file__), os.path.isabs(__file__), __spec__)
+    print(sys.argv[0], sys.path[0] == os.path.dirname(os.path.abspath(__file__)))
     print(os.environ["MXNET_ENABLE_AUTO_MIXED_PRECISION"])  # for the processes that it starts
     if __name__ == "__main__":
         print("end")
@@ -61,7 +66,7 @@ def test_a_script_in_another_folder_is_the_main_module(tmp_path):
     write(tmp_path / "far" / "train.py", text)
     status, lines, errors = mxamp_run(tmp_path, "far/train.py")
     assert errors == []
-    assert lines[:3] == ["far/train.py True True None", "bfloat16", "end"]
+    assert lines[:3] == ["far/train.py True", "bfloat16", "end"]
     # A process of multiprocessing ends without the functions at exit.
     assert lines[3:4] == ["__main__ __main__"]
     assert status == 0
@@ -82,11 +87,9 @@ def test_modules_packages_folders_and_standard_input(tmp_path):
         [],
     )
     write(tmp_path / "folder" / "__main__.py", show)
-    assert mxamp_run(tmp_path, "folder", "a")[1:] == (["__main__ None ['a'] folder False"], [])
-    text = (
-        IN_MIXED_PRECISION + "print(sys.argv, __name__, '__file__' in globals(), repr(sys.path[0]))"
-    )
-    assert mxamp_run(tmp_path, "-", "a", stdin=text)[1:] == (["['-', 'a'] __main__ False ''"], [])
+    assert mxamp_run(tmp_path, "folder", "a")[1:] == (["__main__ __main__ ['a'] folder False"], [])
+    text = IN_MIXED_PRECISION + "print(sys.argv, __name__, __file__, repr(sys.path[0]))"
+    assert mxamp_run(tmp_path, "-", "a", stdin=text)[1:] == (["['-', 'a'] __main__ <stdin> ''"], [])
 
 
 @pytest.mark.parametrize(
@@ -106,9 +109,72 @@ def test_the_end_of_a_script_is_its_own(tmp_path, line, status, last):
     assert lines == (["hooked"] if "hooked" in line else [])
     assert (errors[-1] if errors else None) == last
     files = [text for text in errors if text.startswith("  File ")]
-    assert files == (
-        [f'  File "{tmp_path}/train.py", line 2, in <module>'] if len(errors) > 1 else []
+    path = "train.py" if sys.version_info < (3, 9) else f"{tmp_path}/train.py"
+    assert files == ([f'  File "{path}", line 2, in <module>'] if len(errors) > 1 else [])
+
+
+#: What the main module says of itself; `python` itself is the oracle.
+ATTRIBUTES = """
+import sys
+loader, spec = __loader__, __spec__
+if spec:
+    print(spec.name, spec.origin, spec.parent, spec.has_location, spec.loader is loader)
+print(loader if isinstance(loader, type) else type(loader).__name__, getattr(loader, "path", None))
+print({n: v for n, v in globals().items() if n not in ("__spec__", "__loader__", "sys", "loader", "spec")})
+print(sys.argv, sys.path[0], (lambda: 0).__code__.co_filename, sys.modules["__main__"].__dict__ is globals())
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["far/train.py"], ["./far/train.py"], ["far/train.pyc"], ["far/compiled"], ["folder", "a"], ["./folder"],
+        ["sourceless"], ["all.zip"], ["-"], ["-m", "package.train"], ["-m", "package"], ["-m", "old.train"],
+    ],
+)  # fmt: skip
+def test_the_main_module_is_as_python_makes_it(tmp_path, arguments):
+    for path in ("far/train.py", "folder/__main__.py", "package/__main__.py", "package/train.py"):
+        # Characters of another encoding: the code is read as its first line says.
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        text = f"# -*- coding: latin-1 -*-\n{ATTRIBUTES}\nprint(ascii('\xe9'))"
+        (tmp_path / path).write_bytes(text.encode("latin-1"))
+    script_file = str(tmp_path / "far" / "train.py")
+    for path in ("far/train.pyc", "far/compiled", "sourceless/__main__.pyc", "old/train.pyc"):
+        py_compile.compile(script_file, str(tmp_path / path))
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "folder" / "__main__.py", "__main__.py")
+    python = [sys.executable, "-W", "ignore", *arguments]
+    plain = subprocess.run(
+        python, capture_output=True, text=True, input=ATTRIBUTES, cwd=tmp_path, check=False
     )
+    assert mxamp_run(tmp_path, *arguments, stdin=ATTRIBUTES) == (0, plain.stdout.splitlines(), [])
+
+
+def test_compiled_code_that_imports_mxamp_is_left_alone(tmp_path):
+    source = write(
+        tmp_path / "train.py",
+        "def f():\n    import mxamp.errors\nprint(sys.modules['mxamp'].is_enabled())",
+        start="import sys\n",
+    )
+    py_compile.compile(str(source), str(tmp_path / "train.pyc"))
+    assert mxamp_run(tmp_path, "train.pyc") == (0, ["False"], [])
+
+
+def log_lines(folder):
+    return [
+        line for line in (folder / "stderr").read_text().splitlines() if line.startswith("mxamp: ")
+    ]
+
+
+@pytest.mark.parametrize("dtype, times", [("bfloat16", 1), ("float16", 2)])
+def test_a_script_that_calls_init_hears_once_what_has_not_changed(tmp_path, dtype, times):
+    text = f"from mxnet.contrib import amp\namp.init({dtype!r})"
+    write(tmp_path / "train.py", text)
+    assert mxamp_run(tmp_path, "train.py")[::2] == (0, [])
+    said = log_lines(tmp_path)
+    assert len([line for line in said if "mixed precision is on: " in line]) == times
+    assert len([line for line in said if "hardware" in line]) <= 1
+    assert not [line for line in said if "is off" in line]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +185,9 @@ def test_the_end_of_a_script_is_its_own(tmp_path, line, status, last):
         (["-"], "standard input (line 1) is no Python"), (["-m", "none"], "there is no Python module 'none'"),
         (["-m", "empty"], "'empty' is a package without a __main__ module"), (["-m", "empty.none"], "no Python module 'empty.none'"),
         (["-m", "math"], "no Python module 'math'"), (["-m", ".x"], "no Python module '.x'"),
+        (["-m", "_json"], "no Python module '_json'"), (["bad.pyc"], "'bad.pyc' holds no code that this Python ("),
+        (["short.pyc"], "'short.pyc' holds no code"), (["empty.zip"], "'empty.zip' is a zip file without a __main__.py"),
+        (["bytes"], "'bytes' (line 1) is no Python"), (["-m", "bytes"], "no Python: "),
         (["--dtyp", "float16", "train.py"], "those of the script stand behind it: mxamp run SCRIPT --dtyp"), ([], "Missing argument 'SCRIPT'"),
     ],
 )  # fmt: skip
@@ -126,6 +195,11 @@ def test_what_is_no_script_is_one_sentence(tmp_path, arguments, words):
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary").write_bytes(b"\x7fELF\0\xff\xfe")
     (tmp_path / "text.md").write_text("A text, in English.")
+    (tmp_path / "bad.pyc").write_bytes(b"\x00" * 32)
+    (tmp_path / "short.pyc").write_bytes(MAGIC_NUMBER)
+    write(tmp_path / "bytes" / "__main__.py", "").write_bytes(b"\xff\xfe")
+    with zipfile.ZipFile(tmp_path / "empty.zip", "w") as archive:
+        archive.writestr("other.py", "")
     status, lines, errors = mxamp_run(tmp_path, *arguments, stdin="A text.")
     assert (status, lines) == (2, [])
     assert len(errors) == 1
@@ -199,6 +273,7 @@ def test_forked_processes_that_train_do_so_in_mixed_precision(tmp_path):
     write(tmp_path / "train.py", TRAIN, start="")
     done = mxamp_run(tmp_path, "train.py", "fork")
     assert done == (0, ["bfloat16 1", "0 exact [True]"], [])
+    assert len([line for line in log_lines(tmp_path) if "mixed precision is on: " in line]) == 1
 
 
 def test_statistics_are_printed_whatever_the_end(tmp_path):
@@ -222,3 +297,4 @@ def test_spawned_processes_that_train_do_so_too(tmp_path, monkeypatch):
     write(tmp_path / "train.py", TRAIN, start="")
     status, lines, errors = mxamp_run(tmp_path, "train.py", "spawn")
     assert (status, lines, errors) == (0, ["bfloat16 1", "0 exact [True]"], [])
+    assert len([line for line in log_lines(tmp_path) if "mixed precision is on: " in line]) == 1

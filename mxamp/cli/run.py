@@ -68,7 +68,7 @@ def run(
         raise AmpError("--policy holds its target dtype: give --dtype or --policy, not both")
     program = find_module(script) if as_module else find_script(script)
     show_log()
-    if imports_mxamp(program.source):
+    if imports_mxamp(program.source or program.code):
         automatic.logger.info(OWN_AMP, script, "mxamp")
     else:
         policy = Policy.load(path) if path else None

@@ -1,12 +1,21 @@
-"""A program to run as `python` would: a script, a module, a folder, or standard input."""
+"""A program to run as `python` would: a script, a module, a folder, a zip file, standard input."""
 
-import importlib.machinery
 import importlib.util
 import os
+import pkgutil
+import platform
 import sys
+from importlib.machinery import (
+    BuiltinImporter,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, NamedTuple, NoReturn, Optional, Sequence
+from typing import Any, NamedTuple, NoReturn, Optional, Sequence, Union
 
 from ..errors import AmpError
 
@@ -15,35 +24,58 @@ __all__ = ["Program", "execute", "find_module", "find_script"]
 #: What shells make of a program that Ctrl-C has ended.
 _INTERRUPTED = 130
 
+NO_MODULE = "there is no Python module {name!r}, seen from {folder!r}"
+
+
+Source = Union[str, bytes, None]
+
 
 class Program(NamedTuple):
     """Code, and how Python would set the process up for it."""
 
     name: str  #: its `sys.argv[0]`
-    source: bytes
+    source: Source  #: None where there is compiled code alone
     code: CodeType
-    folder: Optional[str]  #: where it finds its own modules
-    spec: Optional[importlib.machinery.ModuleSpec] = None
+    folder: str  #: where it finds its own modules
+    file: str
+    loader: Any
+    spec: Optional[ModuleSpec] = None
 
 
 def find_script(name: str) -> Program:
-    """Return the program in a file, in a folder's `__main__.py`, or, for "-", on standard input."""
+    """Return the program in a file, in the `__main__.py` of a folder or zip file, or in "-".
+
+    That is standard input. A file may be compiled code (`.pyc`).
+    """
     if name == "-":
         source = sys.stdin.buffer.read()
-        return Program(name, source, _compiled(source, "<stdin>", "standard input"), "")
-    path = Path(name)
-    if path.is_dir():
-        path = path / "__main__.py"
-        if not path.is_file():
-            raise AmpError(f"{name!r} is a folder without a __main__.py: name the script in it")
-    if not path.exists():
+        code = _compiled(source, "<stdin>", "standard input")
+        return Program(name, source, code, "", "<stdin>", BuiltinImporter)
+    if not os.path.exists(name):
         raise AmpError(f"there is no file {name!r}")
+    # Python 3.8 leaves the path as it is typed.
+    file = name if sys.version_info < (3, 9) else os.path.join(os.getcwd(), name)
+    if pkgutil.get_importer(file) is not None:
+        return _in_container(name, file)
+    path = Path(name)
     try:
-        source = path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise AmpError(f"{name!r} can't be read: {error.strerror}") from None
-    code = _compiled(source, os.path.abspath(path), repr(name))
-    return Program(name, source, code, str(path.resolve().parent))
+    folder = str(path.resolve().parent)
+    if path.suffix == ".pyc" or data.startswith(MAGIC_NUMBER):
+        sourceless = SourcelessFileLoader("__main__", file)
+        return Program(name, None, _loaded(sourceless, name), folder, file, sourceless)
+    code = _compiled(data, file, repr(name))
+    return Program(name, data, code, folder, file, SourceFileLoader("__main__", file))
+
+
+def _in_container(name: str, path: str) -> Program:
+    spec = PathFinder.find_spec("__main__", [path])
+    if spec is None or spec.loader is None:
+        kind = "folder" if os.path.isdir(name) else "zip file"
+        raise AmpError(f"{name!r} is a {kind} without a __main__.py: name the script in it")
+    return _of_spec(spec, name, name, path)
 
 
 def find_module(name: str) -> Program:
@@ -63,16 +95,41 @@ def find_module(name: str) -> Program:
         spec = None
     finally:
         del sys.path[0]
-    get_source = getattr(spec and spec.loader, "get_source", None)
-    source = get_source(spec.name) if spec is not None and get_source is not None else None
-    if spec is None or source is None:
-        raise AmpError(f"there is no Python module {name!r}, seen from {os.getcwd()!r}")
-    origin = spec.origin or name
-    code = _compiled(source.encode(), origin, repr(name))
-    return Program(origin, source.encode(), code, os.getcwd(), spec)
+    if spec is None or not hasattr(spec.loader, "get_code"):
+        raise AmpError(NO_MODULE.format(name=name, folder=os.getcwd()))
+    return _of_spec(spec, spec.origin or name, name, os.getcwd())
 
 
-def _compiled(source: bytes, path: str, name: str) -> CodeType:
+def _of_spec(spec: ModuleSpec, argument: str, name: str, folder: str) -> Program:
+    """Return the program of a module that was found; `argument` becomes its `sys.argv[0]`."""
+    loader: Any = spec.loader
+    file = spec.origin or name
+    try:
+        source = loader.get_source(spec.name)
+    except (ImportError, SyntaxError, ValueError):  # no text, or one in another encoding
+        source = loader.get_data(file)
+    if source is not None:
+        code = _compiled(source, file, repr(name))
+    else:
+        code = _loaded(loader, name, spec.name)
+    return Program(argument, source, code, folder, file, loader, spec)
+
+
+def _loaded(loader: Any, name: str, module: str = "__main__") -> CodeType:
+    """Return code that was compiled before."""
+    try:
+        code = loader.get_code(module)
+    except (ImportError, EOFError, ValueError):
+        raise AmpError(
+            f"{name!r} holds no code that this Python ({platform.python_version()}) has compiled: "
+            "give the script itself"
+        ) from None
+    if not isinstance(code, CodeType):  # a module in C
+        raise AmpError(NO_MODULE.format(name=name, folder=os.getcwd()))
+    return code
+
+
+def _compiled(source: Union[str, bytes], path: str, name: str) -> CodeType:
     try:
         return compile(source, path, "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -85,15 +142,14 @@ def _compiled(source: bytes, path: str, name: str) -> CodeType:
 def execute(program: Program, arguments: Sequence[str]) -> None:
     """Run a program as the main one of this process; ends the process where it fails."""
     main: Any = ModuleType("__main__")
-    main.__builtins__ = sys.modules["builtins"]
-    main.__spec__, main.__package__ = program.spec, program.spec and program.spec.parent
-    if program.name != "-":
-        main.__file__ = program.code.co_filename
-        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
+    spec = program.spec
+    main.__package__, main.__loader__, main.__spec__ = spec and spec.parent, program.loader, spec
+    main.__annotations__, main.__builtins__ = {}, sys.modules["builtins"]
+    main.__file__, main.__cached__ = program.file, spec and spec.cached
     # For good, as Python does: threads and functions at exit may outlive the code's last line.
     sys.modules["__main__"] = main
     sys.argv = [program.name, *arguments]
-    if program.folder is not None and not _isolated():
+    if not _isolated():
         sys.path[:1] = [program.folder]
     try:
         exec(program.code, vars(main))  # noqa: S102

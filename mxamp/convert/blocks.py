@@ -127,7 +127,7 @@ def _read_back(folder: Path, files: Tuple[Path, Path], epoch: int) -> None:
         raise OSError(NOT_THE_SAME) from error
 
 
-class _Converted(SymbolBlock):  # type: ignore[misc]
+class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
     """A converted block: exports its graph, and runs that of its source, tuned to what it is given.
 
     The two compute alike; only in the second operators may have others standing in for them.
@@ -163,10 +163,10 @@ class _Converted(SymbolBlock):  # type: ignore[misc]
         return super()._call_cached_op(*args)
 
 
-class _Recurrent(_Converted):
+class ConvertedRecurrentBlock(ConvertedBlock):
     """A converted recurrent layer or cell: makes its states as the original does."""
 
-    def _like(self, original: HybridBlock) -> "_Recurrent":
+    def _like(self, original: HybridBlock) -> "ConvertedRecurrentBlock":
         # Past Block.__setattr__, which would make the original a child.
         object.__setattr__(self, "_original", original)
         return self
@@ -214,7 +214,7 @@ def rebuilt(
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
-        result = (_Recurrent if recurrent else _Converted)(symbol, traced.inputs)
+        result = (ConvertedRecurrentBlock if recurrent else ConvertedBlock)(symbol, traced.inputs)
     result._source = source
     if recurrent:
         result._like(getattr(block, "_original", block))

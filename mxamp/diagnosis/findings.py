@@ -288,7 +288,8 @@ def _automatic(facts: Facts) -> Iterator[Finding]:
             advice = "install mxamp with pip in this Python, or use `mxamp run`"
         yield _problem("automatic", what, advice)
     if build.patched and not wanted:
-        what = f"MXNet is patched as soon as it is imported ({counted(len(build.patched), 'function')})"
+        patched = counted(len(build.patched), "function")
+        what = f"MXNet is patched as soon as it is imported ({patched})"
         advice = "look for a sitecustomize module that switches mixed precision on"
         yield _note("patched", what, advice)
 

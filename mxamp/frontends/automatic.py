@@ -18,7 +18,7 @@ from ..errors import ArgumentError, StateError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Patch
 from ..framework.wording import counted
-from ..patches.autocast import init, shutdown
+from ..patches.autocast import announce, switch_off, switch_on
 from ..policy.active import current_policy, process
 from ..policy.policy import Policy
 from ..policy.targets import check_target
@@ -104,12 +104,16 @@ _run = _AutomaticRun()
 
 
 def start(
-    dtype: Any = None, policy: Optional[Policy] = None, name: str = "automatic mixed precision"
+    dtype: Any = None,
+    policy: Optional[Policy] = None,
+    name: str = "automatic mixed precision",
+    announced: bool = False,
 ) -> None:
     """Turn mixed precision on, loss scaling included, for code that does neither.
 
     `dtype` is by default float16 where there is a GPU, else bfloat16. `name` is what errors and
-    log lines call what has started it. Raises `StateError` where mixed precision is on already.
+    log lines call what has started it. `announced` tells that the process that started this one
+    has said so. Raises `StateError` where mixed precision is on already.
     """
     if current_policy() is not None:
         raise StateError(f"{name} comes before anything else, and mixed precision is on already")
@@ -117,7 +121,9 @@ def start(
         raise ArgumentError("a policy holds its target dtype: give policy or dtype, not both")
     if policy is None:
         policy = Policy.default(check_target(dtype or machine.default_dtype()))
-    init(policy=policy)
+    switch_on(policy)
+    if not announced:
+        announce(policy)
     scaler = LossScaler() if policy.target_dtype == "float16" else NoScaler()
     process.lowered.clear()
     _run.begin(policy, SharedScale(scaler, name))
@@ -144,14 +150,14 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
     dtype = value if value in _DTYPES else None
     if is_child():
         contrib_patches.open()
-        waiting.begin(functools.partial(_start_in_view, dtype))
+        waiting.begin(functools.partial(_start_in_view, dtype, announced=True))
     else:
         _start_in_view(dtype)
 
 
-def _start_in_view(dtype: Optional[str]) -> None:
+def _start_in_view(dtype: Optional[str], announced: bool = False) -> None:
     show_log()
-    start(dtype, name=VARIABLE)
+    start(dtype, name=VARIABLE, announced=announced)
 
 
 def _build_init(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +166,7 @@ def _build_init(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if _run.is_open:
             program = sys.argv[0] or "this program"
             logger.info(OWN_CALLS, program, original.__name__, name)
-            shutdown()
+            switch_off()
             # What the program has imported, or is going to, stays mxamp's.
             contrib_patches.open()
         return original(*args, **kwargs)
@@ -180,10 +186,6 @@ def _off_in_child() -> None:
     policy, scale = _run.policy, _run.scale
     if policy is None or scale is None:
         return
-    logger.disabled = True  # one line from each worker would be noise
-    try:
-        shutdown()
-    finally:
-        logger.disabled = False
+    switch_off()
     contrib_patches.open()
-    waiting.begin(functools.partial(start, policy=policy, name=scale.scaled_by))
+    waiting.begin(functools.partial(start, policy=policy, name=scale.scaled_by, announced=True))

@@ -6,7 +6,7 @@ patched while either is in force, and are its own again after that.
 
 import functools
 import logging
-from typing import Any, Callable, Iterable, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Set, Tuple, TypeVar
 
 from ..errors import ArgumentError, StateError
 from ..framework import machine
@@ -20,7 +20,7 @@ from ..policy.targets import DEFAULT_TARGET, check_target
 from ..scaling import clipping, loss_watch
 from . import cached_op, data_loading, eager, functions, optimizers, symbolic
 
-__all__ = ["autocast", "init", "shutdown"]
+__all__ = ["announce", "autocast", "init", "shutdown", "switch_off", "switch_on"]
 
 logger = logging.getLogger("mxamp")
 
@@ -138,17 +138,45 @@ def init(
         ctx=ctx,
     )
     wanted = wanted if tuned else wanted.untuned()
+    if switch_on(wanted):
+        announce(wanted)
+    else:
+        logger.debug("init: mixed precision is on already with the same policy")
+
+
+def switch_on(policy: Policy) -> bool:
+    """Turn mixed precision on, without a log line; False where it is on with this policy."""
     with _casting._lock:
         if active.process.policy is not None:
-            if active.process.policy != wanted:
-                differences = differing(active.process.policy, wanted)
+            if active.process.policy != policy:
+                differences = differing(active.process.policy, policy)
                 raise StateError(DIFFERENT.format(differences=differences))
-            logger.debug("init: mixed precision is on already with the same policy")
-            return
+            return False
         _casting.acquire()
-        active.process.policy = wanted
-    logger.info("mixed precision is on: %s on %s", wanted.target_dtype, wanted.device)
-    _warn_of_speed(wanted)
+        active.process.policy = policy
+        return True
+
+
+class _Said:
+    """What the log lines of this process have said."""
+
+    def __init__(self) -> None:
+        self.on: Optional[Tuple[str, str]] = None  #: None once they have said that it is off
+        self.speed: Set[Tuple[str, str]] = set()
+
+
+_said = _Said()
+
+
+def announce(policy: Policy) -> None:
+    """Say that mixed precision is on, and what to expect of it; nothing that was said before."""
+    kind = (policy.target_dtype, policy.device)
+    if _said.on != kind:
+        logger.info("mixed precision is on: %s on %s", *kind)
+    _said.on = kind
+    if kind not in _said.speed:
+        _warn_of_speed(policy)
+    _said.speed.add(kind)
 
 
 def _warn_of_speed(policy: Policy) -> None:
@@ -171,13 +199,20 @@ def shutdown() -> None:
     Does nothing if it is off. Blocks stay usable, and compute in float32. Regions of
     `autocast` that are open stay in force until they end.
     """
+    if switch_off():
+        _said.on = None
+        logger.info("mixed precision is off")
+
+
+def switch_off() -> bool:
+    """Do what `shutdown` does, without a log line; False where mixed precision is off."""
     FrontEnd.close_all()
     with _casting._lock:
         if active.process.policy is None:
-            return
+            return False
         active.process.policy = None
         _casting.release()
-    logger.info("mixed precision is off")
+        return True
 
 
 class autocast:
@@ -248,6 +283,12 @@ class autocast:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        if not self._enabled:
+            return "<autocast off>"
+        dtype = self._policy.target_dtype if self._policy is not None else self._dtype
+        return f"<autocast {dtype}>" if dtype else "<autocast>"
 
 
 def _region(policy: Optional[Policy]) -> autocast:

@@ -9,7 +9,8 @@ from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
 from ..policy.active import current_policy
 from .checkpoint import taken_state
-from .hook import TrainerHook
+from .finite import all_finite, multiply
+from .hook import TrainerHook, fresh_gradients
 from .scaler import LossScaler, NoScaler, Scaler
 
 __all__ = ["attach_hook", "hook_in_force", "hook_of"]
@@ -29,6 +30,21 @@ ASYNCHRONOUS = (
     "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
     "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
 )
+OTHER_SCALE_LOSS = (
+    "mxamp scales the losses of this trainer, and this scale_loss is mxnet.contrib.amp's own: use "
+    "mxamp.scale_loss, or import scale_loss after mxamp.patch_contrib()"
+)
+
+
+class _OriginalScale(float):
+    """A trainer's own `_scale`, which the `scale_loss` of `mxnet.contrib.amp` can't use.
+
+    That one divides it by the loss scale, and leaves the result in `trainer._scale`. mxamp divides
+    too: updates would be far too small.
+    """
+
+    def __truediv__(self, other: Any) -> float:
+        raise StateError(OTHER_SCALE_LOSS)
 
 
 def attach_hook(
@@ -36,10 +52,12 @@ def attach_hook(
     loss_scaler: Optional[Scaler],
     max_consecutive_skips: Optional[int] = None,
     scaled_by: str = "init_trainer",
+    after_backward: bool = False,
 ) -> None:
     """Give a trainer the hook of `init_trainer`, for losses that the API `scaled_by` scales.
 
-    A trainer that has one keeps it, with what is given replaced.
+    A trainer that has one keeps it, with what is given replaced. `after_backward` tells that the
+    gradients that are there come from a loss that this API has scaled.
     """
     hook = hook_in_force(trainer)
     if hook is not None and hook.trainer is trainer:
@@ -59,7 +77,13 @@ def attach_hook(
     saved = taken_state(trainer) or hook.loaded
     if saved is not None and loss_scaler is None:
         hook.load_state_dict(saved)
+    left = _take_from_contrib(trainer)
     _attach(trainer, hook)
+    if left is not None and not after_backward:
+        pending = [g for _, of_one in fresh_gradients(trainer._params) for g in of_one]
+        multiply(pending, 1.0 / left)
+        if not all_finite(pending):
+            hook.mark_scaled()  # the next step is skipped, as it would have been
 
 
 def _default_scaler() -> Scaler:
@@ -90,8 +114,24 @@ def _attach(trainer: Trainer, hook: TrainerHook) -> None:
     # Methods of the hook, not functions made here: so that a copied trainer has its own.
     trainer.save_states, trainer.load_states = hook.save_states, hook.load_states
     trainer._allreduce_grads = hook.reduce
-    trainer._amp_original_scale = trainer._scale
+    trainer._amp_original_scale = _OriginalScale(trainer._scale)
     trainer._amp_loss_scaler = hook
+
+
+def _take_from_contrib(trainer: Trainer) -> Optional[float]:
+    """Give a trainer that `mxnet.contrib.amp` has scaled its own `_scale` back.
+
+    Returns the loss scale that was left there, and that gradients waiting for their step carry.
+    """
+    original = getattr(trainer, "_amp_original_scale", None)
+    if original is None or isinstance(original, _OriginalScale):
+        return None
+    last = getattr(trainer._amp_loss_scaler, "loss_scale", 1.0)
+    # The step may have changed the scale since. Any other `_scale` has been set by the user.
+    scales = [s for s in (last, last * 2, last / 2) if trainer._scale == original / s]
+    if scales or trainer._scale == 1:  # 1 is what `unscale` leaves
+        trainer._scale = original
+    return scales[0] if scales else None
 
 
 def _keep_updates_off_kvstore(trainer: Trainer) -> None:

@@ -220,7 +220,7 @@ class GradScaler:
         if hook_in_force(trainer) is None:
             if not isinstance(trainer, Trainer):
                 raise ArgumentError(f"a GradScaler takes a gluon.Trainer, not {shown(trainer)}")
-            attach_hook(trainer, _Recorder(self), scaled_by="GradScaler")
+            attach_hook(trainer, _Recorder(self), None, "GradScaler", after_backward=True)
         hook = hook_of(trainer)
         hook.check_scaled_by("GradScaler", "init_trainer")
         if not isinstance(hook.scaler, _Recorder) or hook.scaler.owner is not self:

@@ -327,3 +327,26 @@ def test_importing_changes_nothing_and_costs_little():
         """
     )
     assert printed == ""
+
+
+def test_log_lines_say_once_what_has_not_changed(caplog, monkeypatch):
+    monkeypatch.setattr(machine, "computes_bfloat16", lambda: False)
+    caplog.set_level("INFO", logger="mxamp")
+    for dtype in ("bfloat16", "bfloat16", "float16", "bfloat16"):
+        amp.init(dtype, ctx=mx.cpu())
+        amp.shutdown()
+    assert caplog.text.count("no bfloat16 in hardware") == 1
+    assert caplog.text.count("is for trying") == 1
+    assert caplog.text.count("mixed precision is on") == 4
+
+
+@pytest.mark.parametrize(
+    "region, shown",
+    [
+        (amp.autocast("bfloat16"), "<autocast bfloat16>"), (amp.autocast(), "<autocast>"),
+        (amp.autocast("float16", enabled=False), "<autocast off>"),
+        (amp.autocast(policy=amp.Policy.default("float16")), "<autocast float16>"),
+    ],
+)  # fmt: skip
+def test_representation(region, shown):
+    assert repr(region) == shown

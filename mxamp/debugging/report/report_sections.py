@@ -50,7 +50,8 @@ def table(caption: str, headings: Sequence[str], rows: Rows) -> str:
     """Return a table that scrolls in a box of its own, cut where it is long."""
     cut = ""
     if len(rows) > ROWS:
-        cut = f'<p class="soft">{ROWS:,} of {counted(len(rows), "row")} are shown; the trace has them all.</p>'
+        shown = f"{ROWS:,} of {counted(len(rows), 'row')} are shown; the trace has them all."
+        cut = f'<p class="soft">{shown}</p>'
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
         f"{html_table(headings, rows[:ROWS], caption)}</div>{cut}"
@@ -151,7 +152,8 @@ def _plans(records: Sequence[TraceRecord]) -> str:
     summary = ", ".join(f"{count:,} in {precision}" for precision, count in counts)
     casts = data.get("casts")
     casts_text = f"; {counted(len(casts), 'cast')}" if isinstance(casts, list) else ""
-    head = f"<h3>The plan</h3><p>{counted(len(rows), 'operator')}: {text(summary or 'none')}{casts_text}.</p>"
+    operators = counted(len(rows), "operator")
+    head = f"<h3>The plan</h3><p>{operators}: {text(summary or 'none')}{casts_text}.</p>"
     content = table("Precision by operator", PLAN_COLUMNS, rows)
     return f"{head}<details><summary>Every operator, and why</summary>{content}</details>"
 

@@ -89,7 +89,8 @@ class TraceFile:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def __repr__(self) -> str:
-        return f"<TraceFile: {self.path!r}, {counted(len(self.steps), 'step')}, {len(self.skipped):,} skipped>"
+        steps = counted(len(self.steps), "step")
+        return f"<TraceFile: {self.path!r}, {steps}, {len(self.skipped):,} skipped>"
 
     def _repr_html_(self) -> str:
         tables = html_table(("", ""), self.summary(), self.path)
