@@ -31,12 +31,15 @@ def find_script(name: str) -> Program:
     if name == "-":
         source = sys.stdin.buffer.read()
         return Program(name, source, _compiled(source, "<stdin>", "standard input"), "")
+    if not name:
+        raise AmpError("the name of the script is empty: give one")
     path = Path(name)
-    if path.is_dir():
+    # Not Path.is_dir and exists, which raise where a name is too long for a file.
+    if os.path.isdir(path):
         path = path / "__main__.py"
         if not path.is_file():
             raise AmpError(f"{name!r} is a folder without a __main__.py: name the script in it")
-    if not path.exists():
+    if not os.path.exists(path):
         raise AmpError(f"there is no file {name!r}")
     try:
         source = path.read_bytes()
