@@ -113,6 +113,7 @@ def test_the_end_of_a_script_is_its_own(tmp_path, line, status, last):
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        ([""], "the name of the script is empty"), (["n" * 300], f"there is no file {'n' * 300!r}"),
         (["none.py"], "there is no file 'none.py'"), (["empty"], "'empty' is a folder without a __main__.py"),
         (["binary"], "'binary' is no Python"), (["text.md"], "'text.md' (line 1) is no Python: "),
         (["-"], "standard input (line 1) is no Python"), (["-m", "none"], "there is no Python module 'none'"),
@@ -140,6 +141,8 @@ def test_policy_files(tmp_path):
     assert mxamp_run(tmp_path, "train.py", options=options) == (0, ["float16 []"], [])
     for wrong in (
         ["--policy", "none.toml"],
+        ["--policy", ""],
+        ["--dtype", "float16", "--policy", ""],
         ["--dtype", "int8"],
         ["--dtype", "float16", "--policy", "x"],
     ):

@@ -22,7 +22,7 @@ Command = Callable[..., Any]
 
 SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --epoch"
 NOT_IMPORTED = "--import: the module {name!r} can't be imported: {why}"
-NO_MODULE_NAME = "--import takes the name of a module, such as package.module, not {name!r}"
+NO_MODULE_NAME = "--import takes the name of a module, such as package.module, not {text!r}"
 TWICE = "{option} is given twice for {name!r}: {values}"
 NO_ELEMENTS = "--input {text}: {path!r} holds {what}: an input has axes, with elements on each"
 NO_DTYPE = "Missing option '--dtype' (or '--policy')."
@@ -124,7 +124,7 @@ def _import(_: click.Context, __: click.Parameter, names: Sequence[str]) -> None
 
 def _import_one(name: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise usage_error(NO_MODULE_NAME.format(name=name))
+        raise usage_error(NO_MODULE_NAME.format(text=name))
     try:
         importlib.import_module(name)
     except (Exception, SystemExit) as error:

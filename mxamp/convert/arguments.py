@@ -11,7 +11,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, located, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
-from ..framework.wording import shown
+from ..framework.wording import counted, shown
 from ..graph.graph import Graph, argument_dtypes
 from ..policy.policy import Policy
 
@@ -30,7 +30,7 @@ LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
 
 SHAPE = "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
 TOO_LARGE = (
-    "input {name!r} of shape {given} has {count:,} elements, and this MXNet takes arrays of up to "
+    "input {name!r} of shape {given} has {elements}, and this MXNet takes arrays of up to "
     "{limit:,}: give a smaller shape"
 )
 _LIMITS = {True: 2**63 - 1, False: 2**31 - 1}  # by whether MXNet is built for large arrays
@@ -104,7 +104,12 @@ def known_shapes(argument: str, given: Any) -> Dict[str, Tuple[int, ...]]:
         shapes[name] = tuple(map(int, sizes))
         count = math.prod(shapes[name])
         if count > limit:
-            said = {"name": name, "given": shapes[name], "count": count, "limit": limit}
+            said = {
+                "name": name,
+                "given": shapes[name],
+                "elements": counted(count, "element"),
+                "limit": limit,
+            }
             raise ArgumentError(TOO_LARGE.format(**said))
     return shapes
 

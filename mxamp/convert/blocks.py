@@ -16,7 +16,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast, dtypes_of
 from ..framework.files import NOT_THE_SAME
-from ..framework.machine import DTYPE_CODES
+from ..framework.machine import BFLOAT16, DTYPE_CODES
 from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
 from ..policy.decision import CASTABLE
@@ -160,7 +160,7 @@ class _Converted(SymbolBlock):  # type: ignore[misc]
         return {before + name: param for name, param in self.params.items()}
 
     def forward(self, x: Any, *args: Any) -> Any:
-        """Run it; inputs that the graph reads in the target dtype may be of any float dtype."""
+        """Run it; inputs that are cast may be of either half precision or float32."""
         if any(self._input_dtypes):
             flat, form = _flatten((x, *args), "input")
             dtypes = iter(self._input_dtypes)
@@ -176,12 +176,11 @@ class _Converted(SymbolBlock):  # type: ignore[misc]
 
 
 def _input_cast(value: Any, dtype: Optional[str]) -> Any:
-    """Return an input in `dtype`, if there is one and the input holds floats."""
-    if dtype is None:
+    """Return an input in `dtype`, if both are half precisions or float32."""
+    if dtype not in CASTABLE:
         return value
     if isinstance(value, Symbol):
-        low = mx.sym.amp_cast(value.as_nd_ndarray(), dtype=dtype)
-        return low.as_np_ndarray() if isinstance(value, mx.sym.np._Symbol) else low
+        return mx.sym.amp_cast(value, dtype=BFLOAT16 if dtype == "bfloat16" else dtype)
     if dtypes_of([value])[0] not in CASTABLE:
         return value
     return cast(value, dtype, isinstance(value, mx.np.ndarray))

@@ -204,7 +204,7 @@ def convert_hybrid_block(
         As of `convert_model`. The new block's parameters are all frozen then.
 
     The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
-    data of another float dtype that is given to it.
+    data of another half precision or float32 that is given to it.
 
     Raises
     ------
@@ -233,9 +233,8 @@ def convert_hybrid_block(
     values = cast_params(converted.params, converted.inputs)
     frozen = values if fuse else converted.inputs
     # With other dtypes of inputs and outputs than its own, the source is another model.
-    source = None
+    source, wanted = None, converted.data
     if keep_io_types:
+        wanted = {}
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
-    return rebuilt(
-        block, traced, converted.symbol, values, contexts, frozen, source, converted.inputs
-    )
+    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, wanted)
