@@ -226,8 +226,8 @@ def rebuilt(
     values: Mapping[str, NDArray],
     contexts: List[Context],
     frozen: Mapping[str, Any],
-    source: Optional[Source] = None,
-    input_dtypes: Optional[Mapping[str, str]] = None,
+    source: Optional[Source],
+    input_dtypes: Mapping[str, str],
 ) -> SymbolBlock:
     """Return a block that runs `symbol` and is called as `block` is.
 
@@ -240,7 +240,7 @@ def rebuilt(
         warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
         result = (_Recurrent if recurrent else _Converted)(symbol, traced.inputs)
     result._source = source
-    result._input_dtypes = [(input_dtypes or {}).get(one.name) for one in traced.inputs]
+    result._input_dtypes = [input_dtypes.get(one.name) for one in traced.inputs]
     if recurrent:
         result._like(getattr(block, "_original", block))
     # MXNet flattens the inputs and outputs of a SymbolBlock; these two give them their shape back.

@@ -233,8 +233,8 @@ def convert_hybrid_block(
     values = cast_params(converted.params, converted.inputs)
     frozen = values if fuse else converted.inputs
     # With other dtypes of inputs and outputs than its own, the source is another model.
-    source, wanted = None, converted.data
+    source = None
     if keep_io_types:
-        wanted = {}
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
-    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, wanted)
+    taken = {} if keep_io_types else converted.data
+    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, taken)
