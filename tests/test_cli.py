@@ -79,6 +79,13 @@ def test_operators():
         ("explain net --mode training --input data:0,2", "of sizes above 0"),
         ("explain net --graph net.gif", "must be a .svg, .png, .pdf or .dot file"),
         ("explain net --epoch -1", "-1"),
+        ("explain net --graph ''", "must be a .svg, .png, .pdf or .dot file, not ''"),
+        ("explain net --policy ''", "the path of the operator list is empty"),
+        ("explain net --mode training --input data:99999999999,4", "up to 2,147,483,647"),
+        (
+            "explain net --mode training --input data:1,4 --input data:1,4",
+            "--input is given twice for 'data'",
+        ),
         ("explain net --input data:1,4", "--input is for --mode inference and training"),
     ],
 )
@@ -90,7 +97,7 @@ def test_bad_input_is_one_sentence(saved, monkeypatch, arguments, expected):
     (folder / "object-symbol.json").write_text('{"a": 1}')
     for name in ("cut", "object"):
         (folder / f"{name}-0000.params").write_bytes((folder / "net-0000.params").read_bytes())
-    output = run(*arguments.split(), status=2).output
+    output = run(*(one.strip("'") for one in arguments.split()), status=2).output
     assert expected in output
     assert len(output.strip().splitlines()) == 1
 
@@ -353,7 +360,18 @@ def test_explain_in_other_modes(saved):
     assert "layout" in converted
     assert "layout" in training
     assert "few rows" not in converted
-    assert "'data'" in run(*arguments, "--mode", "training", "--input", "dato:1,2", status=2).output
+    other = run(*arguments, "--input", "dato:1,2", "--mode", "training", status=2).output
+    assert "--input: unknown input 'dato'" in other
+
+
+@pytest.mark.parametrize("mode", ["converted", "inference", "training"])
+def test_explain_takes_sparse_parameters(tmp_path, mode):
+    mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc").save(
+        str(tmp_path / "net-symbol.json")
+    )
+    params = {"arg:fc_weight": randn(2, 3).tostype("row_sparse"), "arg:fc_bias": randn(2)}
+    mx.nd.save(str(tmp_path / "net-0000.params"), params)
+    assert "parameters 32 bytes" in run("explain", tmp_path / "net", "--mode", mode).output
 
 
 WITHOUT_MXNET = """

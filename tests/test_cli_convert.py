@@ -39,6 +39,15 @@ class Doubled(mx.operator.CustomOpProp):
 """
 
 
+ONES = np.ones((2, 8))
+ARRAYS = {
+    "data": ONES.astype("float32"), "nan": ONES * np.nan, "inf": ONES * np.inf, "huge": ONES * 1e300,
+    "text": ONES.astype(str), "complex": ONES * 1j, "time": ONES.astype("M8[D]"),
+    "table": ONES.astype([("a", "f4")]), "scalar": np.float32(3), "empty": ONES[:0],
+    "integers": ONES.astype("int64"),
+}  # fmt: skip
+
+
 def save(prefix, epoch=0, net=NET, **changes):
     params = {**PARAMS, **changes}
     params = {name: value for name, value in params.items() if name in net.list_inputs()}
@@ -72,7 +81,8 @@ def models(tmp_path_factory):
         "bin-symbol.json": b"\xff\xfe\x00\x01", "cutp-0000.params": params[: len(params) // 2],
         "text-0000.params": b"hello", "none-0000.params": b"", "m.onnx": b"x", "bad.npy": b"no",
         "file": b"", "bad.toml": b"format = 1\nfoo", "cli_custom.py": CUSTOM.encode(),
-        "cli_broken.py": b"1 / 0",
+        "cli_broken.py": b"1 / 0", "cli_exit.py": b"import sys; sys.exit(0)",
+        "cli_exit_with_text.py": b"raise SystemExit('enough')",
     }  # fmt: skip
     for name, content in contents.items():
         with open(name, "wb") as file:
@@ -87,7 +97,20 @@ def models(tmp_path_factory):
     with open("custom-symbol.json", "w") as file:
         file.write(text)
     os.mkdir("dir-symbol.json")
-    np.save("data.npy", np.ones((2, 8), "float32"))
+    for name, values in ARRAYS.items():
+        np.save(f"{name}.npy", values)
+    for name in ("folder", "pipe"):
+        shutil.copy("m-symbol.json", f"{name}-symbol.json")
+    with open("attribute-symbol.json", "w") as file:
+        file.write(NET.tojson().replace("num_hidden", "num_hiddn"))
+    with open("nodes-symbol.json", "w") as file:
+        file.write('{"nodes": [], "heads": []}')
+    with open("heads-symbol.json", "w") as file:
+        file.write('{"nodes": [{"op": "null", "name": "x"}], "heads": []}')
+    os.mkdir("folder-0000.params")
+    os.mkfifo("pipe-0000.params")
+    for name in ("attribute", "nodes", "heads"):
+        shutil.copy("m-0000.params", f"{name}-0000.params")
     for part in ("symbol.json", "0000.params"):
         os.symlink(f"m-{part}", f"link-{part}")
     shutil.copytree(os.path.dirname(lists("float16")), "lists")
@@ -115,6 +138,7 @@ def back():
 
 F16 = "--dtype float16"
 CHECK = f"m {F16} --out x --check --input"
+LONG = "n" * 300
 
 #: The arguments, what the answer says, and the status.
 BAD = [
@@ -172,7 +196,35 @@ BAD = [
     (f"m {F16} --out x --fuse", ["--fuse is for inference in bfloat16"], 2),
     (f"m {F16} --out x --check --tolerance 0", ["--tolerance"], 2),
     ("m --dtype bfloat16 --device gpu --out x", ["no bfloat16 kernels on GPUs", "the CPU as the device"], 2),
-    (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here"], 1),
+    (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here", "converted for GPUs, and can be checked there"], 1),
+    (f"m {F16} --device gpu --out x --check --input data:2,8 --input-dtype data:int32", ["the original does not run", "expected int32, got float32"], 2),
+    *((f"m {F16} --out {out}", ["--out must end in a name", f"such as '{instead}', not '{out}'"], 2) for out, instead in (
+        (".", "model"), ("..", "model"), ("lists/", "lists/model"), ("lists/.", "lists/model"), ("/", "/model"))),
+    (f"m {F16} --out {LONG}", [f"'{LONG}-symbol.json' can't be written (File name too long): give another name"], 2),
+    (f"{LONG} {F16} --out x", [f"there is no file '{LONG}-symbol.json'"], 2),
+    (f"m {F16} --out x --import cli_exit", ["'cli_exit' can't be imported: SystemExit: 0"], 2),
+    (f"m {F16} --out x --import cli_exit_with_text", ["'cli_exit_with_text' can't be imported: SystemExit: enough"], 2),
+    *((f"m {F16} --out x --import {name}", ["--import takes the name of a module", f"not {name!r}"], 2) for name in ("../x", "a..b", ".a")),
+    (f"{CHECK} data:99999999999,8", ["input 'data' of shape (99999999999, 8)", "up to 2,147,483,647"], 2),
+    (f"{CHECK} data:100000000000000000000000,8", ["has 800,000,000,000,000,000,000,000 elements"], 2),
+    *((f"{CHECK} data:{name}.npy", ["input 'data' must be an array of booleans, integers or floats", f"2x8 in {kind}"], 2)
+      for name, kind in (("text", "str"), ("complex", "complex128"), ("time", "datetime64[D]"), ("table", "void"))),
+    *((f"{CHECK} data:{name}.npy", ["input 'data' is NaN, infinity or beyond float32 in 16 elements"], 2) for name in ("nan", "inf", "huge")),
+    (f"{CHECK} data:scalar.npy", ["--input data:scalar.npy", "a single value without axes"], 2),
+    (f"{CHECK} data:empty.npy", ["--input data:empty.npy", "no elements"], 2),
+    (f"{CHECK} data:2,8 --input data:data.npy", ["--input is given twice for 'data': '2,8' and 'data.npy'"], 2),
+    (f"m {F16} --out x --input-dtype data:int32 --input-dtype data:int32", ["--input-dtype is given twice for 'data'"], 2),
+    (f"{CHECK} xyz:2,8", ["--input: unknown input 'xyz'"], 2),
+    (f"{CHECK} data:2,8 --input-dtype dato:int32", ["--input-dtype: unknown input 'dato'"], 2),
+    (f"m {F16} --out x --input-dtype dato:int32", ["--input-dtype: unknown input 'dato'"], 2),
+    (f"m {F16} --out x --input-dtype data:int46", ["--input-dtype: the dtype of input 'data'"], 2),
+    (f"{CHECK} data:2,8 --tolerance nan", ["--tolerance must be a number above 0, not nan"], 2),
+    ("m --out x --policy ''", ["the path of the operator list is empty"], 2),
+    (f"attribute {F16} --out x", ["'attribute-symbol.json'", "FullyConnected 'fc': unknown attribute 'num_hiddn'; the closest is 'num_hidden'"], 2),
+    (f"nodes {F16} --out x", ["'nodes-symbol.json'", "list of nodes is empty"], 2),
+    (f"heads {F16} --out x", ["'heads-symbol.json'", "list of heads is empty"], 2),
+    (f"folder {F16} --out x", ["'folder-0000.params' is a folder, and not a file"], 2),
+    (f"pipe {F16} --out x", ["'pipe-0000.params' is a pipe or a device, and not a file"], 2),
     (f"{CHECK} data:2,8 --tolerance 1e-9", ["'head_fwd_output'", "tolerance of 1e-09", "--tolerance"], 1),
     (f"lost {F16} --out x --check --input data:2,8", ["relative error of 1,", "--keep-fp32"], 1),
 ]  # fmt: skip

@@ -180,6 +180,7 @@ def test_a_script_that_calls_init_hears_once_what_has_not_changed(tmp_path, dtyp
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        ([""], "the name of the script is empty"), (["n" * 300], f"there is no file {'n' * 300!r}"),
         (["none.py"], "there is no file 'none.py'"), (["empty"], "'empty' is a folder without a __main__.py"),
         (["binary"], "'binary' is no Python"), (["text.md"], "'text.md' (line 1) is no Python: "),
         (["-"], "standard input (line 1) is no Python"), (["-m", "none"], "there is no Python module 'none'"),
@@ -215,6 +216,8 @@ def test_policy_files(tmp_path):
     assert mxamp_run(tmp_path, "train.py", options=options) == (0, ["float16 []"], [])
     for wrong in (
         ["--policy", "none.toml"],
+        ["--policy", ""],
+        ["--dtype", "float16", "--policy", ""],
         ["--dtype", "int8"],
         ["--dtype", "float16", "--policy", "x"],
     ):

@@ -6,12 +6,13 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from ..convert.arguments import known_names
+from ..convert.arguments import known_dtype, known_names
 from ..convert.compare import OutputError, random_inputs
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
+from ..errors import located
 from .group import DTYPES, examples, usage_error
-from .options import chosen_policy, inputs_of, name_and_value, saved_model_options
+from .options import chosen_policy, inputs_of, saved_model_options, values_by_name
 from .output import console, table_of
 
 __all__ = ["convert"]
@@ -66,7 +67,10 @@ def convert(
 
     The name of either file will do for PREFIX.
     """
-    input_dtypes = dict(name_and_value("--input-dtype", text) for text in dtypes)
+    input_dtypes = values_by_name("--input-dtype", dtypes)
+    with located("--input-dtype"):
+        for name, given_dtype in input_dtypes.items():
+            known_dtype(name, given_dtype)
     for option, given in (("--input", inputs), ("--tolerance", tolerance)):
         if given and not check:
             raise usage_error(f"{option} is for --check; give that too")
@@ -81,7 +85,7 @@ def convert(
         keep_io_types=not cast_io,
         input_dtypes=input_dtypes,
         check_inputs=_check_inputs(prefix, epoch, inputs, input_dtypes) if check else None,
-        tolerance=tolerance or TOLERANCE,
+        tolerance=TOLERANCE if tolerance is None else tolerance,
         force=force,
         fuse=fuse,
     )
@@ -98,11 +102,13 @@ def _check_inputs(
 ) -> Dict[str, Any]:
     """Return the values that were given for inputs, and random ones for the rest."""
     shapes, values = inputs_of(inputs)
-    shapes.update((name, value.shape) for name, value in values.items())
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         data = [name for name in model[0].list_inputs() if name not in {**model[1], **model[2]}]
-        known_names([*shapes], data, "input")
+        with located("--input"):
+            known_names([*shapes], data, "input")
+        with located("--input-dtype"):
+            known_names([*dtypes], model[0].list_inputs(), "input")
         return {**random_inputs(model, shapes, dtypes), **values}
 
 

@@ -73,7 +73,7 @@ def explain(
             input_shapes=shapes,
         )
     shown = _filtered(plan, name, precision)
-    if graph:
+    if graph is not None:
         draw(plan, graph)
     if as_json:
         click.echo(shown.to_json())

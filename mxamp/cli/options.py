@@ -16,12 +16,15 @@ from ..policy.policy import Policy
 from .group import DEVICES, usage_error
 from .words import in_their_words
 
-__all__ = ["chosen_policy", "inputs_of", "name_and_value", "saved_model_options"]
+__all__ = ["chosen_policy", "inputs_of", "saved_model_options", "values_by_name"]
 
 Command = Callable[..., Any]
 
 SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --epoch"
 NOT_IMPORTED = "--import: the module {name!r} can't be imported: {why}"
+NO_MODULE_NAME = "--import takes the name of a module, such as package.module, not {text!r}"
+TWICE = "{option} is given twice for {name!r}: {values}"
+NO_ELEMENTS = "--input {text}: {path!r} holds {what}: an input has axes, with elements on each"
 NO_DTYPE = "Missing option '--dtype' (or '--policy')."
 POLICY_HOLDS = "--policy holds its target dtype: give --dtype or --policy, not both"
 
@@ -120,28 +123,37 @@ def _import(_: click.Context, __: click.Parameter, names: Sequence[str]) -> None
 
 
 def _import_one(name: str) -> None:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise usage_error(NO_MODULE_NAME.format(text=name))
     try:
         importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         raise usage_error(NOT_IMPORTED.format(name=name, why=why)) from error
 
 
-def name_and_value(option: str, text: str) -> Tuple[str, str]:
-    """Return the two parts of NAME:VALUE."""
-    name, colon, value = text.partition(":")
-    if not (name and colon and value):
-        raise usage_error(f"{option} takes NAME:VALUE, not {text!r}")
-    return name, value
+def values_by_name(option: str, texts: Sequence[str]) -> Dict[str, str]:
+    """Return the values of an option that takes NAME:VALUE, once for each name."""
+    values: Dict[str, str] = {}
+    for text in texts:
+        name, colon, value = text.partition(":")
+        if not (name and colon and value):
+            raise usage_error(f"{option} takes NAME:VALUE, not {text!r}")
+        if name in values:
+            both = f"{values[name]!r} and {value!r}"
+            raise usage_error(TWICE.format(option=option, name=name, values=both))
+        values[name] = value
+    return values
 
 
 def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[str, Any]]:
-    """Return shapes, and values read from .npy files, of inputs by name."""
+    """Return shapes of inputs by name, and the values of those that .npy files hold."""
     shapes, values = {}, {}
-    for text in texts:
-        name, value = name_and_value("--input", text)
+    for name, value in values_by_name("--input", texts).items():
+        text = f"{name}:{value}"
         if value.endswith(".npy"):
             values[name] = _array(text, value)
+            shapes[name] = values[name].shape
             continue
         parts = value.split(",")
         if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
@@ -154,7 +166,11 @@ def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[st
 
 def _array(text: str, path: str) -> Any:
     try:
-        return np.load(path)
+        array = np.load(path)
     except (OSError, ValueError, EOFError) as error:
         why = getattr(error, "strerror", None) or "it is no array that NumPy has saved"
         raise usage_error(f"--input {text}: {path!r} can't be read: {why}") from None
+    if not (array.shape and array.size):
+        what = "no elements" if array.shape else "a single value without axes"
+        raise usage_error(NO_ELEMENTS.format(text=text, path=path, what=what))
+    return array

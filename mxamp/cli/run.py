@@ -64,14 +64,14 @@ def run(
     is the script's. The script needs no change. One that imports mxamp is left alone; one that
     calls mxnet.contrib.amp's init goes on by its own calls.
     """
-    if dtype and path:
+    if dtype and path is not None:
         raise AmpError("--policy holds its target dtype: give --dtype or --policy, not both")
     program = find_module(script) if as_module else find_script(script)
     show_log()
     if imports_mxamp(program.source or program.code):
         automatic.logger.info(OWN_AMP, script, "mxamp")
     else:
-        policy = Policy.load(path) if path else None
+        policy = Policy.load(path) if path is not None else None
         automatic.start(dtype, policy, name="mxamp run")
         if policy is None:
             # For the processes that it starts.

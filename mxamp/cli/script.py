@@ -51,6 +51,9 @@ def find_script(name: str) -> Program:
         source = sys.stdin.buffer.read()
         code = _compiled(source, "<stdin>", "standard input")
         return Program(name, source, code, "", "<stdin>", BuiltinImporter)
+    if not name:
+        raise AmpError("the name of the script is empty: give one")
+    # Not Path.exists, which raises where a name is too long for a file.
     if not os.path.exists(name):
         raise AmpError(f"there is no file {name!r}")
     # Python 3.8 leaves the path as it is typed.

@@ -17,7 +17,7 @@ __all__ = ["in_options", "in_their_words"]
 #: The arguments of Python functions, as messages name them, and what stands for them.
 _OPTIONS = {
     "another out": "another --out",
-    "out must be": "--out must be",
+    "out must": "--out must",
     "cast_optional_params": "--cast-params",
     "ctx=mx.cpu()": "--device cpu",
     "excluded_sym_names": "--keep-fp32",
@@ -26,9 +26,11 @@ _OPTIONS = {
     "fuse=True": "--fuse",
     "give them, as name:": "give them with --input, as name:",
     "input_dtypes": "--input-dtype",
+    "input_shapes": "--input",
     "keep_io_types=False": "--cast-io",
     "larger tolerance": "larger --tolerance",
     "target_dtype=": "--dtype ",
+    "tolerance must": "--tolerance must",
     "without fuse": "without --fuse",
 }
 _ARGUMENTS = re.compile("|".join(map(re.escape, _OPTIONS)))
@@ -62,7 +64,7 @@ def in_their_words() -> Iterator[None]:
             yield
         except ArgumentError as error:
             raise type(error)(in_options(str(error))) from error
-        except (AmpError, OSError) as error:
+        except (AmpError, OSError, MemoryError) as error:
             status.stop()
             _end(in_options(str(error)))
         finally:

@@ -1,14 +1,17 @@
 """Checks on what conversion and its kin are given: layers, inputs, dtypes."""
 
 import fnmatch
+import math
 from dataclasses import dataclass
-from typing import Any, Dict, FrozenSet, Iterable, Mapping, Optional, Sequence
+from typing import Any, Dict, FrozenSet, Iterable, Mapping, Optional, Sequence, Tuple
 
+import mxnet as mx
+import numpy as np
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, unknown
+from ..errors import ArgumentError, located, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
-from ..framework.wording import shown
+from ..framework.wording import counted, shown
 from ..graph.graph import Graph, argument_dtypes
 from ..policy.policy import Policy
 
@@ -19,10 +22,18 @@ __all__ = [
     "known_dtype",
     "known_dtypes",
     "known_names",
+    "known_shapes",
     "names_of",
 ]
 
 LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
+
+SHAPE = "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
+TOO_LARGE = (
+    "input {name!r} of shape {given} has {elements}, and this MXNet takes arrays of up to "
+    "{limit:,}: give a smaller shape"
+)
+_LIMITS = {True: 2**63 - 1, False: 2**31 - 1}  # by whether MXNet is built for large arrays
 
 Names = Optional[Iterable[str]]
 
@@ -60,9 +71,10 @@ def known_dtypes(
     known = {name: dtype_name(dtype) for name, dtype in held.items() if name in inputs}
     if given is not None and not isinstance(given, Mapping):
         raise ArgumentError(f"input_dtypes must map names of inputs to dtypes, not {shown(given)}")
-    for name, dtype in (given or {}).items():
-        known_names([name], inputs, "input")
-        known[name] = known_dtype(name, dtype)
+    with located("input_dtypes"):
+        for name, dtype in (given or {}).items():
+            known_names([name], inputs, "input")
+            known[name] = known_dtype(name, dtype)
     arguments = set(sym.list_arguments())
     inferred = argument_dtypes(sym, {k: v for k, v in known.items() if k in arguments})
     return {**inferred, **known}
@@ -77,6 +89,29 @@ def known_dtype(name: str, dtype: Any) -> str:
             f"not {shown(dtype)}"
         )
     return found
+
+
+def known_shapes(argument: str, given: Any) -> Dict[str, Tuple[int, ...]]:
+    """Return the shapes by names of inputs that an argument gives; none where it gives None."""
+    if not isinstance(given, (Mapping, type(None))):
+        raise ArgumentError(f"{argument} must map names to shapes, not be {shown(given)}")
+    limit = _LIMITS[mx.runtime.Features().is_enabled("INT64_TENSOR_SIZE")]
+    shapes = {}
+    for name, shape in (given or {}).items():
+        sizes = shape if isinstance(shape, (tuple, list)) else [None]
+        if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
+            raise ArgumentError(SHAPE.format(name=name, given=shown(shape)))
+        shapes[name] = tuple(map(int, sizes))
+        count = math.prod(shapes[name])
+        if count > limit:
+            said = {
+                "name": name,
+                "given": shapes[name],
+                "elements": counted(count, "element"),
+                "limit": limit,
+            }
+            raise ArgumentError(TOO_LARGE.format(**said))
+    return shapes
 
 
 def names_of(argument: str, names: Names) -> Sequence[str]:

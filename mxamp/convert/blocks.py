@@ -4,22 +4,24 @@ import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
+import mxnet as mx
 from mxnet.context import Context, current_context
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
-from mxnet.gluon.block import _flatten
+from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 from mxnet.ndarray.ndarray import NDArray, waitall
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
-from ..framework.arrays import dtypes_of
+from ..framework.arrays import cast, dtypes_of
 from ..framework.files import NOT_THE_SAME
-from ..framework.machine import DTYPE_CODES
+from ..framework.machine import BFLOAT16, DTYPE_CODES
 from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
+from ..policy.decision import CASTABLE
 from .pairs import replaced_files
-from .saved import load_model, model_files
+from .saved import files_to_write, load_model
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
 
@@ -134,6 +136,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
     """
 
     _source: Optional[Source] = None
+    _input_dtypes: Sequence[Optional[str]] = ()  #: of inputs that are cast on the way in, or None
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
         """Write the converted graph, casts included, and all parameters; a call is not needed.
@@ -143,7 +146,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         if not self._cached_op_args:
             # MXNet takes the parameters from what the first call makes, and writes none before.
             self._build_cache()
-        files = model_files(path, epoch)
+        files = files_to_write(path, epoch)
         with replaced_files(files, lambda folder: _read_back(folder, files, epoch)) as folder:
             super().export(str(folder / Path(path).name), epoch, remove_amp_cast)
             waitall()
@@ -156,11 +159,31 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         before = f"{prefix}." if prefix else ""
         return {before + name: param for name, param in self.params.items()}
 
+    def forward(self, x: Any, *args: Any) -> Any:
+        """Run it; inputs that are cast may be of either half precision or float32."""
+        if any(self._input_dtypes):
+            flat, form = _flatten((x, *args), "input")
+            dtypes = iter(self._input_dtypes)
+            given = [None if one is None else _input_cast(one, next(dtypes, None)) for one in flat]
+            return super().forward(*_regroup(given, form))
+        return super().forward(x, *args)
+
     def _call_cached_op(self, *args: Any) -> Any:
         source = self._source
         if source is not None:
             follow(self, args, source)
         return super()._call_cached_op(*args)
+
+
+def _input_cast(value: Any, dtype: Optional[str]) -> Any:
+    """Return an input in `dtype`, if both are half precisions or float32."""
+    if dtype not in CASTABLE:
+        return value
+    if isinstance(value, Symbol):
+        return mx.sym.amp_cast(value, dtype=BFLOAT16 if dtype == "bfloat16" else dtype)
+    if dtypes_of([value])[0] not in CASTABLE:
+        return value
+    return cast(value, dtype, isinstance(value, mx.np.ndarray))
 
 
 class ConvertedRecurrentBlock(ConvertedBlock):
@@ -203,19 +226,21 @@ def rebuilt(
     values: Mapping[str, NDArray],
     contexts: List[Context],
     frozen: Mapping[str, Any],
-    source: Optional[Source] = None,
+    source: Optional[Source],
+    input_dtypes: Mapping[str, str],
 ) -> SymbolBlock:
     """Return a block that runs `symbol` and is called as `block` is.
 
     `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult` and `grad_req`;
     those that are `frozen`, all new ones among them, get no gradients. With its `source`, the
-    block runs that tuned by its policy.
+    block runs that tuned by its policy. Inputs that have `input_dtypes` are cast to them.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
         result = (ConvertedRecurrentBlock if recurrent else ConvertedBlock)(symbol, traced.inputs)
     result._source = source
+    result._input_dtypes = [input_dtypes.get(one.name) for one in traced.inputs]
     if recurrent:
         result._like(getattr(block, "_original", block))
     # MXNet flattens the inputs and outputs of a SymbolBlock; these two give them their shape back.

@@ -1,5 +1,7 @@
 """Two models side by side: run on the same inputs, and the errors of one against the other."""
 
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
@@ -13,10 +15,11 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast
-from ..framework.machine import DTYPE_NAMES
+from ..framework.machine import DTYPE_NAMES, dtype_name
+from ..framework.wording import counted, shown
 from ..graph.graph import Graph
 from ..policy.active import suspended
-from .arguments import known_dtype, known_names
+from .arguments import known_dtype, known_names, known_shapes
 from .distance import Distance
 
 __all__ = ["Model", "OutputError", "compare_models", "inferred_labels", "random_inputs"]
@@ -27,10 +30,13 @@ NO_SHAPES = (
     "the shapes of the inputs {inputs} can't be inferred from the parameters: give them, as "
     "name:1,3,224,224"
 )
-NOT_HERE = (
-    "the model does not run here: {why}. One that was converted for GPUs runs on GPUs only, and "
-    "can be checked there"
-)
+NOT_ON_THESE = "the original does not run on these inputs: {why}"
+NOT_HERE = "the converted model does not run here: {why}"
+NO_NUMBERS = "input {name!r} must be an array of booleans, integers or floats, not {given}"
+NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
+NOTHING_FINITE = "the original gives only NaN or infinity in output {name!r}: nothing to compare"
+#: What stands before the reason in a line of MXNet's: the time, and the place in its source.
+_WHERE = re.compile(r"MXNetError: |\[\d\d:\d\d:\d\d\] \S+: |Check failed: assign\(.*?\)\): ")
 #: Random integers are below this: small enough for any table, label or length.
 _INTEGERS = 2
 
@@ -80,12 +86,22 @@ def compare_models(
     Raises
     ------
     ArgumentError
-        An input is missing or has no fitting shape.
+        An input is missing or holds other values than finite numbers; the first model does not
+        run on the inputs, or gives an output without a finite element.
     StateError
-        A model does not run here, say one that was converted for GPUs on a CPU.
+        The other model does not run here, say one that was converted for GPUs on a CPU.
     """
     ctx = ctx or current_context()
-    ours, theirs = (_outputs(m, inputs, ctx) for m in (model, other))
+    with suspended():
+        given = {name: _finite_input(name, value) for name, value in inputs.items()}
+    try:
+        ours = _outputs(model, given, ctx)
+    except MXNetError as error:
+        raise ArgumentError(NOT_ON_THESE.format(why=_reason(error))) from None
+    try:
+        theirs = _outputs(other, given, ctx)
+    except MXNetError as error:
+        raise StateError(NOT_HERE.format(why=_reason(error))) from None
     names = model[0].list_outputs()
     return tuple(_error(name, a, b) for name, a, b in zip(names, ours, theirs))
 
@@ -102,7 +118,8 @@ def random_inputs(
     labels say, may be left out.
     """
     symbol, args, auxs = model
-    shapes, dtypes = dict(shapes or {}), dict(dtypes or {})
+    shapes, dtypes = known_shapes("shapes", shapes), dict(dtypes or {})
+    known_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     names = [n for n in symbol.list_inputs() if n not in args and n not in auxs]
     known = {name: array.shape for name, array in args.items() if name in symbol.list_arguments()}
     try:
@@ -114,7 +131,6 @@ def random_inputs(
     open_ones = [name for name, shape in wanted.items() if not shape or min(shape) <= 0]
     if open_ones:
         raise ArgumentError(NO_SHAPES.format(inputs=", ".join(open_ones)))
-    known_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     random = np.random.RandomState(seed)
     return {
         name: _random(random, shape, known_dtype(name, dtypes.get(name, "float32")))
@@ -129,29 +145,46 @@ def _random(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> 
     return values if dtype == "float32" else cast(values, dtype)
 
 
-def _outputs(model: Model, inputs: Mapping[str, Any], ctx: Context) -> Sequence[Any]:
+def _finite_input(name: str, value: Any) -> NDArray:
+    """Return an input as an array; raise where it holds no numbers, or some that are not finite."""
+    array = value if isinstance(value, NDArray) else _numbers(name, value)
+    kind = dtype_name(array.dtype)
+    if "float" in kind:
+        values = cast(array, "float32") if kind == "bfloat16" else array
+        bad = int((~np.isfinite(values.asnumpy())).sum())
+        if bad:
+            raise ArgumentError(NOT_FINITE.format(name=name, elements=counted(bad, "element")))
+    return array
+
+
+def _numbers(name: str, value: Any) -> NDArray:
+    given = getattr(value, "dtype", None)
+    # MXNet would drop imaginary parts, and take dates for numbers.
+    if not isinstance(given, np.dtype) or given.kind in "biuf":
+        # What float32 does not hold is infinite, and found so.
+        with suppress(TypeError, ValueError), np.errstate(over="ignore"):
+            return nd.array(value)
+    raise ArgumentError(NO_NUMBERS.format(name=name, given=shown(value)))
+
+
+def _outputs(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
     symbol, args, auxs = model
     variables = Graph.from_symbol(symbol).variables
     codes = {variable.name: variable.attrs.get("__dtype__") for variable in variables}
     names = symbol.list_inputs()
     values = {**args, **auxs}
     with suspended():
-        for name, value in inputs.items():
+        for name, array in inputs.items():
             if name in names:
-                array = value if isinstance(value, NDArray) else nd.array(value)
                 code = codes[name]
                 values[name] = array if code is None else cast(array, DTYPE_NAMES[int(code)])
-        try:
-            values.update(
-                inferred_labels(symbol, values, [name for name in names if name not in values])
-            )
-            # Not bound: an executor would fuse operators, each model's in its own way.
-            run = CachedOp(symbol)
-            outputs = run(*(values[name].as_in_context(ctx) for name in names))
-            listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-            return [cast(output, "float32").asnumpy() for output in listed]
-        except MXNetError as error:
-            raise StateError(NOT_HERE.format(why=_reason(error))) from None
+        missing = [name for name in names if name not in values]
+        values.update(inferred_labels(symbol, values, missing))
+        # Not bound: an executor would fuse operators, each model's in its own way.
+        run = CachedOp(symbol)
+        outputs = run(*(values[name].as_in_context(ctx) for name in names))
+        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        return [cast(output, "float32").asnumpy() for output in listed]
 
 
 def inferred_labels(
@@ -171,6 +204,8 @@ def inferred_labels(
 def _error(name: str, ours: Any, theirs: Any) -> OutputError:
     distance = Distance()
     distance.add(name, ours, theirs)
+    if ours.size and not np.isfinite(ours).any():
+        raise ArgumentError(NOTHING_FINITE.format(name=name))
     agreement = None
     if ours.ndim == 2 and ours.shape[1] > 1:  # noqa: PLR2004
         agreement = float((ours.argmax(1) == theirs.argmax(1)).mean())
@@ -183,4 +218,4 @@ def _reason(error: Exception) -> str:
     """Return the line of an MXNet error that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wanted = [line for line in lines if "Error" in line or "Check failed" in line]
-    return (wanted or lines or ["unknown"])[-1].rstrip(".")
+    return _WHERE.sub("", (wanted or lines or ["unknown"])[-1]).rstrip(".")

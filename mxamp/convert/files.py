@@ -4,14 +4,15 @@ import logging
 import os
 import zlib
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet.base import MXNetError
+from mxnet.context import current_context
 
 from ..errors import ArgumentError, StateError
 from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
-from ..framework.machine import dtype_name
+from ..framework.machine import default_device, dtype_name
 from ..framework.wording import counted, shown
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
@@ -19,7 +20,7 @@ from .arguments import Names
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
 from .pairs import replaced_files
-from .saved import load_model, model_files, prefix_of_file, saved_semantics
+from .saved import files_to_write, load_model, model_files, saved_semantics
 
 __all__ = ["TOLERANCE", "ConvertedFiles", "convert_files"]
 
@@ -41,9 +42,7 @@ FAR_OFF = (
     "tolerance of {limit:g}; nothing was written. Keep more of it in float32 with "
     "excluded_sym_names, or give a larger tolerance"
 )
-A_FILE = (
-    "out must be the prefix of the files to write, not the name of one: {prefix!r}, not {out!r}"
-)
+OTHER_DEVICE = "The model was converted for {device}s, and can be checked there"
 NO_OUT = "the prefix of the files to write is empty: give another out"
 SAME_FILES = (
     "{out!r} names the files of the model itself ({path!r}), which a conversion never overwrites: "
@@ -143,7 +142,8 @@ def convert_files(
         errors: Tuple[OutputError, ...] = ()
         if check_inputs is not None:
             logger.info("running %s before and after", os.fspath(prefix))
-            errors = _checked(model, converted, check_inputs, tolerance)
+            errors = _compared(model, converted, check_inputs, policy)
+            _check(errors, tolerance)
         before = sum(path.stat().st_size for path in read)
         logger.info("writing %s", os.fspath(out))
         _write(converted, written, epoch)
@@ -159,10 +159,8 @@ def _files_to_write(
     """Return where the converted model is written: not over the model itself, by any name."""
     if not os.fspath(out):
         raise ArgumentError(NO_OUT)
-    if prefix_of_file(out) is not None:
-        raise ArgumentError(A_FILE.format(out=os.fspath(out), prefix=prefix_of_file(out)))
     read = [place_of(path) for path in model_files(prefix, epoch)]
-    written = model_files(out, epoch)
+    written = files_to_write(out, epoch)
     for path in written:
         checked_folder(path)
         if place_of(path) in read or (path.exists() and _is_one_of(path, read)):
@@ -173,14 +171,24 @@ def _files_to_write(
 
 
 def _is_one_of(path: Path, others: Any) -> bool:
-    return any(other.exists() and path.samefile(other) for other in others)
+    return any(os.path.exists(other) and path.samefile(other) for other in others)
 
 
-def _checked(
-    model: Model, converted: Model, inputs: Mapping[str, Any], tolerance: float
+def _compared(
+    model: Model, converted: Model, inputs: Mapping[str, Any], policy: Optional[Policy]
 ) -> Tuple[OutputError, ...]:
-    """Return the errors of a converted model's outputs; raise where they are too large."""
-    errors = compare_models(model, converted, inputs)
+    """Return the errors of a converted model's outputs."""
+    try:
+        return compare_models(model, converted, inputs)
+    except StateError as error:
+        device = default_device() if policy is None else policy.device
+        if device == current_context().device_type:
+            raise
+        raise StateError(f"{error}. {OTHER_DEVICE.format(device=device.upper())}") from None
+
+
+def _check(errors: Sequence[OutputError], tolerance: float) -> None:
+    """Raise where errors of outputs are too large."""
     for error in errors:
         if error.lost:
             raise StateError(LOST.format(elements=counted(error.lost, "element"), name=error.name))
@@ -188,7 +196,6 @@ def _checked(
     if worst is not None and worst.relative > tolerance:
         off = {"name": worst.name, "found": worst.relative, "limit": tolerance}
         raise StateError(FAR_OFF.format(**off))
-    return errors
 
 
 def _write(model: Model, files: Tuple[Path, Path], epoch: int) -> None:

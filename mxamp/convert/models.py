@@ -203,7 +203,8 @@ def convert_hybrid_block(
     fuse : bool, default False
         As of `convert_model`. The new block's parameters are all frozen then.
 
-    The other parameters are those of `convert_symbol`.
+    The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
+    data of another half precision or float32 that is given to it.
 
     Raises
     ------
@@ -235,4 +236,5 @@ def convert_hybrid_block(
     source = None
     if keep_io_types:
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
-    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source)
+    taken = {} if keep_io_types else converted.data
+    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, taken)

@@ -5,6 +5,7 @@ from then on they are moved to their places, by whoever looks for them next if n
 """
 
 import errno
+import os
 import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,7 +60,8 @@ def replaced_files(paths: Sequence[Path], check: Callable[[Path], None]) -> Iter
 def finish_replacing(paths: Sequence[Path]) -> None:
     """Move files to their places that a killed process had ready and has not moved."""
     ready = _ready(paths)
-    if not ready.is_dir():
+    # Not Path.is_dir, which raises where a name is too long for a file: then there is none.
+    if not os.path.isdir(ready):
         return
     # Two processes may find it at once: what one has moved is no concern of the other's.
     with suppress(FileNotFoundError):

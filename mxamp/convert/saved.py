@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
@@ -12,14 +13,14 @@ from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, unknown
 from ..framework.wording import shortened
 from ..graph.graph import Graph
 from ..graph.validation import check_symbol_json
 from .compare import Model
 from .pairs import finish_replacing
 
-__all__ = ["epochs_of", "load_model", "model_files", "prefix_of_file", "saved_semantics"]
+__all__ = ["epochs_of", "files_to_write", "load_model", "model_files", "saved_semantics"]
 
 logger = logging.getLogger("mxamp")
 
@@ -39,6 +40,11 @@ NO_PREFIX = (
     "{path!r} is the name of a file: give the prefix, which is what comes before -symbol.json "
     "({prefix!r}{epoch})"
 )
+A_FILE = (
+    "out must be the prefix of the files to write, not the name of one: {prefix!r}, not {out!r}"
+)
+NO_LAST_PART = "out must end in a name for the files to write, such as {example!r}, not {out!r}"
+NOT_A_FILE = "{path!r} is {what}, and not a file"
 NO_FILE = "there is no file {path!r}{hint}"
 UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
 NO_SYMBOL = "{path!r} can't be read as a symbol: {why}"
@@ -66,10 +72,17 @@ def model_files(prefix: Prefix, epoch: int) -> Tuple[Path, Path]:
     return Path(f"{name}-symbol.json"), Path(f"{name}-{epoch:04d}.params")
 
 
-def prefix_of_file(name: Prefix) -> Optional[str]:
-    """Return the prefix in the name of one of a model's files; None for other names."""
-    part = _PART.match(os.fspath(name))
-    return None if part is None else part[1]
+def files_to_write(out: Prefix, epoch: int) -> Tuple[Path, Path]:
+    """Return where a model is saved as `out`, which is a prefix that ends in a name."""
+    folder, last = os.path.split(os.fspath(out))
+    part = _PART.match(os.fspath(out))
+    if part is not None:
+        raise ArgumentError(A_FILE.format(out=os.fspath(out), prefix=part[1]))
+    # Of these MXNet, given a folder and the last part, makes a path that leads out of the folder.
+    if os.fspath(out) and not last.strip("."):
+        example = os.path.join(folder, "model")
+        raise ArgumentError(NO_LAST_PART.format(out=os.fspath(out), example=example))
+    return model_files(out, epoch)
 
 
 def epochs_of(prefix: Prefix) -> List[int]:
@@ -90,11 +103,12 @@ def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
     MXNet marks each array of a file with the semantics that were on when it was saved, and loads it
     under the same only.
     """
-    try:
-        with open(model_files(prefix, epoch)[1], "rb") as file:
-            head = file.read(_FIRST_ARRAY.size)
-    except OSError:
-        head = b""  # load_model says what is missing
+    path, head = model_files(prefix, epoch)[1], b""
+    # load_model says what is missing; a pipe would be waited for.
+    with suppress(OSError):
+        if path.is_file():
+            with open(path, "rb") as file:
+                head = file.read(_FIRST_ARRAY.size)
     marked = len(head) == _FIRST_ARRAY.size and _FIRST_ARRAY.unpack(head)[-1] == _NUMPY_ARRAY
     return mx.util.np_shape(marked or mx.util.is_np_shape())
 
@@ -111,8 +125,11 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     except OSError as error:
         raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
     for path in files:
-        if not path.is_file():
+        if not os.path.exists(path):
             raise _missing(prefix, path)
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "a pipe or a device"
+            raise ArgumentError(NOT_A_FILE.format(path=str(path), what=what))
     with saved_semantics(prefix, epoch):
         symbol = _read_symbol(files[0])
         args, auxs = _read_params(files[1])
@@ -146,12 +163,24 @@ def _read_symbol(path: Path) -> Symbol:
     except (ArgumentError, OSError) as error:
         why = str(error)
     except MXNetError as error:
-        why = _last_line(error)
+        why = _unknown_attribute(str(error)) or _last_line(error)
         custom = re.search(r"Cannot find custom operator (\S+)", str(error))
         if custom is not None:
             said = NOT_REGISTERED.format(path=str(path), name=custom[1])
             raise ArgumentError(said) from None
     raise ArgumentError(NO_SYMBOL.format(path=str(path), why=why))
+
+
+def _unknown_attribute(said: str) -> Optional[str]:
+    """Return what is wrong where MXNet knows no such attribute; it lists those there are."""
+    found = re.search(
+        r"Cannot find argument '(.*?)'.*in operator (\w+)\(name=\"(.*?)\"", said, re.S
+    )
+    if found is None:
+        return None
+    attribute, operator, node = found.groups()
+    known = re.findall(r"^(\w+) : ", said, re.M)
+    return f"{operator} {node!r}: {unknown('attribute', attribute, known)}"
 
 
 def _read_params(path: Path) -> Tuple[Mapping[str, NDArray], Mapping[str, NDArray]]:

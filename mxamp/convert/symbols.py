@@ -74,6 +74,7 @@ class Converted(NamedTuple):
 
     symbol: Symbol
     inputs: Dict[str, str]  #: those it now takes in another dtype
+    data: Dict[str, str]  #: the dtypes of inputs that are no parameters
     params: Params  #: of `source`: the values given, those of fused operators among them
     source: Graph  #: the graph without casts
     policy: Policy  #: what decided
@@ -109,13 +110,14 @@ def convert(
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
     unchanged = new == graph == read and not conversion.fuse
     new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), data, policy, conversion)
+    taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
     warn_of_values(new, held, policy.target_dtype)
     if unchanged and not inputs and "amp_cast" not in read.operators:
-        return Converted(symbol, {}, held, graph, policy)
+        return Converted(symbol, {}, taken, held, graph, policy)
     if not conversion.fuse:
         new = with_copies(new, {**dtypes, **inputs})
     written = new.to_symbol(_keeping_casts(type(symbol)))
-    return Converted(written, inputs, held, graph, policy)
+    return Converted(written, inputs, taken, held, graph, policy)
 
 
 def _wide_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Params:

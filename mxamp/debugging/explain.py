@@ -1,15 +1,15 @@
 """How a plan is made: what a policy does to a graph, node by node, and why."""
 
+import math
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
-import numpy as np
 from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..convert.arguments import checked_policy, known_dtypes, known_names
+from ..convert.arguments import checked_policy, known_dtypes, known_names, known_shapes
 from ..convert.blocks import Examples, trace
-from ..errors import ArgumentError
+from ..errors import ArgumentError, located
 from ..framework.arrays import cast
 from ..framework.machine import dtype_name
 from ..framework.wording import one_of, shown
@@ -26,7 +26,6 @@ from .plan import Cast, NodePlan, OfflineCast, Plan
 __all__ = ["explain"]
 
 MODES = ("converted", "inference", "training")
-SHAPE = "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -95,12 +94,13 @@ def explain(
     """
     if mode not in MODES:
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
-    input_shapes = _checked_shapes(input_shapes)
+    input_shapes = known_shapes("input_shapes", input_shapes)
     symbol, held = _model_of(model, params, example_inputs)
     policy = Policy.from_lists(target_dtype, policy=policy)
     graph = Graph.from_symbol(symbol)
     policy = checked_policy(policy, excluded_sym_names, graph)
-    known_names(list(input_shapes), graph.input_names, "input")
+    with located("input_shapes"):
+        known_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in held.items()}
     if mode != "converted":
         shapes.update(input_shapes)
@@ -131,12 +131,16 @@ def _plan_of(
     data = tuple(name for name in inputs if name not in held)
     _, dtypes = cast_offline(result.graph, frozenset(data), policy.target_dtype)
     offline = tuple(_offline_cast(name, held[name], dtype) for name, dtype in dtypes.items())
-    before = sum(array.size * _width(array.dtype) for array in held.values())
+    before = sum(_size(array) * _width(array.dtype) for array in held.values())
     saved = sum(c.size * (_width(held[c.name].dtype) - _width(c.dtype)) for c in offline)
     casts = tuple(_casts(result.graph))
     return Plan(
         policy.target_dtype, policy.device, nodes, casts, data, before, before - saved, offline
     )
+
+
+def _size(array: NDArray) -> int:
+    return int(math.prod(array.shape))  # sparse arrays have no size
 
 
 def _width(dtype: Any) -> int:
@@ -145,20 +149,7 @@ def _width(dtype: Any) -> int:
 
 def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
     with suspended():
-        return OfflineCast(name, dtype, array.size, *count_losses(array, cast(array, dtype)))
-
-
-def _checked_shapes(given: Any) -> Dict[str, Tuple[int, ...]]:
-    """Return shapes by names of inputs."""
-    if not isinstance(given, (Mapping, type(None))):
-        raise ArgumentError(f"input_shapes must map names to shapes, not be {shown(given)}")
-    shapes = {}
-    for name, shape in (given or {}).items():
-        sizes = shape if isinstance(shape, (tuple, list)) else [None]
-        if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
-            raise ArgumentError(SHAPE.format(name=name, given=shown(shape)))
-        shapes[name] = tuple(sizes)
-    return shapes
+        return OfflineCast(name, dtype, _size(array), *count_losses(array, cast(array, dtype)))
 
 
 def _model_of(

@@ -29,6 +29,7 @@ _BLOCK = 2**20
 
 NO_NAME = "the name of the file to write is empty: give one"
 A_FOLDER = "{path!r} is a folder: give the name of a file"
+NO_SUCH_NAME = "{path!r} can't be written ({why}): give another name"
 NO_FOLDER = "there is no folder {path!r} to write to: make it, or write elsewhere"
 NOT_WRITTEN = "{path!r} can't be written ({why}); what was there before is unchanged"
 NOT_THE_SAME = "what was read back is not what was written"
@@ -90,6 +91,13 @@ def checked_folder(path: Union[str, Path]) -> None:
     """Raise an `ArgumentError` where `path` can't be the name of a file, in a folder there is."""
     if not os.fspath(path):
         raise ArgumentError(NO_NAME)
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a new file, or one in a folder that is none
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ArgumentError(NO_SUCH_NAME.format(path=os.fspath(path), why=why)) from None
     if os.path.isdir(path):
         raise ArgumentError(A_FOLDER.format(path=os.fspath(path)))
     folder = place_of(Path(path)).parent

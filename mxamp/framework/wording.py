@@ -86,7 +86,7 @@ def _is_number(kind: type) -> bool:
 
 def _object(value: Any) -> str:
     name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' or name == 'NDArray' else 'a'} {name}"
+    return f"{'an' if name[0] in 'AEIOUaeiou' or name.lower() == 'ndarray' else 'a'} {name}"
 
 
 _short = _Short()

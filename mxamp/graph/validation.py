@@ -11,11 +11,15 @@ __all__ = ["check_symbol_json"]
 def check_symbol_json(text: str) -> None:
     """Raise an `ArgumentError` of one sentence where `text` is no symbol's JSON."""
     try:
-        _check_graph(json.loads(text))
+        data = json.loads(text)
+        _check_graph(data)
     except json.JSONDecodeError as error:
         raise ArgumentError(f"it is no JSON, or was cut off: {error}") from None
     except RecursionError:
         raise ArgumentError("it is nested too deeply") from None
+    for what in ("nodes", "heads"):
+        if not data[what]:
+            raise ArgumentError(f"its list of {what} is empty")
 
 
 def _check_graph(data: Any) -> None:

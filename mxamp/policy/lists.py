@@ -80,6 +80,8 @@ def read_list(
 def _parsed(path: Union[str, Path]) -> Table:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"an operator list must be given by its path, not by {shown(path)}")
+    if not os.fspath(path):
+        raise ArgumentError("the path of the operator list is empty: give that of a TOML file")
     text = ""
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import exported, operators_of, randn, same, values
+from helpers import down, exported, kind, operators_of, randn, same, up, values
 from mxamp.framework.machine import BFLOAT16
 
 B = amp.Policy.default("bfloat16")
@@ -132,6 +132,36 @@ def test_where_nothing_is_tuned_it_runs_what_it_exports(net, options, tmp_path):
     low, x = amp.convert_hybrid_block(net, **options), randn(3, 3, 6, 6)
     out = low(x)
     assert same(values(out), values(exported(low, tmp_path)(x)))
+
+
+@pytest.mark.parametrize("kind_given", ["float32", "float16", "bfloat16"])
+def test_without_the_types_of_the_original_it_casts_data_that_it_is_given(dtype, kind_given):
+    net, x = nn.HybridSequential(), randn(3, 6)
+    net.add(nn.Dense(4, in_units=6, activation="relu"), nn.Dense(2, in_units=4))
+    net.initialize()
+    low = amp.convert_hybrid_block(net, dtype, keep_io_types=False, example_inputs=x)
+    given = x.copy() if kind_given == "float32" else down(x, kind_given)
+    rounded_once = down(x if kind_given == "float32" else up(given), dtype)
+    out = low(given)
+    assert kind(out) == dtype
+    assert same(out, low(rounded_once))
+    outer = gluon.nn.HybridSequential()
+    outer.add(low)
+    outer.hybridize()
+    assert same(outer(given), out)
+    given.attach_grad()
+    with mx.autograd.record():
+        loss = up(low(given)).sum()
+    loss.backward()
+    assert kind(given.grad) == kind_given
+    assert values(given.grad).any()
+
+
+def test_without_the_types_of_the_original_data_read_in_float32_is_cast_too(net):
+    x = randn(3, 3, 6, 6)
+    low = amp.convert_hybrid_block(net, "bfloat16", keep_io_types=False)
+    for half in ("float16", "bfloat16"):
+        assert same(low(down(x, half)), low(up(down(x, half))))
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")

@@ -8,7 +8,7 @@ import pytest
 from mxnet import nd
 
 import mxamp as amp
-from helpers import kind, randn
+from helpers import BF16, kind, randn
 from models import model, policy_for
 
 
@@ -65,6 +65,9 @@ def test_random_inputs():
 @pytest.mark.parametrize(
     "call, words",
     [
+        (lambda m: amp.random_inputs(m, {"data": (2**31, 4)}), "8,589,934,592 elements"),
+        (lambda m: amp.random_inputs(m, {"data": (0, 4)}), "sizes above 0"),
+        (lambda m: amp.random_inputs(m, {"dato": (2, 4)}), "unknown input 'dato'"),
         (lambda m: amp.random_inputs(m), "shapes of the inputs data"),
         (lambda m: amp.random_inputs(m, {"data": (2, 5)}), "don't fit"),
         (lambda m: amp.compare_models(m, m, {}), "inputs without a value: data"),
@@ -75,10 +78,37 @@ def test_what_is_missing_is_named(call, words):
         call((dense(), parameters(), {}))
 
 
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (np.full((2, 4), np.nan), "NaN, infinity or beyond float32 in 8 elements"),
+        (nd.amp_cast(nd.array([[1, np.inf, 1, 1]]), dtype=BF16), "in 1 element:"),
+        (np.full((2, 4), 1e300), "beyond float32"),
+        (np.ones((2, 4), "complex64"), "2x4 in complex64"),
+        (np.full((2, 4), "a"), "booleans, integers or floats"),
+        ([["a"]], "booleans, integers or floats"),
+        (nd.ones((2, 5)), "the original does not run on these inputs"),
+    ],
+)
+def test_inputs_are_finite_numbers(value, words):
+    triple = (dense(), parameters(), {})
+    with pytest.raises(amp.ArgumentError, match=words):
+        amp.compare_models(triple, triple, {"data": value})
+
+
+def test_there_must_be_something_to_compare():
+    triple = (dense(), {**parameters(), "fc_bias": nd.full(3, np.nan)}, {})
+    with pytest.raises(amp.ArgumentError, match="only NaN or infinity in output 'fc_output'"):
+        amp.compare_models(triple, triple, {"data": nd.ones((2, 4))})
+    triple[1]["fc_bias"] = nd.array([np.inf, 1, 1])
+    (error,) = amp.compare_models(triple, triple, {"data": nd.ones((2, 4))})
+    assert (error.relative, error.lost) == (0, 0)
+
+
 def test_a_model_for_gpus_does_not_run_here():
     triple = (dense(), parameters(), {})
     converted = amp.convert_model(*triple, policy=amp.Policy.default("float16", "gpu"))
-    with pytest.raises(amp.StateError, match="runs on GPUs only"):
+    with pytest.raises(amp.StateError, match="the converted model does not run here"):
         amp.compare_models(triple, converted, {"data": nd.ones((2, 4))})
 
 

@@ -211,6 +211,26 @@ def test_modes_stay(writer, folder):
     assert modes == {0o640}
 
 
+@pytest.mark.parametrize("out", [".", "..", "folder/", "folder/.", "/"])
+def test_models_are_not_written_to_a_prefix_without_a_name(folder, out, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    save_model(folder.parent)
+    net = mx.gluon.nn.Dense(4)
+    net.initialize()
+    low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=randn(2, 8))
+    for write in (low.export, lambda to: amp.convert_files("model", to, force=True)):
+        with pytest.raises(amp.ArgumentError, match="must end in a name"):
+            write(out)
+    nothing_left(folder, [])
+    nothing_left(folder.parent, ["folder", "model-0000.params", "model-symbol.json"])
+
+
+@pytest.mark.parametrize("name, words", [("n" * 300, "name too long"), ("a\0b", "null byte")])
+def test_names_that_no_file_can_have(folder, name, words):
+    with pytest.raises(amp.ArgumentError, match=words):
+        write_file(folder / name, b"")
+
+
 @pytest.mark.parametrize("path", ["", b""])
 def test_an_empty_name(path):
     with pytest.raises(amp.ArgumentError, match="empty"):
