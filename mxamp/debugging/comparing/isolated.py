@@ -138,7 +138,7 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
         return net
     arrays = arrays_in(inputs)
     context = arrays[0].context if arrays else current_context()
-    return rebuilt(net, traced, traced.symbol, traced.values(), [context], {})
+    return rebuilt(net, traced, traced.symbol, traced.values(), [context], {}, None, {})
 
 
 @contextlib.contextmanager
