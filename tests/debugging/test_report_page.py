@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 
+import mxnet as mx
 import pytest
 from click.testing import CliRunner
 
@@ -67,6 +68,16 @@ def report(*arguments, status=0):
     result = CliRunner().invoke(main, ["report", *map(str, arguments)])
     assert result.exit_code == status, result.output
     return result
+
+
+def test_findings_of_numerics_are_shown(tmp_path):
+    with amp.debugging.check_numerics(on="collect") as check:
+        mx.nd.log(mx.nd.zeros((3,)))
+    culprit = record("culprit", check.first.to_dict())
+    page = report_page([read_trace(written(tmp_path / "a.jsonl", line_of(1), culprit))])
+    (row,) = re.findall(r"<tr>(?:(?!</tr>).)*forward.*?</tr>", page, re.S)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
+    assert {"log", "float32", "3"} <= set(cells), cells
 
 
 def test_the_page_says_what_the_trace_holds(tmp_path):

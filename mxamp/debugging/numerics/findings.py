@@ -41,7 +41,8 @@ class Finding:
     def to_dict(self) -> Dict[str, Any]:
         """Return it as a flat dict for JSON."""
         data = {key: getattr(self, key) for key in self.__dataclass_fields__}
-        return {**data, "statistics": self.statistics.to_dict()}
+        del data["statistics"]
+        return {**data, **self.statistics.to_dict()}
 
     def __str__(self) -> str:
         block = f" in block {self.block!r}" if self.block else ""

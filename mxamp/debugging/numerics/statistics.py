@@ -14,6 +14,8 @@ __all__ = ["LARGEST", "SMALLEST_NORMAL", "Statistics", "values_of"]
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}
 
+_SHORT = {"minimum": "min", "maximum": "max"}
+
 # As MXNet made it: under mxamp bfloat16 comes as float32, by way of a cast.
 _asnumpy = NDArray.asnumpy
 
@@ -63,7 +65,8 @@ class Statistics:
 
     def to_dict(self) -> Dict[str, Any]:
         """Return it as a dict for JSON."""
-        return {**asdict(self), "shape": list(self.shape)}
+        data = {**asdict(self), "shape": list(self.shape)}
+        return {_SHORT.get(name, name): value for name, value in data.items()}
 
     def __str__(self) -> str:
         parts = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "Inf")) if n]
