@@ -122,6 +122,7 @@ BENCHMARKS = sorted(path.name for path in BENCH.iterdir() if path.is_file() and 
 def test_these_are_the_benchmarks():
     assert BENCHMARKS == [
         "convert",
+        "debugging",
         "finite",
         "kernels",
         "models",

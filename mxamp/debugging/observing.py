@@ -5,8 +5,9 @@ costs nothing: the patches are in place only while an observer is open.
 """
 
 import functools
+import threading
 import weakref
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, ClassVar, List, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet.executor import Executor
 from mxnet.gluon.block import HybridBlock
@@ -52,8 +53,12 @@ class Observer(PatchSet):
     `run`, and returns what that returns; the ones here do nothing else.
     """
 
+    _opened_ones: ClassVar[List["Observer"]] = []
+
     def __init__(self) -> None:
         super().__init__()
+        #: `op`, by thread: whose graph `on_graph` is given.
+        self.current = threading.local()
         # Blocks that follow policies only because they are observed.
         self._followed: "weakref.WeakSet[HybridBlock]" = weakref.WeakSet()
 
@@ -70,9 +75,19 @@ class Observer(PatchSet):
         ]
         return [Patch(*place, on_top=True) for place in places]
 
+    def open(self) -> None:
+        """Put the patches in place, above those of observers that are open."""
+        with self._lock:
+            super().open()
+            if self not in self._opened_ones:
+                self._opened_ones.append(self)
+
     def close(self) -> None:
         """Take the patches off; blocks are as they were."""
-        super().close()
+        with self._lock:
+            super().close()
+            if self in self._opened_ones:
+                self._opened_ones.remove(self)
         for block in list(self._followed):
             unfollow(block)
         self._followed.clear()
@@ -88,7 +103,11 @@ class Observer(PatchSet):
         return run(call.inputs)
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
-        """See a hybridized block's graph, with the casts in it, and all that it reads."""
+        """See a hybridized block's graph, with the casts in it, and all that it reads.
+
+        It may be run in another way than by `run`: then other observers have to be told of it, by
+        `tell_others`.
+        """
         return run()
 
     def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
@@ -98,6 +117,16 @@ class Observer(PatchSet):
     def on_backward(self, executor: Executor, heads: Any, run: Callable[[], Any]) -> Any:
         """See its backward pass from these gradients of its outputs."""
         return run()
+
+    def note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
+        """Take note of a graph that another observer runs in its own way."""
+
+    def tell_others(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
+        """Tell observers below this one of a graph that is not run by `run`."""
+        with self._lock:
+            below = self._opened_ones[: self._opened_ones.index(self)]
+        for observer in below:
+            observer.note_graph(symbol, inputs)
 
     # ------------------------------------------------------------------ the patches
 
@@ -141,6 +170,7 @@ class Observer(PatchSet):
         @functools.wraps(original)
         def call(op: PolicyCachedOp, *args: NDArray, **options: Any) -> Any:
             symbol, inputs = op.graph_of(args)
+            self.current.op = op
             return self.on_graph(symbol, inputs, lambda: original(op, *args, **options))
 
         return call

@@ -217,8 +217,11 @@ class _Counting(Observer):
     on_cast = on_call
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
-        self._stats.note_graph(symbol, dict(zip(symbol.list_inputs(), inputs)))
+        self.note_graph(symbol, inputs)
         return run()
+
+    def note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
+        self._stats.note_graph(symbol, dict(zip(symbol.list_inputs(), inputs)))
 
     def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
         symbol = self._symbols.get(executor)

@@ -28,10 +28,11 @@ __all__ = ["Probed", "collect", "cpu_quota", "kernel_threads", "probe", "probed"
 
 #: Of all that MXNet needs to import and measure, in seconds: a few, or 15 on a busy machine.
 PROBE_LIMIT = 60
-#: As programs import MXNet: first of all, where the start-up hook waits for that, else after mxamp.
+#: As programs import MXNet: first of all, where the start-up hook is asked to switch on, else
+#: after mxamp, which makes it importable.
 _PROBE = """
-import sys
-if "mxamp_startup" in sys.modules:
+import os, sys
+if "mxamp_startup" in sys.modules and os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION"):
     import mxnet
 import mxamp
 from mxamp.diagnosis.probe import main

@@ -22,6 +22,7 @@ __all__ = [
     "GraphCopy",
     "Node",
     "Output",
+    "VERSION",
     "argument_dtypes",
     "infer_outputs",
     "infer_types",
@@ -177,8 +178,8 @@ class GraphCopy:
 #: Answers of MXNet on single nodes, which never change.
 _inferred: Dict[Any, Tuple[str, ...]] = {}
 
-# Without it MXNet takes a graph for one of version 0.8 and "upgrades" it.
-_VERSION = {"mxnet_version": ["int", 10901]}
+#: Without it MXNet takes a graph for one of version 0.8 and "upgrades" it.
+VERSION = {"mxnet_version": ["int", 10901]}
 
 
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
@@ -204,7 +205,7 @@ def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
         for i, dtype in enumerate(dtypes)
     ]
     alone = replace(node, name="node", inputs=[(i, 0) for i in range(count)])
-    graph = Graph([*inputs, alone], [(count, i) for i in range(node.num_outputs)], _VERSION)
+    graph = Graph([*inputs, alone], [(count, i) for i in range(node.num_outputs)], VERSION)
     inferred = infer_types(graph.to_symbol())
     return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
 

@@ -12,7 +12,7 @@ from ..framework.arrays import dtypes_of, invoke
 from ..framework.operators import resolve
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from .census import tensors_of
-from .graph import Graph, Node, Output
+from .graph import VERSION, Graph, Node, Output
 from .usage import Shape
 
 __all__ = ["interpret", "run_node"]
@@ -84,7 +84,7 @@ def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
         node.op, node.name, node.attrs, [(i, 0) for i in range(count)], node.subgraphs,
         node.num_outputs,
     )  # fmt: skip
-    graph = Graph([*variables, alone], [(count, k) for k in range(node.num_outputs)])
+    graph = Graph([*variables, alone], [(count, k) for k in range(node.num_outputs)], VERSION)
     return CachedOp(graph.to_symbol(_symbol_class(is_np)))
 
 

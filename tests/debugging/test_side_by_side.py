@@ -367,7 +367,7 @@ def test_pictures(tmp_path):
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert any("jumps first" in label for label in labels)
     assert "<img" in result._repr_html_()
-    with pytest.raises(amp.ArgumentError, match="suffix"):
+    with pytest.raises(amp.ArgumentError, match="must be a file of one of"):
         result.plot(tmp_path / "errors.what")
     with pytest.raises(amp.ArgumentError, match="no folder"):
         result.plot(tmp_path / "none" / "errors.png")

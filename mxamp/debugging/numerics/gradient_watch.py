@@ -1,7 +1,8 @@
 """Judging backward passes: the gradients that came to each operator, and that left it."""
 
 import threading
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set
+from collections import deque
+from typing import Any, Callable, Deque, Dict, Optional, Sequence, Set
 
 from mxnet import nd
 from mxnet.ndarray.ndarray import NDArray
@@ -31,32 +32,50 @@ _MASKS = frozenset({
 })  # fmt: skip
 
 
+# So many backward passes an operator waits for its own, before it is taken to have none.
+_KEPT = 4
+_MOST = 100_000
+
+
 class _Passage:
     """One operator of a recorded forward pass, and the gradients seen at it."""
 
-    def __init__(self, site: Site, times_zero: bool) -> None:
-        self.site = site
+    def __init__(self, site: Site, times_zero: bool, skipped: bool, age: int) -> None:
+        self.site, self.skipped, self.age = site, skipped, age
         self.times_zero = times_zero  # an input is all zero, and so may the others' gradients be
         self.heads: Dict[int, Statistics] = {}
         self.inputs: Dict[int, Statistics] = {}
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether a backward pass has come by."""
+        return bool(self.heads or self.inputs)
+
+    def forget(self) -> None:
+        """Be ready for another pass."""
+        self.heads.clear()
+        self.inputs.clear()
 
 
 class GradientWatch:
     """Probes around the operators of a recorded pass; after backward, what they have seen."""
 
     def __init__(self) -> None:
-        self._passages: List[_Passage] = []
-        self._done = False
+        self._passages: Deque[_Passage] = deque(maxlen=_MOST)
+        self._judged = 0
         self._lock = threading.Lock()
 
     def around(
-        self, site: Site, inputs: Sequence[NDArray], run: Callable[[Sequence[NDArray]], Any]
+        self,
+        site: Site,
+        inputs: Sequence[NDArray],
+        run: Callable[[Sequence[NDArray]], Any],
+        skipped: bool,
     ) -> Any:
         """Run an operator with probes on what it reads and writes; return its outputs."""
+        times_zero = any(is_float(array) and not values_of(array).any() for array in inputs)
+        passage = _Passage(site, times_zero, skipped, self._judged)
         with self._lock:
-            if self._done:
-                self._passages, self._done = [], False
-            passage = _Passage(site, any(is_float(a) and not values_of(a).any() for a in inputs))
             self._passages.append(passage)
         unwatched = _unwatched(site.operator, len(inputs))
         outputs = run(
@@ -78,21 +97,23 @@ class GradientWatch:
         return probed(array, _note(passage.heads, k))
 
     def judge(self, step: int) -> Optional[Finding]:
-        """Return what went wrong first in the backward pass that was just run; None for nothing."""
+        """Return what went wrong first in the backward pass that was just run; None for nothing.
+
+        Where that was to be skipped, what follows from it is no finding either.
+        """
         nd.waitall()
         with self._lock:
-            self._done = True
-            passages = self._passages
-        found = None
-        for passage in reversed(passages):
-            found = _nonfinite(passage, step)
-            if found is not None:
-                return found
-        for passage in reversed(passages):
-            found = _vanished(passage, step)
-            if found is not None:
-                return found
-        return None
+            seen = [passage for passage in reversed(self._passages) if passage.is_seen]
+            found = next(((p, f) for p in seen if (f := _nonfinite(p, step)) is not None), None)
+            if found is None:
+                found = next(((p, f) for p in seen if (f := _vanished(p, step)) is not None), None)
+            for passage in seen:
+                passage.forget()
+            self._judged += 1
+            # Other graphs may be waiting for their backward pass.
+            while self._passages and self._passages[0].age <= self._judged - _KEPT:
+                self._passages.popleft()
+        return None if found is None or found[0].skipped else found[1]
 
 
 def _note(seen: Dict[int, Statistics], position: int) -> Callable[[NDArray], None]:

@@ -17,6 +17,7 @@ from ...framework.operators import Operator
 from ...framework.wording import counted
 from ...graph.graph import CASTS
 from ...policy.policy import Policy
+from ...policy.values import INFINITE_FROM
 from .findings import Finding
 from .statistics import LARGEST, Statistics, values_of
 
@@ -29,6 +30,12 @@ _HALVES = {"float16", "bfloat16"}
 _LAYERS = frozenset({
     "Activation", "BatchNorm", "Convolution", "Deconvolution", "FullyConnected", "LayerNorm",
     "LeakyReLU", "Pooling", "RNN", "relu", "_npx_relu",
+})  # fmt: skip
+#: Operators that only move values; `while_loop` pads its results with memory that nobody has set.
+_MOVES = frozenset({
+    "Concat", "Flatten", "Reshape", "SliceChannel", "SwapAxis", "_copy", "_copyto",
+    "_npi_concatenate", "_npi_stack", "expand_dims", "repeat", "slice", "slice_axis", "squeeze",
+    "stack", "tile", "transpose",
 })  # fmt: skip
 _SHIFTS = frozenset({"bias", "beta", "moving_mean", "running_mean"})  # may well be all zero
 _A_LAYER = 8  # fewer values can all be zero by chance
@@ -76,8 +83,6 @@ class Inspection:
         self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
     ) -> Optional[Finding]:
         """Return what is wrong with an operator's outputs, None where nothing is, or not by it."""
-        if site.operator.name == "_copyto":
-            return None  # whoever computes with the copy is judged
         results = [(array, values_of(array)) for array in outputs if is_float(array)]
         bad = [array for array, values in results if not np.isfinite(values).all()]
         if bad:
@@ -92,29 +97,38 @@ class Inspection:
         self, site: Site, inputs: Sequence[NDArray], bad: Sequence[NDArray]
     ) -> Optional[Finding]:
         sources = [
-            (i, array)
+            (site.names[i], array)
             for i, array in enumerate(inputs)
             if is_float(array) and not np.isfinite(values_of(array)).all()
         ]
-        known = [self._followed.get(array.handle.value) for _, array in sources]
-        if not sources and (not inputs or any(map(_is_infinite, site.attributes.values()))):
-            self._pass_on(bad, _ON_PURPOSE)
-            return None
-        if not sources:
+        reasons = {self._reason(array) for _, array in sources}
+        if None in reasons:
+            return self._judge_unknown(site, sources, bad)
+        if sources:
+            on_purpose = reasons == {_ON_PURPOSE}
+            had_nan = _has_nan([array for _, array in sources])
+            made = on_purpose and _has_nan(bad) and not had_nan
+        else:
+            on_purpose = not inputs or any(map(_is_infinite, site.attributes.values()))
+            made = not on_purpose
+        if made:
             return self._made(site, bad)
-        for (i, array), status in zip(sources, known):
-            if status is None:
-                self.follow(array)
-                self._pass_on(bad, _FAULT)
-                return self._finding("input", site, site.names[i], array)
-        if all(status is not None and status[1] == _ON_PURPOSE for status in known):
-            had_nan = any(np.isnan(values_of(array)).any() for _, array in sources)
-            if not had_nan and any(np.isnan(values_of(array)).any() for array in bad):
-                return self._made(site, bad)
-            self._pass_on(bad, _ON_PURPOSE)
-            return None
-        self._pass_on(bad, _FAULT)
+        self._pass_on(bad, _ON_PURPOSE if on_purpose else _FAULT)
         return None
+
+    def _judge_unknown(
+        self, site: Site, sources: Sequence[Tuple[str, NDArray]], bad: Sequence[NDArray]
+    ) -> Optional[Finding]:
+        """Judge inputs that are not finite for a reason that nothing here has seen."""
+        if site.operator.name in _MOVES and not any(self._reason(array) for _, array in sources):
+            return None  # whoever computes with what was moved is judged
+        name, array = next(pair for pair in sources if self._reason(pair[1]) is None)
+        self._pass_on([array, *bad], _FAULT)
+        return self._finding("input", site, name, array)
+
+    def _reason(self, array: NDArray) -> Optional[str]:
+        """Return why an array is not finite, None where that is not known."""
+        return self._followed.get(array.handle.value, (None, None))[1]
 
     def _made(self, site: Site, bad: Sequence[NDArray]) -> Finding:
         self._pass_on(bad, _FAULT)
@@ -166,7 +180,8 @@ class Inspection:
             if not is_float(array) or _dtype(array) in _HALVES:
                 continue
             size = np.abs(values_of(array))
-            above, below = size > LARGEST[dtype], (size > 0) & (size <= _ROUNDED_TO_ZERO[dtype])
+            above = size >= INFINITE_FROM[dtype]
+            below = (size > 0) & (size <= _ROUNDED_TO_ZERO[dtype])
             if (above & np.isfinite(size)).any():
                 detail = f"{int(above.sum())} would be infinite in {dtype}"
                 return self._finding("overflow", site, name, array, detail)
@@ -200,6 +215,10 @@ def _dtype(array: NDArray) -> str:
 def is_float(array: NDArray) -> bool:
     """Tell whether an array has values to judge: dense and floating-point."""
     return _dtype(array) in _FLOATS and array.size > 0
+
+
+def _has_nan(arrays: Iterable[NDArray]) -> bool:
+    return any(np.isnan(values_of(array)).any() for array in arrays)
 
 
 def _is_infinite(attribute: Any) -> bool:

@@ -37,6 +37,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.blocks: List[Block] = []
         self.calls: List[Tuple[Call, Site]] = []
+        #: What the probes' copies that a call reads stand for, by their handles.
+        self.originals: List[Dict[int, NDArray]] = []
 
 
 class NodeByNode(Observer):
@@ -103,11 +105,18 @@ class NodeByNode(Observer):
         around, site = self._thread.calls[-1]
         dtype = dict(zip(call.keys, call.values)).get("dtype", "")
         handles = [array.handle.value for array in around.inputs]
-        handle = call.inputs[0].handle.value
-        what = site.names[handles.index(handle)] if handle in handles else "a value"
+        source = self._original(call.inputs[0])
+        handle = source.handle.value
+        what = site.names[handles.index(handle)] if handle in handles else "its value"
         told = f"{what} cast to {dtype}" if dtype else f"copy of {what}"
         named = site._replace(operator=call.operator, names=[what], output=told)
-        return self._judged(named, call.inputs, run)
+        return self._judged(named, call.inputs, run, meant=[source])
+
+    def _original(self, array: NDArray) -> NDArray:
+        """Return the array that a probe's copy stands for, or the array itself."""
+        for originals in reversed(self._thread.originals):
+            array = originals.get(array.handle.value, array)
+        return array
 
     def _site(self, call: Call) -> Site:
         block = self._thread.blocks[-1].name if self._thread.blocks else ""
@@ -118,25 +127,48 @@ class NodeByNode(Observer):
         attributes = dict(zip(call.keys, call.values))
         return Site(block, block or call.operator.name, call.operator, attributes, names)
 
-    def _judged(self, site: Site, inputs: Sequence[NDArray], run: Run, watched: bool = True) -> Any:
-        """Run an operator, with probes where autograd records it, and judge what comes out."""
+    def _judged(
+        self,
+        site: Site,
+        inputs: Sequence[NDArray],
+        run: Run,
+        watched: bool = True,
+        meant: Optional[Sequence[NDArray]] = None,
+    ) -> Any:
+        """Run an operator, with probes where autograd records it, and judge what comes out.
+
+        `meant` are the program's own arrays, where the inputs are copies of them.
+        """
         if not self.looks_at(site):
             return run(inputs)
         skipped, before = self.skips(site), self._reported
-        if watched and not skipped and self.watch is not None and autograd.is_recording():
-            outputs = self.watch.around(site, inputs, run)
+        if watched and self.watch is not None and autograd.is_recording():
+            outputs = self.watch.around(site, inputs, self._remembering(inputs, run), skipped)
         else:
             outputs = run(inputs)
         listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         if skipped:
             self.inspection.accept(listed)
             return outputs
-        finding = self.inspection.judge(site, inputs, listed)
+        finding = self.inspection.judge(site, inputs if meant is None else meant, listed)
         # What a cast inside has broken was reported there.
         if finding is not None and self._reported == before:
             self._reported += 1
             self.report(finding)
         return outputs
+
+    def _remembering(self, inputs: Sequence[NDArray], run: Run) -> Run:
+        """Return `run`; while it runs, it is known what the copies that it is given stand for."""
+
+        def remembering(given: Sequence[NDArray]) -> Any:
+            pairs = zip(given, inputs)
+            self._thread.originals.append({g.handle.value: o for g, o in pairs if g is not o})
+            try:
+                return run(given)
+            finally:
+                self._thread.originals.pop()
+
+        return remembering
 
     def _build_block_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -162,6 +194,7 @@ class NodeByNode(Observer):
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
         """Run a hybridized block's graph node by node."""
+        self.tell_others(symbol, inputs)
         held = dict(zip(symbol.list_inputs(), inputs))
         block = self._thread.blocks[-1] if self._thread.blocks else None
         outputs = self._interpreted(symbol, held, block)

@@ -8,6 +8,7 @@ bound symbol is run once more, node by node.
 import contextlib
 import fnmatch
 import functools
+import inspect
 import json
 import logging
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
@@ -17,6 +18,7 @@ from mxnet.gluon import Trainer
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
 
+from ...convert.arguments import names_of
 from ...errors import ArgumentError, StateError
 from ...framework.operators import resolve
 from ...framework.patching import Patch
@@ -125,7 +127,7 @@ class NumericsCheck(NodeByNode):
     def _build_backward_pass(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def backward(*args: Any, **options: Any) -> Any:
-            if options.get("create_graph") and self.watch is not None:
+            if self.watch is not None and _differentiable(original, args, options):
                 raise StateError(HIGHER_ORDER)
             results = original(*args, **options)
             self.after_backward()
@@ -198,11 +200,12 @@ def check_numerics(
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
-    if steps is not None and (not isinstance(steps, int) or steps < 1):
+    if steps is not None and (type(steps) is not int or steps < 1):
         raise ArgumentError(f"steps must be a number of updates, at least 1, not {shown(steps)}")
     would_be = Policy.default(check_target(dtype)) if dtype is not None else None
-    known = None if operators is None else [resolve(name).name for name in _listed(operators)]
-    check = NumericsCheck(on, known, _listed(skip or ()), steps, would_be, backward)
+    named = _listed("operators", operators)
+    known = None if operators is None else [resolve(name).name for name in named]
+    check = NumericsCheck(on, known, _listed("skip", skip), steps, would_be, backward)
     check.open()
     try:
         yield check
@@ -210,5 +213,14 @@ def check_numerics(
         check.close()
 
 
-def _listed(names: Iterable[str]) -> List[str]:
-    return [names] if isinstance(names, str) else list(names)
+def _listed(argument: str, names: Optional[Iterable[str]]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names_of(argument, names)
+
+
+def _differentiable(function: Callable[..., Any], args: Any, options: Any) -> bool:
+    """Tell whether a call of `autograd.grad` asks for gradients that can be differentiated."""
+    try:
+        given = inspect.signature(function).bind(*args, **options).arguments
+    except TypeError:
+        return False  # MXNet says what is wrong with the call
+    return bool(given.get("create_graph"))

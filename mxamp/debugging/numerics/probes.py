@@ -13,7 +13,8 @@ from mxnet import autograd
 from mxnet.base import _LIB, SymbolHandle, check_call
 from mxnet.ndarray.ndarray import NDArray
 
-from ...framework.arrays import invoke
+from ...framework.arrays import dtype_code, invoke
+from ...framework.machine import DTYPE_CODES
 from ...framework.operators import resolve
 
 __all__ = ["Probe", "has_gradient", "is_own_copy", "probed"]
@@ -23,7 +24,7 @@ See = Callable[[NDArray], None]
 
 # As MXNet made it: under mxamp a function's backward is given gradients without the loss scale.
 _call = autograd.Function.__call__
-_COPY = resolve("identity").handle
+_COPY, _CAST = resolve("identity").handle, resolve("amp_cast").handle
 _state = threading.local()
 
 
@@ -56,6 +57,8 @@ def has_gradient(array: NDArray) -> bool:
 
     A probe on one that is not would have MXNet compute gradients that nobody wants.
     """
+    if array.grad is not None and array.grad.stype != "default":
+        return False  # MXNet's functions know no sparse gradients
     symbol = SymbolHandle()
     if _LIB.MXAutogradGetSymbol(array.handle, ctypes.byref(symbol)):
         return False
@@ -75,4 +78,9 @@ def probed(array: NDArray, see: See) -> NDArray:
 
 
 def _copy(array: NDArray) -> NDArray:
+    if dtype_code(array) == DTYPE_CODES["bfloat16"]:
+        # oneDNN copies no views in bfloat16; casts take them.
+        is_np = isinstance(array, mx.np.ndarray)
+        wide = invoke(_CAST, [array], ["dtype"], ["float32"], None, is_np, False)
+        return invoke(_CAST, [wide], ["dtype"], ["bfloat16"], None, is_np, False)
     return invoke(_COPY, [array], [], [], None, isinstance(array, mx.np.ndarray), False)
