@@ -196,8 +196,13 @@ class PolicyCachedOp:
         flags = [("data_indices", sorted([*data, position])), ("param_indices", params)]
         return _ScalableOp(CachedOp(symbol, [*flags, *self._flags[2:]]), position)
 
+    @property
+    def hook(self) -> Optional[Tuple[Any, bool]]:
+        """The user's hook on every operator, and whether it sees inputs too."""
+        return self._hook
+
     def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
-        self._hook = (callback, monitor_all)
+        self._hook = (callback, monitor_all) if callback else None
         for op in (self._unchanged, *self._ops.values()):
             op.run._register_op_hook(callback, monitor_all)
 

@@ -1,5 +1,7 @@
 """Planted faults are found where they are, forward and backward, in every way of running."""
 
+import contextlib
+import ctypes
 import json
 import logging
 
@@ -323,3 +325,185 @@ def test_higher_derivatives_need_backward_false():
         (gradient,) = autograd.grad(nd.log(x), [x], create_graph=True)
     gradient.backward()
     assert (x.grad.asnumpy() == [-1, -0.25]).all()
+
+
+# ---------------------------------------------------------------------- programs of all kinds
+
+
+class Controlled(nn.HybridBlock):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def hybrid_forward(self, F, x):
+        if self.kind == "foreach":
+            return F.contrib.foreach(
+                lambda row, s: (row + s, row * s), x, x[0] if F is nd else F.sum(x, axis=0)
+            )[0]
+        if self.kind == "cond":
+            return F.contrib.cond(F.sum(x) < 1, lambda: x * 2, lambda: x * 3)
+        return F.contrib.while_loop(
+            lambda i, y: i < 3, lambda i, y: (y * 2, (i + 1, y)), (F.zeros((1,)), x), max_iterations=3
+        )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["foreach", "cond", "while_loop"])
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_loops_and_branches_run(kind, hybridize, train):
+    net, x = Controlled(kind), nd.ones((3, 4))
+    net.hybridize(hybridize)
+    x.attach_grad()
+    results = []
+    for check in (contextlib.nullcontext(), check_numerics()):
+        with check, autograd.record() if train else contextlib.nullcontext():
+            out = net(x)
+        if train:
+            out.backward()
+        results.append((out.asnumpy(), x.grad.asnumpy()))
+    assert all(np.array_equal(a, b) for a, b in zip(*results))
+
+
+def test_padding_of_loops_is_nobodys_fault():
+    for _ in range(20):
+        freed = nd.full((2, 64, 8), np.nan)
+        freed.wait_to_read()
+        del freed
+        with check_numerics():
+            nd.contrib.while_loop(
+                cond=lambda i, x: i < 3, func=lambda i, x: (x * 2, (i + 1, x)),
+                loop_vars=(nd.zeros((1,)), nd.ones((64, 8))), max_iterations=5,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_sparse_gradients(hybridize):
+    net = nn.Embedding(10, 3, sparse_grad=True)
+    net.initialize()
+    net.hybridize(hybridize)
+    with check_numerics():
+        with autograd.record():
+            loss = net(nd.array([1, 2])).sum()
+        loss.backward()
+    assert net.weight.grad().asnumpy().sum() == 6
+
+
+def test_views_in_bfloat16():
+    w = nd.ones((4, 4))
+    w.attach_grad()
+    with amp.autocast("bfloat16"), check_numerics():
+        with autograd.record():
+            x = nd.FullyConnected(nd.ones((8, 4)), w, num_hidden=4, no_bias=True)
+            out = x[0] * 2
+        out.backward()
+    assert (w.grad.asnumpy() == 2).all()
+
+
+def test_masks_under_mixed_precision():
+    w = nd.ones((3, 3))
+    w.attach_grad()
+    mask = nd.array(np.tril(np.ones((3, 3))))
+    with amp.autocast("float16"), check_numerics(), autograd.record():
+        scores = nd.dot(nd.ones((3, 3)), w)
+        hidden = nd.full((3, 3), -np.inf, dtype=scores.dtype)
+        nd.softmax(nd.where(mask, scores, hidden))
+
+
+def test_an_overflow_in_eager_training_is_found_once():
+    net = nn.Dense(4, in_units=4, prefix="den_")
+    net.initialize()
+    net.weight.set_data(nd.full((4, 4), 1e6))
+    with amp.autocast("float16"), check_numerics(on="collect") as check, autograd.record():
+        nd.relu(net(nd.ones((2, 4)))) * 2
+    (found,) = check.findings
+    assert (found.kind, found.tensor) == ("overflow", "den_weight cast to float16")
+
+
+@pytest.mark.parametrize("order", ["stats first", "check first"])
+def test_statistics_count_graphs_that_are_checked(order):
+    net = nn.Dense(3, in_units=3)
+    net.initialize()
+    net.hybridize()
+    stats, check = amp.debugging.operator_stats(), check_numerics()
+    outer, inner = (stats, check) if order == "stats first" else (check, stats)
+    with outer as first, inner as second:
+        net(nd.ones((2, 3)))
+    counted = first if order == "stats first" else second
+    assert counted["FullyConnected"] == {"float32": 1}
+
+
+def test_the_random_numbers_of_executors_stay():
+    sums = []
+    for check in (contextlib.nullcontext(), check_numerics()):
+        mx.random.seed(9)
+        executor = mx.sym.Dropout(mx.sym.var("data"), p=0.5).simple_bind(mx.cpu(), data=(64,))
+        executor.arg_dict["data"][:] = 1
+        with check:
+            sums.append([executor.forward(is_train=True)[0].sum().asscalar() for _ in range(6)])
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.filterwarnings("ignore:register_op_hook is experimental")
+@pytest.mark.parametrize("inputs", [False, True])
+def test_hooks_on_operators_are_called(inputs):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(2, 1, in_channels=3), nn.BatchNorm(), nn.Dense(2))
+    net.initialize()
+    net.hybridize()
+    x, seen = nd.ones((2, 3, 4, 4)), []
+    net(x)
+
+    def hook(name, operator, handle):
+        array = nd.NDArray(ctypes.cast(handle, mx.base.NDArrayHandle))
+        seen.append((name, operator, array.asnumpy().sum()))
+
+    net.register_op_hook(hook, inputs)
+    net(x)
+    plain = list(seen)
+    seen.clear()
+    with check_numerics():
+        net(x)
+    assert [one[:2] for one in seen] == [one[:2] for one in plain]
+    assert np.allclose([one[2] for one in seen], [one[2] for one in plain])
+
+
+def test_graphs_that_wait_for_their_backward_pass():
+    x, y = nd.array([0.0]), nd.array([4.0])
+    x.attach_grad()
+    y.attach_grad()
+    with check_numerics(on="collect") as check:
+        with autograd.record():
+            a, b = x.sqrt(), y.sqrt()
+        b.backward()
+        with autograd.record():
+            y * 2
+        a.backward()
+    assert (check.first.phase, check.first.operator) == ("backward", "sqrt")
+
+
+def test_what_follows_from_skipped_operators_is_no_finding():
+    net = deep(nothing)
+    weight = next(iter(net.collect_params(".*dense23_weight").values()))
+    weight.set_data(nd.full(weight.shape, np.nan))
+    with check_numerics(skip=["*dense23*"]):
+        prepared(net, "eager", randn(4, 8), train=True)()
+        prepared(net, "hybrid", randn(4, 8), train=True)()
+
+
+def test_float16_overflows_from_65520():
+    with check_numerics(dtype="float16"):
+        nd.dot(nd.ones((1, 1)) * 65510, nd.ones((1, 1)))
+    with pytest.raises(NumericsError, match="would be infinite"), check_numerics(dtype="float16"):
+        nd.dot(nd.ones((1, 1)) * 65520, nd.ones((1, 1)))
+
+
+def test_wrong_arguments():
+    for arguments in ({"skip": 3}, {"skip": [3]}, {"operators": [3]}, {"steps": True}):
+        with pytest.raises(amp.ArgumentError, match="must be"), check_numerics(**arguments):
+            pass
+    x = nd.array([1.0])
+    x.attach_grad()
+    with check_numerics(), autograd.record():
+        y = x * x
+        with pytest.raises(amp.StateError, match="backward=False"):
+            autograd.grad(y, [x], None, True, True)

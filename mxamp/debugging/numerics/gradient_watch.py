@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from typing import Any, Callable, Deque, Dict, Optional, Sequence, Set
 
+import numpy as np
 from mxnet import nd
 from mxnet.ndarray.ndarray import NDArray
 
@@ -40,9 +41,13 @@ _MOST = 100_000
 class _Passage:
     """One operator of a recorded forward pass, and the gradients seen at it."""
 
-    def __init__(self, site: Site, times_zero: bool, skipped: bool, age: int) -> None:
-        self.site, self.skipped, self.age = site, skipped, age
-        self.times_zero = times_zero  # an input is all zero, and so may the others' gradients be
+    def __init__(self, site: Site, inputs: Sequence[NDArray], skipped: bool, age: int) -> None:
+        values = [values_of(array) for array in inputs if is_float(array)]
+        self.site, self.age = site, age
+        # An input is all zero, and so may the others' gradients be.
+        self.times_zero = not all(value.any() for value in values)
+        # Nothing is to be said of it: it is skipped, or was at fault in the forward pass.
+        self.excused = skipped or not all(np.isfinite(value).all() for value in values)
         self.heads: Dict[int, Statistics] = {}
         self.inputs: Dict[int, Statistics] = {}
 
@@ -73,8 +78,7 @@ class GradientWatch:
         skipped: bool,
     ) -> Any:
         """Run an operator with probes on what it reads and writes; return its outputs."""
-        times_zero = any(is_float(array) and not values_of(array).any() for array in inputs)
-        passage = _Passage(site, times_zero, skipped, self._judged)
+        passage = _Passage(site, inputs, skipped, self._judged)
         with self._lock:
             self._passages.append(passage)
         unwatched = _unwatched(site.operator, len(inputs))
@@ -86,6 +90,9 @@ class GradientWatch:
                 for i, array in enumerate(inputs)
             ]
         )
+        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        finite = (np.isfinite(values_of(array)).all() for array in listed if is_float(array))
+        passage.excused = passage.excused or not all(finite)
         if isinstance(outputs, (list, tuple)):
             return [self._head(passage, k, array) for k, array in enumerate(outputs)]
         return self._head(passage, 0, outputs)
@@ -99,7 +106,8 @@ class GradientWatch:
     def judge(self, step: int) -> Optional[Finding]:
         """Return what went wrong first in the backward pass that was just run; None for nothing.
 
-        Where that was to be skipped, what follows from it is no finding either.
+        Where that was to be skipped, or has gone wrong in the forward pass already, what follows
+        from it is no finding either.
         """
         nd.waitall()
         with self._lock:
@@ -113,7 +121,7 @@ class GradientWatch:
             # Other graphs may be waiting for their backward pass.
             while self._passages and self._passages[0].age <= self._judged - _KEPT:
                 self._passages.popleft()
-        return None if found is None or found[0].skipped else found[1]
+        return None if found is None or found[0].excused else found[1]
 
 
 def _note(seen: Dict[int, Statistics], position: int) -> Callable[[NDArray], None]:

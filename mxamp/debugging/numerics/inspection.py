@@ -71,6 +71,11 @@ class Inspection:
             del self._followed[next(iter(self._followed))]
         self._followed[array.handle.value] = (array, status)
 
+    def is_unknown(self, array: NDArray) -> bool:
+        """Tell whether an array is not finite for a reason that nothing here has seen."""
+        bad = is_float(array) and not np.isfinite(values_of(array)).all()
+        return bad and self._reason(array) is None
+
     def accept(self, arrays: Sequence[NDArray]) -> None:
         """Take values that are not finite as meant to be so."""
         for array in arrays:

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from dataclasses import replace
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import autograd
@@ -12,23 +13,25 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 from mxnet.symbol.numpy import _Symbol
 
-from ...framework.arrays import copy
-from ...framework.operators import Operator, resolve
+from ...framework.arrays import invoke
+from ...framework.operators import resolve
 from ...framework.patching import Patch
-from ...graph.graph import CASTS, Graph, Node
-from ...graph.insert_casts import PRECISION
+from ...graph.graph import Graph, Node
 from ...graph.interpret import interpret, run_node
 from ...policy.active import suspended
 from ..observing import Call, Observer, Run
 from .findings import Finding
 from .gradient_watch import GradientWatch
 from .inspection import Inspection, Site
+from .op_hooks import OpHook
 from .probes import is_own_copy
+from .sites import input_names, prefixes_of, site_of
 
 __all__ = ["NodeByNode"]
 
 # As MXNet made them: a second run is nothing that loss scaling should know of.
 _mark_variables, _backward = autograd.mark_variables, autograd.backward
+_COPY = resolve("identity").handle
 
 
 class _Thread(threading.local):
@@ -107,6 +110,8 @@ class NodeByNode(Observer):
         handles = [array.handle.value for array in around.inputs]
         source = self._original(call.inputs[0])
         handle = source.handle.value
+        if handle not in handles and self.inspection.is_unknown(source):
+            return run(call.inputs)  # the operator's own result: judged with the call
         what = site.names[handles.index(handle)] if handle in handles else "its value"
         told = f"{what} cast to {dtype}" if dtype else f"copy of {what}"
         named = site._replace(operator=call.operator, names=[what], output=told)
@@ -122,7 +127,7 @@ class NodeByNode(Observer):
         block = self._thread.blocks[-1].name if self._thread.blocks else ""
         names = [
             self._parameters.get(id(array), (None, name))[1]
-            for array, name in zip(call.inputs, _input_names(call.operator, len(call.inputs)))
+            for array, name in zip(call.inputs, input_names(call.operator, len(call.inputs)))
         ]
         attributes = dict(zip(call.keys, call.values))
         return Site(block, block or call.operator.name, call.operator, attributes, names)
@@ -197,7 +202,8 @@ class NodeByNode(Observer):
         self.tell_others(symbol, inputs)
         held = dict(zip(symbol.list_inputs(), inputs))
         block = self._thread.blocks[-1] if self._thread.blocks else None
-        outputs = self._interpreted(symbol, held, block)
+        graph, hook = Graph.from_symbol(symbol), OpHook.of(self.current.op, symbol)
+        outputs = self._interpreted(graph, held, isinstance(symbol, _Symbol), block, hook)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
@@ -206,7 +212,8 @@ class NodeByNode(Observer):
         symbol = executor.get_optimized_symbol()
         held = self._variables(executor, symbol, training)
         with autograd.record() if training else autograd.pause():
-            outputs = self._interpreted(symbol, held, None)
+            graph = _without_draws(Graph.from_symbol(symbol))
+            outputs = self._interpreted(graph, held, False, None)
         self._replays[id(executor)] = executor, outputs
         return results
 
@@ -223,66 +230,53 @@ class NodeByNode(Observer):
 
     @staticmethod
     def _variables(executor: Executor, symbol: Symbol, training: bool) -> Dict[str, NDArray]:
-        """Return what a bound symbol reads: variables of their own over the same memory."""
-        arguments, gradients = executor.arg_dict, executor.grad_dict
-        held = {name: array.detach() for name, array in arguments.items()}
-        held.update({name: copy(array) for name, array in executor.aux_dict.items()})
+        """Return what a bound symbol reads: variables of their own, and copies of its states."""
+        gradients = executor.grad_dict
+        held = {name: array.detach() for name, array in executor.arg_dict.items()}
+        held.update({name: _copied(array) for name, array in executor.aux_dict.items()})
         wanted = [name for name, gradient in gradients.items() if gradient is not None]
         if training and wanted:
-            buffers = [copy(gradients[name]) for name in wanted]
+            buffers = [_copied(gradients[name]) for name in wanted]
             _mark_variables([held[name] for name in wanted], buffers)
         return {name: held[name] for name in symbol.list_inputs()}
 
     def _interpreted(
-        self, symbol: Symbol, inputs: Mapping[str, NDArray], block: Optional[Block]
+        self,
+        graph: Graph,
+        inputs: Mapping[str, NDArray],
+        is_np: bool,
+        block: Optional[Block],
+        hook: Optional[OpHook] = None,
     ) -> List[NDArray]:
-        graph, is_np = Graph.from_symbol(symbol), isinstance(symbol, _Symbol)
         context = next(iter(inputs.values())).context
-        prefixes = _prefixes(block)
+        prefixes = prefixes_of(block)
 
         def run(node: Node, arrays: Sequence[NDArray]) -> Sequence[NDArray]:
-            site = _site_of(graph, node, prefixes)
+            site = site_of(graph, node, prefixes)
             outputs = self._judged(
                 site, arrays, lambda given: run_node(node, given, context, is_np)
             )
-            return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+            listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+            if hook is not None:
+                hook(node, input_names(site.operator, len(arrays)), arrays, listed)
+            return listed
 
         with suspended():
             return interpret(graph, inputs, run)
 
 
-def _prefixes(block: Optional[Block]) -> Mapping[str, str]:
-    """Return the names of a block and those in it by the prefix of their nodes, longest first."""
-    found: Dict[str, str] = {}
-
-    def visit(one: Block) -> None:
-        found.setdefault(one.prefix, one.name)
-        for child in one._children.values():
-            visit(child)
-
-    if block is not None:
-        visit(block)
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+def _copied(array: NDArray) -> NDArray:
+    """Return a copy that is made past all observers."""
+    return invoke(_COPY, [array], [], [], None, False, False)
 
 
-def _site_of(graph: Graph, node: Node, prefixes: Mapping[str, str]) -> Site:
-    """Return where a node is; a cast that rounds a result is named after what has computed it."""
-    block = next((name for prefix, name in prefixes.items() if node.name.startswith(prefix)), "")
-    operator, sources = resolve(node.op), [graph.nodes[i] for i, _ in node.inputs]
-    names = [
-        source.name if source.is_variable else name
-        for source, name in zip(sources, _input_names(operator, len(sources)))
-    ]
-    if node.op not in CASTS:
-        return Site(block, node.name, operator, node.attrs, names)
-    source, dtype = sources[0], node.attrs.get("dtype", "")
-    what = source.name if source.is_variable else f"output of {source.name!r}"
-    name = source.name if PRECISION in source.attrs else node.name
-    return Site(block, name, operator, node.attrs, names, f"{what} cast to {dtype}")
-
-
-def _input_names(operator: Operator, count: int) -> Sequence[str]:
-    names = operator.inputs
-    if operator.variadic or len(names) < count:
-        return [f"input {i}" for i in range(count)]
-    return names[:count]
+def _without_draws(graph: Graph) -> Graph:
+    """Return a graph that drops nothing: a second run would draw the program's random numbers."""
+    nodes = []
+    for node in graph.nodes:
+        if node.op == "Dropout":
+            node = replace(node, op="_copy", attrs={}, inputs=node.inputs[:1])  # noqa: PLW2901
+        elif node.op == "RNN":
+            node = replace(node, attrs={**node.attrs, "p": "0"})  # noqa: PLW2901
+        nodes.append(node)
+    return replace(graph, nodes=nodes)

@@ -191,12 +191,13 @@ def check_numerics(
     Infinities that are written on purpose, as `-inf` into masks, are followed and not found until
     they make NaN.
 
-    A hybridized block runs node by node inside, with the casts that its graph has. A module's
-    graph is run once more; if it holds random operators, with other random numbers. A loop's body
-    is one node.
+    A hybridized block runs node by node inside, with the casts that its graph has; hooks of
+    `register_op_hook` are called for its forward pass. A module's graph is run once more, with
+    nothing dropped. A loop's body is one node. In training, results may differ in the
+    last bits: what is watched has the plain memory layout.
 
-    Cost: each value is read back and looked at; steps take 10 to 100 times as long. Nothing when
-    it is off.
+    Cost: each value is read back and looked at; training steps take a few times as long
+    (`scripts/bench/debugging`). Nothing when it is off.
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
