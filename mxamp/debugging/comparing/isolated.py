@@ -7,6 +7,7 @@ block, which may hold on to arrays, are not touched.
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 import mxnet as mx
@@ -36,6 +37,7 @@ __all__ = [
     "copied",
     "dense_values",
     "gradients_of",
+    "tensors_in",
     "unchanged",
 ]
 
@@ -98,10 +100,9 @@ class IsolatedRun(Observer):
         values = dict(zip(symbol.list_inputs(), inputs))
         for name in symbol.list_auxiliary_states():
             values[name] = values[name].copy()
-        shapes = {name: array.shape for name, array in values.items()}
-        tensors = tensors_of(graph, dict(zip(values, dtypes_of(list(values.values())))), shapes)
         if any_draws(graph):
             self._seeds.seed()
+        tensors = tensors_in(graph, type(symbol), values)
         context = inputs[0].context if inputs else current_context()
         return self.run_graph(graph, type(symbol), tensors, values, context)
 
@@ -197,6 +198,24 @@ def outputs_of(graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]) -
     symbol = graph.to_symbol(symbol_class)
     outputs = CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def tensors_in(
+    graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]
+) -> Dict[Output, Tensor]:
+    """Return dtype and shape of every output of every node of a graph that runs on these values.
+
+    Where a shape depends on values, the graph is run in inference mode to find it.
+    """
+    shapes = {name: array.shape for name, array in values.items()}
+    tensors = tensors_of(graph, dict(zip(values, dtypes_of(list(values.values())))), shapes)
+    unknown = [entry for entry, tensor in tensors.items() if tensor.shape is None]
+    if unknown:
+        with suspended(), autograd.pause(train_mode=False):
+            arrays = outputs_of(replace(graph, heads=unknown), symbol_class, values)
+        found = zip(unknown, dtypes_of(arrays), arrays)
+        tensors.update({entry: Tensor(dtype, array.shape) for entry, dtype, array in found})
+    return tensors
 
 
 # ---------------------------------------------------------------------- gradients
