@@ -232,8 +232,9 @@ def rebuilt(
     """Return a block that runs `symbol` and is called as `block` is.
 
     `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult`, `grad_req` and
-    `grad_stype`; those that are `frozen`, all new ones among them, get no gradients. With its `source`, the
-    block runs that tuned by its policy. Inputs that have `input_dtypes` are cast to them.
+    `grad_stype`; those that are `frozen`, all new ones among them, get no gradients. With its
+    `source`, the block runs that tuned by its policy. Inputs that have `input_dtypes` are cast to
+    them.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():

@@ -27,6 +27,7 @@ from .isolated import (
     IsolatedRun,
     copied,
     gradients_of,
+    loss_of,
     tensors_in,
     trained_arrays,
     unchanged,
@@ -163,7 +164,7 @@ def _run(run: "_TappedRun", block: Block, batch: Batch, loss: Callable[[Any, Any
         with autograd.record():
             output = block(*batch.inputs)
             run.tapping = False
-            return loss(output, batch.label)
+            return loss_of(loss, output, batch.label)
     finally:
         run.close()
 

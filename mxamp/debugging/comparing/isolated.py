@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 import mxnet as mx
 from mxnet import autograd
+from mxnet.base import MXNetError
 from mxnet.context import Context, current_context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.parameter import DeferredInitializationError
@@ -20,9 +21,10 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ...convert.blocks import rebuilt, trace
-from ...errors import StateError
+from ...errors import ArgumentError, StateError
 from ...framework.arrays import cast, dtypes_of
 from ...framework.nested import map_arrays
+from ...framework.wording import shown
 from ...graph.census import Tensor, tensors_of
 from ...graph.graph import Graph, Output
 from ...policy.active import suspended
@@ -37,6 +39,7 @@ __all__ = [
     "copied",
     "dense_values",
     "gradients_of",
+    "loss_of",
     "tensors_in",
     "unchanged",
 ]
@@ -46,6 +49,11 @@ _backward = autograd.backward
 
 #: Where a hybrid block keeps its graph.
 _GRAPH = ("_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_format")
+
+
+NO_LOSS_VALUE = (
+    "the loss must return an NDArray that is computed from the net's output, not {given}"
+)
 
 
 class IsolatedRun(Observer):
@@ -227,6 +235,14 @@ def trained_arrays(block: Block) -> Dict[str, NDArray]:
     return {param.name: param.list_data()[0] for param in params if param.grad_req != "null"}
 
 
+def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
+    """Return the loss of an output; raise `ArgumentError` where the function returns none."""
+    found = loss(output, label)
+    if not arrays_in(found):
+        raise ArgumentError(NO_LOSS_VALUE.format(given=shown(found)))
+    return found
+
+
 def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
     """Return the gradients, times a scale, of a recorded loss; they are held by these arrays.
 
@@ -241,7 +257,12 @@ def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDA
                 gradient[:] = 0
             else:
                 mx.nd.sparse.zeros_like(gradient, out=gradient)
-        _backward(heads, retain_graph=True)
+        try:
+            _backward(heads, retain_graph=True)
+        except MXNetError as error:
+            if "not in a computational graph" not in str(error):
+                raise
+            raise ArgumentError(NO_LOSS_VALUE.format(given="one of other values")) from None
     # Asked for again: MXNet may have put another array in a gradient's place.
     return [array.grad for array in arrays]
 
