@@ -121,6 +121,26 @@ def unrolled_gru():
     return Unrolled(rnn.GRUCell), [randn(2, 3, 5)]
 
 
+class Masked(nn.HybridBlock):
+    """Its rows after the mask are as many as there are ones in it."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.Dense(8, in_units=8)
+            self.norm = nn.BatchNorm(in_channels=8)
+            self.dropout = nn.Dropout(dropout)
+            self.second = nn.Dense(4, in_units=8)
+
+    def hybrid_forward(self, F, x, mask):
+        kept = F.contrib.boolean_mask(self.first(x), mask)
+        return self.second(self.dropout(self.norm(kept)))
+
+
+def masked(dropout=0.0):
+    return Masked(dropout), [randn(4, 8), nd.array([1, 0, 1, 1])]
+
+
 NETS = [
     convolutional, separable, attention, perceptron, embedded, decoder, unrolled, unrolled_gru,
 ]  # fmt: skip

@@ -231,9 +231,10 @@ def rebuilt(
 ) -> SymbolBlock:
     """Return a block that runs `symbol` and is called as `block` is.
 
-    `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult` and `grad_req`;
-    those that are `frozen`, all new ones among them, get no gradients. With its `source`, the
-    block runs that tuned by its policy. Inputs that have `input_dtypes` are cast to them.
+    `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult`, `grad_req` and
+    `grad_stype`; those that are `frozen`, all new ones among them, get no gradients. With its
+    `source`, the block runs that tuned by its policy. Inputs that have `input_dtypes` are cast to
+    them.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
@@ -247,7 +248,10 @@ def rebuilt(
     result._in_format, result._out_format = traced.formats
     for name, param in result.collect_params().items():
         param.cast(values[name].dtype)
-        # Before it is loaded: MXNet makes no bfloat16 gradients under NumPy semantics.
+        # Before it is loaded, which makes the gradients: MXNet makes none in bfloat16 under NumPy
+        # semantics, and an Embedding with `sparse_grad` writes to sparse ones only.
+        if name in traced.params:
+            param._grad_stype = traced.params[name]._grad_stype
         param.grad_req = "null" if name in frozen else traced.params[name].grad_req
         param._load_init(values[name], contexts)
         if name in traced.params:

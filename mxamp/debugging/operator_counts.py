@@ -251,7 +251,8 @@ def operator_stats() -> Iterator[OperatorStats]:
     symbols (modules), those of MXNet's optimizers and of mxamp among them. MXNet derives backward
     passes itself; their casts mirror the forward ones. In a graph that oneDNN has fused, fused
     operators count as one. Bodies of `foreach` count once a step; those of `while_loop` and
-    `cond` in graphs do not.
+    `cond` in graphs do not. In graphs, casts of arrays whose shape depends on values, as after
+    `boolean_mask`, count without their bytes.
 
     The dtype is the precision that `explain` names: float16 on a CPU counts as float16 where
     values are rounded to it, though a float32 kernel computes with them.

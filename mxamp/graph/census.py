@@ -3,7 +3,10 @@
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from typing import Dict, Mapping, NamedTuple, Sequence, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from mxnet.base import MXNetError
+from mxnet.util import is_np_shape
 
 from .control_flow import body_usage, step_shapes
 from .graph import CASTS, Graph, Node, Output, infer_types
@@ -32,12 +35,12 @@ class Tensor(NamedTuple):
     """What is known of a tensor."""
 
     dtype: str
-    shape: Shape
+    shape: Optional[Shape]  #: None where it depends on values: after `boolean_mask`, or a loop
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
-        return prod(self.shape)
+        """How many elements it has, as far as that is known."""
+        return 0 if self.shape is None else prod(self.shape)
 
 
 class Census(NamedTuple):
@@ -68,7 +71,8 @@ def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) 
     """Return what one run of a graph with inputs of these dtypes and shapes counts.
 
     Bodies of `foreach` count once a step. Those of `while_loop` and `cond` do not count: which of
-    them run, and how often, is known only to MXNet.
+    them run, and how often, is known only to MXNet. Where a shape depends on values, casts count
+    without their bytes, and bodies of `foreach` do not count.
     """
     census = Census.empty()
     values = tensors_of(graph, dtypes, shapes)
@@ -80,7 +84,7 @@ def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) 
             census.add_cast(inputs[0].dtype, output.dtype, inputs[0].size)
             continue
         census.operators[node.operator, precision_at(graph, i, values)] += 1
-        if node.operator == "_foreach":
+        if node.operator == "_foreach" and inputs[0].shape is not None:
             census.add(_one_step(node, inputs), times=inputs[0].shape[0])
     return census
 
@@ -112,12 +116,25 @@ def _one_step(node: Node, inputs: Sequence[Tensor]) -> Census:
 def tensors_of(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> Dict[Output, Tensor]:
-    """Return dtype and shape of every output of every node."""
+    """Return dtype and shape of every output of every node, as far as MXNet can infer them."""
     entries = [(i, k) for i, node in enumerate(graph.nodes) for k in range(node.num_outputs)]
     symbol = replace(graph, heads=entries).to_symbol()
     arguments = set(symbol.list_arguments())
-    known = {name: dtype for name, dtype in dtypes.items() if name in arguments}
-    inferred = infer_types(symbol, known)
-    _, found, _ = symbol.infer_shape(**{n: s for n, s in shapes.items() if n in arguments})
+    inferred = infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})
     types = inferred[1] if inferred is not None else ("float32",) * len(entries)
-    return {entry: Tensor(*pair) for entry, pair in zip(entries, zip(types, map(tuple, found)))}
+    try:
+        known = {name: shape for name, shape in shapes.items() if name in arguments}
+        _, found, _ = symbol.infer_shape_partial(**known)
+    except MXNetError:
+        found = None  # shapes that do not fit: MXNet says why when the graph runs
+    listed = found or [None] * len(entries)
+    return {e: Tensor(dtype, _known(shape)) for e, dtype, shape in zip(entries, types, listed)}
+
+
+def _known(shape: Optional[Shape]) -> Optional[Shape]:
+    """Return a shape that MXNet has inferred, None where a part of it is not known."""
+    if shape is None:
+        return None
+    # NumPy semantics write -1 for what is unknown, classic ones 0, and () for the whole shape.
+    known = min(shape, default=0) >= 0 if is_np_shape() else min(shape, default=0) > 0
+    return tuple(shape) if known else None

@@ -1,7 +1,7 @@
 """Control flow: which bodies of loops and branches are rewritten, and what flows into them."""
 
 from dataclasses import replace
-from typing import Dict, List, Sequence
+from typing import Dict, List, Optional, Sequence
 
 from .graph import Node
 from .usage import Shape, Usage
@@ -44,15 +44,18 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
     )
 
 
-def step_shapes(node: Node, shapes: Sequence[Shape]) -> Dict[str, Shape]:
+def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shape]:
     """Return the shapes of what one step of a `foreach` reads, by the names of its body's inputs.
 
-    `shapes` are those of the node's inputs, data first: a step takes one slice of each.
+    `shapes` are those of the node's inputs, data first: a step takes one slice of each. Those that
+    are None are left out.
     """
     names, data = node.subgraphs[0].input_names, len(_listed(node, "in_data_locs"))
     return {
-        names[inner]: shapes[outer][1:] if outer < data else shapes[outer]
+        names[inner]: shape[1:] if outer < data else shape
         for inner, outer in _body_inputs(node, 0).items()
+        for shape in [shapes[outer]]
+        if shape is not None
     }
 
 

@@ -74,7 +74,8 @@ def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, S
         return {}
     dtypes = dict(zip(inputs, dtypes_of(list(inputs.values()))))
     found = tensors_of(graph, dtypes, {name: array.shape for name, array in inputs.items()})
-    return {i: found[i, 0].shape for i in open_ones}
+    shapes = {i: found[i, 0].shape for i in open_ones}
+    return {i: shape for i, shape in shapes.items() if shape is not None}
 
 
 def _alone(node: Node, count: int, is_np: bool) -> CachedOp:

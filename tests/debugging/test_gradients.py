@@ -17,10 +17,12 @@ import mxamp as amp
 from helpers import BF16, randn
 from mxamp.debugging.comparing.exponents import ExponentCounts
 from mxamp.debugging.comparing.histogram import MARGIN, GradientHistogram
-from nets import NETS, made, perceptron
+from nets import NETS, made, masked, perceptron
 from training import batches, setup
 
 histogram_of = amp.debugging.gradient_histogram
+with mx.util.np_shape(True):
+    EMPTY = nd.zeros((0, 4))
 FLOATS = {"float32": 32, "float64": 64, "float16": 16}
 #: 2**-24 and 65504 and what lies next to them round in all ways there are.
 EDGES = [2.0**-25, 2.0**-24, 2.0**-14, 2.0**-149, 65504.0, 65519.0, 65520.0, 65536.0, 1.0, 0.0]
@@ -215,6 +217,22 @@ def test_sparse_gradients_and_parameters_that_are_not_used():
     assert histogram.by_parameter[net.unused.weight.name].zero == 1
 
 
+def test_sparse_gradients_of_nets_that_are_traced():
+    net = nn.HybridSequential()
+    net.add(nn.Embedding(6, 2, sparse_grad=True), nn.Dense(2, in_units=4))
+    net.initialize(mx.init.Normal(1))
+    histogram = histogram_of(net, (nd.array([[1, 1], [3, 3]]), None), square, activations=True)
+    assert histogram.by_parameter[net[0].weight.name].size == 4
+
+
+def test_activations_whose_shapes_depend_on_values():
+    net, data = made(masked)
+    net.hybridize()
+    histogram = histogram_of(net, (*data, None), square, activations=True)
+    sizes = {name: one.size for name, one in histogram.by_activation.items()}
+    assert sorted(sizes.values()) == [12, 24, 24, 24, 32]
+
+
 class Tiny(nn.HybridBlock):
     """Gradients around 2**-30, and activations' gradients too."""
 
@@ -288,6 +306,16 @@ def test_results_show_as_tables_and_as_json():
         (("net", None, square), {}, amp.ArgumentError, "without data"),
         (("net",), {"activations": True}, amp.ArgumentError, "needs data"),
         (("net", "batch"), {}, amp.ArgumentError, "needs a loss"),
+        (("net", "batch", 3), {}, amp.ArgumentError, "needs a loss"),
+        (
+            ("net", "batch", lambda o, y: None),
+            {},
+            amp.ArgumentError,
+            "loss must return .* not None",
+        ),
+        (("net", "batch", lambda o, y: 0.5), {}, amp.ArgumentError, "loss must return .* not 0.5"),
+        (("net", "batch", lambda o, y: nd.ones(1)), {}, amp.ArgumentError, "loss must return"),
+        (("net", (EMPTY, None), square), {}, amp.ArgumentError, "holds no elements"),
         (("trainer", "batch", square), {}, amp.ArgumentError, "does not know its net"),
         (("net", "batch", square), {"loss_scale": -1}, amp.ArgumentError, "loss_scale"),
         (("net",), {}, amp.StateError, "there are no gradients"),

@@ -11,7 +11,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import randn
 from mxamp.debugging import operator_stats
-from nets import convolutional, made
+from nets import Control, convolutional, made, masked
 
 
 def dense(hidden=4):
@@ -108,6 +108,39 @@ def test_a_loop_counts_each_step():
         net(randn(7, 3), randn(3))
     assert stats["tanh"] == {"float32": 7}
     assert stats["_foreach"] == {"float32": 1}
+
+
+@pytest.mark.parametrize("name", ["while_loop", "cond"])
+def test_loops_and_branches_count_without_their_bodies(name):
+    net = Control(name)
+    net.initialize()
+    net.hybridize()
+    with amp.autocast("bfloat16"), operator_stats() as stats:
+        net(randn(3, 2, 4))
+    assert stats[f"_{name}"] == {"float32": 1}
+
+
+def test_shapes_that_depend_on_values():
+    net, data = made(masked)
+    net.hybridize()
+    with amp.autocast("bfloat16"), operator_stats() as stats:
+        net(*data)
+    assert sum(stats["FullyConnected"].values()) == 2
+    assert sum(stats["_contrib_boolean_mask"].values()) == 1
+    assert stats.casts
+
+
+def test_a_loop_over_rows_that_depend_on_values():
+    class Loop(nn.HybridBlock):
+        def hybrid_forward(self, F, x, mask, state):
+            rows = F.contrib.boolean_mask(x, mask)
+            return F.contrib.foreach(lambda row, held: (row + held, held), rows, state)[0]
+
+    net = Loop()
+    net.hybridize()
+    with operator_stats() as stats:
+        net(randn(3, 2), nd.array([1, 0, 1]), randn(2))
+    assert calls(stats) == {("_contrib_boolean_mask", "float32"): 1, ("_foreach", "float32"): 1}
 
 
 def test_modules_are_counted():

@@ -222,6 +222,15 @@ def test_trainers_of_one_trace_have_lines_of_their_own(tmp_path):
         ([line_of(1, loss="NaN"), line_of(2, loss="Infinity")], 'data-chart="scale"'),
         ([line_of(1, loss_scale=0), line_of(2, loss_scale=-3)], "data-chart"),
         ([line_of(1, loss=-1e300), line_of(2, loss=1e300)], "data-chart"),
+        *(
+            ([line_of(1, **{name: one}), line_of(2, **{name: two})], "data-chart")
+            for name in ("loss", "seconds", "loss_scale")
+            for one, two in [(-1e308, 1e308), (5e-324, 1.7e308), (0.0, 5e-324), (1.7e308, 1.7e308),
+                             (5e-324, 5e-324), ("Infinity", 1.0), ("NaN", "-Infinity"), (-1.7e308, 0)]
+        ),
+        ([line_of(1, memory=2**63), line_of(2**62), line_of(2**63, trainer=2**40)], "data-chart"),
+        ([record("histogram", {"exponents": [10**400, 1], "share": [0.5, 0.5]})], "no histogram"),
+        ([record("histogram", {"exponents": [0, 1], "share": [1e308, 1e308]})], "no histogram"),
         ([line_of(i, loss=0.0) for i in (1, 2)], "data-chart"),
         ([{**HEADER, "resumed_after": 12}], "resumed after step 12"),
         ([record("operators", {}), record("plan", {"nodes": 3}), record("culprit", {})], "No casts."),

@@ -13,9 +13,22 @@ import mxamp as amp
 from helpers import operators_of, randn, same, values
 from models import model
 from mxamp.debugging.comparing import pictures
-from nets import NETS, attention, convolutional, decoder, made, perceptron, unrolled
+from nets import (
+    NETS,
+    Control,
+    attention,
+    convolutional,
+    decoder,
+    made,
+    masked,
+    perceptron,
+    unrolled,
+)
 
 compare = amp.debugging.compare
+
+with mx.util.np_shape(True):
+    EMPTY = nd.zeros((0, 3))
 
 
 def square(output, _label):
@@ -294,6 +307,44 @@ def test_nets_that_were_not_run_or_not_initialized(make):
     assert not values(net[1].running_mean.data()).any()
 
 
+@pytest.mark.parametrize("name", ["while_loop", "cond"])
+def test_loops_and_branches(name):
+    net = Control(name)
+    net.initialize()
+    data = randn(3, 2, 4)
+    net.hybridize()
+    before = values(net(data))
+    outputs = compare(net, data, dtype="bfloat16").outputs
+    assert any(error.operator == f"_{name}" for error in outputs)
+    assert same(net(data), nd.array(before))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_shapes_that_depend_on_values(dropout):
+    net, data = made(lambda: masked(dropout))
+    result = compare(net, (*data, None), square, dtype="bfloat16")
+    shapes = {error.operator: error.shape for error in result.outputs}
+    assert shapes["_contrib_boolean_mask"] == (3, 8)
+    assert shapes["BatchNorm"] == (3, 8)
+    # The same elements are dropped in both.
+    assert 0 < result.outputs[-1].relative < 0.02
+    assert all(0 < error.relative < 0.1 for error in result.gradients[-2:])
+
+
+def test_sparse_gradients():
+    net = nn.HybridSequential()
+    net.add(nn.Embedding(10, 3, sparse_grad=True), nn.Dense(2, in_units=6))
+    net.initialize(mx.init.Normal(1))
+    dense = nn.HybridSequential()
+    dense.add(nn.Embedding(10, 3), nn.Dense(2, in_units=6))
+    dense.initialize()
+    for one, other in zip(dense.collect_params().values(), net.collect_params().values()):
+        one.set_data(other.data())
+    batch = nd.array([[1, 2], [2, 4]]), None
+    found, expected = (compare(one, batch, square, dtype="float16") for one in (net, dense))
+    assert [e.relative for e in found.gradients] == [e.relative for e in expected.gradients]
+
+
 def test_inside_init_and_numpy_arrays():
     net, data = made(attention)
     alone = compare(net, tuple(data), dtype="float16")
@@ -325,6 +376,12 @@ def test_results_show_as_tables_and_as_json():
         (lambda net, x: (net, 3), "a batch is an NDArray"),
         (lambda net, x: (net, [3]), "a batch is an NDArray"),
         (lambda net, x: (net, []), "no batch"),
+        (lambda net, x: (net, EMPTY), r"no elements: .* shape \(0, 3\)"),
+        (lambda net, x: (net, (x, EMPTY), square), "no elements"),
+        (lambda net, x: (net, (x, x), "sce"), "loss must be a function of .*, not 'sce'"),
+        (lambda net, x: (net, (x, x), lambda o, y: None), "the loss must return .*, not None"),
+        (lambda net, x: (net, (x, x), lambda o, y: 0.5), "the loss must return .*, not 0.5"),
+        (lambda net, x: (net, (x, x), lambda o, y: y), "the loss must return .*, not one of other"),
         (lambda net, x: (net, x, square), r"\(data, label\)"),
         (lambda net, x: ((mx.sym.var("x") * 2, {}, {}), x), "by name"),
         (lambda net, x: ((mx.sym.var("x") * 2, {}, {}), {"x": x}, square), "without a loss"),

@@ -1,5 +1,6 @@
 """What traces hold: every step of every kind of trainer, whatever becomes of the process."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import randn
 from mxamp.debugging import operator_stats, read_trace, trace
-from mxamp.debugging.tracing import tracing as module
+from mxamp.debugging.tracing.trace_losses import mean_of
 from mxamp.framework.memory import gpu_memory_used, resident_memory
 from mxamp.scaling import step_observers
 from training import batches, poisoned, setup, train
@@ -156,7 +157,7 @@ def test_a_loss_that_is_given(given, path):
 
 def test_a_large_loss_is_summed_where_it_is():
     array = randn(100, 100)
-    assert module._mean([array, array]) == pytest.approx(array.asnumpy().mean(), rel=1e-4)
+    assert mean_of([array, array]) == pytest.approx(array.asnumpy().mean(), rel=1e-4)
 
 
 def test_several_trainers(path):
@@ -204,6 +205,35 @@ def test_a_deferred_net_and_no_policy(path):
     assert header["trainers"][0]["elements"] is None
 
 
+def cyclic_dict():
+    one = {}
+    one["itself"] = [one]
+    return one
+
+
+@dataclasses.dataclass
+class Cyclic:
+    """Holds itself."""
+
+    itself: object = None
+
+    def __post_init__(self):
+        self.itself = self
+
+
+def nested(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def found_check():
+    with amp.debugging.check_numerics("collect") as check:
+        nd.log(nd.zeros(2))
+    return check
+
+
 def test_records(path):
     _, trainer = setup()
     with operator_stats() as stats:
@@ -227,6 +257,11 @@ def test_records(path):
         (lambda t: t.record("", {}), amp.ArgumentError, "a name of your own, not ''"),
         (lambda t: t.record("mine", [1]), amp.ArgumentError, "dict or have to_dict"),
         (lambda t: t.record("mine", {"a": object()}), amp.ArgumentError, "a trace holds dicts"),
+        (lambda t: t.record("mine", cyclic_dict()), amp.ArgumentError, "up to 100 deep"),
+        (lambda t: t.record("mine", {"a": [cyclic_dict()]}), amp.ArgumentError, "up to 100 deep"),
+        (lambda t: t.record("mine", Cyclic()), amp.ArgumentError, "up to 100 deep"),
+        (lambda t: t.record("mine", {"a": nested(200)}), amp.ArgumentError, "up to 100 deep"),
+        (lambda t: t.record("culprit", found_check()), amp.ArgumentError, "give check.first"),
         (lambda t: t.loss("high"), amp.ArgumentError, "a number or an NDArray, not 'high'"),
         (lambda t: (t.close(), t.close(), t.record("mine", {})), amp.StateError, "closed"),
         (lambda t: (t.close(), t.loss(1)), amp.StateError, "closed"),
@@ -250,6 +285,8 @@ def test_mistakes_while_it_is_open(act, error, words, path):
         ("foreign", "is no trace of mxamp"),
         ("json", "is no trace of mxamp"),
         ("newer", "newer mxamp"),
+        ("number", "the path of a trace must be a str or a Path, not 3"),
+        ("board", "the path of TensorBoard's folder must be a str or a Path, not 3"),
     ],
 )
 def test_what_trace_does_not_take(given, words, path):
@@ -259,11 +296,11 @@ def test_what_trace_does_not_take(given, words, path):
                 "newer": '{"kind": "header", "schema": 9, "mxamp": "7.0"}\n'}  # fmt: skip
     if given in contents:
         path.write_text(contents[given])
-    where = {"folder": path.parent, "nowhere": path / "no" / "x"}.get(given, path)
+    where = {"folder": path.parent, "nowhere": path / "no" / "x", "number": 3}.get(given, path)
     module = mx.mod.Module(mx.sym.var("data"), label_names=None)
     who = {"twice": [trainer, trainer], "module": module, "nothing": []}.get(given, trainer)
     with pytest.raises(amp.ArgumentError, match=words):
-        trace(who, where)
+        trace(who, where, tensorboard=3 if given == "board" else None)
     assert not path.is_file() or path.read_text() == contents[given]
     assert not step_observers._observers
 
@@ -387,6 +424,8 @@ def test_without_tensorboard(path, monkeypatch):
         ('{"kind": "header", "schema": 2, "mxamp": "9.1"}\n', "newer mxamp .9.1, schema 2"),
         ("folder", "is a folder"),
         ("\xff\xfe\n", "is no trace"),
+        ("\n\n", "is no trace"),
+        ("[" * 100_000 + "\n", "is no trace"),
     ],
 )
 def test_files_that_are_no_trace(content, words, path):
@@ -399,16 +438,24 @@ def test_files_that_are_no_trace(content, words, path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_path_must_be_one():
+    with pytest.raises(amp.ArgumentError, match="must be a str or a Path, not None"):
+        read_trace(None)
+
+
 def test_lines_that_make_no_sense_are_left_out(path):
     good = {"kind": "step", "step": 1, "loss_scale": 2, "stepped": True}
     bad = [[], 3, {"kind": "step"}, {**good, "step": "x"}, {**good, "nonfinite": 3}, {"kind": "mine"},
-           {**good, "loss": [1]}, {"kind": "mine", "data": 3}, {"kind": None}, {**good, "step": 1e999}]  # fmt: skip
+           {**good, "loss": [1]}, {"kind": "mine", "data": 3}, {"kind": None}, {**good, "step": 1e999},
+           {**good, "step": 10**400}, {**good, "memory": 10**400}, {"kind": "header"},
+           {"kind": "header", "schema": "x", "data": {}}]  # fmt: skip
     lines = [{"kind": "header", "schema": 1}, *bad, good]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    deep = "[" * 100_000 + "]" * 100_000 + "\n"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + deep)
     found = read_trace(path)
     assert len(found.steps) == 1
     assert found.records == ()
-    assert found.warnings == ("line 2 can't be read and is left out, and 9 others",)
+    assert found.warnings == ("line 2 can't be read and is left out, and 14 others",)
 
 
 def test_it_shows_as_text_and_in_notebooks(path):

@@ -5,6 +5,7 @@ from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Tuple
 from mxnet.ndarray.ndarray import NDArray
 
 from ...errors import ArgumentError
+from .isolated import arrays_in
 
 __all__ = ["Batch", "batches_of"]
 
@@ -13,6 +14,7 @@ NO_LABEL = (
     "(data, label), not {given}"
 )
 NO_BATCH = "a batch is an NDArray or a tuple of the net's inputs, not {given}"
+EMPTY = "a batch holds no elements: one of its arrays is of shape {shape}"
 NO_BATCHES = "data holds no batch"
 
 
@@ -46,6 +48,9 @@ def _batch(batch: Any, labelled: bool) -> Batch:
         parts = (batch,)
     else:
         raise ArgumentError(NO_BATCH.format(given=type(batch).__name__))
+    for array in arrays_in(parts):
+        if not array.size:
+            raise ArgumentError(EMPTY.format(shape=array.shape))
     if not labelled:
         return Batch(parts)
     if len(parts) < 2:  # noqa: PLR2004

@@ -13,7 +13,7 @@ from mxnet.ndarray.sparse import RowSparseNDArray
 
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import dtypes_of, flat_view, plain_array
-from ...graph.census import FLOATS, Tensor, tensors_of
+from ...graph.census import FLOATS, Tensor
 from ...graph.graph import Graph, GraphCopy, Node, Output
 from ...patches.autocast import autocast
 from ...policy.active import suspended
@@ -23,7 +23,15 @@ from ..observing import Call, Run
 from .batches import Batch, batches_of
 from .exponents import ExponentCounts
 from .histogram import GradientHistogram
-from .isolated import IsolatedRun, copied, gradients_of, trained_arrays, unchanged
+from .isolated import (
+    IsolatedRun,
+    copied,
+    gradients_of,
+    loss_of,
+    tensors_in,
+    trained_arrays,
+    unchanged,
+)
 from .randomness import Seeds
 
 __all__ = ["gradient_histogram"]
@@ -156,7 +164,7 @@ def _run(run: "_TappedRun", block: Block, batch: Batch, loss: Callable[[Any, Any
         with autograd.record():
             output = block(*batch.inputs)
             run.tapping = False
-            return loss(output, batch.label)
+            return loss_of(loss, output, batch.label)
     finally:
         run.close()
 
@@ -209,8 +217,7 @@ class _TappedRun(IsolatedRun):
             for name, (layer, tensor) in taps.items():
                 zero = mx.nd.zeros(tensor.shape, ctx=context, dtype=tensor.dtype)
                 values = {**values, name: self._tap(layer, zero)}
-        dtypes = dict(zip(values, dtypes_of(list(values.values()))))
-        tensors = tensors_of(graph, dtypes, {n: array.shape for n, array in values.items()})
+        tensors = tensors_in(graph, symbol_class, values)
         return super().run_graph(graph, symbol_class, tensors, values, context)
 
     def _tap(self, name: str, zero: NDArray) -> NDArray:

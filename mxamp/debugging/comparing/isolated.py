@@ -7,10 +7,12 @@ block, which may hold on to arrays, are not touched.
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 import mxnet as mx
 from mxnet import autograd
+from mxnet.base import MXNetError
 from mxnet.context import Context, current_context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.parameter import DeferredInitializationError
@@ -19,9 +21,10 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ...convert.blocks import rebuilt, trace
-from ...errors import StateError
+from ...errors import ArgumentError, StateError
 from ...framework.arrays import cast, dtypes_of
 from ...framework.nested import map_arrays
+from ...framework.wording import shown
 from ...graph.census import Tensor, tensors_of
 from ...graph.graph import Graph, Output
 from ...policy.active import suspended
@@ -36,6 +39,8 @@ __all__ = [
     "copied",
     "dense_values",
     "gradients_of",
+    "loss_of",
+    "tensors_in",
     "unchanged",
 ]
 
@@ -44,6 +49,11 @@ _backward = autograd.backward
 
 #: Where a hybrid block keeps its graph.
 _GRAPH = ("_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_format")
+
+
+NO_LOSS_VALUE = (
+    "the loss must return an NDArray that is computed from the net's output, not {given}"
+)
 
 
 class IsolatedRun(Observer):
@@ -98,10 +108,9 @@ class IsolatedRun(Observer):
         values = dict(zip(symbol.list_inputs(), inputs))
         for name in symbol.list_auxiliary_states():
             values[name] = values[name].copy()
-        shapes = {name: array.shape for name, array in values.items()}
-        tensors = tensors_of(graph, dict(zip(values, dtypes_of(list(values.values())))), shapes)
         if any_draws(graph):
             self._seeds.seed()
+        tensors = tensors_in(graph, type(symbol), values)
         context = inputs[0].context if inputs else current_context()
         return self.run_graph(graph, type(symbol), tensors, values, context)
 
@@ -199,6 +208,24 @@ def outputs_of(graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]) -
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 
+def tensors_in(
+    graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]
+) -> Dict[Output, Tensor]:
+    """Return dtype and shape of every output of every node of a graph that runs on these values.
+
+    Where a shape depends on values, the graph is run in inference mode to find it.
+    """
+    shapes = {name: array.shape for name, array in values.items()}
+    tensors = tensors_of(graph, dict(zip(values, dtypes_of(list(values.values())))), shapes)
+    unknown = [entry for entry, tensor in tensors.items() if tensor.shape is None]
+    if unknown:
+        with suspended(), autograd.pause(train_mode=False):
+            arrays = outputs_of(replace(graph, heads=unknown), symbol_class, values)
+        found = zip(unknown, dtypes_of(arrays), arrays)
+        tensors.update({entry: Tensor(dtype, array.shape) for entry, dtype, array in found})
+    return tensors
+
+
 # ---------------------------------------------------------------------- gradients
 
 
@@ -206,6 +233,14 @@ def trained_arrays(block: Block) -> Dict[str, NDArray]:
     """Return the values, on the first device, of the parameters that get gradients."""
     params = block.collect_params().values()
     return {param.name: param.list_data()[0] for param in params if param.grad_req != "null"}
+
+
+def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
+    """Return the loss of an output; raise `ArgumentError` where the function returns none."""
+    found = loss(output, label)
+    if not arrays_in(found):
+        raise ArgumentError(NO_LOSS_VALUE.format(given=shown(found)))
+    return found
 
 
 def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
@@ -222,7 +257,12 @@ def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDA
                 gradient[:] = 0
             else:
                 mx.nd.sparse.zeros_like(gradient, out=gradient)
-        _backward(heads, retain_graph=True)
+        try:
+            _backward(heads, retain_graph=True)
+        except MXNetError as error:
+            if "not in a computational graph" not in str(error):
+                raise
+            raise ArgumentError(NO_LOSS_VALUE.format(given="one of other values")) from None
     # Asked for again: MXNet may have put another array in a gradient's place.
     return [array.grad for array in arrays]
 

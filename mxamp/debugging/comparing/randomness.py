@@ -107,7 +107,10 @@ def mask_of(name: str, attrs: Mapping[str, str], shape: Sequence[int]) -> Any:
 
 
 def with_masks(graph: Graph, tensors: Mapping[Output, Tensor]) -> Tuple[Graph, Dict[str, Any]]:
-    """Return a graph in which masks are inputs, and the masks by the names of these."""
+    """Return a graph in which masks are inputs, and the masks by the names of these.
+
+    All shapes have to be known.
+    """
     masks: Dict[str, Any] = {}
     made = GraphCopy(graph)
     for i, node in enumerate(graph.nodes):
@@ -117,7 +120,7 @@ def with_masks(graph: Graph, tensors: Mapping[Output, Tensor]) -> Tuple[Graph, D
         # By its number among them: two may have one name.
         name = f"_mxamp_mask{len(masks)}"
         data = tensors[node.inputs[0]]
-        masks[name] = mask_of(f"{node.name} {len(masks)}", node.attrs, data.shape)
+        masks[name] = mask_of(f"{node.name} {len(masks)}", node.attrs, data.shape or ())
         mask = made.add(Node("null", name))
         if data.dtype != "float32":
             mask = made.add(Node("amp_cast", f"{name}_cast", {"dtype": data.dtype}, [mask]))

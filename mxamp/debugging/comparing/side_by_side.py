@@ -29,6 +29,7 @@ from mxnet.symbol import Symbol
 from ...convert.compare import Model, inferred_labels
 from ...convert.distance import Distance
 from ...errors import ArgumentError
+from ...framework.wording import shown
 from ...patches.autocast import autocast
 from ...policy.active import current_policy
 from ...policy.policy import Policy
@@ -36,7 +37,7 @@ from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler, positive_number
 from .batches import Batch, batches_of
 from .comparison import Comparison, TensorError
-from .isolated import copied, dense_values, gradients_of, trained_arrays, unchanged
+from .isolated import copied, dense_values, gradients_of, loss_of, trained_arrays, unchanged
 from .layers import Key, Layer, LayerRun
 from .randomness import Seeds
 
@@ -51,6 +52,7 @@ NOT_A_NET = (
     "compare takes a Block, or a saved model as (symbol, arg_params, aux_params), not {given}"
 )
 NO_LOSS = "a saved model is compared without a loss: import it as a SymbolBlock to give one"
+NOT_A_LOSS = "loss must be a function of the net's output and the label, not {given}"
 BY_NAME = "the inputs of a saved model are given by name, as a dict, not as {given}"
 
 
@@ -113,6 +115,8 @@ def compare(
     """
     if loss_scale is not None:
         loss_scale = positive_number("loss_scale", loss_scale)
+    if loss is not None and not callable(loss):
+        raise ArgumentError(NOT_A_LOSS.format(given=shown(loss)))
     with autocast(dtype, policy=policy):
         chosen = typing.cast(Policy, current_policy())
     batches = batches_of(data, labelled=loss is not None)
@@ -190,7 +194,7 @@ class _Comparing:
         with autocast(enabled=policy is not None, policy=policy), _opened(run), recording:
             with run.watching(block, batch.inputs):
                 output = block(*batch.inputs)
-            loss = None if self.loss is None else self.loss(output, batch.label)
+            loss = None if self.loss is None else loss_of(self.loss, output, batch.label)
         params = trained_arrays(block)
         if loss is None or not params:
             return _Pass(run, {})

@@ -63,6 +63,8 @@ class Axis(NamedTuple):
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
+        # Halves: the range of the largest floats is no float.
+        low, high, value = low / 2, high / 2, value / 2
         return min(max(1 - (value - low) / (high - low), 0.0), 1.0)
 
 
@@ -210,10 +212,10 @@ def buckets(
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> List[float]:
     """Return round numbers from low to high, about `count` of them."""
-    span = high - low
-    if span <= 0:
+    if high <= low:
         return [low]
-    rough = span / count
+    # The range of the largest floats is no float.
+    rough = (high - low) / count if math.isfinite(high - low) else high / count - low / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     step = max(step, 1.0) if whole else step

@@ -9,6 +9,8 @@ __all__ = ["histogram_chart"]
 
 #: float16's exponents: of its subnormal numbers, of its normal ones, and the first beyond.
 SUBNORMAL, NORMAL, BEYOND = -24, -14, 16
+#: Beyond the exponents of all floats, scaled ones too.
+_FARTHEST = 2**12
 
 
 class _Histogram(NamedTuple):
@@ -89,5 +91,7 @@ def _parsed(data: Mapping[str, Any]) -> Optional[_Histogram]:
         zero = float(data.get("zero") or 0)
     except (LookupError, TypeError, ValueError, OverflowError):
         return None
-    whole = len(exponents) == len(shares) > 0 and all(map(math.isfinite, [*shares, zero]))
+    sound = all(0 <= s <= 1 for s in [*shares, zero])
+    sound = sound and max(map(abs, exponents), default=0) <= _FARTHEST
+    whole = sound and len(exponents) == len(shares) > 0
     return _Histogram(exponents, shares, zero) if whole else None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -12,6 +13,8 @@ __all__ = ["Run", "charts_of", "hover_data", "runs_of", "style"]
 
 #: So many styles of lines there are.
 STYLES = 6
+#: The ends of what floats hold, and the least range of an axis: its ticks are floats too.
+_SMALLEST, _LARGEST, _LEAST_RANGE = 5e-324, sys.float_info.max, 1e-300
 _PAGE = Path(__file__).parent / "page"
 
 Value = Callable[[TraceStep], Optional[float]]
@@ -83,8 +86,8 @@ def _hover_row(group: Sequence[TraceStep]) -> List[Any]:
     row: List[Any] = [group[0].step, group[-1].step]
     for value in (
         _finite(lambda s: s.loss),
-        lambda s: s.loss_scale,
-        lambda s: s.seconds,
+        _finite(lambda s: s.loss_scale),
+        _finite(lambda s: s.seconds),
         _mebibytes,
     ):
         known = [v for v in map(value, group) if v is not None]
@@ -173,7 +176,8 @@ def _chart(
 
 
 def _scale_chart(runs: Sequence[Run], across: Across, lanes: Sequence[Lane]) -> str:
-    scales = [step.loss_scale for run in runs for step in run.steps if step.loss_scale > 0]
+    known = [_positive_scale(step) for run in runs for step in run.steps]
+    scales = [scale for scale in known if scale is not None]
     if not scales:
         return ""
     axis = _log_axis(scales, _power_of_two, 2.0)
@@ -185,12 +189,16 @@ def _scale_chart(runs: Sequence[Run], across: Across, lanes: Sequence[Lane]) -> 
         "scale",
         "Loss scale, logarithmic",
         f"Loss scale by step. {described}",
-        _curves(runs, lambda step: step.loss_scale if step.loss_scale > 0 else None),
+        _curves(runs, _positive_scale),
         axis,
         across,
         lanes,
         steps=True,
     )
+
+
+def _positive_scale(step: TraceStep) -> Optional[float]:
+    return step.loss_scale if 0 < step.loss_scale < math.inf else None
 
 
 def _power_of_two(value: float) -> str:
@@ -202,8 +210,10 @@ def _power_of_two(value: float) -> str:
 
 def _linear_axis(values: Sequence[float], shown: Callable[[float], str]) -> Axis:
     low, high = min(values), max(values)
-    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    low, high = (0.0 if 0 <= low < high / 2 else low - margin), high + margin
+    margins = high * 0.05 - low * 0.05, abs(high) * 0.1, 1.0
+    margin = next(one for one in margins if one >= _LEAST_RANGE)
+    low = 0.0 if 0 <= low < high / 2 else max(low - margin, -_LARGEST)
+    high = min(high + margin, _LARGEST)
     return Axis(low, high, [(at, shown(at)) for at in ticks(low, high)])
 
 
@@ -212,7 +222,15 @@ def _log_axis(values: Sequence[float], shown: Callable[[float], str], base: floa
     high = math.ceil(math.log(max(values), base) - 1e-9)
     low, high = (low - 1, high + 1) if low == high else (low, high)
     powers = ticks(low, high, whole=True)
-    marks = [(base**power, shown(base**power)) for power in powers]
+    marks = [(at, shown(at)) for at in (_power(base, power) for power in powers)]
     # A margin, so that lines at either end are not cut.
     edge = (high - low) * 0.05
-    return Axis(base ** (low - edge), base ** (high + edge), marks, log=True)
+    return Axis(_power(base, low - edge), _power(base, high + edge), marks, log=True)
+
+
+def _power(base: float, exponent: float) -> float:
+    """Return a power, or the closest to it that is a float greater than zero."""
+    try:
+        return max(math.pow(base, exponent), _SMALLEST)
+    except OverflowError:
+        return _LARGEST

@@ -1,6 +1,5 @@
 """Reading traces: steps and records as values, and a word on every line that can't be read."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from ...errors import ArgumentError
 from ...framework.wording import counted
 from ..report.run_charts import charts_of, runs_of, style
 from ..tables import html_table, text_table
-from .trace_lines import checked_header
+from .trace_lines import checked_header, checked_path, decoded, is_header
 from .trace_steps import TraceRecord, TraceStep, add_line, duration
 
 __all__ = ["TraceFile", "last_steps", "read_trace"]
@@ -113,18 +112,15 @@ def read_trace(path: Union[str, Path]) -> TraceFile:
     A line that can't be read is left out, with a word in `warnings`. Raises `ArgumentError` where
     there is no such file, where it is no trace, and where a newer mxamp has written it.
     """
-    file = Path(path)
+    file = Path(checked_path(path))
     headers: List[Mapping[str, Any]] = []
     steps: List[TraceStep] = []
     records: List[TraceRecord] = []
     bad: List[int] = []
     cut = False
     for number, line, whole in _lines(file):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        if number == 1 or (isinstance(entry, dict) and entry.get("kind") == "header"):
+        entry = decoded(line)
+        if number == 1 or is_header(entry):
             headers.append(checked_header(entry, file))
         elif isinstance(entry, dict) and add_line(entry, steps, records):
             continue
@@ -154,7 +150,7 @@ def _lines(path: Path) -> Iterator[Tuple[int, str, bool]]:
         raise ArgumentError(f"{str(path)!r} is empty: no trace was written to it")
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
+            if line.strip() or number == 1:
                 yield number, line, line.endswith("\n")
 
 

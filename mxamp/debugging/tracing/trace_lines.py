@@ -21,12 +21,24 @@ import numpy as np
 from ...errors import ArgumentError, StateError
 from ...framework.wording import shown
 
-__all__ = ["SCHEMA", "LineFile", "encoded", "header_of", "plain"]
+__all__ = [
+    "SCHEMA",
+    "LineFile",
+    "checked_header",
+    "checked_path",
+    "decoded",
+    "encoded",
+    "header_of",
+    "is_header",
+    "plain",
+]
 
 #: Goes up when a reader of today would misread what is written.
 SCHEMA = 1
 # So many seconds of lines are lost at most if the machine itself stops.
 _SYNC_SECONDS = 5.0
+#: So many levels of dicts and lists are written; far from what readers of JSON can't take.
+_DEPTH = 100
 
 IN_USE = (
     "{path!r} is being written by another trace: close that one, or give each process a file of "
@@ -39,6 +51,9 @@ NO_TRACE = (
 NEWER = (
     "{path!r} was written by a newer mxamp ({version}, schema {schema}; this one knows up to "
     "{known}): update mxamp"
+)
+TOO_DEEP = (
+    f"a trace holds dicts and lists up to {_DEPTH} deep; these are deeper, or hold themselves"
 )
 
 
@@ -111,26 +126,44 @@ class LineFile:
 def header_of(path: Path) -> Dict[str, Any]:
     """Return the first line of a trace; raise `ArgumentError` where it is no header."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        try:
-            # A file of something else may be one long line.
-            found = json.loads(file.readline(2**24))
-        except ValueError:
-            found = None
-    return checked_header(found, path)
+        # A file of something else may be one long line.
+        return checked_header(decoded(file.readline(2**24)), path)
 
 
 def checked_header(found: Any, path: Path) -> Dict[str, Any]:
     """Return a header that this version knows how to read."""
-    if not isinstance(found, dict) or found.get("kind") != "header":
+    if not is_header(found):
         raise ArgumentError(NO_TRACE.format(path=str(path)))
-    schema = found.get("schema")
-    if not isinstance(schema, int) or schema < 1:
-        raise ArgumentError(NO_TRACE.format(path=str(path)))
-    if schema > SCHEMA:
-        version = found.get("mxamp", "of an unknown version")
+    header: Dict[str, Any] = found
+    if header["schema"] > SCHEMA:
+        version = header.get("mxamp", "of an unknown version")
         raise ArgumentError(
-            NEWER.format(path=str(path), version=version, schema=schema, known=SCHEMA)
+            NEWER.format(path=str(path), version=version, schema=header["schema"], known=SCHEMA)
         )
+    return header
+
+
+def is_header(found: Any) -> bool:
+    """Tell whether a line that was read is a header, of this version or of a newer one."""
+    if not isinstance(found, dict) or found.get("kind") != "header":
+        return False
+    schema = found.get("schema")
+    return isinstance(schema, int) and schema >= 1
+
+
+def decoded(line: str) -> Any:
+    """Return what a line of JSON holds; None where it can't be read."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def checked_path(path: Any, what: str = "a trace") -> str:
+    """Return a path as text; raise `ArgumentError` where it is none."""
+    found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(found, str):
+        raise ArgumentError(f"the path of {what} must be a str or a Path, not {shown(path)}")
     return found
 
 
@@ -142,27 +175,30 @@ def encoded(line: Mapping[str, Any]) -> str:
         return json.dumps(plain(line), allow_nan=False)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON knows it: of dicts, lists, text and finite numbers.
 
-    Takes dataclasses, what has `to_dict()`, and NumPy's numbers and arrays too.
+    Takes dataclasses, what has `to_dict()`, and NumPy's numbers and arrays too. The value lies
+    `depth` levels deep in another one.
     """
+    if depth > _DEPTH:
+        raise ArgumentError(TOO_DEEP)
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else json.dumps(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
+        return {str(key): plain(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(entry) for entry in value]
-    return plain(_taken_apart(value))
+        return [plain(entry, depth + 1) for entry in value]
+    return plain(_taken_apart(value), depth + 1)
 
 
 def _taken_apart(value: Any) -> Any:
     if callable(getattr(value, "to_dict", None)):
         return value.to_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     raise ArgumentError(

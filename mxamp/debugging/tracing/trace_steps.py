@@ -4,6 +4,9 @@ from typing import Any, List, Mapping, NamedTuple, Optional, Tuple
 
 __all__ = ["TraceRecord", "TraceStep", "add_line", "duration"]
 
+#: No count is larger; JSON has integers that are no floats.
+_LARGEST = 2**63
+
 
 class TraceStep(NamedTuple):
     """One step of a trainer, as `trace` has written it; None for what was not known."""
@@ -35,14 +38,23 @@ def add_line(entry: Mapping[str, Any], steps: List[TraceStep], records: List[Tra
     try:
         if entry["kind"] == "step":
             steps.append(_step_of(entry))
+        elif entry["kind"] == "header":
+            return False
         else:
             data = entry["data"]
             if not isinstance(data, dict):
                 return False
-            records.append(TraceRecord(str(entry["kind"]), int(entry.get("step", 0)), data))
+            records.append(TraceRecord(str(entry["kind"]), _whole(entry.get("step", 0)), data))
     except (LookupError, TypeError, ValueError, OverflowError):
         return False
     return True
+
+
+def _whole(value: Any) -> int:
+    whole = int(value)
+    if abs(whole) > _LARGEST:
+        raise OverflowError(whole)
+    return whole
 
 
 def _step_of(entry: Mapping[str, Any]) -> TraceStep:
@@ -51,15 +63,15 @@ def _step_of(entry: Mapping[str, Any]) -> TraceStep:
         return None if entry.get(name) is None else float(entry[name])
 
     def count(name: str) -> Optional[int]:
-        return None if entry.get(name) is None else int(entry[name])
+        return None if entry.get(name) is None else _whole(entry[name])
 
     names = entry.get("nonfinite") or ()
     if not isinstance(names, (list, tuple)):
         raise TypeError(names)
     scale = float(entry["loss_scale"])
     return TraceStep(
-        int(entry["step"]),
-        int(entry.get("trainer", 0)),
+        _whole(entry["step"]),
+        _whole(entry.get("trainer", 0)),
         number("time"),
         number("loss"),
         bool(entry.get("loss_finite", True)),

@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
-from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ...errors import ArgumentError, StateError
-from ...framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
 from ...framework.memory import gpu_memory_used, resident_memory
 from ...framework.wording import shown
-from ...policy.active import suspended
 from ...scaling.report import StepReport
 from ...scaling.step_observers import observe_steps, stop_observing
+from ..numerics.numerics import NumericsCheck
 from .reading import last_steps
 from .tensorboard import add_scalars, event_writer
 from .trace_header import header, rank_of
-from .trace_lines import LineFile, encoded, plain
+from .trace_lines import LineFile, checked_path, encoded, plain
+from .trace_losses import mean_of
 
 __all__ = ["Trace", "trace"]
 
@@ -33,11 +32,12 @@ logger = logging.getLogger("mxamp")
 
 # GPUs are asked for their memory this often at most.
 _GPU_SECONDS = 1.0
-# Larger losses than this are summed where they are.
-_SMALL = 2**12
 
 CLOSED = "this trace is closed: its lines are written; open another with trace(trainer, path)"
 CAN_NOT_WRITE = "the trace %s ends here, and training goes on: it can't be written (%s)"
+WHOLE_CHECK = (
+    "a record is one finding, not a whole check: give check.first, or one of check.findings"
+)
 
 Trainers = Union[Trainer, Sequence[Trainer]]
 
@@ -92,9 +92,12 @@ class Trace:
         self, trainer: Trainers, path: Union[str, "os.PathLike[str]"], tensorboard: Optional[str]
     ) -> None:
         trainers = _listed(trainer)
+        named = checked_path(path)
+        if tensorboard is not None:
+            checked_path(tensorboard, "TensorBoard's folder")
         make_writer = event_writer() if tensorboard is not None else None
         rank = rank_of(trainers)
-        self.path = Path(os.fspath(path).replace("{rank}", str(rank or 0)))
+        self.path = Path(named.replace("{rank}", str(rank or 0)))
         self._lock = threading.RLock()
         self._closed = False
         self._lines = LineFile(self.path)
@@ -139,6 +142,8 @@ class Trace:
         self._check_open()
         if not isinstance(kind, str) or not kind or kind in ("header", "step"):
             raise ArgumentError(f"a kind of record must be a name of your own, not {shown(kind)}")
+        if isinstance(data, NumericsCheck):
+            raise ArgumentError(WHOLE_CHECK)
         content = plain(data)
         if not isinstance(content, dict):
             raise ArgumentError(
@@ -193,14 +198,14 @@ class Trace:
             if isinstance(given, NDArray):
                 self._held = (line, given)
                 return
-            loss = _mean(losses) if given is None and losses else given
+            loss = mean_of(losses) if given is None and losses else given
             self._write_step(line, loss)
 
     def _release(self) -> None:
         """Write the step whose loss was not waited for."""
         if self._held is not None:
             (line, given), self._held = self._held, None
-            self._write_step(line, _mean([given]))
+            self._write_step(line, mean_of([given]))
 
     def _write_step(self, line: Dict[str, Any], loss: Optional[float]) -> None:
         finite = loss is None or bool(np.isfinite(loss))
@@ -266,27 +271,6 @@ class _Watched:
             used = [gpu_memory_used(device) for device in self._gpus]
             self._gpu_memory = sum(n for n in used if n is not None) if any(used) else None
         return self._gpu_memory
-
-
-def _mean(losses: Sequence[NDArray]) -> float:
-    """Return the mean of all elements of losses, in any dtype; waits for them."""
-    count = sum(loss.size for loss in losses)
-    with np.errstate(all="ignore"):
-        return float(sum(map(_sum, losses))) / count if count else float("nan")
-
-
-def _sum(loss: NDArray) -> float:
-    array = plain_array(loss)
-    kind = KIND_NAMES.get(kind_code(array))
-    if kind == "float32" and array.context.device_type == "cpu":
-        # As it lies in memory: asnumpy() copies.
-        return float(flat_view(array, np.float32).sum(dtype=np.float64)) if array.size else 0.0
-    with autograd.pause(), suspended():
-        wide = cast(array, "float32") if kind in ("float16", "bfloat16") else array
-        if wide.size > _SMALL:
-            return float(wide.mean().asscalar()) * int(wide.size)
-        values = wide.asnumpy()
-        return float(values.sum(dtype=np.float64))
 
 
 def _listed(trainer: Any) -> List[Trainer]:
