@@ -225,6 +225,12 @@ def test_sparse_gradients_of_nets_that_are_traced():
     assert histogram.by_parameter[net[0].weight.name].size == 4
 
 
+def test_a_net_without_trained_parameters_has_no_gradients():
+    net, data = made(perceptron)
+    net.collect_params().setattr("grad_req", "null")
+    assert histogram_of(net, (*data, None), square).size == 0
+
+
 def test_activations_whose_shapes_depend_on_values():
     net, data = made(masked)
     net.hybridize()

@@ -328,7 +328,10 @@ def test_shapes_that_depend_on_values(dropout):
     assert shapes["BatchNorm"] == (3, 8)
     # The same elements are dropped in both.
     assert 0 < result.outputs[-1].relative < 0.02
-    assert all(0 < error.relative < 0.1 for error in result.gradients[-2:])
+    assert len(result.gradients) == 6
+    # A BatchNorm leaves nothing but rounding in the gradients of biases.
+    weights = [error for error in result.gradients if error.name.endswith("weight")]
+    assert all(0 < error.relative < 0.1 for error in weights)
 
 
 def test_sparse_gradients():

@@ -54,6 +54,8 @@ _GRAPH = ("_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_
 NO_LOSS_VALUE = (
     "the loss must return an NDArray that is computed from the net's output, not {given}"
 )
+#: What MXNet says of a loss that nothing was recorded of.
+_NOT_RECORDED = "not in a computational graph", "no inputs in computation graph"
 
 
 class IsolatedRun(Observer):
@@ -248,6 +250,8 @@ def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDA
 
     It may be called again, and writes to the same gradients then.
     """
+    if not arrays:
+        return []
     with suspended(), autograd.record():
         heads = [scaled_loss(one, scale) for one in arrays_in(loss)]
     with suspended(), autograd.pause(), scaled_heads(scale):
@@ -260,7 +264,7 @@ def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDA
         try:
             _backward(heads, retain_graph=True)
         except MXNetError as error:
-            if "not in a computational graph" not in str(error):
+            if not any(words in str(error) for words in _NOT_RECORDED):
                 raise
             raise ArgumentError(NO_LOSS_VALUE.format(given="one of other values")) from None
     # Asked for again: MXNet may have put another array in a gradient's place.
