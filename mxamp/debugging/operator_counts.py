@@ -257,7 +257,8 @@ def operator_stats() -> Iterator[OperatorStats]:
     The dtype is the precision that `explain` names: float16 on a CPU counts as float16 where
     values are rounded to it, though a float32 kernel computes with them.
 
-    Cost: 10 us an eager call and about as much for each graph that runs; nothing when it is off.
+    Cost: about 30 us an eager call and 40 us a graph that runs, on a 2.5 GHz Xeon; nothing when it
+    is off.
     """
     stats = OperatorStats()
     observer = _Counting(stats)

@@ -80,7 +80,7 @@ def trace(
     waits for nothing: gradients have been checked by then, and what `Trace.loss` is given is read
     one step later. A line is with the system when the step is done, and survives `kill -9`.
 
-    Cost: 0.1 to 0.3 ms a step; under 1 us when it is closed.
+    Cost: 0.1 to 0.3 ms a step; about 1 us when it is closed.
     """
     return Trace(trainer, path, tensorboard)
 
