@@ -57,8 +57,8 @@ def charts_of(runs: Sequence[Run]) -> str:
         _chart("loss", "Loss", runs, across, lambda step: step.loss, "{:.4g}", [*skips, *broken]),
         _scale_chart(runs, across, skips),
         _chart("seconds", "Step time", runs, across, lambda step: step.seconds, "s", []),
-        _chart("memory", "Memory of the process", runs, across, _mebibytes, "{:,.0f} MiB", []),
-        _chart("gpu", "GPU memory", runs, across, _gpu_mebibytes, "{:,.0f} MiB", []),
+        _chart("memory", "Memory of the process", runs, across, _mebibytes, "{:,.6g} MiB", []),
+        _chart("gpu", "GPU memory", runs, across, _gpu_mebibytes, "{:,.6g} MiB", []),
     ]
     return f'<div class="charts">{"".join(parts)}</div>'
 
