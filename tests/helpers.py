@@ -112,7 +112,10 @@ def _execute(code, files):
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     warnings.simplefilter("ignore")
-    exec(code, {"__name__": "__main__"})  # noqa: S102
+    try:
+        exec(code, {"__name__": "__main__"})  # noqa: S102
+    except SystemExit as done:
+        sys.exit(done.code or 0)  # Python 3.8 takes none for 1
     sys.stdout.flush()
 
 
