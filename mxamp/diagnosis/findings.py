@@ -251,10 +251,9 @@ def _ratio(facts: Facts, device: str, dtype: str) -> float:
 def _measuring(facts: Facts) -> Iterator[Finding]:
     if facts.speed_error:
         what = f"measuring came to no end: {facts.speed_error}"
-        known = bool(facts.speed)
-        advice = "products in other dtypes than those shown are too slow, or fail" if known else (
-            "products fail: the reason above says why"
-        )  # fmt: skip
+        advice = "products fail: the reason above says why"
+        if facts.speed:
+            advice = "products in other dtypes than those shown are too slow, or fail"
         yield _problem("measuring", what, advice)
 
 

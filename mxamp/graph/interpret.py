@@ -82,9 +82,13 @@ def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
     """Return a loop, or operators that were fused, as a graph of its own."""
     variables = [Node("null", f"input{i}") for i in range(count)]
     alone = Node(
-        node.op, node.name, node.attrs, [(i, 0) for i in range(count)], node.subgraphs,
+        node.op,
+        node.name,
+        node.attrs,
+        [(i, 0) for i in range(count)],
+        node.subgraphs,
         node.num_outputs,
-    )  # fmt: skip
+    )
     graph = Graph([*variables, alone], [(count, k) for k in range(node.num_outputs)], VERSION)
     return CachedOp(graph.to_symbol(_symbol_class(is_np)))
 

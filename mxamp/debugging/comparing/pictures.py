@@ -77,15 +77,27 @@ def comparison_figure(result: Mapping[str, Any]) -> Any:
         colour, marker = _STYLES.get(precision, _OTHER)
         places = [i for i in drawn if errors[i]["precision"] == precision]
         axes.scatter(
-            places, [values[i] for i in places], color=colour, marker=marker, edgecolors="black",
-            linewidths=0.5, label=f"computed in {precision}", zorder=2,
-        )  # fmt: skip
+            places,
+            [values[i] for i in places],
+            color=colour,
+            marker=marker,
+            edgecolors="black",
+            linewidths=0.5,
+            label=f"computed in {precision}",
+            zorder=2,
+        )
     lost = [i for i, error in enumerate(errors) if error["lost"]]
     if lost:
         axes.scatter(
-            lost, [0.97] * len(lost), color="black", marker="x", s=60, zorder=3,
-            label="elements not finite in mixed precision", transform=axes.get_xaxis_transform(),
-        )  # fmt: skip
+            lost,
+            [0.97] * len(lost),
+            color="black",
+            marker="x",
+            s=60,
+            zorder=3,
+            label="elements not finite in mixed precision",
+            transform=axes.get_xaxis_transform(),
+        )
     _mark_jump(axes, result)
     axes.set_yscale("log")
     axes.set_xlim(-0.7, len(errors) - 0.3)
@@ -117,23 +129,38 @@ def histogram_figure(histogram: Mapping[str, Any]) -> Any:
     axes = figure.subplots()
     shares, exponents = histogram["share"], histogram["exponents"]
     axes.bar(
-        exponents, shares, width=1.0, align="edge", color="#1b6ca8", edgecolor="black",
-        linewidth=0.4, zorder=2,
-    )  # fmt: skip
+        exponents,
+        shares,
+        width=1.0,
+        align="edge",
+        color="#1b6ca8",
+        edgecolor="black",
+        linewidth=0.4,
+        zorder=2,
+    )
     shift = math.log2(histogram["scale"])
     normal, least, top = (edge - shift for edge in (NORMAL, VANISHES, TOP + 1))
     axes.axvspan(normal, top, color="#cfe8cf", zorder=0, label="float16, all bits")
     axes.axvspan(
-        least, normal, facecolor="#eef5e0", edgecolor="#9aa58a", hatch="///", linewidth=0, zorder=0,
+        least,
+        normal,
+        facecolor="#eef5e0",
+        edgecolor="#9aa58a",
+        hatch="///",
+        linewidth=0,
+        zorder=0,
         label="float16, fewer bits (subnormal)",
-    )  # fmt: skip
+    )
     axes.axvline(least, color="black", linewidth=1, linestyle=":", label="zero below")
     if histogram["recommended_scale"] is not None:
         recommended = math.log2(histogram["recommended_scale"])
         axes.axvline(
-            VANISHES - recommended, color="#b03030", linewidth=1, linestyle="--",
+            VANISHES - recommended,
+            color="#b03030",
+            linewidth=1,
+            linestyle="--",
             label=f"zero below, at the recommended scale, $2^{{{recommended:.0f}}}$",
-        )  # fmt: skip
+        )
     lowest, highest = min((*exponents, least)), max((*exponents, top))
     axes.set_xlim(lowest - 2, highest + 2)
     axes.set_xlabel("exponent of the gradient: floor of log2(|gradient|), without loss scale")

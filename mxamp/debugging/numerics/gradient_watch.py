@@ -13,7 +13,7 @@ from ...framework.wording import counted
 from ...framework.zero_gradients import zero_gradients
 from ...graph.graph import CASTS
 from .findings import Finding
-from .inspection import Site, is_float
+from .inspection import Site, finding_at, is_float
 from .probes import has_gradient, probed
 from .statistics import Statistics, values_of
 
@@ -143,11 +143,13 @@ def _nonfinite(passage: _Passage, step: int) -> Optional[Finding]:
     for k, seen in passage.heads.items():
         if not seen.finite:
             # All behind it are fine: the sum of what came from them, or the loss's own gradient.
-            return _finding("nonfinite", passage, step, f"gradient of output {k}", seen)
+            return finding_at(
+                passage.site, "nonfinite", "backward", step, f"gradient of output {k}", seen
+            )
     for i, seen in passage.inputs.items():
         if not seen.finite:
             kind = "overflow" if seen.dtype in _HALVES and not seen.nan else "nonfinite"
-            return _finding(kind, passage, step, _of_input(passage, i), seen)
+            return finding_at(passage.site, kind, "backward", step, _of_input(passage, i), seen)
     return None
 
 
@@ -166,17 +168,7 @@ def _vanished(passage: _Passage, step: int) -> Optional[Finding]:
         return None
     i, seen = next(iter(passage.inputs.items()))
     detail = f"of {counted(came, 'value')} other than zero that came to it, {left} are left"
-    return _finding("vanish", passage, step, _of_input(passage, i), seen, detail)
-
-
-def _finding(
-    kind: str, passage: _Passage, step: int, tensor: str, seen: Statistics, detail: str = ""
-) -> Finding:
-    site = passage.site
-    return Finding(
-        kind, "backward", step, site.block, site.node, site.operator.name, tensor,
-        seen.dtype, seen, detail,
-    )  # fmt: skip
+    return finding_at(passage.site, "vanish", "backward", step, _of_input(passage, i), seen, detail)
 
 
 def _of_input(passage: _Passage, i: int) -> str:

@@ -21,7 +21,7 @@ from ...policy.values import INFINITE_FROM
 from .findings import Finding
 from .statistics import LARGEST, Statistics, values_of
 
-__all__ = ["Inspection", "Site", "is_float"]
+__all__ = ["Inspection", "Site", "finding_at", "is_float"]
 
 _FLOATS = {"float16", "bfloat16", "float32", "float64"}
 _HALVES = {"float16", "bfloat16"}
@@ -198,15 +198,20 @@ class Inspection:
     def _finding(
         self, kind: str, site: Site, tensor: str, array: NDArray, detail: str = ""
     ) -> Finding:
-        statistics = Statistics.of(array)
-        return Finding(
-            kind, "forward", self.step, site.block, site.node, site.operator.name, tensor,
-            statistics.dtype, statistics, detail,
-        )  # fmt: skip
+        found = Statistics.of(array)
+        return finding_at(site, kind, "forward", self.step, tensor, found, detail)
 
 
 #: Numbers up to this are zero in the dtype: half of its smallest one.
 _ROUNDED_TO_ZERO = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
+
+
+def finding_at(
+    site: Site, kind: str, phase: str, step: int, tensor: str, found: Statistics, detail: str = ""
+) -> Finding:
+    """Return the finding on one of an operator's tensors."""
+    place = (site.block, site.node, site.operator.name)
+    return Finding(kind, phase, step, *place, tensor, found.dtype, found, detail)
 
 
 def _lost(before: int, after: int) -> str:

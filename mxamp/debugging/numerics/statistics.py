@@ -49,9 +49,15 @@ class Statistics:
             else (None, None, None)
         )
         return cls(
-            dtype, array.shape, values.size, nan, values.size - nan - finite.size,
-            int((size == 0).sum()), int(((size > 0) & (size < tiny)).sum()), *extremes,
-        )  # fmt: skip
+            dtype,
+            array.shape,
+            values.size,
+            nan,
+            values.size - nan - finite.size,
+            int((size == 0).sum()),
+            int(((size > 0) & (size < tiny)).sum()),
+            *extremes,
+        )
 
     @property
     def finite(self) -> bool:
