@@ -386,7 +386,9 @@ def test_a_killed_process_leaves_all_its_lines(path):
     os.waitpid(process, 0)
     found = read_trace(path)
     assert len(found.records) > 100
-    assert not found.warnings
+    # The kernel ends a write between two pages: of the last line, which no call has finished.
+    assert all("the last line is cut" in warning for warning in found.warnings)
+    assert [len(record.data["long"]) for record in found.records] == [5000] * len(found.records)
 
 
 def test_tensorboard(path, tmp_path):
