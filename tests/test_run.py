@@ -125,6 +125,7 @@ print(sys.argv, sys.path[0], (lambda: 0).__code__.co_filename, sys.modules["__ma
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

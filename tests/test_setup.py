@@ -248,6 +248,7 @@ def test_a_venv_that_was_moved_is_made_anew_with_its_python(clone):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
 def test_two_at_once_take_turns(clone):
     python = clone.python()

@@ -195,6 +195,7 @@ def test_a_gradient_that_is_infinite(way):
     assert not check.first.statistics.finite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
 @pytest.mark.parametrize("scale", [1, 2.0**14])
 def test_gradients_under_the_smallest_float16(way, scale):
@@ -285,6 +286,7 @@ def test_steps_are_counted_and_end_the_check():
     assert {finding.step for finding in check.findings} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
 def test_checked_training_computes_the_same(way, dtype):

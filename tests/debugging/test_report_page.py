@@ -169,6 +169,7 @@ def test_text_and_lines_can_be_told_from_what_is_behind_them():
         assert contrast(colours["warn"], colours["warn-back"]) >= 4.5
 
 
+@pytest.mark.slow
 def test_a_long_trace_makes_a_small_page_with_every_skip_and_peak(tmp_path):
     count, skips = 100_000, {7, 50_000, 50_400, 99_999}
     steps = tuple(
