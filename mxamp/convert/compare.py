@@ -16,6 +16,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast
 from ..framework.machine import DTYPE_NAMES, dtype_name
+from ..framework.nested import as_list
 from ..framework.wording import counted, shown
 from ..graph.graph import Graph
 from ..policy.active import suspended
@@ -183,7 +184,7 @@ def _outputs(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Seque
         # Not bound: an executor would fuse operators, each model's in its own way.
         run = CachedOp(symbol)
         outputs = run(*(values[name].as_in_context(ctx) for name in names))
-        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        listed = as_list(outputs)
         return [cast(output, "float32").asnumpy() for output in listed]
 
 

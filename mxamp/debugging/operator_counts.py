@@ -14,6 +14,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, InstallError, unknown
 from ..framework.arrays import dtypes_of
+from ..framework.nested import as_list
 from ..framework.wording import counted, one_of, shown
 from ..graph.census import FLOATS, Census, Tensor, count, is_cast, precision_of
 from ..graph.graph import CASTS, Graph
@@ -151,8 +152,7 @@ class OperatorStats:
 
     def note_call(self, call: Call, outputs: Any) -> None:
         """Count an eager call that was made."""
-        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        inputs, results = _tensors(call.inputs), _tensors(listed)
+        inputs, results = _tensors(call.inputs), _tensors(as_list(outputs))
         with self._lock:
             if call.operator.name in _CASTS and is_cast(inputs[0].dtype, results[0].dtype):
                 self._census.add_cast(inputs[0].dtype, results[0].dtype, inputs[0].size)

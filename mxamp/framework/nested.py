@@ -1,10 +1,15 @@
 """Arrays in lists, tuples, named tuples and dicts."""
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 from mxnet.ndarray.ndarray import NDArray
 
-__all__ = ["map_arrays"]
+__all__ = ["as_list", "map_arrays"]
+
+
+def as_list(outputs: Any) -> Sequence[Any]:
+    """Return what MXNet gives as one array or several as a list or tuple."""
+    return outputs if isinstance(outputs, (list, tuple)) else [outputs]
 
 
 def map_arrays(

@@ -7,8 +7,11 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence
 from mxnet import autograd
 from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+from mxnet.symbol.numpy import _Symbol
 
 from ..framework.arrays import dtypes_of, invoke
+from ..framework.nested import as_list
 from ..framework.operators import resolve
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from .census import tensors_of
@@ -48,8 +51,7 @@ def run_node(
 ) -> Sequence[NDArray]:
     """Run one node on these arrays, in this context where there are none."""
     if node.subgraphs:
-        outputs = _alone(node, len(inputs), is_np)(*inputs)
-        return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        return as_list(_alone(node, len(inputs), is_np)(*inputs))
     operator = resolve(node.op)
     attrs = {key: value for key, value in node.attrs.items() if not key.startswith("__")}
     if not inputs and "ctx" in operator.defaults:
@@ -60,7 +62,7 @@ def run_node(
     outputs = invoke(
         operator.handle, list(inputs), list(attrs), list(attrs.values()), None, is_np, True
     )
-    return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return as_list(outputs)
 
 
 def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, Shape]:
@@ -90,11 +92,4 @@ def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
         node.num_outputs,
     )
     graph = Graph([*variables, alone], [(count, k) for k in range(node.num_outputs)], VERSION)
-    return CachedOp(graph.to_symbol(_symbol_class(is_np)))
-
-
-def _symbol_class(is_np: bool) -> Any:
-    from mxnet.symbol import Symbol
-    from mxnet.symbol.numpy import _Symbol
-
-    return _Symbol if is_np else Symbol
+    return CachedOp(graph.to_symbol(_Symbol if is_np else Symbol))

@@ -5,7 +5,7 @@ import math
 import struct
 from typing import Any, Mapping, NamedTuple
 
-__all__ = ["INFINITE_FROM", "out_of_range", "same_value"]
+__all__ = ["INFINITE_FROM", "RANGES", "out_of_range", "same_value"]
 
 
 class _Range(NamedTuple):
@@ -13,9 +13,11 @@ class _Range(NamedTuple):
     smallest: float  #: normal number: below it, digits are lost
 
 
-_RANGES: Mapping[str, _Range] = {
+#: The largest finite number of each dtype, and the smallest that has all its digits.
+RANGES: Mapping[str, _Range] = {
     "float16": _Range(65504.0, 2.0**-14),
     "bfloat16": _Range((2 - 2.0**-7) * 2.0**127, 2.0**-126),
+    "float32": _Range((2 - 2.0**-23) * 2.0**127, 2.0**-126),
 }
 
 #: From here on numbers are rounded to infinity: half a step above the largest.
@@ -45,7 +47,7 @@ def out_of_range(text: str, dtype: str) -> bool:
     value = _parsed(text)
     if not isinstance(value, (int, float)):
         return False
-    size, held = abs(value), _RANGES[dtype]
+    size, held = abs(value), RANGES[dtype]
     return held.largest < size < math.inf or 0 < size < held.smallest
 
 

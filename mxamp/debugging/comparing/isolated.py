@@ -23,7 +23,7 @@ from mxnet.symbol import Symbol
 from ...convert.blocks import rebuilt, trace
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import cast, dtypes_of
-from ...framework.nested import map_arrays
+from ...framework.nested import as_list, map_arrays
 from ...framework.wording import shown
 from ...graph.census import Tensor, tensors_of
 from ...graph.graph import Graph, Output
@@ -207,7 +207,7 @@ def outputs_of(graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]) -
     """Run a graph on values of its inputs, recorded by autograd."""
     symbol = graph.to_symbol(symbol_class)
     outputs = CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
-    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+    return list(as_list(outputs))
 
 
 def tensors_in(

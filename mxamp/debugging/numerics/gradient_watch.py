@@ -4,23 +4,21 @@ import threading
 from collections import deque
 from typing import Any, Callable, Deque, Dict, Optional, Sequence, Set
 
-import numpy as np
 from mxnet import nd
 from mxnet.ndarray.ndarray import NDArray
 
+from ...framework.nested import as_list
 from ...framework.operators import Operator
 from ...framework.wording import counted
 from ...framework.zero_gradients import zero_gradients
+from ...graph.builder import HALVES
 from ...graph.graph import CASTS
 from .findings import Finding
-from .inspection import Site, finding_at, is_float
+from .inspection import Site, finding_at, is_float, is_nonfinite
 from .probes import has_gradient, probed
 from .statistics import Statistics, values_of
 
 __all__ = ["GradientWatch"]
-
-_HALVES = {"float16", "bfloat16"}
-
 
 #: Inputs whose gradient no operator can read on CPUs: oneDNN can't bring it to the plain layout.
 _UNREADABLE = {"Deconvolution": (1,)}
@@ -42,12 +40,11 @@ class _Passage:
     """One operator of a recorded forward pass, and the gradients seen at it."""
 
     def __init__(self, site: Site, inputs: Sequence[NDArray], skipped: bool, age: int) -> None:
-        values = [values_of(array) for array in inputs if is_float(array)]
         self.site, self.age = site, age
         # An input is all zero, and so may the others' gradients be.
-        self.times_zero = not all(value.any() for value in values)
+        self.times_zero = any(is_float(array) and not values_of(array).any() for array in inputs)
         # Nothing is to be said of it: it is skipped, or was at fault in the forward pass.
-        self.excused = skipped or not all(np.isfinite(value).all() for value in values)
+        self.excused = skipped or any(map(is_nonfinite, inputs))
         self.heads: Dict[int, Statistics] = {}
         self.inputs: Dict[int, Statistics] = {}
 
@@ -90,9 +87,7 @@ class GradientWatch:
                 for i, array in enumerate(inputs)
             ]
         )
-        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        finite = (np.isfinite(values_of(array)).all() for array in listed if is_float(array))
-        passage.excused = passage.excused or not all(finite)
+        passage.excused = passage.excused or any(map(is_nonfinite, as_list(outputs)))
         if isinstance(outputs, (list, tuple)):
             return [self._head(passage, k, array) for k, array in enumerate(outputs)]
         return self._head(passage, 0, outputs)
@@ -148,7 +143,7 @@ def _nonfinite(passage: _Passage, step: int) -> Optional[Finding]:
             )
     for i, seen in passage.inputs.items():
         if not seen.finite:
-            kind = "overflow" if seen.dtype in _HALVES and not seen.nan else "nonfinite"
+            kind = "overflow" if seen.dtype in HALVES and not seen.nan else "nonfinite"
             return finding_at(passage.site, kind, "backward", step, _of_input(passage, i), seen)
     return None
 
@@ -163,7 +158,7 @@ def _vanished(passage: _Passage, step: int) -> Optional[Finding]:
     if left >= came / 2 if name in CASTS else left:
         return None
     if not any(
-        seen.dtype in _HALVES for seen in (*passage.heads.values(), *passage.inputs.values())
+        seen.dtype in HALVES for seen in (*passage.heads.values(), *passage.inputs.values())
     ):
         return None
     i, seen = next(iter(passage.inputs.items()))

@@ -6,25 +6,24 @@ purpose, as `-inf` into a mask, are no fault until something makes NaN of them.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ...framework.arrays import kind_code
-from ...framework.machine import DTYPE_NAMES
+from ...framework.arrays import dtypes_of
 from ...framework.operators import Operator
 from ...framework.wording import counted
+from ...graph.builder import HALVES
+from ...graph.census import FLOATS
 from ...graph.graph import CASTS
 from ...policy.policy import Policy
-from ...policy.values import INFINITE_FROM
+from ...policy.values import INFINITE_FROM, RANGES
 from .findings import Finding
-from .statistics import LARGEST, Statistics, values_of
+from .statistics import Statistics, values_of
 
-__all__ = ["Inspection", "Site", "finding_at", "is_float"]
-
-_FLOATS = {"float16", "bfloat16", "float32", "float64"}
-_HALVES = {"float16", "bfloat16"}
+__all__ = ["Inspection", "Site", "finding_at", "is_float", "is_nonfinite"]
 
 #: Operators that make a layer's output: all zero from inputs that are not is a dead layer.
 _LAYERS = frozenset({
@@ -73,13 +72,12 @@ class Inspection:
 
     def is_unknown(self, array: NDArray) -> bool:
         """Tell whether an array is not finite for a reason that nothing here has seen."""
-        bad = is_float(array) and not np.isfinite(values_of(array)).all()
-        return bad and self._reason(array) is None
+        return is_nonfinite(array) and self._reason(array) is None
 
     def accept(self, arrays: Sequence[NDArray]) -> None:
         """Take values that are not finite as meant to be so."""
         for array in arrays:
-            if is_float(array) and not np.isfinite(values_of(array)).all():
+            if is_nonfinite(array):
                 self.follow(array, _ON_PURPOSE)
 
     # ------------------------------------------------------------------ forward
@@ -101,11 +99,7 @@ class Inspection:
     def _judge_nonfinite(
         self, site: Site, inputs: Sequence[NDArray], bad: Sequence[NDArray]
     ) -> Optional[Finding]:
-        sources = [
-            (site.names[i], array)
-            for i, array in enumerate(inputs)
-            if is_float(array) and not np.isfinite(values_of(array)).all()
-        ]
+        sources = [(site.names[i], array) for i, array in enumerate(inputs) if is_nonfinite(array)]
         reasons = {self._reason(array) for _, array in sources}
         if None in reasons:
             return self._judge_unknown(site, sources, bad)
@@ -139,10 +133,10 @@ class Inspection:
         self._pass_on(bad, _FAULT)
         found = self._finding("nonfinite", site, site.output, bad[0])
         statistics = found.statistics
-        if statistics.nan or not (site.operator.name in CASTS or statistics.dtype in _HALVES):
+        if statistics.nan or not (site.operator.name in CASTS or statistics.dtype in HALVES):
             return found
-        detail = f"the largest {statistics.dtype} is {LARGEST[statistics.dtype]:.6g}"
-        return self._finding("overflow", site, site.output, bad[0], detail)
+        detail = f"the largest {statistics.dtype} is {RANGES[statistics.dtype].largest:.6g}"
+        return replace(found, kind="overflow", detail=detail)
 
     def _pass_on(self, arrays: Iterable[NDArray], status: str) -> None:
         for array in arrays:
@@ -182,7 +176,7 @@ class Inspection:
             return None
         read = list(zip(site.names, inputs)) if op_class == "low" else []
         for name, array in [*read, *((site.output, array) for array in outputs)]:
-            if not is_float(array) or _dtype(array) in _HALVES:
+            if not is_float(array) or dtypes_of([array])[0] in HALVES:
                 continue
             size = np.abs(values_of(array))
             above = size >= INFINITE_FROM[dtype]
@@ -218,13 +212,14 @@ def _lost(before: int, after: int) -> str:
     return f"of {counted(before, 'value')} other than zero, {after} are left"
 
 
-def _dtype(array: NDArray) -> str:
-    return DTYPE_NAMES.get(kind_code(array), "other")
-
-
 def is_float(array: NDArray) -> bool:
     """Tell whether an array has values to judge: dense and floating-point."""
-    return _dtype(array) in _FLOATS and array.size > 0
+    return dtypes_of([array])[0] in FLOATS and array.size > 0
+
+
+def is_nonfinite(array: NDArray) -> bool:
+    """Tell whether an array has values to judge, and some are NaN or infinity."""
+    return is_float(array) and not np.isfinite(values_of(array)).all()
 
 
 def _has_nan(arrays: Iterable[NDArray]) -> bool:

@@ -14,6 +14,7 @@ from mxnet.symbol import Symbol
 from mxnet.symbol.numpy import _Symbol
 
 from ...framework.arrays import invoke
+from ...framework.nested import as_list
 from ...framework.operators import resolve
 from ...framework.patching import Patch
 from ...graph.graph import Graph, Node
@@ -151,7 +152,7 @@ class NodeByNode(Observer):
             outputs = self.watch.around(site, inputs, self._remembering(inputs, run), skipped)
         else:
             outputs = run(inputs)
-        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        listed = as_list(outputs)
         if skipped:
             self.inspection.accept(listed)
             return outputs
@@ -256,7 +257,7 @@ class NodeByNode(Observer):
             outputs = self._judged(
                 site, arrays, lambda given: run_node(node, given, context, is_np)
             )
-            listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+            listed = as_list(outputs)
             if hook is not None:
                 hook(node, input_names(site.operator, len(arrays)), arrays, listed)
             return listed

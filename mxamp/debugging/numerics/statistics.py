@@ -7,12 +7,9 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.machine import BFLOAT16, dtype_name
+from ...policy.values import RANGES
 
-__all__ = ["LARGEST", "SMALLEST_NORMAL", "Statistics", "values_of"]
-
-#: The largest finite number of each dtype, and the smallest that has all its digits.
-LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
-SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}
+__all__ = ["Statistics", "values_of"]
 
 _SHORT = {"minimum": "min", "maximum": "max"}
 
@@ -41,7 +38,7 @@ class Statistics:
         dtype, values = dtype_name(array.dtype), values_of(array)
         finite = values[np.isfinite(values)].astype(np.float64)
         nan = int(np.isnan(values).sum())
-        tiny = SMALLEST_NORMAL.get(dtype, float(np.finfo(np.float64).tiny))
+        tiny = RANGES[dtype].smallest if dtype in RANGES else float(np.finfo(np.float64).tiny)
         size = np.abs(finite)
         extremes = (
             (float(finite.min()), float(finite.max()), float(finite.mean()))
