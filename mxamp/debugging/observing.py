@@ -4,10 +4,11 @@ An `Observer` is a set of patches that lie above those of mixed precision. What 
 costs nothing: the patches are in place only while an observer is open.
 """
 
+import contextlib
 import functools
 import threading
 import weakref
-from typing import Any, Callable, ClassVar, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, ClassVar, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet.executor import Executor
 from mxnet.gluon.block import HybridBlock
@@ -91,6 +92,15 @@ class Observer(PatchSet):
         for block in list(self._followed):
             unfollow(block)
         self._followed.clear()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Observe what runs inside."""
+        self.open()
+        try:
+            yield
+        finally:
+            self.close()
 
     # ------------------------------------------------------------------ for subclasses
 

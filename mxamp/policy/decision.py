@@ -11,7 +11,7 @@ from ..framework.operators import registry
 from .policy import Policy
 from .rules import Rule
 
-__all__ = ["CASTABLE", "Decision", "decide"]
+__all__ = ["CASTABLE", "Decision", "decide", "fixed_inputs"]
 
 #: Only these are ever cast; integers, booleans and float64 never are.
 CASTABLE = frozenset({"float16", "bfloat16", "float32"})
@@ -90,7 +90,7 @@ def decide(
     if op_class == "untouched":
         return Decision(untouched, reason)
 
-    fixed = _fixed_inputs(rule, attributes)
+    fixed = fixed_inputs(rule, attributes)
     floats = {i: d for i, d in enumerate(dtypes) if d in CASTABLE and i not in fixed}
     if not floats:
         return Decision(untouched, "no floating-point input to cast")
@@ -151,7 +151,7 @@ def _compute_dtype(
     return floats.pop(), reason
 
 
-def _fixed_inputs(rule: Rule, attributes: Mapping[str, str]) -> FrozenSet[int]:
+def fixed_inputs(rule: Rule, attributes: Mapping[str, str]) -> FrozenSet[int]:
     """Positions that are never cast: statistics and indices by the list, and what is written to."""
     operator = registry().get(rule.operator)
     if operator is None:

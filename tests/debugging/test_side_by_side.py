@@ -375,7 +375,7 @@ def test_results_show_as_tables_and_as_json():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda net, x: (3, x), "compare takes a Block"),
+        (lambda net, x: (3, x), "must be a Block"),
         (lambda net, x: (net, 3), "a batch is an NDArray"),
         (lambda net, x: (net, [3]), "a batch is an NDArray"),
         (lambda net, x: (net, []), "no batch"),

@@ -40,7 +40,9 @@ __all__ = [
     "dense_values",
     "gradients_of",
     "loss_of",
+    "outputs_of",
     "tensors_in",
+    "trained_arrays",
     "unchanged",
 ]
 

@@ -1,16 +1,12 @@
 """A net in float32 and in mixed precision, side by side: the error of each layer."""
 
-import contextlib
 import typing
-import warnings
 from typing import (
     Any,
     Callable,
     Dict,
-    Iterable,
     Iterator,
     List,
-    Mapping,
     NamedTuple,
     Optional,
     Sequence,
@@ -18,15 +14,12 @@ from typing import (
     Union,
 )
 
-import mxnet as mx
 import numpy as np
 from mxnet import autograd
-from mxnet.context import current_context
-from mxnet.gluon import Block, SymbolBlock
+from mxnet.gluon import Block
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.symbol import Symbol
 
-from ...convert.compare import Model, inferred_labels
+from ...convert.compare import Model
 from ...convert.distance import Distance
 from ...errors import ArgumentError
 from ...framework.wording import shown
@@ -40,6 +33,7 @@ from .comparison import Comparison, TensorError
 from .isolated import copied, dense_values, gradients_of, loss_of, trained_arrays, unchanged
 from .layers import Key, Layer, LayerRun
 from .randomness import Seeds
+from .saved_models import block_of
 
 __all__ = ["compare"]
 
@@ -48,12 +42,8 @@ JUMP = 8.0
 #: Half the distance from 1 to the next number: what rounding costs at most, relatively.
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
-NOT_A_NET = (
-    "compare takes a Block, or a saved model as (symbol, arg_params, aux_params), not {given}"
-)
 NO_LOSS = "a saved model is compared without a loss: import it as a SymbolBlock to give one"
 NOT_A_LOSS = "loss must be a function of the net's output and the label, not {given}"
-BY_NAME = "the inputs of a saved model are given by name, as a dict, not as {given}"
 
 
 class _Pass(NamedTuple):
@@ -123,7 +113,7 @@ def compare(
     if not isinstance(net, Block):
         if loss is not None:
             raise ArgumentError(NO_LOSS)
-        net, batches = _block_of(net, batches)
+        net, batches = block_of(net, batches)
     return _Comparing(net, loss, chosen, loss_scale).run(batches)
 
 
@@ -191,7 +181,7 @@ class _Comparing:
         run = LayerRun(self.net, self.seeds, plain=policy is None)
         training = self.loss is not None
         recording = autograd.record() if training else autograd.pause(train_mode=False)
-        with autocast(enabled=policy is not None, policy=policy), _opened(run), recording:
+        with autocast(enabled=policy is not None, policy=policy), run.opened(), recording:
             with run.watching(block, batch.inputs):
                 output = block(*batch.inputs)
             loss = None if self.loss is None else loss_of(self.loss, output, batch.label)
@@ -262,39 +252,3 @@ class _Comparing:
                 return self._output(key)
             errors[key] = distance.relative, distance.lost
         return None
-
-
-@contextlib.contextmanager
-def _opened(run: LayerRun) -> Iterator[None]:
-    run.open()
-    try:
-        yield
-    finally:
-        run.close()
-
-
-def _block_of(model: Any, batches: Iterable[Batch]) -> Tuple[Block, Iterator[Batch]]:
-    """Return a saved model as a block, and its inputs, which are given by name, in order."""
-    if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], Symbol)):  # noqa: PLR2004
-        raise ArgumentError(NOT_A_NET.format(given=type(model).__name__))
-    symbol, args, auxs = model
-    values = {**args, **auxs}
-    names = [name for name in symbol.list_inputs() if name not in values]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its type inference is of no use here
-        block = SymbolBlock(symbol, [mx.sym.var(name) for name in names])
-    for name, param in block.collect_params().items():
-        param.cast(values[name].dtype)
-        param._load_init(values[name], [current_context()])
-
-    def named() -> Iterator[Batch]:
-        for batch in batches:
-            given = batch.inputs[0]
-            if not isinstance(given, Mapping):
-                raise ArgumentError(BY_NAME.format(given=type(given).__name__))
-            missing = [name for name in names if name not in given]
-            known = {name: array for name, array in given.items() if name in names}
-            known.update(inferred_labels(symbol, {**values, **known}, missing))
-            yield Batch(tuple(known[name] for name in names))
-
-    return block, named()
