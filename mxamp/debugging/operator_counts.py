@@ -15,11 +15,11 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, InstallError, unknown
 from ..framework.arrays import dtypes_of
 from ..framework.nested import as_list
+from ..framework.tables import html_table, text_table
 from ..framework.wording import counted, one_of, shown
 from ..graph.census import FLOATS, Census, Tensor, count, is_cast, precision_of
 from ..graph.graph import CASTS, Graph
 from .observing import Call, Observer, Run
-from .tables import html_table, text_table
 
 __all__ = ["CastCount", "OperatorCount", "OperatorStats", "operator_stats"]
 

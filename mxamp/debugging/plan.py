@@ -8,9 +8,9 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
+from ..framework.tables import html_table, text_table
 from ..framework.wording import counted, one_of, shortened, shown
 from ..policy.targets import TARGETS
-from .tables import html_table, text_table
 
 __all__ = ["PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan"]
 

@@ -6,12 +6,13 @@ convolutions of images get a fourth channel.
 
 from collections import Counter
 from dataclasses import replace
-from typing import Callable, Dict, FrozenSet, Iterable, Mapping, Sequence, Tuple
+from typing import AbstractSet, Callable, Dict, FrozenSet, Iterable, Mapping, Sequence, Tuple
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
+from ..policy.decision import decide
 from ..policy.policy import Policy
 from .cast_params import without
 from .equivalents import Part, fourth_channel
@@ -35,6 +36,9 @@ NO_KERNELS = (
 #: oneDNN's fused operators.
 FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
 
+#: What they are made of: a product, and what follows it.
+_PRODUCTS = frozenset({"Convolution", "FullyConnected"})
+
 _ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
 _APART = "amp_apart"
 
@@ -44,7 +48,7 @@ def fused(
 ) -> Tuple[Graph, Params, Policy]:
     """Return a float32 model with fused operators, and a policy that lowers them.
 
-    Products that `policy` keeps in float32, by shape or by name, are kept when they are fused.
+    Products that `policy` keeps in float32, by class, shape or name, are kept when they are fused.
     Raises `ArgumentError` where `policy` is for no fused operators.
     """
     if (policy.target_dtype, policy.device) != ("bfloat16", "cpu"):
@@ -58,8 +62,7 @@ def fused(
     layers = [
         node.name
         for node in graph.nodes
-        if node.op in FUSED
-        and any(name in kept or policy.keeps_layer(name) for name in _names_inside(node))
+        if node.op in FUSED and any(_is_kept(one, kept, policy) for one in _inside(node))
     ]
     return graph, values, policy.override(low=FUSED, fp32_layers=layers)
 
@@ -92,8 +95,16 @@ def _kept_by_shape(graph: Graph, params: Params, policy: Policy) -> FrozenSet[st
     return frozenset(graph.nodes[i].name for i, _ in choices.kept)
 
 
-def _names_inside(node: Node) -> Iterable[str]:
-    return (inner.name for body in node.subgraphs for inner in body.nodes)
+def _inside(node: Node) -> Iterable[Node]:
+    return (inner for body in node.subgraphs for inner in body.nodes)
+
+
+def _is_kept(node: Node, kept: AbstractSet[str], policy: Policy) -> bool:
+    """Tell whether the fused operator that holds a node stays in float32 for it."""
+    if node.name in kept or policy.keeps_layer(node.name):
+        return True
+    inputs = ["float32"] * len(node.inputs)
+    return node.op in _PRODUCTS and not decide(node.op, node.attrs, inputs, policy).changes
 
 
 # ---------------------------------------------------------------------- images

@@ -5,7 +5,10 @@ from typing import Dict, Tuple
 from ..errors import ArgumentError
 from ..framework.wording import one_of, shown
 
-__all__ = ["registered_classes", "register_custom_operator"]
+__all__ = ["CustomClasses", "registered_classes", "register_custom_operator"]
+
+#: (registered name, class) of each.
+CustomClasses = Tuple[Tuple[str, str], ...]
 
 #: What the user calls a precision, and the class it means.
 _CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
@@ -42,6 +45,6 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
     _registered[op_type] = _CLASSES[kind]
 
 
-def registered_classes() -> Tuple[Tuple[str, str], ...]:
-    """Return (registered name, class) of each custom operator, sorted."""
+def registered_classes() -> CustomClasses:
+    """Return the class of each custom operator, sorted by name."""
     return tuple(sorted(_registered.items()))

@@ -28,6 +28,8 @@ def differing(old: Policy, new: Policy) -> str:
         here, there = (_listed(sorted(policy.substitutions)) for policy in (old, new))
         values = [*_operators(old, new), ("substitutions", here, there)]
     parts = [f"{name}: {here} instead of {there}" for name, here, there in values if here != there]
+    if not parts and old.with_evidence(None) == new.with_evidence(None):
+        return "the evidence of how they were tuned"
     return shortened(parts) or "the conditions of some operators"
 
 

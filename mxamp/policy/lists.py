@@ -27,6 +27,7 @@ from typing import (
 from ..errors import ArgumentError, located
 from ..framework.operators import Operator, registry, resolve
 from ..framework.wording import shown
+from .custom_operators import CustomClasses
 from .rules import UNLISTED, Condition, Rule, ShapeRule
 from .schema import check_list, place
 from .targets import check_device
@@ -50,6 +51,7 @@ class OperatorList(NamedTuple):
     target_dtype: str
     device: str
     rules: Mapping[str, Rule]  #: by canonical operator name
+    fp32_layers: Tuple[str, ...]
     substitutions: Mapping[str, str]  #: name, and what it was measured to gain
 
 
@@ -63,18 +65,26 @@ def lists_folder() -> Path:
     return next(path for path in (package / "lists", package.parent / "lists") if path.is_dir())
 
 
-def own_list(dtype: str, device: str, features: FrozenSet[str]) -> OperatorList:
+def own_list(
+    dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses
+) -> OperatorList:
     """Return mxamp's own list for a dtype."""
-    return read_list(lists_folder() / f"{dtype}.toml", device, features)
+    return read_list(lists_folder() / f"{dtype}.toml", device, features, custom)
 
 
 def read_list(
-    path: Union[str, Path], device: Optional[str], features: FrozenSet[str]
+    path: Union[str, Path],
+    device: Optional[str],
+    features: FrozenSet[str],
+    custom: CustomClasses = (),
 ) -> OperatorList:
-    """Read an operator list; every error names the file."""
+    """Read an operator list; every error names the file.
+
+    `custom` are the classes of the user's own custom operators.
+    """
     data = _parsed(path)
     with located(path):
-        return _resolved(data, device, features)
+        return _resolved(data, device, features, custom)
 
 
 def _parsed(path: Union[str, Path]) -> Table:
@@ -102,15 +112,18 @@ def _parsed(path: Union[str, Path]) -> Table:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}{hint}") from None
 
 
-def _resolved(data: Table, device: Optional[str], features: FrozenSet[str]) -> OperatorList:
+def _resolved(
+    data: Table, device: Optional[str], features: FrozenSet[str], custom: CustomClasses
+) -> OperatorList:
     check_list(data)
     dtype = data["dtype"]
     device = check_device(dtype, device)
     rules = _Rules(data)
     rules.add_missing(device, features)
     rules.add_shape_rules(device)
+    rules.add_custom_operators(custom)
     substitutions = MappingProxyType(dict(data.get("substitutions", {})))
-    return OperatorList(dtype, device, MappingProxyType(rules.by_name), substitutions)
+    return OperatorList(dtype, device, MappingProxyType(rules.by_name), (), substitutions)
 
 
 class _Rules:
@@ -146,6 +159,12 @@ class _Rules:
         for i, (table, names) in enumerate(self._tables("by_shape")):
             with located(place("by_shape", i)):
                 self._add_shape_rule(table, names, device)
+
+    def add_custom_operators(self, classes: CustomClasses) -> None:
+        """Note the classes of the user's own custom operators."""
+        if classes:
+            rule = self.by_name.get("Custom", replace(UNLISTED, operator="Custom"))
+            self.by_name["Custom"] = rule.with_custom_operators(classes)
 
     def _add_shape_rule(self, table: Table, names: List[str], device: str) -> None:
         limited, limit = table["rule"] == "long_sums", table.get("limit")

@@ -1,4 +1,4 @@
-"""Changing single operators of a policy: the checks, and the rules that come out."""
+"""Changing operators of a policy: the checks, and the rules that come out."""
 
 from dataclasses import replace
 from typing import AbstractSet, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
@@ -8,12 +8,21 @@ from ..framework.operators import resolve
 from ..framework.wording import shown
 from .rules import UNLISTED, Condition, Rule
 
-__all__ = ["Conditional", "Names", "checked_layers", "checked_substitutions", "overridden"]
+__all__ = [
+    "Conditional",
+    "Names",
+    "checked_layers",
+    "checked_substitutions",
+    "in_float32",
+    "overridden",
+    "without_rules_for_speed",
+]
 
 #: (operator, attribute, values): fp32 where the attribute has one of the values.
 Conditional = Tuple[str, str, Sequence[str]]
 Names = Optional[Iterable[str]]
 
+NOT_LOWERED = "the policy computes in float32"
 CONDITIONAL = (
     "conditional operators must be a list of (operator, attribute, [values]), such as "
     "('Activation', 'act_type', ['softrelu']), not {given}"
@@ -25,8 +34,9 @@ def overridden(
     given: Mapping[str, Names],
     conditional: Optional[Iterable[Conditional]],
     replace_lists: bool,
+    dtype: str,
 ) -> Dict[str, Rule]:
-    """Return rules with operators put in other classes, as `Policy.override` says.
+    """Return rules for a dtype with operators put in other classes, as `Policy.override` says.
 
     `given` maps a class to operators by any of their names, or to None.
     """
@@ -35,7 +45,7 @@ def overridden(
         for name in _canonical(op_class, names):
             if classes.setdefault(name, op_class) != op_class:
                 raise _in_two_lists(name, classes[name], op_class)
-    conditions = _conditions(conditional)
+    conditions = _conditions(conditional, dtype)
     for name in conditions:
         if classes.get(name) in ("fp32", "widest"):
             raise _in_two_lists(name, classes[name], "conditionally fp32")
@@ -44,6 +54,32 @@ def overridden(
         replaced = {op_class for op_class, names in given.items() if names is not None}
         result = _emptied(rules, replaced, keep_conditions=conditional is None)
     _put(result, classes, conditions)
+    return result
+
+
+def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
+    """Return rules without the choices by shape that are about speed alone."""
+    return {
+        name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
+        for name, rule in rules.items()
+    }
+
+
+def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
+    """Return rules under which no operator is computed in the target dtype unless its inputs are.
+
+    What is left of the rules is what `override` would take for a user's wish: it stays the list's.
+    """
+    result = without_rules_for_speed(rules)
+    for name, rule in result.items():
+        if rule.op_class == "low":
+            result[name] = replace(
+                rule, op_class="fp32", reason=NOT_LOWERED, conditions=(), by_shape=()
+            )
+    custom = replace(
+        result.get("Custom", replace(UNLISTED, operator="Custom")), lowers_custom=False
+    )
+    result["Custom"] = custom.with_custom_operators(custom.by_op_type)
     return result
 
 
@@ -83,7 +119,7 @@ def _in_two_lists(name: str, one: str, other: str) -> ArgumentError:
 
 
 def _conditions(
-    conditional: Optional[Iterable[Conditional]],
+    conditional: Optional[Iterable[Conditional]], dtype: str
 ) -> Dict[str, Tuple[Condition, ...]]:
     """Return the conditions by canonical operator name."""
     conditions: Dict[str, Tuple[Condition, ...]] = {}
@@ -101,6 +137,7 @@ def _conditions(
             operator.attribute(attribute),
             operator.values(attribute, values),
             default=operator.defaults.get(attribute),
+            dtype=dtype,
         )
         conditions[operator.name] = (*conditions.get(operator.name, ()), condition)
     return conditions

@@ -19,11 +19,20 @@ from ..errors import ArgumentError
 from ..framework import machine
 from ..framework.machine import dtype_name
 from ..framework.wording import counted, one_of, shown
-from .custom_operators import registered_classes
-from .lists import OperatorList, own_list, read_list
-from .overrides import Conditional, Names, checked_layers, checked_substitutions, overridden
+from .custom_operators import CustomClasses, registered_classes
+from .evidence import Evidence
+from .lists import own_list, read_list
+from .overrides import (
+    Conditional,
+    Names,
+    checked_layers,
+    checked_substitutions,
+    in_float32,
+    overridden,
+    without_rules_for_speed,
+)
 from .rules import SHOWN_CLASSES, UNLISTED, Rule
-from .targets import DEFAULT_TARGET, check_device, check_target, device_type
+from .targets import DEFAULT_TARGET, check_beside, check_device, check_target, device_type
 
 __all__ = ["Policy"]
 
@@ -34,10 +43,6 @@ NO_POLICY = (
 BESIDE_LISTS = (
     "a policy has operator lists of its own: give it without other lists, or change it with "
     "policy.override"
-)
-OTHER_POLICY = (
-    "the policy is for {own}, and {given} is given beside it: give a policy for {given}, or leave "
-    "{given} out"
 )
 
 
@@ -60,6 +65,8 @@ class Policy:
     fp32_layers: Tuple[str, ...] = ()
     #: the faster equivalents that graphs about to run get: name, and what it was measured to gain
     substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    #: how it was tuned, if it was: `print(policy.evidence)` is a report
+    evidence: Optional[Evidence] = None
 
     def rule(self, operator: str) -> Rule:
         """Return what the policy says of an operator, by canonical name."""
@@ -115,16 +122,21 @@ class Policy:
         )
 
     def __hash__(self) -> int:
-        return hash(self._head)
+        return self._hash
 
     @cached_property
     def _head(self) -> Tuple[Any, ...]:
-        return self.target_dtype, self.device, self.fp32_layers, frozenset(self.substitutions)
+        names = frozenset(self.substitutions)
+        return self.target_dtype, self.device, self.fp32_layers, names, self.evidence
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._head)
 
     def __reduce__(self) -> Tuple[Any, ...]:
         rules, substitutions = dict(self.rules), dict(self.substitutions)
         fields = self.target_dtype, self.device, rules, self.fp32_layers, substitutions
-        return _unpickled, fields
+        return _unpickled, (*fields, self.evidence)
 
     @cached_property
     def caches(self) -> Dict[str, Any]:
@@ -149,7 +161,7 @@ class Policy:
 
         Raises `ArgumentError`, with the file and the table, for whatever is wrong in it.
         """
-        return _made_of(read_list(path, device, machine.features()), registered_classes())
+        return _interned(Policy(*read_list(path, device, machine.features(), registered_classes())))
 
     @classmethod
     def from_lists(
@@ -177,21 +189,12 @@ class Policy:
                 raise ArgumentError(NO_POLICY.format(given=shown(policy)))
             if any(given is not None for given in lists):
                 raise ArgumentError(BESIDE_LISTS)
-            policy._check_beside(target_dtype, device_type(ctx))
+            check_beside(policy.target_dtype, policy.device, target_dtype, ctx)
             return policy
         base = cls.default(check_target(target_dtype), device_type(ctx))
         if all(given is None for given in lists):
             return base
         return base.override(low, fp32, widest, conditional, replace_lists=True)
-
-    def _check_beside(self, target_dtype: Any, device: Optional[str]) -> None:
-        """Raise where the policy is for another dtype or device than was given beside it."""
-        dtype = self.target_dtype
-        if target_dtype is not DEFAULT_TARGET:
-            dtype = check_target(target_dtype)
-        for given, own in ((dtype, self.target_dtype), (device or self.device, self.device)):
-            if given != own:
-                raise ArgumentError(OTHER_POLICY.format(own=own, given=given))
 
     def override(
         self,
@@ -218,20 +221,19 @@ class Policy:
         shows. `substitutions` names those of the policy's own that it is to keep. An operator that
         is given a class has it whatever its shapes are.
 
+        A policy that this changes is returned without its evidence: that is of the one measured.
+
         Raises `UnknownNameError` for a name MXNet does not know, `ArgumentError` for one that
         stands in two lists.
         """
         given = {"low": low, "fp32": fp32, "widest": widest}
-        rules = overridden(self.rules, given, conditional, replace_lists)
+        rules = overridden(self.rules, given, conditional, replace_lists, self.target_dtype)
         kept = self.substitutions
         if substitutions is not None:
             names = checked_substitutions(substitutions, kept)
             kept = MappingProxyType({name: kept[name] for name in names})
         layers = tuple(dict.fromkeys((*self.fp32_layers, *checked_layers(fp32_layers))))
-        changed = replace(
-            self, rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept
-        )
-        return _interned(changed)
+        return self._changed(rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
 
     def untuned(self) -> "Policy":
         """Return the policy without substitutions and without the choices by shape made for speed.
@@ -242,30 +244,34 @@ class Policy:
         With it, eager calls, hybridized blocks and converted models agree bit for bit in bfloat16
         too, as they do in float16 anyway.
         """
-        rules = {
-            name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
-            for name, rule in self.rules.items()
-        }
-        return _interned(replace(self.override(substitutions=()), rules=MappingProxyType(rules)))
+        rules = MappingProxyType(without_rules_for_speed(self.rules))
+        return self._changed(rules=rules, substitutions=MappingProxyType({}))
 
+    def in_float32(self) -> "Policy":
+        """Return the policy with nothing lowered: every operator of class low is in class fp32.
 
-CustomClasses = Tuple[Tuple[str, str], ...]
+        >>> Policy.default("bfloat16").in_float32().operators("low")
+        []
+
+        Under it, float32 models compute in float32 throughout. Substitutions stay, so graphs may
+        use faster equivalents of their operators; without them graphs are as in plain MXNet.
+        """
+        return self._changed(rules=MappingProxyType(in_float32(self.rules)))
+
+    def with_evidence(self, evidence: Optional[Evidence]) -> "Policy":
+        """Return the policy with what was measured of it, or, for None, without."""
+        return _interned(replace(self, evidence=evidence))
+
+    def _changed(self, **fields: Any) -> "Policy":
+        """Return the policy with other fields; where they differ, what was measured is void."""
+        changed = replace(self, **fields)
+        return self if changed == self else changed.with_evidence(None)
 
 
 @lru_cache(maxsize=None)
 def _default(dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses) -> Policy:
     # Cached: caches of graphs and casts are kept by policy, and equal ones share them.
-    return _made_of(own_list(dtype, device, features), custom)
-
-
-def _made_of(read: OperatorList, custom: CustomClasses) -> Policy:
-    """Return the policy of an operator list, with the user's custom operators in it."""
-    rules = read.rules
-    if custom:
-        rule = replace(rules.get("Custom", UNLISTED), by_op_type=custom)
-        rules = MappingProxyType({**rules, "Custom": rule})
-    made = Policy(read.target_dtype, read.device, rules, substitutions=read.substitutions)
-    return _interned(made)
+    return _interned(Policy(*own_list(dtype, device, features, custom)))
 
 
 #: One policy for each value that somebody holds: graphs and casts are cached by policy, and code
@@ -284,6 +290,7 @@ def _unpickled(
     rules: Dict[str, Rule],
     fp32_layers: Tuple[str, ...],
     substitutions: Dict[str, str],
+    evidence: Optional[Evidence],
 ) -> Policy:
-    frozen = MappingProxyType(rules), fp32_layers, MappingProxyType(substitutions)
+    frozen = MappingProxyType(rules), fp32_layers, MappingProxyType(substitutions), evidence
     return _interned(Policy(target_dtype, device, *frozen))

@@ -1,6 +1,6 @@
 """What a policy says of one operator: its class, the exceptions to it, and the reason."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Mapping, NamedTuple, Optional, Tuple
 
 from .values import out_of_range, same_value
@@ -13,6 +13,7 @@ __all__ = [
     "SUBSTITUTIONS",
     "UNLISTED",
     "Condition",
+    "MissingKernel",
     "Rule",
     "ShapeRule",
 ]
@@ -71,6 +72,14 @@ class ShapeRule(NamedTuple):
         return self.name in EXACT_RULES
 
 
+class MissingKernel(NamedTuple):
+    """A kind of device has no kernel in the target dtype."""
+
+    reason: str
+    unless: Optional[str] = None  #: the CPU feature that has the kernel after all
+    computes: str = "float32"  #: what the operator runs in then
+
+
 @dataclass(frozen=True)
 class Rule:
     """What a policy says of one operator."""
@@ -84,9 +93,17 @@ class Rule:
     keep_outputs: Tuple[int, ...] = ()
     missing: Optional[str] = None  #: why there is no kernel in the target dtype, if there is none
     computes: str = "float32"  #: what it runs in where the kernel is missing
+    missing_kernels: Tuple[MissingKernel, ...] = ()  #: those two on any CPU: the last that holds
     by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of the user's own custom operators
+    lowers_custom: bool = True  #: whether those that were registered as low are
     by_shape: Tuple[ShapeRule, ...] = ()
     given: bool = False  #: by a user, who wants this operator: nothing is substituted for it
+
+    def with_custom_operators(self, classes: Tuple[Tuple[str, str], ...]) -> "Rule":
+        """Return the rule with the classes of the user's own custom operators."""
+        lowest = "low" if self.lowers_custom else "fp32"
+        by_op_type = tuple((name, lowest if one == "low" else one) for name, one in classes)
+        return replace(self, by_op_type=by_op_type)
 
     @property
     def shown_class(self) -> str:

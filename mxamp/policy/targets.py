@@ -8,7 +8,20 @@ from ..errors import ArgumentError
 from ..framework.machine import default_device, dtype_name
 from ..framework.wording import one_of, shown
 
-__all__ = ["DEFAULT_TARGET", "DEVICES", "TARGETS", "check_device", "check_target", "device_type"]
+__all__ = [
+    "DEFAULT_TARGET",
+    "DEVICES",
+    "TARGETS",
+    "check_beside",
+    "check_device",
+    "check_target",
+    "device_type",
+]
+
+OTHER_POLICY = (
+    "the policy is for {own}, and {given} is given beside it: give a policy for {given}, or leave "
+    "{given} out"
+)
 
 TARGETS = ("float16", "bfloat16")
 DEVICES = ("cpu", "gpu")
@@ -61,3 +74,11 @@ def device_type(ctx: Any) -> Optional[str]:
     if kind not in DEVICES:
         raise ArgumentError(f"ctx must be a Context, 'cpu' or 'gpu', not {shown(ctx)}")
     return kind
+
+
+def check_beside(own_dtype: str, own_device: str, target_dtype: Any, ctx: Any) -> None:
+    """Raise where a policy is for another dtype or device than was given beside it."""
+    dtype = own_dtype if target_dtype is DEFAULT_TARGET else check_target(target_dtype)
+    for given, own in ((dtype, own_dtype), (device_type(ctx) or own_device, own_device)):
+        if given != own:
+            raise ArgumentError(OTHER_POLICY.format(own=own, given=given))

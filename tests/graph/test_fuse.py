@@ -11,6 +11,8 @@ import mxamp as amp
 from digits import arrays, batches
 from helpers import check_python, exported, kind, operators_of, randn, same, with_avx512
 from mxamp.cli.main import main
+from mxamp.graph.fuse import FUSED
+from mxamp.graph.graph import Graph
 
 B = amp.Policy.default("bfloat16")
 
@@ -169,6 +171,28 @@ def test_layers_are_kept_in_float32_by_name():
     assert "bfloat16" in dtypes.values()
     with pytest.raises(amp.UnknownNameError, match="conv0_fwd"):
         amp.convert_hybrid_block(net, "bfloat16", fuse=True, excluded_sym_names=["conv0_fwt"])
+
+
+@with_avx512
+@pytest.mark.parametrize("policy, low", [
+    (B.in_float32(), set()), (B.override(fp32=["FullyConnected"]), {"_sg_mkldnn_conv"}),
+    (B.override(conditional=[("Convolution", "no_bias", [True, False])]), {"_sg_mkldnn_fully_connected"}),
+])  # fmt: skip
+def test_products_that_the_policy_keeps_in_float32_are_kept_when_they_are_fused(policy, low):
+    net, test, _ = network(trained=0)
+    plain = net(test[:2]).asnumpy()
+    fast = amp.convert_hybrid_block(net, policy=policy, fuse=True)
+    products = {name: set() for name in FUSED}
+    nodes = Graph.from_symbol(fast._cached_graph[1]).nodes
+    for node in nodes:
+        if node.op in FUSED:
+            stored = {nodes[i].attrs.get("dtype", "float32") for i, _ in node.inputs[:2]}
+            products[node.op].update(stored)
+    assert {name for name, dtypes in products.items() if "bfloat16" in dtypes} == low
+    kinds = {kind(p.data()) for p in fast.collect_params().values()}
+    assert ("bfloat16" in kinds) == bool(low)
+    if not low:
+        np.testing.assert_allclose(fast(test[:2]).asnumpy(), plain, rtol=1e-4, atol=1e-5)
 
 
 @with_avx512

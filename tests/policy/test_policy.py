@@ -1,14 +1,23 @@
 import pickle
+from contextlib import nullcontext
 
 import mxnet as mx
 import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import mx_dtype
+from helpers import mx_dtype, same, values
 from mxamp.framework.operators import registry
+from mxamp.graph.graph import Graph
+from mxamp.graph.insert_casts import rewrite
+from mxamp.graph.shape_rules import choose
+from mxamp.graph.usage import Usage
+from mxamp.policy import custom_operators
+from mxamp.policy.decision import decide
 from mxamp.policy.policy import Policy
 from mxamp.policy.rules import Condition
+from nets import attention, convolutional, decoder, embedded, made, perceptron, separable
+from tuned import EVIDENCE
 
 
 def test_policies_are_values():
@@ -207,3 +216,102 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
     assert not untuned.chooses
     assert policy.override(fp32=["relu"]).substitutions == policy.substitutions
     assert policy.override(substitutions=["relu6"]) != policy
+
+
+@pytest.mark.parametrize("change", [
+    {"low": ["exp"]}, {"fp32_layers": ["a"]}, {"substitutions": []}, {"conditional": [("softmax", "axis", [0])]},
+])  # fmt: skip
+def test_what_was_measured_belongs_to_the_policy_that_was_measured(change):
+    plain = Policy.default("bfloat16")
+    tuned = plain.with_evidence(EVIDENCE)
+    assert tuned != plain and hash(tuned) != hash(plain)
+    assert tuned is plain.with_evidence(pickle.loads(pickle.dumps(EVIDENCE)))  # noqa: S301
+    assert tuned is pickle.loads(pickle.dumps(tuned))  # noqa: S301
+    assert tuned.evidence == EVIDENCE and plain.evidence is None
+    assert tuned.with_evidence(None) is plain
+    assert tuned.override() is tuned
+    assert tuned.override(**change) is plain.override(**change)
+    untuned = plain.untuned().with_evidence(EVIDENCE)
+    assert untuned.untuned() is untuned
+    assert tuned.untuned() is plain.untuned()
+    assert tuned.in_float32() is plain.in_float32()
+    in_float32 = plain.in_float32().with_evidence(EVIDENCE)
+    assert in_float32.in_float32() is in_float32
+
+
+def test_nothing_is_lowered_in_float32(dtype, monkeypatch):
+    monkeypatch.setattr(custom_operators, "_registered", {"mine": "low", "sum": "widest"})
+    policy = Policy.default(dtype, "cpu").override(
+        low=["exp", "Activation"],
+        conditional=[("Activation", "act_type", ["relu"])],
+        fp32_layers=["a"],
+    )
+    policy = policy.override(conditional=[("FullyConnected", "no_bias", [True])])
+    assert policy.rule("FullyConnected").conditions and policy.rule("Activation").conditions
+    changed = policy.in_float32()
+    assert {rule.op_class for rule in changed.rules.values()} == {
+        "fp32",
+        "widest",
+        "neutral",
+        "untouched",
+    }
+    assert not any(rule.by_shape for rule in changed.rules.values())
+    for name in ("exp", "FullyConnected", "Activation", "Convolution"):
+        assert changed.rule(name).shown_class == "fp32"
+        decision = decide(name, {"act_type": "tanh"}, ["float32"] * 3, changed)
+        assert (decision.precision, decision.changes) == ("float32", False)
+    assert not changed.rule("Convolution").given and changed.rule("exp").given
+    assert changed.fp32_layers == ("a",) and changed.substitutions == policy.substitutions
+    for name, precision in (("mine", "float32"), ("sum", "float16"), ("other", "float32")):
+        decision = decide("Custom", {"op_type": name}, ["float16"], changed)
+        assert decision.precision == precision, decision.reason
+
+
+def outputs_of(net, data, way, policy):
+    """What a net gives in one way of running it, with its gradients."""
+    with amp.autocast(policy=policy) if policy is not None else nullcontext():
+        if way == "bound":
+            symbol = net(*(mx.sym.var(f"data{i}") for i in range(len(data))))
+            arrays = {f"data{i}": array for i, array in enumerate(data)}
+            arrays.update((name, p.data()) for name, p in net.collect_params().items())
+            args = {name: arrays[name] for name in symbol.list_arguments()}
+            aux = {name: arrays[name].copy() for name in symbol.list_auxiliary_states()}
+            return [values(out) for out in symbol.bind(mx.cpu(), args, aux_states=aux).forward()]
+        net.hybridize(way == "hybridized")
+        with mx.autograd.record():
+            out = net(*data)
+        out.backward()
+    grads = [p.grad() for p in net.collect_params().values() if p.grad_req != "null"]
+    return [values(array) for array in (out, *grads)]
+
+
+@pytest.mark.parametrize(
+    "make", [convolutional, separable, attention, perceptron, embedded, decoder]
+)
+@pytest.mark.parametrize("way", ["eager", "hybridized", "bound"])
+def test_in_float32_nets_compute_what_plain_mxnet_computes(dtype, way, make):
+    net, data = made(make)
+    wanted = outputs_of(net, data, way, None)
+    policy = Policy.default(dtype, "cpu").in_float32()
+    if way != "eager":
+        policy = policy.override(substitutions=())
+        graph = Graph.from_symbol(net(*(mx.sym.var(f"data{i}") for i in range(len(data)))))
+        usage = Usage(training=True)
+        assert rewrite(graph, policy, usage, choose(graph, policy, usage)).graph == graph
+    found = outputs_of(net, data, way, policy)
+    assert len(found) == len(wanted)
+    assert all(map(same, found, wanted))
+
+
+def test_in_float32_graphs_have_substitutions():
+    symbol = mx.sym.LayerNorm(
+        mx.sym.relu(mx.sym.Convolution(mx.sym.var("x"), kernel=(3, 3), num_filter=16))
+    )
+    shapes = {"x": (2, 3, 8, 8)}
+    plan = amp.explain(
+        symbol, policy=Policy.default("bfloat16").in_float32(), mode="training", input_shapes=shapes
+    )
+    operators = [node.operator for node in plan]
+    assert {node.precision for node in plan} == {"float32"}
+    assert "Activation" in operators and "relu" not in operators and "LayerNorm" not in operators
+    assert operators[0] == "Convolution", "with three channels: the fourth is for bfloat16"
