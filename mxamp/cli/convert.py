@@ -44,7 +44,7 @@ _EXAMPLES = examples(
     type=click.FloatRange(min=0, min_open=True),
     help=f"Largest relative error of an output that --check lets pass. Default: {TOLERANCE}.",
 )
-@click.option("--fuse", is_flag=True, help="Fuse operators, for bfloat16 inference on CPUs only.")
+@click.option("--fuse", is_flag=True, help="Fuse operators, for inference on CPUs only.")
 @click.option("--force", is_flag=True, help="Overwrite files.")
 def convert(
     prefix: str,
@@ -80,14 +80,14 @@ def convert(
         out,
         epoch,
         excluded_sym_names=keep_fp32,
-        cast_optional_params=cast_params,
+        cast_optional_params=cast_params or None,
         policy=policy.override(fp32=fp32_op),
         keep_io_types=not cast_io,
         input_dtypes=input_dtypes,
         check_inputs=_check_inputs(prefix, epoch, inputs, input_dtypes) if check else None,
         tolerance=TOLERANCE if tolerance is None else tolerance,
         force=force,
-        fuse=fuse,
+        fuse=fuse or None,
     )
     if check:
         console().print(_errors_table(done.errors))

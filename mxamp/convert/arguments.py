@@ -18,6 +18,7 @@ from ..policy.policy import Policy
 __all__ = [
     "Conversion",
     "Names",
+    "as_tuned",
     "checked_policy",
     "known_dtype",
     "known_dtypes",
@@ -54,6 +55,15 @@ class Conversion:
     input_dtypes: Optional[Mapping[str, Any]] = None
     fuse: bool = False
     not_offline: FrozenSet[str] = frozenset()
+
+
+def as_tuned(
+    policy: Policy, cast_optional_params: Optional[bool], fuse: Optional[bool]
+) -> Tuple[bool, bool]:
+    """Return whether to cast parameters and to fuse: as was measured, where that is not said."""
+    way = policy.evidence.way if policy.evidence is not None else ""
+    cast = way in ("converted", "fused") if cast_optional_params is None else cast_optional_params
+    return bool(cast), way == "fused" if fuse is None else bool(fuse)
 
 
 def checked_policy(policy: Policy, excluded: Names, graph: Graph) -> Policy:

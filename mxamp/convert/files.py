@@ -16,7 +16,7 @@ from ..framework.machine import default_device, dtype_name
 from ..framework.wording import counted, shown
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
-from .arguments import Names
+from .arguments import Names, as_tuned
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
 from .pairs import replaced_files
@@ -71,7 +71,7 @@ def convert_files(
     epoch: int = 0,
     target_dtype: Any = DEFAULT_TARGET,
     excluded_sym_names: Names = None,
-    cast_optional_params: bool = False,
+    cast_optional_params: Optional[bool] = None,
     *,
     policy: Optional[Policy] = None,
     keep_io_types: bool = True,
@@ -79,7 +79,7 @@ def convert_files(
     check_inputs: Optional[Mapping[str, Any]] = None,
     tolerance: float = TOLERANCE,
     force: bool = False,
-    fuse: bool = False,
+    fuse: Optional[bool] = None,
 ) -> ConvertedFiles:
     """Convert the saved model `prefix` to mixed precision and save it as `out`.
 
@@ -126,7 +126,11 @@ def convert_files(
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         dtype = check_target(policy.target_dtype if policy is not None else target_dtype)
-        if (cast_optional_params or fuse) and dtype == "bfloat16" and mx.util.is_np_shape():
+        if policy is not None:
+            cast_optional_params, fuse = as_tuned(policy, cast_optional_params, fuse)
+        lowers = policy is None or policy.lowers
+        offline = lowers and dtype == "bfloat16" and (cast_optional_params or fuse)
+        if offline and mx.util.is_np_shape():
             raise ArgumentError(NUMPY_BFLOAT16.format(prefix=str(prefix)))
         logger.info("converting %s to %s", os.fspath(prefix), dtype)
         converted = convert_model(

@@ -20,6 +20,7 @@ from ..graph.cast_params import (
 from ..graph.fuse import fused
 from ..graph.graph import Graph
 from ..graph.insert_casts import rewrite
+from ..graph.recognise import recognised
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import suspended
@@ -92,7 +93,8 @@ def convert(
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     read = Graph.from_symbol(symbol)
     graph = without_copies(read)
-    policy = checked_policy(conversion.policy, conversion.excluded_sym_names, graph)
+    policy = recognised(conversion.policy, read)
+    policy = checked_policy(policy, conversion.excluded_sym_names, graph)
     data = _data_names(graph, conversion, params)
     held = dict(params or {})
     dtypes = known_dtypes(

@@ -16,6 +16,7 @@ from ..framework.wording import one_of, shown
 from ..graph.cast_params import cast_offline, count_losses
 from ..graph.graph import CASTS, Graph, Node
 from ..graph.insert_casts import Rewrite, rewrite
+from ..graph.recognise import recognised
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import suspended
@@ -98,7 +99,7 @@ def explain(
     symbol, held = _model_of(model, params, example_inputs)
     policy = Policy.from_lists(target_dtype, policy=policy)
     graph = Graph.from_symbol(symbol)
-    policy = checked_policy(policy, excluded_sym_names, graph)
+    policy = checked_policy(recognised(policy, graph), excluded_sym_names, graph)
     with located("input_shapes"):
         known_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in held.items()}

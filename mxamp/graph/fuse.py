@@ -1,4 +1,4 @@
-"""Fusion for inference in bfloat16 on CPUs: oneDNN's fused operators, made by MXNet's own pass.
+"""Fusion for inference on CPUs: oneDNN's fused operators, made by MXNet's own pass.
 
 Around that pass: BatchNorm is folded first, activations are renamed to those that oneDNN fuses, and
 convolutions of images get a fourth channel.
@@ -25,16 +25,19 @@ from .usage import Usage
 __all__ = ["FUSED", "fused"]
 
 NOT_HERE = (
-    "fuse=True is for inference in bfloat16 on CPUs, for which oneDNN has fused operators; this "
-    "policy is for {dtype} on the {device}"
+    "fuse=True is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
+    "operators; this policy is for {dtype} on the {device}"
 )
 NO_KERNELS = (
     "oneDNN has no bfloat16 kernels for this CPU, which has no avx512 (or DNNL_MAX_CPU_ISA hides "
     "it): convert without fuse"
 )
 
-#: oneDNN's fused operators.
-FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
+#: oneDNN's fused operators, and the products that they are made of.
+FUSED: Mapping[str, str] = {
+    "_sg_mkldnn_conv": "Convolution",
+    "_sg_mkldnn_fully_connected": "FullyConnected",
+}
 
 #: What they are made of: a product, and what follows it.
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
@@ -64,7 +67,8 @@ def fused(
         for node in graph.nodes
         if node.op in FUSED and any(_is_kept(one, kept, policy) for one in _inside(node))
     ]
-    return graph, values, policy.override(low=FUSED, fp32_layers=layers)
+    others = [name for name in FUSED if name not in lowered]
+    return graph, values, policy.override(low=lowered, fp32=others, fp32_layers=layers)
 
 
 def _renamed(graph: Graph) -> Graph:

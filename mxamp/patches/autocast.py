@@ -170,7 +170,7 @@ _said = _Said()
 
 def announce(policy: Policy) -> None:
     """Say that mixed precision is on, and what to expect of it; nothing that was said before."""
-    kind = (policy.target_dtype, policy.device)
+    kind = (policy.target_dtype if policy.lowers else "float32", policy.device)
     if _said.on != kind:
         logger.info("mixed precision is on: %s on %s", *kind)
     _said.on = kind
@@ -181,6 +181,8 @@ def announce(policy: Policy) -> None:
 
 def _warn_of_speed(policy: Policy) -> None:
     """Say where a policy does not make this machine faster, or does nothing on it."""
+    if not policy.lowers:
+        return
     if policy.device != "cpu":
         if machine.default_device() == "cpu":
             logger.warning(NO_GPU)

@@ -20,6 +20,7 @@ from ..graph.choices import NONE, Choices
 from ..graph.control_flow import UNSAFE_LOOPS
 from ..graph.graph import Graph
 from ..graph.insert_casts import rewritten_symbol
+from ..graph.recognise import recognised, warn_of_way
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
@@ -109,6 +110,7 @@ class PolicyCachedOp:
         self._added: Tuple[int, ...] = ()
         self._ops: Dict[Any, _Op] = {}
         self._chosen: Dict[Any, Choices] = {}
+        self._tuned: Dict[Policy, Policy] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
 
     @property
@@ -129,6 +131,8 @@ class PolicyCachedOp:
         policy = self._policy or current_policy()
         if policy is None or not on_device(args[:1], policy.device):
             return self._unchanged
+        if policy.evidence is not None and self._policy is None:
+            policy = self._recognised(policy)
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         if added != self._added:
             # Gluon gives parameters other gradients then; with static_shape an op that has seen
@@ -143,6 +147,13 @@ class PolicyCachedOp:
         if op is None:
             op = self._ops[key] = self._build(*key)
         return op
+
+    def _recognised(self, policy: Policy) -> Policy:
+        """Return a policy that was tuned, by the names that layers have here."""
+        if policy not in self._tuned:
+            warn_of_way(policy)
+            self._tuned[policy] = recognised(policy, self._graph)
+        return self._tuned[policy]
 
     def _choices(self, policy: Policy, args: Sequence[NDArray], training: bool) -> Choices:
         """Return what shapes choose: looked for once for each set of the data's shapes."""

@@ -21,6 +21,7 @@ from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, by_handle, resolve
 from ..framework.patching import Patch
 from ..framework.zero_gradients import kept_safe, zero_gradients
+from ..graph.recognise import warn_of_eager
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
@@ -198,6 +199,8 @@ class _Casts:
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
         decision = decide(self._operator.name, attributes, dtypes, self._policy, kept=kept)
         note_precision(self._operator.name, decision.precision)
+        if decision.precision == self._policy.target_dtype:
+            warn_of_eager(self._policy, self._operator.name)
         return decision if decision.changes else None
 
 

@@ -15,6 +15,7 @@ from ..framework.arrays import dtypes_of
 from ..framework.patching import Patch
 from ..graph.graph import Graph, argument_dtypes
 from ..graph.insert_casts import rewritten_symbol
+from ..graph.recognise import recognised, warn_of_way
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy
@@ -88,6 +89,8 @@ def _policy_for(ctx: Any) -> Optional[Policy]:
 def _rewritten(symbol: Symbol, policy: Policy, usage: Usage) -> Symbol:
     """Return a symbol rewritten for how it is bound; itself where there is nothing to cast."""
     graph = Graph.from_symbol(symbol)
+    warn_of_way(policy)
+    policy = recognised(policy, graph)
     choices = choose(graph, policy, usage)
     rewritten = rewritten_symbol(graph, type(symbol), policy, usage, choices)
     return symbol if rewritten is None else rewritten

@@ -13,6 +13,7 @@ __all__ = [
     "Names",
     "checked_layers",
     "checked_substitutions",
+    "exactly",
     "in_float32",
     "overridden",
     "without_rules_for_speed",
@@ -92,6 +93,15 @@ def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> Lis
         if name not in there:
             raise unknown("substitution", name, there)
     return names
+
+
+def exactly(name: str) -> str:
+    """Return the pattern that only this name of a layer fits.
+
+    >>> exactly("stage[0]_conv*")
+    'stage[[]0]_conv[*]'
+    """
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 def checked_layers(patterns: Iterable[str]) -> Tuple[str, ...]:

@@ -20,6 +20,7 @@ from ..framework import machine
 from ..framework.machine import dtype_name
 from ..framework.wording import counted, one_of, shown
 from .custom_operators import CustomClasses, registered_classes
+from .elsewhere import warn_elsewhere
 from .evidence import Evidence
 from .lists import own_list, read_list
 from .overrides import (
@@ -80,6 +81,14 @@ class Policy:
     def chooses(self) -> bool:
         """Whether shapes and neighbours of operators decide anything (`graph.shape_rules`)."""
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
+
+    @cached_property
+    def lowers(self) -> bool:
+        """Whether anything is computed in the target dtype; not so after `in_float32`."""
+        return any(
+            rule.op_class == "low" or any(one == "low" for _, one in rule.by_op_type)
+            for rule in self.rules.values()
+        )
 
     def operators(self, op_class: str) -> List[str]:
         """Return the operators of one class, sorted.
@@ -190,6 +199,8 @@ class Policy:
             if any(given is not None for given in lists):
                 raise ArgumentError(BESIDE_LISTS)
             check_beside(policy.target_dtype, policy.device, target_dtype, ctx)
+            if policy.evidence is not None:
+                warn_elsewhere(policy.evidence, policy.device, policy.caches)
             return policy
         base = cls.default(check_target(target_dtype), device_type(ctx))
         if all(given is None for given in lists):
