@@ -12,7 +12,7 @@ Scale losses         init_trainer, scale_loss, unscale, clip_grad_global_norm,
 Convert models       convert_hybrid_block, convert_model, convert_symbol,
                      convert_bucketing_module, convert_files, ConvertedFiles
 See what happens     explain, Plan, draw, compare_models, OutputError, random_inputs, debugging
-Choose precisions    Policy, half_function, float_function, promote_function, register_*,
+Choose precisions    Policy, tune, half_function, float_function, promote_function, register_*,
                      list_*
 Come from elsewhere  patch_contrib (mxnet.contrib.amp), initialize (Apex), decorate (Paddle)
 Errors               AmpError, ArgumentError, UnknownNameError, StateError, InstallError,
@@ -80,6 +80,7 @@ else:
     from .scaling.grad_scaler import GradScaler
     from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler
     from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale
+    from .tuning.tune import tune
 
 __all__ = [
     "AmpError",
@@ -132,6 +133,7 @@ __all__ = [
     "register_promote_function",
     "scale_loss",
     "shutdown",
+    "tune",
     "unscale",
 ]
 

@@ -124,11 +124,11 @@ def convert_model(
     The parameters come back in new dictionaries; with `cast_optional_params` those that are read
     in the target dtype alone are cast to it.
 
-    `fuse=True` is for inference on CPUs, in bfloat16 or float32: BatchNorms are folded, in float32, into the
-    products before them, and oneDNN's fused operators take the place of products with activations
-    and sums behind them. The model runs on MXNet's CPU builds only then, and does not train;
-    parameters are cast as with `cast_optional_params`. Both are off by default, but for a policy
-    that `tune` has found: with that the model is converted as it was measured.
+    `fuse=True` is for inference on CPUs, in bfloat16 or float32: BatchNorms are folded, in float32,
+    into the products before them, and oneDNN's fused operators take the place of products with
+    activations and sums behind them. The model runs on MXNet's CPU builds only then, and does not
+    train; parameters are cast as with `cast_optional_params`. Both are off by default, but for a
+    policy that `tune` has found: with that the model is converted as it was measured.
     """
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):

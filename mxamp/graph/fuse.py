@@ -33,11 +33,8 @@ NO_KERNELS = (
     "it): convert without fuse"
 )
 
-#: oneDNN's fused operators, and the products that they are made of.
-FUSED: Mapping[str, str] = {
-    "_sg_mkldnn_conv": "Convolution",
-    "_sg_mkldnn_fully_connected": "FullyConnected",
-}
+#: oneDNN's fused operators.
+FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
 
 #: What they are made of: a product, and what follows it.
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
@@ -54,9 +51,10 @@ def fused(
     Products that `policy` keeps in float32, by class, shape or name, are kept when they are fused.
     Raises `ArgumentError` where `policy` is for no fused operators.
     """
-    if (policy.target_dtype, policy.device) != ("bfloat16", "cpu"):
-        raise ArgumentError(NOT_HERE.format(dtype=policy.target_dtype, device=policy.device))
-    if policy.rule("Convolution").missing:
+    dtype = policy.target_dtype if policy.lowers else "float32"
+    if policy.device != "cpu" or dtype == "float16":
+        raise ArgumentError(NOT_HERE.format(dtype=dtype, device=policy.device))
+    if policy.lowers and policy.rule("Convolution").missing:
         raise ArgumentError(NO_KERNELS)
     graph, values = folded(_renamed(graph), params, policy)
     graph, values = _with_four_channels(graph, values, policy)
@@ -67,8 +65,9 @@ def fused(
         for node in graph.nodes
         if node.op in FUSED and any(_is_kept(one, kept, policy) for one in _inside(node))
     ]
-    others = [name for name in FUSED if name not in lowered]
-    return graph, values, policy.override(low=lowered, fp32=others, fp32_layers=layers)
+    if not policy.lowers:
+        return graph, values, policy.override(fp32=FUSED)
+    return graph, values, policy.override(low=FUSED, fp32_layers=layers)
 
 
 def _renamed(graph: Graph) -> Graph:

@@ -211,6 +211,8 @@ class Evidence(_Measured):
         chosen = self.chosen
         kept = sum(layer.kept for layer in self.layers) if chosen is None else chosen.kept
         stay = f"{counted(kept, 'layer')} {'stays' if kept == 1 else 'stay'} in float32"
+        if chosen is not None and chosen.precision == "float32":
+            stay = "All layers compute in float32"
         said.append(f"{stay}, of a model with {counted(self.operators, 'operator')}.")
         gradients = ""
         if self.gradient_error is not None:

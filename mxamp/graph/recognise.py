@@ -1,0 +1,156 @@
+"""Models that a policy was tuned for, known by their graph: whatever their layers are called.
+
+Gluon numbers the layers of a process, so that the same model made twice has other names.
+"""
+
+import hashlib
+import json
+import logging
+from dataclasses import replace
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from ..framework.wording import counted, shortened
+from ..policy.evidence import Evidence, Trial
+from ..policy.overrides import exactly
+from ..policy.policy import Policy
+from .graph import Graph, Node
+
+__all__ = ["fingerprint", "recognised", "warn_of_eager", "warn_of_way"]
+
+logger = logging.getLogger("mxamp")
+
+OTHER_MODEL = (
+    "the policy was tuned for another model (of %s, fingerprint %s) than the one that runs (of %s, "
+    "fingerprint %s)%s: it may be wrong, or slower than float32. Tune this model, or take what was "
+    "measured off the policy with policy.with_evidence(None)"
+)
+NOT_THERE = "; it has no layers called %s, which were to stay in float32"
+EAGER = (
+    "%s runs as an eager call in %s, and the policy was tuned for a model in which layers of that "
+    "operator stay in float32 (%s): eager calls have no names. Hybridize the model"
+)
+SLOWER = (
+    "the policy was tuned for %s models (%.2f times float32's speed); under init and autocast it "
+    "was measured at %.2f times: convert the model with it, by convert_hybrid_block(net, "
+    "policy=policy)"
+)
+
+#: Operators by which a model is known from the small graphs beside it: losses, metrics.
+_MODELS = frozenset({
+    "Convolution", "Deconvolution", "FullyConnected", "RNN", "Embedding",
+})  # fmt: skip
+
+
+def fingerprint(graph: Graph) -> str:
+    """Return a number for what a graph computes, names and values of parameters apart."""
+    return hashlib.sha256(json.dumps(_structure(graph)).encode()).hexdigest()[:16]
+
+
+def _structure(graph: Graph) -> List[Any]:
+    nodes = [
+        [
+            node.op if node.is_variable else node.operator,
+            sorted((k, v) for k, v in node.attrs.items() if _is_computed(node, k)),
+            node.inputs,
+            [_structure(body) for body in node.subgraphs],
+        ]
+        for node in graph.nodes
+    ]
+    return [nodes, graph.heads]
+
+
+def _is_computed(node: Node, attribute: str) -> bool:
+    return not (node.is_variable or attribute.startswith("__"))
+
+
+def recognised(policy: Policy, graph: Graph) -> Policy:
+    """Return a policy for a graph: tuned for this one, by the names that its layers have here.
+
+    Another model than the one that it was tuned for is a warning, once.
+    """
+    evidence = policy.evidence
+    if evidence is None:
+        return policy
+    known: Dict[str, Policy] = policy.caches.setdefault("recognised", {})
+    number = fingerprint(graph)
+    names = tuple(graph.nodes[layer.position].name for layer in _placed(evidence, number))
+    key = "\n".join((number, *names))
+    if key not in known:
+        known[key] = _renamed(policy, evidence, names, number)
+        if number != evidence.model:
+            _warn_of_model(policy, evidence, graph, number)
+    return known[key]
+
+
+def _placed(evidence: Evidence, number: str) -> Sequence[Any]:
+    """Return the layers that stay in float32 whose place in a graph of this number is known."""
+    layers = evidence.layers if number == evidence.model else ()
+    return [layer for layer in layers if layer.kept and layer.position >= 0]
+
+
+def _renamed(policy: Policy, evidence: Evidence, names: Tuple[str, ...], number: str) -> Policy:
+    there = [exactly(layer.name) for layer in _placed(evidence, number)]
+    here = [exactly(name) for name in names]
+    if there == here:
+        return policy
+    others = [pattern for pattern in policy.fp32_layers if pattern not in there]
+    renamed = replace(policy, fp32_layers=(*others, *here))
+    # Interned, as all policies are, and not tuned for anything but this graph.
+    return renamed.with_evidence(None)
+
+
+def _warn_of_model(policy: Policy, evidence: Evidence, graph: Graph, number: str) -> None:
+    if _MODELS.isdisjoint(graph.operators):
+        return
+    names = {node.name for node in graph.nodes}
+    kept = [layer.name for layer in evidence.layers if layer.kept]
+    missing = [name for name in kept if name not in names]
+    count = sum(not node.is_variable for node in graph.nodes)
+    logger.warning(
+        OTHER_MODEL,
+        counted(evidence.operators, "operator"),
+        evidence.model,
+        counted(count, "operator"),
+        number,
+        NOT_THERE % shortened(missing) if missing else "",
+    )
+
+
+def warn_of_eager(policy: Policy, operator: str) -> None:
+    """Warn, once for each policy, that an operator of a layer to keep in float32 runs eagerly."""
+    if policy.evidence is None or "eager warning" in policy.caches:
+        return
+    kept = [one.name for one in policy.evidence.layers if one.kept and one.operator == operator]
+    if kept:
+        policy.caches["eager warning"] = True
+        logger.warning(EAGER, operator, policy.target_dtype, shortened(kept))
+
+
+def warn_of_way(policy: Policy) -> None:
+    """Warn, once for each policy, where it was measured to be slower than float32 as it is used."""
+    evidence = policy.evidence
+    if evidence is None or "way warning" in policy.caches:
+        return
+    policy.caches["way warning"] = True
+    chosen, under_init = evidence.chosen, _under_init(evidence)
+    if chosen is not None and under_init is not None and under_init.speedup < 1 / _MARGIN:
+        logger.warning(SLOWER, evidence.way, chosen.speedup, under_init.speedup)
+
+
+#: What is slower by less may be chance.
+_MARGIN = 1.02
+
+
+def _under_init(evidence: Evidence) -> Optional[Trial]:
+    """Return what was measured of the chosen policy under `autocast`."""
+    chosen = evidence.chosen
+    if chosen is None or chosen.way not in ("converted", "fused"):
+        return None
+    switches = chosen.precision, chosen.substitutions, chosen.kept
+    alike = (
+        trial
+        for trial in evidence.trials
+        if trial.way == "autocast"
+        and (trial.precision, trial.substitutions, trial.kept) == switches
+    )
+    return next(alike, None)

@@ -1,0 +1,251 @@
+"""One search for a policy: what is measured in which order, and what comes out of it."""
+
+from typing import Dict, FrozenSet, Iterable, List, Optional
+
+from ..framework.wording import counted
+from ..graph.graph import Graph
+from ..graph.recognise import fingerprint
+from ..policy.elsewhere import here
+from ..policy.evidence import Evidence, LayerCost
+from ..policy.overrides import exactly
+from ..policy.policy import Policy
+from .accuracy import OUTPUTS, Accuracy, Verdict
+from .choosing import Chooser
+from .costs import costs_of
+from .deadline import Deadline, OutOfTimeError
+from .layers import lowered_layers, substitutions_in
+from .optimizers import step_speedups
+from .search import Search
+from .subject import MOST_BATCHES, Subject
+from .trials import MARGIN, PLAIN
+
+__all__ = ["Tuner"]
+
+#: Shares of the budget that are spent at the end of each phase.
+_FIRST_RACE, _LAYERS, _SEARCH, _SECOND_RACE, _SWITCHES = 0.3, 0.4, 0.65, 0.8, 0.95
+#: Rounds of a race: of the first, and of those between what is left.
+_FEW, _MORE = 3, 5
+
+ACCURACY_ONLY = (
+    "float16 on a CPU is for trying and testing: the policy was tuned for accuracy alone, and "
+    "nothing was timed."
+)
+NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
+NOT_LOW = "No policy in {dtype} within the tolerance was found: this one computes in float32."
+FLOAT32 = "Nothing that is accurate enough was faster than float32: the policy changes nothing."
+NOT_PAID = (
+    "{dtype} does not pay on this machine: at best the model had {low:.2f} times the speed of "
+    "float32, and without it {others:.2f} times."
+)
+STOPPED = "The search was stopped by Ctrl-C."
+OUT_OF_TIME = "The budget was spent before all was tried: a larger one may find a faster policy."
+SEARCHED = "With {kept} of {layers} in float32 the model is accurate enough{proof}."
+STEPS = "Optimizer steps that are faster than MXNet's here: {steps}."
+MORE_DATA = f"Of the data, the first {MOST_BATCHES} batches were used."
+USED = "Measured as it runs by {call}."
+_CALLS = {
+    "plain": "MXNet alone",
+    "autocast": "init(policy=policy) or autocast(policy=policy), hybridized",
+    "converted": "convert_hybrid_block(net, policy=policy)",
+    "fused": "convert_hybrid_block(net, policy=policy), which fuses it",
+}
+
+
+class Tuner:
+    """Measures a model until a policy is found, or the budget is spent."""
+
+    def __init__(
+        self, accuracy: Accuracy, base: Policy, deadline: Deadline, seed: int, timed: bool
+    ) -> None:
+        self.subject: Subject = accuracy.subject
+        self.accuracy, self.base, self.deadline, self.seed = accuracy, base, deadline, seed
+        self.traced = self.subject.trace()
+        training = self.subject.training
+        self.layers = lowered_layers(self.traced, base, training)
+        self.applied = substitutions_in(self.traced, base, training)
+        self.notes: List[str] = [MORE_DATA] if self.subject.more else []
+        if base.target_dtype == "float16" and base.device == "cpu":
+            self.notes.append(ACCURACY_ONLY)
+            timed = False
+        elif not timed:
+            self.notes.append(NOT_TIMED)
+        self.timed = timed
+        self.chooser: Optional[Chooser] = None
+        #: The layers that stay in float32; None until some are known to be enough.
+        self.kept: Optional[FrozenSet[str]] = None
+        self.step_speedups: Dict[str, float] = {}
+        self.complete = True
+
+    def run(self) -> Policy:
+        """Measure; return the policy, with all that was measured."""
+        try:
+            self._measure()
+        except OutOfTimeError:
+            self._ended(OUT_OF_TIME)
+        except KeyboardInterrupt:
+            self._ended(STOPPED)
+        return self._result()
+
+    def _ended(self, why: str) -> None:
+        self.complete = False
+        if why not in self.notes:
+            self.notes.append(why)
+
+    def _measure(self) -> None:
+        self.deadline.phase(self.base.target_dtype)
+        within = self.accuracy.of(self.base).within
+        pays = self._first_race() if self.timed else True
+        self.layers = costs_of(
+            self.traced,
+            self.layers,
+            self.base,
+            self.subject.training,
+            self.seed,
+            self.deadline,
+            until=_LAYERS,
+        )
+        if within:
+            self.kept = frozenset()
+        elif pays:
+            self._search()
+        if self.timed:
+            self._choose(pays)
+
+    # ------------------------------------------------------------------ accuracy
+
+    def _low(self, kept: Iterable[str]) -> Policy:
+        """Return the policy with these layers in float32."""
+        return self.base.override(fp32_layers=[exactly(name) for name in sorted(kept)])
+
+    def _search(self) -> None:
+        """Find the layers that have to stay in float32."""
+        self.deadline.phase("layers to keep")
+        until = _SEARCH if self.timed else 1.0
+
+        def works(kept: FrozenSet[int]) -> bool:
+            self.deadline.check(self.accuracy.seconds, until)
+            return self.accuracy.of(self._low(self.layers[i].name for i in kept)).within
+
+        # What costs most comes first; of equals, what runs first.
+        numbers = range(len(self.layers))
+        search = Search(works, sorted(numbers, key=lambda i: (-self.layers[i].error, i)))
+        try:
+            search.run()
+        except OutOfTimeError:
+            self._ended(OUT_OF_TIME)
+        finally:
+            if len(search.best) < len(self.layers):
+                self.kept = frozenset(self.layers[i].name for i in search.best)
+                proof = "; no smaller set will do" if search.proven else ""
+                layers = counted(len(self.layers), "layer")
+                kept = f"{len(self.kept):,}"
+                self.notes.append(SEARCHED.format(kept=kept, layers=layers, proof=proof))
+
+    # ------------------------------------------------------------------ speed
+
+    def _first_race(self) -> bool:
+        """Time all forms a few times; tell whether low precision may be the fastest."""
+        self.deadline.phase("forms of the model")
+        self.chooser = chooser = Chooser(self.accuracy, self.applied, self.deadline)
+        low, others = chooser.forms(self.base), chooser.forms(self.base.in_float32())
+        try:
+            chooser.race([*low, *others], _FEW, _FIRST_RACE)
+        except OutOfTimeError:
+            self._ended(OUT_OF_TIME)
+        speeds = chooser.best(low), max(chooser.best(others), 1.0)
+        if speeds[0] * MARGIN >= speeds[1]:
+            return True
+        dtype = self.base.target_dtype
+        self.notes.append(NOT_PAID.format(dtype=dtype, low=speeds[0], others=speeds[1]))
+        return False
+
+    def _choose(self, pays: bool) -> None:
+        """Choose the fastest form that is accurate enough."""
+        chooser = self.chooser
+        if chooser is None:
+            return
+        policies = [self.base.in_float32()]
+        if pays and self.kept is not None:
+            policies.append(self._low(self.kept))
+        try:
+            self.deadline.phase("the fastest forms")
+            forms = [form for policy in policies for form in chooser.forms(policy)]
+            chooser.race(forms, _MORE, _SECOND_RACE)
+            chooser.choose(policies)
+            self.deadline.phase("switches")
+            chooser.try_switches(_MORE, _SWITCHES)
+            if self.subject.training:
+                self.deadline.phase("optimizer steps")
+                self.step_speedups = step_speedups(self.subject, self.base, self.deadline)
+        finally:
+            chooser.choose(policies)
+        self.deadline.phase("accuracy of all forms")
+        chooser.verify()
+
+    # ------------------------------------------------------------------ the result
+
+    def _result(self) -> Policy:
+        way, policy, verdict = self._chosen()
+        slower = {name for name, ratio in self.step_speedups.items() if ratio < 1}
+        policy = policy.override(substitutions=sorted({*policy.substitutions} - slower))
+        faster = {name: ratio for name, ratio in self.step_speedups.items() if ratio >= MARGIN}
+        if faster:
+            steps = ", ".join(f"{name} {ratio:.2f} times" for name, ratio in faster.items())
+            self.notes.append(STEPS.format(steps=steps))
+        if self.accuracy.unknown:
+            self.notes.append(self.accuracy.said_of_unknown())
+        if self.timed:
+            self.notes.append(USED.format(call=_CALLS[way]))
+        return policy.with_evidence(self._evidence(way, policy, verdict))
+
+    def _chosen(self) -> "tuple[str, Policy, Verdict]":
+        """Return the way, the policy and its verdict."""
+        nothing = Verdict(
+            0.0, 0.0 if self.subject.training else None, self.accuracy.metric, within=True
+        )
+        if not self.timed and self.kept is not None:
+            policy = self._low(self.kept)
+            return "autocast", policy, self.accuracy.of(policy)
+        winner = PLAIN if self.chooser is None else self.chooser.winner
+        if self.chooser is not None and winner.policy is not None:
+            return winner.way, winner.policy, self.chooser.verdict(winner)
+        self.notes.append(FLOAT32 if self.timed else NOT_LOW.format(dtype=self.base.target_dtype))
+        policy = self.base.in_float32()
+        rest = sorted({*policy.substitutions} - {*self.applied})
+        return "plain", policy.override(substitutions=rest), nothing
+
+    def _evidence(self, way: str, policy: Policy, verdict: Verdict) -> Evidence:
+        graph = Graph.from_symbol(self.subject.block._cached_graph[1])
+        kept = self.kept or frozenset() if policy.lowers else frozenset()
+        layers = tuple(
+            LayerCost(
+                layer.name,
+                layer.operator,
+                layer.position,
+                layer.name in kept,
+                layer.error,
+                None if layer.gain is None else layer.gain * 1e3,
+            )
+            for layer in self.layers
+        )
+        by_metric = self.accuracy.metric is not None and self.accuracy.tolerance.rtol is None
+        return Evidence(
+            mode="training" if self.subject.training else "inference",
+            way=way,
+            model=fingerprint(graph),
+            operators=sum(not node.is_variable for node in graph.nodes),
+            inputs=self.subject.inputs(),
+            machine=here(policy.device),
+            tolerance=None if by_metric else self.accuracy.tolerance.rtol or OUTPUTS,
+            error=verdict.error,
+            gradient_error=verdict.gradient_error,
+            metric=verdict.metric,
+            min_metric=self.accuracy.min_metric,
+            evaluations=self.accuracy.evaluations,
+            seconds=round(self.deadline.spent, 3),
+            seed=self.seed,
+            complete=self.complete,
+            notes=tuple(self.notes),
+            trials=self.chooser.evidence() if self.chooser is not None else (),
+            layers=layers,
+        )
