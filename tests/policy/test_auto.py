@@ -5,11 +5,13 @@ import threading
 
 import mxnet as mx
 import pytest
+from click.testing import CliRunner
 from mxnet import nd
 
 import mxamp as amp
 from conftest import assert_unpatched
 from helpers import kind, randn
+from mxamp.cli.main import main
 from mxamp.framework import machine
 from mxamp.patches.announcements import _said
 from mxamp.policy.active import FLOAT32, nearest_policy
@@ -39,7 +41,7 @@ def expected(request, monkeypatch):
 
 @pytest.fixture
 def float32(monkeypatch):
-    on_machine(monkeypatch, "avx512")
+    on_machine(monkeypatch, "old")
 
 
 @pytest.fixture
@@ -250,15 +252,31 @@ NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
     "use",
     [
         amp.Policy.default, lambda dtype: amp.explain(NET, dtype), lambda dtype: amp.convert_symbol(NET, dtype),
-        lambda dtype: amp.convert_model(NET, {}, {}, dtype), lambda dtype: amp.convert_files("a", "b", target_dtype=dtype),
+        lambda dtype: amp.convert_model(NET, {}, {}, dtype),
         lambda dtype: amp.debugging.compare(mx.gluon.nn.Dense(1), nd.ones((1, 1)), dtype=dtype), amp.list_lp16_ops,
-        lambda dtype: amp.debugging.check_numerics(mx.gluon.nn.Dense(1), dtype=dtype).__enter__(),
+        lambda dtype: amp.debugging.check_numerics(dtype=dtype).__enter__(),
     ],
 )  # fmt: skip
 def test_what_needs_one_dtype_says_so(use, expected):
     words = f"'auto' is for programs .* 'float16' or 'bfloat16' ({expected} is the fast one on"
     with pytest.raises(amp.ArgumentError, match=re.escape(words).replace(r"\.\*", ".*")):
         use("auto")
+
+
+def test_saved_models_and_the_command_need_one_dtype(tmp_path, float32):
+    mx.model.save_checkpoint(
+        str(tmp_path / "m"), 0, NET, {"fc_weight": nd.ones((2, 3)), "fc_bias": nd.ones(2)}, {}
+    )
+    with pytest.raises(amp.ArgumentError, match="'auto' is for programs"):
+        amp.convert_files(str(tmp_path / "m"), str(tmp_path / "out"), target_dtype="auto")
+    for command in ("convert m --out out --dtype", "explain m --dtype", "operators --dtype"):
+        done = CliRunner().invoke(
+            main, [*command.replace(" m ", f" {tmp_path}/m ").split(), "auto"]
+        )
+        assert done.exit_code == 2
+        words = "error: 'auto' is for programs .*float32 is the fast one on this machine.*\n"
+        assert re.fullmatch(words, done.output)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["m-0000.params", "m-symbol.json"]
 
 
 def test_comparing_where_float32_was_chosen(float32):

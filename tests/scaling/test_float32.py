@@ -45,7 +45,7 @@ def test_scale_loss_and_step(devices, optimizer, scaler):
         assert_same_weights(net, control)  # NaN included: plain MXNet skips no step
         assert trainer.amp_loss_scale == trainer._amp_loss_scaler.loss_scale == 1
         assert (trainer.amp_steps, trainer.amp_skips) == (number, 0)
-        assert trainer.amp_last_step.finite
+        assert trainer.amp_last_step.stepped
     assert_unpatched()
 
 
@@ -118,7 +118,7 @@ def test_grad_scaler(early):
     # A checkpoint goes on elsewhere: what this machine does not use, it does not change.
     assert scaler.state_dict() == before
     scaler.load_state_dict({**before, "loss_scale": 512.0})
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(scaler)))
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(scaler)))  # noqa: S301
     assert copied.get_scale() == scaler.get_scale() == 1
     assert copied.state_dict()["loss_scale"] == 512
     with pytest.raises(amp.StateError, match="no trainer has stepped"):
@@ -160,11 +160,12 @@ def test_states_go_from_one_machine_to_another(tmp_path, saved_by, init_first):
         its.load_states(str(tmp_path / "half"))
     amp.init_trainer(trainer)
     assert trainer.amp_loss_scale == 1
+    skips = trainer.amp_skips  # on the other machine
     for batch in data_with_one_overflow()[3:]:
         train(net, trainer, batch)
         train(control, plain, batch, scaled=False)
     assert_same_weights(net, control)
-    assert trainer.amp_skips == 0
+    assert trainer.amp_skips == skips
     trainer.save_states(str(tmp_path / "full"))
     plain.load_states(str(tmp_path / "full"))  # plain MXNet reads it
     amp.shutdown()
