@@ -346,6 +346,19 @@ def test_the_variable_auto_in_float32_patches_nothing(monkeypatch, child):
     assert not amp.is_enabled()
 
 
+def test_a_child_that_has_chosen_float32_itself_stays_in_it(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "bfloat16")
+    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    monkeypatch.setattr(automatic, "is_child", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["none.py"])
+    automatic.start_from_environment()
+    amp.init("auto")
+    net = gluon.nn.Dense(1)
+    net.initialize()
+    assert not hasattr(Trainer(net.collect_params(), "sgd"), "amp_steps")
+    assert not amp.is_enabled()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_variable_auto_elsewhere_is_that_dtype(monkeypatch, dtype):
     monkeypatch.setenv(VARIABLE, "auto")
