@@ -16,7 +16,8 @@ import pytest
 from hypothesis import settings
 
 from mxamp.framework.patching import FrontEnd, _stacks
-from mxamp.patches.autocast import _casting, _said
+from mxamp.patches.announcements import _said
+from mxamp.patches.autocast import _casting
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)

@@ -291,6 +291,24 @@ def test_statistics_are_printed_whatever_the_end(tmp_path):
     assert any(re.fullmatch(r"relu +float32 +2", line) for line in lines), lines
 
 
+def test_auto_runs_the_script_in_float32_where_that_is_fast(tmp_path, monkeypatch):
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+    script = """
+    import os, sys
+    import mxnet as mx
+    print(sys.modules["mxamp"].is_enabled(), os.environ["MXNET_ENABLE_AUTO_MIXED_PRECISION"])
+    x = mx.nd.dot(mx.nd.ones((2, 2)), mx.nd.ones((2, 2)))
+    x.wait_to_read()
+    """
+    write(tmp_path / "train.py", script, start="")
+    status, lines, errors = mxamp_run(tmp_path, "train.py", options=("--dtype", "auto", "--stats"))
+    assert (status, lines) == (0, ["False auto"])
+    assert any(re.fullmatch(r"dot +float32 +1", line) for line in errors), errors
+    (said,) = log_lines(tmp_path)
+    assert "'auto' is float32 here" in said
+    assert said.endswith("give --dtype bfloat16")
+
+
 @pytest.mark.slow
 def test_spawned_processes_that_train_do_so_too(tmp_path, monkeypatch):
     places = [str(ROOT), str(ROOT / "mxamp" / "startup")]

@@ -57,7 +57,7 @@ def info() -> None:
     """Say what this machine computes in which precision: the short form of `doctor`."""
     facts = collect(measure=False)
     click.echo(
-        _lines([*_versions(facts), *_cpu_rows(facts.cpu), *_gpu_rows(facts), _device(facts)])
+        _lines([*_versions(facts), *_cpu_rows(facts.cpu), *_gpu_rows(facts), *_default_rows(facts)])
     )
 
 
@@ -156,8 +156,10 @@ def _gpu(gpu: Gpu) -> str:
     return f"{gpu.name}, driver {gpu.driver}, {precision}"
 
 
-def _device(facts: Facts) -> Row:
-    return ("default device", "gpu" if facts.mxnet and facts.mxnet.gpus else "cpu")
+def _default_rows(facts: Facts) -> List[Row]:
+    device = "gpu" if facts.mxnet and facts.mxnet.gpus else "cpu"
+    off = ", mixed precision off" if facts.fast_dtype == "float32" else ""
+    return [("default device", device), ("dtype 'auto'", facts.fast_dtype + off)]
 
 
 def _policy_rows(facts: Facts) -> List[Row]:
@@ -183,7 +185,7 @@ def _start_rows(facts: Facts) -> List[Row]:
         ("mixed precision", on),
         ("start-up hook", "active" if facts.start_up_hook else "not asked for, or not installed"),
         ("patched functions", str(patched) if patched else "none"),
-        _device(facts),
+        *_default_rows(facts),
     ]
 
 

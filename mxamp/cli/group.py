@@ -1,18 +1,39 @@
 """The command's group: errors are one line on standard error, with exit status 2."""
 
 import sys
-from typing import Any, List
+from typing import Any, List, Optional
 
 import click
 
 from ..errors import AmpError, unknown
 from ..policy.targets import DEVICES as _DEVICES
-from ..policy.targets import TARGETS
+from ..policy.targets import TARGETS, TARGETS_OR_AUTO, is_auto, one_dtype
 from .starting import INTERRUPTED, STATUS
 
-__all__ = ["DEVICES", "DTYPES", "OneLineErrors", "examples", "lines", "usage_error"]
+__all__ = [
+    "DEVICES",
+    "DTYPES",
+    "DTYPES_OR_AUTO",
+    "OneLineErrors",
+    "examples",
+    "lines",
+    "usage_error",
+]
 
-DTYPES = click.Choice(TARGETS)
+
+class _OneDtype(click.Choice):
+    """A target dtype, where "auto" makes no sense and is an error that says why."""
+
+    def convert(
+        self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]
+    ) -> Any:
+        if is_auto(value):
+            raise one_dtype()
+        return super().convert(value, param, ctx)
+
+
+DTYPES = _OneDtype(TARGETS)
+DTYPES_OR_AUTO = click.Choice(TARGETS_OR_AUTO)
 DEVICES = click.Choice(_DEVICES)
 
 #: Longer than any summary: the list of commands shows them whole.

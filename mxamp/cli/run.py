@@ -13,7 +13,7 @@ from ..frontends import automatic
 from ..frontends.log_lines import show_log
 from ..frontends.own_amp import OWN_AMP, imports_mxamp
 from ..policy.policy import Policy
-from .group import DTYPES, examples
+from .group import DTYPES_OR_AUTO, examples
 from .script import execute, find_module, find_script
 
 __all__ = ["run"]
@@ -21,6 +21,10 @@ __all__ = ["run"]
 BEFORE = (
     "mxamp run has no option {option!r}; those of the script stand behind it: mxamp run SCRIPT "
     "{option} ..."
+)
+_DTYPE_HELP = (
+    "Default: float16 with a GPU, else bfloat16. With auto, CPUs without bfloat16 arithmetic run "
+    "the script in float32."
 )
 _EXAMPLES = examples(
     "mxamp run train.py --epochs 3",
@@ -47,7 +51,7 @@ class _Run(click.Command):
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
-@click.option("--dtype", type=DTYPES, help="Default: float16 with a GPU, else bfloat16.")
+@click.option("--dtype", type=DTYPES_OR_AUTO, help=_DTYPE_HELP)
 @click.option("--policy", "path", type=click.Path(), help="An operator list of your own (TOML).")
 @click.option("--stats", is_flag=True, help="Print at the end what ran in which dtype.")
 def run(
@@ -72,7 +76,7 @@ def run(
         automatic.logger.info(OWN_AMP, script, "mxamp")
     else:
         policy = Policy.load(path) if path is not None else None
-        automatic.start(dtype, policy, name="mxamp run")
+        automatic.start(dtype, policy, name="mxamp run", instead="give --dtype bfloat16")
         if policy is None:
             # For the processes that it starts.
             os.environ[automatic.VARIABLE] = dtype or "1"

@@ -76,6 +76,7 @@ def collect(measure: bool = True) -> Facts:
         gpus=found,
         gpu_error=gpu_error,
         missing_libraries=tuple(missing_cuda_libraries()) if cuda else (),
+        fast_dtype=machine.fast_dtype("gpu" if known.mxnet and known.mxnet.gpus else "cpu"),
         start_up_hook="mxamp_startup" in sys.modules,
         variables=settings(os.environ, cuda),
         speed=known.speed,

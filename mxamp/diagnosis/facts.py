@@ -143,6 +143,7 @@ class Facts:
     gpus: Tuple[Gpu, ...] = ()
     gpu_error: str = ""  #: why nvidia-smi can't tell
     missing_libraries: Tuple[str, ...] = ()  #: CUDA libraries that the wheel needs
+    fast_dtype: str = "float32"  #: what "auto" means here
     start_up_hook: bool = False  #: whether Python loaded mxamp's hook when it started
     variables: Mapping[str, Setting] = field(default_factory=dict)
     speed: Tuple[Speed, ...] = ()

@@ -9,7 +9,7 @@ from typing import Callable, Iterator, List, Mapping, Tuple
 from ..framework.wording import counted
 from .facts import Facts, Gpu, numbers
 from .gpus import CUDA_WHEELS, NEWEST_WHEEL, runs_on
-from .variables import AUTOMATIC, MAX_ISA, VARIABLES
+from .variables import AUTOMATIC, MAX_ISA, OFF
 
 __all__ = ["Finding", "findings"]
 
@@ -276,12 +276,12 @@ def _automatic(facts: Facts) -> Iterator[Finding]:
     setting, build = facts.variables.get(AUTOMATIC), facts.mxnet
     if build is None:
         return
-    wanted = (
-        setting is not None and setting.value.strip().lower() not in VARIABLES[AUTOMATIC].effects
-    )
+    value = setting.value.strip().lower() if setting is not None else ""
+    stays_off = value == "auto" and facts.fast_dtype == "float32"
+    wanted = value not in ("", *OFF) and not stays_off
     if wanted and setting is not None and build.on is None:
         what = f"{AUTOMATIC}={setting.value}, and mixed precision stays off"
-        advice = "set it to 1, float16 or bfloat16"
+        advice = "set it to 1, auto, float16 or bfloat16"
         if not facts.start_up_hook:
             what += ": Python did not load mxamp's start-up hook"
             advice = "install mxamp with pip in this Python, or use `mxamp run`"

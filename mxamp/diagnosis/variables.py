@@ -8,9 +8,11 @@ from typing import Dict, Mapping, NamedTuple, Optional, Tuple
 
 from .facts import Setting, without_folders
 
-__all__ = ["AUTOMATIC", "MAX_ISA", "VARIABLES", "Variable", "settings"]
+__all__ = ["AUTOMATIC", "MAX_ISA", "OFF", "VARIABLES", "Variable", "settings"]
 
 AUTOMATIC = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
+#: Its values that leave mixed precision off.
+OFF = ("0", "false", "off", "no")
 MAX_ISA = "DNNL_MAX_CPU_ISA"
 
 _BOOLEANS = {"0": "0", "false": "0", "1": "1", "true": "1"}
@@ -49,7 +51,8 @@ _ROUNDED = "oneDNN may compute float32 products in bfloat16: float32 results are
 VARIABLES: Mapping[str, Variable] = {
     # --- mixed precision
     AUTOMATIC: Variable({
-        **dict.fromkeys(("0", "false", "off", "no"), "nothing: mixed precision stays off"),
+        **dict.fromkeys(OFF, "nothing: mixed precision stays off"),
+        "auto": "turns mixed precision on when MXNet is imported, where that is fast",
         "*": "turns mixed precision on when MXNet is imported",
     }),
     # --- oneDNN

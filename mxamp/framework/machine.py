@@ -21,10 +21,12 @@ __all__ = [
     "default_device",
     "default_dtype",
     "dtype_name",
+    "fast_dtype",
     "features",
     "processors",
     "threads",
     "threads_per_core",
+    "why_float32",
 ]
 
 logger = logging.getLogger("mxamp")
@@ -41,6 +43,9 @@ DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items
 
 # DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
 _BELOW_AVX512 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"}
+_MAX_ISA = "DNNL_MAX_CPU_ISA"
+#: The instructions for bfloat16 arithmetic.
+_BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 def dtype_name(dtype: Any) -> str:
@@ -71,6 +76,24 @@ def default_dtype(device: Optional[str] = None) -> str:
     That is float16 for GPUs and bfloat16 for CPUs.
     """
     return "float16" if (device or default_device()) == "gpu" else "bfloat16"
+
+
+def fast_dtype(device: Optional[str] = None) -> str:
+    """Return what "auto" means for a kind of device, this machine's by default.
+
+    That is float16 for GPUs, bfloat16 for CPUs with arithmetic for it, and float32 for others.
+    """
+    if (device or default_device()) == "gpu":
+        return "float16"
+    return "bfloat16" if computes_bfloat16() else "float32"
+
+
+def why_float32() -> str:
+    """Return why float32 is the fast dtype of this CPU, as a part of a sentence."""
+    if cpu_features() & _BFLOAT16_FEATURES:
+        limit = f"{_MAX_ISA}={os.environ.get(_MAX_ISA)}"
+        return f"{limit} keeps oneDNN from the bfloat16 instructions of this CPU ({cpu_name()})"
+    return f"this CPU ({cpu_name()}) computes no bfloat16 in hardware"
 
 
 @lru_cache(maxsize=None)
@@ -105,7 +128,7 @@ def features() -> FrozenSet[str]:
     `DNNL_MAX_CPU_ISA`, which limits oneDNN, limits this too.
     """
     # As oneDNN reads it: names that it does not know, lower-case ones among them, limit nothing.
-    limit = os.environ.get("DNNL_MAX_CPU_ISA", "ALL")
+    limit = os.environ.get(_MAX_ISA, "ALL")
     flags = cpu_features()
     if limit in _BELOW_AVX512:
         return frozenset()
@@ -116,7 +139,7 @@ def features() -> FrozenSet[str]:
 
 def computes_bfloat16() -> bool:
     """Tell whether the CPU has arithmetic for bfloat16 that oneDNN may use."""
-    return bool(features() & {"avx512_bf16", "amx_bf16"})
+    return bool(features() & _BFLOAT16_FEATURES)
 
 
 def cpu_flags() -> FrozenSet[str]:

@@ -18,10 +18,11 @@ from ..errors import ArgumentError, StateError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Patch
 from ..framework.wording import counted
-from ..patches.autocast import announce, switch_off, switch_on
+from ..patches.announcements import announce, announce_float32
+from ..patches.autocast import switch_off, switch_on
 from ..policy.active import current_policy, process
 from ..policy.policy import Policy
-from ..policy.targets import check_target
+from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO, check_target
 from ..scaling.scaler import LossScaler, NoScaler
 from ..scaling.shared_scale import SharedScale
 from .backward import backward_patches
@@ -38,12 +39,12 @@ logger = logging.getLogger("mxamp")
 VARIABLE = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
 _OFF = ("", "0", "false", "off", "no")
 _ON = ("1", "true", "on", "yes")
-_DTYPES = ("float16", "bfloat16")
 
 UNKNOWN_VALUE = (
-    f"{VARIABLE} must be {', '.join(_ON)}, {' or '.join(_DTYPES)}, or to leave mixed precision off "
+    f"{VARIABLE} must be {', '.join((*_ON, *TARGETS))} or {AUTO}, or to leave mixed precision off "
     f"{', '.join(_OFF[1:])}, not {{!r}}: mixed precision stays off"
 )
+INSTEAD = f"set {VARIABLE}=bfloat16"
 SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
 
 
@@ -104,23 +105,29 @@ _run = _AutomaticRun()
 
 
 def start(
-    dtype: Any = None,
+    dtype: Optional[str] = None,
     policy: Optional[Policy] = None,
     name: str = "automatic mixed precision",
     announced: bool = False,
+    instead: str = INSTEAD,
 ) -> None:
     """Turn mixed precision on, loss scaling included, for code that does neither.
 
-    `dtype` is by default float16 where there is a GPU, else bfloat16. `name` is what errors and
-    log lines call what has started it. `announced` tells that the process that started this one
-    has said so. Raises `StateError` where mixed precision is on already.
+    `dtype` is by default float16 where there is a GPU, else bfloat16. Where "auto" is float32,
+    nothing is done. `name` is what errors and log lines call what has started it. `announced` tells
+    that the process that started this one has said so, `instead` how to turn it on all the same.
+    Raises `StateError` where mixed precision is on already.
     """
     if current_policy() is not None:
         raise StateError(f"{name} comes before anything else, and mixed precision is on already")
     if policy is not None and dtype is not None:
         raise ArgumentError("a policy holds its target dtype: give policy or dtype, not both")
+    if _stays_off(dtype):
+        if not announced:
+            announce_float32(instead)
+        return
     if policy is None:
-        policy = Policy.default(check_target(dtype or machine.default_dtype()))
+        policy = Policy.default(_target(dtype))
     switch_on(policy)
     if not announced:
         announce(policy)
@@ -128,6 +135,15 @@ def start(
     process.lowered.clear()
     _run.begin(policy, SharedScale(scaler, name))
     _at_fork_and_exit()
+
+
+def _stays_off(dtype: Optional[str]) -> bool:
+    return dtype == AUTO and machine.fast_dtype() == "float32"
+
+
+def _target(dtype: Optional[str]) -> str:
+    # Where "auto" does not stay off, it is the default dtype.
+    return check_target(dtype) if dtype and dtype != AUTO else machine.default_dtype()
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
@@ -138,7 +154,7 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
     value = os.environ.get(VARIABLE, "").strip().lower()
     if value in _OFF:
         return
-    if value not in (*_ON, *_DTYPES):
+    if value not in (*_ON, *TARGETS_OR_AUTO):
         raise ArgumentError(UNKNOWN_VALUE.format(os.environ[VARIABLE]))
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
     if imported_by_mxamp and (program == "-m" or Path(program).name == "mxamp"):
@@ -147,12 +163,12 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
         show_log()
         logger.info(OWN_AMP, program or "this program", "mxamp")
         return
-    dtype = value if value in _DTYPES else None
-    if is_child():
+    dtype = value if value in TARGETS_OR_AUTO else None
+    if is_child() and not _stays_off(dtype):
         contrib_patches.open()
         waiting.begin(functools.partial(_start_in_view, dtype, announced=True))
     else:
-        _start_in_view(dtype)
+        _start_in_view(dtype, announced=is_child())
 
 
 def _start_in_view(dtype: Optional[str], announced: bool = False) -> None:

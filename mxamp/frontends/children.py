@@ -12,7 +12,7 @@ from mxnet.gluon import Trainer
 from mxnet.module import Module
 
 from ..framework.patching import FrontEnd, Patch
-from ..policy.active import current_policy
+from ..policy.active import nearest_policy
 
 __all__ = ["is_child", "waiting"]
 
@@ -42,7 +42,7 @@ class _Waiting(FrontEnd):
         """Start, unless the program has switched mixed precision on itself."""
         start, self._start = self._start, None
         self.close()
-        if start is not None and current_policy() is None:
+        if start is not None and nearest_policy() is None:
             start()
 
 

@@ -7,6 +7,8 @@ from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
+from ..policy.active import chose_float32
+from ..scaling.float32 import Float32Scaler
 from ..scaling.scaler import LossScaler, Scaler, StaticLossScaler
 from ..scaling.shared_scale import SharedScale, scale_of
 from .backward import backward_patches
@@ -53,6 +55,8 @@ def decorate(
     use_dynamic_loss_scaling : bool, default True
         False keeps the first scale. Steps that overflow are skipped either way.
 
+    Where `init("auto")` has chosen float32, the scale is 1, and no step is skipped.
+
     `scaling`, an attribute of what is returned, counts `steps` and `skips` and holds the
     `loss_scale`.
 
@@ -76,6 +80,8 @@ def decorate(
             max_scale=max(2.0**24, init_loss_scaling),
             hysteresis=decr_every_n_nan_or_inf,
         )
+    if chose_float32():
+        scaler = Float32Scaler()
     decorated = _decorated(optimizer, SharedScale(scaler, "decorate"))
     backward_patches.open()
     module_patches.open()

@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 from mxnet.module import Module, SequentialModule
@@ -20,7 +20,7 @@ from ..errors import StateError
 from ..framework.patching import FrontEnd, Patch
 from ..graph.graph import Graph
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
-from ..policy.active import suspended
+from ..policy.active import chose_float32, suspended
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.shared_scale import SharedScale, scale_of
 
@@ -96,7 +96,7 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         again = kwargs.get("force_rebind") or args[1:2] == (True,)
         scalable = None
-        if for_training and (again or not self.binded):
+        if for_training and (again or not self.binded) and not chose_float32():
             scalable = _with_scale(self._symbol)
         with _bound_as(self, scalable):
             original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
@@ -134,9 +134,9 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared is None:
             original(self, kvstore, optimizer, *args, **kwargs)
             return
-        with _updates_off_kvstore():
+        with _updates_off_kvstore() if shared.checks else nullcontext():
             original(self, kvstore, optimizer, *args, **kwargs)
-        if self._update_on_kvstore:
+        if self._update_on_kvstore and shared.checks:
             raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
         self._optimizer._amp_scaling = shared
 
@@ -149,7 +149,8 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         shared = scale_of(self._optimizer) if self.optimizer_initialized else None
         state = module_patches.states.setdefault(self, _BoundState(False))
         state.overflown = False
-        if shared is None or not (state.scalable or out_grads is not None):
+        scaled = state.scalable or out_grads is not None
+        if shared is None or not (shared.checks and scaled):
             original(self, out_grads)
             return
         scale = shared.loss_scale
@@ -184,10 +185,14 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
         shared = scale_of(self._optimizer)
         if shared is None or self not in module_patches.states:
             original(self)
-        else:
+            return
+        finite = True
+        if shared.checks:
             finite = _update(self, shared, module_patches.states[self].overflown, original)
-            if module_patches.states[self].counts:
-                shared.record(finite)
+        else:
+            original(self)
+        if module_patches.states[self].counts:
+            shared.record(finite)
 
     return update
 

@@ -23,11 +23,13 @@ from mxnet.util import is_np_array
 from ..errors import ArgumentError, StateError
 from ..framework.machine import dtype_name
 from ..framework.wording import shown
-from ..patches.autocast import init
-from ..policy.active import current_policy
+from ..patches.announcements import announce_float32
+from ..patches.autocast import init, switch_on
+from ..policy.active import FLOAT32, chose_float32, current_policy
+from ..policy.auto import chosen_policy
 from ..policy.policy import Policy
-from ..policy.targets import check_target
 from ..scaling.attach import attach_hook, hook_in_force
+from ..scaling.float32 import Float32Scaler
 from ..scaling.scaler import LossScaler, NoScaler, Scaler, StaticLossScaler
 
 __all__ = ["initialize"]
@@ -99,7 +101,8 @@ def initialize(
         In place of the level's.
     dtype : str, default "float16"
         "float16" or "bfloat16". With bfloat16, O2 and O3 cast no parameters, and O3's operators
-        run by list.
+        run by list. "auto" is the dtype that is fast on this machine; where that is float32, or
+        `init("auto")` has chosen float32 before, every level is O0, with updates as in plain MXNet.
     ctx : Context, optional
         As of `init`.
 
@@ -113,14 +116,21 @@ def initialize(
     """
     level = _checked_level(opt_level, keep_batchnorm_fp32, loss_scale)
     nets, optimizers = _listed("models", models, Block), _listed("trainers", trainers, Trainer)
-    target = check_target(dtype)
+    policy = chosen_policy(dtype, ctx=ctx)
+    if chose_float32():
+        policy = FLOAT32
+    target = policy.target_dtype
+    if policy is FLOAT32:
+        level = _LEVELS["O0"]
     uncast = level.cast and target != "float16"
     if uncast:
         level = replace(level, cast=False, master_weights=False)
     scaler = _scaler_maker(level, loss_scale, target)
     _check_fresh(nets, optimizers)
-    if level.patched:
-        init(policy=_policy(target, ctx, "O1" if uncast else opt_level))
+    if isinstance(policy, Policy) and level.patched:
+        init(policy=_policy_of(policy, "O1" if uncast else opt_level))
+    elif policy is FLOAT32 and switch_on(policy):
+        announce_float32()
     if uncast:
         logger.info(STAY_FLOAT32, opt_level)
     for net in nets:
@@ -152,10 +162,13 @@ def _scaler_maker(
     level: _Level, loss_scale: Union[None, float, str], target: str
 ) -> Callable[[], Scaler]:
     """Return what makes one scaler a trainer."""
+    if loss_scale is not None and not isinstance(loss_scale, str):
+        StaticLossScaler(loss_scale)  # an error comes before anything is changed
+    if target == "float32":
+        return Float32Scaler
     if isinstance(loss_scale, str):
         return LossScaler
     if loss_scale is not None:
-        StaticLossScaler(loss_scale)  # an error comes before anything is changed
         return functools.partial(StaticLossScaler, loss_scale)
     return LossScaler if level.dynamic and target == "float16" else NoScaler
 
@@ -188,8 +201,7 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
                 raise StateError(f"parameter {name!r} is float16 already: was it cast before?")
 
 
-def _policy(target: str, ctx: Any, opt_level: str) -> Policy:
-    policy = Policy.from_lists(target, ctx=ctx)
+def _policy_of(policy: Policy, opt_level: str) -> Policy:
     if opt_level != "O3":
         return policy
     # All low: what the lists keep in float32 follows its inputs, where MXNet has kernels for that.

@@ -6,21 +6,24 @@ patched while either is in force, and are its own again after that.
 
 import functools
 import logging
-from typing import Any, Callable, Iterable, List, Optional, Sequence, Set, Tuple, TypeVar
+from typing import Any, Callable, Iterable, List, Optional, Sequence, TypeVar
 
 from ..errors import ArgumentError, StateError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Patch, PatchSet
 from ..framework.wording import shown
 from ..policy import active
+from ..policy.active import FLOAT32, Choice
+from ..policy.auto import chosen_policy
 from ..policy.difference import differing
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
-from ..policy.targets import DEFAULT_TARGET, check_target
+from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, is_auto
 from ..scaling import clipping, loss_watch
 from . import cached_op, data_loading, eager, functions, optimizers, symbolic
+from .announcements import announce, announce_float32, announce_off
 
-__all__ = ["announce", "autocast", "init", "shutdown", "switch_off", "switch_on"]
+__all__ = ["autocast", "init", "policy_for", "shutdown", "switch_off", "switch_on"]
 
 logger = logging.getLogger("mxamp")
 
@@ -31,18 +34,11 @@ DIFFERENT = (
     "mxamp.shutdown() before init() with other arguments, or use mxamp.autocast() for a part of "
     "the program"
 )
-NO_GPU = (
-    "mixed precision is on for GPUs, and MXNet sees none here: arrays on the CPU stay as they are, "
-    "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu()"
+CHOSE_FLOAT32 = (
+    "'auto' has chosen float32 here, and mixed precision stays off: call mxamp.shutdown() before "
+    "init() with another dtype, or use mxamp.autocast() for a part of the program"
 )
-SLOW = (
-    "this CPU (%s) computes no bfloat16 in hardware: the results are right, but it will not be "
-    "faster than float32"
-)
-ONLY_TRUE = (
-    "float16 on a CPU is for trying and testing: its values are true half-precision ones, and most "
-    "models run 10 to 25 times slower than in float32. %s"
-)
+NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
 
 
 class _CastingPatches(PatchSet):
@@ -101,6 +97,10 @@ def init(
     ----------
     target_dtype : str or dtype, default "float16"
         "float16", or "bfloat16" (CPUs only, as in MXNet 1.9.1). With `policy`, what that is for.
+        "auto" is the dtype that is fast on the kind of device that computes: float16 on GPUs,
+        bfloat16 on CPUs with arithmetic for it. On other CPUs that is float32: mixed precision
+        stays off, and a log line says why. Scripts need no change for it: every loss scale is 1
+        then, and trainers update as in plain MXNet.
     target_precision_ops, fp32_ops, widest_ops : list of str, optional
         Operators, by any of their names, to run in the target dtype, in float32, and in the
         widest dtype of their inputs. As in `mxnet.contrib.amp`, a list that is given replaces
@@ -108,7 +108,8 @@ def init(
     conditional_fp32_ops : list of (str, str, list of str), optional
         (operator, attribute, values): float32 where the attribute has one of the values.
     policy : Policy, optional
-        A whole policy in place of the operator lists.
+        A whole policy in place of the operator lists. Beside "auto" it is used where it is for
+        that dtype, not used where "auto" is float32, and an error elsewhere.
     ctx : Context or str, optional
         The kind of device to run in mixed precision. By default the GPU if there is one, else
         the CPU. Arrays on other devices are left alone.
@@ -128,7 +129,7 @@ def init(
 
     A second call with the same arguments does nothing. An error leaves nothing patched.
     """
-    wanted = Policy.from_lists(
+    wanted = chosen_policy(
         target_dtype,
         target_precision_ops,
         fp32_ops,
@@ -137,62 +138,38 @@ def init(
         policy=policy,
         ctx=ctx,
     )
-    wanted = wanted if tuned else wanted.untuned()
+    if isinstance(wanted, Policy) and not tuned:
+        wanted = wanted.untuned()
     if switch_on(wanted):
-        announce(wanted)
+        _announce(wanted)
     else:
         logger.debug("init: mixed precision is on already with the same policy")
 
 
-def switch_on(policy: Policy) -> bool:
-    """Turn mixed precision on, without a log line; False where it is on with this policy."""
+def _announce(wanted: Choice) -> None:
+    if isinstance(wanted, Policy):
+        announce(wanted)
+    else:
+        announce_float32()
+
+
+def switch_on(wanted: Choice) -> bool:
+    """Turn mixed precision on, without a log line; False where it is on with this policy.
+
+    With `FLOAT32` it stays off, and what is patched is nothing.
+    """
     with _casting._lock:
-        if active.process.policy is not None:
-            if active.process.policy != policy:
-                differences = differing(active.process.policy, policy)
-                raise StateError(DIFFERENT.format(differences=differences))
+        before = active.process.policy
+        if before is not None:
+            if before is FLOAT32 and wanted is not FLOAT32:
+                raise StateError(CHOSE_FLOAT32)
+            if before != wanted:
+                raise StateError(DIFFERENT.format(differences=differing(before, wanted)))
             return False
-        _casting.acquire()
-        active.process.policy = policy
+        if wanted is not FLOAT32:
+            _casting.acquire()
+        active.process.policy = wanted
         return True
-
-
-class _Said:
-    """What the log lines of this process have said."""
-
-    def __init__(self) -> None:
-        self.on: Optional[Tuple[str, str]] = None  #: None once they have said that it is off
-        self.speed: Set[Tuple[str, str]] = set()
-
-
-_said = _Said()
-
-
-def announce(policy: Policy) -> None:
-    """Say that mixed precision is on, and what to expect of it; nothing that was said before."""
-    kind = (policy.target_dtype if policy.lowers else "float32", policy.device)
-    if _said.on != kind:
-        logger.info("mixed precision is on: %s on %s", *kind)
-    _said.on = kind
-    if kind not in _said.speed:
-        _warn_of_speed(policy)
-    _said.speed.add(kind)
-
-
-def _warn_of_speed(policy: Policy) -> None:
-    """Say where a policy does not make this machine faster, or does nothing on it."""
-    if not policy.lowers:
-        return
-    if policy.device != "cpu":
-        if machine.default_device() == "cpu":
-            logger.warning(NO_GPU)
-        return
-    fast = machine.computes_bfloat16()
-    if policy.target_dtype == "bfloat16" and not fast:
-        logger.warning(SLOW, machine.cpu_name())
-    elif policy.target_dtype == "float16":
-        advice = "bfloat16 is the fast one here" if fast else "float32 is the fast one here"
-        logger.warning(ONLY_TRUE, advice)
 
 
 def shutdown() -> None:
@@ -202,17 +179,16 @@ def shutdown() -> None:
     `autocast` that are open stay in force until they end.
     """
     if switch_off():
-        _said.on = None
-        logger.info("mixed precision is off")
+        announce_off()
 
 
 def switch_off() -> bool:
     """Do what `shutdown` does, without a log line; False where mixed precision is off."""
     FrontEnd.close_all()
     with _casting._lock:
-        if active.process.policy is None:
+        before, active.process.policy = active.process.policy, None
+        if not before:
             return False
-        active.process.policy = None
         _casting.release()
         return True
 
@@ -230,7 +206,9 @@ class autocast:
     Parameters
     ----------
     dtype : str or dtype, optional
-        "float16" or "bfloat16". By default the one in force around it, else "float16".
+        "float16" or "bfloat16", or "auto": the dtype that is fast on this machine, as of `init`;
+        where that is float32, mixed precision is off inside. By default the dtype in force around
+        it, which may be that of "auto", else "float16".
     enabled : bool, default True
         False turns mixed precision off inside.
     policy : Policy, optional
@@ -250,31 +228,35 @@ class autocast:
                 f"autocast's first argument must be a dtype, not {shown(dtype)}; write "
                 "@amp.autocast() to decorate a function, enabled=False to turn it off"
             )
-        self._dtype = check_target(dtype) if dtype is not None else None
-        self._policy = policy
+        self._dtype = check_target(dtype, TARGETS_OR_AUTO) if dtype is not None else None
+        self._policy: Optional[Choice] = None
         if policy is not None:
-            self._policy = Policy.from_lists(self._dtype or DEFAULT_TARGET, policy=policy)
+            self._policy = chosen_policy(self._dtype or DEFAULT_TARGET, policy=policy)
         self._enabled = bool(enabled)
 
     def __enter__(self) -> "autocast":
         """Begin the region; the same object may be entered again inside it."""
         policy = self._choose() if self._enabled else None
-        _casting.acquire()
+        if policy is FLOAT32:
+            announce_float32()
+        else:
+            _casting.acquire()
         active.enter_region(policy)
         return self
 
     def __exit__(self, *_error: Any) -> None:
         """End it; what was in force before is again."""
-        active.leave_region()
-        _casting.release()
+        if active.leave_region() is not FLOAT32:
+            _casting.release()
 
-    def _choose(self) -> Policy:
+    def _choose(self) -> Choice:
         if self._policy is not None:
             return self._policy
+        dtype = machine.fast_dtype() if is_auto(self._dtype) else self._dtype
         around = active.nearest_policy()
-        if around is not None and self._dtype in (None, around.target_dtype):
+        if around is not None and dtype in (None, around.target_dtype):
             return around
-        return Policy.default(self._dtype or "float16")
+        return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or "float16")
 
     def __call__(self, function: Function) -> Function:
         """Return `function` with a region around each call of it."""
@@ -289,8 +271,17 @@ class autocast:
     def __repr__(self) -> str:
         if not self._enabled:
             return "<autocast off>"
-        dtype = self._policy.target_dtype if self._policy is not None else self._dtype
+        dtype = self._policy.target_dtype if self._policy else self._dtype
         return f"<autocast {dtype}>" if dtype else "<autocast>"
+
+
+def policy_for(dtype: Any, policy: Optional[Policy]) -> Policy:
+    """Return the policy of an `autocast` region, which mixed precision is to be on in."""
+    with autocast(check_target(dtype) if dtype is not None else None, policy=policy):
+        chosen = active.current_policy()
+    if chosen is None:
+        raise ArgumentError(NO_DTYPE)
+    return chosen
 
 
 def _region(policy: Optional[Policy]) -> autocast:

@@ -2,14 +2,20 @@
 
 Regions belong to the execution context (`contextvars`): each thread and each asyncio task has its
 own. The patches ask `current_policy` at every call.
+
+Where "auto" has chosen float32, `FLOAT32` stands in a policy's place: mixed precision is off, and
+what would take the dtype around it (`autocast()`, loss scaling) knows that it is off for good.
 """
 
 from contextvars import ContextVar
-from typing import Any, Optional, Set, Tuple
+from typing import Any, Literal, Optional, Set, Tuple, Union
 
 from .policy import Policy
 
 __all__ = [
+    "FLOAT32",
+    "Choice",
+    "chose_float32",
     "current_policy",
     "enter_region",
     "is_enabled",
@@ -20,14 +26,33 @@ __all__ = [
     "suspended",
 ]
 
-_Regions = Tuple[Optional[Policy], ...]
+
+class _Float32:
+    """What "auto" chooses where no half precision is fast."""
+
+    target_dtype = "float32"
+
+    def __bool__(self) -> Literal[False]:
+        # Code that runs is under no policy.
+        return False
+
+    def __repr__(self) -> str:
+        return "<float32, mixed precision off>"
+
+
+FLOAT32 = _Float32()
+
+#: What is in force, where something is.
+Choice = Union[Policy, _Float32]
+
+_Regions = Tuple[Optional[Choice], ...]
 _regions: ContextVar[_Regions] = ContextVar("mxamp_regions", default=())
 
 
 class _Process:
     """What holds for the whole process; `init` and `shutdown` write it."""
 
-    policy: Optional[Policy] = None
+    policy: Optional[Choice] = None
 
     def __init__(self) -> None:
         #: Operators that have computed in the target dtype, for the summary of an automatic run.
@@ -41,7 +66,7 @@ process = _Process()
 def current_policy() -> Optional[Policy]:
     """Return the policy in force for the calling code, None where mixed precision is off."""
     regions = _regions.get()
-    return regions[-1] if regions else process.policy
+    return (regions[-1] if regions else process.policy) or None
 
 
 def is_enabled() -> bool:
@@ -49,22 +74,32 @@ def is_enabled() -> bool:
     return current_policy() is not None
 
 
-def nearest_policy() -> Optional[Policy]:
-    """Return the policy of the innermost region that has one, else the process's."""
+def nearest_policy() -> Optional[Choice]:
+    """Return the policy of the innermost region that has one, else the process's.
+
+    It is `FLOAT32` where "auto" has chosen float32 there.
+    """
     for policy in reversed(_regions.get()):
         if policy is not None:
             return policy
     return process.policy
 
 
-def enter_region(policy: Optional[Policy]) -> None:
+def chose_float32() -> bool:
+    """Tell whether "auto" has chosen float32 for the calling code."""
+    return nearest_policy() is FLOAT32
+
+
+def enter_region(policy: Optional[Choice]) -> None:
     """Begin a region under `policy`; None turns casting off in it."""
     _regions.set((*_regions.get(), policy))
 
 
-def leave_region() -> None:
-    """End the innermost region."""
-    _regions.set(_regions.get()[:-1])
+def leave_region() -> Optional[Choice]:
+    """End the innermost region; return what it was under."""
+    *others, innermost = _regions.get()
+    _regions.set(tuple(others))
+    return innermost
 
 
 class suspended:

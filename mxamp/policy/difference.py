@@ -3,6 +3,7 @@
 from typing import Any, Iterable, List, Tuple
 
 from ..framework.wording import shortened
+from .active import Choice
 from .policy import Policy
 
 __all__ = ["differing"]
@@ -11,15 +12,28 @@ __all__ = ["differing"]
 Difference = Tuple[str, Any, Any]
 
 
-def differing(old: Policy, new: Policy) -> str:
+def differing(old: Choice, new: Choice) -> str:
     """Return how two policies differ: "target_dtype: bfloat16 instead of float16".
 
     Policies for two dtypes or devices differ in most operators; those are not listed.
     """
-    values: List[Difference] = [
-        ("target_dtype", old.target_dtype, new.target_dtype),
-        ("device", old.device, new.device),
-    ]
+    values: List[Difference] = [("target_dtype", old.target_dtype, new.target_dtype)]
+    if isinstance(old, Policy) and isinstance(new, Policy):
+        values += _of_policies(old, new)
+    parts = [f"{name}: {here} instead of {there}" for name, here, there in values if here != there]
+    if not parts and _without_evidence(old) == _without_evidence(new):
+        return "the evidence of how they were tuned"
+    return shortened(parts) or "the conditions of some operators"
+
+
+def _without_evidence(choice: Choice) -> Any:
+    return choice.with_evidence(None) if isinstance(choice, Policy) else choice
+
+
+def _of_policies(old: Policy, new: Policy) -> List[Difference]:
+    values: List[Difference] = [("device", old.device, new.device)]
+    if old.target_dtype != new.target_dtype:
+        return values
     if all(here == there for _, here, there in values):
         values.append(("tuned", old != old.untuned(), new != new.untuned()))
         layers = "layers kept in float32"
@@ -27,10 +41,7 @@ def differing(old: Policy, new: Policy) -> str:
     if all(here == there for _, here, there in values):
         here, there = (_listed(sorted(policy.substitutions)) for policy in (old, new))
         values = [*_operators(old, new), ("substitutions", here, there)]
-    parts = [f"{name}: {here} instead of {there}" for name, here, there in values if here != there]
-    if not parts and old.with_evidence(None) == new.with_evidence(None):
-        return "the evidence of how they were tuned"
-    return shortened(parts) or "the conditions of some operators"
+    return values
 
 
 def _operators(old: Policy, new: Policy) -> Iterable[Difference]:

@@ -5,17 +5,21 @@ from typing import Any, Optional, Sequence
 import numpy as np
 
 from ..errors import ArgumentError
-from ..framework.machine import default_device, dtype_name
+from ..framework.machine import default_device, dtype_name, fast_dtype
 from ..framework.wording import one_of, shown
 
 __all__ = [
+    "AUTO",
     "DEFAULT_TARGET",
     "DEVICES",
     "TARGETS",
+    "TARGETS_OR_AUTO",
     "check_beside",
     "check_device",
     "check_target",
     "device_type",
+    "is_auto",
+    "one_dtype",
 ]
 
 OTHER_POLICY = (
@@ -24,7 +28,16 @@ OTHER_POLICY = (
 )
 
 TARGETS = ("float16", "bfloat16")
+#: Stands for the dtype that is fast on the machine, where a program is about to run.
+AUTO = "auto"
+TARGETS_OR_AUTO = (*TARGETS, AUTO)
 DEVICES = ("cpu", "gpu")
+
+ONE_DTYPE = (
+    "'auto' is for programs that run here: for init, autocast, initialize and `mxamp run`. What is "
+    "wanted here, a policy or a file, has one dtype: give {targets} ({fast} is the fast one on "
+    "this machine)"
+)
 
 
 class _Default(str):
@@ -37,12 +50,29 @@ class _Default(str):
 DEFAULT_TARGET: str = _Default("float16")
 
 
-def check_target(dtype: Any) -> str:
-    """Return the target dtype's name; strings, NumPy types and MXNet's bfloat16 are taken."""
+def is_auto(dtype: Any) -> bool:
+    """Tell whether a target dtype stands for the fast one of the machine."""
+    return isinstance(dtype, str) and dtype == AUTO
+
+
+def one_dtype() -> ArgumentError:
+    """Return the error for "auto" where one dtype is wanted, with the fast one."""
+    return ArgumentError(ONE_DTYPE.format(targets=one_of(TARGETS), fast=fast_dtype()))
+
+
+def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
+    """Return the target dtype's name; strings, NumPy types and MXNet's bfloat16 are taken.
+
+    "auto" comes back as it is where it is `allowed`.
+    """
+    if is_auto(dtype) and AUTO not in allowed:
+        raise one_dtype()
+    if is_auto(dtype):
+        return AUTO
     # An array is no dtype, though NumPy would take its own for one.
     name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name not in TARGETS:
-        raise ArgumentError(f"the target dtype must be {one_of(TARGETS)}, not {shown(dtype)}")
+        raise ArgumentError(f"the target dtype must be {one_of(allowed)}, not {shown(dtype)}")
     return name
 
 

@@ -7,9 +7,10 @@ from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
-from ..policy.active import current_policy
+from ..policy.active import chose_float32, current_policy
 from .checkpoint import taken_state
 from .finite import all_finite, multiply
+from .float32 import Float32Scaler
 from .hook import TrainerHook, fresh_gradients
 from .scaler import LossScaler, NoScaler, Scaler
 
@@ -62,6 +63,8 @@ def attach_hook(
     hook = hook_in_force(trainer)
     if hook is not None and hook.trainer is trainer:
         hook.check_scaled_by(scaled_by)
+        if isinstance(hook.scaler, Float32Scaler) and current_policy() is not None:
+            loss_scaler = loss_scaler or _default_scaler()
         if loss_scaler is not None:
             hook.scaler = loss_scaler
             hook.publish(trainer.amp_last_step)
@@ -69,7 +72,7 @@ def attach_hook(
             hook.watch.limit = max_consecutive_skips
         return
     scaler = loss_scaler if loss_scaler is not None else _default_scaler()
-    _keep_updates_off_kvstore(trainer)
+    _keep_updates_off_kvstore(trainer, needed=scaler.checks)
     hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
     retired = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(retired, TrainerHook) and retired.trainer is trainer:
@@ -88,6 +91,8 @@ def attach_hook(
 
 def _default_scaler() -> Scaler:
     policy = current_policy()
+    if policy is None and chose_float32():
+        return Float32Scaler()
     if policy is None:
         raise StateError(NO_POLICY)
     return LossScaler() if policy.target_dtype == "float16" else NoScaler()
@@ -134,7 +139,16 @@ def _take_from_contrib(trainer: Trainer) -> Optional[float]:
     return scales[0] if scales else None
 
 
-def _keep_updates_off_kvstore(trainer: Trainer) -> None:
+def _keep_updates_off_kvstore(trainer: Trainer, needed: bool) -> None:
+    """Move updates off the kvstore; raise where that can't be done and is `needed`."""
+    try:
+        _move_updates_off_kvstore(trainer)
+    except StateError:
+        if needed:
+            raise
+
+
+def _move_updates_off_kvstore(trainer: Trainer) -> None:
     if trainer._kv_initialized:
         if trainer._kvstore is not None and trainer._update_on_kvstore:
             raise StateError(ON_KVSTORE)

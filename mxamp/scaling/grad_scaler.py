@@ -10,6 +10,7 @@ import copy
 import logging
 import weakref
 from enum import Enum
+from functools import cached_property
 from typing import Any, Dict, List, Mapping, Optional
 
 from mxnet import autograd
@@ -18,6 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
+from ..policy.active import chose_float32
 from .attach import attach_hook, hook_in_force, hook_of
 from .hook import TrainerHook
 from .scaler import LossScaler, Scaler, positive_number
@@ -64,6 +66,11 @@ class _Recorder(Scaler):
         """The scale of the `GradScaler`."""
         return self.owner.get_scale()
 
+    @property
+    def checks(self) -> bool:
+        """Whether the `GradScaler` scales."""
+        return self.owner._scales
+
     def update(self, finite: bool) -> float:
         """Tell the `GradScaler` of a step."""
         self.owner._finite.append(finite)
@@ -98,6 +105,9 @@ class GradScaler:
     enabled : bool, default True
         False makes every method do nothing but what plain MXNet would.
 
+    Where `init("auto")` has chosen float32 before the scaler is first used, the scale is 1, and no
+    step is skipped. What `state_dict` returns goes from such a machine to others, and back.
+
     Calls out of order raise `StateError`: a second `step` before `update`, `unscale_` twice or
     after `step`, `update` before any `step`.
     """
@@ -130,12 +140,17 @@ class GradScaler:
         self._stages: "weakref.WeakKeyDictionary[Trainer, _Stage]" = weakref.WeakKeyDictionary()
 
     def is_enabled(self) -> bool:
-        """Tell whether it scales."""
+        """Tell whether it was made with `enabled=True`."""
         return self._enabled
 
+    @cached_property
+    def _scales(self) -> bool:
+        """Whether losses are scaled: for good, so that a loss and its step agree."""
+        return self._enabled and not chose_float32()
+
     def get_scale(self) -> float:
-        """Return the scale of the next loss; 1 where disabled."""
-        return self._scaler.loss_scale if self._enabled else 1.0
+        """Return the scale of the next loss; 1 where disabled, or where "auto" chose float32."""
+        return self._scaler.loss_scale if self._scales else 1.0
 
     def scale(self, loss: Any) -> Any:
         """Return the loss, or all in lists, tuples and dicts, times the scale.
@@ -187,7 +202,7 @@ class GradScaler:
             self._scaler.set_scale(positive_number("new_scale", new_scale))
         elif not self._finite:
             raise StateError(NOTHING_TO_UPDATE)
-        else:
+        elif self._scales:
             self._scaler.update(all(self._finite))
         self._finite, self._scaled, self._losses = [], False, []
         for trainer in list(self._stages):

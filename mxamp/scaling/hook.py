@@ -185,7 +185,7 @@ class TrainerHook:
             tell_observers(self.trainer, StepReport(True, 1.0, self.loss_scale), ())
             return False
         scale = self._pass_scale or self.loss_scale
-        fresh = fresh_gradients(params)
+        fresh = fresh_gradients(params) if self.scaler.checks else []
         # A script may have hidden what overflowed since, say by clipping element by element.
         finite = not any(self._has_overflown(param) for param, _ in fresh)
         finite = finite and all_finite([g for _, gradients in fresh for g in gradients])

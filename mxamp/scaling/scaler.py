@@ -5,8 +5,7 @@ by its inverse before the update, keeps them; the largest scale that does not ov
 trying (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2).
 
 A scaler is told after each step whether all gradients were finite, and answers with the scale for
-the next backward pass. `LossScaler` adapts, `StaticLossScaler` does not, `NoScaler` is 1 always;
-all three are a `Scaler`, so that no caller has to ask which one is there.
+the next backward pass. `LossScaler` adapts, `StaticLossScaler` does not, `NoScaler` is 1 always.
 """
 
 import logging
@@ -22,13 +21,11 @@ __all__ = ["LossScaler", "NoScaler", "Scaler", "StaticLossScaler"]
 logger = logging.getLogger("mxamp")
 
 STATE_VERSION = 1
-
 NO_RECOMMENDATION = (
     "calibrated takes what amp.debugging.gradient_histogram returns, not {given}: for a trainer or "
     "a net, call gradient_histogram with it first"
 )
 OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
-
 
 _LossScaler = TypeVar("_LossScaler", bound="LossScaler")
 
@@ -48,6 +45,11 @@ class Scaler:
     def loss_scale(self) -> float:
         """The scale that the next backward pass uses."""
         return self._loss_scale
+
+    @property
+    def checks(self) -> bool:
+        """Whether gradients are checked, and steps skipped where one is not finite."""
+        return True
 
     def set_scale(self, scale: float) -> None:
         """Use another scale from now on."""

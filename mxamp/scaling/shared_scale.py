@@ -31,6 +31,11 @@ class SharedScale:
         """The scale of the next backward pass."""
         return self.scaler.loss_scale
 
+    @property
+    def checks(self) -> bool:
+        """Whether gradients are checked, and steps skipped where one is not finite."""
+        return self.scaler.checks
+
     def record(self, finite: bool) -> float:
         """Take note of a step done or skipped; return the next scale."""
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
@@ -76,6 +81,11 @@ class TrainerView(Scaler):
     def loss_scale(self) -> float:
         """The scale of the next backward pass."""
         return self.shared.loss_scale
+
+    @property
+    def checks(self) -> bool:
+        """Whether the shared scaler has gradients checked."""
+        return self.shared.checks
 
     def __repr__(self) -> str:
         return repr(self.shared)

@@ -3,6 +3,7 @@
 What happens inside a trainer is in `hook`; here is what users call.
 """
 
+import logging
 import math
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List, Optional
@@ -16,6 +17,7 @@ from ..errors import ArgumentError
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..framework.wording import shown
+from ..policy.active import chose_float32
 from .attach import attach_hook, hook_of
 from .finite import multiply, square_sum
 from .hook import Stage
@@ -23,7 +25,10 @@ from .loss_outputs import scaled_heads
 from .loss_watch import watched_losses
 from .scaler import Scaler, positive_count, positive_number
 
+logger = logging.getLogger("mxamp")
+
 LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
+UNUSED_SCALER = "'auto' has chosen float32 here, which needs no loss scale: %r is not used"
 
 __all__ = [
     "clip_grad_global_norm",
@@ -63,6 +68,8 @@ def init_trainer(
     loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
         By default a `LossScaler()` where the target dtype is float16, and for bfloat16, which has
         float32's range, a scale of 1. Steps with non-finite gradients are skipped either way.
+        Where `init("auto")` has chosen float32, it is not used: the scale is 1, and no step is
+        skipped.
     max_consecutive_skips : int, optional
         After this many skipped steps in a row, `step` raises a `StateError` that names the
         parameters whose gradients were the first to overflow. By default training goes on.
@@ -92,6 +99,9 @@ def init_trainer(
         )
     if max_consecutive_skips is not None:
         max_consecutive_skips = positive_count("max_consecutive_skips", max_consecutive_skips)
+    if loss_scaler is not None and chose_float32():
+        logger.info(UNUSED_SCALER, loss_scaler)
+        loss_scaler = None
     attach_hook(trainer, loss_scaler, max_consecutive_skips)
 
 

@@ -141,13 +141,15 @@ def test_what_is_wrong_is_one_sentence_each():
         (replace(HEALTHY, mxnet=None, wheels=()), ["can't be imported (no wheel is installed)"]),
         (replace(HEALTHY, mxnet=SEES_ONE, gpus=(T4,)), ["GPU 0                Tesla T4, driver 470.57.02"]),
         (replace(HEALTHY, **cpu(usable=("avx512",))), ["right, but slower than float32"]),
+        (replace(HEALTHY, fast_dtype="float32"), ["float32, mixed precision off"]),
         (replace(HEALTHY, **cpu(usable=())), ["no kernels", "no avx512"]),
     ],
 )  # fmt: skip
 def test_info_is_the_short_form(monkeypatch, facts, shown):
     result = run(monkeypatch, facts, "info")
     assert result.exit_code == 0
-    for words in ("mxamp", "CPU", "bfloat16 on the CPU", "default device", *shown):
+    auto = f"dtype 'auto'         {facts.fast_dtype}"
+    for words in ("mxamp", "CPU", "bfloat16 on the CPU", "default device", auto, *shown):
         assert words in result.output
     assert "GFLOP" not in result.output
 

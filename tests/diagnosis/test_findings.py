@@ -20,6 +20,9 @@ def test_nothing_is_found_where_nothing_is_wrong():
     }
     assert findings(replace(HEALTHY, **on)) == ()
     assert findings(replace(HEALTHY, variables={AUTOMATIC: Setting("off", "")})) == ()
+    auto = {"variables": {AUTOMATIC: Setting("auto", "")}, "fast_dtype": "float32"}
+    assert findings(replace(HEALTHY, **auto)) == ()
+    assert findings(replace(HEALTHY, **{**on, "variables": auto["variables"]})) == ()
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,7 @@ def test_nothing_is_found_where_nothing_is_wrong():
         ({"wheels": CU112, "gpus": (T4, T4), "mxnet": SEES_ONE}, "gpu_not_seen", "2 GPUs, and MXNet 1", "container"),
         ({"variables": {"MXNET_MKLDNN_ENABLED": Setting("0", "oneDNN is off", "unset it")}}, "variable", "MXNET_MKLDNN_ENABLED=0: oneDNN is off", "unset"),
         ({"variables": {AUTOMATIC: Setting("1", "")}}, "automatic", "start-up hook", "mxamp run"),
+        ({"variables": {AUTOMATIC: Setting("auto", "")}}, "automatic", "start-up hook", "mxamp run"),
         ({"variables": {AUTOMATIC: Setting("si", "")}, "start_up_hook": True}, "automatic", "stays off", "float16 or bfloat16"),
         ({"mxnet": replace(BUILD, features={"MKLDNN": False})}, "no_onednn", "without oneDNN", "wheel"),
         (cpu(threads=16), "too_many_threads", "16 threads", "OMP_NUM_THREADS=4"),

@@ -24,6 +24,7 @@ from mxamp.diagnosis.variables import EMPTY, GPU_ONLY, UNKNOWN, VARIABLES, setti
         ("MXNET_SUBGRAPH_BACKEND", "NONE", "not fused", False),
         ("MXNET_SUBGRAPH_BACKEND", "TensorRT", "unknown one is an error", False),
         ("MXNET_ENABLE_AUTO_MIXED_PRECISION", "off", "stays off", False),
+        ("MXNET_ENABLE_AUTO_MIXED_PRECISION", "auto", "on when MXNet is imported, where that is fast", False),
         ("MXNET_ENABLE_AUTO_MIXED_PRECISION", "1", "on when MXNet is imported", False),
         ("CUDA_VISIBLE_DEVICES", "", GPU_ONLY, False),
         ("MXNET_USE_FUSION", "on", GPU_ONLY, False),

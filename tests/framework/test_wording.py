@@ -77,7 +77,7 @@ def sources():
     (lambda: amp.register_custom_operator(3), "op_type must be the name of a custom operator, not 3"),
     (lambda: amp.register_custom_operator("a", np.float16), "kind must be .* or 'promote', not float16"),
     (lambda: amp.autocast(test_counts), "must be a dtype, not the function test_counts; write @amp.autocast"),
-    (lambda: amp.init(mx.nd.zeros(2)), "'float16' or 'bfloat16', not an NDArray of 2 in float32"),
+    (lambda: amp.init(mx.nd.zeros(2)), "'float16', 'bfloat16' or 'auto', not an NDArray of 2 in float32"),
 ])  # fmt: skip
 def test_bad_input_is_shown_as_readers_know_it(make, words):
     with pytest.raises(amp.ArgumentError, match=words):

@@ -18,11 +18,14 @@ from mxnet.gluon import Trainer
 from mxnet.module import Module
 
 import mxamp as amp
+from conftest import assert_unpatched
 from helpers import ROOT, run_forked
+from mxamp.framework import machine
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE
 from mxamp.frontends.module_api import DecoratedName
 from mxamp.frontends.own_amp import imports_mxamp, script_imports_mxamp
+from mxamp.policy.targets import TARGETS_OR_AUTO
 
 PLAIN = """
 import os
@@ -250,13 +253,13 @@ def test_off(tmp_path, value):
 def test_a_wrong_value_is_one_line_and_changes_nothing(tmp_path):
     done = run("import mxnet, mxamp; print('on', mxamp.is_enabled())", tmp_path, value="int8")
     (line,) = done.stderr.strip().splitlines()
-    allowed = "must be 1, true, on, yes, float16 or bfloat16, or to leave mixed precision off 0, false, off, no,"
+    allowed = "must be 1, true, on, yes, float16, bfloat16 or auto, or to leave mixed precision off 0, false, off, no,"
     assert line == f"mxamp: {VARIABLE} {allowed} not 'int8': mixed precision stays off"
     assert said(done, "on") == "False"
 
 
 @pytest.mark.parametrize(
-    "value", [v for v in (*automatic._ON, *automatic._OFF, *automatic._DTYPES) if v]
+    "value", [v for v in (*automatic._ON, *automatic._OFF, *TARGETS_OR_AUTO) if v]
 )
 def test_the_message_on_a_wrong_value_names_every_right_one(value, monkeypatch):
     monkeypatch.setenv(VARIABLE, "Int8 ")
@@ -278,6 +281,97 @@ def test_scripts_that_import_mxamp(tmp_path, script, own):
     path.write_text(script)
     assert imports_mxamp(script) == script_imports_mxamp(path) == own
     assert not script_imports_mxamp(tmp_path / "none.py")
+
+
+#: Products, whose values show whether a process computes in half precision.
+CHILDREN = """
+import multiprocessing, subprocess, sys
+import mxnet as mx
+from mxnet import autograd, gluon
+
+def train(results=None):
+    net = gluon.nn.Dense(1, use_bias=False)
+    net.initialize(mx.init.Constant(1.001))
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 1)))
+    loss.backward()
+    trainer.step(1)
+    exact = float(loss.asscalar()) > 1.0005
+    results.put(exact) if results else print("exact", exact, hasattr(trainer, "amp_steps"))
+
+if __name__ == "__main__":
+    train()
+    if "child" not in sys.argv:
+        for method in ("fork", "spawn"):
+            context = multiprocessing.get_context(method)
+            results = context.Queue()
+            process = context.Process(target=train, args=(results,))
+            process.start()
+            print(method, results.get(timeout=60))
+            process.join()
+        print("other", subprocess.run([sys.executable, "-c", "import mxnet, sys; print('mxamp' in sys.modules and sys.modules['mxamp'].is_enabled())"], capture_output=True, text=True).stdout.split())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["variable", "run"])
+def test_auto_that_is_float32_runs_the_script_as_it_is(tmp_path, way, monkeypatch):
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+    if way == "variable":
+        done = run(CHILDREN, tmp_path, value="Auto")
+    else:
+        done = run(CHILDREN, tmp_path, command=["-m", "mxamp", "run", "--dtype", "auto"])
+    assert said(done, "exact") == "True False"
+    assert (said(done, "fork"), said(done, "spawn"), said(done, "other")) == (
+        "True",
+        "True",
+        "['False']",
+    )
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("mxamp: 'auto' is float32 here, and mixed precision stays off: ")
+    instead = f"set {VARIABLE}=bfloat16" if way == "variable" else "give --dtype bfloat16"
+    assert line.endswith(f". To turn it on all the same, {instead}")
+
+
+@pytest.mark.parametrize("child", [False, True])
+def test_the_variable_auto_in_float32_patches_nothing(monkeypatch, child):
+    monkeypatch.setenv(VARIABLE, "auto")
+    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    monkeypatch.setattr(automatic, "is_child", lambda: child)
+    monkeypatch.setattr(automatic, "show_log", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["none.py"])
+    automatic.start_from_environment()
+    assert_unpatched()
+    assert not amp.is_enabled()
+
+
+def test_a_child_that_has_chosen_float32_itself_stays_in_it(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "bfloat16")
+    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    monkeypatch.setattr(automatic, "is_child", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["none.py"])
+    automatic.start_from_environment()
+    amp.init("auto")
+    net = gluon.nn.Dense(1)
+    net.initialize()
+    assert not hasattr(Trainer(net.collect_params(), "sgd"), "amp_steps")
+    assert not amp.is_enabled()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_variable_auto_elsewhere_is_that_dtype(monkeypatch, dtype):
+    monkeypatch.setenv(VARIABLE, "auto")
+    for name in ("fast_dtype", "default_dtype"):
+        monkeypatch.setattr(machine, name, lambda device=None: dtype)
+    monkeypatch.setattr(automatic, "show_log", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["none.py"])
+    automatic.start_from_environment()
+    assert amp.current_policy() is amp.Policy.default(dtype)
+    net = gluon.nn.Dense(1)
+    net.initialize()
+    trainer = Trainer(net.collect_params(), "sgd")
+    assert trainer.amp_loss_scale == (2.0**16 if dtype == "float16" else 1)
 
 
 @pytest.mark.slow

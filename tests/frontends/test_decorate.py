@@ -11,8 +11,10 @@ from mxnet.module import Module
 import digits
 import mxamp as amp
 from helpers import randn
+from mxamp.framework import machine
 from mxamp.graph.graph import Graph
 from mxamp.graph.scale_input import SCALE_INPUT, with_scale_input
+from training import assert_same_weights, batches, poisoned, setup, train
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +150,47 @@ def test_an_optimizer_and_explicit_gradients_of_outputs():
     module.update()
     wanted = 1 - 0.1 * 0.25 * data.asnumpy().sum(0)
     np.testing.assert_allclose(module.get_params()[0]["fc_weight"].asnumpy()[0], wanted, rtol=1e-5)
+
+
+@pytest.fixture
+def float32(monkeypatch):
+    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    amp.init("auto")
+
+
+@pytest.mark.parametrize("contexts", [[mx.cpu(0)], [mx.cpu(0), mx.cpu(1)]])
+def test_modules_where_auto_is_float32_train_as_plain_ones(float32, contexts):
+    def trained(optimizer):
+        mx.random.seed(0)
+        np.random.seed(0)
+        module = Module(symbol(), context=contexts, logger=logging.getLogger("quiet"))
+        data = mx.io.NDArrayIter(digits.arrays()[0][:120], digits.arrays()[1][:120], digits.BATCH)
+        settings = {"learning_rate": 0.2, "momentum": 0.9}
+        module.fit(data, num_epoch=1, optimizer=optimizer, optimizer_params=settings)
+        module._exec_group.grad_arrays[0][0][:] = np.inf
+        module.update()  # plain MXNet skips no update
+        return module, [value.asnumpy() for value in module.get_params()[0].values()]
+
+    _, plain = trained("sgd")
+    optimizer = amp.decorate("sgd")
+    module, found = trained(optimizer)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(plain, found))
+    assert SCALE_INPUT not in module._exec_group.execs[0].arg_dict
+    scaling = optimizer.scaling
+    assert (scaling.loss_scale, scaling.steps, scaling.skips) == (1, 120 // digits.BATCH + 1, 0)
+
+
+def test_trainers_where_auto_is_float32_train_as_plain_ones(float32):
+    data = [*batches(), poisoned(batches()[0])]
+    net, trainer = setup(optimizer=amp.decorate("adam", init_loss_scaling=2.0**12))
+    control, plain = setup(optimizer="adam")
+    for batch in data:
+        train(net, trainer, batch, scaled=False)
+    amp.shutdown()
+    for batch in data:
+        train(control, plain, batch, scaled=False)
+    assert_same_weights(net, control)
+    assert (trainer.amp_loss_scale, trainer.amp_steps, trainer.amp_skips) == (1, 5, 0)
 
 
 def test_buckets_share_the_scale():

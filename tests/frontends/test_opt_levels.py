@@ -10,8 +10,11 @@ from mxnet import autograd, gluon, nd
 
 import digits
 import mxamp as amp
+from conftest import assert_unpatched
 from helpers import kind, randn, same
+from mxamp.framework import machine
 from mxamp.frontends import opt_levels
+from training import assert_same_weights, batches, poisoned, setup, train
 
 
 def backward_with(trainer):
@@ -101,6 +104,40 @@ def test_one_script_runs_at_every_level(level, dtype, options, caplog):
     assert said == (level in ("O2", "O3") and dtype == "bfloat16")
 
 
+@pytest.mark.parametrize("loss_scale", [None, 128.0, "dynamic"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("first", [True, False], ids=["init('auto')", "dtype='auto'"])
+def test_every_level_is_float32_where_auto_is(first, level, loss_scale, monkeypatch):
+    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    if first:
+        amp.init("auto")
+    (net, trainer), (control, plain) = setup(), setup()
+    options = {} if first else {"dtype": "auto"}
+    net, trainer = amp.initialize(net, trainer, level, loss_scale=loss_scale, **options)
+    for data in (*batches(), poisoned(batches()[0])):
+        train(net, trainer, data)
+        train(control, plain, data, scaled=False)
+    assert_same_weights(net, control)
+    assert (trainer.amp_loss_scale, trainer.amp_steps, trainer.amp_skips) == (1, 5, 0)
+    assert not trainer._optimizer.multi_precision
+    assert_unpatched()
+    with pytest.raises(amp.StateError, match="'auto' has chosen float32"):
+        amp.init("bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_auto_elsewhere_is_that_dtype(dtype, monkeypatch):
+    for name in ("fast_dtype", "default_dtype"):
+        monkeypatch.setattr(machine, name, lambda device=None: dtype)
+    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
+    _, trainer = amp.initialize(*setup(), dtype="auto")
+    assert amp.current_policy().target_dtype == dtype
+    assert trainer.amp_loss_scale == (2.0**16 if dtype == "float16" else 1)
+    amp.shutdown()
+    with pytest.raises(amp.ArgumentError, match="'float16', 'bfloat16' or 'auto', not 'fast'"):
+        amp.initialize(*setup(), dtype="fast")
+
+
 def test_o2_keeps_master_weights():
     net = gluon.nn.Dense(1, in_units=1, use_bias=False)
     net.initialize(mx.init.One())
@@ -161,7 +198,7 @@ def test_o3_keeps_float32_where_half_precision_has_no_kernel_or_is_wrong():
     images = nd.ones((2, 3, 4, 4)).astype("float16")
     assert nd.InstanceNorm(images, ones, ones).shape == images.shape
     assert nd.log(nd.clip(low * 0, 1e-8, 1)).asnumpy().min() > -19
-    on_gpus = opt_levels._policy("float16", mx.gpu(), "O3")
+    on_gpus = opt_levels._policy_of(amp.Policy.default("float16", "gpu"), "O3")
     for name in ("InstanceNorm", "CTCLoss", "sort", "_linalg_gemm2", "_contrib_Proposal"):
         assert on_gpus.rule(name).op_class == "fp32"
 
@@ -196,7 +233,7 @@ def test_layer_norm_stays_float32_in_o2_and_not_in_o3():
         ({"opt_level": "O0", "loss_scale": 0.0}, "positive"),
         ({"opt_level": "O0", "keep_batchnorm_fp32": False}, "float32 parameters"),
         ({"opt_level": "O2", "keep_batchnorm_fp32": False}, "float32 parameters"),
-        ({"opt_level": "O2", "dtype": "int8"}, "'float16' or 'bfloat16'"),
+        ({"opt_level": "O2", "dtype": "int8"}, "'float16', 'bfloat16' or 'auto'"),
         ({"loss_scale": "static"}, "'dynamic'"),
         ({"loss_scale": -1.0}, "positive"),
         ({"models": 3}, "models must be a Block"),

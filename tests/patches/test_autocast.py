@@ -124,7 +124,7 @@ def test_a_dtype_beside_a_policy():
     "arguments, error, words",
     [
         ({"target_dtype": "float8"}, amp.ArgumentError, "'float8'"),
-        ({"target_dtype": "int32"}, amp.ArgumentError, "'float16' or 'bfloat16'"),
+        ({"target_dtype": "int32"}, amp.ArgumentError, "'float16', 'bfloat16' or 'auto'"),
         ({"target_dtype": None}, amp.ArgumentError, "the target dtype must be"),
         ({"target_precision_ops": ["Convolutoin"]}, amp.UnknownNameError, "'Convolution'"),
         ({"fp32_ops": ["Conv2D"]}, amp.UnknownNameError, "Conv2D"),

@@ -1,6 +1,5 @@
 """A net in float32 and in mixed precision, side by side: the error of each layer."""
 
-import typing
 from typing import (
     Any,
     Callable,
@@ -23,8 +22,7 @@ from ...convert.compare import Model
 from ...convert.distance import Distance
 from ...errors import ArgumentError
 from ...framework.wording import shown
-from ...patches.autocast import autocast
-from ...policy.active import current_policy
+from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler, positive_number
@@ -90,7 +88,7 @@ def compare(
         Called with the net's output and the label. Gives the errors of gradients too, and runs
         the net in training mode; without it the net runs in inference mode.
     dtype, policy
-        As of `autocast`.
+        As of `autocast`, but for "auto": the errors are those of one dtype.
     loss_scale : float, optional
         Of the backward pass in mixed precision. By default it is found as in training: for
         float16 the first of 2**16, 2**15 and so on at which all gradients are finite; for
@@ -107,8 +105,7 @@ def compare(
         loss_scale = positive_number("loss_scale", loss_scale)
     if loss is not None and not callable(loss):
         raise ArgumentError(NOT_A_LOSS.format(given=shown(loss)))
-    with autocast(dtype, policy=policy):
-        chosen = typing.cast(Policy, current_policy())
+    chosen = policy_for(dtype, policy)
     batches = batches_of(data, labelled=loss is not None)
     if not isinstance(net, Block):
         if loss is not None:

@@ -1,0 +1,245 @@
+"""After init("auto"), where that is float32: every call works, and computes as plain MXNet does."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+import mxamp as amp
+from conftest import assert_unpatched
+from mxamp.framework import machine
+from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train
+
+
+@pytest.fixture(autouse=True)
+def float32(monkeypatch):
+    monkeypatch.setattr(machine, "_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512"}))
+    amp.init("auto")
+
+
+def data_with_one_overflow():
+    data = batches(6)
+    data[4] = poisoned(data[4])
+    return data
+
+
+OPTIMIZERS = {"sgd": {"momentum": 0.9}, "adam": {}}
+
+
+@pytest.mark.parametrize("scaler", [None, amp.LossScaler(init_scale=2.0**12), amp.NoScaler()])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("devices", CONTEXTS)
+def test_scale_loss_and_step(devices, optimizer, scaler):
+    net, trainer = setup(CONTEXTS[devices], optimizer, **OPTIMIZERS[optimizer])
+    control, plain = setup(CONTEXTS[devices], optimizer, **OPTIMIZERS[optimizer])
+    amp.init_trainer(trainer, scaler)
+    amp.init_trainer(trainer, scaler)
+    for number, batch in enumerate(data_with_one_overflow(), 1):
+        train(net, trainer, batch)
+        train(control, plain, batch, scaled=False)
+        assert_same_weights(net, control)  # NaN included: plain MXNet skips no step
+        assert trainer.amp_loss_scale == trainer._amp_loss_scaler.loss_scale == 1
+        assert (trainer.amp_steps, trainer.amp_skips) == (number, 0)
+        assert trainer.amp_last_step.stepped
+    assert_unpatched()
+
+
+def test_a_scaler_that_is_not_used_is_named(caplog):
+    _, trainer = setup()
+    with caplog.at_level("INFO", "mxamp"):
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
+    assert "needs no loss scale: LossScaler(1024) is not used" in caplog.text
+
+
+@pytest.mark.parametrize("devices", CONTEXTS)
+def test_unscale_clip_and_update_by_hand(devices):
+    net, trainer = setup(CONTEXTS[devices])
+    control, plain = setup(CONTEXTS[devices])
+    amp.init_trainer(trainer)
+    for batch in batches():
+        train(net, trainer, batch, between=lambda: amp.unscale(trainer))
+        train(control, plain, batch, scaled=False)
+    assert_same_weights(net, control)
+    norms = []
+    train(net, trainer, batches()[0],
+          between=lambda: norms.append(amp.clip_grad_global_norm(trainer, 1e-3)))  # fmt: skip
+    assert norms[0] > 1e-3
+    with pytest.raises(amp.StateError, match="no scaled gradients"):
+        amp.unscale(trainer)
+
+
+def test_gluonnlps_way():
+    net, trainer = setup()
+    control, plain = setup()
+    amp.init_trainer(trainer)
+
+    def step(trainer):
+        def update(size):
+            trainer.allreduce_grads()
+            scale = getattr(trainer, "_amp_loss_scaler", None)
+            gradients = [p.grad(c) for p in trainer._params for c in p.list_ctx()]
+            gluon.utils.clip_global_norm(gradients, 0.5 * (scale.loss_scale if scale else 1))
+            trainer.update(size)
+
+        return update
+
+    for batch in batches():
+        train(net, trainer, batch, step=step(trainer))
+        train(control, plain, batch, scaled=False, step=step(plain))
+    assert_same_weights(net, control)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after init", "before init"])
+def test_grad_scaler(early):
+    amp.shutdown()
+    scaler = amp.GradScaler() if early else None
+    amp.init("auto")
+    scaler = scaler or amp.GradScaler()
+    net, trainer = setup(optimizer="adam")
+    control, plain = setup(optimizer="adam")
+    before = scaler.state_dict()
+    for batch in data_with_one_overflow():
+        with autograd.record(), amp.autocast():
+            loss = (net(nd.array(batch)) ** 2).sum()
+        assert scaler.scale(loss) is loss
+        loss.backward()
+        scaler.unscale_(trainer)
+        scaler.step(trainer, len(batch))
+        scaler.update()
+        train(control, plain, batch, scaled=False)
+    assert_same_weights(net, control)
+    assert scaler.get_scale() == trainer.amp_loss_scale == 1
+    assert (trainer.amp_steps, trainer.amp_skips) == (6, 0)
+    # A checkpoint goes on elsewhere: what this machine does not use, it does not change.
+    assert scaler.state_dict() == before
+    scaler.load_state_dict({**before, "loss_scale": 512.0})
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(scaler)))  # noqa: S301
+    assert copied.get_scale() == scaler.get_scale() == 1
+    assert copied.state_dict()["loss_scale"] == 512
+    with pytest.raises(amp.StateError, match="no trainer has stepped"):
+        scaler.update()
+
+
+def test_a_grad_scaler_in_use_stays_what_it_is():
+    amp.shutdown()
+    scaler = amp.GradScaler(init_scale=1024)
+    net, trainer = setup()
+    control, plain = setup()
+    with autograd.record():
+        loss = scaler.scale((net(nd.array(batches()[0])) ** 2).sum())
+    amp.init("auto")
+    loss.backward()
+    scaler.step(trainer, 4)
+    train(control, plain, batches()[0], scaled=False)
+    assert_same_weights(net, control)
+
+
+@pytest.mark.parametrize("saved_by", ["float16", "bfloat16"])
+@pytest.mark.parametrize("init_first", [True, False])
+def test_states_go_from_one_machine_to_another(tmp_path, saved_by, init_first):
+    amp.shutdown()
+    amp.init(saved_by, ctx=mx.cpu(), tuned=False)
+    net, trainer = setup(optimizer="adam")
+    amp.init_trainer(trainer)
+    train(net, trainer, batches()[0])
+    trainer.save_states(str(tmp_path / "half"))
+    net.save_parameters(str(tmp_path / "net"))
+    amp.shutdown()
+    amp.init("auto")
+    pairs = setup(optimizer="adam"), setup(optimizer="adam")
+    (net, trainer), (control, plain) = pairs
+    for one, its in pairs:
+        one.load_parameters(str(tmp_path / "net"))
+        if init_first and its is trainer:
+            amp.init_trainer(trainer)
+        its.load_states(str(tmp_path / "half"))
+    amp.init_trainer(trainer)
+    assert trainer.amp_loss_scale == 1
+    skips = trainer.amp_skips  # on the other machine
+    for batch in data_with_one_overflow()[3:]:
+        train(net, trainer, batch)
+        train(control, plain, batch, scaled=False)
+    assert_same_weights(net, control)
+    assert trainer.amp_skips == skips
+    trainer.save_states(str(tmp_path / "full"))
+    plain.load_states(str(tmp_path / "full"))  # plain MXNet reads it
+    amp.shutdown()
+    amp.init(saved_by, ctx=mx.cpu(), tuned=False)
+    _, again = setup(optimizer="adam")
+    amp.init_trainer(again)
+    again.load_states(str(tmp_path / "full"))
+    assert again.amp_loss_scale == (2.0**16 if saved_by == "float16" else 1)
+    assert again._amp_loss_scaler.scaler.checks
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_next_init_trainer_scales_again(dtype):
+    net, trainer = setup()
+    amp.init_trainer(trainer)
+    train(net, trainer, batches()[0])
+    amp.shutdown()
+    train(net, trainer, batches()[0])  # goes on
+    assert trainer.amp_steps == 2
+    amp.init(dtype, ctx=mx.cpu(), tuned=False)
+    amp.init_trainer(trainer)
+    assert trainer.amp_loss_scale == (2.0**16 if dtype == "float16" else 1)
+    train(net, trainer, poisoned(batches()[0]))
+    assert trainer.amp_skips == 1
+
+
+def test_inside_a_half_precision_region_trainers_scale():
+    _, trainer = setup()
+    with amp.autocast("float16"):
+        amp.init_trainer(trainer)
+        assert amp.GradScaler().get_scale() == 2.0**16
+    assert trainer.amp_loss_scale == 2.0**16
+
+
+def test_a_region_is_enough():
+    amp.shutdown()
+    _, trainer = setup()
+    with amp.autocast("auto"):
+        amp.init_trainer(trainer)
+    assert trainer.amp_loss_scale == 1
+    with pytest.raises(amp.StateError, match="mixed precision is off"):
+        amp.init_trainer(setup()[1])
+
+
+def test_updates_that_must_stay_on_the_kvstore_stay_there():
+    net, trainer = setup(CONTEXTS["two"])
+    control, plain = setup(CONTEXTS["two"])
+    data = batches()
+    train(net, trainer, data[0], scaled=False)
+    train(control, plain, data[0], scaled=False)
+    assert trainer._update_on_kvstore
+    amp.init_trainer(trainer)
+    for batch in data[1:]:
+        train(net, trainer, batch)
+        train(control, plain, batch, scaled=False)
+    assert_same_weights(net, control)
+    weight = gluon.Parameter("weight", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
+    weight.initialize()
+    sparse = gluon.Trainer([weight], "sgd")
+    amp.init_trainer(sparse)
+    assert sparse.amp_loss_scale == 1
+
+
+def test_output_operators_send_back_what_they_do_in_mxnet():
+    def gradient(scale):
+        data = nd.array(np.arange(6).reshape(2, 3))
+        data.attach_grad()
+        with autograd.record():
+            out = nd.SoftmaxOutput(data, nd.array([0, 2]))
+            with scale(out) as scaled:
+                autograd.backward(scaled)
+        return data.grad.asnumpy()
+
+    _, trainer = setup()
+    amp.init_trainer(trainer)
+    found = gradient(lambda out: amp.scale_loss(out, trainer))
+    np.testing.assert_array_equal(found, gradient(lambda out: nullcontext(out)))
