@@ -1,6 +1,5 @@
 """A plan as a picture: operators coloured by precision, casts on the edges. Drawn by Graphviz."""
 
-import os
 from pathlib import Path
 from typing import Iterable, Optional, Union
 
@@ -71,13 +70,11 @@ def draw(plan: Plan, path: Union[str, Path]) -> None:
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"draw takes a Plan, which mxamp.explain makes, not {shown(plan)}")
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"path must be the path of a file to write, not {shown(path)}")
+    checked_folder(path)
     target = Path(path)
     file_format = target.suffix[1:].lower()
     if file_format not in ("svg", "png", "pdf", "dot"):
         raise ArgumentError(f"a drawing must be a .svg, .png, .pdf or .dot file, not {str(path)!r}")
-    checked_folder(target)
     source = to_dot(plan)
     if file_format == "dot":
         write_file(target, source.encode())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Callable, Iterator, Union
 
 from ..errors import ArgumentError, WriteError
+from .wording import shown
 
 __all__ = [
     "NOT_THE_SAME",
@@ -27,6 +28,7 @@ __all__ = [
 _MARK = ".mxamp-tmp-"
 _BLOCK = 2**20
 
+NO_PATH = "path must be the path of a file to write, not {given}"
 NO_NAME = "the name of the file to write is empty: give one"
 A_FOLDER = "{path!r} is a folder: give the name of a file"
 NO_SUCH_NAME = "{path!r} can't be written ({why}): give another name"
@@ -89,6 +91,8 @@ def writing(path: Union[str, Path]) -> Iterator[None]:
 
 def checked_folder(path: Union[str, Path]) -> None:
     """Raise an `ArgumentError` where `path` can't be the name of a file, in a folder there is."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(NO_PATH.format(given=shown(path)))
     if not os.fspath(path):
         raise ArgumentError(NO_NAME)
     try:

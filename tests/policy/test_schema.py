@@ -48,7 +48,7 @@ def test_the_whole_of_it_is_right(tmp_path):
         ('"float16"', '"float8"', "dtype must be 'float16' or 'bfloat16', not 'float8'"),
         ('"float16"', "16", "not 16"),
         ("format = 1", "format = 1\ndevise = 3", "unknown key 'devise'"),
-        ("format = 1", "format = 1\nreason = 'x'", "It is a key of [[group]] and"),
+        ("format = 1", "format = 1\nreason = 'x'", "It is a key of [[group]], [[conditional]], [[missing]], [[by_shape]] and [[exempt]]"),
         ("[[conditional]]", "[[conditionals]]", "the closest is 'conditional'"),
         (ALL, HEAD + "group = 3", "group must be written as [[group]], tables, not as 3"),
         ("[[group]]", "[group]", "group must be written as [[group]], tables, not as one [table]"),
