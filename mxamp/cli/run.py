@@ -48,7 +48,7 @@ class _Run(click.Command):
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--dtype", type=DTYPES, help="Default: float16 with a GPU, else bfloat16.")
-@click.option("--policy", "path", type=click.Path(), help="An operator list of your own (TOML).")
+@click.option("--policy", "path", type=click.Path(), help="A policy file (TOML).")
 @click.option("--stats", is_flag=True, help="Print at the end what ran in which dtype.")
 def run(
     script: str,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Iterable, Optional, Union
 
 from ..errors import ArgumentError, StateError
-from ..framework.files import checked_folder, write_file
+from ..framework.files import checked_folder, checked_path, write_file
 from ..framework.wording import shown
 from .plan import NodePlan, Plan
 
@@ -70,11 +70,11 @@ def draw(plan: Plan, path: Union[str, Path]) -> None:
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"draw takes a Plan, which mxamp.explain makes, not {shown(plan)}")
-    checked_folder(path)
-    target = Path(path)
+    target = checked_path(path)
     file_format = target.suffix[1:].lower()
     if file_format not in ("svg", "png", "pdf", "dot"):
         raise ArgumentError(f"a drawing must be a .svg, .png, .pdf or .dot file, not {str(path)!r}")
+    checked_folder(target)
     source = to_dot(plan)
     if file_format == "dot":
         write_file(target, source.encode())

@@ -140,7 +140,7 @@ TABLES: Mapping[str, Table] = {
     }),
     "conditional": Table({
         "operators": Key(SOME_TEXTS), "attribute": Key(TEXT_OR_TEXTS), "reason": Key(TEXT),
-        "values": Key(TEXTS, required=False), "beyond_range": Key(TRUTH, required=False),
+        "values": Key(STRINGS, required=False), "beyond_range": Key(TRUTH, required=False),
         "otherwise": Key(TEXT, allowed=CLASSES), "override": Key(TRUTH, required=False),
     }),
     "missing": Table({
