@@ -6,13 +6,12 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from ..convert.arguments import known_dtype, known_names
-from ..convert.compare import OutputError, random_inputs
+from ..convert.compare import OutputError
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
-from ..errors import located
 from .group import DTYPES, examples, usage_error
-from .options import chosen_policy, inputs_of, saved_model_options, values_by_name
+from .inputs import dtypes_of_inputs, values_for
+from .options import chosen_policy, saved_model_options
 from .output import console, table_of
 
 __all__ = ["convert"]
@@ -67,10 +66,7 @@ def convert(
 
     The name of either file will do for PREFIX.
     """
-    input_dtypes = values_by_name("--input-dtype", dtypes)
-    with located("--input-dtype"):
-        for name, given_dtype in input_dtypes.items():
-            known_dtype(name, given_dtype)
+    input_dtypes = dtypes_of_inputs(dtypes)
     for option, given in (("--input", inputs), ("--tolerance", tolerance)):
         if given and not check:
             raise usage_error(f"{option} is for --check; give that too")
@@ -101,15 +97,8 @@ def _check_inputs(
     prefix: str, epoch: int, inputs: Sequence[str], dtypes: Mapping[str, str]
 ) -> Dict[str, Any]:
     """Return the values that were given for inputs, and random ones for the rest."""
-    shapes, values = inputs_of(inputs)
     with saved_semantics(prefix, epoch):
-        model = load_model(prefix, epoch)
-        data = [name for name in model[0].list_inputs() if name not in {**model[1], **model[2]}]
-        with located("--input"):
-            known_names([*shapes], data, "input")
-        with located("--input-dtype"):
-            known_names([*dtypes], model[0].list_inputs(), "input")
-        return {**random_inputs(model, shapes, dtypes), **values}
+        return values_for(load_model(prefix, epoch), inputs, dtypes)[0]
 
 
 def _errors_table(errors: Iterable[OutputError]) -> Table:

@@ -13,7 +13,8 @@ from ..debugging.explain import explain as explain_symbol
 from ..debugging.plan import PRECISIONS, Plan
 from ..errors import ArgumentError
 from .group import DTYPES, examples, usage_error
-from .options import chosen_policy, inputs_of, saved_model_options
+from .inputs import inputs_of
+from .options import chosen_policy, saved_model_options
 from .output import console, table_of
 from .words import in_options
 

@@ -10,6 +10,7 @@ from .group import OneLineErrors, examples
 from .machine_commands import operators
 from .report import report
 from .run import run
+from .tune import tune
 
 __all__ = ["main"]
 
@@ -35,5 +36,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (doctor, info, run, operators, explain, convert, report):
+for command in (doctor, info, run, operators, explain, convert, tune, report):
     main.add_command(command)

@@ -5,10 +5,9 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import click
-import numpy as np
 
 from ..convert.saved import epochs_of
 from ..framework.machine import default_dtype
@@ -16,7 +15,13 @@ from ..policy.policy import Policy
 from .group import DEVICES, usage_error
 from .words import in_their_words
 
-__all__ = ["chosen_policy", "inputs_of", "policy_option", "saved_model_options", "values_by_name"]
+__all__ = [
+    "chosen_policy",
+    "policy_option",
+    "saved_model_options",
+    "stop_status",
+    "values_by_name",
+]
 
 Command = Callable[..., Any]
 
@@ -24,7 +29,6 @@ SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --ep
 NOT_IMPORTED = "--import: the module {name!r} can't be imported: {why}"
 NO_MODULE_NAME = "--import takes the name of a module, such as package.module, not {text!r}"
 TWICE = "{option} is given twice for {name!r}: {values}"
-NO_ELEMENTS = "--input {text}: {path!r} holds {what}: an input has axes, with elements on each"
 NO_DTYPE = "Missing option '--dtype' (or '--policy')."
 POLICY_HOLDS = "--policy holds its target dtype: give --dtype or --policy, not both"
 
@@ -32,7 +36,7 @@ _IMPORT_HELP = "Module to import first, such as one that registers custom operat
 _EPOCH_HELP = "Number in the name of the parameter file. Default: the only one there is."
 _KEEP_HELP = "Layers to keep in float32: names, in which * and ? stand for any characters."
 
-_POLICY, _EPOCH = "mxamp.policy", "mxamp.epoch"
+_POLICY, _EPOCH, _STATUS = "mxamp.policy", "mxamp.epoch", "mxamp.status"
 _FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
@@ -49,7 +53,7 @@ def policy_option(command: Command) -> Command:
 
 
 def saved_model_options(command: Command) -> Command:
-    """Add what `explain` and `convert` both take: a saved model, a device, layers to keep."""
+    """Add what `explain`, `convert` and `tune` take: a saved model, a device, layers to keep."""
     options: List[Callable[[Command], Command]] = [
         click.argument("prefix", callback=_prefix),
         click.option("--epoch", type=click.IntRange(min=0), callback=_epoch, help=_EPOCH_HELP),
@@ -71,7 +75,8 @@ def saved_model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def spoken(*args: Any, **options: Any) -> Any:
-        with in_their_words():
+        with in_their_words() as status:
+            click.get_current_context().meta[_STATUS] = status
             return command(*args, **options)
 
     decorated: Command = spoken
@@ -90,6 +95,11 @@ def chosen_policy(dtype: Optional[str], device: Optional[str], default: bool = T
     if dtype:
         raise usage_error(POLICY_HOLDS)
     return Policy.load(path, device)
+
+
+def stop_status() -> None:
+    """End the line that says what is going on, for a command that shows its own progress."""
+    click.get_current_context().meta[_STATUS].stop()
 
 
 def _prefix(context: click.Context, _: click.Parameter, value: str) -> str:
@@ -150,33 +160,3 @@ def values_by_name(option: str, texts: Sequence[str]) -> Dict[str, str]:
             raise usage_error(TWICE.format(option=option, name=name, values=both))
         values[name] = value
     return values
-
-
-def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[str, Any]]:
-    """Return shapes of inputs by name, and the values of those that .npy files hold."""
-    shapes, values = {}, {}
-    for name, value in values_by_name("--input", texts).items():
-        text = f"{name}:{value}"
-        if value.endswith(".npy"):
-            values[name] = _array(text, value)
-            shapes[name] = values[name].shape
-            continue
-        parts = value.split(",")
-        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            raise usage_error(
-                f"--input takes NAME:1,3,224,224, of sizes above 0, or NAME:FILE.npy, not {text!r}"
-            )
-        shapes[name] = tuple(map(int, parts))
-    return shapes, values
-
-
-def _array(text: str, path: str) -> Any:
-    try:
-        array = np.load(path)
-    except (OSError, ValueError, EOFError) as error:
-        why = getattr(error, "strerror", None) or "it is no array that NumPy has saved"
-        raise usage_error(f"--input {text}: {path!r} can't be read: {why}") from None
-    if not (array.shape and array.size):
-        what = "no elements" if array.shape else "a single value without axes"
-        raise usage_error(NO_ELEMENTS.format(text=text, path=path, what=what))
-    return array

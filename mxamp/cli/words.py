@@ -16,9 +16,12 @@ __all__ = ["in_options", "in_their_words"]
 
 #: The arguments of Python functions, as messages name them, and what stands for them.
 _OPTIONS = {
+    "an rtol of": "an --rtol of",
     "another out": "another --out",
+    "budget must": "--budget must",
     "out must": "--out must",
     "cast_optional_params": "--cast-params",
+    "convert_hybrid_block(net, policy=policy)": "mxamp convert --policy",
     "ctx=mx.cpu()": "--device cpu",
     "excluded_sym_names": "--keep-fp32",
     "force=True": "--force",
@@ -29,6 +32,7 @@ _OPTIONS = {
     "input_shapes": "--input",
     "keep_io_types=False": "--cast-io",
     "larger tolerance": "larger --tolerance",
+    "rtol must": "--rtol must",
     "target_dtype=": "--dtype ",
     "tolerance must": "--tolerance must",
     "without fuse": "without --fuse",
@@ -46,11 +50,12 @@ def in_options(text: str) -> str:
 
 
 @contextmanager
-def in_their_words() -> Iterator[None]:
+def in_their_words() -> Iterator["Status | _NoStatus"]:
     """Show what the library logs and raises, in options' words.
 
     Warnings are lines on standard error. What is going on is shown on a terminal only. Errors in
-    what was given go on to the group of commands; others end the process with status 1.
+    what was given go on to the group of commands; others end the process with status 1. Yields
+    what shows it.
     """
     logger = logging.getLogger("mxamp")
     level, propagate = logger.level, logger.propagate
@@ -61,7 +66,7 @@ def in_their_words() -> Iterator[None]:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         try:
-            yield
+            yield status
         except ArgumentError as error:
             raise type(error)(in_options(str(error))) from error
         except (AmpError, OSError, MemoryError) as error:

@@ -23,7 +23,16 @@ from ..policy.active import suspended
 from .arguments import known_dtype, known_names, known_shapes
 from .distance import Distance
 
-__all__ = ["Model", "OutputError", "compare_models", "inferred_labels", "random_inputs"]
+__all__ = [
+    "Model",
+    "OutputError",
+    "compare_models",
+    "declared_dtypes",
+    "finite_input",
+    "inferred_labels",
+    "random_inputs",
+    "reason",
+]
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
@@ -94,15 +103,15 @@ def compare_models(
     """
     ctx = ctx or current_context()
     with suspended():
-        given = {name: _finite_input(name, value) for name, value in inputs.items()}
+        given = {name: finite_input(name, value) for name, value in inputs.items()}
     try:
         ours = _outputs(model, given, ctx)
     except MXNetError as error:
-        raise ArgumentError(NOT_ON_THESE.format(why=_reason(error))) from None
+        raise ArgumentError(NOT_ON_THESE.format(why=reason(error))) from None
     try:
         theirs = _outputs(other, given, ctx)
     except MXNetError as error:
-        raise StateError(NOT_HERE.format(why=_reason(error))) from None
+        raise StateError(NOT_HERE.format(why=reason(error))) from None
     names = model[0].list_outputs()
     return tuple(_error(name, a, b) for name, a, b in zip(names, ours, theirs))
 
@@ -126,7 +135,7 @@ def random_inputs(
     try:
         inferred = symbol.infer_shape_partial(**{**known, **shapes})[0]
     except MXNetError as error:
-        raise ArgumentError(f"inputs of these shapes don't fit: {_reason(error)}") from None
+        raise ArgumentError(f"inputs of these shapes don't fit: {reason(error)}") from None
     every = dict(zip(symbol.list_arguments(), inferred or ()))
     wanted = {name: tuple(shapes.get(name) or every.get(name) or ()) for name in names}
     open_ones = [name for name, shape in wanted.items() if not shape or min(shape) <= 0]
@@ -146,7 +155,7 @@ def _random(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> 
     return values if dtype == "float32" else cast(values, dtype)
 
 
-def _finite_input(name: str, value: Any) -> NDArray:
+def finite_input(name: str, value: Any) -> NDArray:
     """Return an input as an array; raise where it holds no numbers, or some that are not finite."""
     array = value if isinstance(value, NDArray) else _numbers(name, value)
     kind = dtype_name(array.dtype)
@@ -170,15 +179,13 @@ def _numbers(name: str, value: Any) -> NDArray:
 
 def _outputs(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
     symbol, args, auxs = model
-    variables = Graph.from_symbol(symbol).variables
-    codes = {variable.name: variable.attrs.get("__dtype__") for variable in variables}
+    declared = declared_dtypes(symbol)
     names = symbol.list_inputs()
     values = {**args, **auxs}
     with suspended():
         for name, array in inputs.items():
             if name in names:
-                code = codes[name]
-                values[name] = array if code is None else cast(array, DTYPE_NAMES[int(code)])
+                values[name] = cast(array, declared[name]) if name in declared else array
         missing = [name for name in names if name not in values]
         values.update(inferred_labels(symbol, values, missing))
         # Not bound: an executor would fuse operators, each model's in its own way.
@@ -186,6 +193,13 @@ def _outputs(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Seque
         outputs = run(*(values[name].as_in_context(ctx) for name in names))
         listed = as_list(outputs)
         return [cast(output, "float32").asnumpy() for output in listed]
+
+
+def declared_dtypes(symbol: Symbol) -> Dict[str, str]:
+    """Return the dtypes of the inputs that a symbol itself gives one."""
+    variables = Graph.from_symbol(symbol).variables
+    codes = {variable.name: variable.attrs.get("__dtype__") for variable in variables}
+    return {name: DTYPE_NAMES[int(code)] for name, code in codes.items() if code is not None}
 
 
 def inferred_labels(
@@ -215,7 +229,7 @@ def _error(name: str, ours: Any, theirs: Any) -> OutputError:
     )
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return the line of an MXNet error that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wanted = [line for line in lines if "Error" in line or "Check failed" in line]

@@ -15,6 +15,7 @@ __all__ = [
     "NOT_THE_SAME",
     "checked_folder",
     "checked_path",
+    "checked_writable",
     "checksum",
     "place_of",
     "remove_orphans",
@@ -114,6 +115,20 @@ def checked_folder(path: Union[str, Path]) -> None:
     folder = place_of(Path(path)).parent
     if not folder.is_dir():
         raise ArgumentError(NO_FOLDER.format(path=str(folder)))
+
+
+def checked_writable(path: Union[str, Path]) -> None:
+    """Raise what `write_file` would raise for a file, as far as that can be known before.
+
+    For what takes long to work out: a folder that is read-only is found at once.
+    """
+    checked_folder(path)
+    temporary = temporary_beside(place_of(Path(path)))
+    with writing(path):
+        try:
+            temporary.touch()
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def place_of(path: Path) -> Path:

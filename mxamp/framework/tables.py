@@ -7,7 +7,7 @@ from typing import Any, Sequence
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["html_table", "text_table"]
+__all__ = ["cell_text", "html_table", "text_table"]
 
 #: Lines are never cut or folded: names of nodes are made to be copied.
 _WIDTH = 10_000
@@ -20,7 +20,7 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         right = _holds_numbers(rows, i)
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(_text(cell) for cell in row))
+        table.add_row(*(cell_text(cell) for cell in row))
     stream = StringIO()
     Console(file=stream, width=_WIDTH, color_system=None, markup=False, highlight=False).print(
         table
@@ -36,7 +36,9 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], caption: 
     )
     body = "".join(
         "<tr>"
-        + "".join(f"<td{side}>{html.escape(_text(cell))}</td>" for cell, side in zip(row, right))
+        + "".join(
+            f"<td{side}>{html.escape(cell_text(cell))}</td>" for cell, side in zip(row, right)
+        )
         + "</tr>"
         for row in rows
     )
@@ -48,7 +50,8 @@ def _holds_numbers(rows: Sequence[Sequence[Any]], column: int) -> bool:
     return bool(rows) and all(isinstance(row[column], (int, float)) for row in rows)
 
 
-def _text(cell: Any) -> str:
+def cell_text(cell: Any) -> str:
+    """Return a value as tables show it: numbers with four digits, nothing for None."""
     if cell is None:
         return ""
     if isinstance(cell, bool) or not isinstance(cell, (int, float)):

@@ -192,18 +192,19 @@ class Evidence(_Measured):
         return (trial.error,) == (self.error,), trial.within, trial.speedup
 
     def __str__(self) -> str:
-        blocks: List[str] = ["\n".join(self._sentences())]
-        blocks += [f"{title}\n{text_table(head, rows)}" for title, head, rows in self._tables()]
+        blocks: List[str] = ["\n".join(self.sentences())]
+        blocks += [f"{title}\n{text_table(head, rows)}" for title, head, rows in self.tables()]
         blocks += ["\n".join(["Notes", *self.notes])] if self.notes else []
         return "\n\n".join(blocks)
 
     def _repr_html_(self) -> str:
-        said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self._sentences())
-        tables = "".join(html_table(head, rows, title) for title, head, rows in self._tables())
+        said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.sentences())
+        tables = "".join(html_table(head, rows, title) for title, head, rows in self.tables())
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
         return said + tables + (f"<ul>{notes}</ul>" if notes else "")
 
-    def _sentences(self) -> Sequence[str]:
+    def sentences(self) -> Sequence[str]:
+        """Return the report's sentences; the notes follow its tables."""
         limit = "without a tolerance"
         if self.tolerance is not None:
             limit = f"within a relative error of {self.tolerance:.4g}"
@@ -236,8 +237,8 @@ class Evidence(_Measured):
         speed = f"{trial.speedup:.4g} times as fast as plain float32 ({times})"
         return f"Chosen: {self.way} in {trial.precision}{using}, {speed}."
 
-    def _tables(self) -> Sequence[Tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
-        """Return the tables of a report that have lines: titles, headings, lines."""
+    def tables(self) -> Sequence[Tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
+        """Return the tables of the report that have lines: titles, headings, lines."""
         listed, left = self.ranking[:_LISTED], len(self.layers) - _LISTED
         title = "Layers" if left <= 0 else f"Layers: the first {_LISTED} of {len(self.layers):,}"
         inputs = [(name, dtype, "x".join(map(str, shape))) for name, dtype, shape in self.inputs]

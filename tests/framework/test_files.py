@@ -11,7 +11,7 @@ import pytest
 import mxamp as amp
 from helpers import randn
 from mxamp.framework import files
-from mxamp.framework.files import write_file
+from mxamp.framework.files import checked_writable, write_file
 from training import setup
 
 NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=64, name="fc")
@@ -245,3 +245,18 @@ def test_orphans_of_names_with_brackets(folder):
     orphan.write_text("")
     write_file(folder / "model[1]", b"")
     assert not orphan.exists()
+
+
+def test_what_can_not_be_written_is_known_before(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"old")
+    checked_writable(tmp_path / "file")
+    checked_writable(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.touch", refuse)
+    with pytest.raises(amp.WriteError, match="'.*new' can't be written .No space left"):
+        checked_writable(tmp_path / "new")

@@ -1,0 +1,134 @@
+"""Values for a model's inputs: shapes and arrays, as options give them."""
+
+import zipfile
+import zlib
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
+
+import numpy as np
+from mxnet import nd
+
+from ..convert.arguments import known_dtype, known_names
+from ..convert.compare import Model, declared_dtypes, finite_input, random_inputs
+from ..errors import located
+from ..framework.arrays import cast
+from .group import usage_error
+from .options import values_by_name
+
+__all__ = ["as_inputs", "batches_in", "dtypes_of_inputs", "inputs_of", "values_for"]
+
+NO_ELEMENTS = "--input {text}: {path!r} holds {what}: an input has axes, with elements on each"
+NOT_READ = "{option}: {path!r} can't be read: {why}"
+NOT_SAVED = "it is no array that NumPy has saved"
+NOT_ARRAYS = "it holds no arrays by name, as numpy.savez writes them"
+ONE_ARRAY = (
+    "{path!r} holds one array, without a name: give it as --input NAME:{path}, or write it with "
+    "numpy.savez(file, NAME=array)"
+)
+
+#: What `numpy.load` raises for files that are damaged, or of other kinds.
+_UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+def dtypes_of_inputs(texts: Sequence[str]) -> Dict[str, str]:
+    """Return what --input-dtype gives: dtypes by name of input."""
+    dtypes = values_by_name("--input-dtype", texts)
+    with located("--input-dtype"):
+        return {name: known_dtype(name, dtype) for name, dtype in dtypes.items()}
+
+
+def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[str, Any]]:
+    """Return shapes of inputs by name, and the values of those that .npy files hold."""
+    shapes, values = {}, {}
+    for name, value in values_by_name("--input", texts).items():
+        text = f"{name}:{value}"
+        if value.endswith(".npy"):
+            values[name] = _array(text, value)
+            shapes[name] = values[name].shape
+            continue
+        parts = value.split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            raise usage_error(
+                f"--input takes NAME:1,3,224,224, of sizes above 0, or NAME:FILE.npy, not {text!r}"
+            )
+        shapes[name] = tuple(map(int, parts))
+    return shapes, values
+
+
+def _data_names(model: Model) -> List[str]:
+    """Return the inputs of a model that are no parameters."""
+    return [name for name in model[0].list_inputs() if name not in {**model[1], **model[2]}]
+
+
+def values_for(
+    model: Model, inputs: Sequence[str], dtypes: Mapping[str, str], seed: int = 0
+) -> Tuple[Dict[str, Any], List[str]]:
+    """Return the values that --input gives for a model, and random ones for the other inputs.
+
+    The names of those come with them.
+    """
+    shapes, values = inputs_of(inputs)
+    data = _data_names(model)
+    with located("--input"):
+        known_names([*shapes], data, "input")
+    with located("--input-dtype"):
+        known_names([*dtypes], model[0].list_inputs(), "input")
+    drawn = random_inputs(model, shapes, dtypes, seed)
+    return {**drawn, **values}, [name for name in data if name not in values]
+
+
+def batches_in(
+    model: Model, files: Sequence[str], dtypes: Mapping[str, str]
+) -> Iterator[Dict[str, Any]]:
+    """Yield the batches that .npz files hold for a model, in the dtypes of its inputs."""
+    data = _data_names(model)
+    with located("--input-dtype"):
+        known_names([*dtypes], data, "input")
+    for path in files:
+        with located(f"--data {path}"):
+            arrays = _arrays(path)
+            known_names([*arrays], data, "input")
+            yield as_inputs(model, arrays, dtypes)
+
+
+def as_inputs(model: Model, values: Mapping[str, Any], dtypes: Mapping[str, str]) -> Dict[str, Any]:
+    """Return finite values as arrays, in the dtypes that are given or that the model declares."""
+    wanted = {**declared_dtypes(model[0]), **dtypes}
+    return {
+        name: _in_dtype(value, finite_input(name, value), wanted.get(name, "float32"))
+        for name, value in values.items()
+    }
+
+
+def _in_dtype(value: Any, array: Any, dtype: str) -> Any:
+    if isinstance(value, np.ndarray) and "float" not in dtype:
+        return nd.array(value, dtype=dtype)  # float32 would round large integers
+    return cast(array, dtype)
+
+
+def _array(text: str, path: str) -> Any:
+    option = f"--input {text}"
+    try:
+        with open(path, "rb") as file:
+            array = np.load(file)
+    except _UNREADABLE as error:
+        why = getattr(error, "strerror", None) or NOT_SAVED
+        raise usage_error(NOT_READ.format(option=option, path=path, why=why)) from None
+    if not isinstance(array, np.ndarray):  # a zip file under another name
+        raise usage_error(NOT_READ.format(option=option, path=path, why=NOT_SAVED))
+    if not (array.shape and array.size):
+        what = "no elements" if array.shape else "a single value without axes"
+        raise usage_error(NO_ELEMENTS.format(text=text, path=path, what=what))
+    return array
+
+
+def _arrays(path: str) -> Dict[str, Any]:
+    """Return the arrays of an .npz file by name."""
+    try:
+        with open(path, "rb") as file:
+            found = np.load(file)
+            if isinstance(found, np.ndarray):
+                raise usage_error(f"--data: {ONE_ARRAY.format(path=path)}")
+            return {name: found[name] for name in found.files}
+    except _UNREADABLE as error:
+        why = getattr(error, "strerror", None) or NOT_ARRAYS
+        raise usage_error(NOT_READ.format(option="--data", path=path, why=why)) from None

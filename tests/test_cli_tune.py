@@ -1,0 +1,382 @@
+"""`mxamp tune`: a policy for a saved model, and what the other commands make of it."""
+
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+
+import mxnet as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from helpers import ROOT, randn
+from mxamp.cli.main import main
+from mxamp.cli.words import in_options
+from mxamp.policy.policy import Policy
+from mxamp.tuning import tuner
+
+S = mx.sym
+NET = S.FullyConnected(S.var("data"), num_hidden=32, name="fc")
+# Inf in float16 where it is not kept, and of all layers only here.
+NET = S.FullyConnected(S.relu(NET, name="act"), num_hidden=16, no_bias=True, name="large")
+NET = S.FullyConnected(NET * 1e-7, num_hidden=4, no_bias=True, name="last")
+PARAMS = {
+    "fc_weight": randn(32, 8), "fc_bias": randn(32), "large_weight": randn(16, 32, scale=1e5),
+    "last_weight": randn(4, 16),
+}  # fmt: skip
+EMBEDDED = S.FullyConnected(
+    S.Embedding(S.var("index"), input_dim=10, output_dim=8, name="embedding"), num_hidden=4, name="fc"
+)  # fmt: skip
+EMBEDDED = S.broadcast_mul(EMBEDDED, S.var("mask"))
+INDEX = {"index": np.array([[1, 2, 3]]), "mask": np.ones((1, 4), "float32")}
+#: Without timing, what comes out is the same on each machine.
+QUICK = ["--accuracy-only", "--device", "cpu", "--budget", "30s"]
+F16 = ["--dtype", "float16", *QUICK]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuned")
+    mx.model.save_checkpoint(str(folder / "m"), 0, NET, PARAMS, {})
+    params = {
+        "embedding_weight": randn(10, 8), "fc_weight": randn(4, 24), "fc_bias": randn(4),
+    }  # fmt: skip
+    mx.model.save_checkpoint(str(folder / "e"), 0, EMBEDDED, params, {})
+    mx.nd.waitall()
+    data = randn(6, 8, seed=1).asnumpy()
+    np.savez(folder / "one.npz", data=data[:3])
+    np.savez(folder / "two.npz", data=data[3:])
+    np.savez(folder / "index.npz", **INDEX)
+    np.savez(folder / "wrong.npz", dat=data)
+    np.savez(folder / "nan.npz", data=data * np.nan)
+    np.savez(folder / "empty.npz")
+    np.savez(folder / "rows.npz", data=data[:0])
+    np.savez(folder / "wide.npz", data=randn(3, 9).asnumpy())
+    np.savez(folder / "objects.npz", data=np.array([{}], object))
+    np.save(folder / "data.npy", data)
+    (folder / "text.npz").write_bytes(b"no")
+    whole = (folder / "one.npz").read_bytes()
+    (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (folder / "flipped.npz").write_bytes(whole[:150] + bytes([whole[150] ^ 255]) + whole[151:])
+    Policy.default("float16", "cpu").override(fp32=["dot"]).save(folder / "start.toml")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(models, monkeypatch):
+    monkeypatch.chdir(models)
+
+
+@pytest.fixture
+def out(models):
+    path = models / "p.toml"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def run(*arguments, status=0):
+    done = CliRunner().invoke(main, [*map(str, arguments)], prog_name="mxamp")
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def tuned(models):
+    """A policy file with one layer in float32."""
+    before = os.getcwd()
+    os.chdir(models)
+    output = run("tune", "m", *F16, "--input", "data:data.npy", "--out", "tuned.toml")
+    os.chdir(before)
+    return models / "tuned.toml", output
+
+
+def test_it_keeps_the_layer_that_overflows_and_says_so(tuned):
+    path, output = tuned
+    policy = Policy.load(path)
+    assert {layer.name: layer.kept for layer in policy.evidence.layers} == {
+        "fc": False, "act": False, "large": True, "last": False,
+    }  # fmt: skip
+    lines = output.splitlines()
+    assert "Tuned for inference, within a relative error of 0.05." in lines
+    assert "1 layer stays in float32, of a model with 5 operators." in lines
+    assert next(line for line in lines if "FullyConnected" in line).split()[1] == "large"
+    assert "Notes" in lines
+    assert "random numbers" not in output
+    assert "tuned.toml: run the model with it: mxamp run --policy tuned.toml SCRIPT" in lines[-1]
+    assert "mxamp convert m --policy tuned.toml --out m-tuned" in lines[-1]
+
+
+def test_random_inputs_are_noted_in_the_file_too(out):
+    output = run("tune", "m", *F16, "--input", "data:4,8", "--out", out, "--seed", 7)
+    assert "The errors were measured on random numbers for data" in output
+    evidence = Policy.load(out).evidence
+    assert "random numbers for data" in evidence.notes[-1]
+    assert evidence.seed == 7
+
+
+@pytest.mark.parametrize("option", [[], ["--input-dtype", "index:int64"]])
+def test_batches_in_files(models, out, option):
+    run("tune", "m", *F16, "--data", "one.npz", "--data", "two.npz", "--out", out)
+    apart = Policy.load(out).evidence
+    assert apart.inputs == (("data", "float32", (3, 8)),)
+    run("tune", "e", *F16, "--data", "index.npz", *option, "--out", out, "--force")
+    dtype = "int64" if option else "float32"
+    assert Policy.load(out).evidence.inputs == (
+        ("index", dtype, (1, 3)), ("mask", "float32", (1, 4)),
+    )  # fmt: skip
+
+
+def test_errors_are_those_of_all_batches(models, out):
+    def error(*files):
+        data = [text for file in files for text in ("--data", file)]
+        run("tune", "m", *F16, *data, "--out", out, "--force")
+        return Policy.load(out).evidence.error
+
+    both, first, second = error("one.npz", "two.npz"), error("one.npz"), error("two.npz")
+    assert min(first, second) < both < max(first, second)
+
+
+def test_it_starts_from_a_policy_and_from_layers_to_keep(out):
+    arguments = ["--policy", "start.toml", *QUICK, "--input", "data:4,8", "--keep-fp32", "l*"]
+    run("tune", "m", *arguments, "--out", out)
+    policy = Policy.load(out)
+    assert policy.rule("dot").op_class == "fp32"
+    assert "l*" in policy.fp32_layers
+    assert {layer.name for layer in policy.evidence.layers} == {"fc", "act"}
+    run("tune", "m", "--policy", out, *QUICK, "--input", "data:4,8", "--out", out, "--force")
+    assert Policy.load(out).rule("dot").op_class == "fp32"
+
+
+def test_a_model_with_numpy_semantics(models, out):
+    with mx.util.np_shape():
+        mx.model.save_checkpoint("np", 0, NET, {k: v.copy() for k, v in PARAMS.items()}, {})
+        mx.nd.waitall()
+    run("tune", "np", *F16, "--data", "one.npz", "--out", out)
+    assert sum(layer.kept for layer in Policy.load(out).evidence.layers) == 1
+
+
+# ---------------------------------------------------------------------- what is done with it
+
+
+def test_convert_takes_it_as_it_was_measured(models, tuned):
+    path, _ = tuned
+    run(
+        "convert",
+        "m",
+        "--policy",
+        path,
+        "--out",
+        "low",
+        "--force",
+        "--check",
+        "--input",
+        "data:4,8",
+    )
+    symbol, args, _ = mx.model.load_checkpoint("low", 0)
+    assert args["fc_weight"].dtype == np.float32
+    text = symbol.tojson(remove_amp_cast=False)
+    assert "amp_cast_float16" in text
+    run("convert", "m", "--dtype", "float16", "--out", "lost", "--device", "cpu", "--force")
+
+
+@pytest.mark.parametrize("way, operator", [
+    ("autocast", "FullyConnected"), ("converted", "FullyConnected"), ("fused", "_sg_mkldnn"),
+])  # fmt: skip
+def test_convert_fuses_where_that_was_the_fastest(models, out, way, operator):
+    run("tune", "m", "--dtype", "bfloat16", *QUICK, "--data", "one.npz", "--out", out)
+    policy = Policy.load(out)
+    if policy.rule("FullyConnected").missing:
+        policy = policy.in_float32().with_evidence(policy.evidence)
+    # As if it had been the fastest.
+    policy.with_evidence(replace(policy.evidence, way=way)).save(out)
+    run(
+        "convert", "m", "--policy", out, "--out", "way", "--force", "--check", "--input", "data:4,8"
+    )
+    with open("way-symbol.json") as file:
+        operators = [node["op"] for node in json.load(file)["nodes"]]
+    assert any(one.startswith(operator) for one in operators)
+
+
+def test_explain_shows_it(tuned):
+    path, _ = tuned
+    plan = json.loads(run("explain", "m", "--policy", path, "--json"))
+    assert {node["name"]: node["precision"] for node in plan["nodes"]}["large"] == "float32"
+
+
+@pytest.mark.slow
+def test_run_runs_with_it(models, tuned):
+    path, _ = tuned
+    script = models / "serve.py"
+    script.write_text(
+        "import mxnet as mx, numpy as np\n"
+        "names = 'm-symbol.json', ['data'], 'm-0000.params'\n"
+        "net = mx.gluon.SymbolBlock.imports(*names)\n"
+        "net.hybridize()\n"
+        "print(np.isfinite(net(mx.nd.array(np.load('data.npy'))).asnumpy()).all())\n"
+    )
+
+    def printed(*options):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "mxamp", "run", *options, str(script)],
+            capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert "another model" not in done.stderr
+        return done.stdout.strip()
+
+    assert printed("--policy", str(path)) == "True"
+    assert printed("--dtype", "float16") == "False"
+
+
+# ---------------------------------------------------------------------- what is wrong
+
+
+SHAPE = ["--input", "data:4,8"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([*F16, "--out", "p.toml"], "give them with --input, as name:1,3,224,224"),
+        ([*F16, *SHAPE], "Missing option '--out'"),
+        ([*F16, *SHAPE, "--out", ""], "the name of the file to write is empty"),
+        ([*F16, *SHAPE, "--out", "none/p.toml"], "there is no folder"),
+        ([*F16, *SHAPE, "--out", "."], "'.' is a folder"),
+        ([*F16, *SHAPE, "--out", "m-symbol.json", "--force"], "is a file that is read here"),
+        ([*F16, "--data", "one.npz", "--out", "./one.npz", "--force"], "is a file that is read"),
+        ([*F16, "--input", "data:data.npy", "--out", "data.npy"], "is a file that is read here"),
+        ([*F16, *SHAPE, "--out", "start.toml"], "overwrite it with --force"),
+        ([*F16, *SHAPE, "--data", "one.npz", "--out", "p.toml"], "give --data or --input, not both"),
+        ([*F16, "--data", "none.npz", "--out", "p.toml"], "'none.npz' can't be read: No such file"),
+        ([*F16, "--data", "text.npz", "--out", "p.toml"], "as numpy.savez writes them"),
+        ([*F16, "--data", "cut.npz", "--out", "p.toml"], "as numpy.savez writes them"),
+        ([*F16, "--data", "flipped.npz", "--out", "p.toml"], "as numpy.savez writes them"),
+        ([*F16, "--data", "objects.npz", "--out", "p.toml"], "as numpy.savez writes them"),
+        ([*F16, "--data", "data.npy", "--out", "p.toml"], "give it as --input NAME:data.npy"),
+        ([*F16, "--data", "wrong.npz", "--out", "p.toml"], "--data wrong.npz: unknown input 'dat'"),
+        ([*F16, "--data", "empty.npz", "--out", "p.toml"], "inputs without a value: data"),
+        ([*F16, "--data", "nan.npz", "--out", "p.toml"], "--data nan.npz: input 'data' is NaN"),
+        ([*F16, "--data", "rows.npz", "--out", "p.toml"], "no elements"),
+        ([*F16, "--data", "wide.npz", "--out", "p.toml"], "the model does not run on these inputs"),
+        ([*F16, "--input", "dat:4,8", "--out", "p.toml"], "--input: unknown input 'dat'"),
+        ([*F16, *SHAPE, "--input-dtype", "x:int8", "--out", "p.toml"], "unknown input 'x'"),
+        ([*F16, *SHAPE, "--input-dtype", "data:int7", "--out", "p.toml"], "'int7'"),
+        ([*F16, *SHAPE, "--budget", "0s", "--out", "p.toml"], "--budget must be a number of"),
+        ([*F16, *SHAPE, "--budget", "soon", "--out", "p.toml"], "not 'soon'"),
+        ([*F16, *SHAPE, "--rtol", "0", "--out", "p.toml"], "--rtol"),
+        ([*F16, *SHAPE, "--rtol", "nan", "--out", "p.toml"], "--rtol must"),
+        ([*F16, *SHAPE, "--seed", "-1", "--out", "p.toml"], "--seed"),
+        ([*F16, *SHAPE, "--keep-fp32", "fcc", "--out", "p.toml"], "unknown layer 'fcc'"),
+        ([*F16, *SHAPE, "--policy", "start.toml", "--out", "p.toml"], "--dtype or --policy"),
+        (["--dtype", "auto", *SHAPE, "--out", "p.toml"], "has one dtype"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_nothing_is_measured(models, arguments, words, monkeypatch):
+    def none(*_):
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(tuner.Tuner, "run", none)
+    before = {path: path.read_bytes() for path in models.iterdir() if path.is_file()}
+    output = run("tune", "m", *arguments, status=2)
+    assert words in output
+    assert len(output.strip().splitlines()) == 1
+    assert {path: path.read_bytes() for path in models.iterdir() if path.is_file()} == before
+
+
+def test_a_folder_that_is_read_only_is_found_before(monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.touch", refuse)
+    monkeypatch.setattr(tuner.Tuner, "run", None)
+    output = run("tune", "m", *F16, *SHAPE, "--out", "p.toml", status=1)
+    assert "'p.toml' can't be written (Permission denied)" in output
+
+
+def test_a_file_that_comes_up_while_it_measures_is_kept(out, monkeypatch):
+    measured = tuner.Tuner.run
+
+    def run_and_write(self):
+        out.write_text("of somebody else")
+        return measured(self)
+
+    monkeypatch.setattr(tuner.Tuner, "run", run_and_write)
+    assert "tuned-p.toml: " in run("tune", "m", *F16, *SHAPE, "--out", out)
+    assert out.read_text() == "of somebody else"
+    Policy.load(out.with_name("tuned-p.toml"))
+    out.with_name("tuned-p.toml").unlink()
+
+
+@pytest.mark.skipif(mx.context.num_gpus() > 0, reason="there is a GPU")
+def test_a_policy_for_gpus_needs_one():
+    output = run("tune", "m", "--device", "gpu", *SHAPE, "--out", "p.toml", status=2)
+    assert "with --device cpu" in output
+
+
+def test_a_model_that_can_not_be_tuned(models, out):
+    params = {**PARAMS, "last_weight": PARAMS["last_weight"] * np.inf}
+    mx.model.save_checkpoint("inf", 0, NET, params, {})
+    output = run("tune", "inf", *F16, *SHAPE, "--out", out, status=1)
+    assert "of its outputs are Inf or NaN" in output
+    assert not out.exists()
+
+
+def test_arguments_are_called_by_the_names_of_options():
+    text = "or an rtol of 2. rtol must be above 0, and budget must be"
+    assert in_options(text) == "or an --rtol of 2. --rtol must be above 0, and --budget must be"
+    said = in_options(tuner.USED.format(call=tuner._CALLS["fused"]))
+    assert said == "Measured as it runs by mxamp convert --policy, which fuses it."
+
+
+# ---------------------------------------------------------------------- Ctrl-C and progress
+
+PROGRAM = """
+import os, signal, sys
+import mxamp
+from mxamp.cli.main import main
+from mxamp.tuning.deadline import Deadline
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in jobs
+phase = Deadline.phase
+
+def interrupted(self, name):
+    phase(self, name)
+    if name == {at!r}:
+        os.kill(os.getpid(), signal.SIGINT)
+
+Deadline.phase = interrupted
+main(["tune", "m", "--dtype", "bfloat16", "--device", "cpu", "--data", "one.npz", "--out", "c.toml"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at, status", [("layers", 0), ("float32, disturbed", 130)])
+def test_ctrl_c_writes_the_best_so_far(models, at, status):
+    terminal, stderr = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM.format(at=at)],
+        stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=models, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(stderr)
+    output, _ = process.communicate(timeout=120)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed, and all is read
+        while True:
+            shown += os.read(terminal, 4096)
+    os.close(terminal)
+    text = shown.decode()
+    assert process.returncode == status, text
+    assert " s left" in text
+    path = models / "c.toml"
+    assert path.exists() == (status == 0)
+    if status == 0:
+        assert "interrupted: the best policy so far is written" in text
+        assert "The search ended early" in output
+        assert not Policy.load(path).evidence.complete
+        path.unlink()
+    else:
+        assert text.rstrip().endswith("interrupted")
