@@ -44,8 +44,8 @@ _ONE_OF_SEVERAL = re.compile(
     r"^ *\[(group|conditional|missing|by_shape|exempt|trial|layer)\]", re.MULTILINE
 )
 OTHER_DEVICE = (
-    'it is for the {own} alone (device = "{own}"), and {given} was asked for: load it without a '
-    "device, or load a file for {given}"
+    'it is for the {own} alone (device = "{own}"), and the {given} was asked for: load it without '
+    "a device, or load a file for the {given}"
 )
 SINGLE_BRACKETS = ". Tables of which there are several have two brackets: [[group]]"
 

@@ -168,7 +168,8 @@ def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
 def test_a_file_is_for_one_kind_of_device(tmp_path):
     path = saved(F16, tmp_path)
     with pytest.raises(
-        amp.ArgumentError, match=r'saved.toml: it is for the cpu alone \(device = "cpu"\), and gpu'
+        amp.ArgumentError,
+        match=r'saved.toml: it is for the cpu alone \(device = "cpu"\), and the gpu',
     ):
         Policy.load(path, device="gpu")
     with pytest.raises(amp.ArgumentError, match="'cpu' or 'gpu', not 'tpu'"):

@@ -5,7 +5,7 @@ import pytest
 import mxamp as amp
 from mxamp.policy.lists import lists_folder
 from mxamp.policy.policy import Policy
-from mxamp.policy.schema import TABLES
+from mxamp.policy.schema import TABLES, TOP
 
 HEAD = 'format = 1\ndtype = "float16"\n'
 GROUP = '[[group]]\nclass = "low"\nreason = "fast"\noperators = ["dot"]\n'
@@ -202,3 +202,4 @@ def test_the_page_describes_every_key():
         assert f"[{name}]" in page
         for key in table.keys:
             assert name == "exempt" or f"| `{key}` |" in page, (name, key)
+    assert all(f"| `{key}` |" in page for key in TOP)
