@@ -7,11 +7,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..convert.saved import load_model, saved_semantics
+from ..debugging.colours import BY
 from ..debugging.drawing import draw
 from ..debugging.explain import MODES
 from ..debugging.explain import explain as explain_symbol
 from ..debugging.plan import PRECISIONS, Plan
 from ..errors import ArgumentError
+from ..framework.tables import cell_text
 from .group import DTYPES, examples, usage_error
 from .inputs import inputs_of
 from .options import chosen_policy, saved_model_options
@@ -22,6 +24,7 @@ __all__ = ["explain"]
 
 _MODE_HELP = "Explain the converted model, or what runs while mxamp is on."
 _NAME_HELP = "Only operators of this name; * and ? stand for any characters."
+_COLOUR_HELP = "What the colours stand for; error and gain need a policy that was tuned."
 _INPUT_HELP = "Shape of an input, such as data:1,3,224,224, for the modes inference and training."
 _EXAMPLES = examples(
     "mxamp explain model",
@@ -38,6 +41,9 @@ _EXAMPLES = examples(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--graph", metavar="FILE", help="Draw it too, as .svg, .png, .pdf or .dot.")
 @click.option(
+    "--colour", type=click.Choice(BY), default=BY[0], show_default=True, help=_COLOUR_HELP
+)
+@click.option(
     "--mode", type=click.Choice(MODES), default=MODES[0], show_default=True, help=_MODE_HELP
 )
 @click.option("--input", "inputs", multiple=True, metavar="NAME:SHAPE", help=_INPUT_HELP)
@@ -51,6 +57,7 @@ def explain(
     precision: Optional[str],
     as_json: bool,
     graph: Optional[str],
+    colour: str,
     mode: str,
     inputs: Sequence[str],
 ) -> None:
@@ -62,6 +69,8 @@ def explain(
     """
     symbol, args, auxs = load_model(prefix, epoch)
     shapes, _ = inputs_of(inputs)
+    if colour != BY[0] and graph is None:
+        raise usage_error("--colour is for --graph; give that too")
     if inputs and mode == MODES[0]:
         raise usage_error(f"--input is for --mode {' and '.join(MODES[1:])}; give that too")
     with saved_semantics(prefix, epoch):
@@ -75,7 +84,7 @@ def explain(
         )
     shown = _filtered(plan, name, precision)
     if graph is not None:
-        draw(plan, graph)
+        draw(plan, graph, colour)
     if as_json:
         click.echo(shown.to_json())
         return
@@ -97,9 +106,12 @@ def _filtered(plan: Plan, name: Optional[str], precision: Optional[str]) -> Plan
 
 def _table(plan: Plan) -> Table:
     colours = {plan.target_dtype: "green", "float32": "yellow"}
-    rows = []
-    for node in plan.nodes:
-        colour = colours.get(node.precision)
-        precision = f"[{colour}]{node.precision}[/]" if colour else node.precision
-        rows.append((escape(node.name), node.operator, precision, escape(node.reason)))
-    return table_of(["name", "operator", "precision", "reason"], rows)
+    headings, rows = plan.rows()
+    place = headings.index("precision")
+    shown = []
+    for row in rows:
+        cells = [escape(cell_text(cell)) for cell in row]
+        colour = colours.get(cells[place])
+        cells[place] = f"[{colour}]{cells[place]}[/]" if colour else cells[place]
+        shown.append(cells)
+    return table_of(headings, shown)

@@ -1,6 +1,7 @@
 """How a plan is made: what a policy does to a graph, node by node, and why."""
 
 import math
+from dataclasses import replace
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.gluon import HybridBlock
@@ -16,10 +17,11 @@ from ..framework.wording import one_of, shown
 from ..graph.cast_params import cast_offline, count_losses
 from ..graph.graph import CASTS, Graph, Node
 from ..graph.insert_casts import Rewrite, rewrite
-from ..graph.recognise import recognised
+from ..graph.recognise import layer_costs, recognised
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import suspended
+from ..policy.evidence import LayerCost
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .plan import Cast, NodePlan, OfflineCast, Plan
@@ -99,6 +101,7 @@ def explain(
     symbol, held = _model_of(model, params, example_inputs)
     policy = Policy.from_lists(target_dtype, policy=policy)
     graph = Graph.from_symbol(symbol)
+    costs = layer_costs(policy, graph)
     policy = checked_policy(recognised(policy, graph), excluded_sym_names, graph)
     with located("input_shapes"):
         known_names(list(input_shapes), graph.input_names, "input")
@@ -112,7 +115,7 @@ def explain(
         converting=mode == "converted",
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
-    return _plan_of(result, policy, graph.input_names, held)
+    return _with_costs(_plan_of(result, policy, graph.input_names, held), costs)
 
 
 def _plan_of(
@@ -138,6 +141,20 @@ def _plan_of(
     return Plan(
         policy.target_dtype, policy.device, nodes, casts, data, before, before - saved, offline
     )
+
+
+def _with_costs(plan: Plan, costs: Mapping[str, LayerCost]) -> Plan:
+    """Return a plan with what was measured of its operators."""
+
+    def with_cost(node: NodePlan) -> NodePlan:
+        cost = costs.get(node.name)
+        if cost is None or (cost.gain is None and not cost.error > 0):
+            return node  # the search ended before it
+        error = None if math.isnan(cost.error) else cost.error
+        gain = None if cost.gain is None or math.isnan(cost.gain) else cost.gain
+        return replace(node, error=error, gain=gain)
+
+    return replace(plan, nodes=tuple(map(with_cost, plan.nodes))) if costs else plan
 
 
 def _size(array: NDArray) -> int:

@@ -2,9 +2,10 @@
 
 import fnmatch
 import json
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
@@ -29,6 +30,8 @@ class NodePlan:
     precision: str
     reason: str
     inputs: Tuple[Tuple[str, Optional[str]], ...] = ()  #: (name, the dtype it is cast to or None)
+    error: Optional[float] = None  #: what low precision costs here, as `tune` has measured it
+    gain: Optional[float] = None  #: and the milliseconds that it saves
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Plan:
         plan["dense0_fwd"].reason  # Gluon adds _fwd to the name of a layer
         plan.filter(precision="float32")
 
-    Plans count and iterate over their operators.
+    Plans count and iterate over their operators. Under a policy that `tune` has found for this
+    model, operators have an `error` and a `gain`, and the table has columns for them.
 
     `inputs` are the model's inputs without the parameters that were given.
     `bytes_before` and `bytes_after` are those of the parameters, the latter with
@@ -149,18 +153,36 @@ class Plan:
         return dict(Counter(node.precision for node in self.nodes))
 
     def to_json(self) -> str:
-        """Return it all as JSON."""
-        return json.dumps(asdict(self), indent=2)
+        """Return it all as JSON; errors and gains only where the plan has some."""
+        data = asdict(self)
+        for node in data["nodes"]:
+            costs = {key: node.pop(key) for key in ("error", "gain")}
+            if self.is_tuned:
+                # JSON has no infinity.
+                finite = {k: "inf" if v == math.inf else v for k, v in costs.items()}
+                node.update(finite)
+        return json.dumps(data, indent=2)
 
     def __str__(self) -> str:
-        return "\n".join([text_table(*self._rows()), self.summary()])
+        return "\n".join([text_table(*self.rows()), self.summary()])
 
     def _repr_html_(self) -> str:
-        return html_table(*self._rows(), caption=self.summary())
+        return html_table(*self.rows(), caption=self.summary())
 
-    def _rows(self) -> Tuple[Sequence[str], Sequence[Sequence[str]]]:
-        rows = [(n.name, n.operator, n.precision, n.reason) for n in self.nodes]
-        return ("name", "operator", "precision", "reason"), rows
+    @property
+    def is_tuned(self) -> bool:
+        """Whether there are errors and gains that `tune` has measured."""
+        return any(node.error is not None or node.gain is not None for node in self.nodes)
+
+    def rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """Return headings and rows of the table."""
+        costs = ("error", "gain ms") if self.is_tuned else ()
+        measured = [(n.error, n.gain)[: len(costs)] for n in self.nodes]
+        rows = [
+            (n.name, n.operator, n.precision, *some, n.reason)
+            for n, some in zip(self.nodes, measured)
+        ]
+        return ("name", "operator", "precision", *costs, "reason"), rows
 
     def __repr__(self) -> str:
         numbers = f"{self._counted()}; {counted(len(self.casts), 'cast')}"

@@ -7,15 +7,15 @@ import hashlib
 import json
 import logging
 from dataclasses import replace
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..framework.wording import counted, shortened
-from ..policy.evidence import Evidence, Trial
+from ..policy.evidence import Evidence, LayerCost, Trial
 from ..policy.overrides import exactly
 from ..policy.policy import Policy
 from .graph import Graph, Node
 
-__all__ = ["fingerprint", "recognised", "warn_of_eager", "warn_of_way"]
+__all__ = ["fingerprint", "layer_costs", "recognised", "warn_of_eager", "warn_of_way"]
 
 logger = logging.getLogger("mxamp")
 
@@ -80,6 +80,22 @@ def recognised(policy: Policy, graph: Graph) -> Policy:
         if number != evidence.model:
             _warn_of_model(policy, evidence, graph, number)
     return known[key]
+
+
+def layer_costs(policy: Policy, graph: Graph) -> Mapping[str, LayerCost]:
+    """Return what was measured of a graph's layers, by the names that they have in it.
+
+    There is nothing where the policy was tuned for another graph.
+    """
+    evidence = policy.evidence
+    if evidence is None or fingerprint(graph) != evidence.model:
+        return {}
+    names = [node.name for node in graph.nodes]
+    return {
+        # Layers inside loops have no place.
+        names[layer.position] if 0 <= layer.position < len(names) else layer.name: layer
+        for layer in evidence.layers
+    }
 
 
 def _placed(evidence: Evidence, number: str) -> Sequence[Any]:

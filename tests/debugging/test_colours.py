@@ -1,0 +1,203 @@
+"""What tuning has measured of layers, in plans and in pictures."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import mxnet as mx
+import pytest
+from click.testing import CliRunner
+
+import mxamp as amp
+from helpers import randn
+from mxamp.cli.main import main
+from mxamp.debugging.colours import scale_of
+from mxamp.debugging.drawing import to_dot
+from mxamp.debugging.plan import NodePlan, Plan
+from mxamp.graph.graph import Graph
+from mxamp.graph.recognise import fingerprint
+from mxamp.policy.evidence import LayerCost
+from tuned import EVIDENCE
+
+S = mx.sym
+BASE = amp.Policy.default("float16", "cpu")
+
+
+def net(prefix="", hidden=4):
+    made = S.FullyConnected(S.var("data"), num_hidden=hidden, name=f"{prefix}fc")
+    made = S.relu(made, name=f"{prefix}act")
+    made = S.FullyConnected(made, num_hidden=3, name=f"{prefix}last")
+    return S.softmax(made, name=f"{prefix}soft")
+
+
+def tuned(symbol, **costs):
+    """A policy with evidence: an error and a gain by layer, those with a star kept in float32."""
+    graph = Graph.from_symbol(symbol)
+    places = {
+        node.name: (i, node.operator) for i, node in enumerate(graph.nodes) if not node.is_variable
+    }
+    layers = tuple(
+        LayerCost(name, places[name][1], places[name][0], kept, error, gain)
+        for name, (error, gain, kept) in costs.items()
+    )
+    kept = [layer.name for layer in layers if layer.kept]
+    policy = BASE.override(fp32_layers=kept)
+    return policy.with_evidence(replace(EVIDENCE, model=fingerprint(graph), layers=layers))
+
+
+COSTS = {
+    "fc": (2e-3, 1.5, True), "act": (0.0, -0.25, False), "last": (math.inf, 0.75, False),
+}  # fmt: skip
+POLICY = tuned(net(), **COSTS)
+
+
+@pytest.fixture
+def plan():
+    return amp.explain(net(), policy=POLICY)
+
+
+def test_a_plan_has_what_was_measured(plan):
+    assert [(node.name, node.error, node.gain) for node in plan] == [
+        ("fc", 2e-3, 1.5), ("act", 0.0, -0.25), ("last", math.inf, 0.75), ("soft", None, None),
+    ]  # fmt: skip
+    lines = str(plan).splitlines()
+    assert lines[0].split() == ["name", "operator", "precision", "error", "gain", "ms", "reason"]
+    assert lines[1].split()[:5] == ["fc", "FullyConnected", "float32", "0.002", "1.5"]
+    assert "<th scope=col>error</th>" in plan._repr_html_()
+    nodes = json.loads(plan.to_json())["nodes"]
+    assert [(one["error"], one["gain"]) for one in nodes] == [
+        (0.002, 1.5), (0.0, -0.25), ("inf", 0.75), (None, None),
+    ]  # fmt: skip
+
+
+def test_it_is_found_by_place_whatever_layers_are_called():
+    plan = amp.explain(net("other_"), policy=POLICY)
+    assert [(node.name, node.error) for node in plan][:2] == [("other_fc", 2e-3), ("other_act", 0)]
+    assert plan["other_fc"].precision == "float32"
+
+
+@pytest.mark.parametrize(
+    "policy, symbol", [(POLICY, net(hidden=5)), (BASE, net()), (POLICY.with_evidence(None), net())]
+)
+def test_plans_of_other_policies_and_models_are_as_before(policy, symbol):
+    plan = amp.explain(symbol, policy=policy)
+    assert not plan.is_tuned
+    assert str(plan).splitlines()[0].split() == ["name", "operator", "precision", "reason"]
+    keys = {"name", "operator", "precision", "reason", "inputs"}
+    assert all(set(node) == keys for node in json.loads(plan.to_json())["nodes"])
+    assert "penwidth" not in to_dot(plan)
+
+
+def test_layers_that_were_not_reached_have_no_error():
+    policy = tuned(net(), fc=(0.0, None, False), act=(math.nan, 0.5, False), last=(0.5, None, True))
+    plan = amp.explain(net(), policy=policy)
+    assert [(node.error, node.gain) for node in plan][:3] == [
+        (None, None),
+        (None, 0.5),
+        (0.5, None),
+    ]
+
+
+def test_pictures_by_error(plan):
+    dot = to_dot(plan, "error")
+    assert '[label="error 1e-3 to 1e-2: 1" shape=note fillcolor="#ffffb2"]' in dot
+    assert '[label="error 0: 1" shape=note fillcolor="#ffffff"]' in dot
+    assert '[label="error infinite: 1" shape=note fillcolor="#000000" fontcolor="#ffffff"]' in dot
+    assert '[label="not measured: 1" shape=note fillcolor="#e8e8e8"]' in dot
+    assert '[label="stays in float32: 2" shape=note fillcolor="white" penwidth=4]' in dot
+    boxes = dict(re.findall(r'^  "(\w+)" (\[label.*\])$', dot, re.M))
+    assert boxes["fc"].endswith('error 0.002; gain 1.5 ms" penwidth=4]')
+    assert 'fillcolor="#ffffb2"' in boxes["fc"]
+    assert "penwidth" not in boxes["last"]
+    assert 'fillcolor="#000000" fontcolor="#ffffff"' in boxes["last"]
+    assert 'fillcolor="#e8e8e8"' in boxes["soft"]
+
+
+def test_pictures_by_gain_and_by_precision(plan):
+    dot = to_dot(plan, "gain")
+    for label in ("gain -0.5 to 0 ms: 1", "gain 0.5 to 1 ms: 1", "gain 1.5 to 2 ms: 1"):
+        assert f'label="{label}"' in dot
+    assert 'label="1 in float16" shape=note fillcolor="#8fd18f"' in to_dot(plan)
+    assert (
+        to_dot(plan).count("penwidth=4") == 3
+    )  # the legend's, the layer that is kept, and its relu
+
+
+def plan_of(**values):
+    nodes = [
+        NodePlan(f"n{i}", "relu", "float16", "", (), error, gain)
+        for i, (error, gain) in enumerate(zip(*values.values()))
+    ]
+    return Plan("float16", "cpu", tuple(nodes), ())
+
+
+def brightness(colour):
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+SEVERAL = [10.0**-k for k in range(30)]
+
+
+@pytest.mark.parametrize("colour", ["error", "gain"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1e-3], SEVERAL, SEVERAL[:6], [0.1, 0.2, 0.3], [5e-324, 1e300], [1e-5, 9.99e-5, 1e-4],
+        [0.0, 0.0], [3.0] * 4, [1e-9, 1e-9 * (1 + 1e-12)],
+    ],
+)  # fmt: skip
+def test_darker_is_more_and_every_value_is_in_its_range(colour, values):
+    values = values if colour == "error" else [*values, *(-value / 3 for value in values)]
+    scale = scale_of(plan_of(error=values, gain=values), colour)
+    nodes = [NodePlan("n", "relu", "float16", "", (), one, one) for one in sorted(values)]
+    shades = [brightness(scale.of(node).fill) for node in nodes]
+    assert shades == sorted(shades, reverse=True)
+    assert len(scale.legend) <= 7
+    steps = [brightness(one.fill) for _, one in scale.legend]
+    assert all(before - after > 15 for before, after in zip(steps, steps[1:]))
+    assert sum(int(label.rpartition(": ")[2]) for label, _ in scale.legend) == len(values)
+    for node in nodes:
+        (label,) = (label for label, one in scale.legend if one == scale.of(node))
+        low, _, high = re.sub(" ms", "", label.split(" ", 1)[1].rpartition(": ")[0]).partition(
+            " to "
+        )
+        low, high = float(low), float(high or 0)
+        room = 1e-3 * max(abs(low), abs(high))  # labels have four digits
+        assert low - room <= node.error <= high + room
+        text = brightness(scale.of(node).text)
+        assert abs(text - brightness(scale.of(node).fill)) > 100
+
+
+@pytest.mark.parametrize("colour", ["error", "gain"])
+def test_without_costs_it_says_to_tune_first(colour, tmp_path):
+    plan = amp.explain(net(), policy=BASE)
+    with pytest.raises(amp.ArgumentError, match=f"no {colour}s of layers .* tune the model"):
+        amp.draw(plan, tmp_path / "net.dot", colour=colour)
+    with pytest.raises(amp.ArgumentError, match="'precision', 'error' or 'gain', not 'hue'"):
+        amp.draw(plan, tmp_path / "net.dot", colour="hue")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_shows_and_draws_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    params = {
+        "fc_weight": randn(4, 8), "fc_bias": randn(4), "last_weight": randn(3, 4), "last_bias": randn(3),
+    }  # fmt: skip
+    mx.model.save_checkpoint("m", 0, net(), params, {})
+    mx.nd.waitall()
+    POLICY.with_evidence(replace(POLICY.evidence, machine=())).save("p.toml")
+
+    def run(*arguments):
+        return CliRunner().invoke(main, ["explain", "m", *arguments])
+
+    output = run("--policy", "p.toml", "--graph", "net.dot", "--colour", "error").output
+    assert "gain ms" in output
+    assert re.search(r"fc +│ FullyConnected │ float32 +│ 0.002 +│ 1.5 ", output)
+    assert "error 1e-3 to 1e-2" in (tmp_path / "net.dot").read_text()
+    wrong = run("--policy", "p.toml", "--colour", "error")
+    assert (wrong.exit_code, "--colour is for --graph" in wrong.output) == (2, True)
+    wrong = run("--device", "cpu", "--graph", "no.dot", "--colour", "gain")
+    assert (wrong.exit_code, "tune the model" in wrong.output) == (2, True)
+    assert not (tmp_path / "no.dot").exists()
