@@ -12,8 +12,8 @@ Scale losses         init_trainer, scale_loss, unscale, clip_grad_global_norm,
 Convert models       convert_hybrid_block, convert_model, convert_symbol,
                      convert_bucketing_module, convert_files, ConvertedFiles
 See what happens     explain, Plan, draw, compare_models, OutputError, random_inputs, debugging
-Choose precisions    Policy, tune, half_function, float_function, promote_function, register_*,
-                     list_*
+Choose precisions    Policy, half_function, float_function, promote_function, register_*, list_*
+Measure them         tune, Evidence, Trial, LayerCost
 Come from elsewhere  patch_contrib (mxnet.contrib.amp), initialize (Apex), decorate (Paddle)
 Errors               AmpError, ArgumentError, UnknownNameError, StateError, InstallError,
                      WriteError
@@ -76,6 +76,7 @@ else:
     from .patches.autocast import autocast, init, shutdown
     from .policy.active import current_policy, is_enabled
     from .policy.custom_operators import register_custom_operator
+    from .policy.evidence import Evidence, LayerCost, Trial
     from .policy.policy import Policy
     from .scaling.grad_scaler import GradScaler
     from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler
@@ -86,8 +87,10 @@ __all__ = [
     "AmpError",
     "ArgumentError",
     "ConvertedFiles",
+    "Evidence",
     "GradScaler",
     "InstallError",
+    "LayerCost",
     "LossScaler",
     "NoScaler",
     "OutputError",
@@ -95,6 +98,7 @@ __all__ = [
     "Policy",
     "StateError",
     "StaticLossScaler",
+    "Trial",
     "UnknownNameError",
     "WriteError",
     "__version__",

@@ -78,6 +78,15 @@ def check_convert_and_serve(text, dtype):
     assert "outputs are float32; mixed precision on: False" in text
 
 
+def check_tune_and_serve(text, dtype):
+    assert number("relative error #", text)[0] <= 0.05
+    assert ("in float32: dense0_fwd" in text) == (dtype == "float16")
+    # In float16 nothing is timed on a CPU.
+    assert (number("timed # ways", text)[0] == 0) == (dtype == "float16")
+    same, total = number("# of # predictions", text)
+    assert same >= total - 1
+
+
 def check_module_fit(text, dtype):
     has_learned(text, accuracy=95)
     scale_and_skips(text, 2**15, 60)
@@ -94,7 +103,7 @@ def test_every_example_is_checked():
 
 
 #: Ten seconds or so each.
-LONG = ("train_gan", "train_lstm")
+LONG = ("train_gan", "train_lstm", "tune_and_serve")
 
 
 @pytest.mark.parametrize(
