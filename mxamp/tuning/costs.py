@@ -98,7 +98,7 @@ class _Costs:
     ) -> List[Dict[Output, Any]]:
         """Return gradients of random combinations of the outputs; none where MXNet has none."""
         graph, names = _with_probes(self._graph, entries)
-        probes = {n: self._arrays[entry].zeros_like() for entry, n in names.items()}
+        probes = {n: _zeros_like(self._arrays[entry]) for entry, n in names.items()}
         for probe in probes.values():
             probe.attach_grad()
         random, found = np.random.RandomState(seed), []
@@ -232,6 +232,11 @@ def _with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[O
                 reads = [(added, k), (probe, 0)]
                 places[i, k] = add(Node("elemwise_add", f"{names[i, k]}_add", {}, reads)), 0
     return Graph(nodes, [places[head] for head in graph.heads], graph.attrs), names
+
+
+def _zeros_like(array: NDArray) -> NDArray:
+    zeros = mx.nd.zeros(array.shape, ctx=array.context)
+    return zeros.as_np_ndarray() if isinstance(array, mx.np.ndarray) else zeros
 
 
 def _random_signs(output: NDArray, random: np.random.RandomState) -> NDArray:
