@@ -15,6 +15,7 @@ from mxamp.cli.main import main
 from mxamp.framework import machine
 from mxamp.policy.policy import Policy
 from nets import convolutional, made
+from tuned import EVIDENCE
 
 
 @pytest.fixture
@@ -37,6 +38,34 @@ def test_operators():
     assert "Concat" in output
     assert "widest" in output
     assert "FullyConnected" in run("operators", "--class", "low", "--dtype", "bfloat16").output
+
+
+def test_saved_policies(saved, monkeypatch):
+    folder, _, _ = saved
+    monkeypatch.chdir(folder)
+    policy = Policy.default("bfloat16").override(low=["exp"], fp32_layers=["*conv0_fwd", "none*"])
+    policy.with_evidence(EVIDENCE).save("my.toml")
+    assert " exp " in run("operators", "--class", "low", "--policy", "my.toml").output.replace(
+        "\n", " "
+    )
+    nodes = json.loads(run("explain", "net", "--policy", "my.toml", "--json").output)["nodes"]
+    precisions = {
+        node["name"]: node["precision"] for node in nodes if node["operator"] == "Convolution"
+    }
+    assert [precisions[name] for name in sorted(precisions)].count("float32") == 2
+    assert "bfloat16" in precisions.values()
+    run("convert", "net", "--policy", "my.toml", "--out", "low")
+    assert "amp_cast_bfloat16" in (folder / "low-symbol.json").read_text()
+    for command in ("operators", "explain net", "convert net --out gpu"):
+        output = run(*command.split(), "--policy", "my.toml", "--device", "gpu", status=2).output
+        assert "GPU" in output
+    Policy.default("float16", "cpu").save("cpu.toml")
+    output = run("operators", "--policy", "cpu.toml", "--device", "gpu", status=2).output
+    assert "it is for the cpu alone" in output
+    output = run("operators", "--policy", "cpu.toml", "--dtype", "float16", status=2).output
+    assert "--dtype or --policy, not both" in output
+    (folder / "train.py").write_text("import mxnet\nprint(mxnet.nd.ones(1).asscalar())")
+    run("run", "--policy", "my.toml", "train.py")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ from typing import Dict, Optional, Sequence
 import click
 
 from ..errors import ArgumentError, unknown
-from ..framework import machine
 from ..framework.operators import registry, resolve
 from ..framework.wording import shortened
-from ..policy.policy import Policy
 from ..policy.rules import SHOWN_CLASSES
 from .group import DEVICES, DTYPES, examples, lines
+from .options import chosen_policy, policy_option
 from .output import console, table_of
 
 __all__ = ["operators"]
@@ -31,11 +30,13 @@ _CLASSES = (
     + examples(
         "mxamp operators softmax 'conv*'",
         "mxamp operators --class low --dtype float16 --device gpu",
+        "mxamp operators --class low --policy my.toml",
     )
 )
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--dtype", type=DTYPES, help="Default: float16 for GPUs, bfloat16 for CPUs.")
 @click.option("--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU.")
+@policy_option
 @click.option("--class", "op_class", type=click.Choice(SHOWN_CLASSES), help="Only this class.")
 def operators(
     names: Sequence[str], dtype: Optional[str], device: Optional[str], op_class: Optional[str]
@@ -45,7 +46,7 @@ def operators(
     NAME is any name of an operator, or a pattern in which * and ? stand for any characters. Without
     one all operators are shown.
     """
-    policy = Policy.default(dtype or machine.default_dtype(device), device)
+    policy = chosen_policy(dtype, device)
     found = _found(names) if names else sorted(policy.rules)
     rows = []
     for name in found:

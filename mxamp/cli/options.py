@@ -16,7 +16,7 @@ from ..policy.policy import Policy
 from .group import DEVICES, usage_error
 from .words import in_their_words
 
-__all__ = ["chosen_policy", "inputs_of", "saved_model_options", "values_by_name"]
+__all__ = ["chosen_policy", "inputs_of", "policy_option", "saved_model_options", "values_by_name"]
 
 Command = Callable[..., Any]
 
@@ -36,6 +36,18 @@ _POLICY, _EPOCH = "mxamp.policy", "mxamp.epoch"
 _FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
+def policy_option(command: Command) -> Command:
+    """Add --policy, which `chosen_policy` reads."""
+    option: Command = click.option(
+        "--policy",
+        type=click.Path(),
+        expose_value=False,
+        callback=_keep_policy,
+        help="A policy file (TOML), saved or of your own, in place of --dtype.",
+    )(command)
+    return option
+
+
 def saved_model_options(command: Command) -> Command:
     """Add what `explain` and `convert` both take: a saved model, a device, layers to keep."""
     options: List[Callable[[Command], Command]] = [
@@ -45,13 +57,7 @@ def saved_model_options(command: Command) -> Command:
             "--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU."
         ),
         click.option("--keep-fp32", multiple=True, metavar="PATTERN", help=_KEEP_HELP),
-        click.option(
-            "--policy",
-            type=click.Path(),
-            expose_value=False,
-            callback=_keep_policy,
-            help="An operator list of your own (TOML), in place of --dtype.",
-        ),
+        policy_option,
         click.option(
             "--import",
             multiple=True,

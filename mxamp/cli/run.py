@@ -52,7 +52,7 @@ class _Run(click.Command):
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--dtype", type=DTYPES_OR_AUTO, help=_DTYPE_HELP)
-@click.option("--policy", "path", type=click.Path(), help="An operator list of your own (TOML).")
+@click.option("--policy", "path", type=click.Path(), help="A policy file (TOML).")
 @click.option("--stats", is_flag=True, help="Print at the end what ran in which dtype.")
 def run(
     script: str,

@@ -1,11 +1,10 @@
 """A plan as a picture: operators coloured by precision, casts on the edges. Drawn by Graphviz."""
 
-import os
 from pathlib import Path
 from typing import Iterable, Optional, Union
 
 from ..errors import ArgumentError, StateError
-from ..framework.files import checked_folder, write_file
+from ..framework.files import checked_folder, checked_path, write_file
 from ..framework.wording import shown
 from .plan import NodePlan, Plan
 
@@ -71,9 +70,7 @@ def draw(plan: Plan, path: Union[str, Path]) -> None:
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"draw takes a Plan, which mxamp.explain makes, not {shown(plan)}")
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"path must be the path of a file to write, not {shown(path)}")
-    target = Path(path)
+    target = checked_path(path)
     file_format = target.suffix[1:].lower()
     if file_format not in ("svg", "png", "pdf", "dot"):
         raise ArgumentError(f"a drawing must be a .svg, .png, .pdf or .dot file, not {str(path)!r}")

@@ -6,13 +6,15 @@ import threading
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, Iterator, Union
+from typing import Any, Callable, Iterator, Union
 
 from ..errors import ArgumentError, WriteError
+from .wording import shown
 
 __all__ = [
     "NOT_THE_SAME",
     "checked_folder",
+    "checked_path",
     "checksum",
     "place_of",
     "remove_orphans",
@@ -27,6 +29,7 @@ __all__ = [
 _MARK = ".mxamp-tmp-"
 _BLOCK = 2**20
 
+NO_PATH = "path must be the path of a file to write, not {given}"
 NO_NAME = "the name of the file to write is empty: give one"
 A_FOLDER = "{path!r} is a folder: give the name of a file"
 NO_SUCH_NAME = "{path!r} can't be written ({why}): give another name"
@@ -87,8 +90,16 @@ def writing(path: Union[str, Path]) -> Iterator[None]:
         raise WriteError(NOT_WRITTEN.format(path=os.fspath(path), why=why)) from error
 
 
+def checked_path(path: Any) -> Path:
+    """Return a path that was given; raise an `ArgumentError` for what is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(NO_PATH.format(given=shown(path)))
+    return Path(path)
+
+
 def checked_folder(path: Union[str, Path]) -> None:
     """Raise an `ArgumentError` where `path` can't be the name of a file, in a folder there is."""
+    checked_path(path)
     if not os.fspath(path):
         raise ArgumentError(NO_NAME)
     try:

@@ -124,7 +124,7 @@ def _classify(
         return "fp32", kept
     for op_type, op_class in rule.by_op_type:
         if attributes.get("op_type") == op_type:
-            return op_class, f"custom operator {op_type!r} is in class {op_class}"
+            return op_class, f"the registered custom operator {op_type!r} is in class {op_class}"
     for condition in rule.conditions:
         if condition.holds(attributes):
             value = attributes.get(condition.attribute, condition.default)

@@ -1,7 +1,7 @@
 """Policies that were tuned on another machine: what was measured need not hold on this one."""
 
 import logging
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import mxnet as mx
 
@@ -29,9 +29,9 @@ def here(device: str) -> Tuple[Tuple[str, str], ...]:
     )
 
 
-def warn_elsewhere(evidence: Evidence, device: str, said: Dict[str, Any]) -> None:
+def warn_elsewhere(evidence: Optional[Evidence], device: str, said: Dict[str, Any]) -> None:
     """Warn, once for each policy, where the machine is not the one that a policy was tuned on."""
-    if "elsewhere" in said:
+    if evidence is None or "elsewhere" in said:
         return
     said["elsewhere"] = True
     this = dict(here(device))

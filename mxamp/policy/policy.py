@@ -7,33 +7,25 @@ your own), resolved against MXNet's registry and one kind of device, and never c
 import fnmatch
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
-import numpy as np
-
 from ..errors import ArgumentError
 from ..framework import machine
-from ..framework.machine import dtype_name
-from ..framework.wording import counted, one_of, shown
+from ..framework.files import write_file
+from ..framework.wording import counted, shown
+from . import overrides, targets
 from .custom_operators import CustomClasses, registered_classes
 from .elsewhere import warn_elsewhere
 from .evidence import Evidence
-from .lists import own_list, read_list
-from .overrides import (
-    Conditional,
-    Names,
-    checked_layers,
-    checked_substitutions,
-    in_float32,
-    overridden,
-    without_rules_for_speed,
-)
+from .lists import OperatorList, own_list, read_list
+from .overrides import Conditional, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule
-from .targets import DEFAULT_TARGET, check_beside, check_device, check_target, device_type
+from .saving import text_of
+from .targets import DEFAULT_TARGET
 
 __all__ = ["Policy"]
 
@@ -85,10 +77,7 @@ class Policy:
     @cached_property
     def lowers(self) -> bool:
         """Whether anything is computed in the target dtype; not so after `in_float32`."""
-        return any(
-            rule.op_class == "low" or any(one == "low" for _, one in rule.by_op_type)
-            for rule in self.rules.values()
-        )
+        return any(rule.lowers for rule in self.rules.values())
 
     def operators(self, op_class: str) -> List[str]:
         """Return the operators of one class, sorted.
@@ -100,17 +89,8 @@ class Policy:
         operators that depend on an attribute. The target dtype stands for "low", and "float32" for
         "fp32".
         """
-        wanted = self._class_of(op_class)
+        wanted = targets.check_class(op_class, self.target_dtype)
         return sorted(name for name, rule in self.rules.items() if rule.shown_class == wanted)
-
-    def _class_of(self, name: Any) -> str:
-        """Return a class that was given by its name or by a dtype."""
-        known = {one: one for one in SHOWN_CLASSES}
-        known.update({self.target_dtype: "low", "float32": "fp32"})
-        wanted = dtype_name(name) if isinstance(name, (type, np.dtype)) else name
-        if not isinstance(wanted, str) or wanted not in known:
-            raise ArgumentError(f"the class must be {one_of(known)}, not {shown(name)}")
-        return known[wanted]
 
     def __repr__(self) -> str:
         counts = Counter(rule.shown_class for rule in self.rules.values())
@@ -120,6 +100,7 @@ class Policy:
         parts += [counted(given, "override")] if given else []
         layers = len(self.fp32_layers)
         parts += [f"{counted(layers, 'layer name')} in float32"] if layers else []
+        parts += [f"tuned for {self.evidence.mode}"] if self.evidence is not None else []
         return f"<Policy {self.target_dtype} on {self.device}: {', '.join(parts)}>"
 
     def __eq__(self, other: object) -> bool:
@@ -144,8 +125,10 @@ class Policy:
 
     def __reduce__(self) -> Tuple[Any, ...]:
         rules, substitutions = dict(self.rules), dict(self.substitutions)
-        fields = self.target_dtype, self.device, rules, self.fp32_layers, substitutions
-        return _unpickled, (*fields, self.evidence)
+        return _unpickled, tuple(self._as_list()._replace(rules=rules, substitutions=substitutions))
+
+    def _as_list(self) -> OperatorList:
+        return OperatorList(*(getattr(self, field.name) for field in fields(self)))
 
     @cached_property
     def caches(self) -> Dict[str, Any]:
@@ -160,17 +143,33 @@ class Policy:
 
         The default device is the GPU if there is one, else the CPU.
         """
-        dtype = check_target(target_dtype)
-        device = check_device(dtype, device)
+        dtype = targets.check_target(target_dtype)
+        device = targets.check_device(dtype, device)
         return _default(dtype, device, machine.features(), registered_classes())
 
     @classmethod
     def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
-        """Read an operator list of your own, a TOML file, for one kind of device.
+        """Read a policy from a TOML file, one that `save` wrote or an operator list of your own.
 
-        Raises `ArgumentError`, with the file and the table, for whatever is wrong in it.
+        `device` is "cpu" or "gpu"; the default is the file's, else that of `default`. Raises
+        `ArgumentError`, with the file and the table, for whatever is wrong in it.
         """
         return _interned(Policy(*read_list(path, device, machine.features(), registered_classes())))
+
+    def save(self, path: Union[str, Path]) -> None:
+        """Write the policy to a TOML file, from which `load` makes the same policy.
+
+        ::
+
+            policy.save("my.toml")
+            policy = amp.Policy.load("my.toml")
+
+        A file that is there is replaced whole, or not at all. Classes of custom operators
+        (`register_custom_operator`) are not in it: they are those of the process that loads it.
+
+        Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing fails.
+        """
+        write_file(path, text_of(self._as_list()).encode())
 
     @classmethod
     def from_lists(
@@ -198,11 +197,10 @@ class Policy:
                 raise ArgumentError(NO_POLICY.format(given=shown(policy)))
             if any(given is not None for given in lists):
                 raise ArgumentError(BESIDE_LISTS)
-            check_beside(policy.target_dtype, policy.device, target_dtype, ctx)
-            if policy.evidence is not None:
-                warn_elsewhere(policy.evidence, policy.device, policy.caches)
+            targets.check_beside(policy.target_dtype, policy.device, target_dtype, ctx)
+            warn_elsewhere(policy.evidence, policy.device, policy.caches)
             return policy
-        base = cls.default(check_target(target_dtype), device_type(ctx))
+        base = cls.default(targets.check_target(target_dtype), targets.device_type(ctx))
         if all(given is None for given in lists):
             return base
         return base.override(low, fp32, widest, conditional, replace_lists=True)
@@ -238,12 +236,14 @@ class Policy:
         stands in two lists.
         """
         given = {"low": low, "fp32": fp32, "widest": widest}
-        rules = overridden(self.rules, given, conditional, replace_lists, self.target_dtype)
+        rules = overrides.overridden(
+            self.rules, given, conditional, replace_lists, self.target_dtype
+        )
         kept = self.substitutions
         if substitutions is not None:
-            names = checked_substitutions(substitutions, kept)
+            names = overrides.checked_substitutions(substitutions, kept)
             kept = MappingProxyType({name: kept[name] for name in names})
-        layers = tuple(dict.fromkeys((*self.fp32_layers, *checked_layers(fp32_layers))))
+        layers = tuple(dict.fromkeys((*self.fp32_layers, *overrides.checked_layers(fp32_layers))))
         return self._changed(rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
 
     def untuned(self) -> "Policy":
@@ -255,7 +255,7 @@ class Policy:
         With it, eager calls, hybridized blocks and converted models agree bit for bit in bfloat16
         too, as they do in float16 anyway.
         """
-        rules = MappingProxyType(without_rules_for_speed(self.rules))
+        rules = MappingProxyType(overrides.without_rules_for_speed(self.rules))
         return self._changed(rules=rules, substitutions=MappingProxyType({}))
 
     def in_float32(self) -> "Policy":
@@ -267,7 +267,7 @@ class Policy:
         Under it, float32 models compute in float32 throughout. Substitutions stay, so graphs may
         use faster equivalents of their operators; without them graphs are as in plain MXNet.
         """
-        return self._changed(rules=MappingProxyType(in_float32(self.rules)))
+        return self._changed(rules=MappingProxyType(overrides.in_float32(self.rules)))
 
     def with_evidence(self, evidence: Optional[Evidence]) -> "Policy":
         """Return the policy with what was measured of it, or, for None, without."""
@@ -295,13 +295,7 @@ def _interned(policy: Policy) -> Policy:
     return _policies.setdefault(policy, policy)
 
 
-def _unpickled(
-    target_dtype: str,
-    device: str,
-    rules: Dict[str, Rule],
-    fp32_layers: Tuple[str, ...],
-    substitutions: Dict[str, str],
-    evidence: Optional[Evidence],
-) -> Policy:
+def _unpickled(target_dtype: str, device: str, *fields: Any) -> Policy:
+    rules, fp32_layers, substitutions, evidence = fields
     frozen = MappingProxyType(rules), fp32_layers, MappingProxyType(substitutions), evidence
     return _interned(Policy(target_dtype, device, *frozen))

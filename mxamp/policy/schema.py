@@ -1,20 +1,24 @@
-"""The format of operator lists: every table and key, what it may hold, and the check of a file.
+"""The format of policy files: every table and key, what it may hold, and the check of a file.
 
 `TABLES` is the format; docs/policy-files.md describes it. The names of operators, attributes and
 inputs, which MXNet's registry knows, are checked where they are looked up, in `lists`.
 """
 
+from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Tuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Tuple
 
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.wording import one_of, shown
+from .evidence import MODES, WAYS, Evidence, LayerCost, Trial
 from .rules import CLASSES, SHAPE_RULES, SUBSTITUTIONS
 from .targets import TARGETS
 
-__all__ = ["FORMAT", "check_list", "place"]
+__all__ = ["CPU_FEATURES", "FORMAT", "TABLES", "check_list", "place"]
 
 FORMAT = 1
+
+NO_EVIDENCE = "[[{name}]] tables belong to an [evidence] table, which is not there: add it"
 
 Keys = Mapping[str, "Key"]
 
@@ -40,6 +44,16 @@ class Table(NamedTuple):
     keys: Keys = MappingProxyType({})
     entry: Key = Key(Kind("", bool))
     names: Tuple[str, ...] = ()  #: that may stand in it; any, where there are none here
+    alone: bool = False  #: there is [one] of these `keys`
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be several of it."""
+        return bool(self.keys) and not self.alone
+
+    def header(self, name: str) -> str:
+        """Return how a table of this name begins."""
+        return f"[[{name}]]" if self.several else f"[{name}]"
 
 
 def _is_text(value: Any) -> bool:
@@ -54,6 +68,24 @@ def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(holds, value))
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _row_of(*kinds: Kind) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) == len(kinds)
+        and all(kind.holds(one) for kind, one in zip(kinds, value))
+    )
+
+
+STRING = Kind("a string", _is_string)
+STRINGS = Kind("a list of strings", _list_of(_is_string))
 TEXT = Kind("a string that is not empty", _is_text)
 TEXTS = Kind("a list of strings", _list_of(_is_text))
 SOME_TEXTS = Kind(
@@ -61,6 +93,10 @@ SOME_TEXTS = Kind(
 )
 COUNT = Kind("a whole number from 0", _is_count)
 COUNTS = Kind("a list of whole numbers from 0", _list_of(_is_count))
+WHOLE = Kind("a whole number", lambda value: type(value) is int)
+NUMBER = Kind("a number", _is_number)
+PAIRS = Kind("a list of [name, value]", _list_of(_row_of(STRING, STRING)))
+INPUTS = Kind("a list of [name, dtype, [sizes]]", _list_of(_row_of(STRING, STRING, COUNTS)))
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT_OR_TEXTS = Kind(
     "a string or a list of strings", lambda value: TEXT.holds(value) or SOME_TEXTS.holds(value)
@@ -68,20 +104,48 @@ TEXT_OR_TEXTS = Kind(
 
 DEVICES = ("cpu", "gpu")
 
-TOP: Keys = {"format": Key(COUNT, allowed=(FORMAT,)), "dtype": Key(TEXT, allowed=TARGETS)}
+#: Instructions of CPUs that kernels may need.
+CPU_FEATURES = ("avx512", "avx512_bf16", "amx_bf16")
+
+#: What the fields of evidence are in a file.
+_KINDS: Mapping[Any, Kind] = {
+    str: STRING, bool: TRUTH, int: COUNT, float: NUMBER, Optional[float]: NUMBER,
+    Tuple[str, ...]: STRINGS, Tuple[Tuple[str, str], ...]: PAIRS,
+    Tuple[Tuple[str, str, Tuple[int, ...]], ...]: INPUTS,
+}  # fmt: skip
+
+
+def _keys_of(measured: Any, **special: Key) -> Keys:
+    """Return the keys of a table for a class of `evidence`: its fields, but those with tables."""
+    return {
+        field.name: special.get(
+            field.name, Key(_KINDS[field.type], required=field.type != Optional[float])
+        )
+        for field in fields(measured)
+        if field.type in _KINDS
+    }
+
+
+TOP: Keys = {
+    "format": Key(COUNT, allowed=(FORMAT,)), "dtype": Key(TEXT, allowed=TARGETS),
+    "device": Key(TEXT, required=False, allowed=DEVICES),
+    "fp32_layers": Key(STRINGS, required=False),
+    "lower_custom_operators": Key(TRUTH, required=False),
+}  # fmt: skip
 
 TABLES: Mapping[str, Table] = {
     "group": Table({
         "class": Key(TEXT, allowed=CLASSES), "operators": Key(SOME_TEXTS), "reason": Key(TEXT),
+        "override": Key(TRUTH, required=False),
     }),
     "conditional": Table({
         "operators": Key(SOME_TEXTS), "attribute": Key(TEXT_OR_TEXTS), "reason": Key(TEXT),
-        "values": Key(TEXTS, required=False), "beyond_range": Key(TRUTH, required=False),
-        "otherwise": Key(TEXT, allowed=CLASSES),
+        "values": Key(STRINGS, required=False), "beyond_range": Key(TRUTH, required=False),
+        "otherwise": Key(TEXT, allowed=CLASSES), "override": Key(TRUTH, required=False),
     }),
     "missing": Table({
         "device": Key(TEXT, allowed=DEVICES), "operators": Key(SOME_TEXTS), "reason": Key(TEXT),
-        "unless": Key(TEXT, required=False, allowed=("avx512", "avx512_bf16", "amx_bf16")),
+        "unless": Key(TEXT, required=False, allowed=CPU_FEATURES),
         "computes": Key(TEXT, required=False, allowed=("float32", "float64")),
     }),
     "by_shape": Table({
@@ -94,6 +158,13 @@ TABLES: Mapping[str, Table] = {
     "keep_outputs": Table(entry=Key(COUNTS)),
     "slower": Table(entry=Key(TEXT)),
     "substitutions": Table(entry=Key(TEXT), names=SUBSTITUTIONS),
+    "evidence": Table(_keys_of(
+        Evidence, mode=Key(TEXT, allowed=MODES), way=Key(TEXT, allowed=WAYS), seed=Key(WHOLE),
+    ), alone=True),
+    "trial": Table(_keys_of(
+        Trial, way=Key(TEXT, allowed=WAYS), precision=Key(TEXT, allowed=("float32", *TARGETS)),
+    )),
+    "layer": Table(_keys_of(LayerCost)),
 }  # fmt: skip
 
 
@@ -107,7 +178,7 @@ def place(table: str, number: int) -> str:
 
 
 def check_list(data: Mapping[str, Any]) -> None:
-    """Check the keys of an operator list and the types of their values; raise `ArgumentError`."""
+    """Check the keys of a policy file and the types of their values; raise `ArgumentError`."""
     _check_keys({name: data[name] for name in data if name not in TABLES}, TOP, "", tuple(TABLES))
     for name, table in TABLES.items():
         for where, value in _tables(name, table, data.get(name)):
@@ -123,12 +194,14 @@ def check_list(data: Mapping[str, Any]) -> None:
             "it has no [[group]] and no [[conditional]] table, so nothing would be computed in "
             f"{data['dtype']}: add a [[group]] table with class = \"low\""
         )
+    for name in ("trial", "layer"):
+        if name in data and "evidence" not in data:
+            raise ArgumentError(NO_EVIDENCE.format(name=name))
 
 
 def _tables(name: str, table: Table, value: Any) -> Iterator[Tuple[str, Mapping[str, Any]]]:
     """Yield the tables of one name, and what errors call them."""
-    listed = bool(table.keys)
-    header = f"[[{name}]]" if listed else f"[{name}]"
+    header, listed = table.header(name), table.several
     tables = value if listed else [value]
     if value is None:
         return
@@ -171,9 +244,11 @@ def _check_keys(
 
 def _where_it_belongs(name: str) -> str:
     """Return a hint for a key that some other table has."""
-    homes = [f"[[{table}]]" for table, one in TABLES.items() if name in one.keys]
+    homes = [one.header(table) for table, one in TABLES.items() if name in one.keys]
     homes += ["the top of the file"] if name in TOP else []
-    return f"It is a key of {' and '.join(homes)}" if homes else ""
+    *others, last = homes or [""]
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"It is a key of {listed}" if homes else ""
 
 
 def _check_value(name: str, value: Any, key: Key, where: str) -> None:

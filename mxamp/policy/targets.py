@@ -1,4 +1,4 @@
-"""Target dtypes and kinds of devices, as users give them."""
+"""Target dtypes, kinds of devices and classes of operators, as users give them."""
 
 from typing import Any, Optional, Sequence
 
@@ -7,6 +7,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..framework.machine import default_device, dtype_name, fast_dtype
 from ..framework.wording import one_of, shown
+from .rules import SHOWN_CLASSES
 
 __all__ = [
     "AUTO",
@@ -15,6 +16,7 @@ __all__ = [
     "TARGETS",
     "TARGETS_OR_AUTO",
     "check_beside",
+    "check_class",
     "check_device",
     "check_target",
     "device_type",
@@ -74,6 +76,16 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
     if name not in TARGETS:
         raise ArgumentError(f"the target dtype must be {one_of(allowed)}, not {shown(dtype)}")
     return name
+
+
+def check_class(name: Any, target_dtype: str) -> str:
+    """Return a class of operators that was given by its name or by the dtype it computes in."""
+    known = {one: one for one in SHOWN_CLASSES}
+    known.update({target_dtype: "low", "float32": "fp32"})
+    wanted = dtype_name(name) if isinstance(name, (type, np.dtype)) else name
+    if not isinstance(wanted, str) or wanted not in known:
+        raise ArgumentError(f"the class must be {one_of(known)}, not {shown(name)}")
+    return known[wanted]
 
 
 def check_device(dtype: str, device: Optional[str]) -> str:

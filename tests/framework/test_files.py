@@ -231,9 +231,12 @@ def test_names_that_no_file_can_have(folder, name, words):
         write_file(folder / name, b"")
 
 
-@pytest.mark.parametrize("path", ["", b""])
-def test_an_empty_name(path):
-    with pytest.raises(amp.ArgumentError, match="empty"):
+@pytest.mark.parametrize(
+    "path, words",
+    [("", "empty"), (b"name", "must be the path of a file to write, not b'name'"), (3, "not 3")],
+)
+def test_what_names_no_file(path, words):
+    with pytest.raises(amp.ArgumentError, match=words):
         write_file(path, b"")
 
 
