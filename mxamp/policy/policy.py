@@ -47,8 +47,7 @@ class Policy:
     >>> policy.rule("Convolution").op_class
     'low'
 
-    Make one with `default`, `load` or `override`. Policies never change; they compare and hash by
-    value.
+    Make one with `default`, `load`, `override` or `tune`. They never change, and compare by value.
     """
 
     target_dtype: str
