@@ -25,7 +25,7 @@ __all__ = ["Tuner"]
 #: Shares of the budget that are spent at the end of each phase.
 _FIRST_RACE, _LAYERS, _SEARCH, _SECOND_RACE, _SWITCHES = 0.3, 0.4, 0.65, 0.8, 0.95
 #: Rounds of a race: of the first, and of those between what is left.
-_FEW, _MORE = 3, 5
+_FEW, _MORE = 2, 5
 
 ACCURACY_ONLY = (
     "float16 on a CPU is for trying and testing: the policy was tuned for accuracy alone, and "
@@ -105,21 +105,23 @@ class Tuner:
         self.deadline.phase(self.base.target_dtype)
         within = self.accuracy.of(self.base).within
         pays = self._first_race() if self.timed else True
-        self.layers = costs_of(
-            self.traced,
-            self.layers,
-            self.base,
-            self.subject.training,
-            self.seed,
-            self.deadline,
-            until=_LAYERS,
-        )
         if within:
             self.kept = frozenset()
         elif pays:
+            # The search needs to know what layers cost; else that is for the report alone.
+            self._look_at_layers(_LAYERS)
             self._search()
         if self.timed:
             self._choose(pays)
+        if within or not pays:
+            self._look_at_layers(1.0)
+        if self.chooser is not None:
+            self.deadline.phase("accuracy of all forms")
+            self.chooser.verify()
+
+    def _look_at_layers(self, until: float) -> None:
+        arguments = self.base, self.subject.training, self.seed, self.deadline, until
+        self.layers = costs_of(self.traced, self.layers, *arguments)
 
     # ------------------------------------------------------------------ accuracy
 
@@ -187,10 +189,10 @@ class Tuner:
             if self.subject.training:
                 self.deadline.phase("optimizer steps")
                 self.step_speedups = step_speedups(self.subject, self.base, self.deadline)
+        except OutOfTimeError:
+            self._ended(OUT_OF_TIME)
         finally:
             chooser.choose(policies)
-        self.deadline.phase("accuracy of all forms")
-        chooser.verify()
 
     # ------------------------------------------------------------------ the result
 
