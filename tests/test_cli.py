@@ -44,7 +44,7 @@ def test_saved_policies(saved, monkeypatch):
     folder, _, _ = saved
     monkeypatch.chdir(folder)
     policy = Policy.default("bfloat16").override(low=["exp"], fp32_layers=["*conv0_fwd", "none*"])
-    policy.with_evidence(EVIDENCE).save("my.toml")
+    policy.save("my.toml")
     assert " exp " in run("operators", "--class", "low", "--policy", "my.toml").output.replace(
         "\n", " "
     )
@@ -68,6 +68,9 @@ def test_saved_policies(saved, monkeypatch):
     assert "--dtype or --policy, not both" in output
     (folder / "train.py").write_text("import mxnet\nprint(mxnet.nd.ones(1).asscalar())")
     run("run", "--policy", "my.toml", "train.py")
+    policy.with_evidence(EVIDENCE).save("tuned.toml")
+    output = run("explain", "net", "--policy", "tuned.toml").output
+    assert "was tuned on another machine" in output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from typing import Dict, List, Optional, Sequence
 from .graph import Node
 from .usage import Shape, Usage
 
-__all__ = ["UNSAFE_LOOPS", "body_usage", "rewrites_bodies", "step_shapes"]
+__all__ = ["LOOPS", "UNSAFE_LOOPS", "body_usage", "rewrites_bodies", "step_shapes"]
 
 #: Control flow whose gradients in graphs read memory that MXNet has never written: garbage or
 #: right by luck, in plain float32 too. Any change to their bodies changes the luck.
 UNSAFE_LOOPS = frozenset({"_while_loop", "_cond"})
 
-_LOOPS = UNSAFE_LOOPS | {"_foreach"}
+LOOPS = UNSAFE_LOOPS | {"_foreach"}
 
 #: The bodies of a node, in order, as its attributes call them.
 _BODIES = {"_while_loop": ("cond", "func"), "_cond": ("cond", "then", "else")}
@@ -23,7 +23,7 @@ def rewrites_bodies(node: Node, training: bool) -> bool:
 
     oneDNN's fused operators hold graphs too, which stay as they are.
     """
-    return node.operator in _LOOPS and not (training and node.operator in UNSAFE_LOOPS)
+    return node.operator in LOOPS and not (training and node.operator in UNSAFE_LOOPS)
 
 
 def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -> Usage:

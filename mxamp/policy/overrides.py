@@ -9,7 +9,6 @@ from ..framework.wording import shown
 from .rules import UNLISTED, Condition, Rule
 
 __all__ = [
-    "BESIDE_LISTS",
     "Conditional",
     "Names",
     "checked_layers",
@@ -24,10 +23,6 @@ __all__ = [
 Conditional = Tuple[str, str, Sequence[str]]
 Names = Optional[Iterable[str]]
 
-BESIDE_LISTS = (
-    "a policy has operator lists of its own: give it without other lists, or change it with "
-    "policy.override"
-)
 NOT_LOWERED = "the policy computes in float32"
 CONDITIONAL = (
     "conditional operators must be a list of (operator, attribute, [values]), such as "

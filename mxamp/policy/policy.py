@@ -33,6 +33,10 @@ NO_POLICY = (
     "policy must be an mxamp.Policy, not {given}; Policy.default, Policy.load and Policy.override "
     "make one"
 )
+BESIDE_LISTS = (
+    "a policy has operator lists of its own: give it without other lists, or change it with "
+    "policy.override"
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,8 +47,7 @@ class Policy:
     >>> policy.rule("Convolution").op_class
     'low'
 
-    Make one with `default`, `load` or `override`. Policies never change; they compare and hash by
-    value.
+    Make one with `default`, `load`, `override` or `tune`. They never change, and compare by value.
     """
 
     target_dtype: str
@@ -73,10 +76,7 @@ class Policy:
     @cached_property
     def lowers(self) -> bool:
         """Whether anything is computed in the target dtype; not so after `in_float32`."""
-        return any(
-            rule.op_class == "low" or any(one == "low" for _, one in rule.by_op_type)
-            for rule in self.rules.values()
-        )
+        return any(rule.lowers for rule in self.rules.values())
 
     def operators(self, op_class: str) -> List[str]:
         """Return the operators of one class, sorted.
@@ -195,7 +195,7 @@ class Policy:
             if not isinstance(policy, Policy):
                 raise ArgumentError(NO_POLICY.format(given=shown(policy)))
             if any(given is not None for given in lists):
-                raise ArgumentError(overrides.BESIDE_LISTS)
+                raise ArgumentError(BESIDE_LISTS)
             targets.check_beside(policy.target_dtype, policy.device, target_dtype, ctx)
             warn_elsewhere(policy.evidence, policy.device, policy.caches)
             return policy
@@ -294,7 +294,7 @@ def _interned(policy: Policy) -> Policy:
     return _policies.setdefault(policy, policy)
 
 
-def _unpickled(*values: Any) -> Policy:
-    given = OperatorList(*values)
-    rules, kept = MappingProxyType(given.rules), MappingProxyType(given.substitutions)
-    return _interned(Policy(*given._replace(rules=rules, substitutions=kept)))
+def _unpickled(target_dtype: str, device: str, *fields: Any) -> Policy:
+    rules, fp32_layers, substitutions, evidence = fields
+    frozen = MappingProxyType(rules), fp32_layers, MappingProxyType(substitutions), evidence
+    return _interned(Policy(target_dtype, device, *frozen))

@@ -106,6 +106,11 @@ class Rule:
         return replace(self, by_op_type=by_op_type)
 
     @property
+    def lowers(self) -> bool:
+        """Whether the operator may be computed in the target dtype for its own sake."""
+        return self.op_class == "low" or any(one == "low" for _, one in self.by_op_type)
+
+    @property
     def shown_class(self) -> str:
         """What readers see of the class."""
         return "conditional" if self.conditions else self.op_class

@@ -6,10 +6,12 @@ is to first order what it does to them. Gradients are taken of random combinatio
 whose mean square is the size of the change of all of them.
 """
 
+import contextlib
+import logging
 import math
 import time
 from dataclasses import replace
-from typing import AbstractSet, Any, Callable, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -21,20 +23,25 @@ from mxnet.symbol.numpy import _Symbol
 from ..debugging.comparing.isolated import dense_values, outputs_of, tensors_in
 from ..debugging.comparing.randomness import with_masks
 from ..framework.arrays import cast, dtypes_of
-from ..graph.census import Tensor
-from ..graph.graph import Graph, Node, Output
+from ..graph.graph import Node, Output
 from ..graph.interpret import run_node
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE, decide, fixed_inputs
 from ..policy.policy import Policy
 from .deadline import Deadline, OutOfTimeError
 from .layers import Layer
+from .probes import random_signs, with_probes, zeros_like
 from .traced import Traced
 
 __all__ = ["costs_of"]
 
-_PROBES = 3
+logger = logging.getLogger("mxamp")
+
+#: How many random combinations of the outputs gradients are taken of.
+_PROBES = 2
 _REPEATS = 2
+#: Elements of activations that are looked at together: of each, four copies are held (0.5 GB).
+_TOGETHER = 2**25
 
 
 def costs_of(
@@ -52,90 +59,151 @@ def costs_of(
     back as they are.
     """
     deadline.phase("layers")
-    with suspended():
-        looked_at = _Costs(traced, policy, training, seed)
-        found, result = {layer.position: layer for layer in layers}, list(layers)
-        for number, layer in enumerate(layers):
-            if layer.position < 0 or layer.position not in found:
-                continue
-            try:
-                deadline.check(until=until)
-            except OutOfTimeError:
-                break
-            result[number] = looked_at.of(layer, found.keys())
-    return result
+    found = {layer.position: layer for layer in layers}
+    with suspended(), contextlib.suppress(OutOfTimeError):
+        looking = _Costs(traced, policy, training, seed, [p for p in found if p >= 0])
+        for group in looking.groups():
+            deadline.check(looking.seconds, until)
+            for position, (error, gain) in looking.look_at(group).items():
+                found[position] = replace(found[position], error=error, gain=gain)
+    return [found[layer.position] if layer.position >= 0 else layer for layer in layers]
 
 
 class _Costs:
-    """What is needed to look at any layer: all values, and gradients with respect to them."""
+    """Looks at layers, a group at a time: their activations are many."""
 
-    def __init__(self, traced: Traced, policy: Policy, training: bool, seed: int) -> None:
+    def __init__(
+        self,
+        traced: Traced,
+        policy: Policy,
+        training: bool,
+        seed: int,
+        positions: Sequence[int],
+    ) -> None:
         self._policy, self._training = policy, training
-        self._context, self._is_np = traced.context, traced.symbol_class is _Symbol
+        self._context, self._class = traced.context, traced.symbol_class
+        self._is_np = traced.symbol_class is _Symbol
+        self._random = np.random.RandomState(seed)
+        self.seconds = 0.0  #: what a group took, at most
         with self._mode():
             self._graph, masks = with_masks(traced.graph, traced.tensors)
         made = {name: mx.nd.array(mask, ctx=traced.context) for name, mask in masks.items()}
-        values = {**traced.values, **made}
+        # Detached: nobody asks for the gradients of parameters.
+        self._values = {n: array.detach() for n, array in {**traced.values, **made}.items()}
         # What stands for masks comes in between.
         own = (i for i, node in enumerate(self._graph.nodes) if node.name not in masks)
-        self._places = dict(enumerate(own))
-        entries = _float_entries(self._graph, tensors_in(self._graph, traced.symbol_class, values))
-        with self._mode():
-            outputs = outputs_of(replace(self._graph, heads=entries), traced.symbol_class, values)
-        self._arrays = dict(zip(entries, outputs))
-        for i, node in enumerate(self._graph.nodes):
-            if node.is_variable:
-                self._arrays[i, 0] = values[node.name]
-        self._gradients = self._gradients_of(entries, traced.symbol_class, values, seed)
+        places = dict(enumerate(own))
+        #: The layers, by node of the graph with masks.
+        self._positions = {places[position]: position for position in positions}
+        self._tensors = tensors_in(self._graph, traced.symbol_class, self._values)
+        read = [e for node in self._graph.nodes for e in node.inputs]
+        self._read = {*read, *self._graph.heads}
 
     def _mode(self, recording: bool = False) -> Any:
         if recording:
             return autograd.record(train_mode=self._training)
         return autograd.pause(train_mode=self._training)
 
-    def _gradients_of(
-        self, entries: Sequence[Output], symbol_class: Any, values: Dict[str, NDArray], seed: int
-    ) -> List[Dict[Output, Any]]:
-        """Return gradients of random combinations of the outputs; none where MXNet has none."""
-        graph, names = _with_probes(self._graph, entries)
-        probes = {n: self._arrays[entry].zeros_like() for entry, n in names.items()}
-        for probe in probes.values():
-            probe.attach_grad()
-        random, found = np.random.RandomState(seed), []
-        try:
-            with self._mode(recording=True):
-                outputs = outputs_of(graph, symbol_class, {**values, **probes})
-            outputs = [one for one in outputs if dtypes_of([one])[0] == "float32"]
-            for _ in range(_PROBES):
-                heads = [_random_signs(one, random) for one in outputs]
-                autograd.backward(outputs, heads, retain_graph=True)
-                mx.nd.waitall()
-                found.append({e: probes[n].grad.asnumpy() for e, n in names.items()})
-        except MXNetError:
-            # An operator without a gradient: layers are ranked by their own errors then.
-            return []
-        return found
+    def _outputs(self, i: int) -> List[Output]:
+        """Return the float32 outputs of a node that are read, or come out."""
+        entries = [(i, k) for k in range(self._graph.nodes[i].num_outputs)]
+        return [e for e in entries if e in self._read and self._tensors[e].dtype == "float32"]
 
-    # ------------------------------------------------------------------ one layer
+    def groups(self) -> Iterator[List[int]]:
+        """Yield the layers' nodes, so many at a time as fit into memory."""
+        group: List[int] = []
+        size = 0
+        for i in self._positions:
+            own = sum(self._tensors[entry].size for entry in self._needed(i))
+            if group and size + own > _TOGETHER:
+                yield group
+                group, size = [], 0
+            group.append(i)
+            size += own
+        if group:
+            yield group
 
-    def of(self, layer: Layer, lowered: AbstractSet[int]) -> Layer:
-        """Return a layer with what low precision there costs and gains."""
-        i = self._places[layer.position]
+    def _needed(self, i: int) -> List[Output]:
+        inputs = [e for e in self._graph.nodes[i].inputs if not self._graph.nodes[e[0]].is_variable]
+        return [*self._outputs(i), *inputs]
+
+    def look_at(self, group: Sequence[int]) -> Dict[int, Tuple[float, float]]:
+        """Return error and gain of some layers, by their positions."""
+        began = time.perf_counter()
+        needed = list(dict.fromkeys(entry for i in group for entry in self._needed(i)))
+        with self._mode():
+            arrays = outputs_of(replace(self._graph, heads=needed), self._class, self._values)
+        known = dict(zip(needed, arrays))
+        for i, node in enumerate(self._graph.nodes):
+            if node.is_variable:
+                known[i, 0] = self._values[node.name]
+        moves: Dict[Output, Any] = {}
+        gains: Dict[int, float] = {}
+        for i in group:
+            moved = self._moved(i, known)
+            if moved is not None:
+                gains[i] = moved[0]
+                moves.update(moved[1])
+        errors = self._errors(moves, known)
+        self.seconds = max(self.seconds, time.perf_counter() - began)
+        return {self._positions[i]: (errors.get(i, 0.0), gain) for i, gain in gains.items()}
+
+    def _moved(
+        self, i: int, known: Mapping[Output, NDArray]
+    ) -> Optional[Tuple[float, Dict[Output, Any]]]:
+        """Return what low precision gains at a node, and how it moves the outputs."""
         node = self._graph.nodes[i]
-        low = {self._places[position] for position in lowered if position >= 0}
-        inputs = [self._arrays.get(entry) for entry in node.inputs]
-        if any(array is None for array in inputs):
-            return layer
         given = [
-            self._rounded(array) if source in low else array
-            for (source, _), array in zip(node.inputs, inputs)
+            self._rounded(known[entry]) if entry[0] in self._positions else known[entry]
+            for entry in node.inputs
         ]
         try:
             plain, slow = self._timed(lambda: self._run(node, given))
             other, fast = self._timed(lambda: self._run_low(node, given))
-        except MXNetError:
-            return layer
-        return replace(layer, error=self._error(i, plain, other), gain=slow - fast)
+        except MXNetError as error:
+            logger.debug("tune: %s can't be looked at alone: %s", node.name, error)
+            return None
+        moves = {}
+        for entry in self._outputs(i):
+            values, there = dense_values(plain[entry[1]]), dense_values(other[entry[1]])
+            with np.errstate(invalid="ignore"):
+                moves[entry] = there - values
+            # What is not finite in float32 either is no loss.
+            moves[entry][~np.isfinite(values)] = 0.0
+        return slow - fast, moves
+
+    def _errors(
+        self, moves: Mapping[Output, Any], known: Mapping[Output, NDArray]
+    ) -> Dict[int, float]:
+        """Return what moves of nodes' outputs do to the outputs of the model, by node."""
+        sums: Dict[int, List[float]] = {i: [0.0] * _PROBES for i, _ in moves}
+        lost = {entry[0] for entry, move in moves.items() if not np.isfinite(move).all()}
+        finite = {entry: move for entry, move in moves.items() if entry[0] not in lost}
+        graph, names = with_probes(self._graph, list(finite))
+        probes = {name: zeros_like(known[entry]) for entry, name in names.items()}
+        for probe in probes.values():
+            probe.attach_grad()
+        try:
+            with self._mode(recording=True):
+                outputs = outputs_of(graph, self._class, {**self._values, **probes})
+            outputs = [one for one in outputs if dtypes_of([one])[0] == "float32"]
+            for number in range(_PROBES):
+                heads = [random_signs(one, self._random) for one in outputs]
+                autograd.backward(outputs, heads, retain_graph=number + 1 < _PROBES)
+                for entry, name in names.items():
+                    gradient = dense_values(probes[name].grad)
+                    sums[entry[0]][number] += float(np.vdot(gradient, finite[entry]))
+        except MXNetError as error:
+            # An operator without a gradient: layers are ranked by their own errors then.
+            logger.debug("tune: no gradients of the outputs: %s", error)
+            sums = {i: [0.0] for i in sums}
+            for entry, move in finite.items():
+                size = float(np.linalg.norm(dense_values(known[entry]))) or 1.0
+                sums[entry[0]][0] += float(np.linalg.norm(move)) / size
+        errors = {i: math.sqrt(sum(x**2 for x in some) / len(some)) for i, some in sums.items()}
+        return {i: math.inf if i in lost else error for i, error in errors.items()}
+
+    # ------------------------------------------------------------------ one node
 
     def _run(self, node: Node, inputs: Sequence[NDArray]) -> List[NDArray]:
         with self._mode():
@@ -182,61 +250,3 @@ class _Costs:
             mx.nd.waitall()
             seconds = min(seconds, time.perf_counter() - began)
         return outputs, seconds
-
-    def _error(self, i: int, plain: Sequence[NDArray], other: Sequence[NDArray]) -> float:
-        """Return what a difference of a layer's outputs does to those of the model."""
-        sums = [0.0] * max(len(self._gradients), 1)
-        for k, (ours, theirs) in enumerate(zip(plain, other)):
-            if (i, k) not in self._arrays:
-                continue
-            values, moved = dense_values(ours), dense_values(theirs)
-            if not np.isfinite(moved[np.isfinite(values)]).all():
-                return math.inf
-            with np.errstate(invalid="ignore"):
-                difference = np.nan_to_num(moved - values, nan=0.0, posinf=0.0, neginf=0.0)
-            for number, gradients in enumerate(self._gradients):
-                sums[number] += float(np.vdot(gradients[i, k], difference))
-            if not self._gradients:
-                sums[0] += float(np.linalg.norm(difference) / (np.linalg.norm(values) or 1.0))
-        return math.sqrt(sum(one**2 for one in sums) / len(sums))
-
-
-def _float_entries(graph: Graph, tensors: Mapping[Output, Tensor]) -> List[Output]:
-    """Return the float32 outputs of nodes that are read, or come out."""
-    read = dict.fromkeys([*(e for node in graph.nodes for e in node.inputs), *graph.heads])
-    return [
-        entry
-        for entry in read
-        if not graph.nodes[entry[0]].is_variable and tensors[entry].dtype == "float32"
-    ]
-
-
-def _with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Output, str]]:
-    """Return a graph in which an input is added to each of these entries, and the inputs' names."""
-    wanted = set(entries)
-    nodes: List[Node] = []
-    places: Dict[Output, Output] = {}
-    names: Dict[Output, str] = {}
-
-    def add(node: Node) -> int:
-        nodes.append(node)
-        return len(nodes) - 1
-
-    for i, node in enumerate(graph.nodes):
-        added = add(replace(node, inputs=[places[entry] for entry in node.inputs]))
-        for k in range(node.num_outputs):
-            places[i, k] = added, k
-            if (i, k) in wanted:
-                names[i, k] = f"_mxamp_probe{len(names)}"
-                probe = add(Node("null", names[i, k]))
-                reads = [(added, k), (probe, 0)]
-                places[i, k] = add(Node("elemwise_add", f"{names[i, k]}_add", {}, reads)), 0
-    return Graph(nodes, [places[head] for head in graph.heads], graph.attrs), names
-
-
-def _random_signs(output: NDArray, random: np.random.RandomState) -> NDArray:
-    """Return a combination of an output's elements, relative to their norm."""
-    values = output.asnumpy()
-    signs = random.choice([-1.0, 1.0], size=values.shape) / (np.linalg.norm(values) or 1.0)
-    heads = mx.nd.array(signs, ctx=output.context, dtype="float32")
-    return heads.as_np_ndarray() if isinstance(output, mx.np.ndarray) else heads

@@ -19,7 +19,7 @@ class Layer:
     name: str
     operator: str
     position: int  #: in the graph; -1 inside a loop
-    error: float = 0.0  #: relative, of the outputs, to first order
+    error: Optional[float] = None  #: relative, of the outputs, to first order; None: not known
     gain: Optional[float] = None  #: seconds, forward
 
 

@@ -5,7 +5,8 @@ from typing import Any, Dict, List
 
 import mxnet as mx
 
-from ..debugging.comparing.isolated import trained_arrays
+from ..debugging.comparing.backward_passes import trained_arrays
+from ..framework.arrays import plain_array
 from ..patches.autocast import autocast
 from ..policy.active import enter_region, leave_region
 from ..policy.policy import Policy
@@ -44,8 +45,8 @@ class _Steps:
     def __init__(self, name: str, arrays: List[Any]) -> None:
         optimizer = mx.optimizer.create(name, learning_rate=1e-6, **_OPTIMIZERS[name])
         self._updater = mx.optimizer.get_updater(optimizer)
-        self._weights = [array.copy() for array in arrays]
-        self._gradients = [array.zeros_like() for array in arrays]
+        self._weights = [plain_array(array).copy() for array in arrays]
+        self._gradients = [array.zeros_like() for array in self._weights]
 
     def take(self, policy: "Policy | None") -> float:
         numbers = list(range(len(self._weights)))

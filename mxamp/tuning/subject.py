@@ -11,20 +11,13 @@ from mxnet.context import Context, current_context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 
+from ..debugging.comparing.backward_passes import Recorded, loss_of, trained_arrays
 from ..debugging.comparing.batches import Batch, batches_of
-from ..debugging.comparing.isolated import (
-    IsolatedRun,
-    arrays_in,
-    copied,
-    dense_values,
-    gradients_of,
-    loss_of,
-    trained_arrays,
-)
+from ..debugging.comparing.isolated import IsolatedRun, arrays_in, copied, dense_values
 from ..debugging.comparing.randomness import Seeds
 from ..debugging.comparing.saved_models import block_of
 from ..errors import ArgumentError
-from ..framework.arrays import cast, dtypes_of
+from ..framework.arrays import cast, dtypes_of, plain_array
 from ..patches.autocast import autocast
 from ..policy.active import suspended
 from ..policy.policy import Policy
@@ -99,14 +92,22 @@ class Subject:
         """
         run, block = IsolatedRun(self.seeds), block or self.block
         self.seeds.begin_run()
-        recording = autograd.record() if self.training else autograd.pause(train_mode=False)
+        outputs: List[Any] = []
+        loss = self.loss
+
+        def record() -> Any:
+            with autograd.record():
+                outputs[:] = [block(*batch.inputs)]
+                return None if loss is None else loss_of(loss, outputs[0], batch.label)
+
         with autocast(enabled=policy is not None, policy=policy), run.opened():
-            with recording:
-                output = block(*batch.inputs)
-                loss = None if self.loss is None else loss_of(self.loss, output, batch.label)
-            gradients = {} if loss is None else self._gradients(loss, policy)
-        listed = [dense_values(array) for array in arrays_in(output)]
-        return Results(listed, gradients)
+            if loss is None:
+                with autograd.pause(train_mode=False):
+                    outputs = [block(*batch.inputs)]
+                gradients: Dict[str, Any] = {}
+            else:
+                gradients = self._gradients(Recorded(block, record), policy)
+        return Results([dense_values(array) for array in arrays_in(outputs)], gradients)
 
     def trace(self) -> Traced:
         """Return the graph that runs in float32, and what it reads, of the first batch."""
@@ -119,39 +120,38 @@ class Subject:
             raise ArgumentError(NO_GRAPH.format(name=self.block.name))
         return run.traced
 
-    def _gradients(self, loss: Any, policy: Optional[Policy]) -> Dict[str, Any]:
+    def _gradients(self, loss: Recorded, policy: Optional[Policy]) -> Dict[str, Any]:
         params = trained_arrays(self.block)
         arrays, scale = list(params.values()), 1.0
         if policy is not None and policy.target_dtype == "float16":
             found, scale = self._scaled_gradients(loss, arrays)
         else:
-            found = gradients_of(loss, arrays, scale)
+            found = loss.gradients(arrays, scale)
         return {name: dense_values(g) / np.float32(scale) for name, g in zip(params, found)}
 
     def _scaled_gradients(
-        self, loss: Any, arrays: Sequence[NDArray]
+        self, loss: Recorded, arrays: Sequence[NDArray]
     ) -> Tuple[Sequence[NDArray], float]:
         """Return gradients times the largest loss scale that keeps them finite, and the scale.
 
         Where the search ended the last time is the best guess: backward passes are expensive.
         """
         most, scale = LossScaler().loss_scale, self.scale
-        found = gradients_of(loss, arrays, scale)
-        if all_finite(found):
-            while scale < most and all_finite(gradients_of(loss, arrays, scale * 2)):
+        if all_finite(loss.gradients(arrays, scale)):
+            while scale < most and all_finite(loss.gradients(arrays, scale * 2)):
                 scale *= 2
         else:
             while scale > 1:
                 scale /= 2
-                if all_finite(gradients_of(loss, arrays, scale)):
+                if all_finite(loss.gradients(arrays, scale)):
                     break
         self.scale = scale
-        return gradients_of(loss, arrays, scale), scale
+        return loss.gradients(arrays, scale), scale
 
     @contextlib.contextmanager
     def with_weights(self, change: Callable[[NDArray], NDArray]) -> Iterator[None]:
         """Run with other values of the parameters that are trained."""
-        arrays = list(trained_arrays(self.block).values())
+        arrays = [plain_array(array) for array in trained_arrays(self.block).values()]
         with suspended(), autograd.pause():
             kept = [array.copy() for array in arrays]
             for array in arrays:

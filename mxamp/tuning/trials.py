@@ -4,6 +4,7 @@ In each round every form runs once, float32 first, and what counts is the ratio 
 same round: a machine that slows down slows all of them.
 """
 
+import logging
 import math
 import statistics
 import time
@@ -15,8 +16,9 @@ from mxnet.base import MXNetError
 from mxnet.gluon import HybridBlock
 
 from ..convert.models import convert_hybrid_block
-from ..debugging.comparing.isolated import arrays_in, loss_of
-from ..errors import AmpError
+from ..debugging.comparing.backward_passes import loss_of
+from ..debugging.comparing.isolated import arrays_in
+from ..errors import AmpError, StateError
 from ..patches.autocast import autocast
 from ..policy.active import enter_region, leave_region
 from ..policy.policy import Policy
@@ -25,10 +27,14 @@ from .subject import Subject
 
 __all__ = ["PLAIN", "Form", "Trials"]
 
+logger = logging.getLogger("mxamp")
+
 #: A turn lasts so many seconds at least: a form that is faster runs several times.
 _SHORTEST = 0.01
-#: What is so much slower than the fastest is not timed any longer.
-_HOPELESS = 0.85
+#: What has less of the speed of the fastest is not timed any longer: after one round, and later.
+_HOPELESS = (0.5, 0.85)
+#: What takes so many times as long as float32 in its first calls is not timed at all.
+_TOO_SLOW = 8.0
 #: A form takes the place of another where it is so much faster.
 MARGIN = 1.02
 
@@ -42,6 +48,8 @@ class Form(NamedTuple):
 
 PLAIN = Form("plain")
 
+NOT_RUNNING = "the model does not run in float32 as a hybridized block"
+
 
 class _Runner:
     """A form that is ready to run, and what was measured of it."""
@@ -50,6 +58,7 @@ class _Runner:
         self.form, self.block, self.step = form, block, step
         self.seconds: List[float] = []  #: of one run, by turn
         self.ratios: List[float] = []  #: float32's seconds over these, of the same round
+        self.given_up = False  #: it is far too slow
 
     def turn(self, repeats: int) -> float:
         began = time.perf_counter()
@@ -66,9 +75,11 @@ class Trials:
         self._runners: Dict[Form, _Runner] = {}
         self._repeats = 1
         with autocast(enabled=False):
-            self._ready(PLAIN)
-            seconds = min(self._runners[PLAIN].turn(1) for _ in range(2))
-        self._repeats = max(1, math.ceil(_SHORTEST / seconds))
+            if not self._ready(PLAIN):
+                raise StateError(NOT_RUNNING)
+            plain = self._runners[PLAIN]
+            plain.seconds.append(min(plain.turn(1) for _ in range(2)))
+        self._repeats = max(1, math.ceil(_SHORTEST / plain.seconds[0]))
 
     # ------------------------------------------------------------------ what was measured
 
@@ -115,15 +126,10 @@ class Trials:
                 if number:
                     self.deadline.check(needed, until)
                 self._round(running)
-                if number >= 1:
-                    best = max((self.speedup(form) for form in running), default=0.0)
-                    running = [f for f in running if self.speedup(f) >= best * _HOPELESS]
+                best = max((self.speedup(form) for form in running), default=0.0)
+                least = max(best, 1.0) * _HOPELESS[min(number, 1)]
+                running = [form for form in running if self.speedup(form) >= least]
         return sorted(ready, key=self.speedup, reverse=True)
-
-    def drop(self, form: Form) -> None:
-        """Let go of the block of a form."""
-        runner = self._runners[form]
-        runner.block, runner.step = self.subject.block, lambda: None
 
     def _turn(self, form: Form) -> float:
         seconds = self._runners[form].seconds
@@ -143,17 +149,23 @@ class Trials:
     def _ready(self, form: Form) -> bool:
         """Make a form run; tell whether it can."""
         if form in self._runners:
-            return True
+            return not self._runners[form].given_up
         self.deadline.check()
         try:
             block = self._block(form)
             runner = _Runner(form, block, self._step(form, block))
             # The first call makes the graph, the second one the memory.
-            runner.turn(2)
-        except (AmpError, MXNetError):
+            seconds = [runner.turn(1), runner.turn(1)]
+        except (AmpError, MXNetError) as error:
+            logger.debug("tune: %s does not run: %s", form, error)
             return False
         self._runners[form] = runner
-        return True
+        if form is not PLAIN:
+            plain = self._runners[PLAIN].seconds[-1]
+            runner.given_up = min(seconds) > plain * _TOO_SLOW
+            if runner.given_up:
+                runner.seconds, runner.ratios = [min(seconds)], [plain / min(seconds)]
+        return not runner.given_up
 
     def _block(self, form: Form) -> HybridBlock:
         if form.way not in ("converted", "fused"):

@@ -57,7 +57,7 @@ def tune(
 
         policy = amp.tune(net, [batch1, batch2], budget="60s")
         print(policy.evidence)  # what was measured, and the layers by what they cost
-        fast = amp.convert_hybrid_block(net, policy=policy)
+        fast = amp.convert_hybrid_block(net, policy=policy, example_inputs=batch1)
         policy.save("net.toml")  # and Policy.load("net.toml") later
 
     The model is run in float32 and under mxamp's policy, on your data. Where the errors are larger

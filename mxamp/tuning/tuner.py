@@ -1,5 +1,6 @@
 """One search for a policy: what is measured in which order, and what comes out of it."""
 
+import math
 from typing import Dict, FrozenSet, Iterable, List, Optional
 
 from ..framework.wording import counted
@@ -24,15 +25,18 @@ __all__ = ["Tuner"]
 #: Shares of the budget that are spent at the end of each phase.
 _FIRST_RACE, _LAYERS, _SEARCH, _SECOND_RACE, _SWITCHES = 0.3, 0.4, 0.65, 0.8, 0.95
 #: Rounds of a race: of the first, and of those between what is left.
-_FEW, _MORE = 3, 5
+_FEW, _MORE = 2, 5
 
 ACCURACY_ONLY = (
     "float16 on a CPU is for trying and testing: the policy was tuned for accuracy alone, and "
     "nothing was timed."
 )
+NO_KERNELS = (
+    "This CPU has no bfloat16 kernels (or DNNL_MAX_CPU_ISA hides them): only float32 was tried."
+)
 NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 NOT_LOW = "No policy in {dtype} within the tolerance was found: this one computes in float32."
-FLOAT32 = "Nothing that is accurate enough was faster than float32: the policy changes nothing."
+FLOAT32 = "Nothing that is accurate enough was faster than float32."
 NOT_PAID = (
     "{dtype} does not pay on this machine: at best the model had {low:.2f} times the speed of "
     "float32, and without it {others:.2f} times."
@@ -43,8 +47,9 @@ SEARCHED = "With {kept} of {layers} in float32 the model is accurate enough{proo
 STEPS = "Optimizer steps that are faster than MXNet's here: {steps}."
 MORE_DATA = f"Of the data, the first {MOST_BATCHES} batches were used."
 USED = "Measured as it runs by {call}."
+NOTHING = "The policy changes nothing."
 _CALLS = {
-    "plain": "MXNet alone",
+    "plain": "",
     "autocast": "init(policy=policy) or autocast(policy=policy), hybridized",
     "converted": "convert_hybrid_block(net, policy=policy)",
     "fused": "convert_hybrid_block(net, policy=policy), which fuses it",
@@ -92,24 +97,31 @@ class Tuner:
             self.notes.append(why)
 
     def _measure(self) -> None:
+        if self.timed and self.base.rule("Convolution").missing:
+            self.notes.append(NO_KERNELS)
+            self.chooser = Chooser(self.accuracy, self.applied, self.deadline)
+            self._choose(pays=False)
+            return
         self.deadline.phase(self.base.target_dtype)
         within = self.accuracy.of(self.base).within
         pays = self._first_race() if self.timed else True
-        self.layers = costs_of(
-            self.traced,
-            self.layers,
-            self.base,
-            self.subject.training,
-            self.seed,
-            self.deadline,
-            until=_LAYERS,
-        )
         if within:
             self.kept = frozenset()
         elif pays:
+            # The search needs to know what layers cost; else that is for the report alone.
+            self._look_at_layers(_LAYERS)
             self._search()
         if self.timed:
             self._choose(pays)
+        if within or not pays:
+            self._look_at_layers(1.0)
+        if self.chooser is not None:
+            self.deadline.phase("accuracy of all forms")
+            self.chooser.verify()
+
+    def _look_at_layers(self, until: float) -> None:
+        arguments = self.base, self.subject.training, self.seed, self.deadline, until
+        self.layers = costs_of(self.traced, self.layers, *arguments)
 
     # ------------------------------------------------------------------ accuracy
 
@@ -128,7 +140,7 @@ class Tuner:
 
         # What costs most comes first; of equals, what runs first.
         numbers = range(len(self.layers))
-        search = Search(works, sorted(numbers, key=lambda i: (-self.layers[i].error, i)))
+        search = Search(works, sorted(numbers, key=lambda i: (-(self.layers[i].error or 0.0), i)))
         try:
             search.run()
         except OutOfTimeError:
@@ -177,10 +189,10 @@ class Tuner:
             if self.subject.training:
                 self.deadline.phase("optimizer steps")
                 self.step_speedups = step_speedups(self.subject, self.base, self.deadline)
+        except OutOfTimeError:
+            self._ended(OUT_OF_TIME)
         finally:
             chooser.choose(policies)
-        self.deadline.phase("accuracy of all forms")
-        chooser.verify()
 
     # ------------------------------------------------------------------ the result
 
@@ -195,7 +207,8 @@ class Tuner:
         if self.accuracy.unknown:
             self.notes.append(self.accuracy.said_of_unknown())
         if self.timed:
-            self.notes.append(USED.format(call=_CALLS[way]))
+            call = _CALLS["autocast" if way == "plain" and faster else way]
+            self.notes.append(USED.format(call=call) if call else NOTHING)
         return policy.with_evidence(self._evidence(way, policy, verdict))
 
     def _chosen(self) -> "tuple[str, Policy, Verdict]":
@@ -223,10 +236,11 @@ class Tuner:
                 layer.operator,
                 layer.position,
                 layer.name in kept,
-                layer.error,
+                math.nan if layer.error is None else layer.error,
                 None if layer.gain is None else layer.gain * 1e3,
             )
             for layer in self.layers
+            if layer.error is not None or layer.name in kept
         )
         by_metric = self.accuracy.metric is not None and self.accuracy.tolerance.rtol is None
         return Evidence(

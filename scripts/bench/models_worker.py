@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 
@@ -125,13 +125,13 @@ def mxnet_model(model: str) -> Any:
 
 def switched_on(contender: str, dtype: str) -> Any:
     """Return the AMP that a contender uses, on if it is to be."""
-    if contender in ("mxamp", "substituted", "converted", "fused"):
+    if contender in ("mxamp", "substituted", "converted", "fused", "tuned"):
         import mxamp as amp
 
         policy = amp.Policy.default(dtype, "cpu")
         if contender == "substituted":
             policy = policy.override(low=[], replace_lists=True)
-        if contender not in ("converted", "fused"):
+        if contender not in ("converted", "fused", "tuned"):
             amp.init(policy=policy)
         return amp
     import mxamp.framework.compat
@@ -144,9 +144,26 @@ def switched_on(contender: str, dtype: str) -> Any:
     return amp
 
 
+def as_tuned(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) -> Any:
+    """Return a net as `tune` has measured it, and what that has chosen."""
+    batch = (*data, labels) if loss is not None else tuple(data)
+    policy = amp.tune(net, batch, loss, target_dtype=dtype, budget="60s")
+    chosen = policy.evidence.chosen
+    if chosen.way in ("converted", "fused"):
+        net = amp.convert_hybrid_block(net, policy=policy, example_inputs=data)
+        net.hybridize(static_alloc=True, static_shape=True)
+    steps = loss is not None and {"sgd", "adam"} & {*policy.substitutions}
+    if chosen.way == "autocast" or (chosen.way == "plain" and steps):
+        amp.init(policy=policy)
+    said = [chosen.way, chosen.precision] if chosen.way != "plain" else ["float32"]
+    said += ["own optimizer steps"] if steps else []
+    said += [f"{chosen.kept} layers in float32"] if chosen.kept else []
+    return net, {"chosen": ", ".join(said), "plain": chosen.way == "plain" and not steps}
+
+
 def mxnet_step(
     contender: str, model: str, mode: str, dtype: str, folder: Path
-) -> Callable[[], Any]:
+) -> Tuple[Callable[[], Any], Dict[str, Any]]:
     amp = switched_on(contender, dtype)
     import mxnet as mx
     from mxnet import autograd, gluon, nd
@@ -164,6 +181,10 @@ def mxnet_step(
         net.load_parameters(str(file))
     net.hybridize(static_alloc=True, static_shape=True)
     loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+    said: Dict[str, Any] = {}
+    if contender == "tuned":
+        loss = loss_function if mode == "training" else None
+        net, said = as_tuned(amp, net, data, labels, loss, dtype)
     params = [p for p in net.collect_params().values() if p.grad_req != "null"]
     trainer = gluon.Trainer(
         net.collect_params(),
@@ -176,7 +197,7 @@ def mxnet_step(
             net, dtype, cast_optional_params=True, example_inputs=data, fuse=contender == "fused"
         )
         net.hybridize(static_alloc=True, static_shape=True)
-    elif contender != "float32":
+    elif contender != "float32" and not (contender == "tuned" and mode == "inference"):
         amp.init_trainer(trainer)
 
     def train() -> None:
@@ -199,11 +220,11 @@ def mxnet_step(
         factor = 1.0
         if contender == "stock":
             factor = trainer._amp_loss_scaler.loss_scale
-        elif contender == "mxamp":
+        elif contender in ("mxamp", "tuned"):
             factor = trainer.amp_last_step.loss_scale
         grads = [p.grad().astype("float32").asnumpy().ravel() / factor for p in params]
         np.save(folder / f"{contender}-gradients.npy", np.concatenate(grads))
-    return train if mode == "training" else infer
+    return train if mode == "training" else infer, said
 
 
 # ---------------------------------------------------------------------- PyTorch
@@ -285,12 +306,13 @@ def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any
 
 def main() -> None:
     contender, model, mode, dtype, folder = sys.argv[1:]
+    said: Dict[str, Any] = {}
     if contender.startswith("torch"):
         step = torch_step(model, mode, dtype, contender == "torch")
     else:
-        step = mxnet_step(contender, model, mode, dtype, Path(folder))
+        step, said = mxnet_step(contender, model, mode, dtype, Path(folder))
     step()
-    speak(memory=peak_memory())
+    speak(memory=peak_memory(), **said)
     for _ in sys.stdin:
         began = time.perf_counter()
         step()

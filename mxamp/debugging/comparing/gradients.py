@@ -20,18 +20,11 @@ from ...policy.active import suspended
 from ...scaling.hook import Stage, TrainerHook, fresh_gradients
 from ...scaling.scaler import positive_number
 from ..observing import Call, Run
+from .backward_passes import gradients_of, loss_of, trained_arrays
 from .batches import Batch, batches_of
 from .exponents import ExponentCounts
 from .histogram import GradientHistogram
-from .isolated import (
-    IsolatedRun,
-    copied,
-    gradients_of,
-    loss_of,
-    tensors_in,
-    trained_arrays,
-    unchanged,
-)
+from .isolated import IsolatedRun, copied, tensors_in, unchanged
 from .randomness import Seeds
 
 __all__ = ["gradient_histogram"]

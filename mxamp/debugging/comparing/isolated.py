@@ -12,7 +12,6 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 import mxnet as mx
 from mxnet import autograd
-from mxnet.base import MXNetError
 from mxnet.context import Context, current_context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.parameter import DeferredInitializationError
@@ -21,15 +20,12 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ...convert.blocks import rebuilt, trace
-from ...errors import ArgumentError, StateError
+from ...errors import StateError
 from ...framework.arrays import cast, dtypes_of
 from ...framework.nested import as_list, map_arrays
-from ...framework.wording import shown
 from ...graph.census import Tensor, tensors_of
 from ...graph.graph import Graph, Output
 from ...policy.active import suspended
-from ...scaling.loss_outputs import scaled_heads
-from ...scaling.trainer import scaled_loss
 from ..observing import Call, Observer, Run
 from .randomness import Seeds, any_draws, draws, drops, mask_of, with_masks
 
@@ -38,26 +34,13 @@ __all__ = [
     "arrays_in",
     "copied",
     "dense_values",
-    "gradients_of",
-    "loss_of",
     "outputs_of",
     "tensors_in",
-    "trained_arrays",
     "unchanged",
 ]
 
-#: As it was before front ends patched it: those scale the losses of scripts.
-_backward = autograd.backward
-
 #: Where a hybrid block keeps its graph.
 _GRAPH = ("_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_format")
-
-
-NO_LOSS_VALUE = (
-    "the loss must return an NDArray that is computed from the net's output, not {given}"
-)
-#: What MXNet says of a loss that nothing was recorded of.
-_NOT_RECORDED = "not in a computational graph", "no inputs in computation graph"
 
 
 class IsolatedRun(Observer):
@@ -228,49 +211,6 @@ def tensors_in(
         found = zip(unknown, dtypes_of(arrays), arrays)
         tensors.update({entry: Tensor(dtype, array.shape) for entry, dtype, array in found})
     return tensors
-
-
-# ---------------------------------------------------------------------- gradients
-
-
-def trained_arrays(block: Block) -> Dict[str, NDArray]:
-    """Return the values, on the first device, of the parameters that get gradients."""
-    params = block.collect_params().values()
-    return {param.name: param.list_data()[0] for param in params if param.grad_req != "null"}
-
-
-def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
-    """Return the loss of an output; raise `ArgumentError` where the function returns none."""
-    found = loss(output, label)
-    if not arrays_in(found):
-        raise ArgumentError(NO_LOSS_VALUE.format(given=shown(found)))
-    return found
-
-
-def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
-    """Return the gradients, times a scale, of a recorded loss; they are held by these arrays.
-
-    It may be called again, and writes to the same gradients then.
-    """
-    if not arrays:
-        return []
-    with suspended(), autograd.record():
-        heads = [scaled_loss(one, scale) for one in arrays_in(loss)]
-    with suspended(), autograd.pause(), scaled_heads(scale):
-        for gradient in [array.grad for array in arrays]:
-            # Those that the loss does not depend on are not written, others may be added to.
-            if gradient.stype == "default":
-                gradient[:] = 0
-            else:
-                mx.nd.sparse.zeros_like(gradient, out=gradient)
-        try:
-            _backward(heads, retain_graph=True)
-        except MXNetError as error:
-            if not any(words in str(error) for words in _NOT_RECORDED):
-                raise
-            raise ArgumentError(NO_LOSS_VALUE.format(given="one of other values")) from None
-    # Asked for again: MXNet may have put another array in a gradient's place.
-    return [array.grad for array in arrays]
 
 
 def dense_values(array: NDArray) -> Any:

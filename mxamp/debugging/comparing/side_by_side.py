@@ -26,9 +26,10 @@ from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler, positive_number
+from .backward_passes import Recorded, loss_of, trained_arrays
 from .batches import Batch, batches_of
 from .comparison import Comparison, TensorError
-from .isolated import copied, dense_values, gradients_of, loss_of, trained_arrays, unchanged
+from .isolated import copied, dense_values, unchanged
 from .layers import Key, Layer, LayerRun
 from .randomness import Seeds
 from .saved_models import block_of
@@ -178,28 +179,36 @@ class _Comparing:
         run = LayerRun(self.net, self.seeds, plain=policy is None)
         training = self.loss is not None
         recording = autograd.record() if training else autograd.pause(train_mode=False)
-        with autocast(enabled=policy is not None, policy=policy), run.opened(), recording:
-            with run.watching(block, batch.inputs):
+        with autocast(enabled=policy is not None, policy=policy), run.opened():
+            with recording, run.watching(block, batch.inputs):
                 output = block(*batch.inputs)
-            loss = None if self.loss is None else loss_of(self.loss, output, batch.label)
-        params = trained_arrays(block)
-        if loss is None or not params:
-            return _Pass(run, {})
-        arrays = list(params.values())
-        if policy is None:
-            gradients, scale = gradients_of(loss, arrays, 1.0), 1.0
-        else:
-            gradients, scale = self._gradients(loss, arrays), self.scale
+            if self.loss is None:
+                return _Pass(run, {})
+            loss, first = self.loss, [output]
+
+            def record() -> Any:
+                with autograd.record():
+                    found = first.pop() if first else block(*batch.inputs)
+                    return loss_of(loss, found, batch.label)
+
+            recorded = Recorded(block, record)
+            params = trained_arrays(block)
+            arrays = list(params.values())
+            scale = 1.0
+            if policy is None:
+                gradients = recorded.gradients(arrays, scale)
+            else:
+                gradients, scale = self._gradients(recorded, arrays), self.scale
         return _Pass(
             run, {name: dense_values(g) / np.float32(scale) for name, g in zip(params, gradients)}
         )
 
-    def _gradients(self, loss: Any, arrays: Sequence[NDArray]) -> List[NDArray]:
+    def _gradients(self, recorded: Recorded, arrays: Sequence[NDArray]) -> List[NDArray]:
         """Return the gradients of a loss, times a scale that keeps them finite where it may."""
-        gradients = gradients_of(loss, arrays, self.scale)
+        gradients = recorded.gradients(arrays, self.scale)
         while self.searching and self.scale > 1 and not all_finite(gradients):
             self.scale /= 2
-            gradients = gradients_of(loss, arrays, self.scale)
+            gradients = recorded.gradients(arrays, self.scale)
         return gradients
 
     # ------------------------------------------------------------------ the results

@@ -1,0 +1,213 @@
+"""Which form is chosen, by times that the tests make up: no test depends on how fast it runs."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import with_avx512
+from mxamp.tuning import optimizers, trials
+from mxamp.tuning.accuracy import Accuracy, Verdict
+from mxamp.tuning.deadline import Deadline, OutOfTimeError, watched
+
+
+def net_with_relu():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(16, 3, in_channels=16), nn.HybridLambda("relu"), nn.Flatten())
+        net.add(nn.Dense(4))
+    net.initialize(mx.init.Xavier())
+    return net, mx.nd.random.normal(shape=(32, 16, 6, 6))
+
+
+def described(form):
+    """A form as a tuple: its way, whether it is in low precision, and its substitutions."""
+    if form.policy is None:
+        return ("plain",)
+    graph = {"relu"} & {*form.policy.substitutions}
+    return (form.way, "low" if form.policy.lowers else "float32", *sorted(graph))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Make times up: a dict from forms, as `described` shows them, to milliseconds."""
+    times = {}
+
+    def turn(self, repeats):
+        self.step()
+        return times.get(described(self.form), 10.0) / 1e3
+
+    monkeypatch.setattr(trials._Runner, "turn", turn)
+    monkeypatch.setattr(optimizers._Steps, "take", lambda _self, policy: 2.0 if policy else 1.0)
+    return times
+
+
+def chosen(policy):
+    trial = policy.evidence.chosen
+    if trial.way == "plain":
+        return ("plain",)
+    low = "float32" if trial.precision == "float32" else "low"
+    return (trial.way, low, *trial.substitutions)
+
+
+@with_avx512
+@pytest.mark.parametrize(
+    "times, expected",
+    [
+        ({}, ("plain",)),
+        ({("fused", "low", "relu"): 5}, ("fused", "low", "relu")),
+        ({("fused", "float32", "relu"): 4, ("fused", "low", "relu"): 5}, ("fused", "float32", "relu")),
+        ({("autocast", "low", "relu"): 7, ("converted", "low", "relu"): 6}, ("converted", "low", "relu")),
+        # Slower without the substitution, or with it.
+        ({("autocast", "float32", "relu"): 7}, ("autocast", "float32", "relu")),
+        ({("converted", "low", "relu"): 7, ("converted", "low"): 5}, ("converted", "low")),
+        # As fast as each other: float32.
+        ({("fused", "low", "relu"): 5, ("fused", "float32", "relu"): 5}, ("fused", "float32", "relu")),
+        # No faster than chance.
+        ({("fused", "low", "relu"): 9.9}, ("plain",)),
+    ],
+)  # fmt: skip
+def test_the_fastest_form_is_chosen(clock, times, expected):
+    clock.update(times)
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(policy) == expected
+    assert policy.evidence.complete
+    assert policy.lowers == (expected[1:2] == ("low",))
+    speeds = [trial.speedup for trial in policy.evidence.trials if trial.within]
+    assert policy.evidence.chosen.speedup >= 1
+    assert policy.evidence.chosen.speedup * 1.02 >= max(speeds)
+
+
+@with_avx512
+def test_what_is_not_accurate_enough_is_not_chosen(clock, monkeypatch):
+    clock.update({("fused", "low", "relu"): 3, ("converted", "low", "relu"): 5})
+    of = Accuracy.of
+
+    def of_fused(self, policy, block=None):
+        fused = block is not None and any(
+            name.startswith("_sg_mkldnn") for name in block._source.graph.operators
+        )
+        return Verdict(0.9, None, None, within=False) if fused else of(self, policy, block)
+
+    monkeypatch.setattr(Accuracy, "of", of_fused)
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(policy) == ("converted", "low", "relu")
+    [fused] = [t for t in policy.evidence.trials if t.way == "fused" and t.precision == "bfloat16"]
+    assert (fused.error, fused.within) == (0.9, False)
+
+
+@with_avx512
+def test_low_precision_that_does_not_pay_is_not_searched(clock):
+    clock.update({("autocast", "low", "relu"): 30, ("converted", "low", "relu"): 30})
+    clock.update({("fused", "low", "relu"): 30})
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", rtol=1e-4, budget=100, progress=False)
+    assert chosen(policy) == ("plain",)
+    assert any("does not pay" in note for note in policy.evidence.notes)
+    assert not any(layer.kept for layer in policy.evidence.layers)
+
+
+@with_avx512
+def test_training_steps(clock):
+    clock.update({("autocast", "low", "relu"): 5})
+    net, data = net_with_relu()
+    loss, labels = mx.gluon.loss.L2Loss(), mx.nd.zeros((32, 4))
+    policy = amp.tune(
+        net, (data, labels), loss, target_dtype="bfloat16", budget=100, progress=False
+    )
+    assert chosen(policy) == ("autocast", "low", "relu")
+    assert {trial.way for trial in policy.evidence.trials} == {"plain", "autocast"}
+    # The steps are slower than MXNet's, by the times that were made up.
+    assert not {"sgd", "adam"} & {*policy.substitutions}
+    assert policy.evidence.gradient_error is not None
+
+
+def test_forms_that_do_not_run_are_left_out(clock, monkeypatch):
+    def fails(*_args, **_options):
+        raise amp.ArgumentError("no kernels")
+
+    monkeypatch.setattr(trials, "convert_hybrid_block", fails)
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert {trial.way for trial in policy.evidence.trials} <= {"plain", "autocast"}
+
+
+def test_what_is_far_too_slow_is_timed_once(clock):
+    clock.update({("autocast", "low", "relu"): 500})
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    slow = [t for t in policy.evidence.trials if t.speedup < 0.1]
+    assert all(trial.spread == 0 for trial in slow)
+
+
+def test_ratios_are_those_of_one_round(clock, monkeypatch):
+    # A machine that gets slower and slower slows float32 and the others alike.
+    net, data = net_with_relu()
+    turns = []
+
+    def turn(self, repeats):
+        self.step()
+        turns.append(self.form)
+        fast = self.form.way == "fused" and not self.form.policy.lowers
+        return (1 + len(turns) / 10) * (5.0 if fast else 10.0)
+
+    monkeypatch.setattr(trials._Runner, "turn", turn)
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(policy) == ("fused", "float32", "relu")
+    assert policy.evidence.chosen.speedup == pytest.approx(2, rel=0.2)
+
+
+def test_no_kernels_no_low_precision(clock, monkeypatch):
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+    clock.update({("fused", "float32", "relu"): 5})
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(policy) == ("fused", "float32", "relu")
+    assert all(trial.precision == "float32" for trial in policy.evidence.trials)
+    assert any("no bfloat16 kernels" in note for note in policy.evidence.notes)
+
+
+# ---------------------------------------------------------------------- what is chosen, used
+
+
+def test_what_was_chosen_is_what_runs(clock):
+    clock.update({("fused", "float32", "relu"): 5})
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    fast = amp.convert_hybrid_block(net, policy=policy, example_inputs=data)
+    assert any(name.startswith("_sg_mkldnn") for name in fast._source.graph.operators)
+    np.testing.assert_allclose(fast(data).asnumpy(), net(data).asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_deadline():
+    now = [0.0]
+    deadline = Deadline(10, clock=lambda: now[0])
+    now[0] = 6.0
+    deadline.check()
+    deadline.check(3.9)
+    with pytest.raises(OutOfTimeError):
+        deadline.check(4.1)
+    with pytest.raises(OutOfTimeError):
+        deadline.check(until=0.5)
+    assert (deadline.spent, deadline.left) == (6.0, 4.0)
+
+
+def test_the_bar_shows_phase_and_time(monkeypatch, capsys):
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    now = [0.0]
+    deadline = Deadline(10, clock=lambda: now[0])
+    with watched(deadline, show=True):
+        now[0] = 3.0
+        deadline.phase("layers to keep")
+    shown = capsys.readouterr().err
+    assert "layers to keep" in shown
+    assert "7 s left" in shown
+    with watched(deadline, show=False):
+        deadline.phase("switches")
+    assert not capsys.readouterr().err

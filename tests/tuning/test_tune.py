@@ -1,0 +1,344 @@
+"""`tune` finds the layers that were planted, keeps to its budget, and says what it found."""
+
+import itertools
+import logging
+import math
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd
+from mxnet.gluon import nn
+from planted import chain
+
+import mxamp as amp
+from mxamp.policy.overrides import exactly
+from mxamp.tuning.accuracy import Accuracy, Tolerance
+from mxamp.tuning.deadline import Deadline, seconds_of
+from mxamp.tuning.subject import Subject
+
+KINDS = {"overflow": "float16", "cancellation": "bfloat16"}
+
+
+def tuned(net, data, loss=None, budget=120, timed=False, **options):
+    return amp.tune(net, data, loss, budget=budget, timed=timed, progress=False, **options)
+
+
+def kept(policy):
+    return {layer.name for layer in policy.evidence.layers if layer.kept}
+
+
+def small(prefix="small_"):
+    net = nn.HybridSequential(prefix=prefix)
+    with net.name_scope():
+        net.add(nn.Dense(8, activation="relu", in_units=6), nn.Dense(3, in_units=8))
+    net.initialize(mx.init.Xavier())
+    return net, mx.nd.random.normal(shape=(5, 6))
+
+
+# ---------------------------------------------------------------------- planted layers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "layers, bad",
+    [
+        (10, [4]),
+        (10, [0]),
+        (11, [0, 9]),
+        (30, [7, 8]),
+        (30, [28]),
+        pytest.param(60, [3, 40], marks=pytest.mark.slow),
+        pytest.param(100, [0, 98], marks=pytest.mark.slow),
+        pytest.param(200, [57], marks=pytest.mark.slow),
+        pytest.param(200, [101, 102], marks=pytest.mark.slow),
+    ],
+)
+def test_planted_layers_are_found_and_they_alone(kind, layers, bad):
+    net, data, names = chain(layers, bad, kind)
+    policy = tuned(net, data, target_dtype=KINDS[kind])
+    assert kept(policy) == names
+    assert policy.evidence.complete
+    assert any("no smaller set" in note for note in policy.evidence.notes)
+    count = len(names)
+    assert policy.evidence.evaluations <= 4 * math.log2(layers) + 4 * count
+    with amp.autocast(policy=policy):
+        net.hybridize()
+        outputs = net(data)
+    with amp.autocast(enabled=False):
+        plain = net(data)
+    error = np.linalg.norm((outputs - plain).asnumpy()) / np.linalg.norm(plain.asnumpy())
+    assert error <= 0.05
+    assert error == pytest.approx(policy.evidence.error, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_kept_where_nothing_is_broken(kind):
+    net, data, _ = chain(12, [], kind)
+    policy = tuned(net, data, target_dtype=KINDS[kind])
+    assert not kept(policy)
+    assert policy.evidence.evaluations == 1
+    assert policy.with_evidence(None) == amp.Policy.default(KINDS[kind])
+
+
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_set_is_as_small_as_brute_force_finds(seed):
+    # Errors that add up: no layer is bad, and few may be in low precision together.
+    net, data, _ = chain(5, [], "cancellation", seed=seed)
+    names = [f"net_layer{i}_fwd" for i in range(5)]
+    base = amp.Policy.default("bfloat16")
+    accuracy = Accuracy(
+        Subject(net, data, None, labelled=False), "bfloat16", Tolerance(), Deadline(100), 0
+    )
+
+    def error(some):
+        return accuracy.of(base.override(fp32_layers=[exactly(name) for name in some])).error
+
+    every = {some: error(some) for size in range(6) for some in itertools.combinations(names, size)}
+    sizes = set()
+    for rtol in (0.001, 0.003, 0.004, 0.005):
+        least = min(len(some) for some, found in every.items() if found <= rtol)
+        policy = tuned(net, data, target_dtype="bfloat16", rtol=rtol)
+        assert policy.evidence.error <= rtol
+        # With all of them in float32 it is a policy for that.
+        assert len(kept(policy)) == (least if policy.lowers else 0)
+        assert policy.lowers == (least < 5)
+        sizes.add(least)
+    assert len(sizes) > 2
+
+
+def test_gradients_count_in_training():
+    # In float16 this loss is fine, and its gradient with respect to the first layer is lost.
+    net, data, _ = chain(12, [], "overflow")
+    net[5].weight.set_data(net[5].weight.data() * 3e-5)
+    net[6].weight.set_data(net[6].weight.data() / 3e-5)
+    loss = mx.gluon.loss.L2Loss()
+    policy = tuned(net, (data, mx.nd.zeros_like(data)), loss, target_dtype="float16")
+    assert policy.evidence.mode == "training"
+    assert policy.evidence.gradient_error <= 0.5
+    with amp.autocast(policy=policy), autograd.record():
+        net.hybridize()
+        found = loss(net(data), mx.nd.zeros_like(data))
+    found.backward()
+    assert np.isfinite(net[0].weight.grad().asnumpy()).all()
+
+
+def test_the_same_seed_gives_the_same_layers():
+    net, data, _ = chain(6, [], "cancellation")
+    sets = [
+        kept(tuned(net, data, target_dtype="bfloat16", rtol=0.003, seed=seed)) for seed in (7, 7)
+    ]
+    assert sets[0] == sets[1]
+    assert sets[0]
+
+
+def test_nodes_of_one_name_are_one_layer():
+    layer = nn.Dense(8, in_units=8, prefix="twice_")
+    layer.initialize(mx.init.Xavier())
+
+    class Net(nn.HybridBlock):
+        def hybrid_forward(self, F, x):  # noqa: N803
+            return layer(F.relu(layer(x)))
+
+    net = Net(prefix="net_")
+    net.register_child(layer)
+    policy = tuned(net, mx.nd.random.normal(shape=(4, 8)), target_dtype="float16")
+    names = [one.name for one in policy.evidence.layers]
+    assert names.count("twice_fwd") == 1
+
+
+# ---------------------------------------------------------------------- what is measured against
+
+
+def test_a_metric_in_place_of_a_tolerance():
+    net, data, names = chain(10, [4], "overflow")
+    labels = mx.nd.array(np.argmax(net(data).asnumpy(), axis=1))
+    seen = []
+
+    def accuracy(label, prediction):
+        seen.append(prediction.dtype)
+        return float((prediction.argmax(1) == label).mean())
+
+    policy = tuned(net, (data, labels), target_dtype="float16", metric=accuracy, min_metric=1.0)
+    assert kept(policy) == names
+    assert policy.evidence.metric == 1.0
+    assert set(seen) == {np.dtype("float32")}
+    metric = mx.metric.Accuracy()
+    again = tuned(net, [(data, labels)] * 2, target_dtype="float16", metric=metric)
+    assert kept(again) == names
+    assert metric.num_inst == 0
+
+
+def test_no_policy_is_better_than_float32():
+    net, data = small()
+    labels = mx.nd.full(5, 7)
+    with pytest.raises(amp.StateError, match=r"min_metric=0\.5: the float32 model itself has 0"):
+        tuned(net, (data, labels), metric="acc", min_metric=0.5)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_float32_model_that_is_not_finite_is_an_error(value):
+    net, data = small()
+    net[1].bias.set_data(mx.nd.full(3, value))
+    with pytest.raises(amp.StateError, match="in float32 already, 15 elements of its outputs"):
+        tuned(net, data)
+
+
+def test_an_unstable_model_is_an_error():
+    net, data, _ = chain(8, [], "cancellation")
+    for layer in net:
+        layer.weight.set_data(layer.weight.data() * 1e4)
+
+    class Chaotic(nn.HybridBlock):
+        def hybrid_forward(self, F, x):  # noqa: N803
+            return F.sin(net(x))
+
+    chaotic = Chaotic()
+    chaotic.register_child(net)
+    with pytest.raises(amp.StateError, match="its outputs change by"):
+        tuned(chaotic, data)
+    net, data = small()
+    with pytest.raises(amp.StateError, match="or an rtol of"):
+        tuned(net, data, rtol=1e-8)
+
+
+def test_gradients_that_float32_does_not_know_are_left_out():
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = nn.Dense(6, in_units=6)
+                self.norm = nn.BatchNorm(in_channels=6)
+
+        def hybrid_forward(self, F, x):  # noqa: N803
+            return self.norm(self.dense(x))
+
+    net = Net()
+    net.initialize(mx.init.Xavier())
+    data = mx.nd.random.normal(shape=(32, 6))
+    policy = tuned(net, (data, data), mx.gluon.loss.L1Loss(), target_dtype="bfloat16")
+    # A bias before a BatchNorm has no gradient but rounding errors.
+    [note] = [note for note in policy.evidence.notes if "could not be compared" in note]
+    assert "bias" in note
+
+
+# ---------------------------------------------------------------------- bounds
+
+
+def test_a_budget_that_is_too_short_gives_float32():
+    net, data, _ = chain(30, [4], "overflow")
+    policy = tuned(net, data, target_dtype="float16", budget=1e-6)
+    assert not policy.lowers
+    assert not policy.evidence.complete
+    assert any("budget" in note for note in policy.evidence.notes)
+
+
+@pytest.mark.parametrize("after", [3, 5])
+def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
+    net, data, names = chain(40, [10, 30], "overflow")
+    of, calls = Accuracy.of, []
+
+    def interrupted(self, policy, block=None):
+        calls.append(policy)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        return of(self, policy, block)
+
+    monkeypatch.setattr(Accuracy, "of", interrupted)
+    policy = tuned(net, data, target_dtype="float16")
+    assert not policy.evidence.complete
+    assert any("Ctrl-C" in note for note in policy.evidence.notes)
+    assert not policy.lowers or kept(policy) >= names
+    assert amp.current_policy() is None
+
+
+def test_what_the_caller_holds_stays_as_it_is():
+    net, data = small()
+    net.hybridize()
+    labels = mx.nd.zeros(5)
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    with autograd.record():
+        loss(net(data), labels).backward()
+    params = net.collect_params().values()
+    before = [(p.data().asnumpy(), p.grad().asnumpy()) for p in params]
+    graph, op = net._cached_graph, net._cached_op
+    mx.random.seed(3)
+    expected = mx.nd.random.normal(shape=(2,)).asnumpy()
+    mx.random.seed(3)
+    np.random.seed(3)
+    drawn = np.random.RandomState(3).rand()
+    tuned(net, (data, labels), loss, timed=True, budget=20)
+    assert np.array_equal(mx.nd.random.normal(shape=(2,)).asnumpy(), expected)
+    assert np.random.rand() == drawn
+    assert (net._cached_graph, net._cached_op) == (graph, op)
+    for (data_before, grad_before), param in zip(before, params):
+        assert np.array_equal(param.data().asnumpy(), data_before)
+        assert np.array_equal(param.grad().asnumpy(), grad_before)
+
+
+def test_other_modes_around_it_do_not_matter():
+    net, data, names = chain(10, [4], "overflow")
+    amp.init("bfloat16")
+    with amp.autocast("float16"):
+        policy = tuned(net, data, target_dtype="float16")
+    assert kept(policy) == names
+    assert amp.current_policy().target_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"mode": "serving"}, "mode must be 'inference' or 'training'"),
+        ({"mode": "training"}, "give the loss"),
+        ({"mode": "inference", "loss": mx.gluon.loss.L2Loss()}, "leave one of the two out"),
+        ({"rtol": 0}, "rtol must be a positive finite number"),
+        ({"min_metric": 0.5}, "give the metric too"),
+        ({"metric": "no such metric"}, "metric must be a metric of MXNet's"),
+        ({"metric": "acc", "min_metric": "high"}, "min_metric must be a number"),
+        ({"metric": "acc", "loss": mx.gluon.loss.L2Loss()}, "asks for training"),
+        ({"budget": "soon"}, "budget must be"),
+        ({"budget": 0}, "budget must be"),
+        ({"budget": True}, "budget must be"),
+        ({"target_dtype": "int8"}, "target dtype must be"),
+        ({"net": 3}, "the model must be a Block"),
+        ({"data": []}, "no batch"),
+        ({"metric": "acc"}, "with a loss, a batch is a tuple"),
+        ({"policy": "fast"}, "policy must be"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    net, data = small()
+    given = {"net": net, "data": data, "loss": None, **change}
+    with pytest.raises(amp.ArgumentError, match=message):
+        tuned(given.pop("net"), given.pop("data"), given.pop("loss"), **given)
+
+
+def test_a_block_that_can_not_be_traced():
+    class Eager(mx.gluon.Block):
+        def forward(self, x):
+            return x * float(x.sum().asscalar())
+
+    with pytest.raises(amp.ArgumentError, match="can't be traced"):
+        tuned(Eager(), mx.nd.ones((2, 2)))
+
+
+@pytest.mark.parametrize(
+    "budget, seconds", [("90s", 90), ("1.5m", 90), ("2h", 7200), (" 30 ", 30), (0.5, 0.5)]
+)
+def test_budgets(budget, seconds):
+    assert seconds_of(budget) == seconds
+
+
+def test_batches_beyond_the_first_are_counted_out():
+    net, data = small()
+    policy = tuned(net, (data for _ in range(40)))
+    assert any("first 16 batches" in note for note in policy.evidence.notes)
+
+
+def test_it_says_why_nothing_was_timed(caplog):
+    net, data = small()
+    caplog.set_level(logging.INFO, "mxamp")
+    policy = amp.tune(net, data, target_dtype="float16", progress=False)
+    assert "accuracy alone" in str(policy.evidence)
+    assert policy.lowers
+    assert not policy.evidence.trials
