@@ -10,7 +10,8 @@ from ..framework.wording import shown
 from ..policy.active import current_policy
 from .checkpoint import taken_state
 from .finite import all_finite, multiply
-from .hook import TrainerHook, fresh_gradients
+from .hook import TrainerHook
+from .reduction import fresh_gradients
 from .scaler import LossScaler, NoScaler, Scaler
 
 __all__ = ["attach_hook", "hook_in_force", "hook_of"]
