@@ -1,10 +1,8 @@
 """Modules on a distributed kvstore: the same weights in all workers, and steps in step."""
 
-import weakref
 from typing import Any, Mapping
 
 import mxnet as mx
-from mxnet.kvstore import KVStore
 from mxnet.module import Module
 
 from ..errors import StateError
@@ -19,8 +17,9 @@ COMPRESSED = (
     "has overflowed: leave compression_params out, or train in float32"
 )
 
-#: By kvstore: the modules of several buckets share one.
-_workers: "weakref.WeakKeyDictionary[KVStore, Workers]" = weakref.WeakKeyDictionary()
+#: An attribute of a kvstore, as the modules of several buckets share one. Held anywhere else, it
+#: would keep the kvstore alive until MXNet is gone, and the process would abort.
+_WORKERS = "_amp_workers"
 
 
 def check_before(module: Module, kvstore: Any) -> None:
@@ -48,11 +47,11 @@ def share_weights(module: Module, shared: SharedScale) -> None:
     module._params_dirty = True
     workers = Workers(kvstore, string_keys=True)
     workers.check_settings(shared.scaler.state_dict())
-    _workers[kvstore] = workers
+    setattr(kvstore, _WORKERS, workers)
 
 
 def check_step(module: Module, values: Mapping[str, Any]) -> None:
     """Compare the workers after a step, if the environment asks for it."""
-    workers = _workers.get(module._kvstore) if module._kvstore else None
+    workers = getattr(module._kvstore, _WORKERS, None)
     if workers is not None:
         workers.check_step(values)
