@@ -174,18 +174,15 @@ class TrainerHook:
             self._pass_scale = scale
             self._overflown = (self._overflown - written) | overflown
 
-    def unscale(self) -> List[NDArray]:
-        """Divide the gradients of all devices by the scale; return them."""
+    def unscale(self) -> None:
+        """Divide the gradients of all devices by the scale."""
         if self.stage is Stage.NONE:
             raise StateError(NOTHING_TO_UNSCALE)
         if self.stage is Stage.UNSCALED:
             raise StateError(UNSCALED_TWICE)
-        inverse = 1.0 / self.loss_scale
         fresh = fresh_gradients(self.trainer._params)
-        gradients = [gradient for _, of_one in fresh for gradient in of_one]
-        multiply(gradients, inverse)
+        multiply([gradient for _, of_one in fresh for gradient in of_one], 1.0 / self.loss_scale)
         self._unscaled = True
-        return gradients
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
         """Answer `Trainer._update`: True, and the update is skipped."""

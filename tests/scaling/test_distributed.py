@@ -80,3 +80,56 @@ def test_an_overflow_in_one_worker_skips_the_step_in_all(tmp_path, way):
     if way in ("scale_loss", "GradScaler", "decorate"):  # on float32 nets
         for mine, expected in zip(found, control()):
             np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_its_states_is_the_run_that_was_not_interrupted(tmp_path):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    whole.mkdir()
+    part.mkdir()
+    saved = tmp_path / "saved"
+    expected, scale = trained("scale_loss", whole, f"save={saved}")
+    found, resumed = trained("scale_loss", part, f"load={saved}", "first=3")
+    assert scale == resumed
+    for mine, other in zip(found, expected):
+        np.testing.assert_array_equal(mine, other)
+
+
+BROKEN = """
+import os, signal, sys, mxamp as amp, mxnet as mx
+from distributed import RANK
+from mxnet import autograd, gluon, nd
+what = sys.argv[1]
+net = gluon.nn.Dense(1, in_units=3)
+net.initialize()
+trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_sync")
+amp.init("bfloat16", ctx=mx.cpu())
+amp.init_trainer(trainer, amp.LossScaler(512 if what == "differs" and RANK else 1024))
+for step in range(3):
+    with autograd.record():
+        loss = net(nd.ones((2, 3))).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    if RANK and step == 1:
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raises":
+            raise RuntimeError("the reason")
+    trainer.step(2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what, status, words",
+    [
+        ("killed", 137, "worker 1 was killed by SIGKILL: ending the other processes"),
+        ("raises", 1, "[worker 1] RuntimeError: the reason"),
+        ("differs", 1, "worker 1 differs from worker 0 in loss scale: start all workers"),
+    ],
+)
+def test_a_broken_run_ends_at_once_and_says_why(what, status, words):
+    command = [sys.executable, "-c", BROKEN, what]
+    done = launch(*command, timeout=40)
+    assert done.returncode == status, done.stderr
+    assert words in done.stderr
