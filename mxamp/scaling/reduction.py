@@ -57,6 +57,11 @@ class Reduction:
         self._waiting: Optional[int] = None  # parameters that were not initialized at the last sum
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether other processes train the same parameters."""
+        return is_distributed(self._trainer._kvstore_params["kvstore"])
+
+    @property
     def is_compressed(self) -> bool:
         """Whether gradients are rounded to a few bits on their way.
 
