@@ -10,7 +10,7 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import down
+from helpers import BF16, down
 from mxamp.framework import kvstores
 from mxamp.framework.kvstores import check_dtypes
 from mxamp.frontends.module_workers import check_before
@@ -218,6 +218,19 @@ def test_a_second_trainer_on_the_servers_is_refused(monkeypatch):
     with pytest.raises(amp.StateError, match="another trainer .* make one trainer"):
         amp.init_trainer(trainers[1], LossScaler())
     amp.init_trainer(trainer_of(setup()[0]), LossScaler())  # in this process alone
+
+
+@pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
+def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_travel(monkeypatch, way):
+    monkeypatch.setattr(reduction, "_on_servers", [])
+    net, _ = setup()
+    net.cast(BF16)
+    trainer = trainer_of(net, kvstore="dist_sync")
+    with pytest.raises(amp.ArgumentError, match="the parameter .* is bfloat16: leave parameters"):
+        if way == "init_trainer":
+            amp.init_trainer(trainer, LossScaler())
+        else:
+            amp.GradScaler().step(trainer, 1)
 
 
 def test_a_module_that_compresses_is_refused_where_inf_would_get_lost():
