@@ -35,7 +35,7 @@ _problem: _Optional[InstallError] = None
 _starting.guard()
 try:
     if _starting.without_mxnet():
-        raise InstallError("`mxamp doctor` and `mxamp info` do not import MXNet")
+        raise InstallError("this command of `mxamp` does not import MXNet")
     from .framework.compat import import_mxnet as _import_mxnet
 
     _import_mxnet()

@@ -1,6 +1,7 @@
 """The entry point of `mxamp` and `python -m mxamp`; one line where MXNet can't be imported.
 
-`mxamp doctor` and `mxamp info` run without MXNet: its import may be what is wrong.
+`mxamp doctor` and `mxamp info` run without MXNet: its import may be what is wrong. `mxamp launch`
+only starts the processes that import it.
 """
 
 import sys
@@ -15,7 +16,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command `mxamp`."""
     if sys.argv[1:2] and sys.argv[1] in WITHOUT_MXNET:
-        from .cli.doctor import without_mxnet
+        from .cli.without_mxnet import without_mxnet
 
         without_mxnet()
         return

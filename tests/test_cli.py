@@ -79,7 +79,8 @@ def test_saved_policies(saved, monkeypatch):
         ("operatos", "unknown command 'operatos'; the closest is 'operators'"),
         (
             "train.py",
-            "there are 'convert', 'doctor', 'explain', 'info', 'operators', 'report', 'run', 'tune'",
+            "there are 'convert', 'doctor', 'explain', 'info', 'launch', 'operators', "
+            "'report', 'run', 'tune'",
         ),
         ("info extra", "extra"),
         ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),

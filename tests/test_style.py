@@ -13,7 +13,7 @@ PACKAGE = ROOT / "mxamp"
 # Each may import those before it.
 ORDER = [
     "errors", "_version", "framework", "policy", "graph", "scaling", "patches", "convert", "debugging",
-    "diagnosis", "tuning", "frontends", "cli", "__main__", "__init__",
+    "diagnosis", "launching", "tuning", "frontends", "cli", "__main__", "__init__",
 ]  # fmt: skip
 MODULES = sorted(
     path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if "startup" not in path.parts

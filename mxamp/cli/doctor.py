@@ -12,9 +12,9 @@ from ..diagnosis.collect import collect
 from ..diagnosis.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
 from ..diagnosis.findings import Finding, findings
 from ..diagnosis.gpus import NEWEST_WHEEL, runs_on
-from .group import OneLineErrors, examples
+from .group import examples
 
-__all__ = ["as_json", "as_text", "doctor", "info", "without_mxnet"]
+__all__ = ["as_json", "as_text", "doctor", "info"]
 
 SCHEMA = 1
 _WIDTH = 100
@@ -59,10 +59,6 @@ def info() -> None:
     click.echo(
         _lines([*_versions(facts), *_cpu_rows(facts.cpu), *_gpu_rows(facts), *_default_rows(facts)])
     )
-
-
-#: The command where MXNet is not imported.
-without_mxnet = OneLineErrors("mxamp", commands={"doctor": doctor, "info": info})
 
 
 def as_json(facts: Facts, found: Sequence[Finding]) -> str:

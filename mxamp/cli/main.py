@@ -7,6 +7,7 @@ from .convert import convert
 from .doctor import doctor, info
 from .explain import explain
 from .group import OneLineErrors, examples
+from .launch import launch
 from .machine_commands import operators
 from .report import report
 from .run import run
@@ -36,5 +37,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (doctor, info, run, operators, explain, convert, tune, report):
+for command in (doctor, info, run, launch, operators, explain, convert, tune, report):
     main.add_command(command)

@@ -17,8 +17,9 @@ __all__ = [
 ]
 
 INTERRUPTED = "interrupted"
-#: The commands that import no MXNet: a setting may end the process that does.
-WITHOUT_MXNET = ("doctor", "info")
+#: The commands that import no MXNet: a setting may end the process that does, and `launch` starts
+#: others, which import it.
+WITHOUT_MXNET = ("doctor", "info", "launch")
 STATUS = 130  #: what shells take for a program that Ctrl-C has ended
 
 

@@ -17,12 +17,15 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import StateError
+from ..framework.kvstores import is_distributed
 from ..framework.patching import FrontEnd, Patch
 from ..graph.graph import Graph
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..policy.active import chose_float32, suspended
 from ..scaling.finite import all_finite, multiply, unscale
+from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
+from .module_workers import check_before, check_step, share_weights
 
 __all__ = ["DecoratedName", "module_patches"]
 
@@ -134,11 +137,14 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared is None:
             original(self, kvstore, optimizer, *args, **kwargs)
             return
+        if shared.checks:
+            check_before(self, kvstore)
         with _updates_off_kvstore() if shared.checks else nullcontext():
             original(self, kvstore, optimizer, *args, **kwargs)
         if self._update_on_kvstore and shared.checks:
             raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
         self._optimizer._amp_scaling = shared
+        share_weights(self, shared)
 
     return init_optimizer
 
@@ -192,7 +198,10 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             original(self)
         if module_patches.states[self].counts:
-            shared.record(finite)
+            scale = shared.record(finite)
+            decision = "update" if finite else "skip"
+            step = shared.steps + shared.skips
+            check_step(self, {"step": step, "decision": decision, "loss scale": scale})
 
     return update
 
@@ -216,6 +225,8 @@ def _update(
     """Update a module's parameters unless a gradient is not finite; tell whether all are."""
     group, kvstore = module._exec_group, module._kvstore
     if kvstore:
+        if overflown and is_distributed(kvstore):
+            poison([g for of_one in group.grad_arrays for g in of_one if g is not None])
         # Before the check, so that all devices and workers decide alike.
         for i, (name, gradients) in enumerate(zip(group.param_names, group.grad_arrays)):
             if gradients[0] is not None:

@@ -11,7 +11,8 @@ from ..policy.active import chose_float32, current_policy
 from .checkpoint import taken_state
 from .finite import all_finite, multiply
 from .float32 import Float32Scaler
-from .hook import TrainerHook, fresh_gradients
+from .hook import TrainerHook
+from .reduction import fresh_gradients
 from .scaler import LossScaler, NoScaler, Scaler
 
 __all__ = ["attach_hook", "hook_in_force", "hook_of"]

@@ -16,9 +16,8 @@ A step without `scale_loss` finds "none" and is a plain step of MXNet's.
 import threading
 from contextlib import contextmanager
 from enum import Enum
-from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
-import mxnet as mx
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
@@ -26,13 +25,12 @@ from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
 from .checkpoint import load_states, save_states
 from .finite import all_finite, multiply
+from .reduction import Gradients, Reduction, fresh_gradients
 from .report import SkipWatch, StepReport, log_step
 from .scaler import Scaler, count
 from .step_observers import tell_observers
 
-__all__ = ["Stage", "TrainerHook", "fresh_gradients"]
-
-FreshGradients = List[Tuple[Parameter, List[NDArray]]]
+__all__ = ["Stage", "TrainerHook"]
 
 SCALED_TWICE = (
     "the losses of this trainer are scaled by {one} already; {other} would scale them twice: leave "
@@ -78,7 +76,7 @@ class TrainerHook:
         self.loaded: Optional[Mapping[str, Any]] = None  #: what a state file held
         self.watch = SkipWatch(max_consecutive_skips)
         self.steps = self.skips = 0
-        self._settled = False
+        self.reduction = Reduction(trainer)
         self._lock = threading.Lock()
         self._reduced = False
         self._losses = 0  # scaled since the last update
@@ -130,11 +128,22 @@ class TrainerHook:
         """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
         if self._reduced:
             return
-        if not self._settled:
-            settle_kvstore(self.trainer)
-            self._settled = True
-        type(self.trainer)._allreduce_grads(self.trainer)
+        self.reduction.settle(self.scaler.state_dict)
+        if self.reduction.is_compressed and not self._is_compressible():
+            return
+        self.reduction.sum(self._overflown)
         self._reduced = self.stage is not Stage.NONE
+
+    def _is_compressible(self) -> bool:
+        """Take the scale out of gradients about to be compressed; False where one overflowed.
+
+        Compression rounds by a threshold, which is meant for gradients without the scale.
+        """
+        fresh = fresh_gradients(self.trainer._params)
+        if self.stage is Stage.SCALED:
+            self.unscale()
+        overflown = any(self._has_overflown(param) for param, _ in fresh)
+        return not overflown and all_finite([g for _, of_one in fresh for g in of_one])
 
     def mark_scaled(self, values: Sequence[NDArray] = ()) -> None:
         """Mark the gradients as scaled, even if `scale_loss` was not used.
@@ -165,27 +174,26 @@ class TrainerHook:
             self._pass_scale = scale
             self._overflown = (self._overflown - written) | overflown
 
-    def unscale(self) -> List[NDArray]:
-        """Divide the gradients of all devices by the scale; return them."""
+    def unscale(self) -> None:
+        """Divide the gradients of all devices by the scale."""
         if self.stage is Stage.NONE:
             raise StateError(NOTHING_TO_UNSCALE)
         if self.stage is Stage.UNSCALED:
             raise StateError(UNSCALED_TWICE)
-        inverse = 1.0 / self.loss_scale
         fresh = fresh_gradients(self.trainer._params)
-        gradients = [gradient for _, of_one in fresh for gradient in of_one]
-        multiply(gradients, inverse)
+        multiply([gradient for _, of_one in fresh for gradient in of_one], 1.0 / self.loss_scale)
         self._unscaled = True
-        return gradients
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
         """Answer `Trainer._update`: True, and the update is skipped."""
         stage = self.stage
         if stage is Stage.NONE:
-            tell_observers(self.trainer, StepReport(True, 1.0, self.loss_scale), ())
+            report = StepReport(True, 1.0, self.loss_scale)
+            tell_observers(self.trainer, report, ())
+            self._compare_workers(stage, report)
             return False
         scale = self._pass_scale or self.loss_scale
-        fresh = fresh_gradients(params) if self.scaler.checks else []
+        fresh = self.reduction.used(params) if self.scaler.checks else []
         # A script may have hidden what overflowed since, say by clipping element by element.
         finite = not any(self._has_overflown(param) for param, _ in fresh)
         finite = finite and all_finite([g for _, gradients in fresh for g in gradients])
@@ -200,10 +208,22 @@ class TrainerHook:
         self.publish(report)
         log_step(report)
         tell_observers(self.trainer, report, losses)
+        self._compare_workers(stage, report)
         self.watch.see(report)
         return not finite
 
-    def _report(self, finite: bool, scale: float, fresh: FreshGradients) -> StepReport:
+    def _compare_workers(self, stage: Stage, report: StepReport) -> None:
+        if self.reduction.workers is not None:
+            self.reduction.workers.check_step(
+                {
+                    "step": self.steps + self.skips,
+                    "decision": "update" if report.stepped else "skip",
+                    "gradients": stage.value,
+                    "loss scale": report.next_loss_scale,
+                }
+            )
+
+    def _report(self, finite: bool, scale: float, fresh: Gradients) -> StepReport:
         if finite:
             return StepReport(True, scale, self.scaler.update(True))
         names = tuple(
@@ -269,31 +289,3 @@ class TrainerHook:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self._lock = threading.Lock()
-
-
-def fresh_gradients(params: Sequence[Parameter]) -> FreshGradients:
-    """Return the gradients, on all devices, that backward has written since the last step."""
-    fresh = []
-    for param in params:
-        if param.grad_req == "null" or param._grad is None:
-            continue
-        pairs = zip(param.list_data(), param.list_grad())
-        gradients = [gradient for data, gradient in pairs if data._fresh_grad]
-        if gradients:
-            fresh.append((param, gradients))
-    return fresh
-
-
-def settle_kvstore(trainer: Trainer) -> None:
-    """Wait until a distributed kvstore has a trainer's weights, before gradients follow.
-
-    Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
-    where parameters are not updated on it.
-    """
-    kvstore = trainer._kvstore_params["kvstore"]
-    if "dist" not in str(getattr(kvstore, "type", kvstore)):
-        return
-    if not trainer._kv_initialized:
-        trainer._init_kvstore()
-        trainer._init_params()
-    mx.nd.waitall()

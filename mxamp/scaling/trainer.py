@@ -23,6 +23,7 @@ from .finite import multiply, square_sum
 from .hook import Stage
 from .loss_outputs import scaled_heads
 from .loss_watch import watched_losses
+from .reduction import fresh_gradients
 from .scaler import Scaler, positive_count, positive_number
 
 logger = logging.getLogger("mxamp")
@@ -198,7 +199,9 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     if hook.stage is not Stage.SCALED:
         hook.unscale()  # raises: there is nothing to clip, or it is unscaled already
     trainer.allreduce_grads()
-    gradients = hook.unscale()
+    if hook.stage is Stage.SCALED:  # compression has taken the scale out already
+        hook.unscale()
+    gradients = [g for _, of_one in fresh_gradients(trainer._params) for g in of_one]
     first = trainer._contexts[0]
     norm = math.sqrt(square_sum([g for g in gradients if g.context == first]))
     if math.isfinite(norm) and norm > limit:

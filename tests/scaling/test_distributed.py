@@ -1,109 +1,141 @@
 """Two workers and a parameter server, on this machine."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from distributed import OVERFLOWS, ROWS, STEPS
 
 from helpers import ROOT
 
-SERVER = "import mxamp"  # as scheduler or server, importing MXNet serves until workers are done
-
-WORKER = """
-import sys
-import mxamp as amp, mxnet as mx, numpy as np
+PROGRAM = str(ROOT / "tests" / "distributed.py")
+AUTOMATIC = """
+import distributed, mxnet as mx, numpy as np, sys
 from mxnet import autograd, gluon, nd
-from training import setup, weights
-kvstore = mx.kv.create("dist_sync")
-net, _ = setup()
-way = sys.argv[2]
-optimizer = mx.optimizer.SGD(learning_rate=0.1)
-if way == "decorate":
-    optimizer = amp.decorate(optimizer, 1024.0)
-trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)
-if way == "scale_loss":
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
-scaler = amp.GradScaler(init_scale=1024)
-rank, rng = kvstore.rank, np.random.RandomState(7)
-for step in range(4):
-    data = rng.randn(8, 4).astype("float32")[rank::2]
-    if step == 1 and rank == 1:
-        data[0, 0] = np.inf  # in one worker alone
+net = distributed.gluon_net()
+trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.05}, kvstore="dist_sync")
+for step in range(distributed.STEPS):
     with autograd.record():
-        loss = (net(nd.array(data)) ** 2).sum()
-        if way == "scale_loss":
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
-    if way == "GradScaler":
-        scaler.scale(loss).backward()
-        scaler.step(trainer, 8)
-        scaler.update()
-    else:
-        if way == "decorate":
-            loss.backward()
-        trainer.step(8)
-    assert trainer.amp_last_step.stepped == (step != 1), (rank, step)
-np.savez(sys.argv[1] + str(rank), *weights(net), scale=trainer.amp_loss_scale)
+        loss = (net(nd.array(distributed.batch(step))) ** 2).sum()
+    loss.backward()
+    trainer.step(distributed.ROWS)
+np.savez(sys.argv[1] + str(distributed.RANK), *distributed.values(net), scale=trainer.amp_loss_scale)
 """
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def launch(*command, env=None, timeout=120):
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "mxamp", "launch", "-n", "2", *command],
+        capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **(env or {})},
+    )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate"])
-def test_an_overflow_in_one_worker_skips_the_step_in_all(tmp_path, way):
-    env = {
-        **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()),
-        "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "2", "DMLC_NODE_HOST": "127.0.0.1",
-        "DMLC_INTERFACE": "lo",
-    }  # fmt: skip
-
-    def start(role, code):
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "worker"), way],
-            env={**env, "DMLC_ROLE": role}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    others = [start("scheduler", SERVER), start("server", SERVER)]
-    workers = [start("worker", WORKER), start("worker", WORKER)]
-    try:
-        for worker in workers:
-            printed, _ = worker.communicate(timeout=120)
-            assert worker.returncode == 0, printed.decode()[-3000:]
-    finally:
-        for process in [*workers, *others]:
-            process.kill()
-            process.communicate()
-    one, two = (np.load(tmp_path / f"worker{rank}.npz") for rank in (0, 1))
+def trained(way, folder, *options):
+    """The weights and the scale of a run of two workers, which must be the same in both."""
+    out = str(folder / "worker")
+    command = [sys.executable, PROGRAM, way, out, *options]
+    if way == "mxamp run":
+        script = folder / "train.py"
+        script.write_text(AUTOMATIC)
+        command = [sys.executable, "-m", "mxamp", "run", "--dtype", "float16", str(script), out]
+    done = launch(*command, env={"MXAMP_CHECK_WORKERS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (np.load(f"{out}{rank}.npz") for rank in (0, 1))
     for name in one.files:
         np.testing.assert_array_equal(one[name], two[name])
-    assert one["scale"] == 512
-    for mine, control in zip((one[n] for n in one.files if n != "scale"), expected()):
-        np.testing.assert_allclose(mine, control, rtol=1e-5, atol=1e-6)
+    return [one[name] for name in one.files if name != "scale"], float(one["scale"])
 
 
-def expected():
-    """The same steps in one process, without the one that overflows."""
-    from mxnet import autograd, nd
+def control(ctx=None):
+    """The same steps of Adam in one process, without those that overflow."""
+    import mxnet as mx
+    from mxnet import autograd, gluon, nd
 
     from training import setup, weights
 
-    net, trainer = setup()
-    rng = np.random.RandomState(7)
-    for step in range(4):
-        data = rng.randn(8, 4).astype("float32")
-        if step == 1:
-            continue
+    net, _ = setup()
+    trainer = gluon.Trainer(net.collect_params(), mx.optimizer.Adam(learning_rate=0.05))
+    for step in set(range(STEPS)) - set(OVERFLOWS):
+        data = np.random.RandomState(100 + step).randn(ROWS, 4).astype("float32")
         with autograd.record():
             loss = (net(nd.array(data)) ** 2).sum()
         loss.backward()
-        trainer.step(8)
+        trainer.step(ROWS)
     return weights(net)
+
+
+def assert_equals_one_process(found):
+    for mine, expected in zip(found, control()):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["GradScaler", "decorate", "mxamp run", "Module"])
+def test_an_overflow_in_one_worker_skips_the_step_in_all(tmp_path, way):
+    found, scale = trained(way, tmp_path)
+    if way == "mxamp run":  # in float16, whose largest scales overflow by themselves
+        assert scale < 2.0**16
+    else:
+        assert scale == 1024 / 2 ** len(OVERFLOWS)
+    assert all(np.isfinite(value).all() for value in found)
+    if way in ("GradScaler", "decorate"):  # on float32 nets
+        assert_equals_one_process(found)
+
+
+@pytest.mark.slow
+def test_scale_loss_and_a_run_that_goes_on_from_its_states(tmp_path):
+    """It is, bit for bit, the run that was not interrupted."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    whole.mkdir()
+    part.mkdir()
+    saved = tmp_path / "saved"
+    expected, scale = trained("scale_loss", whole, f"save={saved}")
+    assert_equals_one_process(expected)
+    found, resumed = trained("scale_loss", part, f"load={saved}", "first=3")
+    assert scale == resumed < 1024
+    for mine, other in zip(found, expected):
+        np.testing.assert_array_equal(mine, other)
+
+
+BROKEN = """
+import os, signal, sys, mxamp as amp, mxnet as mx
+from distributed import RANK
+from mxnet import autograd, gluon, nd
+what = sys.argv[1]
+net = gluon.nn.Dense(1, in_units=3)
+net.initialize()
+trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_sync")
+amp.init("bfloat16", ctx=mx.cpu())
+amp.init_trainer(trainer, amp.LossScaler(512 if what == "differs" and RANK else 1024))
+for step in range(3):
+    with autograd.record():
+        loss = net(nd.ones((2, 3))).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    if RANK and step == 1:
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raises":
+            raise RuntimeError("the reason")
+    trainer.step(2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what, status, words",
+    [
+        ("killed", 137, "worker 1 was killed by SIGKILL: ending the other processes"),
+        ("raises", 1, "[worker 1] RuntimeError: the reason"),
+        ("differs", 1, "worker 1 differs from worker 0 in loss scale: start all workers"),
+    ],
+)
+def test_a_broken_run_ends_at_once_and_says_why(what, status, words):
+    command = [sys.executable, "-c", BROKEN, what]
+    done = launch(*command)
+    assert done.returncode == status, done.stderr
+    assert words in done.stderr

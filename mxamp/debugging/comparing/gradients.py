@@ -17,7 +17,8 @@ from ...graph.census import FLOATS, Tensor
 from ...graph.graph import Graph, GraphCopy, Node, Output
 from ...patches.autocast import autocast
 from ...policy.active import suspended
-from ...scaling.hook import Stage, TrainerHook, fresh_gradients
+from ...scaling.hook import Stage, TrainerHook
+from ...scaling.reduction import fresh_gradients
 from ...scaling.scaler import positive_number
 from ..observing import Call, Run
 from .backward_passes import gradients_of, loss_of, trained_arrays

@@ -1,0 +1,48 @@
+"""`mxamp launch`: several workers and MXNet's parameter server on this machine."""
+
+import shutil
+import sys
+from typing import Sequence
+
+import click
+
+from ..errors import AmpError
+from ..launching.parameter_server import ParameterServerRun
+from .group import examples, lines
+
+__all__ = ["launch"]
+
+NO_COMMAND = (
+    "there is no command {name!r}: mxamp launch starts a program with its arguments, such as "
+    "mxamp launch -n 2 python train.py"
+)
+
+_EXAMPLES = examples(
+    "mxamp launch -n 2 python train.py --epochs 3",
+    "mxamp launch -n 4 -s 2 mxamp run train.py",
+)
+_DETAILS = lines(
+    "Exit status",
+    "that of the first process that failed; 128 plus the signal's number where",
+    "one was killed; 0 where all workers ended with 0",
+)
+
+
+@click.command(
+    epilog=_EXAMPLES + _DETAILS,
+    context_settings={"allow_interspersed_args": False},
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("-s", "--servers", type=click.IntRange(min=1), default=1, show_default=True)
+def launch(command: Sequence[str], workers: int, servers: int) -> None:
+    """Run COMMAND in several workers, with MXNet's parameter server, on this machine.
+
+    COMMAND trains with a kvstore such as dist_sync. Its lines are shown with the worker's rank in
+    front. When one process fails, all are ended; so they are by Ctrl-C, and when the launcher
+    itself is killed.
+    """
+    if shutil.which(command[0]) is None:
+        raise AmpError(NO_COMMAND.format(name=command[0]))
+    run = ParameterServerRun(command, workers, servers, lambda line: click.echo(line, err=True))
+    sys.exit(run.run())

@@ -1,0 +1,1 @@
+"""Processes that train together on one machine, for `mxamp launch`."""

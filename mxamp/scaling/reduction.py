@@ -1,0 +1,142 @@
+"""The sum of a trainer's gradients over devices and workers, and what has to be right before it."""
+
+import math
+import os
+import weakref
+from typing import AbstractSet, Any, Callable, List, Mapping, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet.gluon import Parameter, Trainer
+from mxnet.ndarray.ndarray import NDArray
+
+from ..errors import StateError
+from ..framework.kvstores import check_dtype, is_distributed
+from ..policy.active import suspended
+from .finite import all_finite
+from .workers import Workers
+
+__all__ = ["Gradients", "Reduction", "fresh_gradients", "poison"]
+
+COMPRESSED = (
+    "MXNet's Trainer can't compress gradients on a distributed kvstore: leave out "
+    "compression_params"
+)
+
+SECOND_TRAINER = (
+    "another trainer of this process uses the parameter server already, and MXNet's trainers all "
+    "call their parameters 0, 1, 2 and so on there: make one trainer for all parameters (lr_mult "
+    "of a parameter gives it a learning rate of its own)"
+)
+
+Gradients = List[Tuple[Parameter, List[NDArray]]]
+
+
+#: The trainer of this process whose parameters are on the servers.
+_on_servers: List["weakref.ref[Trainer]"] = []
+
+
+def _check_alone(trainer: Trainer) -> None:
+    """Raise where the servers would take a trainer's parameters for another's, and hang."""
+    if os.environ.get("DMLC_ROLE") != "worker":
+        return
+    if not _on_servers:
+        _on_servers.append(weakref.ref(trainer))
+    if _on_servers[0]() is not trainer:
+        raise StateError(SECOND_TRAINER)
+
+
+class Reduction:
+    """The sums of one trainer. `workers` is None where it trains in this process alone."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        if is_distributed(trainer._kvstore_params["kvstore"]):
+            _check_alone(trainer)
+            for param in trainer._params:
+                check_dtype(f"the parameter {param.name!r}", param.dtype)
+        self._trainer = trainer
+        self.workers: Optional[Workers] = None
+        self._waiting: Optional[int] = None  # parameters that were not initialized at the last sum
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other processes train the same parameters."""
+        return is_distributed(self._trainer._kvstore_params["kvstore"])
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether gradients are rounded to a few bits on their way.
+
+        That makes finite numbers of Inf, and keeps the rest of it for all later steps.
+        """
+        return bool(self._trainer._compression_params and self._trainer._kvstore)
+
+    def settle(self, scaler_state: Callable[[], Mapping[str, Any]]) -> None:
+        """Wait until a distributed kvstore has the trainer's weights, before gradients follow.
+
+        Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
+        where parameters are not updated on it. The first time, workers compare their settings,
+        `scaler_state` among them.
+        """
+        trainer = self._trainer
+        if not trainer._kv_initialized:
+            trainer._init_kvstore()
+        if not is_distributed(trainer._kvstore):
+            return
+        if trainer._compression_params:
+            raise StateError(COMPRESSED)
+        if trainer._params_to_init:
+            trainer._init_params()
+        # A parameter whose shape was not known at first is sent later.
+        if self._waiting != len(trainer._params_to_init):
+            mx.nd.waitall()
+            self._waiting = len(trainer._params_to_init)
+        if self.workers is None:
+            workers = Workers(trainer._kvstore)
+            workers.check_settings(scaler_state())
+            self.workers = workers
+
+    def sum(self, overflown: AbstractSet[int]) -> None:
+        """Sum the gradients, those that this worker knows to have overflowed as Inf.
+
+        `overflown` are parameters' arrays by `id`. Their gradients may look finite by now: a
+        script may have clipped them element by element.
+        """
+        if self.workers is not None:
+            for param in self._trainer._params:
+                if param.grad_req == "null" or param._grad is None:
+                    continue
+                for data, gradient in zip(param.list_data(), param.list_grad()):
+                    if id(data) in overflown:
+                        poison([gradient])
+                    elif not data._fresh_grad and not all_finite([gradient]):
+                        # Left by a step that was skipped: it would overflow in all workers.
+                        with suspended():
+                            gradient[:] = 0
+        type(self._trainer)._allreduce_grads(self._trainer)
+
+    def used(self, params: Sequence[Parameter]) -> Gradients:
+        """Return the gradients that the update is going to use, in this worker or in another."""
+        return fresh_gradients(params, stale=self.workers is not None)
+
+
+def poison(gradients: Sequence[NDArray]) -> None:
+    """Make gradients overflow in the sum over workers, so that all skip the step."""
+    with suspended():
+        for gradient in gradients:
+            gradient[:] = math.inf
+
+
+def fresh_gradients(params: Sequence[Parameter], stale: bool = False) -> Gradients:
+    """Return the gradients, on all devices, that backward has written since the last step.
+
+    With `stale` those that it has not written too.
+    """
+    found = []
+    for param in params:
+        if param.grad_req == "null" or param._grad is None:
+            continue
+        pairs = zip(param.list_data(), param.list_grad())
+        gradients = [gradient for data, gradient in pairs if stale or data._fresh_grad]
+        if gradients:
+            found.append((param, gradients))
+    return found

@@ -1,0 +1,168 @@
+"""The workers of a distributed run: all with the same settings, and in step.
+
+Whether a step overflowed needs no message of its own. Gradients are summed over the workers before
+they are checked, and an Inf or NaN of one worker is one in the sum of all. What is compared here is
+compared once, before the first gradients travel; with `MXAMP_CHECK_WORKERS=1` after each step too,
+which costs a message a step.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import zlib
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Mapping, Sequence
+
+import mxnet as mx
+import numpy as np
+
+from .._version import __version__
+from ..errors import StateError
+from ..framework.kvstores import exit_on_error
+from ..policy.active import current_policy, suspended
+from ..policy.policy import Policy
+
+__all__ = ["VARIABLE", "Workers"]
+
+logger = logging.getLogger("mxamp")
+
+VARIABLE = "MXAMP_CHECK_WORKERS"
+
+#: What is compared is sent as so many bits, which sums keep.
+_BITS = 32
+#: After so many seconds without an answer a worker says what it waits for.
+_PATIENCE = 60.0
+#: Far from the keys of parameters, which are counted from 0. One more for each exchange: a key is
+#: initialized once.
+_keys = itertools.count(2**30)
+
+#: What results depend on of a `Rule`. Which kernels a machine lacks is not among it: the values are
+#: the same without them.
+_DECISIVE = (
+    "op_class",
+    "conditions",
+    "keep_inputs",
+    "follow_inputs",
+    "keep_outputs",
+    "by_op_type",
+    "by_shape",
+)
+
+DIFFERENT = (
+    "worker {other} differs from worker {first} in {what}: start all workers with the same script, "
+    "arguments, mxamp and checkpoint. This is worker {rank}, with {own}"
+)
+OUT_OF_STEP = (
+    "worker {other} is out of step with worker {first}: they differ in {what}. This is worker "
+    "{rank}, with {own}. Did a worker train on another number of batches, or change the scale?"
+)
+WAITING = (
+    "worker %s waits for the other workers to begin training with mxamp: one of them may have "
+    "ended, or trains without mxamp"
+)
+
+
+class Workers:
+    """The workers that share a distributed kvstore, as one of them sees them.
+
+    `string_keys` tells that the kvstore's other keys are names: it takes no mixture.
+    """
+
+    def __init__(self, kvstore: Any, string_keys: bool = False) -> None:
+        self._kvstore, self._string_keys = kvstore, string_keys
+        self.rank, self.count = int(kvstore.rank), int(kvstore.num_workers)
+        self._step_key: Any = None
+        self._checks_steps = os.environ.get(VARIABLE, "0") not in ("", "0")
+        exit_on_error()
+
+    def check_settings(self, scaler_state: Mapping[str, Any]) -> None:
+        """Raise `StateError`, in all workers, where one of them differs in what it trains with.
+
+        `scaler_state` is the loss scaler's. To be called by all workers, before any gradient.
+        """
+        scale = scaler_state.get("loss_scale")
+        others = {name: value for name, value in scaler_state.items() if name != "loss_scale"}
+        values = {
+            "mxamp version": __version__,
+            "policy": _described(current_policy()),
+            "loss scale": scale,
+            "loss scaler": sorted(others.items(), key=str),
+        }
+        shown = {**values, "policy": repr(current_policy()), "loss scaler": others.get("kind")}
+        with self._patience():
+            self._compare(DIFFERENT, self._new_key(len(values)), values, shown)
+
+    def check_step(self, values: Mapping[str, Any]) -> None:
+        """Raise `StateError`, in all workers, where their states after a step differ.
+
+        Does nothing unless the environment asks for it.
+        """
+        if not self._checks_steps:
+            return
+        if self._step_key is None:
+            self._step_key = self._new_key(len(values) + 2)
+        full = {**values, "mxamp version": __version__, "policy": _described(current_policy())}
+        self._compare(OUT_OF_STEP, self._step_key, full, values)
+
+    def _compare(
+        self, message: str, key: Any, values: Mapping[str, Any], shown: Mapping[str, Any]
+    ) -> None:
+        rows = self._exchange(key, [zlib.crc32(repr(value).encode()) for value in values.values()])
+        for other, row in enumerate(rows):
+            what = [name for name, here, there in zip(values, rows[0], row) if here != there]
+            if what:
+                own = ", ".join(f"{name} {value}" for name, value in shown.items())
+                raise StateError(
+                    message.format(
+                        other=other, first=0, what=" and ".join(what), rank=self.rank, own=own
+                    )
+                )
+
+    def _new_key(self, size: int) -> Any:
+        key: Any = next(_keys)
+        key = f"mxamp{key}" if self._string_keys else key
+        with suspended():
+            self._kvstore.init(key, mx.nd.zeros((self.count, size * _BITS)))
+        return key
+
+    def _exchange(self, key: Any, numbers: Sequence[int]) -> List[List[int]]:
+        """Return the numbers that each worker has given."""
+        bits = np.zeros((self.count, len(numbers), _BITS), dtype="float32")
+        for i, number in enumerate(numbers):
+            bits[self.rank, i] = [number >> bit & 1 for bit in range(_BITS)]
+        with suspended():
+            table = mx.nd.array(bits.reshape(self.count, -1))
+            self._kvstore.push(key, table)
+            self._kvstore.pull(key, out=table)
+            summed = table.asnumpy().reshape(bits.shape)
+        powers = 2 ** np.arange(_BITS, dtype="uint64")
+        found: List[List[int]] = (summed.astype("uint64") * powers).sum(axis=-1).tolist()
+        return found
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Say what this worker waits for, where it waits for long."""
+        timer = threading.Timer(_PATIENCE, logger.warning, (WAITING, self.rank))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _described(policy: "Policy | None") -> Any:
+    """Return a number for what results depend on, the same in all processes."""
+    if policy is None:
+        return None
+    cache: Dict[str, Any] = policy.caches
+    if "workers" not in cache:
+        rules = [
+            (name, [getattr(rule, field) for field in _DECISIVE])
+            for name, rule in sorted(policy.rules.items())
+        ]
+        layers, substitutions = policy.fp32_layers, sorted(policy.substitutions)
+        whole = repr((policy.target_dtype, policy.device, layers, substitutions, rules))
+        cache["workers"] = zlib.crc32(whole.encode())
+    return cache["workers"]

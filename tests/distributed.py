@@ -1,0 +1,108 @@
+"""What the workers of the tests of distributed runs do: train a small net, in one of several ways.
+
+distributed.py WAY OUT [first=0 last=6 load=... save=...]
+"""
+
+import os
+import sys
+
+import mxnet as mx
+import numpy as np
+
+RANK, WORKERS = (
+    int(os.environ.get(n, d)) for n, d in (("DMLC_WORKER_ID", 0), ("DMLC_NUM_WORKER", 1))
+)
+STEPS, OVERFLOWS = 6, {1: 1, 4: 0}  # by step: the worker whose gradients overflow
+ROWS = 8
+
+
+def batch(step, poison=True):
+    """This worker's rows of a batch; Inf in one of them, in one worker alone."""
+    data = np.random.RandomState(100 + step).randn(ROWS, 4).astype("float32")[RANK::WORKERS]
+    if poison and OVERFLOWS.get(step) == RANK and WORKERS > 1:
+        data[0, 0] = np.inf
+    return data
+
+
+def gluon_net(ctx=None):
+    from training import setup
+
+    return setup(ctx=ctx)[0]
+
+
+def values(net):
+    return [param.data().asnumpy() for param in net.collect_params().values()]
+
+
+def train_gluon(way, first=0, last=STEPS, load=None, save=None):
+    from mxnet import autograd, gluon, nd
+
+    import mxamp as amp
+
+    net = gluon_net()
+    optimizer = mx.optimizer.Adam(learning_rate=0.05)
+    if way == "decorate":
+        optimizer = amp.decorate(optimizer, 1024.0)
+    if load:
+        net.load_parameters(load + ".params")
+    kvstore = "dist_sync" if WORKERS > 1 else None
+    trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)
+    if way == "scale_loss":
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=1024, growth_interval=3))
+    scaler = amp.GradScaler(init_scale=1024)
+    if load:
+        trainer.load_states(load + ".states")
+    for step in range(int(first), int(last)):
+        with autograd.record():
+            loss = (net(nd.array(batch(step))) ** 2).sum()
+            if way == "scale_loss":
+                with amp.scale_loss(loss, trainer) as scaled:
+                    scaled.backward()
+        if way == "GradScaler":
+            scaler.scale(loss).backward()
+            scaler.step(trainer, ROWS)
+            scaler.update()
+        else:
+            if way == "decorate":
+                loss.backward()
+                for param in net.collect_params().values():
+                    nd.clip(param.grad(), -1e3, 1e3, out=param.grad())  # hides what overflowed
+            trainer.step(ROWS)
+        assert trainer.amp_last_step.stepped == (step not in OVERFLOWS or WORKERS == 1)
+        if save and step == 2:
+            if RANK == 0:
+                net.save_parameters(save + ".params")
+                trainer.save_states(save + ".states")
+            trainer._kvstore._barrier()
+    return values(net), trainer.amp_loss_scale
+
+
+def train_module(way):
+    import mxamp as amp
+
+    out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    out = mx.sym.LinearRegressionOutput(out, mx.sym.var("label"), name="lin")
+    module = mx.module.Module(out, label_names=["label"])
+    module.bind([("data", (ROWS // WORKERS, 4))], [("label", (ROWS // WORKERS, 2))])
+    mx.random.seed(3 + RANK)  # worker 0's weights are to reach the others
+    module.init_params(mx.init.Uniform(0.5))
+    optimizer = amp.decorate("adam", 1024.0)
+    kvstore = "dist_sync" if WORKERS > 1 else "local"
+    module.init_optimizer(kvstore, optimizer, {"learning_rate": 0.05, "rescale_grad": 1 / ROWS})
+    for step in range(STEPS):
+        data = mx.nd.array(batch(step))
+        module.forward_backward(mx.io.DataBatch([data], [data[:, :2]]))
+        module.update()
+    arguments, _ = module.get_params()
+    return [arguments[name].asnumpy() for name in sorted(arguments)], optimizer.scaling.loss_scale
+
+
+def main(way, out, *options):
+    settings = dict(option.split("=") for option in options)
+    train = train_module if way == "Module" else train_gluon
+    found, scale = train(way, **settings)
+    np.savez(f"{out}{RANK}", *found, scale=scale)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

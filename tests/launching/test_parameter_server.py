@@ -1,0 +1,143 @@
+"""`mxamp launch`: what its processes print, how they end, and that none is left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from helpers import ROOT
+
+# Workers here import no MXNet: only the launcher is looked at.
+ALIVE = "print('alive', __import__('os').getpid(), flush=True); __import__('time').sleep(60)"
+
+
+def launch(*arguments, start=subprocess.run, **options):
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    env.update(options.pop("env", {}))
+    return start(
+        [sys.executable, "-W", "ignore", "-m", "mxamp", "launch", *arguments],
+        text=True, env=env, cwd=ROOT, start_new_session=True, **options,
+    )  # fmt: skip
+
+
+def launched(code, *options, **given):
+    command = [sys.executable, "-S", "-c", code]
+    pipes = {"capture_output": True, "timeout": 60}
+    return launch(*options, "--", *command, **pipes, **given)
+
+
+def running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def in_session_of(launcher):
+    """The processes whose parent is the launcher."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                fields = file.read().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == launcher:
+            found.append(int(name))
+    return found
+
+
+def gone(pids, seconds=10):
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if not any(map(running, pids)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_lines_have_the_rank_in_front_and_are_whole():
+    code = (
+        "import os, sys\n"
+        "for part in ('first', ' half\\n', '10 %\\r20 %\\n'):\n"
+        "    sys.stdout.write(part); sys.stdout.flush()\n"
+        "print(os.environ['DMLC_WORKER_ID'], file=sys.stderr)\n"
+        "sys.stdout.write('no end')"
+    )
+    done = launched(code, "-n", "3")
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        own = [line for line in done.stdout.splitlines() if line.startswith(f"[worker {rank}] ")]
+        assert [line[11:] for line in own] == ["first half", "20 %", "no end"]
+        assert f"[worker {rank}] {rank}" in done.stderr.splitlines()
+    assert len(done.stdout.splitlines()) == 9
+
+
+@pytest.mark.parametrize(
+    "ending, status, words",
+    [
+        ("sys.exit(3)", 3, "worker 1 has ended with status 3"),
+        ("os.kill(os.getpid(), 9)", 137, "worker 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_first_that_fails_ends_all(ending, status, words):
+    code = f"import os, sys, time\nif os.environ['DMLC_WORKER_ID'] == '1': {ending}\ntime.sleep(60)"
+    began = time.monotonic()
+    done = launched(code)
+    assert done.returncode == status
+    assert f"{words}: ending the other processes" in done.stderr
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_no_process_is_left_when_the_launcher_ends(number, status):
+    # With children of the workers' own, which the launcher does not know.
+    command = ["sh", "-c", f'{sys.executable} -S -c "{ALIVE}" & wait']
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-S", "-c", code, "-W", "ignore", "-m", "mxamp", "launch", "-n", "2",
+         *command],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    pids = [int(re.search(r"alive (\d+)", launcher.stdout.readline())[1]) for _ in range(2)]
+    pids += in_session_of(launcher.pid)
+    assert len(pids) == 2 + 5, "two workers and their children, scheduler, server, guard"
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=30) == status
+    assert gone(pids)
+    launcher.stdout.close()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["-n", "2", "no-such-program"], "there is no command 'no-such-program'"),
+        (["-n", "0", "python"], "0 is not in the range"),
+        ([], "Missing argument 'COMMAND...'"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, words):
+    done = launch(*arguments, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_program_that_does_not_start_is_one_line(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\0\0")
+    program.chmod(0o755)
+    done = launch(str(program), capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "Exec format error" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,222 @@
+"""Several devices in one process: two CPU contexts stand for two GPUs."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from mxnet.gluon.utils import split_and_load
+
+import mxamp as amp
+from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, weights
+
+SCALE = 1024
+KVSTORES = ["device", "local", None]
+
+
+def trainer_of(net, **settings):
+    options = {"learning_rate": 0.1, "momentum": 0.9}
+    return gluon.Trainer(net.collect_params(), "sgd", options, **settings)
+
+
+def one_step(net, trainer, data, way, scaler=None):
+    contexts = trainer._contexts
+    with autograd.record():
+        losses = [(net(part) ** 2).sum() for part in split_and_load(data, contexts)]
+        if way == "scale_loss":
+            with amp.scale_loss(losses, trainer) as scaled:
+                autograd.backward(scaled)
+    if way == "GradScaler":
+        autograd.backward(scaler.scale(losses))
+        scaler.step(trainer, len(data))
+        scaler.update()
+        return
+    if way == "decorate":
+        autograd.backward(losses)
+    trainer.step(len(data))
+
+
+def trained(contexts, data, way, **settings):
+    net, _ = setup(contexts)
+    optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9)
+    if way == "decorate":
+        optimizer = amp.decorate(optimizer, SCALE)
+    trainer = gluon.Trainer(net.collect_params(), optimizer, **settings)
+    if way == "scale_loss":
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
+    scaler = amp.GradScaler(init_scale=SCALE)
+    stepped = []
+    for batch in data:
+        one_step(net, trainer, batch, way, scaler)
+        stepped.append(trainer.amp_last_step.stepped)
+    return net, trainer, stepped
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer created manually")
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate"])
+@pytest.mark.parametrize("on_kvstore", [True, False, None])
+@pytest.mark.parametrize("kvstore", ["device", "local"])
+def test_two_devices_equal_one_on_the_joined_batch(kvstore, on_kvstore, way):
+    """Weights after four steps, one of which overflows, up to the order of float32 sums."""
+    data = batches(5)
+    data[1] = poisoned(data[1])  # its first row: on the first device alone
+    data[3] = data[3][::-1].copy()
+    data[3][-1, 0] = np.nan  # on the second device alone
+    net, trainer, stepped = trained(
+        CONTEXTS["two"], data, way, kvstore=kvstore, update_on_kvstore=on_kvstore
+    )
+    control, alone, _ = trained(CONTEXTS["one"], data, way)
+    assert stepped == [True, False, True, False, True]
+    assert trainer.amp_loss_scale == alone.amp_loss_scale == SCALE / 4
+    values = weights(net)
+    for first, second, expected in zip(values[::2], values[1::2], weights(control)):
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_kvstore_an_overflow_skips_the_update_of_all_devices():
+    net, trainer = setup(CONTEXTS["two"])
+    trainer = trainer_of(net, kvstore=None)
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
+    before = weights(net)
+    one_step(net, trainer, poisoned(batches()[0]), "scale_loss")
+    assert not trainer.amp_last_step.stepped
+    for now, then in zip(weights(net), before):
+        np.testing.assert_array_equal(now, then)
+
+
+def compressed(scaled, data):
+    """Weights of training with gradients rounded to 2 bits: mostly nothing, or the threshold."""
+    net, _ = setup(CONTEXTS["two"])
+    trainer = trainer_of(
+        net,
+        kvstore="device",
+        update_on_kvstore=False,
+        compression_params={"type": "2bit", "threshold": 0.25},
+    )
+    if scaled:
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
+    for batch in data:
+        one_step(net, trainer, batch, "scale_loss" if scaled else "decorate")
+    return net, trainer
+
+
+def test_compression_rounds_gradients_without_the_scale():
+    plain, _ = compressed(False, batches(6))
+    net, trainer = compressed(True, batches(6))
+    assert trainer.amp_steps == 6
+    assert_same_weights(net, plain)
+
+
+def test_compression_hides_no_overflow_and_keeps_nothing_of_it():
+    data = batches(6)
+    plain, _ = compressed(False, data)
+    net, trainer = compressed(True, [data[0], poisoned(data[1]), *data[1:]])
+    assert (trainer.amp_steps, trainer.amp_skips) == (6, 1)
+    assert trainer.amp_loss_scale == SCALE / 2
+    assert_same_weights(net, plain)
+
+
+def test_clipping_with_compression():
+    net, _ = setup(CONTEXTS["two"])
+    settings = {"type": "2bit", "threshold": 0.25}
+    trainer = trainer_of(
+        net, kvstore="device", update_on_kvstore=False, compression_params=settings
+    )
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
+    with autograd.record():
+        losses = [(net(x) ** 2).sum() for x in split_and_load(batches()[0], CONTEXTS["two"])]
+        with amp.scale_loss(losses, trainer) as scaled:
+            autograd.backward(scaled)
+    assert 0.25 <= amp.clip_grad_global_norm(trainer, 0.1) < 100
+    trainer.step(1)
+    assert trainer.amp_last_step.stepped
+
+
+def test_sync_batch_norm_stays_float32(dtype):
+    """On one device: two CPU contexts would wait for each other in MXNet's one thread for CPUs."""
+    amp.init(dtype, ctx=mx.cpu())
+    net = nn.HybridSequential()
+    norm = gluon.contrib.nn.SyncBatchNorm(in_channels=3, num_devices=1)
+    net.add(nn.Conv2D(3, 1, in_channels=2), norm)
+    net.initialize()
+    with autograd.record():
+        out = net(nd.random.normal(3, 2, shape=(8, 2, 4, 4)))
+    out.backward()
+    assert np.dtype(out.dtype) == norm.running_mean.data().dtype == np.float32
+    plan = amp.explain(net(mx.sym.var("data")), dtype)
+    assert {node.precision for node in plan.nodes if "SyncBatchNorm" in node.operator} == {
+        "float32"
+    }
+
+
+LARGE_BATCH = {
+    "lars": {"momentum": 0.9, "wd": 1e-4, "eta": 0.01},
+    "lamb": {"wd": 0.01},
+    "lbsgd": {"momentum": 0.9},
+    "sgd": {"momentum": 0.9, "wd": 1e-4},
+}
+
+
+def accumulated(optimizer, contexts, data, micro_batches, scaled):
+    """Train with a warm-up, a step for so many micro-batches; return the weights and the rates."""
+    net, _ = setup(contexts)
+    schedule = mx.lr_scheduler.PolyScheduler(20, base_lr=0.05, warmup_steps=3, warmup_begin_lr=0.01)
+    settings = {"learning_rate": 0.05, "lr_scheduler": schedule, **LARGE_BATCH[optimizer]}
+    trainer = gluon.Trainer(net.collect_params(), optimizer, settings, update_on_kvstore=False)
+    if scaled:
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE, growth_interval=2))
+    net.collect_params().setattr("grad_req", "add")
+    rates = []
+    for batch in data:
+        for part in np.split(batch, micro_batches):
+            with autograd.record():
+                losses = [(net(x) ** 2).sum() for x in split_and_load(part, contexts)]
+                if scaled:
+                    with amp.scale_loss(losses, trainer) as losses:
+                        autograd.backward(losses)
+                else:
+                    autograd.backward(losses)
+        trainer.step(len(batch))
+        net.collect_params().zero_grad()
+        rates.append(trainer.learning_rate)
+    return weights(net), rates
+
+
+@pytest.mark.parametrize("optimizer", LARGE_BATCH)
+@pytest.mark.parametrize("ctx", CONTEXTS)
+def test_large_batch_optimizers_with_warm_up_and_accumulation(ctx, optimizer):
+    """Equal to float32 without the step that overflows, up to float32's rounding."""
+    data = batches(6)
+    bad = data[2].copy()
+    bad[-1, 0] = np.inf  # in the last micro-batch
+    found, rates = accumulated(optimizer, CONTEXTS[ctx], [*data[:2], bad, *data[2:]], 2, True)
+    expected, plain = accumulated(optimizer, CONTEXTS[ctx], data, 2, False)
+    assert rates == [*plain[:2], plain[1], *plain[2:]], "a skipped step is none of the warm-up"
+    for mine, control in zip(found, expected):
+        np.testing.assert_allclose(mine, control, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kvstore", ["device", None])
+def test_scaling_adds_no_message(monkeypatch, kvstore):
+    def pushed(scaled):
+        calls = []
+        net, _ = setup(CONTEXTS["two"])
+        trainer = trainer_of(net, kvstore=kvstore, update_on_kvstore=False)
+        if scaled:
+            amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
+        with monkeypatch.context() as patch:
+            for name in ("push", "pull", "pushpull", "init"):
+                original = getattr(mx.kv.KVStore, name)
+
+                def counted(self, key, value, *args, original=original, name=name, **kwargs):
+                    calls.append((name, key, [a.size for a in value]))
+                    return original(self, key, value, *args, **kwargs)
+
+                patch.setattr(mx.kv.KVStore, name, counted)
+            for batch in (batches()[0], poisoned(batches()[1])):
+                one_step(net, trainer, batch, "scale_loss" if scaled else "decorate")
+        return calls
+
+    assert pushed(True) == pushed(False)
+    assert bool(pushed(True)) == bool(kvstore)

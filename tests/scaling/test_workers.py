@@ -1,0 +1,311 @@
+"""What workers compare, on a kvstore of two threads that stands for the parameter server."""
+
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+
+import mxamp as amp
+from helpers import BF16, down
+from mxamp.framework import kvstores
+from mxamp.framework.kvstores import check_dtypes
+from mxamp.frontends.module_workers import check_before
+from mxamp.patches import kvstores as patched
+from mxamp.scaling import reduction
+from mxamp.scaling import workers as module
+from mxamp.scaling.scaler import LossScaler, StaticLossScaler
+from mxamp.scaling.workers import Workers
+from training import batches, poisoned, setup, train
+
+
+class Server:
+    """Sums what `count` threads push, and answers each when all have pushed."""
+
+    def __init__(self, count=2):
+        self.count, self.sums, self.barrier = count, {}, threading.Barrier(count, timeout=20)
+        self.lock = threading.Lock()
+        self.messages = 0
+
+
+class Store:
+    """One worker's side."""
+
+    type = "dist_sync"
+
+    def __init__(self, server, rank):
+        self.server, self.rank, self.num_workers = server, rank, server.count
+
+    def init(self, key, value):
+        self.server.barrier.wait()
+
+    def push(self, key, value):
+        with self.server.lock:
+            self.server.messages += 1
+            total = self.server.sums.get(key, 0)
+            self.server.sums[key] = total + value.asnumpy()
+
+    def pull(self, key, out):
+        self.server.barrier.wait()
+        out[:] = self.server.sums[key]
+        if self.server.barrier.wait() == 0:
+            self.server.sums.clear()
+        self.server.barrier.wait()
+
+
+def together(work, count=2):
+    """Do `work(store)` in threads; return the errors by rank."""
+    server, errors = Server(count), [None] * count
+
+    def run(rank):
+        try:
+            work(Store(server, rank))
+        except amp.AmpError as error:
+            errors[rank] = str(error)
+
+    # One numbering a process: here two workers share it.
+    with mock.patch.object(module, "_keys", iter([7] * 20)):
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return errors, server
+
+
+def test_workers_with_the_same_settings_go_on():
+    errors, server = together(lambda s: Workers(s).check_settings(LossScaler().state_dict()), 3)
+    assert errors == [None] * 3
+    assert server.messages == 3, "one from each, once"
+
+
+@pytest.mark.parametrize(
+    "one, other, what",
+    [
+        (LossScaler(1024), LossScaler(512), "loss scale"),
+        (LossScaler(1024), StaticLossScaler(1024), "loss scaler"),
+        (LossScaler(), LossScaler(growth_interval=5), "loss scaler"),
+        (LossScaler(64), StaticLossScaler(128), "loss scale and loss scaler"),
+    ],
+)
+def test_a_worker_with_another_scaler_is_named_in_all(one, other, what):
+    scalers = [one, one, other]
+    errors, _ = together(lambda s: Workers(s).check_settings(scalers[s.rank].state_dict()), count=3)
+    for rank, error in enumerate(errors):
+        assert f"worker 2 differs from worker 0 in {what}: start all" in error
+        assert f"This is worker {rank}, with" in error
+        assert f"loss scale {scalers[rank].loss_scale}" in error
+
+
+def test_a_worker_with_another_policy_is_named():
+    def work(store):
+        policy = amp.Policy.default("bfloat16", "cpu")
+        changed = policy.override(fp32=["FullyConnected"]) if store.rank else policy
+        with amp.autocast(policy=changed):
+            Workers(store).check_settings({"loss_scale": 1.0})
+
+    errors, _ = together(work)
+    assert all("worker 1 differs from worker 0 in policy:" in error for error in errors)
+
+
+def test_a_worker_with_another_version_is_named(monkeypatch):
+    class Version(str):
+        def __repr__(self):
+            return f"9.{threading.current_thread().name}"
+
+    monkeypatch.setattr(module, "__version__", Version())
+    errors, _ = together(lambda s: Workers(s).check_settings({"loss_scale": 1.0}))
+    assert "worker 1 differs from worker 0 in mxamp version:" in errors[0]
+
+
+def test_policies_are_described_alike_in_all_processes():
+    policy = amp.Policy.default("float16", "cpu")
+    again = amp.Policy.default("float16", "cpu").override(fp32=["softmax"])
+    assert module._described(policy) == module._described(again.override(fp32=["softmax"]))
+    assert module._described(policy) != module._described(policy.untuned().override(low=["exp"]))
+    assert module._described(None) is None
+
+
+def steps(differing=None):
+    def work(store):
+        workers = Workers(store)
+        for step in range(3):
+            values = {"step": step, "decision": "update", "loss scale": 2.0**step}
+            if store.rank and step == 1 and differing:
+                values.update(differing)
+            workers.check_step(values)
+
+    return work
+
+
+@pytest.mark.parametrize("switch", [None, "0", ""])
+def test_steps_cost_no_message(monkeypatch, switch):
+    monkeypatch.delenv(module.VARIABLE, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(module.VARIABLE, switch)
+    errors, server = together(steps({"step": 7}))
+    assert errors == [None, None] and server.messages == 0
+
+
+def test_steps_are_compared_where_asked(monkeypatch):
+    monkeypatch.setenv(module.VARIABLE, "1")
+    errors, server = together(steps())
+    assert errors == [None, None] and server.messages == 2 * 3
+
+
+@pytest.mark.parametrize("what, value", [("step", 9), ("decision", "skip"), ("loss scale", 3.0)])
+def test_a_worker_out_of_step_is_named(monkeypatch, what, value):
+    monkeypatch.setenv(module.VARIABLE, "1")
+    errors, _ = together(steps({what: value}))
+    for error in errors:
+        assert f"worker 1 is out of step with worker 0: they differ in {what}." in error
+    assert f"{what} {value}" in errors[1]
+
+
+def test_a_worker_says_what_it_waits_for(monkeypatch, caplog):
+    monkeypatch.setattr(module, "_PATIENCE", 0.05)
+
+    def work(store):
+        workers = Workers(store)
+        with workers._patience():
+            threading.Event().wait(0.3)
+
+    together(work, count=1)
+    assert "worker 0 waits for the other workers" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8"])
+def test_what_would_end_the_servers_is_refused(monkeypatch, dtype):
+    zeros = mx.nd.zeros((2,))
+    array = down(zeros, dtype) if dtype == "bfloat16" else zeros.astype(dtype)
+    store = mx.kv.create("local")
+    monkeypatch.setattr(patched, "is_distributed", lambda _: True)
+    with amp.autocast("bfloat16"):
+        for name in ("init", "broadcast", "push", "pushpull"):
+            with pytest.raises(amp.ArgumentError, match=f"array of key 3 is {dtype}.*float32"):
+                getattr(store, name)(3, [zeros, array])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_what_may_travel(dtype):
+    check_dtypes("it", [[mx.nd.zeros((2,), dtype=dtype)]])
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "dist_device_sync", "dist_async"])
+def test_distributed_kvstores_are_known_by_name(store):
+    assert kvstores.is_distributed(store)
+
+
+@pytest.mark.parametrize("store", [None, "local", "device", mx.kv.create("device")])
+def test_others_are_not(store):
+    assert not kvstores.is_distributed(store)
+
+
+def trainer_of(net, **settings):
+    return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, **settings)
+
+
+def test_a_second_trainer_on_the_servers_is_refused(monkeypatch):
+    """MXNet gives both trainers' parameters the same keys, and hangs."""
+    monkeypatch.setenv("DMLC_ROLE", "worker")
+    monkeypatch.setattr(reduction, "_on_servers", [])
+    trainers = [trainer_of(setup()[0], kvstore="dist_sync") for _ in range(2)]
+    amp.init_trainer(trainers[0], LossScaler())
+    amp.init_trainer(trainers[0], LossScaler(2))
+    with pytest.raises(amp.StateError, match="another trainer .* make one trainer"):
+        amp.init_trainer(trainers[1], LossScaler())
+    amp.init_trainer(trainer_of(setup()[0]), LossScaler())  # in this process alone
+
+
+@pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
+def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_travel(monkeypatch, way):
+    monkeypatch.setattr(reduction, "_on_servers", [])
+    net, _ = setup()
+    net.cast(BF16)
+    trainer = trainer_of(net, kvstore="dist_sync")
+    with pytest.raises(amp.ArgumentError, match="the parameter .* is bfloat16: leave parameters"):
+        if way == "init_trainer":
+            amp.init_trainer(trainer, LossScaler())
+        else:
+            amp.GradScaler().step(trainer, 1)
+
+
+def test_a_module_that_compresses_is_refused_where_inf_would_get_lost():
+    module = SimpleNamespace(_compression_params={"type": "2bit"}, _exec_group=None)
+    with pytest.raises(amp.StateError, match="leave compression_params out"):
+        check_before(module, "dist_sync")
+    check_before(module, "device")
+
+
+@pytest.fixture
+def worker():
+    """A trainer that takes itself for one worker of several, and sums nothing."""
+    net, trainer = setup(scaler=LossScaler(1024))
+    trainer._amp_loss_scaler.reduction.workers = SimpleNamespace(check_step=lambda values: None)
+    return net, trainer
+
+
+def test_a_stale_gradient_that_overflowed_is_not_summed_again(worker):
+    net, trainer = worker
+    train(net, trainer, poisoned(batches()[0]))
+    assert not trainer.amp_last_step.stepped
+    last = net[1].weight
+    assert not np.isfinite(last.grad().asnumpy()).all()
+    with autograd.record():
+        loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()  # not of the last layer
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.step(2, ignore_stale_grad=True)
+    assert trainer.amp_last_step.stepped
+    assert np.isfinite(last.grad().asnumpy()).all()
+
+
+def test_what_another_worker_has_summed_counts_where_this_one_has_computed_nothing(worker):
+    net, trainer = worker
+    with autograd.record():
+        loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    hook = trainer._amp_loss_scaler
+    original = hook.reduction.sum
+
+    def with_another(overflown):
+        original(overflown)
+        net[1].weight.grad()[:] = np.inf
+
+    hook.reduction.sum = with_another
+    trainer.step(2, ignore_stale_grad=True)
+    assert trainer.amp_last_step.nonfinite == (net[1].weight.name,)
+
+
+def test_a_clipped_overflow_is_sent_as_one(worker):
+    net, trainer = worker
+    train(net, trainer, batches()[0], scaled=False, step=lambda _: None)
+    hook = trainer._amp_loss_scaler
+    weight = net[0].weight
+    ids = {id(param.data()) for param in net.collect_params().values()}
+    hook.mark_unscaled(1024, ids, {id(weight.data())})
+    trainer.allreduce_grads()
+    assert np.isinf(weight.grad().asnumpy()).all()
+    assert np.isfinite(net[1].weight.grad().asnumpy()).all()
+    trainer.update(4)
+    assert not trainer.amp_last_step.stepped
+
+
+@pytest.mark.parametrize("kvstore, scale", [("dist_sync", 1024), ("device", 512)])
+def test_a_pass_that_one_worker_runs_again_leaves_the_shared_scale(monkeypatch, kvstore, scale):
+    """The gradient of the data overflows with the scale: no other worker sees that."""
+    monkeypatch.setattr(reduction, "_on_servers", [])
+    net, _ = setup()
+    optimizer = amp.decorate(mx.optimizer.SGD(), 1024.0)
+    trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)
+    data = mx.nd.ones((2, 4))
+    data.attach_grad()
+    with autograd.record():
+        loss = (net(data) * 0 + 1e36 * data.sum()).sum()
+    loss.backward()
+    assert np.isfinite(data.grad.asnumpy()).all()
+    assert trainer._optimizer.scaling.loss_scale == scale
