@@ -25,7 +25,7 @@ from ..policy.active import suspended
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
-from .module_workers import check_before, check_step, share_weights
+from .module_workers import check_before, check_step, share_weights, summed_by_horovod
 
 __all__ = ["DecoratedName", "module_patches"]
 
@@ -190,7 +190,9 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared is None or self not in module_patches.states:
             original(self)
         else:
-            finite = _update(self, shared, module_patches.states[self].overflown, original)
+            overflown = module_patches.states[self].overflown
+            with summed_by_horovod(self, overflown):
+                finite = _update(self, shared, overflown, original)
             if module_patches.states[self].counts:
                 scale = shared.record(finite)
                 decision = "update" if finite else "skip"

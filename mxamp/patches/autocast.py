@@ -18,7 +18,7 @@ from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
 from ..scaling import clipping, loss_watch
-from . import cached_op, data_loading, eager, functions, kvstores, optimizers, symbolic
+from . import cached_op, data_loading, eager, functions, horovod, kvstores, optimizers, symbolic
 
 __all__ = ["announce", "autocast", "init", "shutdown", "switch_off", "switch_on"]
 
@@ -55,7 +55,8 @@ class _CastingPatches(PatchSet):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
-        calls += [*functions.patches(_region), *data_loading.patches(), *kvstores.patches()]
+        calls += [*functions.patches(_region), *data_loading.patches()]
+        calls += [*kvstores.patches(), *horovod.patches()]
         return [*calls, *optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
 
     def acquire(self) -> None:

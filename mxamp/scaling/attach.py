@@ -6,6 +6,7 @@ from typing import Any, Optional
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
+from ..framework.horovod import is_horovod_optimizer
 from ..framework.wording import shown
 from ..policy.active import current_policy
 from .checkpoint import taken_state
@@ -30,6 +31,11 @@ ON_KVSTORE = (
 ASYNCHRONOUS = (
     "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
     "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
+)
+HOROVOD_OPTIMIZER = (
+    "the optimizer of this trainer has Horovod sum the gradients in each update, where a gradient "
+    "that overflowed in one worker alone can't be kept out in all: make the trainer with "
+    "hvd.DistributedTrainer, and with the optimizer as it was before hvd.DistributedOptimizer"
 )
 OTHER_SCALE_LOSS = (
     "mxamp scales the losses of this trainer, and this scale_loss is mxnet.contrib.amp's own: use "
@@ -70,6 +76,8 @@ def attach_hook(
             hook.watch.limit = max_consecutive_skips
         return
     scaler = loss_scaler if loss_scaler is not None else _default_scaler()
+    if is_horovod_optimizer(trainer._optimizer):
+        raise StateError(HOROVOD_OPTIMIZER)
     _keep_updates_off_kvstore(trainer)
     hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
     retired = getattr(trainer, "_amp_loss_scaler", None)

@@ -10,6 +10,7 @@ from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
+from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
 from ..framework.kvstores import check_dtypes, is_distributed
 from ..policy.active import suspended
 from .finite import all_finite
@@ -69,11 +70,14 @@ class Reduction:
 
         Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
         where parameters are not updated on it. The first time, workers compare their settings,
-        `scaler_state` among them.
+        `scaler_state` among them; those of Horovod too.
         """
         trainer = self._trainer
         if not trainer._kv_initialized:
             trainer._init_kvstore()
+        if is_horovod_trainer(trainer):
+            self._compare_settings(store_of(trainer), scaler_state)
+            return
         if not is_distributed(trainer._kvstore):
             return
         if trainer._compression_params:
@@ -87,8 +91,14 @@ class Reduction:
                     check_dtypes(f"the parameter {param.name!r}", param.list_data())
             mx.nd.waitall()
             self._waiting = len(trainer._params_to_init)
-        if self.workers is None:
-            workers = Workers(trainer._kvstore)
+        self._compare_settings(trainer._kvstore, scaler_state)
+
+    def _compare_settings(
+        self, kvstore: Any, scaler_state: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Compare the workers' settings, once; `kvstore` is None where there are no others."""
+        if self.workers is None and kvstore is not None:
+            workers = Workers(kvstore)
             workers.check_settings(scaler_state())
             self.workers = workers
 
@@ -99,9 +109,12 @@ class Reduction:
         script may have clipped them element by element.
         """
         if self.workers is not None:
+            by_horovod = is_horovod_trainer(self._trainer)
             for param in self._trainer._params:
                 if param.grad_req == "null" or param._grad is None:
                     continue
+                if by_horovod:
+                    check_gradients(param.name, param.list_grad())
                 for data, gradient in zip(param.list_data(), param.list_grad()):
                     if id(data) in overflown:
                         poison([gradient])
