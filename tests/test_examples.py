@@ -84,6 +84,12 @@ def check_module_fit(text, dtype):
     assert "saved parameters are float32" in text
 
 
+def check_train_on_workers(text, dtype):
+    has_learned(text, factor=0.5)
+    skipped = scale_and_skips(text, 2**24 if dtype == "float16" else 1, 80)
+    assert (skipped > 0) == (dtype == "float16")
+
+
 CHECKS = {
     name[len("check_"):]: check for name, check in list(globals().items()) if name.startswith("check_")
 }  # fmt: skip
@@ -113,6 +119,28 @@ def test_example_runs_and_learns(name, tmp_path):
         assert text.strip().startswith(f"{dtype}: ")
         CHECKS[name](text, dtype)
     assert not list(tmp_path.iterdir()), "an example leaves files behind"
+
+
+@pytest.mark.slow
+def test_the_example_with_workers_runs_on_two():
+    command = [sys.executable, str(EXAMPLES / "train_on_workers.py"), "--dtype", "float16"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "mxamp", "launch", "-n", "2", *command],
+        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = []
+    for rank in range(2):
+        lines = [
+            line.split("] ", 1)[1]
+            for line in done.stdout.splitlines()
+            if f"[worker {rank}]" in line
+        ]
+        assert "2 workers" in lines[0]
+        check_train_on_workers("\n".join(lines), "float16")
+        results.append(lines[1:])
+    assert results[0] == results[1], "the same scale, steps and skips"
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -123,6 +123,7 @@ def test_these_are_the_benchmarks():
     assert BENCHMARKS == [
         "convert",
         "debugging",
+        "dist",
         "finite",
         "kernels",
         "models",

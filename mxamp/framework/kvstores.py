@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from .machine import dtype_name
 from .wording import one_of
 
-__all__ = ["check_dtypes", "exit_on_error", "is_distributed"]
+__all__ = ["check_dtype", "check_dtypes", "exit_on_error", "is_distributed"]
 
 #: Any other dtype ends the servers: the workers would wait for them for ever.
 _TRAVELLING = ("float32", "float16", "float64")
@@ -30,13 +30,18 @@ def is_distributed(kvstore: Any) -> bool:
     return "dist" in str(getattr(kvstore, "type", kvstore))
 
 
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise `ArgumentError` where the parameter server would end at an array of this dtype."""
+    given = dtype_name(dtype)
+    if given not in _TRAVELLING:
+        allowed = one_of(_TRAVELLING)
+        raise ArgumentError(NOT_TRAVELLING.format(allowed=allowed, name=name, dtype=given))
+
+
 def check_dtypes(name: str, value: Any) -> None:
-    """Raise `ArgumentError` where the parameter server would end at arrays of this dtype."""
+    """Do that for arrays in lists."""
     for array in _arrays(value):
-        dtype = dtype_name(array.dtype)
-        if dtype not in _TRAVELLING:
-            allowed = one_of(_TRAVELLING)
-            raise ArgumentError(NOT_TRAVELLING.format(allowed=allowed, name=name, dtype=dtype))
+        check_dtype(name, array.dtype)
 
 
 def _arrays(value: Any) -> Iterator[NDArray]:

@@ -41,6 +41,10 @@ RUN_AGAIN = (
     "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
     "again with %g, and the next one uses %g"
 )
+RUN_AGAIN_ALONE = (
+    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
+    "again with %g, in this worker alone"
+)
 NOT_FINITE = (
     "a gradient that no trainer owns is not finite with a loss scale of 1 either: it is not in "
     "float32, or half precision has no room for it. Nothing was skipped for it"
@@ -258,7 +262,10 @@ def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, fini
     """Lower the shared scale where a pass had to be run again, and a lower scale was the cure."""
     if used == tried:
         return
-    if finite:
+    if finite and any(hook.reduction.is_distributed for hook in hooks):
+        # All workers hold the same scale, and the others have not seen this.
+        logger.info(RUN_AGAIN_ALONE, tried, used)
+    elif finite:
         lowered = _shared(hooks).lower(tried)
         logger.info(RUN_AGAIN, tried, used, lowered)
     else:

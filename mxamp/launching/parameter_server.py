@@ -85,9 +85,6 @@ class ParameterServerRun:
                 name = role if role == "scheduler" else f"{role} {rank}"
                 into.append(Process(name, command, variables))
                 guard.add(into[-1].group)
-        # Only now: threads and forks don't mix.
-        for process in self._all():
-            process.show_output()
 
     def _variables(self, port: int) -> Dict[str, str]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

@@ -30,23 +30,21 @@ class Process:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        outputs = (
+            (self._process.stdout, sys.stdout.buffer),
+            (self._process.stderr, sys.stderr.buffer),
+        )
         self._readers = [
-            threading.Thread(target=_forward, args=(name, source, target), daemon=True)
-            for source, target in (
-                (self._process.stdout, sys.stdout.buffer),
-                (self._process.stderr, sys.stderr.buffer),
-            )
+            threading.Thread(target=_forward, args=(name, *output), daemon=True)
+            for output in outputs
         ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def group(self) -> int:
         """The process group."""
         return self._process.pid
-
-    def show_output(self) -> None:
-        """Begin to show what the process prints."""
-        for reader in self._readers:
-            reader.start()
 
     def status(self) -> Optional[int]:
         """Return the exit status as a shell would, None while the process runs."""

@@ -11,7 +11,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
 from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
-from ..framework.kvstores import check_dtypes, is_distributed
+from ..framework.kvstores import check_dtype, is_distributed
 from ..policy.active import suspended
 from .finite import all_finite
 from .workers import Workers
@@ -40,8 +40,6 @@ def _check_alone(trainer: Trainer) -> None:
     """Raise where the servers would take a trainer's parameters for another's, and hang."""
     if os.environ.get("DMLC_ROLE") != "worker":
         return
-    if not is_distributed(trainer._kvstore_params["kvstore"]):
-        return
     if not _on_servers:
         _on_servers.append(weakref.ref(trainer))
     if _on_servers[0]() is not trainer:
@@ -52,10 +50,18 @@ class Reduction:
     """The sums of one trainer. `workers` is None where it trains in this process alone."""
 
     def __init__(self, trainer: Trainer) -> None:
-        _check_alone(trainer)
+        if is_distributed(trainer._kvstore_params["kvstore"]):
+            _check_alone(trainer)
+            for param in trainer._params:
+                check_dtype(f"the parameter {param.name!r}", param.dtype)
         self._trainer = trainer
         self.workers: Optional[Workers] = None
         self._waiting: Optional[int] = None  # parameters that were not initialized at the last sum
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other processes train the same parameters."""
+        return is_distributed(self._trainer._kvstore_params["kvstore"])
 
     @property
     def is_compressed(self) -> bool:
@@ -84,11 +90,8 @@ class Reduction:
             raise StateError(COMPRESSED)
         if trainer._params_to_init:
             trainer._init_params()
-        # A parameter whose shape was not known at first travels later.
+        # A parameter whose shape was not known at first is sent later.
         if self._waiting != len(trainer._params_to_init):
-            for param in trainer._params:
-                if param._data is not None:
-                    check_dtypes(f"the parameter {param.name!r}", param.list_data())
             mx.nd.waitall()
             self._waiting = len(trainer._params_to_init)
         self._compare_settings(trainer._kvstore, scaler_state)

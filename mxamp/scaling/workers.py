@@ -37,6 +37,18 @@ _PATIENCE = 60.0
 #: initialized once.
 _keys = itertools.count(2**30)
 
+#: What results depend on of a `Rule`. Which kernels a machine lacks is not among it: the values are
+#: the same without them.
+_DECISIVE = (
+    "op_class",
+    "conditions",
+    "keep_inputs",
+    "follow_inputs",
+    "keep_outputs",
+    "by_op_type",
+    "by_shape",
+)
+
 DIFFERENT = (
     "worker {other} differs from worker {first} in {what}: start all workers with the same script, "
     "arguments, mxamp and checkpoint. This is worker {rank}, with {own}"
@@ -46,7 +58,7 @@ OUT_OF_STEP = (
     "{rank}, with {own}. Did a worker train on another number of batches, or change the scale?"
 )
 WAITING = (
-    "worker %d waits for the other workers to begin training with mxamp: one of them may have "
+    "worker %s waits for the other workers to begin training with mxamp: one of them may have "
     "ended, or trains without mxamp"
 )
 
@@ -141,19 +153,15 @@ class Workers:
 
 
 def _described(policy: "Policy | None") -> Any:
-    """Return what results depend on, in an order that is the same in all processes.
-
-    Which kernels a machine lacks is left out: the values are the same without them.
-    """
+    """Return a number for what results depend on, the same in all processes."""
     if policy is None:
         return None
     cache: Dict[str, Any] = policy.caches
     if "workers" not in cache:
         rules = [
-            (name, rule.op_class, rule.conditions, rule.keep_inputs, rule.follow_inputs,
-             rule.keep_outputs, rule.by_op_type, rule.by_shape)
+            (name, [getattr(rule, field) for field in _DECISIVE])
             for name, rule in sorted(policy.rules.items())
-        ]  # fmt: skip
+        ]
         layers, substitutions = policy.fp32_layers, sorted(policy.substitutions)
         whole = repr((policy.target_dtype, policy.device, layers, substitutions, rules))
         cache["workers"] = zlib.crc32(whole.encode())

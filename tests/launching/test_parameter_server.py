@@ -131,3 +131,13 @@ def test_bad_arguments_are_one_line(arguments, words):
     done = launch(*arguments, capture_output=True, timeout=60)
     assert done.returncode == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_program_that_does_not_start_is_one_line(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\0\0")
+    program.chmod(0o755)
+    done = launch(str(program), capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "Exec format error" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -148,3 +148,75 @@ def test_sync_batch_norm_stays_float32(dtype):
     assert {node.precision for node in plan.nodes if "SyncBatchNorm" in node.operator} == {
         "float32"
     }
+
+
+LARGE_BATCH = {
+    "lars": {"momentum": 0.9, "wd": 1e-4, "eta": 0.01},
+    "lamb": {"wd": 0.01},
+    "lbsgd": {"momentum": 0.9},
+    "sgd": {"momentum": 0.9, "wd": 1e-4},
+}
+
+
+def accumulated(optimizer, contexts, data, micro_batches, scaled):
+    """Train with a warm-up, a step for so many micro-batches; return the weights and the rates."""
+    net, _ = setup(contexts)
+    schedule = mx.lr_scheduler.PolyScheduler(20, base_lr=0.05, warmup_steps=3, warmup_begin_lr=0.01)
+    settings = {"learning_rate": 0.05, "lr_scheduler": schedule, **LARGE_BATCH[optimizer]}
+    trainer = gluon.Trainer(net.collect_params(), optimizer, settings, update_on_kvstore=False)
+    if scaled:
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE, growth_interval=2))
+    net.collect_params().setattr("grad_req", "add")
+    rates = []
+    for batch in data:
+        for part in np.split(batch, micro_batches):
+            with autograd.record():
+                losses = [(net(x) ** 2).sum() for x in split_and_load(part, contexts)]
+                if scaled:
+                    with amp.scale_loss(losses, trainer) as losses:
+                        autograd.backward(losses)
+                else:
+                    autograd.backward(losses)
+        trainer.step(len(batch))
+        net.collect_params().zero_grad()
+        rates.append(trainer.learning_rate)
+    return weights(net), rates
+
+
+@pytest.mark.parametrize("optimizer", LARGE_BATCH)
+@pytest.mark.parametrize("ctx", CONTEXTS)
+def test_large_batch_optimizers_with_warm_up_and_accumulation(ctx, optimizer):
+    """Equal to float32 without the step that overflows, up to float32's rounding."""
+    data = batches(6)
+    bad = data[2].copy()
+    bad[-1, 0] = np.inf  # in the last micro-batch
+    found, rates = accumulated(optimizer, CONTEXTS[ctx], [*data[:2], bad, *data[2:]], 2, True)
+    expected, plain = accumulated(optimizer, CONTEXTS[ctx], data, 2, False)
+    assert rates == [*plain[:2], plain[1], *plain[2:]], "a skipped step is none of the warm-up"
+    for mine, control in zip(found, expected):
+        np.testing.assert_allclose(mine, control, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kvstore", ["device", None])
+def test_scaling_adds_no_message(monkeypatch, kvstore):
+    def pushed(scaled):
+        calls = []
+        net, _ = setup(CONTEXTS["two"])
+        trainer = trainer_of(net, kvstore=kvstore, update_on_kvstore=False)
+        if scaled:
+            amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
+        with monkeypatch.context() as patch:
+            for name in ("push", "pull", "pushpull", "init"):
+                original = getattr(mx.kv.KVStore, name)
+
+                def counted(self, key, value, *args, original=original, name=name, **kwargs):
+                    calls.append((name, key, [a.size for a in value]))
+                    return original(self, key, value, *args, **kwargs)
+
+                patch.setattr(mx.kv.KVStore, name, counted)
+            for batch in (batches()[0], poisoned(batches()[1])):
+                one_step(net, trainer, batch, "scale_loss" if scaled else "decorate")
+        return calls
+
+    assert pushed(True) == pushed(False)
+    assert bool(pushed(True)) == bool(kvstore)

@@ -1,19 +1,25 @@
 """What workers compare, on a kvstore of two threads that stands for the parameter server."""
 
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import mxnet as mx
+import numpy as np
 import pytest
+from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import down
+from helpers import BF16, down
 from mxamp.framework import kvstores
 from mxamp.framework.kvstores import check_dtypes
+from mxamp.frontends.module_workers import check_before
 from mxamp.patches import kvstores as patched
+from mxamp.scaling import reduction
 from mxamp.scaling import workers as module
 from mxamp.scaling.scaler import LossScaler, StaticLossScaler
 from mxamp.scaling.workers import Workers
+from training import batches, poisoned, setup, train
 
 
 class Server:
@@ -196,3 +202,110 @@ def test_distributed_kvstores_are_known_by_name(store):
 @pytest.mark.parametrize("store", [None, "local", "device", mx.kv.create("device")])
 def test_others_are_not(store):
     assert not kvstores.is_distributed(store)
+
+
+def trainer_of(net, **settings):
+    return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, **settings)
+
+
+def test_a_second_trainer_on_the_servers_is_refused(monkeypatch):
+    """MXNet gives both trainers' parameters the same keys, and hangs."""
+    monkeypatch.setenv("DMLC_ROLE", "worker")
+    monkeypatch.setattr(reduction, "_on_servers", [])
+    trainers = [trainer_of(setup()[0], kvstore="dist_sync") for _ in range(2)]
+    amp.init_trainer(trainers[0], LossScaler())
+    amp.init_trainer(trainers[0], LossScaler(2))
+    with pytest.raises(amp.StateError, match="another trainer .* make one trainer"):
+        amp.init_trainer(trainers[1], LossScaler())
+    amp.init_trainer(trainer_of(setup()[0]), LossScaler())  # in this process alone
+
+
+@pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
+def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_travel(monkeypatch, way):
+    monkeypatch.setattr(reduction, "_on_servers", [])
+    net, _ = setup()
+    net.cast(BF16)
+    trainer = trainer_of(net, kvstore="dist_sync")
+    with pytest.raises(amp.ArgumentError, match="the parameter .* is bfloat16: leave parameters"):
+        if way == "init_trainer":
+            amp.init_trainer(trainer, LossScaler())
+        else:
+            amp.GradScaler().step(trainer, 1)
+
+
+def test_a_module_that_compresses_is_refused_where_inf_would_get_lost():
+    module = SimpleNamespace(_compression_params={"type": "2bit"}, _exec_group=None)
+    with pytest.raises(amp.StateError, match="leave compression_params out"):
+        check_before(module, "dist_sync")
+    check_before(module, "device")
+
+
+@pytest.fixture
+def worker():
+    """A trainer that takes itself for one worker of several, and sums nothing."""
+    net, trainer = setup(scaler=LossScaler(1024))
+    trainer._amp_loss_scaler.reduction.workers = SimpleNamespace(check_step=lambda values: None)
+    return net, trainer
+
+
+def test_a_stale_gradient_that_overflowed_is_not_summed_again(worker):
+    net, trainer = worker
+    train(net, trainer, poisoned(batches()[0]))
+    assert not trainer.amp_last_step.stepped
+    last = net[1].weight
+    assert not np.isfinite(last.grad().asnumpy()).all()
+    with autograd.record():
+        loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()  # not of the last layer
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.step(2, ignore_stale_grad=True)
+    assert trainer.amp_last_step.stepped
+    assert np.isfinite(last.grad().asnumpy()).all()
+
+
+def test_what_another_worker_has_summed_counts_where_this_one_has_computed_nothing(worker):
+    net, trainer = worker
+    with autograd.record():
+        loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    hook = trainer._amp_loss_scaler
+    original = hook.reduction.sum
+
+    def with_another(overflown):
+        original(overflown)
+        net[1].weight.grad()[:] = np.inf
+
+    hook.reduction.sum = with_another
+    trainer.step(2, ignore_stale_grad=True)
+    assert trainer.amp_last_step.nonfinite == (net[1].weight.name,)
+
+
+def test_a_clipped_overflow_is_sent_as_one(worker):
+    net, trainer = worker
+    train(net, trainer, batches()[0], scaled=False, step=lambda _: None)
+    hook = trainer._amp_loss_scaler
+    weight = net[0].weight
+    ids = {id(param.data()) for param in net.collect_params().values()}
+    hook.mark_unscaled(1024, ids, {id(weight.data())})
+    trainer.allreduce_grads()
+    assert np.isinf(weight.grad().asnumpy()).all()
+    assert np.isfinite(net[1].weight.grad().asnumpy()).all()
+    trainer.update(4)
+    assert not trainer.amp_last_step.stepped
+
+
+@pytest.mark.parametrize("kvstore, scale", [("dist_sync", 1024), ("device", 512)])
+def test_a_pass_that_one_worker_runs_again_leaves_the_shared_scale(monkeypatch, kvstore, scale):
+    """The gradient of the data overflows with the scale: no other worker sees that."""
+    monkeypatch.setattr(reduction, "_on_servers", [])
+    net, _ = setup()
+    optimizer = amp.decorate(mx.optimizer.SGD(), 1024.0)
+    trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)
+    data = mx.nd.ones((2, 4))
+    data.attach_grad()
+    with autograd.record():
+        loss = (net(data) * 0 + 1e36 * data.sum()).sum()
+    loss.backward()
+    assert np.isfinite(data.grad.asnumpy()).all()
+    assert trainer._optimizer.scaling.loss_scale == scale
