@@ -61,6 +61,8 @@ class Reduction:
     @property
     def is_distributed(self) -> bool:
         """Whether other processes train the same parameters."""
+        if is_horovod_trainer(self._trainer):
+            return store_of(self._trainer) is not None
         return is_distributed(self._trainer._kvstore_params["kvstore"])
 
     @property

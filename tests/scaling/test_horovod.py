@@ -1,12 +1,7 @@
 """Horovod: what is refused, on a stand-in for it; and two workers that train, where it is built."""
 
-import importlib.util
-import os
-import shutil
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
@@ -14,7 +9,7 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
-from helpers import BF16, ROOT
+from helpers import BF16, NEEDS_HOROVOD, ROOT, horovodrun
 from mxamp.framework import horovod
 from mxamp.patches import horovod as patched
 from training import batches, setup, train, weights
@@ -110,6 +105,7 @@ def test_the_decision_is_that_on_the_sum(hvd, other, stepped):
     assert trainer.amp_loss_scale == (8 if stepped else 2)
     assert all(np.array_equal(*pair) for pair in zip(before, weights(net))) == (not stepped)
     assert trainer.sums == 2
+    assert trainer._amp_loss_scaler.reduction.is_distributed
     assert len(hvd.messages) == 1, "settings are compared once, and steps cost no message"
 
 
@@ -136,6 +132,7 @@ def test_a_worker_that_trains_alone_compares_nothing(hvd, process_set):
     train(net, trainer, batches(1)[0])
     assert trainer.amp_last_step.stepped
     assert hvd.messages == []
+    assert not trainer._amp_loss_scaler.reduction.is_distributed
 
 
 def nets():
@@ -200,25 +197,6 @@ def test_without_horovod_nothing_is_its(monkeypatch):
 
 # ---------------------------------------------------------------------- the real one
 
-built = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("horovod") is None,
-        reason="Horovod is not installed: scripts/install_horovod builds it",
-    ),
-]
-
-
-def horovodrun(*command, env=None, timeout=120):
-    """Run a Python program in two workers."""
-    program = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return subprocess.run(
-        [program, "--gloo", "-np", "2", "-H", "localhost:2", sys.executable, "-W", "ignore", *command],
-        capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
-    )  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -243,7 +221,7 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize("way", WAYS)
 class TestWays:
-    pytestmark = built
+    pytestmark = NEEDS_HOROVOD
 
     def test_all_workers_skip_what_one_has_seen_overflow(self, runs, way):
         one, two = (found[way] for found in runs)
@@ -260,7 +238,7 @@ class TestWays:
 
 
 class TestRuns:
-    pytestmark = built
+    pytestmark = NEEDS_HOROVOD
 
     def test_what_compression_overflows_is_skipped_by_all(self, runs):
         one, two = (found["fp16, large scale"] for found in runs)
@@ -317,7 +295,7 @@ np.savez(sys.argv[1] + str(hvd.rank()), *values(net), scale=trainer.amp_loss_sca
 
 
 class TestAutomaticRuns:
-    pytestmark = built
+    pytestmark = NEEDS_HOROVOD
 
     def test_an_overflow_in_one_worker_skips_the_step_in_all(self, tmp_path):
         script, out = tmp_path / "train.py", tmp_path / "worker"
