@@ -45,7 +45,7 @@ def test_operators():
         ("operatos", "unknown command 'operatos'; the closest is 'operators'"),
         (
             "train.py",
-            "there are 'convert', 'doctor', 'explain', 'info', 'operators', 'report', 'run'",
+            "there are 'convert', 'doctor', 'explain', 'info', 'launch', 'operators', ",
         ),
         ("info extra", "extra"),
         ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),

@@ -10,7 +10,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from .machine import dtype_name
-from .wording import one_of
+from .wording import counted, one_of
 
 __all__ = [
     "HorovodStore",
@@ -33,7 +33,7 @@ SPARSE = (
     "sparse_grad=False"
 )
 SEVERAL_DEVICES = (
-    "Horovod sums the gradients of one device a process, and {name!r} is on {count} devices: start "
+    "Horovod sums the gradients of one device a process, and {name!r} is on {devices}: start "
     "a process a device, each with ctx=mx.gpu(hvd.local_rank())"
 )
 
@@ -97,7 +97,7 @@ def check_dtypes(name: str, value: Any) -> None:
 def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
     """Raise where Horovod can't sum a parameter's gradients, or would leave some of them out."""
     if len(gradients) > 1:
-        raise StateError(SEVERAL_DEVICES.format(name=name, count=len(gradients)))
+        raise StateError(SEVERAL_DEVICES.format(name=name, devices=counted(len(gradients), "device")))
     (gradient,) = gradients
     if gradient.stype != "default":
         # Horovod would write past the end of its memory.

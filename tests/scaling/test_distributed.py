@@ -68,8 +68,13 @@ def control(ctx=None):
     return weights(net)
 
 
+def assert_equals_one_process(found):
+    for mine, expected in zip(found, control()):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate", "mxamp run", "Module"])
+@pytest.mark.parametrize("way", ["GradScaler", "decorate", "mxamp run", "Module"])
 def test_an_overflow_in_one_worker_skips_the_step_in_all(tmp_path, way):
     found, scale = trained(way, tmp_path)
     if way == "mxamp run":  # in float16, whose largest scales overflow by themselves
@@ -77,20 +82,21 @@ def test_an_overflow_in_one_worker_skips_the_step_in_all(tmp_path, way):
     else:
         assert scale == 1024 / 2 ** len(OVERFLOWS)
     assert all(np.isfinite(value).all() for value in found)
-    if way in ("scale_loss", "GradScaler", "decorate"):  # on float32 nets
-        for mine, expected in zip(found, control()):
-            np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+    if way in ("GradScaler", "decorate"):  # on float32 nets
+        assert_equals_one_process(found)
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_from_its_states_is_the_run_that_was_not_interrupted(tmp_path):
+def test_scale_loss_and_a_run_that_goes_on_from_its_states(tmp_path):
+    """It is, bit for bit, the run that was not interrupted."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     whole.mkdir()
     part.mkdir()
     saved = tmp_path / "saved"
     expected, scale = trained("scale_loss", whole, f"save={saved}")
+    assert_equals_one_process(expected)
     found, resumed = trained("scale_loss", part, f"load={saved}", "first=3")
-    assert scale == resumed
+    assert scale == resumed < 1024
     for mine, other in zip(found, expected):
         np.testing.assert_array_equal(mine, other)
 
@@ -130,6 +136,6 @@ for step in range(3):
 )
 def test_a_broken_run_ends_at_once_and_says_why(what, status, words):
     command = [sys.executable, "-c", BROKEN, what]
-    done = launch(*command, timeout=40)
+    done = launch(*command)
     assert done.returncode == status, done.stderr
     assert words in done.stderr
