@@ -57,6 +57,7 @@ WAYS = {
     "predivided": {"gradient_predivide_factor": 2.0},
     "predivided, average before": {"average_before": True, "gradient_predivide_factor": 2.0},
     "groups": {"num_groups": 2},
+    "prefix": {"prefix": "mine"},
     "groups, fp16": {"num_groups": 2, "compression": hvd.Compression.fp16},
     "fp16": {"compression": hvd.Compression.fp16},
     "fp16, decorate": {"compression": hvd.Compression.fp16, "way": "decorate"},

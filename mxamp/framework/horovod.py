@@ -97,7 +97,9 @@ def check_dtypes(name: str, value: Any) -> None:
 def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
     """Raise where Horovod can't sum a parameter's gradients, or would leave some of them out."""
     if len(gradients) > 1:
-        raise StateError(SEVERAL_DEVICES.format(name=name, devices=counted(len(gradients), "device")))
+        raise StateError(
+            SEVERAL_DEVICES.format(name=name, devices=counted(len(gradients), "device"))
+        )
     (gradient,) = gradients
     if gradient.stype != "default":
         # Horovod would write past the end of its memory.

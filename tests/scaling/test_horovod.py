@@ -18,7 +18,7 @@ FIRST, LAST = 3, 6  # of the steps of a run that goes on from its states
 SCALES = [[1, 1024], [0, 512], [1, 512], [1, 512], [0, 256], [1, 256]]
 WAYS = [
     "scale_loss", "GradScaler", "decorate", "static", "average before", "predivided",
-    "predivided, average before", "groups", "groups, fp16", "fp16", "fp16, decorate",
+    "predivided, average before", "groups", "prefix", "groups, fp16", "fp16", "fp16, decorate",
     "fp16, average before", "accumulated", "clipped", "late shapes", "float16 net", "Module",
 ]  # fmt: skip
 #: Everything else equals float32's.
