@@ -1,7 +1,9 @@
 """The oracle: casts written by hand, around plain MXNet."""
 
+import importlib.util
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -21,6 +23,13 @@ BF16 = np.dtype([("bfloat16", np.uint16)])
 with_avx512 = pytest.mark.skipif(
     bool(amp.Policy.default("bfloat16").rule("Convolution").missing), reason="no bfloat16 kernels"
 )
+NEEDS_HOROVOD = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("horovod") is None,
+        reason="Horovod is not installed: scripts/install_horovod builds it",
+    ),
+]
 
 
 def mx_dtype(name):
@@ -124,3 +133,15 @@ def check_python(code, **options):
     done = run_python(code, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def horovodrun(*command, workers=2, env=None, timeout=120):
+    """Run a Python program in several workers; return the finished process with its output."""
+    program = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
+    python = [sys.executable, "-W", "ignore", *map(str, command)]
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return subprocess.run(
+        [program, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *python],
+        capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers import ROOT
+from helpers import NEEDS_HOROVOD, ROOT, horovodrun
 
 EXAMPLES = ROOT / "examples"
 # Both precisions in one process, as the imports take longer than the training.
@@ -99,6 +99,10 @@ def check_train_on_workers(text, dtype):
     assert (skipped > 0) == (dtype == "float16")
 
 
+def check_train_with_horovod(text, dtype):
+    check_train_on_workers(text, dtype)
+
+
 CHECKS = {
     name[len("check_"):]: check for name, check in list(globals().items()) if name.startswith("check_")
 }  # fmt: skip
@@ -108,14 +112,16 @@ def test_every_example_is_checked():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CHECKS)
 
 
-#: Ten seconds or so each.
-LONG = ("train_gan", "train_lstm", "tune_and_serve")
+#: Marks of those that take ten seconds or so, or need what is not installed everywhere.
+MARKS = {
+    "train_gan": [pytest.mark.slow],
+    "train_lstm": [pytest.mark.slow],
+    "tune_and_serve": [pytest.mark.slow],
+    "train_with_horovod": NEEDS_HOROVOD,
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CHECKS],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CHECKS])
 def test_example_runs_and_learns(name, tmp_path):
     driver = DRIVER.format(path=str(EXAMPLES / f"{name}.py"), arguments=ARGUMENTS.get(name, []))
     done = subprocess.run(
@@ -130,22 +136,29 @@ def test_example_runs_and_learns(name, tmp_path):
     assert not list(tmp_path.iterdir()), "an example leaves files behind"
 
 
-@pytest.mark.slow
-def test_the_example_with_workers_runs_on_two():
-    command = [sys.executable, str(EXAMPLES / "train_on_workers.py"), "--dtype", "float16"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "mxamp", "launch", "-n", "2", *command],
+def launched(*command):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "mxamp", "launch", "-n", "2", sys.executable, *command],
         capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, launch, prefix",
+    [
+        ("train_on_workers", launched, "[worker {}] "),
+        pytest.param("train_with_horovod", horovodrun, "[{}]<stdout>:", marks=NEEDS_HOROVOD),
+    ],
+)
+def test_the_examples_with_workers_run_on_two(name, launch, prefix):
+    done = launch(str(EXAMPLES / f"{name}.py"), "--dtype", "float16")
     assert done.returncode == 0, done.stderr[-3000:]
     results = []
     for rank in range(2):
-        lines = [
-            line.split("] ", 1)[1]
-            for line in done.stdout.splitlines()
-            if f"[worker {rank}]" in line
-        ]
+        start = prefix.format(rank)
+        lines = [line[len(start):] for line in done.stdout.splitlines() if line.startswith(start)]  # fmt: skip
         assert "2 workers" in lines[0]
         check_train_on_workers("\n".join(lines), "float16")
         results.append(lines[1:])

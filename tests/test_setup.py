@@ -18,6 +18,7 @@ FAKE = """#!{bash}
 case "$1 ${{2:-}}" in
     "-c "*version_info*) echo {version} ;;
     "-c "*) echo '{path}' ;;
+    "-W ignore") [ -e "$CALLS.horovod" ] ;;
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && eval "${{VENV_DOES:-}}" ;;
     "-m pip") case "$3" in
         config) echo ":env:.no-index='${{PIP_NO_INDEX:-}}'" ;;
@@ -286,11 +287,96 @@ def test_the_project_s_own_environment_is_up_to_date(tmp_path):
     assert "installing" not in done.stderr
 
 
-def test_ci_runs_the_second_command(clone, tmp_path):
+@pytest.mark.parametrize("built", [True, False])
+def test_ci_runs_the_second_command_with_horovod_where_it_can_be_built(built, clone, tmp_path):
     shutil.copytree(ROOT / ".ci", clone.path / ".ci")
     (clone.path / "scripts" / "test").write_text('#!/bin/sh\necho "$0 has $# arguments"\n')
+    (clone.path / "scripts" / "install_horovod").write_text(f"#!/bin/sh\nexit {int(not built)}\n")
     (tmp_path / "link").symlink_to(clone.path)
     done = subprocess.run(
         ["link/.ci/run"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert done.stdout.endswith("scripts/test has 0 arguments\n")
+    assert ("Horovod is not built: its tests are skipped" in done.stderr) == (not built)
+
+
+# ---------------------------------------------------------------------- Horovod
+
+INSTALLS = 'case "$*" in *horovod==*) touch "$CALLS.horovod" ;; esac'
+
+
+def tools(clone, cmake="3.25.1"):
+    """A compiler, make and CMake that do nothing, as environment variables."""
+    for name, said in (("make", ""), ("cmake", f"cmake version {cmake}"), ("g++", "")):
+        (clone.bin / name).write_text(f"#!{BASH}\necho '{said}'\n")
+        (clone.bin / name).chmod(0o755)
+    path = f"{clone.bin}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, "CXX": "", "HOROVOD_CMAKE": str(clone.bin / "cmake")}
+
+
+def install_horovod(clone, *arguments, does=INSTALLS, **env):
+    python = ["--python", clone.python()]
+    env = {**tools(clone), **env}
+    return clone.run(*python, *arguments, name="install_horovod", PIP_DOES=does, **env)
+
+
+def test_horovod_is_built_for_mxnet_with_gloo_once(clone):
+    shown = "HOROVOD_WITH_MXNET HOROVOD_WITH_GLOO HOROVOD_WITHOUT_MPI HOROVOD_CPU_OPERATIONS"
+    does = f'{INSTALLS}; for name in {shown}; do echo "$name=${{!name:-}}" >>"$CALLS"; done'
+    done = install_horovod(clone, does=does)
+    assert done.returncode == 0, done.error
+    assert "installing Horovod 0.28.1, 2 to 4 minutes: it is compiled\n" in done.error
+    assert re.search(r"Horovod 0.28.1 is in .venv, after \d+ s\n$", done.error)
+    *_, needs, build = [call for call in clone.installs() if " -m pip " in call]
+    assert needs.endswith("cloudpickle packaging psutil pyyaml")
+    assert build.endswith(
+        "--no-build-isolation --no-deps --no-cache-dir --force-reinstall horovod==0.28.1"
+    )
+    assert clone.installs()[-4:] == [
+        "HOROVOD_WITH_MXNET=1", "HOROVOD_WITH_GLOO=1", "HOROVOD_WITHOUT_MPI=1", "HOROVOD_CPU_OPERATIONS=GLOO"
+    ]  # fmt: skip
+    count = len(clone.installs())
+    assert install_horovod(clone).error == "Horovod 0.28.1 is in .venv already\n"
+    assert len(clone.installs()) == count
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        ({"CXX": "no-g++"}, "there is no C++ compiler at 'no-g++': install it, on Debian"),
+        ({"HOROVOD_CMAKE": "no-cmake"}, "no CMake at 'no-cmake': install it, on Debian and Ubuntu"),
+        ({"HOROVOD_CMAKE": "{bin}/old"}, "needs CMake 3.13 or newer, and '{bin}/old' is 3.12"),
+        ({"HOROVOD_CMAKE": "true"}, "and 'true' is of no version that it tells"),
+    ],
+)
+def test_what_horovod_is_built_with_is_missing(clone, env, words):
+    (clone.bin / "old").write_text(f"#!{BASH}\necho cmake version 3.12.4\n")
+    (clone.bin / "old").chmod(0o755)
+    done = install_horovod(clone, **{k: v.format(bin=clone.bin) for k, v in env.items()})
+    assert done.returncode == 1
+    assert words.format(bin=clone.bin) in done.error.splitlines()[-1]
+    assert not any("horovod==" in call for call in clone.installs())
+
+
+@pytest.mark.parametrize(
+    "does, words",
+    [
+        (f"{INSTALLS}; rm -f $CALLS.horovod", "Horovod was built, and can't be used: "),
+        (
+            'case "$*" in *horovod==*) echo ERROR: no compiler; exit 1 ;; esac',
+            "installing Horovod 0.28.1 failed: no compiler. Put that right and run the same",
+        ),
+    ],
+)
+def test_a_build_of_horovod_that_fails_says_so(clone, does, words):
+    done = install_horovod(clone, does=does)
+    assert done.returncode == 1
+    assert done.error.splitlines()[-1].startswith(f"error: {words}")
+    assert install_horovod(clone).returncode == 0
+
+
+def test_install_horovod_refuses_what_it_does_not_know(clone):
+    done = clone.run("--nosuch", name="install_horovod")
+    assert done.returncode == 2
+    assert "unknown argument '--nosuch'; scripts/install_horovod takes" in done.error
+    assert not (clone.path / ".venv").exists()

@@ -6,6 +6,7 @@ from typing import Any, Union
 from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
+from ..framework.horovod import is_horovod_optimizer
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..scaling.float32 import Float32Scaler
@@ -15,6 +16,11 @@ from .backward import backward_patches
 from .module_api import DecoratedName, module_patches
 
 __all__ = ["decorate"]
+
+WRAPPED = (
+    "decorate the optimizer first, and let Horovod wrap the result: "
+    "hvd.DistributedOptimizer(mxamp.decorate(optimizer))"
+)
 
 _COPIED = ("_index_update_count", "_all_index_update_counts", "lr_mult", "wd_mult", "idx2name")
 
@@ -69,6 +75,8 @@ def decorate(
     """
     if getattr(optimizer, "scaling", None) is not None or scale_of(optimizer) is not None:
         raise StateError("this optimizer is decorated already: its losses would be scaled twice")
+    if is_horovod_optimizer(optimizer):
+        raise ArgumentError(WRAPPED)
     scaler: Scaler = StaticLossScaler(init_loss_scaling)
     if use_dynamic_loss_scaling:
         scaler = LossScaler(

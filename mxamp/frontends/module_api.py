@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 from mxnet.module import Module, SequentialModule
@@ -25,7 +25,7 @@ from ..policy.active import chose_float32, suspended
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
-from .module_workers import check_before, check_step, share_weights
+from .module_workers import check_before, check_step, share_weights, summed_by_horovod
 
 __all__ = ["DecoratedName", "module_patches"]
 
@@ -137,11 +137,14 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared is None:
             original(self, kvstore, optimizer, *args, **kwargs)
             return
-        if shared.checks:
-            check_before(self, kvstore)
-        with _updates_off_kvstore() if shared.checks else nullcontext():
+        if not shared.checks:
             original(self, kvstore, optimizer, *args, **kwargs)
-        if self._update_on_kvstore and shared.checks:
+            self._optimizer._amp_scaling = shared
+            return
+        check_before(self, kvstore)
+        with _updates_off_kvstore():
+            original(self, kvstore, optimizer, *args, **kwargs)
+        if self._update_on_kvstore:
             raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
         self._optimizer._amp_scaling = shared
         share_weights(self, shared)
@@ -192,12 +195,13 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
         if shared is None or self not in module_patches.states:
             original(self)
             return
-        finite = True
+        state, finite = module_patches.states[self], True
         if shared.checks:
-            finite = _update(self, shared, module_patches.states[self].overflown, original)
+            with summed_by_horovod(self, state.overflown):
+                finite = _update(self, shared, state.overflown, original)
         else:
             original(self)
-        if module_patches.states[self].counts:
+        if state.counts:
             scale = shared.record(finite)
             decision = "update" if finite else "skip"
             step = shared.steps + shared.skips

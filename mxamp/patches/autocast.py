@@ -20,7 +20,7 @@ from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, is_auto
 from ..scaling import clipping, loss_watch
-from . import cached_op, data_loading, eager, functions, kvstores, optimizers, symbolic
+from . import cached_op, data_loading, eager, functions, horovod, kvstores, optimizers, symbolic
 from .announcements import announce, announce_float32, announce_off
 
 __all__ = ["autocast", "init", "policy_for", "shutdown", "switch_off", "switch_on"]
@@ -51,7 +51,8 @@ class _CastingPatches(PatchSet):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
-        calls += [*functions.patches(_region), *data_loading.patches(), *kvstores.patches()]
+        calls += [*functions.patches(_region), *data_loading.patches()]
+        calls += [*kvstores.patches(), *horovod.patches()]
         return [*calls, *optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
 
     def acquire(self) -> None:

@@ -6,13 +6,14 @@ from typing import Any, Optional
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
+from ..framework.horovod import is_horovod_optimizer
 from ..framework.wording import shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import taken_state
 from .finite import all_finite, multiply
 from .float32 import Float32Scaler
 from .hook import TrainerHook
-from .reduction import fresh_gradients
+from .reduction import check_trainer, fresh_gradients
 from .scaler import LossScaler, NoScaler, Scaler
 
 __all__ = ["attach_hook", "hook_in_force", "hook_of"]
@@ -31,6 +32,11 @@ ON_KVSTORE = (
 ASYNCHRONOUS = (
     "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
     "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
+)
+HOROVOD_OPTIMIZER = (
+    "the optimizer of this trainer has Horovod sum the gradients in each update, where a gradient "
+    "that overflowed in one worker alone can't be kept out in all: make the trainer with "
+    "hvd.DistributedTrainer, and with the optimizer as it was before hvd.DistributedOptimizer"
 )
 OTHER_SCALE_LOSS = (
     "mxamp scales the losses of this trainer, and this scale_loss is mxnet.contrib.amp's own: use "
@@ -67,13 +73,14 @@ def attach_hook(
         if isinstance(hook.scaler, Float32Scaler) and current_policy() is not None:
             loss_scaler = loss_scaler or _default_scaler()
         if loss_scaler is not None:
+            _make_ready(trainer, loss_scaler)
             hook.scaler = loss_scaler
             hook.publish(trainer.amp_last_step)
         if max_consecutive_skips is not None:
             hook.watch.limit = max_consecutive_skips
         return
     scaler = loss_scaler if loss_scaler is not None else _default_scaler()
-    _keep_updates_off_kvstore(trainer, needed=scaler.checks)
+    _make_ready(trainer, scaler)
     hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
     retired = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(retired, TrainerHook) and retired.trainer is trainer:
@@ -138,6 +145,15 @@ def _take_from_contrib(trainer: Trainer) -> Optional[float]:
     if scales or trainer._scale == 1:  # 1 is what `unscale` leaves
         trainer._scale = original
     return scales[0] if scales else None
+
+
+def _make_ready(trainer: Trainer, scaler: Scaler) -> None:
+    """Keep a trainer's updates where they can be skipped; raise where `scaler` has to and can't."""
+    if scaler.checks and is_horovod_optimizer(trainer._optimizer):
+        raise StateError(HOROVOD_OPTIMIZER)
+    _keep_updates_off_kvstore(trainer, needed=scaler.checks)
+    if scaler.checks:
+        check_trainer(trainer)
 
 
 def _keep_updates_off_kvstore(trainer: Trainer, needed: bool) -> None:

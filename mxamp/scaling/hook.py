@@ -128,9 +128,11 @@ class TrainerHook:
         """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
         if self._reduced:
             return
-        self.reduction.settle(self.scaler.state_dict)
-        if self.reduction.is_compressed and not self._is_compressible():
-            return
+        self.reduction.settle()
+        if self.scaler.checks:
+            self.reduction.compare_workers(self.scaler)
+            if self.reduction.is_compressed and not self._is_compressible():
+                return
         self.reduction.sum(self._overflown)
         self._reduced = self.stage is not Stage.NONE
 

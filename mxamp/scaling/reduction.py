@@ -3,25 +3,26 @@
 import math
 import os
 import weakref
-from typing import AbstractSet, Any, Callable, List, Mapping, Optional, Sequence, Tuple
+from typing import AbstractSet, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
+from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
 from ..framework.kvstores import check_dtype, is_distributed
 from ..policy.active import suspended
 from .finite import all_finite
+from .scaler import Scaler
 from .workers import Workers
 
-__all__ = ["Gradients", "Reduction", "fresh_gradients", "poison"]
+__all__ = ["Gradients", "Reduction", "check_trainer", "fresh_gradients", "poison"]
 
 COMPRESSED = (
     "MXNet's Trainer can't compress gradients on a distributed kvstore: leave out "
     "compression_params"
 )
-
 SECOND_TRAINER = (
     "another trainer of this process uses the parameter server already, and MXNet's trainers all "
     "call their parameters 0, 1, 2 and so on there: make one trainer for all parameters (lr_mult "
@@ -30,9 +31,19 @@ SECOND_TRAINER = (
 
 Gradients = List[Tuple[Parameter, List[NDArray]]]
 
-
 #: The trainer of this process whose parameters are on the servers.
 _on_servers: List["weakref.ref[Trainer]"] = []
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raise where a trainer can't train on its distributed kvstore in mixed precision."""
+    if not is_distributed(trainer._kvstore_params["kvstore"]):
+        return
+    if trainer._compression_params:
+        raise StateError(COMPRESSED)
+    for param in trainer._params:
+        check_dtype(f"the parameter {param.name!r}", param.dtype)
+    _check_alone(trainer)
 
 
 def _check_alone(trainer: Trainer) -> None:
@@ -46,13 +57,12 @@ def _check_alone(trainer: Trainer) -> None:
 
 
 class Reduction:
-    """The sums of one trainer. `workers` is None where it trains in this process alone."""
+    """The sums of one trainer's gradients.
+
+    `workers` is None where it trains in this process alone, and where "auto" has chosen float32.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
-        if is_distributed(trainer._kvstore_params["kvstore"]):
-            _check_alone(trainer)
-            for param in trainer._params:
-                check_dtype(f"the parameter {param.name!r}", param.dtype)
         self._trainer = trainer
         self.workers: Optional[Workers] = None
         self._waiting: Optional[int] = None  # parameters that were not initialized at the last sum
@@ -60,6 +70,8 @@ class Reduction:
     @property
     def is_distributed(self) -> bool:
         """Whether other processes train the same parameters."""
+        if is_horovod_trainer(self._trainer):
+            return store_of(self._trainer) is not None
         return is_distributed(self._trainer._kvstore_params["kvstore"])
 
     @property
@@ -70,30 +82,33 @@ class Reduction:
         """
         return bool(self._trainer._compression_params and self._trainer._kvstore)
 
-    def settle(self, scaler_state: Callable[[], Mapping[str, Any]]) -> None:
+    def settle(self) -> None:
         """Wait until a distributed kvstore has the trainer's weights, before gradients follow.
 
         Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
-        where parameters are not updated on it. The first time, workers compare their settings,
-        `scaler_state` among them.
+        where parameters are not updated on it.
         """
         trainer = self._trainer
         if not trainer._kv_initialized:
             trainer._init_kvstore()
         if not is_distributed(trainer._kvstore):
             return
-        if trainer._compression_params:
-            raise StateError(COMPRESSED)
         if trainer._params_to_init:
             trainer._init_params()
         # A parameter whose shape was not known at first is sent later.
         if self._waiting != len(trainer._params_to_init):
             mx.nd.waitall()
             self._waiting = len(trainer._params_to_init)
-        if self.workers is None:
-            workers = Workers(trainer._kvstore)
-            workers.check_settings(scaler_state())
-            self.workers = workers
+
+    def compare_workers(self, scaler: Scaler) -> None:
+        """Raise, the first time, where the settings of the workers differ; those of Horovod too."""
+        if self.workers is not None or not self.is_distributed:
+            return
+        trainer = self._trainer
+        kvstore = store_of(trainer) if is_horovod_trainer(trainer) else trainer._kvstore
+        workers = Workers(kvstore)
+        workers.check_settings(scaler.state_dict())
+        self.workers = workers
 
     def sum(self, overflown: AbstractSet[int]) -> None:
         """Sum the gradients, those that this worker knows to have overflowed as Inf.
@@ -102,9 +117,12 @@ class Reduction:
         script may have clipped them element by element.
         """
         if self.workers is not None:
+            by_horovod = is_horovod_trainer(self._trainer)
             for param in self._trainer._params:
                 if param.grad_req == "null" or param._grad is None:
                     continue
+                if by_horovod:
+                    check_gradients(param.name, param.list_grad())
                 for data, gradient in zip(param.list_data(), param.list_grad()):
                     if id(data) in overflown:
                         poison([gradient])

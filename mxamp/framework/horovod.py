@@ -1,0 +1,107 @@
+"""Horovod as a worker sees it: its trainers and optimizers, what may travel, and who trains along.
+
+Horovod is looked at only where the program has imported it.
+"""
+
+import sys
+from typing import Any, Optional, Sequence
+
+from mxnet.ndarray.ndarray import NDArray
+
+from ..errors import ArgumentError, StateError
+from .machine import dtype_name
+from .wording import counted, one_of
+
+__all__ = [
+    "HorovodStore",
+    "check_dtypes",
+    "check_gradients",
+    "is_horovod_optimizer",
+    "is_horovod_trainer",
+    "store_of",
+]
+
+#: Of the dtypes that MXNet has these are the ones that Horovod has too.
+_TRAVELLING = ("float32", "float16", "float64", "int8", "uint8", "int32", "int64")
+
+NOT_TRAVELLING = (
+    "Horovod takes arrays of {allowed}, and {name} is {dtype}: leave parameters in float32 (mixed "
+    "precision casts them where it computes with them), or cast what you send to float32"
+)
+SPARSE = (
+    "Horovod sums dense gradients, and that of {name!r} is {stype}: make its layer with "
+    "sparse_grad=False"
+)
+SEVERAL_DEVICES = (
+    "Horovod sums the gradients of one device a process, and {name!r} is on {devices}: start "
+    "a process a device, each with ctx=mx.gpu(hvd.local_rank())"
+)
+
+
+def _loaded(name: str) -> Any:
+    """Return an attribute of `horovod.mxnet`, None where the program has not imported it."""
+    return getattr(sys.modules.get("horovod.mxnet"), name, None)
+
+
+def is_horovod_trainer(trainer: Any) -> bool:
+    """Tell whether Horovod sums the gradients of a trainer."""
+    kind = _loaded("DistributedTrainer")
+    return kind is not None and isinstance(trainer, kind)
+
+
+def is_horovod_optimizer(optimizer: Any) -> bool:
+    """Tell whether this is an optimizer that has Horovod sum the gradients in each update."""
+    kind = _loaded("DistributedOptimizer")
+    return kind is not None and isinstance(optimizer, kind)
+
+
+class HorovodStore:
+    """The part of a kvstore's interface that workers compare each other with, on Horovod."""
+
+    def __init__(self, process_set: Any) -> None:
+        self._process_set = process_set
+        self.rank, self.num_workers = process_set.rank(), process_set.size()
+        self._sum: Any = None
+
+    def init(self, key: Any, value: NDArray) -> None:
+        """Do nothing: Horovod's names come and go."""
+
+    def push(self, key: Any, value: NDArray) -> None:
+        """Sum an array over the workers."""
+        self._sum = sys.modules["horovod.mxnet"].allreduce(
+            value, average=False, name=f"mxamp.{key}", process_set=self._process_set
+        )
+
+    def pull(self, key: Any, out: NDArray) -> None:
+        """Give the sum that was pushed last."""
+        self._sum.copyto(out)
+
+
+def store_of(owner: Any) -> Optional[HorovodStore]:
+    """Return the workers of a trainer or optimizer of Horovod; None where it trains alone."""
+    process_set = owner._process_set
+    if not process_set.included() or process_set.size() == 1:
+        return None
+    return HorovodStore(process_set)
+
+
+def check_dtypes(name: str, value: Any) -> None:
+    """Raise `ArgumentError` where Horovod knows nothing of the dtype of one of the arrays."""
+    for array in value if isinstance(value, (list, tuple)) else [value]:
+        dtype = dtype_name(array.dtype) if isinstance(array, NDArray) else None
+        if dtype is not None and dtype not in _TRAVELLING:
+            allowed = one_of(_TRAVELLING)
+            raise ArgumentError(NOT_TRAVELLING.format(allowed=allowed, name=name, dtype=dtype))
+
+
+def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
+    """Raise where Horovod can't sum a parameter's gradients, or would leave some of them out."""
+    if len(gradients) > 1:
+        raise StateError(
+            SEVERAL_DEVICES.format(name=name, devices=counted(len(gradients), "device"))
+        )
+    (gradient,) = gradients
+    if gradient.stype != "default":
+        # Horovod would write past the end of its memory.
+        raise StateError(SPARSE.format(name=name, stype=gradient.stype))
+    check_dtypes(f"the gradient of {name!r}", gradient)

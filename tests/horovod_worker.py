@@ -1,0 +1,263 @@
+"""What the workers of the tests of Horovod do: train a small net in one way after the other.
+
+horovod_worker.py OUT
+"""
+
+import sys
+
+import mxamp as amp
+
+# isort: split
+import horovod.mxnet as hvd
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon, nd
+
+STEPS, OVERFLOWS = 6, {1: 1, 4: 0}  # by step: the worker whose gradients overflow
+ROWS = 8
+SCALE = 1024.0
+BF16 = np.dtype([("bfloat16", np.uint16)])
+#: Worker 0 without the others.
+ALONE = hvd.ProcessSet([0])
+
+
+def batch(step, rank, workers, poison=True):
+    """A worker's rows of a batch; Inf in one of them, in one worker alone."""
+    data = np.random.RandomState(100 + step).randn(ROWS, 4).astype("float32")[rank::workers]
+    if poison and OVERFLOWS.get(step) == rank and workers > 1:
+        data[0, 0] = np.inf
+    return data
+
+
+def network(seed=3, in_units=4, cast=None):
+    mx.random.seed(seed)
+    net = gluon.nn.HybridSequential()
+    net.add(
+        gluon.nn.Dense(8, activation="relu", in_units=in_units),
+        gluon.nn.Dense(2, in_units=2 * in_units),
+    )
+    net.initialize(mx.init.Uniform(0.5))
+    if cast:
+        net.cast(cast)
+    net.hybridize()
+    return net
+
+
+def values(net):
+    return [param.data().asnumpy() for param in net.collect_params().values()]
+
+
+#: By name: what `train` is called with.
+WAYS = {
+    "scale_loss": {},
+    "GradScaler": {"way": "GradScaler"},
+    "decorate": {"way": "decorate"},
+    "static": {"scaler": amp.StaticLossScaler(SCALE)},
+    "average before": {"average_before": True},
+    "predivided": {"gradient_predivide_factor": 2.0},
+    "predivided, average before": {"average_before": True, "gradient_predivide_factor": 2.0},
+    "groups": {"num_groups": 2},
+    "prefix": {"prefix": "mine"},
+    "groups, fp16": {"num_groups": 2, "compression": hvd.Compression.fp16},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "fp16, decorate": {"compression": hvd.Compression.fp16, "way": "decorate"},
+    "fp16, average before": {"compression": hvd.Compression.fp16, "average_before": True},
+    "accumulated": {"accumulate": 2},
+    "clipped": {"clip": 0.5},
+    "late shapes": {"in_units": 0},
+    "float16 net": {"cast": "float16", "multi_precision": True},
+    "fp16, large scale": {
+        "compression": hvd.Compression.fp16,
+        "scaler": amp.LossScaler(init_scale=2.0**18),
+    },
+    "alone": {"process_set": ALONE},
+}
+
+
+def distributed_trainer(net, optimizer, average_before, options):
+    """A trainer that averages after the sum, as without NCCL, or in it."""
+    built = hvd.nccl_built
+    hvd.nccl_built = (lambda: 21000) if average_before else built
+    try:
+        return hvd.DistributedTrainer(net.collect_params(), optimizer, **options)
+    finally:
+        hvd.nccl_built = built
+
+
+class Run:
+    """One way to train: the scale is one of the trainer's, a `GradScaler`'s or the optimizer's."""
+
+    def __init__(
+        self, way="scale_loss", scaler=None, average_before=False, accumulate=1, clip=None,
+        in_units=4, cast=None, multi_precision=False, weights=None, **options,
+    ):  # fmt: skip
+        self.way, self.accumulate, self.clip, self.cast = way, accumulate, clip, cast
+        # Worker 0's weights are to reach the others.
+        self.net = network(3 + hvd.rank(), in_units, cast)
+        if weights:
+            self.net.load_parameters(weights)
+        self.params = self.net.collect_params()
+        hvd.broadcast_parameters(self.params, root_rank=0)
+        optimizer = mx.optimizer.Adam(learning_rate=0.05, multi_precision=multi_precision)
+        if way == "decorate":
+            optimizer = amp.decorate(optimizer, SCALE)
+        self.trainer = distributed_trainer(self.net, optimizer, average_before, options)
+        if way == "scale_loss":
+            scaler = scaler or amp.LossScaler(init_scale=SCALE, growth_interval=3)
+            amp.init_trainer(self.trainer, scaler)
+        self.scaler = amp.GradScaler(init_scale=SCALE)
+        self.params.setattr("grad_req", "add" if accumulate > 1 else "write")
+
+    def backward(self, data):
+        data = nd.array(data, dtype=self.cast or "float32")
+        with autograd.record(), amp.autocast(self.cast or "float16", enabled=bool(self.cast)):
+            loss = (self.net(data).astype("float32") ** 2).sum()
+            if self.way == "scale_loss":
+                with amp.scale_loss(loss, self.trainer) as scaled:
+                    scaled.backward()
+        if self.way == "GradScaler":
+            self.scaler.scale(loss).backward()
+        if self.way == "decorate":
+            loss.backward()
+            for param in self.params.values():
+                nd.clip(param.grad(), -1e3, 1e3, out=param.grad())  # hides what overflowed
+
+    def step(self, rows):
+        if self.way == "GradScaler":
+            self.scaler.step(self.trainer, rows)
+            self.scaler.update()
+        elif self.clip:
+            amp.clip_grad_global_norm(self.trainer, self.clip)
+            self.trainer.update(rows)
+        else:
+            self.trainer.step(rows)
+        if self.accumulate > 1:
+            self.params.zero_grad()
+        return self.trainer.amp_last_step.stepped, self.trainer.amp_loss_scale
+
+
+def train(first=0, saved=None, **options):
+    """Return the weights, and what the steps decided; `saved` is where states are kept."""
+    rank, workers = hvd.rank(), hvd.size()
+    run = Run(weights=saved + ".params" if first else None, **options)
+    if first:
+        run.trainer.load_states(saved + ".states")
+    decisions = []
+    for step in range(first, STEPS):
+        for part in np.split(batch(step, rank, workers), run.accumulate):
+            run.backward(part)
+        decisions.append(run.step(ROWS // workers))
+        if saved and step == 2 and rank == 0:
+            run.net.save_parameters(saved + ".params")
+            run.trainer.save_states(saved + ".states")
+    amp.shutdown()
+    return [*values(run.net), np.array(decisions, dtype="float64")]
+
+
+def control(clip=None):
+    """Train in one process, in plain MXNet, without the steps that overflow."""
+    net = network()
+    optimizer = mx.optimizer.Adam(learning_rate=0.05)
+    trainer = gluon.Trainer(net.collect_params(), optimizer)
+    for step in sorted(set(range(STEPS)) - set(OVERFLOWS)):
+        with autograd.record():
+            loss = (net(nd.array(batch(step, 0, 1))) ** 2).sum()
+        loss.backward()
+        if clip:
+            gradients = [param.grad() for param in net.collect_params().values()]
+            gluon.utils.clip_global_norm(gradients, clip)
+        trainer.step(ROWS)
+    return values(net)
+
+
+def module_of(rows, optimizer, seed):
+    out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    out = mx.sym.LinearRegressionOutput(out, mx.sym.var("label"), name="lin")
+    module = mx.module.Module(out, label_names=["label"])
+    module.bind([("data", (rows, 4))], [("label", (rows, 2))])
+    mx.random.seed(seed)
+    module.init_params(mx.init.Uniform(0.5))
+    arguments, others = module.get_params()
+    if isinstance(optimizer, hvd.DistributedOptimizer):
+        hvd.broadcast_parameters(arguments, root_rank=0, prefix="module")
+        module.set_params(arguments, others)
+    module.init_optimizer(None, optimizer)
+    return module
+
+
+def train_module(distributed):
+    """Train a module, with a `DistributedOptimizer` or alone, without steps that overflow."""
+    rank, workers = (hvd.rank(), hvd.size()) if distributed else (0, 1)
+    optimizer = mx.optimizer.Adam(learning_rate=0.05, rescale_grad=workers / ROWS)
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(amp.decorate(optimizer, SCALE))
+    module = module_of(ROWS // workers, optimizer, 3 + rank)
+    decisions = []
+    for step in range(STEPS):
+        if step in OVERFLOWS and not distributed:
+            continue
+        data = nd.array(batch(step, rank, workers))
+        module.forward_backward(mx.io.DataBatch([data], [data[:, :2]]))
+        skips = optimizer.scaling.skips if distributed else 0
+        module.update()
+        if distributed:
+            scaling = optimizer.scaling
+            decisions.append((scaling.skips == skips, scaling.loss_scale))
+    arguments, _ = module.get_params()
+    amp.shutdown()
+    arrays = [arguments[name].asnumpy() for name in sorted(arguments)]
+    return [*arrays, np.array(decisions, dtype="float64")]
+
+
+def refused(function):
+    """Return the error that a call ends with, in this worker."""
+    try:
+        function()
+    except amp.AmpError as error:
+        return str(error)
+    return ""
+
+
+def trainer_of(net, scaler=None):
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd")
+    amp.init_trainer(trainer, scaler or amp.StaticLossScaler(SCALE))
+    return trainer
+
+
+def errors():
+    """What is refused, by name."""
+    low, sparse, two = network(cast=BF16), gluon.nn.Embedding(4, 2, sparse_grad=True), network()
+    sparse.initialize()
+    two.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
+    nets = {"bfloat16 gradients": low, "sparse gradients": sparse, "two devices": two}
+    found = {name: refused(lambda net=net: trainer_of(net).step(1)) for name, net in nets.items()}
+    wrapped = hvd.DistributedOptimizer(mx.optimizer.SGD())
+    found["decorated too late"] = refused(lambda: amp.decorate(wrapped))
+    trainer = gluon.Trainer(network().collect_params(), wrapped)
+    found["another trainer"] = refused(lambda: amp.init_trainer(trainer, amp.NoScaler()))
+    with amp.autocast("bfloat16"):
+        low = low.collect_params()
+        found["bfloat16 weights"] = refused(lambda: hvd.broadcast_parameters(low, root_rank=0))
+    scaler = amp.StaticLossScaler(512.0 if hvd.rank() else SCALE)
+    found["another scale"] = refused(lambda: trainer_of(network(), scaler).step(1))
+    with amp.autocast("float16", enabled=hvd.rank() == 0):
+        found["another policy"] = refused(lambda: trainer_of(network()).step(1))
+    return found
+
+
+def main(out):
+    hvd.init(process_sets=[ALONE])
+    found = {name: train(**options) for name, options in WAYS.items()}
+    found["Module"] = train_module(distributed=True)
+    found["control"], found["control, clipped"] = control(), control(clip=0.5)
+    found["control, Module"] = train_module(distributed=False)
+    found["saved"] = train(saved=out)
+    hvd.allreduce(nd.zeros((1,)), name="written").wait_to_read()
+    found["resumed"] = train(saved=out, first=3)
+    found.update({name: [np.array(error)] for name, error in errors().items()})
+    arrays = {f"{name}/{i}": a for name, listed in found.items() for i, a in enumerate(listed)}
+    np.savez(f"{out}{hvd.rank()}", **arrays)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
