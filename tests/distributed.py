@@ -1,6 +1,9 @@
 """What the workers of the tests of distributed runs do: train a small net, in one of several ways.
 
-distributed.py WAY OUT [first=0 last=6 load=... save=...]
+distributed.py WAY OUT [first=0 last=6 load=... save=... float32=yes]
+
+With `float32` it trains where "auto" has chosen that, and writes the weights of all steps. The way
+"plain" is MXNet's own.
 """
 
 import os
@@ -34,8 +37,31 @@ def values(net):
     return [param.data().asnumpy() for param in net.collect_params().values()]
 
 
-def train_gluon(way, first=0, last=STEPS, load=None, save=None):
-    from mxnet import autograd, gluon, nd
+def one_step(net, trainer, way, scaler, data, clips):
+    from mxnet import autograd, nd
+
+    import mxamp as amp
+
+    with autograd.record():
+        loss = (net(nd.array(data)) ** 2).sum()
+        if way == "scale_loss":
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+    if way == "GradScaler":
+        scaler.scale(loss).backward()
+        scaler.step(trainer, ROWS)
+        scaler.update()
+        return
+    if way in ("decorate", "plain"):
+        loss.backward()
+    if way == "decorate" and clips:
+        for param in net.collect_params().values():
+            nd.clip(param.grad(), -1e3, 1e3, out=param.grad())  # hides what overflowed
+    trainer.step(ROWS)
+
+
+def train_gluon(way, first=0, last=STEPS, load=None, save=None, float32=False):
+    from mxnet import gluon
 
     import mxamp as amp
 
@@ -49,35 +75,24 @@ def train_gluon(way, first=0, last=STEPS, load=None, save=None):
     trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)
     if way == "scale_loss":
         amp.init_trainer(trainer, amp.LossScaler(init_scale=1024, growth_interval=3))
-    scaler = amp.GradScaler(init_scale=1024)
+    scaler, history = amp.GradScaler(init_scale=1024), []
     if load:
         trainer.load_states(load + ".states")
     for step in range(int(first), int(last)):
-        with autograd.record():
-            loss = (net(nd.array(batch(step))) ** 2).sum()
-            if way == "scale_loss":
-                with amp.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
-        if way == "GradScaler":
-            scaler.scale(loss).backward()
-            scaler.step(trainer, ROWS)
-            scaler.update()
+        one_step(net, trainer, way, scaler, batch(step), clips=not float32)
+        if float32:
+            history += values(net)
         else:
-            if way == "decorate":
-                loss.backward()
-                for param in net.collect_params().values():
-                    nd.clip(param.grad(), -1e3, 1e3, out=param.grad())  # hides what overflowed
-            trainer.step(ROWS)
-        assert trainer.amp_last_step.stepped == (step not in OVERFLOWS or WORKERS == 1)
+            assert trainer.amp_last_step.stepped == (step not in OVERFLOWS or WORKERS == 1)
         if save and step == 2:
             if RANK == 0:
                 net.save_parameters(save + ".params")
                 trainer.save_states(save + ".states")
             trainer._kvstore._barrier()
-    return values(net), trainer.amp_loss_scale
+    return history or values(net), getattr(trainer, "amp_loss_scale", 1)
 
 
-def train_module(way):
+def train_module(way, float32=False):
     import mxamp as amp
 
     out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
@@ -86,20 +101,36 @@ def train_module(way):
     module.bind([("data", (ROWS // WORKERS, 4))], [("label", (ROWS // WORKERS, 2))])
     mx.random.seed(3 + RANK)  # worker 0's weights are to reach the others
     module.init_params(mx.init.Uniform(0.5))
-    optimizer = amp.decorate("adam", 1024.0)
+    optimizer = "adam" if way == "plain Module" else amp.decorate("adam", 1024.0)
     kvstore = "dist_sync" if WORKERS > 1 else "local"
     module.init_optimizer(kvstore, optimizer, {"learning_rate": 0.05, "rescale_grad": 1 / ROWS})
+    history = []
     for step in range(STEPS):
         data = mx.nd.array(batch(step))
         module.forward_backward(mx.io.DataBatch([data], [data[:, :2]]))
         module.update()
-    arguments, _ = module.get_params()
-    return [arguments[name].asnumpy() for name in sorted(arguments)], optimizer.scaling.loss_scale
+        if float32 or step == STEPS - 1:
+            arguments, _ = module.get_params()
+            history += [arguments[name].asnumpy() for name in sorted(arguments)]
+    return history, 1 if way == "plain Module" else optimizer.scaling.loss_scale
+
+
+def choose_float32():
+    """Let "auto" choose float32, whatever the machine, and overflow late."""
+    import mxamp as amp
+    from mxamp.framework import machine
+
+    machine.fast_dtype = lambda device=None: "float32"
+    amp.init("auto")
 
 
 def main(way, out, *options):
     settings = dict(option.split("=") for option in options)
-    train = train_module if way == "Module" else train_gluon
+    if "float32" in settings:
+        OVERFLOWS.pop(1)  # what comes after an overflow is NaN
+        if "plain" not in way:
+            choose_float32()
+    train = train_module if "Module" in way else train_gluon
     found, scale = train(way, **settings)
     np.savez(f"{out}{RANK}", *found, scale=scale)
 

@@ -4,6 +4,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
 from helpers import BF16
@@ -46,6 +47,24 @@ def train(net, trainer, data, *, scaled=True, between=None, step=None):
     if between:
         between()
     (step or trainer.step)(len(data))
+
+
+def one_step(net, trainer, data, way, scaler=None):
+    """Scale the losses of all devices in one of the ways there are, and step."""
+    contexts = trainer._contexts
+    with autograd.record():
+        losses = [(net(part) ** 2).sum() for part in split_and_load(data, contexts)]
+        if way == "scale_loss":
+            with amp.scale_loss(losses, trainer) as scaled:
+                autograd.backward(scaled)
+    if way == "GradScaler":
+        autograd.backward(scaler.scale(losses))
+        scaler.step(trainer, len(data))
+        scaler.update()
+        return
+    if way in ("decorate", "plain"):
+        autograd.backward(losses)
+    trainer.step(len(data))
 
 
 def weights(net):

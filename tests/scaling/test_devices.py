@@ -8,7 +8,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
-from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, weights
+from training import CONTEXTS, assert_same_weights, batches, one_step, poisoned, setup, weights
 
 SCALE = 1024
 KVSTORES = ["device", "local", None]
@@ -17,23 +17,6 @@ KVSTORES = ["device", "local", None]
 def trainer_of(net, **settings):
     options = {"learning_rate": 0.1, "momentum": 0.9}
     return gluon.Trainer(net.collect_params(), "sgd", options, **settings)
-
-
-def one_step(net, trainer, data, way, scaler=None):
-    contexts = trainer._contexts
-    with autograd.record():
-        losses = [(net(part) ** 2).sum() for part in split_and_load(data, contexts)]
-        if way == "scale_loss":
-            with amp.scale_loss(losses, trainer) as scaled:
-                autograd.backward(scaled)
-    if way == "GradScaler":
-        autograd.backward(scaler.scale(losses))
-        scaler.step(trainer, len(data))
-        scaler.update()
-        return
-    if way == "decorate":
-        autograd.backward(losses)
-    trainer.step(len(data))
 
 
 def trained(contexts, data, way, **settings):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 from contextlib import nullcontext
 
 import mxnet as mx
@@ -11,8 +12,10 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from conftest import assert_unpatched
+from helpers import BF16
 from mxamp.framework import machine
-from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train
+from mxamp.scaling import reduction
+from training import CONTEXTS, assert_same_weights, batches, one_step, poisoned, setup, train
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,83 @@ def test_scale_loss_and_step(devices, optimizer, scaler):
         assert (trainer.amp_steps, trainer.amp_skips) == (number, 0)
         assert trainer.amp_last_step.stepped
     assert_unpatched()
+
+
+COMPRESSION = {"off": None, "on": {"type": "2bit", "threshold": 0.25}}
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer created manually")
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate"])
+@pytest.mark.parametrize("compression", COMPRESSION)
+@pytest.mark.parametrize("on_kvstore", [True, False])
+def test_two_devices(on_kvstore, compression, way):
+    pairs = []
+    for its_way in (way, "plain"):
+        net, _ = setup(CONTEXTS["two"])
+        optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9)
+        trainer = gluon.Trainer(
+            net.collect_params(),
+            amp.decorate(optimizer) if its_way == "decorate" else optimizer,
+            kvstore="device",
+            compression_params=COMPRESSION[compression],
+            update_on_kvstore=on_kvstore,
+        )
+        if its_way == "scale_loss":
+            amp.init_trainer(trainer)
+        pairs.append((net, trainer, its_way, amp.GradScaler()))
+    for batch in data_with_one_overflow():
+        for net, trainer, its_way, scaler in pairs:
+            one_step(net, trainer, batch, its_way, scaler)
+        assert_same_weights(pairs[0][0], pairs[1][0])
+
+
+def trainer_on_servers(net, **settings):
+    return gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_sync", **settings)
+
+
+def test_nothing_is_refused_on_a_parameter_server_until_trainers_scale(monkeypatch):
+    monkeypatch.setenv("DMLC_ROLE", "worker")
+    monkeypatch.setattr(reduction, "_on_servers", [])
+    compressed = {"compression_params": {"type": "2bit"}}
+    refused = {
+        "is bfloat16": trainer_on_servers(setup(dtype=BF16)[0]),
+        "leave out compression_params": trainer_on_servers(setup()[0], **compressed),
+    }
+    first, second = (trainer_on_servers(setup()[0]) for _ in range(2))
+    for trainer in (*refused.values(), first, second):
+        amp.init_trainer(trainer)
+        assert trainer.amp_loss_scale == 1
+    amp.shutdown()
+    amp.init("float16", ctx=mx.cpu(), tuned=False)
+    amp.init_trainer(first)
+    for words, trainer in {**refused, "another trainer": second}.items():
+        with pytest.raises(amp.AmpError, match=words):
+            amp.init_trainer(trainer)
+
+
+def test_workers_compare_nothing(monkeypatch):
+    """The weights are waited for, as updates are not on the kvstore; no message is sent."""
+    monkeypatch.setenv("MXAMP_CHECK_WORKERS", "1")
+    monkeypatch.setattr(reduction, "is_distributed", lambda _: True)
+    net, trainer = setup(CONTEXTS["two"])
+    control, plain = setup(CONTEXTS["two"])
+    amp.init_trainer(trainer)
+    train(net, trainer, poisoned(batches()[0]))
+    train(control, plain, poisoned(batches()[0]), scaled=False)
+    assert_same_weights(net, control)
+    assert trainer._amp_loss_scaler.reduction.workers is None
+    assert sys.excepthook is sys.__excepthook__
+
+
+def test_a_trainer_whose_updates_are_on_the_kvstore_is_refused_when_it_is_to_scale():
+    net, trainer = setup(CONTEXTS["two"])
+    train(net, trainer, batches()[0], scaled=False)
+    amp.init_trainer(trainer)
+    amp.shutdown()
+    amp.init("float16", ctx=mx.cpu(), tuned=False)
+    with pytest.raises(amp.StateError, match="updates its parameters on the kvstore"):
+        amp.init_trainer(trainer)
+    assert not trainer._amp_loss_scaler.scaler.checks
 
 
 def test_a_scaler_that_is_not_used_is_named(caplog):
