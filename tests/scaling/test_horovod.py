@@ -10,9 +10,9 @@ from mxnet import gluon
 
 import mxamp as amp
 from helpers import BF16, NEEDS_HOROVOD, ROOT, horovodrun
-from mxamp.framework import horovod
+from mxamp.framework import horovod, machine
 from mxamp.patches import horovod as patched
-from training import batches, setup, train, weights
+from training import assert_same_weights, batches, setup, train, weights
 
 FIRST, LAST = 3, 6  # of the steps of a run that goes on from its states
 SCALES = [[1, 1024], [0, 512], [1, 512], [1, 512], [0, 256], [1, 256]]
@@ -185,6 +185,29 @@ def test_an_optimizer_of_horovod_in_another_trainer_is_refused(hvd):
 def test_an_optimizer_of_horovod_is_decorated_before(hvd):
     with pytest.raises(amp.ArgumentError, match="hvd.DistributedOptimizer.mxamp.decorate"):
         amp.decorate(hvd.DistributedOptimizer(mx.optimizer.SGD()))
+
+
+@pytest.mark.parametrize("name", ["dense", *REFUSED])
+def test_where_auto_is_float32_nothing_is_checked_or_refused(hvd, monkeypatch, name):
+    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    amp.init("auto")
+    pairs = []
+    for _ in range(2):
+        net = {"dense": setup()[0], **nets()}[name]
+        pairs.append((net, hvd.DistributedTrainer(net.collect_params(), "sgd", other=np.inf)))
+    (net, trainer), (control, plain) = pairs
+    amp.init_trainer(trainer)
+    if name == "dense":
+        train(net, trainer, batches(1)[0])
+        train(control, plain, batches(1)[0], scaled=False)
+        assert_same_weights(net, control)
+    else:
+        trainer.allreduce_grads()
+    assert trainer.sums == 1
+    assert hvd.messages == []
+    amp.init_trainer(
+        gluon.Trainer(net.collect_params(), hvd.DistributedOptimizer(mx.optimizer.SGD()))
+    )
 
 
 def test_without_horovod_nothing_is_its(monkeypatch):
