@@ -139,9 +139,14 @@ def horovodrun(*command, workers=2, env=None, timeout=120):
     """Run a Python program in several workers; return the finished process with its output."""
     program = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     python = [sys.executable, "-W", "ignore", *map(str, command)]
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    own = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        # horovodrun imports MXNet: by way of mxamp where this is set, as newer NumPy needs it.
+        "MXNET_ENABLE_AUTO_MIXED_PRECISION": "off",
+    }
     return subprocess.run(
         [program, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *python],
         capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
+        env={**os.environ, **own, **(env or {})},
     )  # fmt: skip
