@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 #: How many names an error lists where none is close to the one that was given.
-_LISTED = 8
+_LISTED = 9
 
 
 class AmpError(Exception):

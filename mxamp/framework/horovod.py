@@ -1,4 +1,4 @@
-"""Horovod as a worker sees it: its trainers and optimizers, what may travel, and who trains along.
+"""Horovod as a worker sees it: its trainers and optimizers, the other workers, and what it sums.
 
 Horovod is looked at only where the program has imported it.
 """
@@ -8,26 +8,18 @@ from typing import Any, Optional, Sequence
 
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError, StateError
-from .machine import dtype_name
-from .wording import counted, one_of
+from ..errors import StateError
+from .transports import HOROVOD
+from .wording import counted
 
 __all__ = [
     "HorovodStore",
-    "check_dtypes",
     "check_gradients",
     "is_horovod_optimizer",
     "is_horovod_trainer",
     "store_of",
 ]
 
-#: Of the dtypes that MXNet has these are the ones that Horovod has too.
-_TRAVELLING = ("float32", "float16", "float64", "int8", "uint8", "int32", "int64")
-
-NOT_TRAVELLING = (
-    "Horovod takes arrays of {allowed}, and {name} is {dtype}: leave parameters in float32 (mixed "
-    "precision casts them where it computes with them), or cast what you send to float32"
-)
 SPARSE = (
     "Horovod sums dense gradients, and that of {name!r} is {stype}: make its layer with "
     "sparse_grad=False"
@@ -85,15 +77,6 @@ def store_of(owner: Any) -> Optional[HorovodStore]:
     return HorovodStore(process_set)
 
 
-def check_dtypes(name: str, value: Any) -> None:
-    """Raise `ArgumentError` where Horovod knows nothing of the dtype of one of the arrays."""
-    for array in value if isinstance(value, (list, tuple)) else [value]:
-        dtype = dtype_name(array.dtype) if isinstance(array, NDArray) else None
-        if dtype is not None and dtype not in _TRAVELLING:
-            allowed = one_of(_TRAVELLING)
-            raise ArgumentError(NOT_TRAVELLING.format(allowed=allowed, name=name, dtype=dtype))
-
-
 def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
     """Raise where Horovod can't sum a parameter's gradients, or would leave some of them out."""
     if len(gradients) > 1:
@@ -104,4 +87,4 @@ def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
     if gradient.stype != "default":
         # Horovod would write past the end of its memory.
         raise StateError(SPARSE.format(name=name, stype=gradient.stype))
-    check_dtypes(f"the gradient of {name!r}", gradient)
+    HOROVOD.check_arrays(f"the gradient of {name!r}", gradient)

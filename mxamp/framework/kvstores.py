@@ -1,55 +1,18 @@
-"""MXNet's parameter server as a worker sees it: what may travel, and how a worker leaves."""
+"""MXNet's distributed kvstores: which ones they are, and how a worker of one ends."""
 
 import atexit
 import functools
 import os
 import sys
 from types import TracebackType
-from typing import Any, Iterator, Optional, Type
+from typing import Any, Optional, Type
 
-from mxnet.ndarray.ndarray import NDArray
-
-from ..errors import ArgumentError
-from .machine import dtype_name
-from .wording import one_of
-
-__all__ = ["check_dtype", "check_dtypes", "exit_on_error", "is_distributed"]
-
-#: Any other dtype ends the servers: the workers would wait for them for ever.
-_TRAVELLING = ("float32", "float16", "float64")
-
-NOT_TRAVELLING = (
-    "the parameter server takes arrays of {allowed}, and {name} is {dtype}: leave parameters in "
-    "float32 (mixed precision casts them where it computes with them), or cast what you push to "
-    "float32"
-)
+__all__ = ["exit_on_error", "is_distributed"]
 
 
 def is_distributed(kvstore: Any) -> bool:
     """Tell whether a kvstore, or one of this name, spans several processes."""
     return "dist" in str(getattr(kvstore, "type", kvstore))
-
-
-def check_dtype(name: str, dtype: Any) -> None:
-    """Raise `ArgumentError` where the parameter server would end at an array of this dtype."""
-    given = dtype_name(dtype)
-    if given not in _TRAVELLING:
-        allowed = one_of(_TRAVELLING)
-        raise ArgumentError(NOT_TRAVELLING.format(allowed=allowed, name=name, dtype=given))
-
-
-def check_dtypes(name: str, value: Any) -> None:
-    """Do that for arrays in lists."""
-    for array in _arrays(value):
-        check_dtype(name, array.dtype)
-
-
-def _arrays(value: Any) -> Iterator[NDArray]:
-    if isinstance(value, NDArray):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _arrays(one)
 
 
 @functools.lru_cache(maxsize=1)

@@ -25,7 +25,7 @@ from ..policy.active import chose_float32, suspended
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
-from .module_workers import check_before, check_step, share_weights, summed_by_horovod
+from .module_workers import check_before, check_step, summed_by_horovod, synchronize
 
 __all__ = ["DecoratedName", "module_patches"]
 
@@ -147,7 +147,7 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         if self._update_on_kvstore:
             raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
         self._optimizer._amp_scaling = shared
-        share_weights(self, shared)
+        synchronize(self, shared)
 
     return init_optimizer
 

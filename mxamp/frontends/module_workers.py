@@ -9,12 +9,13 @@ from mxnet.module import Module
 
 from ..errors import StateError
 from ..framework.horovod import check_gradients, is_horovod_optimizer, store_of
-from ..framework.kvstores import check_dtypes, is_distributed
+from ..framework.kvstores import is_distributed
+from ..framework.transports import PARAMETER_SERVER
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale
 from ..scaling.workers import Workers
 
-__all__ = ["check_before", "check_step", "share_weights", "summed_by_horovod"]
+__all__ = ["check_before", "check_step", "summed_by_horovod", "synchronize"]
 
 COMPRESSED = (
     "gradient compression makes finite numbers of Inf and NaN, so workers can't see that another "
@@ -36,10 +37,10 @@ def check_before(module: Module, kvstore: Any) -> None:
         raise StateError(COMPRESSED)
     group = module._exec_group
     for name, arrays in zip(group.param_names, group.param_arrays):
-        check_dtypes(f"the parameter {name!r}", arrays)
+        PARAMETER_SERVER.check_arrays(f"the parameter {name!r}", arrays)
 
 
-def share_weights(module: Module, shared: SharedScale) -> None:
+def synchronize(module: Module, shared: SharedScale) -> None:
     """Give a module the weights of worker 0, and compare the workers' settings.
 
     MXNet shares them by itself only where parameters are updated on the kvstore. With Horovod the

@@ -4,8 +4,8 @@ import functools
 import sys
 from typing import Any, Callable, List
 
-from ..framework.horovod import check_dtypes
 from ..framework.patching import Patch
+from ..framework.transports import HOROVOD
 
 __all__ = ["patches"]
 
@@ -27,7 +27,7 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         arrays = args[0] if args else kwargs.get("tensor", kwargs.get("tensors"))
         name = kwargs.get("name")
-        check_dtypes("the array" if name is None else f"the array {name!r}", arrays)
+        HOROVOD.check_arrays("the array" if name is None else f"the array {name!r}", arrays)
         return original(*args, **kwargs)
 
     return checked

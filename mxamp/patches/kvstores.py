@@ -5,8 +5,9 @@ from typing import Any, Callable, List
 
 from mxnet.kvstore import KVStore
 
-from ..framework.kvstores import check_dtypes, is_distributed
+from ..framework.kvstores import is_distributed
 from ..framework.patching import Patch
+from ..framework.transports import PARAMETER_SERVER
 
 __all__ = ["patches"]
 
@@ -20,7 +21,7 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def checked(self: KVStore, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if is_distributed(self):
-            check_dtypes(f"the array of key {key!r}", value)
+            PARAMETER_SERVER.check_arrays(f"the array of key {key!r}", value)
         return original(self, key, value, *args, **kwargs)
 
     return checked

@@ -128,15 +128,15 @@ class TrainerHook:
         """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
         if self._reduced:
             return
-        self.reduction.settle()
+        self.reduction.wait_for_weights()
         if self.scaler.checks:
             self.reduction.compare_workers(self.scaler)
-            if self.reduction.is_compressed and not self._is_compressible():
+            if self.reduction.is_compressed and not self._unscale_to_compress():
                 return
         self.reduction.sum(self._overflown)
         self._reduced = self.stage is not Stage.NONE
 
-    def _is_compressible(self) -> bool:
+    def _unscale_to_compress(self) -> bool:
         """Take the scale out of gradients about to be compressed; False where one overflowed.
 
         Compression rounds by a threshold, which is meant for gradients without the scale.

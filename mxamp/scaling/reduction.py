@@ -11,7 +11,8 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
 from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
-from ..framework.kvstores import check_dtype, is_distributed
+from ..framework.kvstores import is_distributed
+from ..framework.transports import PARAMETER_SERVER
 from ..policy.active import suspended
 from .finite import all_finite
 from .scaler import Scaler
@@ -42,7 +43,7 @@ def check_trainer(trainer: Trainer) -> None:
     if trainer._compression_params:
         raise StateError(COMPRESSED)
     for param in trainer._params:
-        check_dtype(f"the parameter {param.name!r}", param.dtype)
+        PARAMETER_SERVER.check_dtype(f"the parameter {param.name!r}", param.dtype)
     _check_alone(trainer)
 
 
@@ -82,7 +83,7 @@ class Reduction:
         """
         return bool(self._trainer._compression_params and self._trainer._kvstore)
 
-    def settle(self) -> None:
+    def wait_for_weights(self) -> None:
         """Wait until a distributed kvstore has the trainer's weights, before gradients follow.
 
         Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights

@@ -1,8 +1,8 @@
 """The workers of a distributed run: all with the same settings, and in step.
 
 Whether a step overflowed needs no message of its own. Gradients are summed over the workers before
-they are checked, and an Inf or NaN of one worker is one in the sum of all. What is compared here is
-compared once, before the first gradients travel; with `MXAMP_CHECK_WORKERS=1` after each step too,
+they are checked, and an Inf or NaN of one worker is one in the sum of all. Settings are compared
+once, before the first gradients are sent; with `MXAMP_CHECK_WORKERS=1` states are after each step,
 which costs a message a step.
 """
 
@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -29,7 +29,7 @@ logger = logging.getLogger("mxamp")
 
 VARIABLE = "MXAMP_CHECK_WORKERS"
 
-#: What is compared is sent as so many bits, which sums keep.
+#: Of the numbers that are compared.
 _BITS = 32
 #: After so many seconds without an answer a worker says what it waits for.
 _PATIENCE = 60.0
@@ -50,16 +50,16 @@ _DECISIVE = (
 )
 
 DIFFERENT = (
-    "worker {other} differs from worker {first} in {what}: start all workers with the same script, "
+    "worker {other} differs from worker 0 in {what}: start all workers with the same script, "
     "arguments, mxamp and checkpoint. This is worker {rank}, with {own}"
 )
 OUT_OF_STEP = (
-    "worker {other} is out of step with worker {first}: they differ in {what}. This is worker "
+    "worker {other} is out of step with worker 0: they differ in {what}. This is worker "
     "{rank}, with {own}. Did a worker train on another number of batches, or change the scale?"
 )
 WAITING = (
     "worker %s waits for the other workers to begin training with mxamp: one of them may have "
-    "ended, or trains without mxamp"
+    "ended, trains without mxamp, or in float32, as 'auto' chooses for each machine by itself"
 )
 
 
@@ -91,7 +91,7 @@ class Workers:
         }
         shown = {**values, "policy": repr(current_policy()), "loss scaler": others.get("kind")}
         with self._patience():
-            self._compare(DIFFERENT, self._new_key(len(values)), values, shown)
+            self._compare(DIFFERENT, self._new_key(len(values) * _BITS), values, shown)
 
     def check_step(self, values: Mapping[str, Any]) -> None:
         """Raise `StateError`, in all workers, where their states after a step differ.
@@ -101,43 +101,49 @@ class Workers:
         if not self._checks_steps:
             return
         if self._step_key is None:
-            self._step_key = self._new_key(len(values) + 2)
+            self._step_key = self._new_key((len(values) + 2) * _BITS)
         full = {**values, "mxamp version": __version__, "policy": _described(current_policy())}
         self._compare(OUT_OF_STEP, self._step_key, full, values)
 
     def _compare(
         self, message: str, key: Any, values: Mapping[str, Any], shown: Mapping[str, Any]
     ) -> None:
-        rows = self._exchange(key, [zlib.crc32(repr(value).encode()) for value in values.values()])
+        numbers = [zlib.crc32(repr(value).encode()) for value in values.values()]
+        counts = self._sum(key, _bits(numbers))
+        if np.isin(counts, (0, self.count)).all():
+            return
+        rows = self._all_numbers(numbers)
         for other, row in enumerate(rows):
             what = [name for name, here, there in zip(values, rows[0], row) if here != there]
             if what:
+                named = " and ".join(what)
                 own = ", ".join(f"{name} {value}" for name, value in shown.items())
-                raise StateError(
-                    message.format(
-                        other=other, first=0, what=" and ".join(what), rank=self.rank, own=own
-                    )
-                )
+                raise StateError(message.format(other=other, what=named, rank=self.rank, own=own))
 
-    def _new_key(self, size: int) -> Any:
+    def _new_key(self, *shape: int) -> Any:
         key: Any = next(_keys)
         key = f"mxamp{key}" if self._string_keys else key
         with suspended():
-            self._kvstore.init(key, mx.nd.zeros((self.count, size * _BITS)))
+            self._kvstore.init(key, mx.nd.zeros(shape))
         return key
 
-    def _exchange(self, key: Any, numbers: Sequence[int]) -> List[List[int]]:
-        """Return the numbers that each worker has given."""
-        bits = np.zeros((self.count, len(numbers), _BITS), dtype="float32")
-        for i, number in enumerate(numbers):
-            bits[self.rank, i] = [number >> bit & 1 for bit in range(_BITS)]
+    def _sum(self, key: Any, own: Any) -> Any:
+        """Return the sum of the NumPy arrays that the workers give."""
         with suspended():
-            table = mx.nd.array(bits.reshape(self.count, -1))
-            self._kvstore.push(key, table)
-            self._kvstore.pull(key, out=table)
-            summed = table.asnumpy().reshape(bits.shape)
+            array = mx.nd.array(own)
+            self._kvstore.push(key, array)
+            self._kvstore.pull(key, out=array)
+            return array.asnumpy()
+
+    def _all_numbers(self, numbers: Sequence[int]) -> List[List[int]]:
+        """Return the numbers of each worker; what is sent grows with the workers' number."""
+        bits = _bits(numbers)
+        table = np.zeros((self.count, len(bits)), dtype="float32")
+        table[self.rank] = bits
+        summed = self._sum(self._new_key(*table.shape), table)
         powers = 2 ** np.arange(_BITS, dtype="uint64")
-        found: List[List[int]] = (summed.astype("uint64") * powers).sum(axis=-1).tolist()
+        by_number = summed.reshape(self.count, len(numbers), _BITS).astype("uint64")
+        found: List[List[int]] = (by_number * powers).sum(axis=-1).tolist()
         return found
 
     @contextmanager
@@ -152,11 +158,17 @@ class Workers:
             timer.cancel()
 
 
-def _described(policy: "Policy | None") -> Any:
+def _bits(numbers: Sequence[int]) -> Any:
+    """Return the bits of numbers as an array of float32, whose sums are exact."""
+    bits = [number >> bit & 1 for number in numbers for bit in range(_BITS)]
+    return np.array(bits, dtype="float32")
+
+
+def _described(policy: Optional[Policy]) -> Optional[int]:
     """Return a number for what results depend on, the same in all processes."""
     if policy is None:
         return None
-    cache: Dict[str, Any] = policy.caches
+    cache: Dict[str, int] = policy.caches
     if "workers" not in cache:
         rules = [
             (name, [getattr(rule, field) for field in _DECISIVE])

@@ -12,7 +12,7 @@ from mxnet import autograd, gluon
 import mxamp as amp
 from helpers import BF16, down
 from mxamp.framework import kvstores
-from mxamp.framework.kvstores import check_dtypes
+from mxamp.framework.transports import PARAMETER_SERVER
 from mxamp.frontends.module_workers import check_before
 from mxamp.patches import kvstores as patched
 from mxamp.scaling import reduction
@@ -190,8 +190,8 @@ def test_what_would_end_the_servers_is_refused(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_what_may_travel(dtype):
-    check_dtypes("it", [[mx.nd.zeros((2,), dtype=dtype)]])
+def test_what_may_be_sent(dtype):
+    PARAMETER_SERVER.check_arrays("it", [[mx.nd.zeros((2,), dtype=dtype)]])
 
 
 @pytest.mark.parametrize("store", ["dist_sync", "dist_device_sync", "dist_async"])
@@ -221,7 +221,7 @@ def test_a_second_trainer_on_the_servers_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
-def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_travel(monkeypatch, way):
+def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_are_sent(monkeypatch, way):
     monkeypatch.setattr(reduction, "_on_servers", [])
     net, _ = setup()
     net.cast(BF16)
