@@ -260,7 +260,7 @@ SHAPE = ["--input", "data:4,8"]
         ([*F16, "--data", "empty.npz", "--out", "p.toml"], "inputs without a value: data"),
         ([*F16, "--data", "nan.npz", "--out", "p.toml"], "--data nan.npz: input 'data' is NaN"),
         ([*F16, "--data", "rows.npz", "--out", "p.toml"], "no elements"),
-        ([*F16, "--data", "wide.npz", "--out", "p.toml"], "the model does not run on these inputs"),
+        ([*F16, "--data", "wide.npz", "--out", "p.toml"], "the model does not run on this data"),
         ([*F16, "--input", "dat:4,8", "--out", "p.toml"], "--input: unknown input 'dat'"),
         ([*F16, *SHAPE, "--input-dtype", "x:int8", "--out", "p.toml"], "unknown input 'x'"),
         ([*F16, *SHAPE, "--input-dtype", "data:int7", "--out", "p.toml"], "'int7'"),

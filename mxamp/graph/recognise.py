@@ -73,10 +73,11 @@ def recognised(policy: Policy, graph: Graph) -> Policy:
         return policy
     known: Dict[str, Policy] = policy.caches.setdefault("recognised", {})
     number = fingerprint(graph)
-    names = tuple(graph.nodes[layer.position].name for layer in _placed(evidence, number))
+    placed = _placed(evidence, graph, number)
+    names = tuple(graph.nodes[layer.position].name for layer in placed)
     key = "\n".join((number, *names))
     if key not in known:
-        known[key] = _renamed(policy, evidence, names, number)
+        known[key] = _renamed(policy, placed, names)
         if number != evidence.model:
             _warn_of_model(policy, evidence, graph, number)
     return known[key]
@@ -98,14 +99,14 @@ def layer_costs(policy: Policy, graph: Graph) -> Mapping[str, LayerCost]:
     }
 
 
-def _placed(evidence: Evidence, number: str) -> Sequence[Any]:
+def _placed(evidence: Evidence, graph: Graph, number: str) -> Sequence[LayerCost]:
     """Return the layers that stay in float32 whose place in a graph of this number is known."""
     layers = evidence.layers if number == evidence.model else ()
-    return [layer for layer in layers if layer.kept and layer.position >= 0]
+    return [one for one in layers if one.kept and 0 <= one.position < len(graph.nodes)]
 
 
-def _renamed(policy: Policy, evidence: Evidence, names: Tuple[str, ...], number: str) -> Policy:
-    there = [exactly(layer.name) for layer in _placed(evidence, number)]
+def _renamed(policy: Policy, placed: Sequence[LayerCost], names: Tuple[str, ...]) -> Policy:
+    there = [exactly(layer.name) for layer in placed]
     here = [exactly(name) for name in names]
     if there == here:
         return policy

@@ -5,11 +5,13 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
+from mxnet.base import MXNetError
 from mxnet.gluon import HybridBlock
 
+from ..convert.compare import reason
 from ..convert.distance import Distance
 from ..debugging.comparing.isolated import arrays_in
-from ..errors import StateError
+from ..errors import ArgumentError, StateError
 from ..framework.wording import counted, shortened
 from ..policy.policy import Policy
 from .deadline import Deadline
@@ -24,6 +26,7 @@ _TIMES_ROUNDED = 2.0
 #: A tolerance can't be told from noise that is more than this share of it.
 _NOISE = 0.25
 
+NOT_MEASURED = "the model does not run on this data: {why}"
 NOT_FINITE = (
     "the model can't be tuned: in float32 already, {elements} of its {what} are Inf or NaN. "
     "mxamp.debugging.check_numerics finds the operator that they come from"
@@ -72,7 +75,10 @@ class Accuracy:
         self.seconds = 0.0  #: what an evaluation took, at most
         self._known: Dict[Policy, Verdict] = {}
         deadline.phase("float32")
-        self._plain = [subject.run(batch, None) for batch in subject.batches]
+        try:
+            self._plain = [subject.run(batch, None) for batch in subject.batches]
+        except MXNetError as error:
+            raise ArgumentError(NOT_MEASURED.format(why=reason(error))) from None
         self._check_finite()
         self.metric = self._metric_of(self._plain)
         self.min_metric = self._min_metric()

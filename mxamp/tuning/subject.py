@@ -69,15 +69,19 @@ class Subject:
         self.seeds = Seeds()
         self.scale = LossScaler().loss_scale  #: where the search for float16's loss scale goes on
 
+    def arrays(self) -> List[NDArray]:
+        """Return the arrays of the first batch's inputs."""
+        return arrays_in(self.batches[0].inputs)
+
     @property
     def context(self) -> Context:
         """Where the data of the first batch is."""
-        arrays = arrays_in(self.batches[0].inputs)
+        arrays = self.arrays()
         return arrays[0].context if arrays else current_context()
 
     def inputs(self) -> Tuple[Tuple[str, str, Tuple[int, ...]], ...]:
         """Return name, dtype and shape of each array of the first batch."""
-        arrays = arrays_in(self.batches[0].inputs)
+        arrays = self.arrays()
         names = [variable.name for variable in self.block._cached_graph[0]]
         shapes = [tuple(array.shape) for array in arrays]
         return tuple(zip(names, dtypes_of(arrays), shapes))

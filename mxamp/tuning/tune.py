@@ -8,13 +8,14 @@ from typing import Any, Callable, Optional, Sequence
 import mxnet as mx
 
 from ..errors import ArgumentError
+from ..framework.arrays import on_device
 from ..framework.machine import default_dtype
 from ..framework.wording import one_of, shown
 from ..policy.active import suspended
 from ..policy.evidence import MODES
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
-from ..scaling.scaler import positive_number
+from ..scaling.scaler import count, positive_number
 from .accuracy import Accuracy, Tolerance
 from .deadline import Deadline, seconds_of, watched
 from .subject import Subject
@@ -31,6 +32,14 @@ METRIC_MODE = (
 NOT_A_METRIC = (
     "metric must be a metric of MXNet's, its name, or a function of label and prediction (NumPy "
     "arrays) that returns a number, not {given}"
+)
+OTHER_DEVICE = (
+    "the policy to start from is for the {own}, and the data is on {data}: put net and data there, "
+    "or give a policy for where they are"
+)
+NOT_LOWERED = (
+    "the policy to start from computes all in float32: give one that lowers operators, such as "
+    "Policy.default('bfloat16')"
 )
 NO_METRIC = "min_metric is the least value of a metric: give the metric too"
 
@@ -129,9 +138,12 @@ def tune(
     if mode == "inference" and loss is not None:
         raise ArgumentError(NO_GRADIENTS)
     base = _base_of(target_dtype, policy)
+    seed = count("seed", seed)
     tolerance = _tolerance(rtol, metric, min_metric, loss is not None)
     deadline = Deadline(seconds_of(budget))
     subject = Subject(net, data, loss, labelled=loss is not None or metric is not None)
+    if not on_device(subject.arrays(), base.device):
+        raise ArgumentError(OTHER_DEVICE.format(own=base.device, data=subject.context))
     with watched(deadline, progress), subject.seeds.kept(), suspended():
         accuracy = Accuracy(subject, base.target_dtype, tolerance, deadline, seed)
         return Tuner(accuracy, base, deadline, seed, timed).run()
@@ -141,7 +153,12 @@ def _base_of(target_dtype: Any, policy: Optional[Policy]) -> Policy:
     if policy is None:
         return Policy.default(target_dtype or default_dtype())
     given = DEFAULT_TARGET if target_dtype is None else check_target(target_dtype)
-    return Policy.from_lists(given, policy=policy).with_evidence(None)
+    # What was measured of it before is of no account.
+    start = policy.with_evidence(None) if isinstance(policy, Policy) else policy
+    wanted = Policy.from_lists(given, policy=start)
+    if not wanted.lowers:
+        raise ArgumentError(NOT_LOWERED)
+    return wanted
 
 
 def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Tolerance:

@@ -304,6 +304,14 @@ def test_other_modes_around_it_do_not_matter():
         ({"data": []}, "no batch"),
         ({"metric": "acc"}, "with a loss, a batch is a tuple"),
         ({"policy": "fast"}, "policy must be"),
+        (
+            {"policy": amp.Policy.default("float16", "gpu")},
+            "is for the gpu, and the data is on cpu",
+        ),
+        ({"policy": amp.Policy.default("bfloat16").in_float32()}, "computes all in float32"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": "a"}, "seed must be"),
+        ({"data": mx.nd.ones((2, 5))}, "does not run on this data"),
     ],
 )
 def test_wrong_arguments(change, message):
