@@ -1,5 +1,6 @@
 """How far a policy takes a model from float32, and whether that is within what was asked."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
@@ -35,6 +36,7 @@ UNSTABLE = (
     "the model can't be tuned: its {what} change by {noise:.1e} when each weight moves to the next "
     "number of float32, which is too much to tell errors of {limit:.1e} from. Give other data{more}"
 )
+NO_NUMBER = "the metric of the float32 model is {found}: give one that has a finite value for it"
 BELOW = (
     "no policy satisfies min_metric={wanted:g}: the float32 model itself has {found:g}, and is "
     "what came closest"
@@ -94,11 +96,17 @@ class Accuracy:
         #: Gradients that are left out: float32 does not know them either.
         self.unknown = sorted(set(noise) - set(self.limits))
 
-    def of(self, policy: Policy, block: Optional[HybridBlock] = None) -> Verdict:
-        """Return what a policy does to the model, or to another form of it."""
+    def of(
+        self, policy: Policy, block: Optional[HybridBlock] = None, forced: bool = False
+    ) -> Verdict:
+        """Return what a policy does to the model, or to another form of it.
+
+        Raises `OutOfTimeError` where there is no time left, unless it is `forced`.
+        """
         if block is None and policy in self._known:
             return self._known[policy]
-        self.deadline.check(self.seconds)
+        if not forced:
+            self.deadline.check(self.seconds)
         began = self.deadline.spent
         runs = self._runs(None if block is not None else policy, block)
         verdict = self._verdict(runs)
@@ -192,6 +200,8 @@ class Accuracy:
         wanted = self.tolerance.min_metric
         if self.metric is None:
             return None
+        if not math.isfinite(self.metric):
+            raise StateError(NO_NUMBER.format(found=self.metric))
         if wanted is None:
             return self.metric - 0.01 * abs(self.metric)
         if not self.metric >= wanted:

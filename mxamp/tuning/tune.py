@@ -23,6 +23,11 @@ from .tuner import Tuner
 
 __all__ = ["tune"]
 
+_LOSSES = (
+    mx.metric.MAE, mx.metric.MSE, mx.metric.RMSE, mx.metric.CrossEntropy, mx.metric.Loss,
+    mx.metric.NegativeLogLikelihood, mx.metric.Perplexity,
+)  # fmt: skip
+
 NEEDS_LOSS = "mode='training' compares gradients too: give the loss, loss(output, label)"
 NO_GRADIENTS = "mode='inference' has no use for a loss: leave one of the two out"
 METRIC_MODE = (
@@ -40,6 +45,10 @@ OTHER_DEVICE = (
 NOT_LOWERED = (
     "the policy to start from computes all in float32: give one that lowers operators, such as "
     "Policy.default('bfloat16')"
+)
+LESS_IS_BETTER = (
+    "of the metric {given} less is better, and tune wants one of which more is: give a function "
+    "that returns its negative"
 )
 NO_METRIC = "min_metric is the least value of a metric: give the metric too"
 
@@ -70,7 +79,8 @@ def tune(
         policy.save("net.toml")  # and Policy.load("net.toml") later
 
     The model is run in float32 and under mxamp's policy, on your data. Where the errors are larger
-    than you allow, the smallest set of layers is searched for that has to stay in float32. Then
+    than you allow, a smallest set of layers is searched for that has to stay in float32; the report
+    says whether a smaller one is ruled out. Then
     the ways to run the model are timed in turns on the first batch: in low precision and in
     float32, each with and without the faster equivalents of operators, and, for inference,
     under `init`, converted, and converted with `fuse=True`. Where nothing is faster than float32,
@@ -79,7 +89,9 @@ def tune(
     Parameters
     ----------
     net : HybridBlock, or (symbol, arg_params, aux_params)
-        The model, in float32. It is left as it is.
+        The model, in float32. It is left as it is, but that parameters whose shape waits for a
+        first input get one. (Where it draws random numbers other than for `Dropout`, MXNet's
+        generator, which can't be read, is left at another point.)
     data : NDArray, tuple or dict, or an iterable of them
         One batch, or a few; of an iterable the first 16 are used. With a loss or a metric, a batch
         is a tuple of the net's inputs and the label; for a saved model, a dict of inputs by name.
@@ -176,6 +188,8 @@ def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Toler
         created = mx.metric.create(metric)
     except Exception:  # MXNet raises what its registry does
         raise ArgumentError(NOT_A_METRIC.format(given=shown(metric))) from None
+    if isinstance(created, _LOSSES):
+        raise ArgumentError(LESS_IS_BETTER.format(given=shown(metric)))
     least = None if min_metric is None else float(min_metric)
     return Tolerance(rtol, functools.partial(_measured, created), least)
 
