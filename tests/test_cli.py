@@ -48,9 +48,7 @@ def test_saved_policies(saved, monkeypatch):
     assert " exp " in run("operators", "--class", "low", "--policy", "my.toml").output.replace(
         "\n", " "
     )
-    output = run("explain", "net", "--policy", "my.toml", "--json").output
-    assert "tuned on another machine" in output
-    nodes = json.loads(output[output.index("{") :])["nodes"]
+    nodes = json.loads(run("explain", "net", "--policy", "my.toml", "--json").output)["nodes"]
     precisions = {
         node["name"]: node["precision"] for node in nodes if node["operator"] == "Convolution"
     }

@@ -260,7 +260,7 @@ SHAPE = ["--input", "data:4,8"]
         ([*F16, "--data", "empty.npz", "--out", "p.toml"], "inputs without a value: data"),
         ([*F16, "--data", "nan.npz", "--out", "p.toml"], "--data nan.npz: input 'data' is NaN"),
         ([*F16, "--data", "rows.npz", "--out", "p.toml"], "no elements"),
-        ([*F16, "--data", "wide.npz", "--out", "p.toml"], "the model does not run on these inputs"),
+        ([*F16, "--data", "wide.npz", "--out", "p.toml"], "the model does not run on this data"),
         ([*F16, "--input", "dat:4,8", "--out", "p.toml"], "--input: unknown input 'dat'"),
         ([*F16, *SHAPE, "--input-dtype", "x:int8", "--out", "p.toml"], "unknown input 'x'"),
         ([*F16, *SHAPE, "--input-dtype", "data:int7", "--out", "p.toml"], "'int7'"),
@@ -353,7 +353,7 @@ main(["tune", "m", "--dtype", "bfloat16", "--device", "cpu", "--data", "one.npz"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at, status", [("layers", 0), ("float32, disturbed", 130)])
+@pytest.mark.parametrize("at, status", [("the fastest forms", 0), ("float32, disturbed", 130)])
 def test_ctrl_c_writes_the_best_so_far(models, at, status):
     terminal, stderr = pty.openpty()
     process = subprocess.Popen(

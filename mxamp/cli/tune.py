@@ -8,11 +8,10 @@ from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Sequence, T
 
 import click
 import mxnet as mx
-from mxnet.base import MXNetError
 from rich.markup import escape
 
 from ..convert.arguments import checked_policy
-from ..convert.compare import Model, reason
+from ..convert.compare import Model
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..errors import ArgumentError, StateError
 from ..framework.files import checked_writable
@@ -37,7 +36,6 @@ NO_GPU = (
     "the policy is for GPUs, and there is none here that MXNet can use: tune it on a machine with "
     "one, or for this machine with --device cpu"
 )
-NOT_MEASURED = "the model does not run on these inputs: {why}"
 RANDOM = (
     "The errors were measured on random numbers for {names}, and may be others on your own data: "
     "give that with --data FILE.npz or --input NAME:FILE.npy."
@@ -125,18 +123,15 @@ def tune(
         start = checked_policy(start, keep_fp32, Graph.from_symbol(model[0]))
         batches, drawn = _batches(model, data, inputs, input_dtypes, seed)
         stop_status()
-        try:
-            policy = tune_model(
-                model,
-                batches,
-                policy=start,
-                rtol=rtol,
-                budget=budget,
-                seed=seed,
-                timed=not accuracy_only,
-            )
-        except MXNetError as error:
-            raise ArgumentError(NOT_MEASURED.format(why=reason(error))) from None
+        policy = tune_model(
+            model,
+            batches,
+            policy=start,
+            rtol=rtol,
+            budget=budget,
+            seed=seed,
+            timed=not accuracy_only,
+        )
     if drawn:
         policy = _noted(policy, RANDOM.format(names=", ".join(drawn)))
     target = _free(Path(out), force)

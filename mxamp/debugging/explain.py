@@ -148,8 +148,9 @@ def _with_costs(plan: Plan, costs: Mapping[str, LayerCost]) -> Plan:
 
     def with_cost(node: NodePlan) -> NodePlan:
         cost = costs.get(node.name)
-        if cost is None or (cost.gain is None and not cost.error > 0):
-            return node  # the search ended before it
+        if cost is None:
+            return node
+        # What the search did not reach is NaN.
         error = None if math.isnan(cost.error) else cost.error
         gain = None if cost.gain is None or math.isnan(cost.gain) else cost.gain
         return replace(node, error=error, gain=gain)

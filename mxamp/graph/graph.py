@@ -123,6 +123,12 @@ class Graph:
         return [node.name for node in self.variables]
 
     @property
+    def all_nodes(self) -> List[Node]:
+        """Its nodes, and after them those in the bodies of its loops, in order."""
+        inner = [one for node in self.nodes for body in node.subgraphs for one in body.all_nodes]
+        return [*self.nodes, *inner]
+
+    @property
     def operators(self) -> FrozenSet[str]:
         """The operators in it, and in the bodies of its loops."""
         inner = (body.operators for node in self.nodes for body in node.subgraphs)

@@ -21,8 +21,7 @@ logger = logging.getLogger("mxamp")
 
 OTHER_MODEL = (
     "the policy was tuned for another model (of %s, fingerprint %s) than the one that runs (of %s, "
-    "fingerprint %s)%s: it may be wrong, or slower than float32. Tune this model, or take what was "
-    "measured off the policy with policy.with_evidence(None)"
+    "fingerprint %s)%s: it may be wrong, or slower than float32. Tune this model"
 )
 NOT_THERE = "; it has no layers called %s, which were to stay in float32"
 EAGER = (
@@ -73,10 +72,12 @@ def recognised(policy: Policy, graph: Graph) -> Policy:
         return policy
     known: Dict[str, Policy] = policy.caches.setdefault("recognised", {})
     number = fingerprint(graph)
-    names = tuple(graph.nodes[layer.position].name for layer in _placed(evidence, number))
+    placed = _placed(evidence, graph, number)
+    nodes = graph.all_nodes
+    names = tuple(nodes[layer.position].name for layer in placed)
     key = "\n".join((number, *names))
     if key not in known:
-        known[key] = _renamed(policy, evidence, names, number)
+        known[key] = _renamed(policy, placed, names)
         if number != evidence.model:
             _warn_of_model(policy, evidence, graph, number)
     return known[key]
@@ -90,27 +91,28 @@ def layer_costs(policy: Policy, graph: Graph) -> Mapping[str, LayerCost]:
     evidence = policy.evidence
     if evidence is None or fingerprint(graph) != evidence.model:
         return {}
-    names = [node.name for node in graph.nodes]
+    names = [node.name for node in graph.all_nodes]
     return {
-        # Layers inside loops have no place.
-        names[layer.position] if 0 <= layer.position < len(names) else layer.name: layer
-        for layer in evidence.layers
+        names[layer.position]: layer
+        for layer in reversed(evidence.layers)
+        if 0 <= layer.position < len(names)
     }
 
 
-def _placed(evidence: Evidence, number: str) -> Sequence[Any]:
+def _placed(evidence: Evidence, graph: Graph, number: str) -> Sequence[LayerCost]:
     """Return the layers that stay in float32 whose place in a graph of this number is known."""
     layers = evidence.layers if number == evidence.model else ()
-    return [layer for layer in layers if layer.kept and layer.position >= 0]
+    count = len(graph.all_nodes)
+    return [one for one in layers if one.kept and 0 <= one.position < count]
 
 
-def _renamed(policy: Policy, evidence: Evidence, names: Tuple[str, ...], number: str) -> Policy:
-    there = [exactly(layer.name) for layer in _placed(evidence, number)]
+def _renamed(policy: Policy, placed: Sequence[LayerCost], names: Tuple[str, ...]) -> Policy:
+    there = [exactly(layer.name) for layer in placed]
     here = [exactly(name) for name in names]
     if there == here:
         return policy
     others = [pattern for pattern in policy.fp32_layers if pattern not in there]
-    renamed = replace(policy, fp32_layers=(*others, *here))
+    renamed = replace(policy, fp32_layers=tuple(dict.fromkeys((*others, *here))))
     # Interned, as all policies are, and not tuned for anything but this graph.
     return renamed.with_evidence(None)
 
@@ -118,7 +120,7 @@ def _renamed(policy: Policy, evidence: Evidence, names: Tuple[str, ...], number:
 def _warn_of_model(policy: Policy, evidence: Evidence, graph: Graph, number: str) -> None:
     if _MODELS.isdisjoint(graph.operators):
         return
-    names = {node.name for node in graph.nodes}
+    names = {node.name for node in graph.all_nodes}
     kept = [layer.name for layer in evidence.layers if layer.kept]
     missing = [name for name in kept if name not in names]
     count = sum(not node.is_variable for node in graph.nodes)

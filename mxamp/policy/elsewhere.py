@@ -14,7 +14,7 @@ logger = logging.getLogger("mxamp")
 
 OTHER_MACHINE = (
     "the policy was tuned on another machine (%s): it may be slower than float32 on this one. Tune "
-    "the model here, or take what was measured off it with policy.with_evidence(None)"
+    "the model here"
 )
 
 

@@ -2,16 +2,18 @@
 
 import html
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, List, Optional, Sequence, Tuple, Union
 
 from ..framework.tables import html_table, text_table
 from ..framework.wording import counted
 
-__all__ = ["MODES", "WAYS", "Evidence", "LayerCost", "Trial"]
+__all__ = ["MODES", "WAYS", "Evidence", "LayerCost", "Trial", "of_changed"]
 
 MODES = ("inference", "training")
 WAYS = ("plain", "autocast", "converted", "fused")
+
+CHANGED = "The policy was changed after it was tuned: it keeps the layers, and nothing else holds."
 
 #: How many layers a report lists.
 _LISTED = 20
@@ -98,7 +100,8 @@ class LayerCost(_Measured):
     operator : str
         Its operator.
     position : int
-        Its index in the model's plain graph.
+        Its index in the model's plain graph; those inside loops come after all others. A layer of
+        several nodes, of one name, is listed once for each where it is kept.
     kept : bool
         Whether it stays in float32.
     error : float
@@ -249,6 +252,20 @@ class Evidence(_Measured):
             ("Inputs", ("name", "dtype", "shape"), inputs),
         )
         return [table for table in tables if table[2]]
+
+
+def of_changed(evidence: Optional[Evidence]) -> Optional[Evidence]:
+    """Return what still holds when a policy was changed: where the layers are that it keeps.
+
+    They are known by the model that was tuned, whatever they are called elsewhere.
+    """
+    kept = tuple(layer for layer in evidence.layers if layer.kept) if evidence is not None else ()
+    if evidence is None or not kept:
+        return None
+    return replace(
+        evidence, way="plain", machine=(), notes=(CHANGED,), trials=(), layers=kept, error=math.nan,
+        gradient_error=None, metric=None, min_metric=None,
+    )  # fmt: skip
 
 
 def _rank(layer: LayerCost) -> Tuple[float, float]:

@@ -20,7 +20,7 @@ from ..framework.wording import counted, shown
 from . import overrides, targets
 from .custom_operators import CustomClasses, registered_classes
 from .elsewhere import warn_elsewhere
-from .evidence import Evidence
+from .evidence import Evidence, of_changed
 from .lists import OperatorList, own_list, read_list
 from .overrides import Conditional, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule
@@ -229,7 +229,7 @@ class Policy:
         shows. `substitutions` names those of the policy's own that it is to keep. An operator that
         is given a class has it whatever its shapes are.
 
-        A policy that this changes is returned without its evidence: that is of the one measured.
+        A policy that this changes loses its evidence, but for the layers that `tune` has kept.
 
         Raises `UnknownNameError` for a name MXNet does not know, `ArgumentError` for one that
         stands in two lists.
@@ -275,7 +275,7 @@ class Policy:
     def _changed(self, **fields: Any) -> "Policy":
         """Return the policy with other fields; where they differ, what was measured is void."""
         changed = replace(self, **fields)
-        return self if changed == self else changed.with_evidence(None)
+        return self if changed == self else changed.with_evidence(of_changed(self.evidence))
 
 
 @lru_cache(maxsize=None)

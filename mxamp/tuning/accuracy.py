@@ -1,15 +1,18 @@
 """How far a policy takes a model from float32, and whether that is within what was asked."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
+from mxnet.base import MXNetError
 from mxnet.gluon import HybridBlock
 
+from ..convert.compare import reason
 from ..convert.distance import Distance
 from ..debugging.comparing.isolated import arrays_in
-from ..errors import StateError
+from ..errors import ArgumentError, StateError
 from ..framework.wording import counted, shortened
 from ..policy.policy import Policy
 from .deadline import Deadline
@@ -24,6 +27,7 @@ _TIMES_ROUNDED = 2.0
 #: A tolerance can't be told from noise that is more than this share of it.
 _NOISE = 0.25
 
+NOT_MEASURED = "the model does not run on this data: {why}"
 NOT_FINITE = (
     "the model can't be tuned: in float32 already, {elements} of its {what} are Inf or NaN. "
     "mxamp.debugging.check_numerics finds the operator that they come from"
@@ -32,6 +36,7 @@ UNSTABLE = (
     "the model can't be tuned: its {what} change by {noise:.1e} when each weight moves to the next "
     "number of float32, which is too much to tell errors of {limit:.1e} from. Give other data{more}"
 )
+NO_NUMBER = "the metric of the float32 model is {found}: give one that has a finite value for it"
 BELOW = (
     "no policy satisfies min_metric={wanted:g}: the float32 model itself has {found:g}, and is "
     "what came closest"
@@ -72,7 +77,10 @@ class Accuracy:
         self.seconds = 0.0  #: what an evaluation took, at most
         self._known: Dict[Policy, Verdict] = {}
         deadline.phase("float32")
-        self._plain = [subject.run(batch, None) for batch in subject.batches]
+        try:
+            self._plain = [subject.run(batch, None) for batch in subject.batches]
+        except MXNetError as error:
+            raise ArgumentError(NOT_MEASURED.format(why=reason(error))) from None
         self._check_finite()
         self.metric = self._metric_of(self._plain)
         self.min_metric = self._min_metric()
@@ -88,11 +96,17 @@ class Accuracy:
         #: Gradients that are left out: float32 does not know them either.
         self.unknown = sorted(set(noise) - set(self.limits))
 
-    def of(self, policy: Policy, block: Optional[HybridBlock] = None) -> Verdict:
-        """Return what a policy does to the model, or to another form of it."""
+    def of(
+        self, policy: Policy, block: Optional[HybridBlock] = None, forced: bool = False
+    ) -> Verdict:
+        """Return what a policy does to the model, or to another form of it.
+
+        Raises `OutOfTimeError` where there is no time left, unless it is `forced`.
+        """
         if block is None and policy in self._known:
             return self._known[policy]
-        self.deadline.check(self.seconds)
+        if not forced:
+            self.deadline.check(self.seconds)
         began = self.deadline.spent
         runs = self._runs(None if block is not None else policy, block)
         verdict = self._verdict(runs)
@@ -186,6 +200,8 @@ class Accuracy:
         wanted = self.tolerance.min_metric
         if self.metric is None:
             return None
+        if not math.isfinite(self.metric):
+            raise StateError(NO_NUMBER.format(found=self.metric))
         if wanted is None:
             return self.metric - 0.01 * abs(self.metric)
         if not self.metric >= wanted:

@@ -13,6 +13,8 @@ __all__ = ["Chooser"]
 
 #: Two forms are as fast where one has not more than so many times the speed of the other.
 _AS_FAST = 1.01
+#: When the time is over, the accuracy of so many forms is looked at all the same.
+_AT_LAST = 2
 
 
 class Chooser:
@@ -27,6 +29,7 @@ class Chooser:
         self._trials = Trials(accuracy.subject, deadline)
         self._verdicts: Dict[Form, Verdict] = {}
         self.winner = PLAIN
+        self._forced = 0  #: how many forms there was no time to look at
 
     def forms(self, policy: Policy, removed: Sequence[str] = ()) -> List[Form]:
         """Return the forms of the model under a policy, without some of its substitutions."""
@@ -42,6 +45,10 @@ class Chooser:
     def race(self, forms: Sequence[Form], rounds: int, until: float) -> None:
         """Time forms in turns with float32, until a share of the budget is spent."""
         self._trials.race(forms, rounds, until)
+
+    def was_timed(self, forms: Sequence[Form]) -> bool:
+        """Tell whether any of some forms was."""
+        return any(form in self._trials.timed() for form in forms)
 
     def best(self, forms: Sequence[Form]) -> float:
         """Return the speed of the fastest of some forms, in times that of float32."""
@@ -60,14 +67,26 @@ class Chooser:
         ]
         # Of what is as fast, float32 comes first, and what was tried first.
         left.sort(key=lambda form: form.policy is not None and form.policy.lowers)
-        self.winner = PLAIN
+        self.winner, self._forced = PLAIN, 0
         while left:
             fastest = self.best(left)
             form = next(f for f in left if self._trials.speedup(f) * _AS_FAST >= fastest)
-            if self._trials.is_faster(form) and self.verdict(form).within:
+            if self._trials.is_faster(form) and self._is_within(form):
                 self.winner = form
                 return
             left.remove(form)
+
+    def _is_within(self, form: Form) -> bool:
+        """Tell whether a form is accurate enough.
+
+        Where the time is over, so many are looked at all the same: else all that was timed would
+        be lost.
+        """
+        try:
+            return self.verdict(form).within
+        except OutOfTimeError:
+            self._forced += 1
+            return self._forced <= _AT_LAST and self.verdict(form, forced=True).within
 
     def verify(self) -> None:
         """Look at the accuracy of all that was timed, as far as there is time."""
@@ -85,14 +104,15 @@ class Chooser:
         forms = [form for names in without for form in self.forms(policy, names)]
         self.race([self.winner, *(form for form in forms if form.way == way)], rounds, until)
 
-    def verdict(self, form: Form) -> Verdict:
-        """Return how accurate a form is."""
+    def verdict(self, form: Form, forced: bool = False) -> Verdict:
+        """Return how accurate a form is; see `Accuracy.of`."""
         if form not in self._verdicts:
             if form.policy is None:
                 gradients = 0.0 if self._training else None
                 found = Verdict(0.0, gradients, self._accuracy.metric, within=True)
             else:
-                found = self._accuracy.of(form.policy, self._trials.block_of(form))
+                block = self._trials.block_of(form)
+                found = self._accuracy.of(form.policy, block, forced=forced)
             self._verdicts[form] = found
         return self._verdicts[form]
 

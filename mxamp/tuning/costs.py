@@ -30,7 +30,7 @@ from ..policy.decision import CASTABLE, decide, fixed_inputs
 from ..policy.policy import Policy
 from .deadline import Deadline, OutOfTimeError
 from .layers import Layer
-from .probes import random_signs, with_probes, zeros_like
+from .probes import differentiable, random_signs, with_probes, zeros_like
 from .traced import Traced
 
 __all__ = ["costs_of"]
@@ -61,12 +61,14 @@ def costs_of(
     deadline.phase("layers")
     found = {layer.position: layer for layer in layers}
     with suspended(), contextlib.suppress(OutOfTimeError):
-        looking = _Costs(traced, policy, training, seed, [p for p in found if p >= 0])
+        looking = _Costs(
+            traced, policy, training, seed, [p for p in found if p < len(traced.graph.nodes)]
+        )
         for group in looking.groups():
             deadline.check(looking.seconds, until)
             for position, (error, gain) in looking.look_at(group).items():
                 found[position] = replace(found[position], error=error, gain=gain)
-    return [found[layer.position] if layer.position >= 0 else layer for layer in layers]
+    return [found[layer.position] for layer in layers]
 
 
 class _Costs:
@@ -99,9 +101,7 @@ class _Costs:
         read = [e for node in self._graph.nodes for e in node.inputs]
         self._read = {*read, *self._graph.heads}
 
-    def _mode(self, recording: bool = False) -> Any:
-        if recording:
-            return autograd.record(train_mode=self._training)
+    def _mode(self) -> Any:
         return autograd.pause(train_mode=self._training)
 
     def _outputs(self, i: int) -> List[Output]:
@@ -179,12 +179,15 @@ class _Costs:
         sums: Dict[int, List[float]] = {i: [0.0] * _PROBES for i, _ in moves}
         lost = {entry[0] for entry, move in moves.items() if not np.isfinite(move).all()}
         finite = {entry: move for entry, move in moves.items() if entry[0] not in lost}
-        graph, names = with_probes(self._graph, list(finite))
+        graph, names = with_probes(
+            self._graph if self._training else differentiable(self._graph), list(finite)
+        )
         probes = {name: zeros_like(known[entry]) for entry, name in names.items()}
         for probe in probes.values():
             probe.attach_grad()
         try:
-            with self._mode(recording=True):
+            # MaxPool has a gradient after a pass in training mode only: elsewhere it is garbage.
+            with autograd.record(train_mode=True):
                 outputs = outputs_of(graph, self._class, {**self._values, **probes})
             outputs = [one for one in outputs if dtypes_of([one])[0] == "float32"]
             for number in range(_PROBES):

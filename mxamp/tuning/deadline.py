@@ -3,14 +3,16 @@
 import contextlib
 import logging
 import re
+import signal
 import sys
+import threading
 import time
 from typing import Any, Callable, Iterator
 
 from ..errors import ArgumentError
 from ..framework.wording import shown
 
-__all__ = ["Deadline", "OutOfTimeError", "seconds_of", "watched"]
+__all__ = ["Deadline", "OutOfTimeError", "seconds_of", "stoppable", "watched"]
 
 logger = logging.getLogger("mxamp")
 
@@ -50,6 +52,7 @@ class Deadline:
         self.seconds = seconds
         self._tell: Callable[[str, float], None] = lambda _phase, _spent: None
         self._phase = ""
+        self.stopped = False  #: by Ctrl-C
 
     @property
     def spent(self) -> float:
@@ -75,8 +78,31 @@ class Deadline:
     def check(self, needed: float = 0.0, until: float = 1.0) -> None:
         """Raise `OutOfTimeError` where `needed` seconds don't fit into a share of the budget."""
         self.tick()
-        if self.spent + needed > self.seconds * until:
+        if self.stopped or self.spent + needed > self.seconds * until:
             raise OutOfTimeError
+
+
+@contextlib.contextmanager
+def stoppable(deadline: Deadline) -> Iterator[None]:
+    """Let Ctrl-C end what asks the deadline, between two measurements; a second one is as always.
+
+    An exception in the middle of a measurement could get lost, in a destructor say.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or before is not signal.default_int_handler:
+        yield
+        return
+
+    def stop(_number: int, _frame: Any) -> None:
+        deadline.stopped = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

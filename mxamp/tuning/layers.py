@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Dict, List, Optional
 
-from ..graph.graph import Node
 from ..graph.insert_casts import rewrite
 from ..graph.shape_rules import choose
 from ..policy.policy import Policy
@@ -18,7 +17,7 @@ class Layer:
 
     name: str
     operator: str
-    position: int  #: in the graph; -1 inside a loop
+    position: int  #: the first node's in `Graph.all_nodes`
     error: Optional[float] = None  #: relative, of the outputs, to first order; None: not known
     gain: Optional[float] = None  #: seconds, forward
 
@@ -35,15 +34,12 @@ def lowered_layers(traced: Traced, policy: Policy, training: bool) -> List[Layer
     # Of what is substituted, parts with names of their own may be low.
     substituted = {i for i, _ in choices.substituted}
     layers: Dict[str, Layer] = {}
-    for i, node in enumerate(traced.graph.nodes):
+    for i, node in enumerate(traced.graph.all_nodes):
         if node.is_variable:
             continue
         parts = i in substituted and any(name.startswith(f"{node.name}_") for name in low)
         if node.name in low or parts:
             layers.setdefault(node.name, Layer(node.name, node.operator, i))
-        for inner in _inside(node):
-            if inner.name in low:
-                layers.setdefault(inner.name, Layer(inner.name, inner.operator, -1))
     return list(layers.values())
 
 
@@ -51,12 +47,3 @@ def substitutions_in(traced: Traced, policy: Policy, training: bool) -> List[str
     """Return the substitutions that a policy makes in a graph, sorted."""
     choices = choose(traced.graph, policy, traced.usage(training))
     return sorted({name for _, (name, _) in choices.substituted})
-
-
-def _inside(node: Node) -> List[Node]:
-    found = []
-    for body in node.subgraphs:
-        for inner in body.nodes:
-            if not inner.is_variable:
-                found += [inner, *_inside(inner)]
-    return found

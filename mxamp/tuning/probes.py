@@ -9,7 +9,9 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..graph.graph import Graph, Node, Output
 
-__all__ = ["random_signs", "with_probes", "zeros_like"]
+__all__ = ["differentiable", "random_signs", "with_probes", "zeros_like"]
+
+_NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU", "_contrib_SyncBatchNorm"})
 
 
 def with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Output, str]]:
@@ -33,6 +35,27 @@ def with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Ou
                 reads = [(added, k), (probe, 0)]
                 places[i, k] = add(Node("elemwise_add", f"{names[i, k]}_add", {}, reads)), 0
     return Graph(nodes, [places[head] for head in graph.heads], graph.attrs), names
+
+
+def differentiable(graph: Graph) -> Graph:
+    """Return a graph that computes in training mode what this one computes in inference."""
+    return replace(graph, nodes=[_as_in_inference(node) for node in graph.nodes])
+
+
+def _as_in_inference(node: Node) -> Node:
+    if node.is_variable:
+        return node
+    if node.operator in _NORMS:
+        return replace(node, attrs={**node.attrs, "use_global_stats": "True"})
+    if node.operator == "Dropout" and node.attrs.get("mode", "training") == "training":
+        return replace(node, op="_copy", attrs={}, inputs=node.inputs[:1], num_outputs=1)
+    if node.operator == "RNN":
+        return replace(node, attrs={**node.attrs, "p": "0"})
+    if node.operator == "LeakyReLU" and node.attrs.get("act_type") == "rrelu":
+        bounds = (node.attrs.get("lower_bound", 0.125), node.attrs.get("upper_bound", 0.334))
+        slope = sum(map(float, bounds)) / len(bounds)
+        return replace(node, attrs={"act_type": "leaky", "slope": repr(slope)})
+    return node
 
 
 def zeros_like(array: NDArray) -> NDArray:

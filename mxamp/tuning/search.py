@@ -10,6 +10,7 @@ short, and few evaluations are needed. For k layers of n there are at most some 
 (k - 1) log2(n) + 4k.
 """
 
+import math
 from itertools import combinations
 from typing import Callable, Dict, FrozenSet, List, Sequence
 
@@ -17,6 +18,8 @@ __all__ = ["EXHAUSTIVE", "Search"]
 
 #: With so few layers, all smaller sets are tried.
 EXHAUSTIVE = 10
+#: With more, so many of each size, where a smaller set is not ruled out.
+_TRIES = 66
 
 Layers = FrozenSet[int]
 
@@ -51,11 +54,14 @@ class Search:
             length = self._shortest(found, rest, gallop=not found)
             found, rest = [*found, rest[length - 1]], rest[: length - 1]
         self._shrink()
-        if len(self._order) <= EXHAUSTIVE:
-            self._try_all_smaller()
-        else:
-            everything = set(self._order)
-            self.proven = not any(self._try(everything - {one}) for one in self.best)
+        if len(self.best) == 1 or len(self._order) <= EXHAUSTIVE:
+            self._try_smaller(self._order)
+            self.proven = True
+            return self.best
+        everything = set(self._order)
+        self.proven = not any(self._try(everything - {one}) for one in self.best)
+        if not self.proven:
+            self._try_smaller(self._order, most=_TRIES)
         return self.best
 
     def _try(self, kept: "Sequence[int] | FrozenSet[int] | set[int]") -> bool:
@@ -92,8 +98,12 @@ class Search:
             if len(self.best) > 1 and one in self.best:
                 self._try(self.best - {one})
 
-    def _try_all_smaller(self) -> None:
+    def _try_smaller(self, layers: Sequence[int], most: float = math.inf) -> None:
+        """Try smaller sets, the smallest first: of each size at most so many, of the first layers.
+
+        Where errors add up, bisection gets stuck in a set that none of its layers can leave.
+        """
         for size in range(1, len(self.best)):
-            if any(self._try(some) for some in combinations(self._order, size)):
+            first = next(n for n in range(len(layers), -1, -1) if math.comb(n, size) <= most)
+            if any(self._try(some) for some in combinations(layers[:first], size)):
                 break
-        self.proven = True

@@ -11,6 +11,7 @@ from mxnet.context import Context, current_context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 
+from ..convert.blocks import trace
 from ..debugging.comparing.backward_passes import Recorded, loss_of, trained_arrays
 from ..debugging.comparing.batches import Batch, batches_of
 from ..debugging.comparing.isolated import IsolatedRun, arrays_in, copied, dense_values
@@ -18,6 +19,7 @@ from ..debugging.comparing.randomness import Seeds
 from ..debugging.comparing.saved_models import block_of
 from ..errors import ArgumentError
 from ..framework.arrays import cast, dtypes_of, plain_array
+from ..framework.machine import dtype_name
 from ..patches.autocast import autocast
 from ..policy.active import suspended
 from ..policy.policy import Policy
@@ -29,12 +31,20 @@ __all__ = ["MOST_BATCHES", "Results", "Subject", "next_numbers", "rounded"]
 
 #: So many batches of `data` are used.
 MOST_BATCHES = 16
+#: How many characters of another library's error a message shows.
+_LONGEST = 200
 
 NO_GRAPH = (
-    "tune searches in the model's graph, and block {name!r} can't be traced: give a HybridBlock "
-    "that can be hybridized"
+    "tune searches in the model's graph, and block {name!r} can't be traced on this data ({why}): "
+    "give a HybridBlock that can be hybridized, and as a batch the arguments of one call"
 )
-NO_LOSS = "a saved model is tuned without a loss: import it as a SymbolBlock to give one"
+NO_LABEL = (
+    "a saved model is tuned without a loss and without a metric, for its data has no labels: "
+    "import it as a SymbolBlock to give one"
+)
+NOT_FLOAT32 = (
+    "tune takes a float32 model, and parameter {name!r} is {dtype}: cast the model to float32 first"
+)
 
 Loss = Callable[[Any, Any], Any]
 
@@ -58,26 +68,43 @@ class Subject:
         batches = batches_of(data, labelled)
         if not isinstance(model, Block):
             if labelled:
-                raise ArgumentError(NO_LOSS)
+                raise ArgumentError(NO_LABEL)
             model, batches = block_of(model, batches)
         self.batches: List[Batch] = list(itertools.islice(batches, MOST_BATCHES))
         self.more = next(iter(batches), None) is not None
         with suspended():
             self.block = copied(model, self.batches[0].inputs)
         if self.block is model or not isinstance(self.block, HybridBlock):
-            raise ArgumentError(NO_GRAPH.format(name=model.name))
+            raise ArgumentError(NO_GRAPH.format(name=model.name, why=self._why_untraced(model)))
+        for param in self.block.collect_params().values():
+            dtype = dtype_name(param.dtype)
+            if "float" in dtype and dtype != "float32":
+                raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
         self.seeds = Seeds()
         self.scale = LossScaler().loss_scale  #: where the search for float16's loss scale goes on
+
+    def _why_untraced(self, model: Any) -> str:
+        if not isinstance(model, HybridBlock):
+            return "it is no HybridBlock"
+        try:
+            trace(model, self.batches[0].inputs)
+        except Exception as error:  # what a block's own Python code raises
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
+        return "it gives no graph"
+
+    def arrays(self) -> List[NDArray]:
+        """Return the arrays of the first batch's inputs."""
+        return arrays_in(self.batches[0].inputs)
 
     @property
     def context(self) -> Context:
         """Where the data of the first batch is."""
-        arrays = arrays_in(self.batches[0].inputs)
+        arrays = self.arrays()
         return arrays[0].context if arrays else current_context()
 
     def inputs(self) -> Tuple[Tuple[str, str, Tuple[int, ...]], ...]:
         """Return name, dtype and shape of each array of the first batch."""
-        arrays = arrays_in(self.batches[0].inputs)
+        arrays = self.arrays()
         names = [variable.name for variable in self.block._cached_graph[0]]
         shapes = [tuple(array.shape) for array in arrays]
         return tuple(zip(names, dtypes_of(arrays), shapes))
@@ -117,7 +144,7 @@ class Subject:
         with autocast(enabled=False), run.opened(), autograd.pause(train_mode=training):
             self.block(*self.batches[0].inputs)
         if run.traced is None:
-            raise ArgumentError(NO_GRAPH.format(name=self.block.name))
+            raise ArgumentError(NO_GRAPH.format(name=self.block.name, why="it runs no graph"))
         return run.traced
 
     def _gradients(self, loss: Recorded, policy: Optional[Policy]) -> Dict[str, Any]:

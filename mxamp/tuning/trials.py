@@ -123,7 +123,7 @@ class Trials:
             running = list(ready)
             for number in range(rounds):
                 needed = sum(self._turn(form) for form in (PLAIN, *running))
-                if number:
+                if number or self.deadline.stopped:
                     self.deadline.check(needed, until)
                 self._round(running)
                 best = max((self.speedup(form) for form in running), default=0.0)

@@ -8,19 +8,25 @@ from typing import Any, Callable, Optional, Sequence
 import mxnet as mx
 
 from ..errors import ArgumentError
+from ..framework.arrays import on_device
 from ..framework.machine import default_dtype
 from ..framework.wording import one_of, shown
 from ..policy.active import suspended
 from ..policy.evidence import MODES
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
-from ..scaling.scaler import positive_number
+from ..scaling.scaler import count, positive_number
 from .accuracy import Accuracy, Tolerance
 from .deadline import Deadline, seconds_of, watched
 from .subject import Subject
 from .tuner import Tuner
 
 __all__ = ["tune"]
+
+_LOSSES = (
+    mx.metric.MAE, mx.metric.MSE, mx.metric.RMSE, mx.metric.CrossEntropy, mx.metric.Loss,
+    mx.metric.NegativeLogLikelihood, mx.metric.Perplexity,
+)  # fmt: skip
 
 NEEDS_LOSS = "mode='training' compares gradients too: give the loss, loss(output, label)"
 NO_GRADIENTS = "mode='inference' has no use for a loss: leave one of the two out"
@@ -31,6 +37,18 @@ METRIC_MODE = (
 NOT_A_METRIC = (
     "metric must be a metric of MXNet's, its name, or a function of label and prediction (NumPy "
     "arrays) that returns a number, not {given}"
+)
+OTHER_DEVICE = (
+    "the policy to start from is for the {own}, and the data is on {data}: put net and data there, "
+    "or give a policy for where they are"
+)
+NOT_LOWERED = (
+    "the policy to start from computes all in float32: give one that lowers operators, such as "
+    "Policy.default('bfloat16')"
+)
+LESS_IS_BETTER = (
+    "of the metric {given} less is better, and tune wants one of which more is: give a function "
+    "that returns its negative"
 )
 NO_METRIC = "min_metric is the least value of a metric: give the metric too"
 
@@ -61,7 +79,8 @@ def tune(
         policy.save("net.toml")  # and Policy.load("net.toml") later
 
     The model is run in float32 and under mxamp's policy, on your data. Where the errors are larger
-    than you allow, the smallest set of layers is searched for that has to stay in float32. Then
+    than you allow, a smallest set of layers is searched for that has to stay in float32; the report
+    says whether a smaller one is ruled out. Then
     the ways to run the model are timed in turns on the first batch: in low precision and in
     float32, each with and without the faster equivalents of operators, and, for inference,
     under `init`, converted, and converted with `fuse=True`. Where nothing is faster than float32,
@@ -70,7 +89,9 @@ def tune(
     Parameters
     ----------
     net : HybridBlock, or (symbol, arg_params, aux_params)
-        The model, in float32. It is left as it is.
+        The model, in float32. It is left as it is, but that parameters whose shape waits for a
+        first input get one. (Where it draws random numbers other than for `Dropout`, MXNet's
+        generator, which can't be read, is left at another point.)
     data : NDArray, tuple or dict, or an iterable of them
         One batch, or a few; of an iterable the first 16 are used. With a loss or a metric, a batch
         is a tuple of the net's inputs and the label; for a saved model, a dict of inputs by name.
@@ -129,9 +150,12 @@ def tune(
     if mode == "inference" and loss is not None:
         raise ArgumentError(NO_GRADIENTS)
     base = _base_of(target_dtype, policy)
+    seed = count("seed", seed)
     tolerance = _tolerance(rtol, metric, min_metric, loss is not None)
     deadline = Deadline(seconds_of(budget))
     subject = Subject(net, data, loss, labelled=loss is not None or metric is not None)
+    if not on_device(subject.arrays(), base.device):
+        raise ArgumentError(OTHER_DEVICE.format(own=base.device, data=subject.context))
     with watched(deadline, progress), subject.seeds.kept(), suspended():
         accuracy = Accuracy(subject, base.target_dtype, tolerance, deadline, seed)
         return Tuner(accuracy, base, deadline, seed, timed).run()
@@ -141,7 +165,12 @@ def _base_of(target_dtype: Any, policy: Optional[Policy]) -> Policy:
     if policy is None:
         return Policy.default(target_dtype or default_dtype())
     given = DEFAULT_TARGET if target_dtype is None else check_target(target_dtype)
-    return Policy.from_lists(given, policy=policy).with_evidence(None)
+    # What was measured of it before is of no account.
+    start = policy.with_evidence(None) if isinstance(policy, Policy) else policy
+    wanted = Policy.from_lists(given, policy=start)
+    if not wanted.lowers:
+        raise ArgumentError(NOT_LOWERED)
+    return wanted
 
 
 def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Tolerance:
@@ -159,6 +188,8 @@ def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Toler
         created = mx.metric.create(metric)
     except Exception:  # MXNet raises what its registry does
         raise ArgumentError(NOT_A_METRIC.format(given=shown(metric))) from None
+    if isinstance(created, _LOSSES):
+        raise ArgumentError(LESS_IS_BETTER.format(given=shown(metric)))
     least = None if min_metric is None else float(min_metric)
     return Tolerance(rtol, functools.partial(_measured, created), least)
 

@@ -1,7 +1,7 @@
 """One search for a policy: what is measured in which order, and what comes out of it."""
 
 import math
-from typing import Dict, FrozenSet, Iterable, List, Optional
+from typing import Dict, FrozenSet, Iterable, List, Optional, Sequence
 
 from ..framework.wording import counted
 from ..graph.graph import Graph
@@ -13,8 +13,8 @@ from ..policy.policy import Policy
 from .accuracy import OUTPUTS, Accuracy, Verdict
 from .choosing import Chooser
 from .costs import costs_of
-from .deadline import Deadline, OutOfTimeError
-from .layers import lowered_layers, substitutions_in
+from .deadline import Deadline, OutOfTimeError, stoppable
+from .layers import Layer, lowered_layers, substitutions_in
 from .optimizers import step_speedups
 from .search import Search
 from .subject import MOST_BATCHES, Subject
@@ -37,6 +37,7 @@ NO_KERNELS = (
 NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 NOT_LOW = "No policy in {dtype} within the tolerance was found: this one computes in float32."
 FLOAT32 = "Nothing that is accurate enough was faster than float32."
+UNDECIDED = "What was measured by then was not enough to choose anything but float32."
 NOT_PAID = (
     "{dtype} does not pay on this machine: at best the model had {low:.2f} times the speed of "
     "float32, and without it {others:.2f} times."
@@ -84,15 +85,26 @@ class Tuner:
     def run(self) -> Policy:
         """Measure; return the policy, with all that was measured."""
         try:
-            self._measure()
+            with stoppable(self.deadline):
+                self._measure()
         except OutOfTimeError:
-            self._ended(OUT_OF_TIME)
+            self._ended()
         except KeyboardInterrupt:
-            self._ended(STOPPED)
+            self.deadline.stopped = True
+            self._ended()
+        if self.chooser is not None:
+            self.chooser.choose(self._policies())
         return self._result()
 
-    def _ended(self, why: str) -> None:
+    def _policies(self) -> List[Policy]:
+        """Return the policies that may be chosen."""
+        low = [] if self.kept is None else [self._low(self.kept)]
+        return [self.base.in_float32(), *low]
+
+    def _ended(self) -> None:
+        """Note that not all was tried."""
         self.complete = False
+        why = STOPPED if self.deadline.stopped else OUT_OF_TIME
         if why not in self.notes:
             self.notes.append(why)
 
@@ -144,7 +156,7 @@ class Tuner:
         try:
             search.run()
         except OutOfTimeError:
-            self._ended(OUT_OF_TIME)
+            self._ended()
         finally:
             if len(search.best) < len(self.layers):
                 self.kept = frozenset(self.layers[i].name for i in search.best)
@@ -163,9 +175,9 @@ class Tuner:
         try:
             chooser.race([*low, *others], _FEW, _FIRST_RACE)
         except OutOfTimeError:
-            self._ended(OUT_OF_TIME)
+            self._ended()
         speeds = chooser.best(low), max(chooser.best(others), 1.0)
-        if speeds[0] * MARGIN >= speeds[1]:
+        if speeds[0] * MARGIN >= speeds[1] or not chooser.was_timed(low):
             return True
         dtype = self.base.target_dtype
         self.notes.append(NOT_PAID.format(dtype=dtype, low=speeds[0], others=speeds[1]))
@@ -176,12 +188,11 @@ class Tuner:
         chooser = self.chooser
         if chooser is None:
             return
-        policies = [self.base.in_float32()]
-        if pays and self.kept is not None:
-            policies.append(self._low(self.kept))
+        policies = self._policies()
         try:
             self.deadline.phase("the fastest forms")
-            forms = [form for policy in policies for form in chooser.forms(policy)]
+            raced = [policy for policy in policies if pays or not policy.lowers]
+            forms = [form for policy in raced for form in chooser.forms(policy)]
             chooser.race(forms, _MORE, _SECOND_RACE)
             chooser.choose(policies)
             self.deadline.phase("switches")
@@ -190,9 +201,7 @@ class Tuner:
                 self.deadline.phase("optimizer steps")
                 self.step_speedups = step_speedups(self.subject, self.base, self.deadline)
         except OutOfTimeError:
-            self._ended(OUT_OF_TIME)
-        finally:
-            chooser.choose(policies)
+            self._ended()
 
     # ------------------------------------------------------------------ the result
 
@@ -222,7 +231,10 @@ class Tuner:
         winner = PLAIN if self.chooser is None else self.chooser.winner
         if self.chooser is not None and winner.policy is not None:
             return winner.way, winner.policy, self.chooser.verdict(winner)
-        self.notes.append(FLOAT32 if self.timed else NOT_LOW.format(dtype=self.base.target_dtype))
+        if not self.timed:
+            self.notes.append(NOT_LOW.format(dtype=self.base.target_dtype))
+        else:
+            self.notes.append(FLOAT32 if self.complete else UNDECIDED)
         policy = self.base.in_float32()
         rest = sorted({*policy.substitutions} - {*self.applied})
         return "plain", policy.override(substitutions=rest), nothing
@@ -234,13 +246,14 @@ class Tuner:
             LayerCost(
                 layer.name,
                 layer.operator,
-                layer.position,
+                position,
                 layer.name in kept,
                 math.nan if layer.error is None else layer.error,
                 None if layer.gain is None else layer.gain * 1e3,
             )
             for layer in self.layers
             if layer.error is not None or layer.name in kept
+            for position in _positions(layer, graph, layer.name in kept)
         )
         by_metric = self.accuracy.metric is not None and self.accuracy.tolerance.rtol is None
         return Evidence(
@@ -249,7 +262,8 @@ class Tuner:
             model=fingerprint(graph),
             operators=sum(not node.is_variable for node in graph.nodes),
             inputs=self.subject.inputs(),
-            machine=here(policy.device),
+            # Accuracy is the same elsewhere.
+            machine=here(policy.device) if self.timed else (),
             tolerance=None if by_metric else self.accuracy.tolerance.rtol or OUTPUTS,
             error=verdict.error,
             gradient_error=verdict.gradient_error,
@@ -263,3 +277,11 @@ class Tuner:
             trials=self.chooser.evidence() if self.chooser is not None else (),
             layers=layers,
         )
+
+
+def _positions(layer: Layer, graph: Graph, kept: bool) -> Sequence[int]:
+    """Return where a layer is: all its nodes, where they are to be found again."""
+    if not kept:
+        return [layer.position]
+    nodes = enumerate(graph.all_nodes)
+    return [i for i, node in nodes if node.name == layer.name and not node.is_variable]

@@ -90,7 +90,9 @@ def test_plans_of_other_policies_and_models_are_as_before(policy, symbol):
 
 
 def test_layers_that_were_not_reached_have_no_error():
-    policy = tuned(net(), fc=(0.0, None, False), act=(math.nan, 0.5, False), last=(0.5, None, True))
+    policy = tuned(
+        net(), fc=(math.nan, None, False), act=(math.nan, 0.5, False), last=(0.5, None, True)
+    )
     plan = amp.explain(net(), policy=policy)
     assert [(node.error, node.gain) for node in plan][:3] == [
         (None, None),

@@ -85,11 +85,11 @@ def test_what_is_not_accurate_enough_is_not_chosen(clock, monkeypatch):
     clock.update({("fused", "low", "relu"): 3, ("converted", "low", "relu"): 5})
     of = Accuracy.of
 
-    def of_fused(self, policy, block=None):
+    def of_fused(self, policy, block=None, forced=False):
         fused = block is not None and any(
             name.startswith("_sg_mkldnn") for name in block._source.graph.operators
         )
-        return Verdict(0.9, None, None, within=False) if fused else of(self, policy, block)
+        return Verdict(0.9, None, None, within=False) if fused else of(self, policy, block, forced)
 
     monkeypatch.setattr(Accuracy, "of", of_fused)
     net, data = net_with_relu()
@@ -108,6 +108,34 @@ def test_low_precision_that_does_not_pay_is_not_searched(clock):
     assert chosen(policy) == ("plain",)
     assert any("does not pay" in note for note in policy.evidence.notes)
     assert not any(layer.kept for layer in policy.evidence.layers)
+
+
+@with_avx512
+def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
+    clock.update({("fused", "low", "relu"): 4, ("fused", "float32", "relu"): 6})
+    rounds, race = [], trials.Trials._round
+
+    def interrupted(self, forms):
+        race(self, forms)
+        rounds.append(forms)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials.Trials, "_round", interrupted)
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert not policy.evidence.complete
+    assert chosen(policy) in [("fused", "low", "relu"), ("fused", "float32", "relu")]
+    assert policy.evidence.error <= 0.05
+
+
+def test_nothing_is_claimed_of_what_was_not_timed(clock):
+    net, data = net_with_relu()
+    policy = amp.tune(net, data, target_dtype="bfloat16", budget=1e-6, progress=False)
+    said = " ".join(policy.evidence.notes)
+    assert "does not pay" not in said
+    assert "Nothing that is accurate enough" not in said
+    assert "not enough to choose" in said
 
 
 @with_avx512

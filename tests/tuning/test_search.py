@@ -70,6 +70,23 @@ def test_errors_that_add_up(errors, tolerance):
     assert len(Search(works, order).run()) == brute_force(works, n)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_smaller_sets_are_tried_where_errors_add_up(seed):
+    generator = random.Random(seed)
+    n = 13
+    errors = [generator.random() ** 3 for _ in range(n)]
+    bonus = {(i, j): generator.random() / 4 for i in range(n) for j in range(i)}
+
+    def works(kept):
+        low = [i for i in range(n) if i not in kept]
+        return sum(errors[i] for i in low) + sum(bonus[i, j] for i in low for j in low if j < i) < 4
+
+    order = sorted(range(n), key=lambda i: -errors[i])
+    found = Search(works, order).run()
+    assert works(found)
+    assert len(found) <= brute_force(works, n) + 1
+
+
 def test_keeps_the_best_so_far_when_it_is_ended():
     class EndedError(Exception):
         pass

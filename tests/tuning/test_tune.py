@@ -3,6 +3,8 @@
 import itertools
 import logging
 import math
+import os
+import signal
 
 import mxnet as mx
 import numpy as np
@@ -238,11 +240,11 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
     net, data, names = chain(40, [10, 30], "overflow")
     of, calls = Accuracy.of, []
 
-    def interrupted(self, policy, block=None):
+    def interrupted(self, policy, block=None, forced=False):
         calls.append(policy)
         if len(calls) == after:
             raise KeyboardInterrupt
-        return of(self, policy, block)
+        return of(self, policy, block, forced)
 
     monkeypatch.setattr(Accuracy, "of", interrupted)
     policy = tuned(net, data, target_dtype="float16")
@@ -250,6 +252,30 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
     assert any("Ctrl-C" in note for note in policy.evidence.notes)
     assert not policy.lowers or kept(policy) >= names
     assert amp.current_policy() is None
+
+
+def test_a_signal_ends_it_between_two_measurements(monkeypatch):
+    net, data, names = chain(40, [10, 30], "overflow")
+    of, calls = Accuracy.of, []
+
+    def signalled(self, policy, block=None, forced=False):
+        calls.append(policy)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return of(self, policy, block, forced)
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(Accuracy, "of", signalled)
+        policy = tuned(net, data, target_dtype="float16")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not policy.evidence.complete
+    assert any("Ctrl-C" in note for note in policy.evidence.notes)
+    assert not policy.lowers or kept(policy) >= names
+    assert len(calls) < 8
 
 
 def test_what_the_caller_holds_stays_as_it_is():
@@ -303,7 +329,18 @@ def test_other_modes_around_it_do_not_matter():
         ({"net": 3}, "the model must be a Block"),
         ({"data": []}, "no batch"),
         ({"metric": "acc"}, "with a loss, a batch is a tuple"),
+        ({"metric": "mse"}, "of the metric 'mse' less is better"),
+        ({"metric": mx.metric.CrossEntropy()}, "less is better"),
+        ({"data": {"data": mx.nd.ones((2, 6))}}, "can't be traced on this data"),
         ({"policy": "fast"}, "policy must be"),
+        (
+            {"policy": amp.Policy.default("float16", "gpu")},
+            "is for the gpu, and the data is on cpu",
+        ),
+        ({"policy": amp.Policy.default("bfloat16").in_float32()}, "computes all in float32"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": "a"}, "seed must be"),
+        ({"data": mx.nd.ones((2, 5))}, "does not run on this data"),
     ],
 )
 def test_wrong_arguments(change, message):
@@ -327,6 +364,63 @@ def test_a_block_that_can_not_be_traced():
 )
 def test_budgets(budget, seconds):
     assert seconds_of(budget) == seconds
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_a_model_of_another_dtype_is_an_error(dtype):
+    net, data = small()
+    net.cast(dtype)
+    with pytest.raises(amp.ArgumentError, match=f"tune takes a float32 model.* is {dtype}"):
+        tuned(net, data.astype(dtype))
+
+
+def test_a_metric_without_a_value_is_an_error():
+    net, data = small()
+    with pytest.raises(amp.StateError, match="metric of the float32 model is nan"):
+        tuned(net, (data, mx.nd.zeros(5)), metric=lambda _label, _prediction: math.nan)
+
+
+def test_batches_of_other_shapes_are_an_error():
+    net, data = small()
+    with pytest.raises(amp.ArgumentError, match="does not run on this data"):
+        tuned(net, [data, mx.nd.ones((5, 7))])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_costs_are_those_of_layers_alone(training):
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.conv = nn.Conv2D(8, 3, in_channels=4)
+                self.norm = nn.BatchNorm(in_channels=8)
+                self.dense = nn.Dense(5, in_units=72)
+
+        def hybrid_forward(self, F, x):  # noqa: N803
+            x = F.Pooling(self.norm(self.conv(x)), kernel=(2, 2), stride=(2, 2), pool_type="max")
+            return self.dense(F.Dropout(x, p=0.5))
+
+    net = Net()
+    net.initialize(mx.init.Xavier())
+    net(mx.nd.ones((1, 4, 8, 8)))
+    net.norm.running_var.set_data(mx.nd.full(8, 1e-2))
+    data, labels = mx.nd.random.normal(shape=(16, 4, 8, 8)), mx.nd.zeros((16, 5))
+    arguments = ((data, labels), mx.gluon.loss.L2Loss()) if training else (data,)
+    policies = [tuned(net, *arguments, target_dtype="float16") for _ in range(2)]
+    layers, again = (policy.evidence.layers for policy in policies)
+    assert [one.error for one in layers] == [one.error for one in again]
+    total = math.sqrt(sum(layer.error**2 for layer in layers))
+    assert 0.4 < total / policies[0].evidence.error < 2.5
+    # Each alone, with all others kept in float32.
+    accuracy = Accuracy(
+        Subject(net, *(arguments if training else (data, None)), labelled=training),
+        "float16", Tolerance(), Deadline(100), 0,
+    )  # fmt: skip
+    for layer in layers:
+        if layer.operator in ("Convolution", "FullyConnected"):
+            others = [exactly(one.name) for one in layers if one.name != layer.name]
+            alone = accuracy.of(amp.Policy.default("float16").override(fp32_layers=others)).error
+            assert 0.3 < layer.error / alone < 3
 
 
 def test_batches_beyond_the_first_are_counted_out():

@@ -103,6 +103,102 @@ def test_the_same_model_under_other_names(planted, log):
     assert not said(log, "was tuned")
 
 
+@pytest.mark.parametrize("way", ["override", "without evidence, named alike"])
+def test_a_policy_that_was_changed_knows_its_layers(planted, log, way):
+    net, data, names, policy, plain = planted
+    net.hybridize()
+    if way == "override":
+        changed = policy.override(fp32=["relu"])
+        assert [layer.name for layer in changed.evidence.layers] == sorted(
+            names, key=lambda name: [one.name for one in policy.evidence.layers].index(name)
+        )
+        assert not changed.evidence.trials
+        again, _, _ = chain(8, [3], "overflow")
+        other = mx.gluon.nn.HybridSequential(prefix="changed_")
+        with other.name_scope():
+            for layer in again:
+                other.add(mx.gluon.nn.Dense(16, use_bias=False, in_units=16))
+                other[-1].initialize()
+                other[-1].weight.set_data(layer.weight.data())
+        other.hybridize()
+        net = other
+    else:
+        changed = policy.with_evidence(None)
+    with amp.autocast(policy=changed):
+        assert error(net(data), plain) < 0.05
+    assert not said(log, "was tuned")
+
+
+class Loop(mx.gluon.HybridBlock):
+    """Two layers in a loop, of which the first overflows float16."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        with self.name_scope():
+            self.large = mx.gluon.nn.Dense(6, in_units=6, use_bias=False)
+            self.small = mx.gluon.nn.Dense(6, in_units=6, use_bias=False)
+
+    def hybrid_forward(self, F, x):  # noqa: N803
+        step = lambda data, state: (self.small(self.large(data)), state)  # noqa: E731
+        outputs, _ = F.contrib.foreach(step, x, [F.zeros((1,))])
+        return outputs
+
+
+class Twice(mx.gluon.HybridBlock):
+    """A layer that is called twice, or two layers that share their weight."""
+
+    def __init__(self, one, **options):
+        super().__init__(**options)
+        with self.name_scope():
+            self.first = mx.gluon.nn.Dense(6, in_units=6, use_bias=False)
+            self.second = self.first
+            if not one:
+                self.second = mx.gluon.nn.Dense(
+                    6, in_units=6, use_bias=False, params=self.first.params
+                )
+
+    def hybrid_forward(self, F, x):  # noqa: N803
+        return self.second(self.first(x * 1e3) * 1e-6)
+
+
+def test_layers_in_loops_are_found_under_other_names(log):
+    data = mx.nd.random.normal(shape=(3, 4, 6))
+
+    def made(prefix):
+        net = Loop(prefix=prefix)
+        net.initialize(mx.init.One())
+        net.large.weight.set_data(net.large.weight.data() * 1e6)
+        net.small.weight.set_data(net.small.weight.data() * 1e-6)
+        return net
+
+    policy = tuned(made("one_"), data)
+    other = made("other_")
+    plain = other(data)
+    other.hybridize()
+    with amp.autocast(policy=policy):
+        assert error(other(data), plain) < 0.05
+    assert error(amp.convert_hybrid_block(other, policy=policy)(data), plain) < 0.05
+    assert not said(log, "was tuned")
+
+
+def test_a_layer_that_is_called_twice_has_two_places(log):
+    data = mx.nd.random.normal(shape=(4, 6))
+
+    def made(one):
+        net = Twice(one)
+        net.initialize(mx.init.One())
+        net.first.weight.set_data(net.first.weight.data() * 3e3)
+        return net
+
+    policy = tuned(made(one=True), data)
+    other = made(one=False)
+    plain = other(data)
+    other.hybridize()
+    with amp.autocast(policy=policy):
+        assert error(other(data), plain) < 0.05
+    assert not said(log, "was tuned")
+
+
 def test_training_keeps_them_too(planted):
     net, data, _, policy, _ = planted
     net.hybridize()
