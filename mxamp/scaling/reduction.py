@@ -14,7 +14,6 @@ from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
 from ..framework.kvstores import is_distributed
 from ..framework.transports import PARAMETER_SERVER
 from ..policy.active import suspended
-from .finite import all_finite
 from .scaler import Scaler
 from .workers import Workers
 
@@ -117,21 +116,34 @@ class Reduction:
         `overflown` are parameters' arrays by `id`. Their gradients may look finite by now: a
         script may have clipped them element by element.
         """
-        if self.workers is not None:
-            by_horovod = is_horovod_trainer(self._trainer)
-            for param in self._trainer._params:
-                if param.grad_req == "null" or param._grad is None:
-                    continue
-                if by_horovod:
-                    check_gradients(param.name, param.list_grad())
-                for data, gradient in zip(param.list_data(), param.list_grad()):
-                    if id(data) in overflown:
-                        poison([gradient])
-                    elif not data._fresh_grad and not all_finite([gradient]):
-                        # Left by a step that was skipped: it would overflow in all workers.
-                        with suspended():
-                            gradient[:] = 0
+        stale = self._prepare(overflown) if self.workers is not None else []
         type(self._trainer)._allreduce_grads(self._trainer)
+        for data, gradient in stale:
+            # Another worker has computed it, and updates with it: so does this one.
+            data._fresh_grad = bool(gradient.asnumpy().any())
+
+    def _prepare(self, overflown: AbstractSet[int]) -> List[Tuple[NDArray, NDArray]]:
+        """Make gradients ready for the sum over workers.
+
+        Returns the arrays and gradients that this worker has not computed since the last step.
+        They hold that step's sum, which MXNet would add again.
+        """
+        by_horovod = is_horovod_trainer(self._trainer)
+        stale = []
+        for param in self._trainer._params:
+            if param.grad_req == "null" or param._grad is None:
+                continue
+            if by_horovod:
+                check_gradients(param.name, param.list_grad())
+            for data, gradient in zip(param.list_data(), param.list_grad()):
+                if id(data) in overflown:
+                    poison([gradient])
+                elif not data._fresh_grad:
+                    stale.append((data, gradient))
+        with suspended():
+            for _, gradient in stale:
+                gradient[:] = 0
+        return stale
 
     def used(self, params: Sequence[Parameter]) -> Gradients:
         """Return the gradients that the update is going to use, in this worker or in another."""

@@ -263,6 +263,30 @@ def test_a_stale_gradient_that_overflowed_is_not_summed_again(worker):
     assert np.isfinite(last.grad().asnumpy()).all()
 
 
+@pytest.mark.parametrize("other", [0.0, 2.0])
+def test_parameters_that_other_workers_alone_have_used(monkeypatch, worker, other):
+    """All update them with what those have computed; none does where nobody has used them."""
+    net, trainer = worker
+    train(net, trainer, batches()[0])
+    last, original = net[1].weight, gluon.Trainer._allreduce_grads
+
+    def with_another(self):
+        original(self)
+        last.grad()[:] += other
+
+    monkeypatch.setattr(gluon.Trainer, "_allreduce_grads", with_another)
+    for _ in range(2):
+        before = last.data().asnumpy()
+        with autograd.record():
+            loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        trainer.step(2, ignore_stale_grad=True)
+        assert trainer.amp_last_step.stepped
+        expected = before - 0.1 * other / 2 / 1024
+        np.testing.assert_allclose(last.data().asnumpy(), expected, rtol=1e-6)
+
+
 def test_what_another_worker_has_summed_counts_where_this_one_has_computed_nothing(worker):
     net, trainer = worker
     with autograd.record():
