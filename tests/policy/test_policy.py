@@ -1,5 +1,6 @@
 import pickle
 from contextlib import nullcontext
+from dataclasses import replace
 
 import mxnet as mx
 import numpy as np
@@ -230,11 +231,21 @@ def test_what_was_measured_belongs_to_the_policy_that_was_measured(change):
     assert tuned.evidence == EVIDENCE and plain.evidence is None
     assert tuned.with_evidence(None) is plain
     assert tuned.override() is tuned
-    assert tuned.override(**change) is plain.override(**change)
+    changed = tuned.override(**change)
+    assert changed.with_evidence(None) is plain.override(**change)
+    # Of what was measured, only the places of the layers that stay in float32 still hold.
+    assert [layer.name for layer in changed.evidence.layers] == ["b<i>", "d"]
+    assert (changed.evidence.way, changed.evidence.trials, changed.evidence.machine) == (
+        "plain",
+        (),
+        (),
+    )
+    none_kept = plain.with_evidence(replace(EVIDENCE, layers=EVIDENCE.layers[:1]))
+    assert none_kept.override(**change) is plain.override(**change)
     untuned = plain.untuned().with_evidence(EVIDENCE)
     assert untuned.untuned() is untuned
-    assert tuned.untuned() is plain.untuned()
-    assert tuned.in_float32() is plain.in_float32()
+    assert tuned.untuned().with_evidence(None) is plain.untuned()
+    assert tuned.in_float32().with_evidence(None) is plain.in_float32()
     in_float32 = plain.in_float32().with_evidence(EVIDENCE)
     assert in_float32.in_float32() is in_float32
 
