@@ -152,8 +152,8 @@ class Plan:
         """Return how many operators compute in each precision."""
         return dict(Counter(node.precision for node in self.nodes))
 
-    def to_json(self) -> str:
-        """Return it all as JSON; errors and gains only where the plan has some."""
+    def to_dict(self) -> Dict[str, Any]:
+        """Return it all as a dict; errors and gains only where the plan has some."""
         data = asdict(self)
         for node in data["nodes"]:
             costs = {key: node.pop(key) for key in ("error", "gain")}
@@ -161,7 +161,11 @@ class Plan:
                 # JSON has no infinity.
                 finite = {k: "inf" if v == math.inf else v for k, v in costs.items()}
                 node.update(finite)
-        return json.dumps(data, indent=2)
+        return data
+
+    def to_json(self) -> str:
+        """Return it all as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         return "\n".join([text_table(*self.rows()), self.summary()])
