@@ -185,6 +185,7 @@ def mxnet_step(
     if contender == "tuned":
         loss = loss_function if mode == "training" else None
         net, said = as_tuned(amp, net, data, labels, loss, dtype)
+    plain = contender == "float32" or bool(said.get("plain"))
     params = [p for p in net.collect_params().values() if p.grad_req != "null"]
     trainer = gluon.Trainer(
         net.collect_params(),
@@ -197,13 +198,13 @@ def mxnet_step(
             net, dtype, cast_optional_params=True, example_inputs=data, fuse=contender == "fused"
         )
         net.hybridize(static_alloc=True, static_shape=True)
-    elif contender != "float32" and not (contender == "tuned" and mode == "inference"):
+    elif not plain and not (contender == "tuned" and mode == "inference"):
         amp.init_trainer(trainer)
 
     def train() -> None:
         with autograd.record():
             loss = loss_function(net(*data), labels)
-            if contender == "float32":
+            if plain:
                 autograd.backward(loss)
             else:
                 with amp.scale_loss(loss, trainer) as scaled:
@@ -220,7 +221,7 @@ def mxnet_step(
         factor = 1.0
         if contender == "stock":
             factor = trainer._amp_loss_scaler.loss_scale
-        elif contender in ("mxamp", "tuned"):
+        elif contender in ("mxamp", "tuned") and not plain:
             factor = trainer.amp_last_step.loss_scale
         grads = [p.grad().astype("float32").asnumpy().ravel() / factor for p in params]
         np.save(folder / f"{contender}-gradients.npy", np.concatenate(grads))
