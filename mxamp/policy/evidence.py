@@ -3,7 +3,7 @@
 import html
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from ..framework.tables import html_table, text_table
 from ..framework.wording import counted
@@ -262,10 +262,9 @@ def of_changed(evidence: Optional[Evidence]) -> Optional[Evidence]:
     kept = tuple(layer for layer in evidence.layers if layer.kept) if evidence is not None else ()
     if evidence is None or not kept:
         return None
-    return replace(
-        evidence, way="plain", machine=(), notes=(CHANGED,), trials=(), layers=kept, error=math.nan,
-        gradient_error=None, metric=None, min_metric=None,
-    )  # fmt: skip
+    unknown: Dict[str, Any] = dict.fromkeys(("gradient_error", "metric", "min_metric"))
+    known = replace(evidence, way="plain", machine=(), notes=(CHANGED,), trials=(), layers=kept)
+    return replace(known, error=math.nan, **unknown)
 
 
 def _rank(layer: LayerCost) -> Tuple[float, float]:

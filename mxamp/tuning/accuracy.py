@@ -116,6 +116,10 @@ class Accuracy:
             self._known[policy] = verdict
         return verdict
 
+    def of_plain(self) -> Verdict:
+        """Return what no policy at all does to the model: nothing."""
+        return Verdict(0.0, 0.0 if self.subject.training else None, self.metric, within=True)
+
     # ------------------------------------------------------------------ runs and their errors
 
     def _runs(self, policy: Optional[Policy], block: Optional[HybridBlock] = None) -> List[Results]:

@@ -108,8 +108,7 @@ class Chooser:
         """Return how accurate a form is; see `Accuracy.of`."""
         if form not in self._verdicts:
             if form.policy is None:
-                gradients = 0.0 if self._training else None
-                found = Verdict(0.0, gradients, self._accuracy.metric, within=True)
+                found = self._accuracy.of_plain()
             else:
                 block = self._trials.block_of(form)
                 found = self._accuracy.of(form.policy, block, forced=forced)

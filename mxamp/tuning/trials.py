@@ -113,14 +113,13 @@ class Trials:
 
     # ------------------------------------------------------------------ measuring
 
-    def race(self, forms: Sequence[Form], rounds: int, until: float = 1.0) -> List[Form]:
-        """Time forms in turns with float32; return those that can run, the fastest first.
+    def race(self, forms: Sequence[Form], rounds: int, until: float) -> None:
+        """Time those forms that can run, in turns with float32.
 
         Stops before the share `until` of the budget is spent, but not before the first round.
         """
         with autocast(enabled=False):
-            ready = [form for form in forms if self._ready(form)]
-            running = list(ready)
+            running = [form for form in forms if self._ready(form)]
             for number in range(rounds):
                 needed = sum(self._turn(form) for form in (PLAIN, *running))
                 if number or self.deadline.stopped:
@@ -129,7 +128,6 @@ class Trials:
                 best = max((self.speedup(form) for form in running), default=0.0)
                 least = max(best, 1.0) * _HOPELESS[min(number, 1)]
                 running = [form for form in running if self.speedup(form) >= least]
-        return sorted(ready, key=self.speedup, reverse=True)
 
     def _turn(self, form: Form) -> float:
         seconds = self._runners[form].seconds

@@ -222,9 +222,6 @@ class Tuner:
 
     def _chosen(self) -> "tuple[str, Policy, Verdict]":
         """Return the way, the policy and its verdict."""
-        nothing = Verdict(
-            0.0, 0.0 if self.subject.training else None, self.accuracy.metric, within=True
-        )
         if not self.timed and self.kept is not None:
             policy = self._low(self.kept)
             return "autocast", policy, self.accuracy.of(policy)
@@ -237,7 +234,7 @@ class Tuner:
             self.notes.append(FLOAT32 if self.complete else UNDECIDED)
         policy = self.base.in_float32()
         rest = sorted({*policy.substitutions} - {*self.applied})
-        return "plain", policy.override(substitutions=rest), nothing
+        return "plain", policy.override(substitutions=rest), self.accuracy.of_plain()
 
     def _evidence(self, way: str, policy: Policy, verdict: Verdict) -> Evidence:
         graph = Graph.from_symbol(self.subject.block._cached_graph[1])

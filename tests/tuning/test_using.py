@@ -45,6 +45,19 @@ def planted():
     return net, data, names, tuned(net, data), net(data)
 
 
+def under_other_names(prefix):
+    """The model of `planted` made anew, its layers called otherwise."""
+    again, _, _ = chain(8, [3], "overflow")
+    other = mx.gluon.nn.HybridSequential(prefix=prefix)
+    with other.name_scope():
+        for layer in again:
+            other.add(mx.gluon.nn.Dense(16, use_bias=False, in_units=16))
+            other[-1].initialize()
+            other[-1].weight.set_data(layer.weight.data())
+    other.hybridize()
+    return other
+
+
 # ---------------------------------------------------------------------- its own model
 
 
@@ -84,14 +97,7 @@ def test_all_ways_of_use(planted, tmp_path, log, way):
 
 def test_the_same_model_under_other_names(planted, log):
     _, data, names, policy, plain = planted
-    again, _, _ = chain(8, [3], "overflow")
-    other = mx.gluon.nn.HybridSequential(prefix="other_")
-    with other.name_scope():
-        for layer in again:
-            other.add(mx.gluon.nn.Dense(16, use_bias=False, in_units=16))
-            other[-1].initialize()
-            other[-1].weight.set_data(layer.weight.data())
-    other.hybridize()
+    other = under_other_names("other_")
     with amp.autocast(policy=policy):
         assert error(other(data), plain) < 0.05
     fast = amp.convert_hybrid_block(other, policy=policy)
@@ -113,15 +119,7 @@ def test_a_policy_that_was_changed_knows_its_layers(planted, log, way):
             names, key=lambda name: [one.name for one in policy.evidence.layers].index(name)
         )
         assert not changed.evidence.trials
-        again, _, _ = chain(8, [3], "overflow")
-        other = mx.gluon.nn.HybridSequential(prefix="changed_")
-        with other.name_scope():
-            for layer in again:
-                other.add(mx.gluon.nn.Dense(16, use_bias=False, in_units=16))
-                other[-1].initialize()
-                other[-1].weight.set_data(layer.weight.data())
-        other.hybridize()
-        net = other
+        net = under_other_names("changed_")
     else:
         changed = policy.with_evidence(None)
     with amp.autocast(policy=changed):
