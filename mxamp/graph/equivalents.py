@@ -12,9 +12,11 @@ __all__ = [
     "Call",
     "Detail",
     "Part",
+    "add",
     "fourth_channel",
     "has_elements",
     "image_convolution",
+    "is_equal_add",
     "is_image_convolution",
     "is_mean_of_rows",
     "is_relu6",
@@ -62,6 +64,16 @@ class Call(NamedTuple):
 def has_elements(call: Call) -> bool:
     """Tell whether oneDNN takes the array: NumPy's may be empty or have no axes."""
     return call.shape is None or (bool(call.shape) and all(call.shape))
+
+
+def is_equal_add(call: Call) -> bool:
+    """Tell whether nothing is broadcast."""
+    return call.shape == call.weight and has_elements(call)
+
+
+def add(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return oneDNN's sum, which has bfloat16 and keeps its inputs' layout."""
+    return [Part("elemwise_add", "", (0, 1), {})]
 
 
 class _Parts:

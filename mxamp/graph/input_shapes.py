@@ -49,7 +49,7 @@ def _looked_at(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
         elif rule.name == "odd_channels":
             positions.add(1)
     if rows and node.operator in substitutions.BY_SHAPE:
-        positions.add(substitutions.BY_SHAPE[node.operator])
+        positions.update(substitutions.BY_SHAPE[node.operator])
     return frozenset(positions)
 
 

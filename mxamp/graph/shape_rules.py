@@ -8,7 +8,7 @@ which operators, and what was measured.
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import AbstractSet, Callable, Dict, FrozenSet, Mapping, Optional, Set, Tuple
+from typing import AbstractSet, Callable, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
 from ..policy.policy import Policy
 from ..policy.rules import Rule
@@ -62,8 +62,15 @@ def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
 def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair]) -> Choices:
     kept: Dict[int, str] = {}
     substituted: Dict[int, StandIn] = {}
+    for i, node in enumerate(graph.nodes):
+        found = None
+        if not node.is_variable:
+            found = stand_in(node, policy, usage.training, *known.get(i, (None, None)))
+        if found is not None:
+            substituted[i] = found
+    running = [_as_run(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     bodies: Dict[Tuple[int, int], Choices] = {}
-    norms, readers = _before_norms(graph), _cast_readers(graph, usage.stored)
+    norms, readers = _before_norms(running), _cast_readers(graph, usage.stored)
     blocked: Dict[Output, bool] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
@@ -75,19 +82,26 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
         shapes = known.get(i, (None, None))
         site = Site(node, shapes, usage.training, i in norms, first, uses)
         answered: AbstractSet[str] = frozenset()
-        substitution = stand_in(node, policy, usage.training, *shapes)
-        if substitution is not None:
-            substituted[i] = substitution
-            answered = substitutions.ALL[substitution[0]].answers
+        if i in substituted:
+            answered = substitutions.ALL[substituted[i][0]].answers
         rule = policy.rule(node.operator)
         reason = _reason_to_keep(site, rule, answered)
         if reason is not None:
             kept[i] = reason
         blocked[i, 0] = reason is None and (
-            bool(answered) or _gives_blocks(site, rule.op_class, blocked)
+            bool(answered) or _gives_blocks(replace(site, node=running[i]), rule.op_class, blocked)
         )
     inner = frozenset((key, body) for key, body in bodies.items() if body != NONE)
     return Choices(frozenset(kept.items()), frozenset(substituted.items()), inner)
+
+
+def _as_run(node: Node, substitution: Optional[StandIn]) -> Node:
+    """Return the node that runs: the one that stands in for it, where it is one."""
+    if substitution is None:
+        return node
+    name, detail = substitution
+    parts = substitutions.ALL[name].build(node.attrs, detail)
+    return replace(node, op=parts[0].op, attrs={**parts[0].attrs}) if len(parts) == 1 else node
 
 
 def _reason_to_keep(site: Site, rule: Rule, answered: AbstractSet[str]) -> Optional[str]:
@@ -222,11 +236,11 @@ def _keeps_layout(node: Node) -> bool:
     return node.operator in _KEEP_LAYOUT or is_inserted(node)
 
 
-def _before_norms(graph: Graph) -> FrozenSet[int]:
+def _before_norms(nodes: Sequence[Node]) -> FrozenSet[int]:
     """Return the nodes whose output reaches a BatchNorm in the layout that they give it."""
     reaching: Set[int] = set()
-    for i in range(len(graph.nodes) - 1, -1, -1):
-        node = graph.nodes[i]
+    for i in range(len(nodes) - 1, -1, -1):
+        node = nodes[i]
         if not node.is_variable and (
             node.operator in NORMS or (i in reaching and _keeps_layout(node))
         ):

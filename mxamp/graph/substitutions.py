@@ -33,8 +33,8 @@ class Substitution:
     detail: Callable[[Call], Detail] = lambda _call: ()
     #: Its parts compute in float32, whatever class their operators have: when training, always.
     float32: Tuple[bool, bool] = (False, False)
-    #: Those of `operators` where `applies` wants a shape, and which input's.
-    by_shape: Mapping[str, int] = field(default_factory=dict)
+    #: Those of `operators` where `applies` wants shapes, and which inputs'.
+    by_shape: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     lowered: bool = False  #: only where the operator computes in the target dtype
     #: Rules by shape (`rules.SHAPE_RULES`) whose reason to keep it in float32 is gone with it.
     answers: FrozenSet[str] = frozenset()
@@ -50,18 +50,26 @@ class Substitution:
 def _activation(act_type: str, operator: str, numpy: str) -> Substitution:
     parts = [Part("Activation", "", (0,), {"act_type": act_type})]
     names = frozenset({operator, numpy})
-    by_shape = {numpy: 0}
+    by_shape = {numpy: (0,)}
     return Substitution(
         act_type, names, lambda *_: parts, equivalents.has_elements, by_shape=by_shape
     )
 
 
+ADDS = frozenset({"broadcast_add", "_npi_add"})
 SPLITS = frozenset({"SliceChannel", "_split_v2"})
 
 _SUBSTITUTIONS = (
     _activation("relu", "relu", "_npx_relu"),
     _activation("sigmoid", "sigmoid", "_npx_sigmoid"),
     _activation("tanh", "tanh", "_npi_tanh"),
+    Substitution(
+        name="add",
+        operators=ADDS,
+        build=equivalents.add,
+        applies=equivalents.is_equal_add,
+        by_shape=dict.fromkeys(ADDS, (0, 1)),
+    ),
     Substitution(
         name="relu6",
         operators=frozenset({"clip"}),
@@ -81,14 +89,14 @@ _SUBSTITUTIONS = (
         build=equivalents.mean,
         applies=equivalents.is_mean_of_rows,
         float32=(True, True),
-        by_shape={"mean": 0},
+        by_shape={"mean": (0,)},
     ),
     Substitution(
         name="image_convolution",
         operators=frozenset({"Convolution"}),
         build=equivalents.image_convolution,
         applies=equivalents.is_image_convolution,
-        by_shape={"Convolution": 1},
+        by_shape={"Convolution": (1,)},
         lowered=True,
         answers=frozenset({"odd_channels"}),
     ),
@@ -99,15 +107,15 @@ _SUBSTITUTIONS = (
         applies=equivalents.is_split_of_rows,
         detail=equivalents.split_bounds,
         float32=(True, False),
-        by_shape=dict.fromkeys(SPLITS, 0),
+        by_shape=dict.fromkeys(SPLITS, (0,)),
     ),
 )
 
 #: All of them, by name.
 ALL: Mapping[str, Substitution] = MappingProxyType({one.name: one for one in _SUBSTITUTIONS})
 
-#: Operators whose substitution depends on a shape, and which input's.
-BY_SHAPE = {name: k for one in ALL.values() for name, k in one.by_shape.items()}
+#: Operators whose substitution depends on shapes, and which inputs'.
+BY_SHAPE = {name: which for one in ALL.values() for name, which in one.by_shape.items()}
 
 _BY_OPERATOR = {name: one for one in ALL.values() for name in one.operators}
 
@@ -123,7 +131,7 @@ def find(
     fitting = _BY_OPERATOR.get(operator)
     if fitting is None:
         return None
-    if operator in BY_SHAPE and (shape, weight)[BY_SHAPE[operator]] is None:
+    if any((shape, weight)[k] is None for k in BY_SHAPE.get(operator, ())):
         return None
     call = Call(attrs, shape, weight, training)
     return (fitting.name, fitting.detail(call)) if fitting.applies(call) else None

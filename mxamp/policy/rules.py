@@ -33,7 +33,7 @@ EXACT_RULES = frozenset({"long_sums"})
 #: Names of substitutions, which operator lists and policies use: those of `graph.substitutions`,
 #: and the optimizers whose steps `patches.optimizers` makes faster.
 SUBSTITUTIONS = (
-    "relu", "sigmoid", "tanh", "relu6", "layer_norm", "mean", "image_convolution", "split",
+    "relu", "sigmoid", "tanh", "add", "relu6", "layer_norm", "mean", "image_convolution", "split",
     "sgd", "adam",
 )  # fmt: skip
 

@@ -35,6 +35,17 @@ class Call(gluon.HybridBlock):
         return getattr(F, self.operator)(x, *rest, **self.attrs)
 
 
+class Doubled(gluon.HybridBlock):
+    """An array and itself."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.operator = name
+
+    def hybrid_forward(self, F, x):
+        return getattr(F, self.operator)(x, x)
+
+
 class Split(gluon.HybridBlock):
     """A split whose outputs are treated unlike each other."""
 
@@ -59,11 +70,12 @@ def run(block, x, policy=None, weight=None, training=True):
             out = block(x)
             loss = (out * (randn(*out.shape, seed=3) if weight is None else weight)).sum()
         loss.backward()
-        params = block.collect_params().values()
+        params = [p for p in block.collect_params().values() if p.grad_req != "null"]
         return values(out), values(x.grad), *(values(p.grad()) for p in params)
 
 
 CASES = {
+    "add": (Doubled, {"name": "broadcast_add"}, 0),
     "relu": (Call, {"name": "relu"}, 0),
     "relu6": (Call, {"name": "clip", "a_min": 0, "a_max": 6}, 0),
     "sigmoid": (Call, {"name": "sigmoid"}, 2e-7),
@@ -232,6 +244,77 @@ def test_explain_shows_them_and_the_switch_takes_them_out(name):
     others = [other for other in policy.substitutions if other != name]
     assert operators(symbol, policy.override(substitutions=others), "training", **shapes) == plain
     assert operators(symbol, policy, "converted", **shapes) == plain
+
+
+class Residual(gluon.HybridBlock):
+    """A block of a residual network, with the sum that `add` makes."""
+
+    def __init__(self, add, **options):
+        super().__init__(**options)
+        self.add = add
+        with self.name_scope():
+            self.first = nn.Conv2D(16, 3, padding=1, in_channels=16, use_bias=False)
+            self.second = nn.Conv2D(16, 3, padding=1, in_channels=16, use_bias=False)
+            self.norm = nn.BatchNorm(in_channels=16)
+
+    def hybrid_forward(self, F, x):
+        x = self.first(x)
+        return self.norm(self.add(F, x, self.second(x)))
+
+
+def numpy_add(F, x, y):
+    return (x.as_np_ndarray() + y.as_np_ndarray()).as_nd_ndarray()
+
+
+@with_avx512
+@pytest.mark.parametrize("mode", ["training", "inference"])
+@pytest.mark.parametrize(
+    "add", [lambda F, x, y: F.broadcast_add(x, y), numpy_add], ids=["classic", "NumPy"]
+)
+def test_sums_of_equal_shapes_are_bfloat16_and_leave_the_layout(add, mode):
+    net = Residual(add)
+    net.initialize(mx.init.Uniform(0.1))
+    x = randn(2, 16, 8, 8)
+    options = {"mode": mode, "input_shapes": {"data": x.shape}}
+    plan = amp.explain(net, "bfloat16", example_inputs=x, **options)
+    found = {node.operator: node.precision for node in plan}
+    assert found == dict.fromkeys(("Convolution", "elemwise_add", "BatchNorm"), "bfloat16")
+    for mine, theirs in zip(run(net, x, amp.Policy.default("bfloat16")), run(net, x)):
+        assert np.linalg.norm(mine - theirs) < 0.05 * max(1, np.linalg.norm(theirs))
+    rest = [name for name in amp.Policy.default("bfloat16").substitutions if name != "add"]
+    without = amp.Policy.default("bfloat16").override(substitutions=rest)
+    plan = amp.explain(net, policy=without, example_inputs=x, **options)
+    assert {n.operator: n.precision for n in plan}["BatchNorm"] == "float32"
+
+
+def test_sums_of_numpy_arrays_keep_their_rules():
+    """What is broadcast, empty, without axes or not float stays with NumPy's operator."""
+    mx.npx.set_np()
+
+    class Block(gluon.HybridBlock):
+        def hybrid_forward(self, F, x, y):
+            return x + y
+
+    block = Block()
+    block.hybridize()
+    np_random, dtypes = np.random.RandomState(0), ("float32", "float64", "int32")
+    with amp.autocast("bfloat16"):
+        for shapes in [
+            ((2, 3), (2, 3)),
+            ((2, 3), (3,)),
+            ((), ()),
+            ((0, 3), (0, 3)),
+            ((2, 1), (1, 3)),
+        ]:
+            for first in dtypes:
+                for second in dtypes:
+                    x = mx.np.array(np_random.randint(-9, 9, shapes[0]), dtype=first)
+                    y = mx.np.array(np_random.randint(-9, 9, shapes[1]), dtype=second)
+                    with amp.autocast(enabled=False):
+                        plain = x + y
+                    found = block(x, y)
+                    assert (found.dtype, found.shape) == (plain.dtype, plain.shape)
+                    assert same(found, plain)
 
 
 @pytest.mark.parametrize(
