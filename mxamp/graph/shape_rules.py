@@ -139,9 +139,12 @@ def stand_in(
     fitting = substitutions.find(node.operator, node.attrs, training, shape, weight)
     if fitting is None or fitting[0] not in policy.substitutions or rule.given:
         return None
-    if substitutions.ALL[fitting[0]].lowered and (
+    substitution = substitutions.ALL[fitting[0]]
+    if substitution.lowered and (
         rule.op_class != "low" or rule.missing or policy.keeps_layer(node.name)
     ):
+        return None
+    if not substitution.float32_inference and not training and not policy.lowers:
         return None
     return fitting
 

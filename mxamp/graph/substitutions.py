@@ -36,6 +36,8 @@ class Substitution:
     #: Those of `operators` where `applies` wants shapes, and which inputs'.
     by_shape: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     lowered: bool = False  #: only where the operator computes in the target dtype
+    #: Also in inference by a policy that lowers nothing.
+    float32_inference: bool = True
     #: Rules by shape (`rules.SHAPE_RULES`) whose reason to keep it in float32 is gone with it.
     answers: FrozenSet[str] = frozenset()
 
@@ -69,6 +71,7 @@ _SUBSTITUTIONS = (
         build=equivalents.add,
         applies=equivalents.is_equal_add,
         by_shape=dict.fromkeys(ADDS, (0, 1)),
+        float32_inference=False,
     ),
     Substitution(
         name="relu6",

@@ -336,6 +336,15 @@ def test_where_they_do_not_apply(name, changes, mode, shape):
     assert left == [Graph.from_symbol(symbol).nodes[-1].operator]
 
 
+def test_sums_in_float32_are_faster_in_training_alone():
+    symbol, shapes = symbol_of("add"), {"data": (2, 3)}
+    for policy in (amp.Policy.default("bfloat16"), amp.Policy.default("bfloat16").in_float32()):
+        for mode in ("training", "inference"):
+            left = operators(symbol, policy, mode, input_shapes=shapes)
+            stays = mode == "inference" and not policy.lowers
+            assert left == ["broadcast_add" if stays else "elemwise_add"]
+
+
 def test_what_a_user_has_classed_stays():
     symbol = mx.sym.tanh(mx.sym.var("data"))
     policy = amp.Policy.default("bfloat16")
