@@ -46,6 +46,7 @@ class Builder:
         self._names = {
             node.name for node in graph.nodes if node.op != "amp_cast" and not is_inserted(node)
         }
+        self._counts: Dict[str, int] = {}  #: the number that was last put behind a name
         self._casts: Dict[Tuple[Output, str], Entry] = {}
         self._copies: Dict[Output, Output] = {}
         self._roots: Dict[int, str] = {}
@@ -57,11 +58,12 @@ class Builder:
 
     def new_name(self, wanted: str) -> str:
         """Return `wanted`, with a number behind it if a node has that name."""
-        name, count = wanted, 0
+        name, count = wanted, self._counts.get(wanted, 0)
         while name in self._names:
             count += 1
             name = f"{wanted}{count}"
         self._names.add(name)
+        self._counts[wanted] = count
         return name
 
     def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:

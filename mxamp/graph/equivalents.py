@@ -12,6 +12,7 @@ __all__ = [
     "Call",
     "Detail",
     "Part",
+    "Parts",
     "add",
     "fourth_channel",
     "has_elements",
@@ -22,6 +23,7 @@ __all__ = [
     "is_relu6",
     "is_split_of_rows",
     "is_trained_layer_norm",
+    "is_true",
     "layer_norm",
     "mean",
     "relu6",
@@ -50,6 +52,7 @@ class Part(NamedTuple):
     suffix: str  #: of its name; the last part has the replaced operator's name
     inputs: Tuple[int, ...]
     attrs: Attributes
+    float32: bool = False  #: whatever class its operator has
 
 
 class Call(NamedTuple):
@@ -76,16 +79,23 @@ def add(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     return [Part("elemwise_add", "", (0, 1), {})]
 
 
-class _Parts:
-    """A list of parts that grows; `add` returns the number by which later parts read a new one."""
+class Parts:
+    """A list of parts that grows."""
 
     def __init__(self, inputs: int) -> None:
         self.inputs = inputs
         self.made: List[Part] = []
 
     def add(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
+        """Append a part; return the number by which later ones read it."""
         self.made.append(Part(op, suffix, inputs, attrs))
         return self.inputs + len(self.made) - 1
+
+    def add_float32(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
+        """Append a part that computes in float32 whatever class its operator has."""
+        position = self.add(op, suffix, *inputs, **attrs)
+        self.made[-1] = self.made[-1]._replace(float32=True)
+        return position
 
 
 def is_relu6(call: Call) -> bool:
@@ -105,7 +115,7 @@ def is_trained_layer_norm(call: Call) -> bool:
     """Tell whether gradients of it will be computed, over the last axis."""
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1"
-    return call.training and plain and not _is_true(attrs.get("output_mean_var", "False"))
+    return call.training and plain and not is_true(attrs.get("output_mean_var", "False"))
 
 
 def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
@@ -115,7 +125,7 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     element at a time.
     """
     x, gamma, beta = 0, 1, 2
-    parts = _Parts(inputs=3)
+    parts = Parts(inputs=3)
     add = parts.add
     ones = add("ones_like", "ones", gamma)
     row = add("Reshape", "row", ones, shape="(1, -1)")
@@ -138,16 +148,16 @@ def is_mean_of_rows(call: Call) -> bool:
     attrs = call.attrs
     over_one = attrs.get("axis", "").strip("[]() ,") == "1"
     three = call.shape is not None and len(call.shape) == len("NTC")
-    return three and over_one and not _is_true(attrs.get("exclude", "False"))
+    return three and over_one and not is_true(attrs.get("exclude", "False"))
 
 
 def mean(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """Return the mean over the middle of three axes, as products with a constant row."""
-    parts = _Parts(inputs=1)
+    parts = Parts(inputs=1)
     add = parts.add
     ones = add("ones_like", "ones", add("slice_axis", "column", 0, axis="2", begin="0", end="1"))
     share = add("broadcast_div", "share", ones, add("sum", "count", ones, axis="1", keepdims="1"))
-    if _is_true(attrs.get("keepdims", "False")):
+    if is_true(attrs.get("keepdims", "False")):
         add("batch_dot", "", share, 0, transpose_a="True")
     else:
         add("Reshape", "", add("batch_dot", "row", share, 0, transpose_a="True"), shape="(0, -1)")
@@ -174,14 +184,14 @@ def image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     oneDNN's bfloat16 convolution works on pairs of channels: for three of them it falls back to
     a matrix product per image, whose output has the plain layout.
     """
-    bias = () if _is_true(attrs.get("no_bias", "False")) else (2,)
-    parts = _Parts(inputs=2 + len(bias))
+    bias = () if is_true(attrs.get("no_bias", "False")) else (2,)
+    parts = Parts(inputs=2 + len(bias))
     padded = [_add_fourth(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))]
     parts.add("Convolution", "", *padded, *bias, **attrs)
     return parts.made
 
 
-def _add_fourth(parts: _Parts, tensor: int, name: str) -> int:
+def _add_fourth(parts: Parts, tensor: int, name: str) -> int:
     channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
     zeros = parts.add("zeros_like", f"{name}_zeros", channel)
     return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")
@@ -189,7 +199,7 @@ def _add_fourth(parts: _Parts, tensor: int, name: str) -> int:
 
 def fourth_channel() -> Sequence[Part]:
     """Return what gives one image its fourth channel, where the weight has it already."""
-    parts = _Parts(inputs=1)
+    parts = Parts(inputs=1)
     _add_fourth(parts, 0, "data")
     return parts.made
 
@@ -197,7 +207,7 @@ def fourth_channel() -> Sequence[Part]:
 def is_split_of_rows(call: Call) -> bool:
     """Tell whether it splits the last axis, where MXNet's kernel copies element by element."""
     shape, attrs = call.shape, call.attrs
-    if shape is None or not all(shape) or _is_true(attrs.get("squeeze_axis", "False")):
+    if shape is None or not all(shape) or is_true(attrs.get("squeeze_axis", "False")):
         return False
     if int(attrs.get("axis", "1")) not in (-1, len(shape) - 1):
         return False
@@ -231,7 +241,7 @@ def split(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
             Part("slice_axis", f"slice{i}", (0,), {"axis": "-1", "begin": str(a), "end": str(b)})
             for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
         ]
-    parts = _Parts(inputs=1)
+    parts = Parts(inputs=1)
     count = str(len(bounds) - 1)
     shape = ", ".join(["0"] * (axes - 1) + ["-4", count, "-1"])
     rows = parts.add("Reshape", "parts", 0, shape=f"({shape})")
@@ -239,5 +249,6 @@ def split(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
     return parts.made
 
 
-def _is_true(text: str) -> bool:
+def is_true(text: str) -> bool:
+    """Tell whether an attribute is written as true."""
     return text in ("True", "1", "true")

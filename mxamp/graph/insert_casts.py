@@ -27,6 +27,9 @@ __all__ = ["PRECISION", "Rewrite", "rewrite", "rewritten_symbol"]
 #: compute in float32 on rounded values. MXNet takes no notice of attributes of this form.
 PRECISION = "__mxamp_precision__"
 
+#: Why a part of what stands in for an operator computes in float32.
+FLOAT32_PART = "gates and cells are summed in float32"
+
 OTHER_ORDER = (
     "the rewritten graph takes its inputs in another order; please report this graph: "
     "{before} became {after}"
@@ -253,7 +256,9 @@ class _Rewriter:
         values, outputs = list(inputs), list(inputs)
         for part in parts:
             # The last part has the node's name and outputs, and stays in float32 for its reasons.
-            kept = float32 or (None if part.suffix else self.kept.get(i))
+            kept = float32 or (FLOAT32_PART if part.float32 else None)
+            if kept is None and not part.suffix:
+                kept = self.kept.get(i)
             name = self.builder.new_name(f"{node.name}_{part.suffix}") if part.suffix else node.name
             count = 1 if part.suffix else node.num_outputs
             stand_in = Node(part.op, name, {**hidden, **part.attrs}, num_outputs=count)

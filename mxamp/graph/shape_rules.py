@@ -140,10 +140,10 @@ def stand_in(
     if fitting is None or fitting[0] not in policy.substitutions or rule.given:
         return None
     substitution = substitutions.ALL[fitting[0]]
-    if substitution.lowered and (
-        rule.op_class != "low" or rule.missing or policy.keeps_layer(node.name)
-    ):
-        return None
+    if substitution.lowered is not None:
+        product = policy.rule(substitution.lowered)
+        if product.op_class != "low" or product.missing or policy.keeps_layer(node.name):
+            return None
     if not substitution.float32_inference and not training and not policy.lowers:
         return None
     return fitting

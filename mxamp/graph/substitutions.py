@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
 
-from . import equivalents
+from . import equivalents, recurrent
 from .equivalents import Attributes, Call, Detail, Part
 
 __all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
@@ -35,7 +35,8 @@ class Substitution:
     float32: Tuple[bool, bool] = (False, False)
     #: Those of `operators` where `applies` wants shapes, and which inputs'.
     by_shape: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
-    lowered: bool = False  #: only where the operator computes in the target dtype
+    #: Only where this operator, by its class, computes in the target dtype.
+    lowered: Optional[str] = None
     #: Also in inference by a policy that lowers nothing.
     float32_inference: bool = True
     #: Rules by shape (`rules.SHAPE_RULES`) whose reason to keep it in float32 is gone with it.
@@ -100,8 +101,17 @@ _SUBSTITUTIONS = (
         build=equivalents.image_convolution,
         applies=equivalents.is_image_convolution,
         by_shape={"Convolution": (1,)},
-        lowered=True,
+        lowered="Convolution",
         answers=frozenset({"odd_channels"}),
+    ),
+    Substitution(
+        name="rnn",
+        operators=frozenset({"RNN"}),
+        build=recurrent.rnn,
+        applies=recurrent.is_large_rnn,
+        detail=recurrent.steps_and_width,
+        by_shape={"RNN": (0,)},
+        lowered="FullyConnected",
     ),
     Substitution(
         name="split",

@@ -34,7 +34,7 @@ EXACT_RULES = frozenset({"long_sums"})
 #: and the optimizers whose steps `patches.optimizers` makes faster.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "add", "relu6", "layer_norm", "mean", "image_convolution", "split",
-    "sgd", "adam",
+    "rnn", "sgd", "adam",
 )  # fmt: skip
 
 

@@ -1,0 +1,196 @@
+"""MXNet's fused `RNN` operator, written out: for large states in inference.
+
+MXNet's own has no bfloat16. Written out, the products of the inputs of all steps are one product,
+and those of the state one a step; gates and cells are computed in float32.
+"""
+
+from typing import Callable, Dict, List, Sequence, Tuple
+
+from .equivalents import Attributes, Call, Detail, Part, Parts, is_true
+
+__all__ = ["is_large_rnn", "rnn", "steps_and_width"]
+
+#: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
+#: GRU reset, update and new.
+_GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
+# A step's product of state and weight has to have so many multiplications: in bfloat16 they take
+# half the time, and the operators beside them some 0.4 ms a step.
+_LARGE_PRODUCT = 2**24
+# Beyond so many steps in all layers the graph, 15 operators a step, takes seconds to make.
+_MOST_STEPS = 256
+_DATA, _PARAMETERS, _STATE, _CELL = range(4)
+
+
+def is_large_rnn(call: Call) -> bool:
+    """Tell whether it pays to write a call out: inference, with large states and not too long."""
+    attrs, shape = call.attrs, call.shape
+    if call.training or shape is None or not all(shape):
+        return False
+    special = any(
+        attrs.get(name, "None") != "None"
+        for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max")
+    )
+    if special or is_true(attrs.get("use_sequence_length", "False")):
+        return False
+    steps, rows, _ = shape
+    size = int(attrs["state_size"])
+    layers = int(attrs["num_layers"]) * _directions(attrs)
+    return (
+        rows * _GATES[attrs["mode"]] * size * size >= _LARGE_PRODUCT
+        and steps * layers <= _MOST_STEPS
+    )
+
+
+def steps_and_width(call: Call) -> Detail:
+    """Return the number of steps, and the width of the data."""
+    steps, _, width = call.shape or (0, 0, 0)
+    return steps, width
+
+
+def _directions(attrs: Attributes) -> int:
+    return 2 if is_true(attrs.get("bidirectional", "False")) else 1
+
+
+def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return layers of steps; `detail` are the number of steps and the width of the data."""
+    steps, width = detail
+    mode, size = attrs["mode"], int(attrs["state_size"])
+    directions, layers = _directions(attrs), int(attrs["num_layers"])
+    parts = Parts(inputs=4 if mode == "lstm" else 3)
+    weights = _Weights(parts, size, _GATES[mode])
+    widths = [width] + [size * directions] * (layers - 1)
+    matrices = [weights.matrices(widths[k // directions]) for k in range(layers * directions)]
+    biases = [weights.biases() for _ in matrices]
+    below, ends = _DATA, []  # type: int, List[Sequence[int]]
+    for layer in range(layers):
+        sides = []
+        for k in range(layer * directions, (layer + 1) * directions):
+            order = range(steps)[:: -1 if k % directions else 1]
+            run = _Layer(parts, f"l{k}", mode, size, [*matrices[k], *biases[k]])
+            states, end = run.steps(below, order, k)
+            sides.append(_joined(parts, f"l{k}", states, axis=0))
+            ends.append(end)
+        below = _joined(parts, f"l{layer}_sides", sides, axis=2)
+    if not is_true(attrs.get("state_outputs", "False")):
+        parts.add("_copy", "", below)
+        return parts.made
+    joined = [_joined(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
+    # What the operator returns comes last.
+    parts.add("_copy", "out", below)
+    for k, tensor in enumerate(joined):
+        parts.add("_copy", f"end{k}", tensor)
+    return parts.made
+
+
+def _joined(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> int:
+    if len(tensors) == 1:
+        return tensors[0]
+    return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
+
+
+class _Weights:
+    """Cuts weights, in MXNet's order, out of the one vector that holds them all."""
+
+    def __init__(self, parts: Parts, size: int, gates: int) -> None:
+        self._parts, self._size, self._rows = parts, size, size * gates
+        self._position = self._count = 0
+
+    def matrices(self, width: int) -> Tuple[int, int]:
+        """Return a layer's weights, for its input of this width and for its state."""
+        read = self._cut(self._rows * width, f"({self._rows}, {width})")
+        return read, self._cut(self._rows * self._size, f"({self._rows}, {self._size})")
+
+    def biases(self) -> Tuple[int, int]:
+        """Return a layer's biases; those of all layers follow the weights."""
+        shape = f"({self._rows},)"
+        return self._cut(self._rows, shape), self._cut(self._rows, shape)
+
+    def _cut(self, length: int, shape: str) -> int:
+        begin, end = str(self._position), str(self._position + length)
+        name = f"weight{self._count}"
+        self._position, self._count = self._position + length, self._count + 1
+        piece = self._parts.add(
+            "slice_axis", f"{name}_of_all", _PARAMETERS, axis="0", begin=begin, end=end
+        )
+        return self._parts.add("Reshape", name, piece, shape=shape)
+
+
+class _Layer:
+    """One direction of a layer. Tensors of a step have three axes, of which the first is 1."""
+
+    def __init__(
+        self, parts: Parts, name: str, mode: str, size: int, weights: Sequence[int]
+    ) -> None:
+        self._parts, self._name, self._mode, self._size = parts, name, mode, size
+        self._read, self._recur, self._read_bias, self._bias = weights
+        self._step: Dict[str, Callable[[int, int, Sequence[int]], Sequence[int]]] = {
+            "lstm": self._lstm, "gru": self._gru
+        }  # fmt: skip
+
+    def steps(
+        self, below: int, order: Sequence[int], position: int
+    ) -> Tuple[List[int], Sequence[int]]:
+        """Return the state of each step, in time, and the state (and cell) after the last.
+
+        `position` is where the first ones are in the operator's own inputs.
+        """
+        gates = self._product("reads", below, self._read, self._read_bias)
+        kinds = (_STATE, _CELL) if self._mode == "lstm" else (_STATE,)
+        state: Sequence[int] = [self._one(f"begin{kind}", kind, position) for kind in kinds]
+        states = {}
+        for t in order:
+            before = self._product(f"recurs{t}", state[0], self._recur, self._bias)
+            state = self._step.get(self._mode, self._simple)(
+                self._one(f"step{t}", gates, t, float32=True), before, state
+            )
+            states[t] = state[0]
+        return [states[t] for t in sorted(states)], state
+
+    def _lstm(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
+        gates = self._add("elemwise_add", "gates", read, before)
+        into, forget, _, out = self._gates(self._activated(gates, "sigmoid"))
+        new = self._activated(self._gates(gates)[2], "tanh")
+        kept = self._add("elemwise_mul", "kept", forget, state[1])
+        cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
+        return self._add("elemwise_mul", "state", out, self._activated(cell, "tanh")), cell
+
+    def _gru(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
+        gates = self._activated(self._add("elemwise_add", "gates", read, before), "sigmoid")
+        reset, update, _ = self._gates(gates)
+        (_, _, read_new), (_, _, before_new) = self._gates(read), self._gates(before)
+        part = self._add("elemwise_mul", "reset", reset, before_new)
+        new = self._activated(self._add("elemwise_add", "sum", read_new, part), "tanh")
+        # new + update * (state - new)
+        change = self._add("elemwise_sub", "change", state[0], new)
+        part = self._add("elemwise_mul", "update", update, change)
+        return [self._add("elemwise_add", "state", new, part)]
+
+    def _simple(self, read: int, before: int, _state: Sequence[int]) -> Sequence[int]:
+        total = self._add("elemwise_add", "sum", read, before)
+        return [self._activated(total, self._mode.replace("rnn_", ""))]
+
+    # ------------------------------------------------------------------ parts
+
+    def _add(self, op: str, name: str, *inputs: int, **attrs: str) -> int:
+        return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
+
+    def _activated(self, tensor: int, act_type: str) -> int:
+        return self._add("Activation", act_type, tensor, act_type=act_type)
+
+    def _gates(self, tensor: int) -> List[int]:
+        count, size = _GATES[self._mode], self._size
+        bounds = [(str(k * size), str((k + 1) * size)) for k in range(count)]
+        return [
+            self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
+            for k, (begin, end) in enumerate(bounds)
+        ]
+
+    def _one(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
+        add = self._parts.add_float32 if float32 else self._parts.add
+        begin, end = str(position), str(position + 1)
+        return add("slice_axis", f"{self._name}_{name}", tensor, axis="0", begin=begin, end=end)
+
+    def _product(self, name: str, tensor: int, weight: int, bias: int) -> int:
+        attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
+        name = f"{self._name}_{name}"
+        return self._parts.add("FullyConnected", name, tensor, weight, bias, **attrs)
