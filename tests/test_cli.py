@@ -146,6 +146,7 @@ def test_operators_by_pattern():
     assert " softmin " in rows
 
 
+@pytest.mark.slow
 def test_tables_in_a_pipe_are_whole_and_plain(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     layer = "a_layer_" + "with_a_long_name_" * 20
@@ -219,6 +220,7 @@ def test_interrupted_imports_end_in_one_line(program, status, words):
     assert words is None or done.stderr.splitlines() == words
 
 
+@pytest.mark.slow
 def test_version_and_module():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "mxamp", "--version"],

@@ -121,6 +121,7 @@ MARKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CHECKS])
 def test_example_runs_and_learns(name, tmp_path):
     driver = DRIVER.format(path=str(EXAMPLES / f"{name}.py"), arguments=ARGUMENTS.get(name, []))

@@ -23,6 +23,7 @@ from mxamp.framework import compat as _compat
 OLD_NUMPY = tuple(map(int, np.__version__.split(".")[:2])) < (1, 24)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OLD_NUMPY, reason="names are missing here")
 def test_nothing_is_changed_where_nothing_is_missing():
     check_python(

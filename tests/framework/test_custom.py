@@ -48,6 +48,7 @@ def test_what_cannot_be_told_needs_it():
     assert not needs_head_gradient("no_such_operator_yet", {})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not np.__version__.startswith("1.23"), reason="MXNet imports here after mxamp only"
 )

@@ -243,6 +243,7 @@ def test_mxnet_is_whole_and_loaded_once(tmp_path):
     assert said(done, "spec") == "mxnet True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "", "off"])
 def test_off(tmp_path, value):
     script = "import sys, mxnet; print('mxamp', 'mxamp' in sys.modules and sys.modules['mxamp'].is_enabled())"
@@ -387,6 +388,7 @@ def test_they_are_left_alone_with_a_line_that_says_so(tmp_path, way):
     assert "operators lowered" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_amp_found_late(tmp_path):
     script = """
     import importlib, mxnet as mx
@@ -425,6 +427,7 @@ def test_the_hook_imports_itself_alone():
     assert done.stdout.split() == ["mxamp_startup"]
 
 
+@pytest.mark.slow
 def test_a_program_may_set_the_variable_itself(tmp_path):
     script = f"""
     {HOOK}

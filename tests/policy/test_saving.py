@@ -268,6 +268,7 @@ CONDITIONS = st.lists(
 
 
 # Its own generator, which hypothesis looks for among objects that conftest has frozen.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:It looks like `register_random`")
 @settings(
     max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck),

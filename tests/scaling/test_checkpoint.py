@@ -184,6 +184,7 @@ def test_trainers_copy_and_pickle(tmp_path):
     assert trainer.amp_loss_scale == 64
 
 
+@pytest.mark.slow
 def test_files_load_in_plain_mxnet(tmp_path):
     path = str(tmp_path / "states")
     net, trainer = setup(scaler=amp.LossScaler(init_scale=8), momentum=0.9)
