@@ -376,6 +376,8 @@ def test_ctrl_c_writes_the_best_so_far(models, at, status):
     if status == 0:
         assert "interrupted: the best policy so far is written" in text
         assert "The search ended early" in output
+        chosen = Policy.load(models / "c.toml").evidence.way
+        assert ("not enough was compared" in output) == (chosen == "plain")
         assert not Policy.load(path).evidence.complete
         path.unlink()
     else:

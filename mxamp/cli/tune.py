@@ -42,6 +42,11 @@ RANDOM = (
 )
 INTERRUPTED = "interrupted: the best policy so far is written"
 
+UNDECIDED = (
+    "not enough was compared to choose anything but float32: run the model as it is, or tune it "
+    "again with a larger --budget"
+)
+
 _USES = {
     "plain": "nothing else was faster within the tolerance: run the model as it is, in float32",
     "autocast": "run the model with it: mxamp run --policy {out} SCRIPT, or convert it: {convert}",
@@ -201,7 +206,8 @@ def _show(policy: Policy, prefix: str, target: Path) -> None:
     _print_report(evidence)
     out = shlex.quote(str(target))
     line = f"mxamp convert {shlex.quote(prefix)} --policy {out} --out {shlex.quote(prefix)}-tuned"
-    click.echo(f"{target}: {_USES[evidence.way].format(out=out, convert=line)}")
+    use = _USES[evidence.way] if evidence.complete or evidence.way != "plain" else UNDECIDED
+    click.echo(f"{target}: {use.format(out=out, convert=line)}")
     if STOPPED in evidence.notes:
         click.echo(INTERRUPTED, err=True)
 

@@ -91,7 +91,7 @@ class _AutomaticRun(FrontEnd):
         if self.policy is not None and self.scale is not None:
             logger.info(
                 SUMMARY,
-                self.policy.target_dtype,
+                self.policy.target_dtype if self.policy.lowers else "float32",
                 self.policy.device,
                 counted(len(process.lowered), "operator"),
                 counted(self.scale.steps, "step"),

@@ -12,6 +12,10 @@ __all__ = ["here", "warn_elsewhere"]
 
 logger = logging.getLogger("mxamp")
 
+OTHER_THREADS = (
+    "the policy was tuned with %s threads and runs with %s: it may be slower than float32. Tune it "
+    "with the threads that it is to run with: OMP_NUM_THREADS=%s"
+)
 OTHER_MACHINE = (
     "the policy was tuned on another machine (%s): it may be slower than float32 on this one. Tune "
     "the model here"
@@ -30,15 +34,22 @@ def here(device: str) -> Tuple[Tuple[str, str], ...]:
 
 
 def warn_elsewhere(evidence: Optional[Evidence], device: str, said: Dict[str, Any]) -> None:
-    """Warn, once for each policy, where the machine is not the one that a policy was tuned on."""
-    if evidence is None or "elsewhere" in said:
+    """Warn, once for each policy, where the machine is not the one that a policy was tuned on.
+
+    One that changes nothing is nowhere slower than float32.
+    """
+    if evidence is None or evidence.way == "plain" or "elsewhere" in said:
         return
     said["elsewhere"] = True
     this = dict(here(device))
-    differences = [
-        f"{name}: {this.get(name, 'none')} instead of {there}"
+    differences = {
+        name: (there, this.get(name, "none"))
         for name, there in evidence.machine
         if this.get(name) != there
-    ]
-    if differences:
-        logger.warning(OTHER_MACHINE, "; ".join(differences))
+    }
+    if differences.keys() == {"threads"}:
+        tuned, running = differences["threads"]
+        logger.warning(OTHER_THREADS, tuned, running, running)
+    elif differences:
+        listed = (f"{name}: {now} instead of {then}" for name, (then, now) in differences.items())
+        logger.warning(OTHER_MACHINE, "; ".join(listed))

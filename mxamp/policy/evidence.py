@@ -145,7 +145,7 @@ class Evidence(_Measured):
     metric, min_metric : float, optional
         The user's own metric under what was chosen, and the least that was allowed.
     evaluations : int
-        How many candidates were run.
+        Of how many candidates the accuracy was measured.
     seconds : float
         How long that took.
     seed : int
@@ -225,8 +225,8 @@ class Evidence(_Measured):
         if self.metric is not None:
             least = "" if self.min_metric is None else f", of at least {self.min_metric:.4g}"
             said.append(f"The metric is {self.metric:.4g}{least}.")
-        tried = counted(self.evaluations, "candidate")
-        said.append(f"{tried} in {self.seconds:.4g} seconds, with seed {self.seed}.")
+        tried = f"The accuracy of {counted(self.evaluations, 'candidate')} was measured"
+        said.append(f"{tried}, in {self.seconds:.4g} seconds in all, with seed {self.seed}.")
         if not self.complete:
             said.append("The search ended early: there may be a better policy.")
         return said
@@ -235,6 +235,8 @@ class Evidence(_Measured):
         trial = self.chosen
         if trial is None:
             return f"Chosen: {self.way}."
+        if trial.way == "plain":
+            return f"Chosen: float32 as it is, {trial.milliseconds:.4g} ms a run."
         using = f" with {', '.join(trial.substitutions)}" if trial.substitutions else ""
         times = f"{trial.milliseconds:.4g} ms a run, interquartile range {trial.spread:.4g} ms"
         speed = f"{trial.speedup:.4g} times as fast as plain float32 ({times})"
@@ -247,7 +249,7 @@ class Evidence(_Measured):
         inputs = [(name, dtype, "x".join(map(str, shape))) for name, dtype, shape in self.inputs]
         tables = (
             ("Trials", _TRIAL_HEADINGS, list(map(_trial_row, self.trials))),
-            (f"{title}, largest error first", _LAYER_HEADINGS, list(map(_layer_row, listed))),
+            (f"{title}, largest error first", *_layer_table(listed)),
             ("Machine", ("what", "value"), self.machine),
             ("Inputs", ("name", "dtype", "shape"), inputs),
         )
@@ -283,13 +285,15 @@ def _trial_row(trial: Trial) -> Sequence[Cell]:
         ", ".join(trial.substitutions),
         trial.kept,
         trial.milliseconds,
-        trial.spread,
+        trial.spread or "",  # of one turn alone there is none
         trial.speedup,
         trial.error,
         "yes" if trial.within else "no",
     )
 
 
-def _layer_row(layer: LayerCost) -> Sequence[Cell]:
-    kept = "kept" if layer.kept else ""
-    return layer.name, layer.operator, kept, layer.error, layer.gain
+def _layer_table(layers: Sequence[LayerCost]) -> Tuple[Sequence[str], Sequence[Sequence[Cell]]]:
+    rows = [(one.name, one.operator, "kept" if one.kept else "", one.error) for one in layers]
+    if all(one.gain is None for one in layers):
+        return _LAYER_HEADINGS[:-1], rows
+    return _LAYER_HEADINGS, [(*row, one.gain) for row, one in zip(rows, layers)]

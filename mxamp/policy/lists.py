@@ -80,15 +80,15 @@ def read_list(
 
 def _parsed(path: Union[str, Path]) -> Table:
     if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"an operator list must be given by its path, not by {shown(path)}")
+        raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     if not os.fspath(path):
-        raise ArgumentError("the path of the operator list is empty: give that of a TOML file")
+        raise ArgumentError("the path of the policy file is empty: give that of a TOML file")
     text = ""
     try:
         text = Path(path).read_text(encoding="utf-8")
         return loads(text)
     except FileNotFoundError:
-        raise ArgumentError(f"there is no operator list {str(path)!r}") from None
+        raise ArgumentError(f"there is no policy file {str(path)!r}") from None
     except IsADirectoryError:
         raise ArgumentError(f"{str(path)!r} is a folder; give the path of a TOML file") from None
     except OSError as error:

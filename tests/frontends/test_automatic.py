@@ -166,7 +166,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", [pytest.param("variable", marks=pytest.mark.slow), "run"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_plain_gluon_script(tmp_path, dtype, way, monkeypatch, plain):
     monkeypatch.setenv("OVERFLOW_AT", "3")
     if way == "variable":

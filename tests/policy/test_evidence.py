@@ -52,7 +52,7 @@ def test_a_report():
         "2 layers stay in float32, of a model with 12 operators.",
         "The largest relative error of an output is 0.004.",
         "The metric is 0.91, of at least 0.9.",
-        "7 candidates in 33.25 seconds, with seed 0.",
+        "The accuracy of 7 candidates was measured, in 33.25 seconds in all, with seed 0.",
         "The search ended early: there may be a better policy.",
     ]
     assert [table.splitlines()[0] for table in tables] == [
@@ -61,6 +61,20 @@ def test_a_report():
     assert [line.split()[0] for line in tables[1].splitlines()[2:]] == ["d", "b<i>", "c", "a"]
     assert "1x3x8x8" in tables[3]
     assert tables[4].endswith("One & only.")
+
+
+def test_a_report_of_nothing_faster_and_nothing_timed():
+    text = str(replace(EVIDENCE, way="plain", error=0.0))
+    assert "Chosen: float32 as it is, 4 ms a run." in text
+    untimed = tuple(replace(layer, gain=None) for layer in EVIDENCE.layers)
+    assert "gain ms" in text
+    assert "gain ms" not in str(replace(EVIDENCE, layers=untimed))
+
+
+def test_one_turn_has_no_spread():
+    once = replace(FAST, milliseconds=1.25, spread=0.0)
+    report = str(replace(EVIDENCE, trials=(once,)))
+    assert report.split("1.25")[-1].split()[0] == "1.9"
 
 
 def test_a_report_of_little():

@@ -186,7 +186,7 @@ def test_files_that_are_no_text(tmp_path, content, words):
 
 def test_what_is_no_file(tmp_path):
     for path, words in (
-        (tmp_path / "none.toml", "there is no operator list"),
+        (tmp_path / "none.toml", "there is no policy file"),
         (tmp_path, "is a folder"),
         (3, "must be given by its path, not by 3"),
         (None, "not by None"),

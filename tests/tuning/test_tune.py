@@ -409,6 +409,7 @@ def test_costs_are_those_of_layers_alone(training):
     policies = [tuned(net, *arguments, target_dtype="float16") for _ in range(2)]
     layers, again = (policy.evidence.layers for policy in policies)
     assert [one.error for one in layers] == [one.error for one in again]
+    assert {one.gain for one in layers} == {None}  # nothing was timed
     total = math.sqrt(sum(layer.error**2 for layer in layers))
     assert 0.4 < total / policies[0].evidence.error < 2.5
     # Each alone, with all others kept in float32.

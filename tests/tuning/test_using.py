@@ -282,6 +282,17 @@ def test_another_machine_is_a_warning_once(log):
     assert "threads" not in text
 
 
+def test_another_number_of_threads_says_what_to_set(log):
+    machine = tuple((name, "77" if name == "threads" else value) for name, value in here("cpu"))
+    threads = dict(here("cpu"))["threads"]
+    for way, warns in (("autocast", True), ("plain", False)):
+        evidence = replace(EVIDENCE, machine=machine, way=way)
+        amp.autocast(policy=amp.Policy.default("bfloat16").with_evidence(evidence))
+        assert bool(said(log, f"77 threads and runs with {threads}")) == warns
+        assert bool(said(log, f"OMP_NUM_THREADS={threads}")) == warns
+        log.clear()
+
+
 def test_this_machine_is_none(log):
     policy = amp.Policy.default("bfloat16").with_evidence(replace(EVIDENCE, machine=here("cpu")))
     amp.init(policy=policy)
