@@ -27,6 +27,7 @@ from .checkpoint import load_states, save_states
 from .finite import all_finite, multiply
 from .reduction import Gradients, Reduction, fresh_gradients
 from .report import SkipWatch, StepReport, log_step
+from .rescaling import take_out_scale
 from .scaler import Scaler, count
 from .step_observers import tell_observers
 
@@ -200,7 +201,8 @@ class TrainerHook:
         finite = not any(self._has_overflown(param) for param, _ in fresh)
         finite = finite and all_finite([g for _, gradients in fresh for g in gradients])
         if finite and stage is Stage.SCALED:
-            self.trainer._optimizer.rescale_grad /= scale
+            used = [g for _, gradients in fresh for g in gradients]
+            take_out_scale(self.trainer._optimizer, used, scale)
         report = self._report(finite, scale, fresh)
         losses = self._loss_values
         self._losses, self._loss_values = 0, []
@@ -215,6 +217,7 @@ class TrainerHook:
         return not finite
 
     def _compare_workers(self, stage: Stage, report: StepReport) -> None:
+        self.reduction.received()
         if self.reduction.workers is not None:
             self.reduction.workers.check_step(
                 {
