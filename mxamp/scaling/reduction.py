@@ -84,6 +84,11 @@ class Reduction:
         """
         return bool(self._trainer._compression_params and self._trainer._kvstore)
 
+    @property
+    def comes_from_others(self) -> bool:
+        """Whether other workers alone have computed gradients since the last step."""
+        return self.workers is not None and not fresh_gradients(self._trainer._params)
+
     def wait_for_weights(self) -> None:
         """Wait until a distributed kvstore has the trainer's weights, before gradients follow.
 
