@@ -1,6 +1,6 @@
 """What the workers of the tests of distributed runs do: train a small net, in one of several ways.
 
-distributed.py WAY OUT [first=0 last=6 load=... save=... float32=yes]
+distributed.py WAY OUT [first=0 last=6 load=... save=... accumulate=1 float32=yes]
 
 With `float32` it trains where "auto" has chosen that, and writes the weights of all steps. The way
 "plain" is MXNet's own.
@@ -37,35 +37,39 @@ def values(net):
     return [param.data().asnumpy() for param in net.collect_params().values()]
 
 
-def one_step(net, trainer, way, scaler, data, clips):
+def one_step(net, trainer, way, scaler, data, accumulate, clips):
     from mxnet import autograd, nd
 
     import mxamp as amp
 
-    with autograd.record():
-        loss = (net(nd.array(data)) ** 2).sum()
-        if way == "scale_loss":
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
+    net.collect_params().zero_grad()
+    for part in np.split(data, accumulate):
+        with autograd.record():
+            loss = (net(nd.array(part)) ** 2).sum()
+            if way == "scale_loss":
+                with amp.scale_loss(loss, trainer) as scaled:
+                    scaled.backward()
+        if way == "GradScaler":
+            scaler.scale(loss).backward()
+        if way in ("decorate", "plain"):
+            loss.backward()
     if way == "GradScaler":
-        scaler.scale(loss).backward()
         scaler.step(trainer, ROWS)
         scaler.update()
         return
-    if way in ("decorate", "plain"):
-        loss.backward()
     if way == "decorate" and clips:
         for param in net.collect_params().values():
             nd.clip(param.grad(), -1e3, 1e3, out=param.grad())  # hides what overflowed
     trainer.step(ROWS)
 
 
-def train_gluon(way, first=0, last=STEPS, load=None, save=None, float32=False):
+def train_gluon(way, first=0, last=STEPS, load=None, save=None, accumulate=1, float32=False):
     from mxnet import gluon
 
     import mxamp as amp
 
-    net = gluon_net()
+    net, accumulate = gluon_net(), int(accumulate)
+    net.collect_params().setattr("grad_req", "add" if accumulate > 1 else "write")
     optimizer = mx.optimizer.Adam(learning_rate=0.05)
     if way == "decorate":
         optimizer = amp.decorate(optimizer, 1024.0)
@@ -79,7 +83,7 @@ def train_gluon(way, first=0, last=STEPS, load=None, save=None, float32=False):
     if load:
         trainer.load_states(load + ".states")
     for step in range(int(first), int(last)):
-        one_step(net, trainer, way, scaler, batch(step), clips=not float32)
+        one_step(net, trainer, way, scaler, batch(step), accumulate, clips=not float32)
         if float32:
             history += values(net)
         else:

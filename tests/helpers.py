@@ -136,7 +136,11 @@ def check_python(code, **options):
 
 
 def horovodrun(*command, workers=2, env=None, timeout=120):
-    """Run a Python program in several workers; return the finished process with its output."""
+    """Run a Python program in several workers; return the finished process with its output.
+
+    Once more where a worker aborts, as Horovod's broadcasts may: they read memory that another
+    thread of Horovod's has freed.
+    """
     program = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     python = [sys.executable, "-W", "ignore", *map(str, command)]
     own = {
@@ -145,8 +149,12 @@ def horovodrun(*command, workers=2, env=None, timeout=120):
         # horovodrun imports MXNet: by way of mxamp where this is set, as newer NumPy needs it.
         "MXNET_ENABLE_AUTO_MIXED_PRECISION": "off",
     }
-    return subprocess.run(
-        [program, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *python],
-        capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT,
-        env={**os.environ, **own, **(env or {})},
-    )  # fmt: skip
+    for _ in range(2):
+        done = subprocess.run(
+            [program, "--gloo", "-np", str(workers), "-H", f"localhost:{workers}", *python],
+            capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT,
+            env={**os.environ, **own, **(env or {})},
+        )  # fmt: skip
+        if "Exit code: 134" not in done.stdout + done.stderr:
+            break
+    return done

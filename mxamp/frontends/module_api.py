@@ -25,7 +25,7 @@ from ..policy.active import chose_float32, suspended
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
-from .module_workers import check_before, check_step, summed_by_horovod, synchronize
+from .module_workers import check_before, check_step, patient, summed_by_horovod, synchronize
 
 __all__ = ["DecoratedName", "module_patches"]
 
@@ -197,7 +197,7 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         state, finite = module_patches.states[self], True
         if shared.checks:
-            with summed_by_horovod(self, state.overflown):
+            with patient(self), summed_by_horovod(self, state.overflown):
                 finite = _update(self, shared, state.overflown, original)
         else:
             original(self)

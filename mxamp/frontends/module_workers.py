@@ -11,11 +11,12 @@ from ..errors import StateError
 from ..framework.horovod import check_gradients, is_horovod_optimizer, store_of
 from ..framework.kvstores import is_distributed
 from ..framework.transports import PARAMETER_SERVER
+from ..framework.waiting import waiting
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale
-from ..scaling.workers import Workers
+from ..scaling.workers import GRADIENTS, Workers
 
-__all__ = ["check_before", "check_step", "summed_by_horovod", "synchronize"]
+__all__ = ["check_before", "check_step", "patient", "summed_by_horovod", "synchronize"]
 
 COMPRESSED = (
     "gradient compression makes finite numbers of Inf and NaN, so workers can't see that another "
@@ -62,6 +63,17 @@ def synchronize(module: Module, shared: SharedScale) -> None:
     workers = Workers(kvstore, string_keys=True)
     workers.check_settings(shared.scaler.state_dict())
     setattr(kvstore, _WORKERS, workers)
+
+
+@contextmanager
+def patient(module: Module) -> Iterator[None]:
+    """Say what this worker waits for, if the sum of a module's gradients lasts long."""
+    workers = getattr(module._kvstore, _WORKERS, None)
+    if workers is None:  # Horovod says so itself
+        yield
+        return
+    with waiting(GRADIENTS, workers.rank):
+        yield
 
 
 @contextmanager

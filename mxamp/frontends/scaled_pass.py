@@ -50,10 +50,10 @@ def _scaled(head: NDArray, gradient: Optional[NDArray], scale: float) -> NDArray
 
 
 class PassResult(NamedTuple):
-    """The scale that was used; by `id` of arrays, which gradients it wrote and which overflowed."""
+    """The scale that was used; by `id` of arrays, which gradients it replaced, which overflowed."""
 
     scale: float
-    written: AbstractSet[int]
+    replaced: AbstractSet[int]
     overflown: AbstractSet[int]
 
 
@@ -96,7 +96,9 @@ def scaled_pass(
             scaled = [v for v in written if id(v.array) not in inside]
             overflown = _unscale(scaled, variables, scale) | running.overflown_inside
             if scale <= 1 or overflown <= owned:
-                return PassResult(scale, {id(v.array) for v in written}, overflown)
+                # What a pass adds to still holds what has overflowed in an earlier one.
+                replaced = {id(v.array) for v in written if not v.adds}
+                return PassResult(scale, replaced, overflown)
             scale = next(scales)
             _restore(changed, backups)
             _set_fresh(written, False)

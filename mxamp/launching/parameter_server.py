@@ -9,6 +9,7 @@ import time
 from types import FrameType
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
+from ..framework.worker_process import LAUNCHED
 from .guard import Guard
 from .processes import Process
 
@@ -18,12 +19,9 @@ _HOST = "127.0.0.1"
 #: Importing MXNet serves, by the role that the environment gives; mxamp makes it importable.
 _SERVE = "import mxamp"
 _POLL = 0.05
-#: How long scheduler and servers may take to end once all workers have ended.
-_LINGER = 2.0
 
 FAILED = "{ending}: ending the other processes"
 STOPPED = "{name}: ending all processes"
-LINGERS = "{names} still running {seconds:g} s after the last worker: ending them"
 
 
 class ParameterServerRun:
@@ -116,23 +114,20 @@ class ParameterServerRun:
                 self._end(signal.SIGTERM)
                 return status
             if all(process.status() == 0 for process in self._workers):
-                self._wait_for_servers()
+                # Scheduler and servers are ended as what is left: no worker has told them to.
                 return 0
             time.sleep(_POLL)
 
     def _end(self, number: int) -> None:
-        """Send a signal to all; return when they have ended, or after the time of grace."""
+        """Send a signal to the workers, and end the others without a traceback.
+
+        Returns when all have ended, or after the time of grace.
+        """
         for process in self._all():
-            process.send(number)
+            process.send(number if process in self._workers else signal.SIGTERM)
         told = len(self._signals)
         # A second Ctrl-C ends the wait.
         self._wait(lambda: len(self._signals) > told, self._grace)
-
-    def _wait_for_servers(self) -> None:
-        self._wait(lambda: bool(self._signals), _LINGER)
-        left = [process.name for process in self._others if process.status() is None]
-        if left:
-            self._say(LINGERS.format(names=", ".join(left), seconds=_LINGER))
 
     def _wait(self, enough: Callable[[], Any], seconds: float) -> None:
         limit = time.monotonic() + seconds
@@ -149,7 +144,8 @@ def _ranked(role: str, rank: int, port: int) -> Dict[str, str]:
     from this variable.
     """
     variables = {"PORT": str(port)}
-    return {**variables, "DMLC_WORKER_ID": str(rank)} if role == "worker" else variables
+    own = {"DMLC_WORKER_ID": str(rank), LAUNCHED: "1"}
+    return {**variables, **own} if role == "worker" else variables
 
 
 def _free_ports(count: int) -> List[int]:

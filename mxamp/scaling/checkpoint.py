@@ -12,14 +12,16 @@ import pickle
 import pickletools
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError
 from ..framework.files import NOT_THE_SAME, checksum, replaced_file
+from ..framework.wording import shown
+from .scaler import count
 
-__all__ = ["load_states", "save_states", "taken_state"]
+__all__ = ["load_states", "save_states", "saved_state", "taken_state"]
 
 _ATTRIBUTE = "_amp_state"
 
@@ -38,6 +40,8 @@ NO_STATES = (
     "{path!r} holds no states of a trainer ({why}); the trainer is as it was. Was it written by "
     "trainer.save_states, and to its end?"
 )
+
+NO_STATE = "the state must be what state_dict returns, with scaler, steps and skips, not {given}"
 
 
 def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
@@ -88,6 +92,14 @@ def taken_state(trainer: Trainer) -> Optional[Dict[str, Any]]:
     """Return the scaler's state that came with the optimizer, and take it off."""
     state = vars(trainer._optimizer).pop(_ATTRIBUTE, None)
     return state if isinstance(state, dict) else None
+
+
+def saved_state(state: Any) -> Tuple[Any, int, int]:
+    """Return the scaler's state and the counts; raise `ArgumentError` where there are none."""
+    named = state if isinstance(state, Mapping) else {}
+    if not named.keys() >= {"scaler", "steps", "skips"}:
+        raise ArgumentError(NO_STATE.format(given=shown(state)))
+    return state["scaler"], count("steps", state["steps"]), count("skips", state["skips"])
 
 
 @contextmanager

@@ -21,13 +21,13 @@ from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, Optional, Se
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError, StateError
-from ..framework.wording import shown
-from .checkpoint import load_states, save_states
+from ..errors import StateError
+from .checkpoint import load_states, save_states, saved_state
 from .finite import all_finite, multiply
 from .reduction import Gradients, Reduction, fresh_gradients
 from .report import SkipWatch, StepReport, log_step
-from .scaler import Scaler, count
+from .rescaling import take_out_scale
+from .scaler import Scaler
 from .step_observers import tell_observers
 
 __all__ = ["Stage", "TrainerHook"]
@@ -44,7 +44,6 @@ NOTHING_TO_UNSCALE = (
     "there are no scaled gradients: unscale comes after scale_loss and backward, and before step"
 )
 UNSCALED_TWICE = "these gradients are unscaled already: call unscale once before each step"
-NO_STATE = "the state must be what state_dict returns, with scaler, steps and skips, not {given}"
 
 
 class Stage(Enum):
@@ -82,6 +81,7 @@ class TrainerHook:
         self._losses = 0  # scaled since the last update
         self._loss_values: List[NDArray] = []
         self._unscaled = False
+        self.last_stage = Stage.SCALED  #: what gradients were in the last step
         self._pass_scale: Optional[float] = None  # of a backward pass that has unscaled
         self._overflown: AbstractSet[int] = frozenset()  # arrays, found by that pass
         self.publish(None)
@@ -133,8 +133,15 @@ class TrainerHook:
             self.reduction.compare_workers(self.scaler)
             if self.reduction.is_compressed and not self._unscale_to_compress():
                 return
+            self._follow_others()
         self.reduction.sum(self._overflown)
         self._reduced = self.stage is not Stage.NONE
+
+    def _follow_others(self) -> None:
+        """Take the sum for what it was in the last step, where this worker has computed nothing."""
+        if self.stage is Stage.NONE and self.reduction.comes_from_others:
+            self._losses = int(self.last_stage is not Stage.NONE)
+            self._unscaled = self.last_stage is Stage.UNSCALED
 
     def _unscale_to_compress(self) -> bool:
         """Take the scale out of gradients about to be compressed; False where one overflowed.
@@ -159,13 +166,13 @@ class TrainerHook:
     def mark_unscaled(
         self,
         scale: float,
-        written: AbstractSet[int],
+        replaced: AbstractSet[int],
         overflown: AbstractSet[int],
         values: Sequence[NDArray] = (),
     ) -> None:
         """Take note of a backward pass that has scaled, and taken the scale out again.
 
-        By `id` of their arrays: the gradients it has written, and those that were not finite.
+        By `id` of their arrays: the gradients it has replaced, and those that were not finite.
         `values` are the losses that it began with; those of earlier passes, which may have been
         other trainers', are forgotten.
         """
@@ -174,7 +181,7 @@ class TrainerHook:
             self._loss_values = list(values)
             self._unscaled, self._reduced = True, False
             self._pass_scale = scale
-            self._overflown = (self._overflown - written) | overflown
+            self._overflown = (self._overflown - replaced) | overflown
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale."""
@@ -188,7 +195,7 @@ class TrainerHook:
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
         """Answer `Trainer._update`: True, and the update is skipped."""
-        stage = self.stage
+        stage = self.last_stage = self.stage
         if stage is Stage.NONE:
             report = StepReport(True, 1.0, self.loss_scale)
             tell_observers(self.trainer, report, ())
@@ -196,11 +203,12 @@ class TrainerHook:
             return False
         scale = self._pass_scale or self.loss_scale
         fresh = self.reduction.used(params) if self.scaler.checks else []
+        arrays = [gradient for _, of_one in fresh for gradient in of_one]
         # A script may have hidden what overflowed since, say by clipping element by element.
-        finite = not any(self._has_overflown(param) for param, _ in fresh)
-        finite = finite and all_finite([g for _, gradients in fresh for g in gradients])
+        hidden = any(self._has_overflown(param) for param, _ in fresh)
+        finite = not hidden and all_finite(arrays)
         if finite and stage is Stage.SCALED:
-            self.trainer._optimizer.rescale_grad /= scale
+            take_out_scale(self.trainer._optimizer, arrays, scale)
         report = self._report(finite, scale, fresh)
         losses = self._loss_values
         self._losses, self._loss_values = 0, []
@@ -215,6 +223,7 @@ class TrainerHook:
         return not finite
 
     def _compare_workers(self, stage: Stage, report: StepReport) -> None:
+        self.reduction.received()
         if self.reduction.workers is not None:
             self.reduction.workers.check_step(
                 {
@@ -266,12 +275,8 @@ class TrainerHook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; raises `ArgumentError` where it did not."""
-        named = state if isinstance(state, Mapping) else {}
-        if not named.keys() >= {"scaler", "steps", "skips"}:
-            raise ArgumentError(NO_STATE.format(given=shown(state)))
-        steps, skips = (count(name, state[name]) for name in ("steps", "skips"))
-        self.scaler = self.scaler.resumed(state["scaler"])
-        self.steps, self.skips = steps, skips
+        scaler, steps, skips = saved_state(state)
+        self.scaler, self.steps, self.skips = self.scaler.resumed(scaler), steps, skips
         self.loaded = state
         self.publish(None)
 

@@ -13,9 +13,10 @@ from ..errors import StateError
 from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
 from ..framework.kvstores import is_distributed
 from ..framework.transports import PARAMETER_SERVER
+from ..framework.waiting import begin, end
 from ..policy.active import suspended
 from .scaler import Scaler
-from .workers import Workers
+from .workers import GRADIENTS, Workers
 
 __all__ = ["Gradients", "Reduction", "check_trainer", "fresh_gradients", "poison"]
 
@@ -65,7 +66,8 @@ class Reduction:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.workers: Optional[Workers] = None
-        self._waiting: Optional[int] = None  # parameters that were not initialized at the last sum
+        self._uninitialized: Optional[int] = None  # parameters, at the last sum
+        self._wait = -1  # for the sum that is under way
 
     @property
     def is_distributed(self) -> bool:
@@ -82,6 +84,11 @@ class Reduction:
         """
         return bool(self._trainer._compression_params and self._trainer._kvstore)
 
+    @property
+    def comes_from_others(self) -> bool:
+        """Whether other workers alone have computed gradients since the last step."""
+        return self.workers is not None and not fresh_gradients(self._trainer._params)
+
     def wait_for_weights(self) -> None:
         """Wait until a distributed kvstore has the trainer's weights, before gradients follow.
 
@@ -96,9 +103,9 @@ class Reduction:
         if trainer._params_to_init:
             trainer._init_params()
         # A parameter whose shape was not known at first is sent later.
-        if self._waiting != len(trainer._params_to_init):
+        if self._uninitialized != len(trainer._params_to_init):
             mx.nd.waitall()
-            self._waiting = len(trainer._params_to_init)
+            self._uninitialized = len(trainer._params_to_init)
 
     def compare_workers(self, scaler: Scaler) -> None:
         """Raise, the first time, where the settings of the workers differ; those of Horovod too."""
@@ -117,10 +124,17 @@ class Reduction:
         script may have clipped them element by element.
         """
         stale = self._prepare(overflown) if self.workers is not None else []
+        self.received()
+        if self.workers is not None:
+            self._wait = begin(GRADIENTS, self.workers.rank)
         type(self._trainer)._allreduce_grads(self._trainer)
         for data, gradient in stale:
             # Another worker has computed it, and updates with it: so does this one.
             data._fresh_grad = bool(gradient.asnumpy().any())
+
+    def received(self) -> None:
+        """Take note that the sum is there: this worker waits for the others no more."""
+        end(self._wait)
 
     def _prepare(self, overflown: AbstractSet[int]) -> List[Tuple[NDArray, NDArray]]:
         """Make gradients ready for the sum over workers.

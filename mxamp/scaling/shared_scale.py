@@ -9,8 +9,8 @@ from typing import Any, Dict, Iterable, Mapping, Optional
 
 from mxnet.gluon import Trainer
 
-from .attach import attach_hook, hook_in_force
-from .hook import TrainerHook
+from .attach import attach_hook, hook_in_force, hook_of
+from .hook import Stage, TrainerHook
 from .scaler import Scaler, count
 
 __all__ = ["SharedScale", "TrainerView", "attach", "hook_with_shared_scale", "scale_of"]
@@ -112,6 +112,8 @@ class TrainerView(Scaler):
 def attach(trainer: Trainer, shared: SharedScale) -> None:
     """Let a trainer skip the steps whose backward pass has overflowed."""
     attach_hook(trainer, TrainerView(shared), scaled_by=shared.scaled_by)
+    # Where other workers alone compute gradients in the first step.
+    hook_of(trainer).last_stage = Stage.UNSCALED
 
 
 def hook_with_shared_scale(trainer: Trainer) -> Optional[TrainerHook]:

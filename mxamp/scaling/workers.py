@@ -7,32 +7,25 @@ which costs a message a step.
 """
 
 import itertools
-import logging
 import os
-import threading
 import zlib
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
 
 from .._version import __version__
 from ..errors import StateError
-from ..framework.kvstores import exit_on_error
+from ..framework.waiting import waiting
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 
-__all__ = ["VARIABLE", "Workers"]
-
-logger = logging.getLogger("mxamp")
+__all__ = ["GRADIENTS", "VARIABLE", "Workers"]
 
 VARIABLE = "MXAMP_CHECK_WORKERS"
 
 #: Of the numbers that are compared.
 _BITS = 32
-#: After so many seconds without an answer a worker says what it waits for.
-_PATIENCE = 60.0
 #: Far from the keys of parameters, which are counted from 0. One more for each exchange: a key is
 #: initialized once.
 _keys = itertools.count(2**30)
@@ -61,6 +54,10 @@ WAITING = (
     "worker %s waits for the other workers to begin training with mxamp: one of them may have "
     "ended, trains without mxamp, or in float32, as 'auto' chooses for each machine by itself"
 )
+GRADIENTS = (
+    "worker %s waits for the gradients of the other workers: one of them may have ended, train on "
+    "fewer batches, or with other parameters"
+)
 
 
 class Workers:
@@ -74,7 +71,6 @@ class Workers:
         self.rank, self.count = int(kvstore.rank), int(kvstore.num_workers)
         self._step_key: Any = None
         self._checks_steps = os.environ.get(VARIABLE, "0") not in ("", "0")
-        exit_on_error()
 
     def check_settings(self, scaler_state: Mapping[str, Any]) -> None:
         """Raise `StateError`, in all workers, where one of them differs in what it trains with.
@@ -90,7 +86,7 @@ class Workers:
             "loss scaler": sorted(others.items(), key=str),
         }
         shown = {**values, "policy": repr(current_policy()), "loss scaler": others.get("kind")}
-        with self._patience():
+        with waiting(WAITING, self.rank):
             self._compare(DIFFERENT, self._new_key(len(values) * _BITS), values, shown)
 
     def check_step(self, values: Mapping[str, Any]) -> None:
@@ -145,17 +141,6 @@ class Workers:
         by_number = summed.reshape(self.count, len(numbers), _BITS).astype("uint64")
         found: List[List[int]] = (by_number * powers).sum(axis=-1).tolist()
         return found
-
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        """Say what this worker waits for, where it waits for long."""
-        timer = threading.Timer(_PATIENCE, logger.warning, (WAITING, self.rank))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 def _bits(numbers: Sequence[int]) -> Any:

@@ -103,6 +103,26 @@ def test_an_overflow_that_the_script_hides_is_skipped_all_the_same(run):
     assert run.loss_scale == 2.0**15
 
 
+def test_an_overflow_that_the_script_hides_before_it_adds_more(run):
+    net, trainer = net_and_trainer()
+    params = net.collect_params()
+    params.setattr("grad_req", "add")
+    before = [p.data().asnumpy() for p in params.values()]
+    for factor in (1e5, 1.0):
+        backward(net, randn(16, 4), factor)
+        for param in params.values():
+            finite = nd.where(param.grad() == param.grad(), param.grad(), param.grad() * 0 == 0)
+            param.grad()[:] = finite.clip(-1, 1)
+    trainer.step(1)
+    assert not trainer.amp_last_step.stepped
+    for a, p in zip(before, params.values()):
+        np.testing.assert_array_equal(a, p.data().asnumpy())
+    params.zero_grad()
+    backward(net, randn(16, 4), 1.0)
+    trainer.step(1)
+    assert trainer.amp_last_step.stepped
+
+
 @pytest.mark.parametrize("mark", ["attach_grad", "mark_variables"])
 def test_gradients_of_inputs(run, mark):
     net, _ = net_and_trainer()

@@ -8,6 +8,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
+from mxamp.scaling.rescaling import take_out_scale
 from training import CONTEXTS, assert_same_weights, batches, one_step, poisoned, setup, weights
 
 SCALE = 1024
@@ -136,7 +137,7 @@ def test_sync_batch_norm_stays_float32(dtype):
 LARGE_BATCH = {
     "lars": {"momentum": 0.9, "wd": 1e-4, "eta": 0.01},
     "lamb": {"wd": 0.01},
-    "lbsgd": {"momentum": 0.9},
+    "lbsgd": {"momentum": 0.9, "warmup_strategy": "lars"},
     "sgd": {"momentum": 0.9, "wd": 1e-4},
 }
 
@@ -178,6 +179,44 @@ def test_large_batch_optimizers_with_warm_up_and_accumulation(ctx, optimizer):
     assert rates == [*plain[:2], plain[1], *plain[2:]], "a skipped step is none of the warm-up"
     for mine, control in zip(found, expected):
         np.testing.assert_allclose(mine, control, rtol=2e-5, atol=1e-6)
+
+
+class OwnSGD(mx.optimizer.Optimizer):
+    """An optimizer of a script's own, which does not read `rescale_grad`."""
+
+    def create_state(self, index, weight):
+        return None
+
+    def update(self, index, weight, grad, state):
+        assert grad.dtype == weight.dtype
+        weight[:] -= self._get_lr(index) * grad
+
+
+class OwnAdam(mx.optimizer.Adam):
+    """One that does."""
+
+
+@pytest.mark.parametrize("make", [OwnSGD, OwnAdam, mx.optimizer.Adam])
+@pytest.mark.parametrize("ctx", CONTEXTS)
+def test_optimizers_of_a_scripts_own_see_no_scale(make, ctx):
+    nets = [setup(CONTEXTS[ctx])[0] for _ in range(2)]
+    for net, way in zip(nets, ("scale_loss", "plain")):
+        optimizer = make(learning_rate=0.01)
+        trainer = gluon.Trainer(net.collect_params(), optimizer, update_on_kvstore=False)
+        if way == "scale_loss":
+            amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE, growth_interval=2))
+        for batch in batches(4):
+            one_step(net, trainer, nd.array(batch), way)
+    assert_same_weights(*nets)
+
+
+def test_the_optimizer_takes_the_scale_out_of_float16_gradients():
+    """Divided by the scale, small ones would be 0."""
+    gradients = [mx.nd.ones((2,), dtype="float16"), mx.nd.ones((2,))]
+    for optimizer in (OwnAdam(), mx.optimizer.Adam()):
+        take_out_scale(optimizer, gradients, 1024.0)
+        assert optimizer.rescale_grad == 1 / 1024
+        assert all((gradient.asnumpy() == 1).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("kvstore", ["device", None])

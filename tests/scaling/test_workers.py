@@ -11,7 +11,7 @@ from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import BF16, down
-from mxamp.framework import kvstores
+from mxamp.framework import kvstores, waiting
 from mxamp.framework.transports import PARAMETER_SERVER
 from mxamp.frontends.module_workers import check_before
 from mxamp.patches import kvstores as patched
@@ -19,7 +19,7 @@ from mxamp.scaling import reduction
 from mxamp.scaling import workers as module
 from mxamp.scaling.scaler import LossScaler, StaticLossScaler
 from mxamp.scaling.workers import Workers
-from training import batches, poisoned, setup, train
+from training import batches, poisoned, setup, train, weights
 
 
 class Server:
@@ -165,16 +165,41 @@ def test_a_worker_out_of_step_is_named(monkeypatch, what, value):
     assert f"{what} {value}" in errors[1]
 
 
-def test_a_worker_says_what_it_waits_for(monkeypatch, caplog):
-    monkeypatch.setattr(module, "_PATIENCE", 0.05)
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits that begin, and those that have not ended."""
+    begun, pending = [], {}
 
-    def work(store):
-        workers = Workers(store)
-        with workers._patience():
-            threading.Event().wait(0.3)
+    def add(wait):
+        begun.append(wait.message % wait.args)
+        pending[len(begun)] = begun[-1]
+        return len(begun)
 
-    together(work, count=1)
-    assert "worker 0 waits for the other workers" in caplog.text
+    monkeypatch.setattr(waiting, "_watcher", SimpleNamespace(add=add, waits=pending))
+    return SimpleNamespace(begun=begun, pending=pending)
+
+
+def test_a_worker_says_what_it_waits_for(waits):
+    together(lambda store: Workers(store).check_settings({"loss_scale": 1.0}), count=1)
+    (message,) = waits.begun
+    assert "worker 0 waits for the other workers to begin training" in message
+    assert not waits.pending
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_worker_waits_for_gradients_from_their_sum_to_the_decision(worker, waits, scaled):
+    net, trainer = worker
+    waiting_in_between = []
+
+    def step(rows):
+        trainer.allreduce_grads()
+        waiting_in_between.extend(waits.pending.values())
+        trainer.update(rows)
+
+    train(net, trainer, batches()[0], scaled=scaled, step=step)
+    (message,) = waiting_in_between
+    assert "worker 1 waits for the gradients of the other workers" in message
+    assert len(waits.begun) == 1 and not waits.pending
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8"])
@@ -244,7 +269,9 @@ def test_a_module_that_compresses_is_refused_where_inf_would_get_lost():
 def worker():
     """A trainer that takes itself for one worker of several, and sums nothing."""
     net, trainer = setup(scaler=LossScaler(1024))
-    trainer._amp_loss_scaler.reduction.workers = SimpleNamespace(check_step=lambda values: None)
+    trainer._amp_loss_scaler.reduction.workers = SimpleNamespace(
+        check_step=lambda values: None, rank=1
+    )
     return net, trainer
 
 
@@ -303,6 +330,59 @@ def test_what_another_worker_has_summed_counts_where_this_one_has_computed_nothi
     hook.reduction.sum = with_another
     trainer.step(2, ignore_stale_grad=True)
     assert trainer.amp_last_step.nonfinite == (net[1].weight.name,)
+
+
+def computed_by_others(monkeypatch, gradient):
+    """Let the other worker's gradients be `gradient` in all elements."""
+    original = gluon.Trainer._allreduce_grads
+
+    def with_another(self):
+        original(self)
+        for param in self._params:
+            param.grad()[:] += gradient
+
+    monkeypatch.setattr(gluon.Trainer, "_allreduce_grads", with_another)
+
+
+def alone(way):
+    """A worker's net and trainer."""
+    net, optimizer = setup()[0], mx.optimizer.SGD(learning_rate=0.1)
+    optimizer = amp.decorate(optimizer, 1024.0) if way == "decorate" else optimizer
+    trainer = gluon.Trainer(net.collect_params(), optimizer)
+    if way == "init_trainer":
+        amp.init_trainer(trainer, LossScaler(1024))
+    hook = trainer._amp_loss_scaler
+    hook.reduction.workers = SimpleNamespace(check_step=lambda values: None, rank=1)
+    return net, trainer
+
+
+@pytest.mark.parametrize("gradient, steps", [(2.0, [True, True]), (np.inf, [False, False])])
+@pytest.mark.parametrize("way", ["init_trainer", "decorate"])
+def test_a_worker_without_rows_does_as_the_others(monkeypatch, way, gradient, steps):
+    """Theirs carry the scale, though it has scaled no loss; it skips what they skip."""
+    net, trainer = alone(way)
+    computed_by_others(monkeypatch, gradient)
+    before, decisions = weights(net), []
+    for _ in steps:
+        trainer.step(4)
+        decisions.append(trainer.amp_last_step.stepped)
+    assert decisions == steps
+    carried = 1024 if way == "init_trainer" else 1
+    assert trainer.amp_loss_scale == (1024 if steps[0] else 256)
+    change = 2 * 0.1 * gradient / 4 / carried if steps[0] else 0
+    for mine, start in zip(weights(net), before):
+        np.testing.assert_allclose(mine, start - change, rtol=1e-5, atol=1e-7)
+
+
+def test_a_worker_without_rows_does_not_unscale_what_carries_no_scale(monkeypatch, worker):
+    """Where no loss was scaled in the last step either, it is a plain step of MXNet's."""
+    net, trainer = worker
+    train(net, trainer, batches()[0], scaled=False)
+    computed_by_others(monkeypatch, 2.0)
+    before = weights(net)
+    trainer.step(4)
+    for mine, start in zip(weights(net), before):
+        np.testing.assert_allclose(mine, start - 0.1 * 2 / 4, rtol=1e-5, atol=1e-7)
 
 
 def test_a_clipped_overflow_is_sent_as_one(worker):

@@ -1,0 +1,102 @@
+"""A worker process of a parameter server: it says what it waits for, and ends without the others.
+
+A worker that ends frees its kvstore, and MXNet waits there until all workers do the same. Those
+that wait for its gradients would never end, nor would it.
+"""
+
+import atexit
+import ctypes
+import functools
+import os
+import sys
+from types import TracebackType
+from typing import Any, Callable, List, Optional, Type
+
+from .patching import Patch
+from .waiting import waiting
+
+__all__ = ["LAUNCHED", "prepare"]
+
+#: Set by `mxamp launch` for its workers.
+LAUNCHED = "MXAMP_LAUNCHED"
+
+#: Functions of a kvstore that return once all workers have called them.
+_MEETINGS = ("init", "broadcast", "_barrier")
+
+START = (
+    "this worker waits for the scheduler, all servers and all workers to start, and for each "
+    "worker to create its kvstore: one of them may have ended, or never does it"
+)
+MEET = (
+    "this worker waits for all workers to come to the same point (kvstore.%s): one of them may "
+    "have ended, or trains with other parameters"
+)
+
+
+@functools.lru_cache(maxsize=1)
+def prepare() -> None:
+    """Prepare this process, if it is a worker of a parameter server; does nothing elsewhere.
+
+    An uncaught exception ends a worker in any case. `mxamp launch` sees how each worker has ended,
+    and ends the servers after the last: then no exit waits.
+    """
+    if os.environ.get("DMLC_ROLE") != "worker":
+        return
+    sys.excepthook = _show_and_exit(sys.excepthook)
+    for patch in _patches(bool(os.environ.get(LAUNCHED))):
+        patch.apply()
+
+
+def _patches(launched: bool) -> List[Patch]:
+    # Not above: the launcher imports no MXNet.
+    from mxnet import kvstore
+
+    patches = [Patch(kvstore.KVStore, name, _patient) for name in _MEETINGS]
+    patches.append(Patch(kvstore, "create", _patient_start))
+    if launched:
+        patches.append(Patch(kvstore.KVStore, "__init__", _without_barrier))
+    return patches
+
+
+def _patient_start(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create(name: str = "local") -> Any:
+        with waiting(START):
+            return original(name)
+
+    return create
+
+
+def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def patient(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with waiting(MEET, original.__name__.lstrip("_")):
+            return original(self, *args, **kwargs)
+
+    return patient
+
+
+def _without_barrier(original: Callable[..., None]) -> Callable[..., None]:
+    from mxnet.base import _LIB, check_call
+
+    @functools.wraps(original)
+    def __init__(self: Any, handle: Any) -> None:  # noqa: N807
+        original(self, handle)
+        check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self.handle, ctypes.c_int(0)))
+
+    return __init__
+
+
+def _show_and_exit(before: Callable[..., Any]) -> Callable[..., None]:
+    def show_and_exit(
+        kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]
+    ) -> None:
+        before(kind, error, traceback)
+        if sys.flags.interactive or hasattr(sys, "ps1"):
+            return
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    return show_and_exit

@@ -1,0 +1,75 @@
+"""What importing mxamp does in a worker of a parameter server, and in no other process."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from mxnet.kvstore import KVStore
+
+from helpers import run_forked
+from mxamp.framework import waiting, worker_process
+
+PREPARED = """
+import os, sys
+os.environ.update({environment!r})
+from mxamp.framework import worker_process
+from mxnet import kvstore
+hook, init, create = sys.excepthook, kvstore.KVStore.__init__, kvstore.create
+worker_process.prepare.cache_clear()
+worker_process.prepare()
+print(sys.excepthook is hook, kvstore.KVStore.__init__ is init, kvstore.create is create)
+print(kvstore.create("device").type)
+{then}
+"""
+WORKER, LAUNCHED = {"DMLC_ROLE": "worker"}, {"DMLC_ROLE": "worker", "MXAMP_LAUNCHED": "1"}
+
+
+@pytest.mark.parametrize(
+    "environment, kept",
+    [
+        ({}, [True, True, True]),
+        ({"DMLC_ROLE": "server"}, [True, True, True]),
+        ({"MXAMP_LAUNCHED": "1"}, [True, True, True]),
+        (WORKER, [False, True, False]),
+        (LAUNCHED, [False, False, False]),
+    ],
+)
+def test_only_workers_are_prepared(tmp_path, environment, kept):
+    done = run_forked(PREPARED.format(environment=environment, then=""), tmp_path)
+    assert done.stdout.split() == [*map(str, kept), "device"], done.stderr
+
+
+@pytest.mark.parametrize("error, status", [("ValueError('why')", 1), ("KeyboardInterrupt", 130)])
+def test_an_error_ends_a_worker_and_is_shown(tmp_path, error, status):
+    then = (
+        "import atexit\n"
+        "atexit.register(print, 'at exit')\n"
+        f"try: raise {error}\n"
+        "except BaseException: sys.excepthook(*sys.exc_info())\n"
+        "print('goes on')"
+    )
+    done = run_forked(PREPARED.format(environment=WORKER, then=then), tmp_path)
+    assert done.returncode == status
+    assert error.split("(")[0] in done.stderr
+    assert done.stdout.splitlines()[-1] == "at exit"
+
+
+def test_this_process_is_no_worker():
+    assert sys.excepthook.__module__ != worker_process.__name__
+    assert not hasattr(KVStore.__init__, "__wrapped__")
+
+
+@pytest.mark.parametrize("name", ["init", "broadcast", "_barrier"])
+def test_what_all_workers_have_to_call_says_what_it_waits_for(monkeypatch, name):
+    said = []
+    monkeypatch.setattr(waiting, "_watcher", SimpleNamespace(add=said.append, waits={}))
+    patch = next(patch for patch in worker_process._patches(False) if patch.name == name)
+
+    def original(self, key=None):
+        assert said, "before the call"
+        return key
+
+    original.__name__ = name
+    assert patch.build(original)(None, 7) == 7
+    (wait,) = said
+    assert f"(kvstore.{name.lstrip('_')}): one of them" in wait.message % wait.args
