@@ -18,8 +18,8 @@ Come from elsewhere  patch_contrib (mxnet.contrib.amp), initialize (Apex), decor
 Errors               AmpError, ArgumentError, UnknownNameError, StateError, InstallError,
                      WriteError
 
-Importing it imports MXNet, and patches nothing; `init`, `autocast` and the front ends do. A
-worker of a parameter server also learns to end without the others, and to say what it waits for.
+Importing it imports MXNet, and patches nothing; `init`, `autocast` and the front ends do. (A worker
+that `mxamp launch` has started learns to end without the others, and to say what it waits for.)
 Import mxamp before MXNet: it makes MXNet 1.9.1 importable on newer Python and NumPy.
 """
 
@@ -54,7 +54,7 @@ else:
     from .debugging.drawing import draw
     from .debugging.explain import explain
     from .debugging.plan import Plan
-    from .framework.worker_process import prepare as _prepare_worker
+    from .framework.worker_process import prepare_launched as _prepare_launched
     from .frontends.contrib import patch_contrib
     from .frontends.decorate import decorate
     from .frontends.functions import (
@@ -85,7 +85,7 @@ else:
     from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale
     from .tuning.tune import tune
 
-    _prepare_worker()
+    _prepare_launched()
 
 __all__ = [
     "AmpError",

@@ -7,15 +7,19 @@ that wait for its gradients would never end, nor would it.
 import atexit
 import ctypes
 import functools
+import logging
 import os
 import sys
 from types import TracebackType
 from typing import Any, Callable, List, Optional, Type
 
+from .kvstores import is_distributed
 from .patching import Patch
 from .waiting import waiting
 
-__all__ = ["LAUNCHED", "prepare"]
+__all__ = ["LAUNCHED", "prepare", "prepare_launched"]
+
+logger = logging.getLogger("mxamp")
 
 #: Set by `mxamp launch` for its workers.
 LAUNCHED = "MXAMP_LAUNCHED"
@@ -27,10 +31,26 @@ START = (
     "this worker waits for the scheduler, all servers and all workers to start, and for each "
     "worker to create its kvstore: one of them may have ended, or never does it"
 )
+ALONE = (
+    "this worker created no distributed kvstore, so it shared nothing with the others: give "
+    "kvstore='dist_sync' to gluon.Trainer or module.fit"
+)
 MEET = (
     "this worker waits for all workers to come to the same point (kvstore.%s): one of them may "
     "have ended, or trains with other parameters"
 )
+
+
+class _Shared:
+    """Whether this worker has what it shares with others."""
+
+    kvstore = False
+
+
+def prepare_launched() -> None:
+    """Prepare a worker that `mxamp launch` has started: what importing mxamp does there."""
+    if os.environ.get(LAUNCHED):
+        prepare()
 
 
 @functools.lru_cache(maxsize=1)
@@ -42,9 +62,17 @@ def prepare() -> None:
     """
     if os.environ.get("DMLC_ROLE") != "worker":
         return
+    launched = bool(os.environ.get(LAUNCHED))
     sys.excepthook = _show_and_exit(sys.excepthook)
-    for patch in _patches(bool(os.environ.get(LAUNCHED))):
+    for patch in _patches(launched):
         patch.apply()
+    if launched:
+        atexit.register(_warn_alone)
+
+
+def _warn_alone() -> None:
+    if not _Shared.kvstore:
+        logger.warning(ALONE)
 
 
 def _patches(launched: bool) -> List[Patch]:
@@ -61,6 +89,9 @@ def _patches(launched: bool) -> List[Patch]:
 def _patient_start(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create(name: str = "local") -> Any:
+        if not is_distributed(name):
+            return original(name)
+        _Shared.kvstore = True
         with waiting(START):
             return original(name)
 
@@ -92,6 +123,7 @@ def _show_and_exit(before: Callable[..., Any]) -> Callable[..., None]:
         kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]
     ) -> None:
         before(kind, error, traceback)
+        atexit.unregister(_warn_alone)
         if sys.flags.interactive or hasattr(sys, "ps1"):
             return
         atexit._run_exitfuncs()

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, StateError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Patch, PatchSet
 from ..framework.wording import shown
+from ..framework.worker_process import prepare
 from ..policy import active
 from ..policy.active import FLOAT32, Choice
 from ..policy.auto import chosen_policy
@@ -141,6 +142,7 @@ def init(
     )
     if isinstance(wanted, Policy) and not tuned:
         wanted = wanted.untuned()
+    prepare()
     if switch_on(wanted):
         _announce(wanted)
     else:

@@ -17,6 +17,7 @@ import numpy as np
 from .._version import __version__
 from ..errors import StateError
 from ..framework.waiting import waiting
+from ..framework.worker_process import prepare
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 
@@ -71,6 +72,7 @@ class Workers:
         self.rank, self.count = int(kvstore.rank), int(kvstore.num_workers)
         self._step_key: Any = None
         self._checks_steps = os.environ.get(VARIABLE, "0") not in ("", "0")
+        prepare()
 
     def check_settings(self, scaler_state: Mapping[str, Any]) -> None:
         """Raise `StateError`, in all workers, where one of them differs in what it trains with.

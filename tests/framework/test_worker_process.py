@@ -1,4 +1,4 @@
-"""What importing mxamp does in a worker of a parameter server, and in no other process."""
+"""What mxamp does in a worker of a parameter server, and in no other process."""
 
 import sys
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from mxamp.framework import worker_process
 from mxnet import kvstore
 hook, init, create = sys.excepthook, kvstore.KVStore.__init__, kvstore.create
 worker_process.prepare.cache_clear()
-worker_process.prepare()
+worker_process.{call}()
 print(sys.excepthook is hook, kvstore.KVStore.__init__ is init, kvstore.create is create)
 print(kvstore.create("device").type)
 {then}
@@ -24,19 +24,40 @@ print(kvstore.create("device").type)
 WORKER, LAUNCHED = {"DMLC_ROLE": "worker"}, {"DMLC_ROLE": "worker", "MXAMP_LAUNCHED": "1"}
 
 
+def program(environment, then="", call="prepare"):
+    return PREPARED.format(environment=environment, then=then, call=call)
+
+
 @pytest.mark.parametrize(
-    "environment, kept",
+    "call, environment, kept",
     [
-        ({}, [True, True, True]),
-        ({"DMLC_ROLE": "server"}, [True, True, True]),
-        ({"MXAMP_LAUNCHED": "1"}, [True, True, True]),
-        (WORKER, [False, True, False]),
-        (LAUNCHED, [False, False, False]),
+        ("prepare", {}, [True, True, True]),
+        ("prepare", {"DMLC_ROLE": "server"}, [True, True, True]),
+        ("prepare", {"MXAMP_LAUNCHED": "1"}, [True, True, True]),
+        ("prepare", WORKER, [False, True, False]),
+        ("prepare", LAUNCHED, [False, False, False]),
+        # What importing mxamp does.
+        ("prepare_launched", WORKER, [True, True, True]),
+        ("prepare_launched", LAUNCHED, [False, False, False]),
     ],
 )
-def test_only_workers_are_prepared(tmp_path, environment, kept):
-    done = run_forked(PREPARED.format(environment=environment, then=""), tmp_path)
+def test_only_workers_are_prepared(tmp_path, call, environment, kept):
+    done = run_forked(program(environment, call=call), tmp_path)
     assert done.stdout.split() == [*map(str, kept), "device"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "then, alone",
+    [
+        ("", True),
+        ("worker_process._patient_start(lambda name: name)('dist_sync')", False),
+        ("try: 1 / 0\nexcept ZeroDivisionError: sys.excepthook(*sys.exc_info())", False),
+    ],
+)
+def test_a_worker_that_shared_nothing_says_so(tmp_path, then, alone):
+    then += "\nimport atexit; atexit._run_exitfuncs()"  # which forked processes do not run
+    done = run_forked(program(LAUNCHED, then), tmp_path)
+    assert ("give kvstore='dist_sync'" in done.stderr) == alone, done.stderr
 
 
 @pytest.mark.parametrize("error, status", [("ValueError('why')", 1), ("KeyboardInterrupt", 130)])
@@ -48,7 +69,7 @@ def test_an_error_ends_a_worker_and_is_shown(tmp_path, error, status):
         "except BaseException: sys.excepthook(*sys.exc_info())\n"
         "print('goes on')"
     )
-    done = run_forked(PREPARED.format(environment=WORKER, then=then), tmp_path)
+    done = run_forked(program(WORKER, then), tmp_path)
     assert done.returncode == status
     assert error.split("(")[0] in done.stderr
     assert done.stdout.splitlines()[-1] == "at exit"
