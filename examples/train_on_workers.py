@@ -36,7 +36,7 @@ def made(dtype, kvstore):
     net.initialize(mx.init.Xavier())
     net.hybridize()
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.2}, kvstore=kvstore)
-    scaler = amp.LossScaler(init_scale=2.0**24) if dtype == "float16" else None
+    scaler = amp.LossScaler(init_scale=2.0**20) if dtype == "float16" else None
     amp.init_trainer(trainer, scaler)
     return net, trainer
 

@@ -36,7 +36,7 @@ def made(dtype):
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     # compression=hvd.Compression.fp16 sends float16
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.2})
-    scaler = amp.LossScaler(init_scale=2.0**24) if dtype == "float16" else None
+    scaler = amp.LossScaler(init_scale=2.0**20) if dtype == "float16" else None
     amp.init_trainer(trainer, scaler)
     return net, trainer
 

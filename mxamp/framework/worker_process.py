@@ -66,7 +66,7 @@ def prepare() -> None:
     sys.excepthook = _show_and_exit(sys.excepthook)
     for patch in _patches(launched):
         patch.apply()
-    if launched:
+    if launched and os.environ.get("DMLC_NUM_WORKER", "1") != "1":
         atexit.register(_warn_alone)
 
 

@@ -21,7 +21,8 @@ print(sys.excepthook is hook, kvstore.KVStore.__init__ is init, kvstore.create i
 print(kvstore.create("device").type)
 {then}
 """
-WORKER, LAUNCHED = {"DMLC_ROLE": "worker"}, {"DMLC_ROLE": "worker", "MXAMP_LAUNCHED": "1"}
+WORKER = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2"}
+LAUNCHED = {**WORKER, "MXAMP_LAUNCHED": "1"}
 
 
 def program(environment, then="", call="prepare"):
