@@ -14,10 +14,11 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError
 from ..policy.decision import decide
 from ..policy.policy import Policy
-from .cast_params import without
+from .cast_params import of_any_shape, without
 from .equivalents import Part, fourth_channel
 from .fold_batchnorm import Params, float32_array, folded, readers_by_name
 from .graph import Graph, GraphCopy, Node
+from .pad_channels import with_padded_channels
 from .shape_rules import choose, stand_in
 from .substitutions import ALL, find
 from .usage import Usage
@@ -57,6 +58,7 @@ def fused(
     if policy.lowers and policy.rule("Convolution").missing:
         raise ArgumentError(NO_KERNELS)
     graph, values = folded(_renamed(graph), params, policy)
+    graph, values = with_padded_channels(graph, values, policy)
     graph, values = _with_four_channels(graph, values, policy)
     kept = _kept_by_shape(graph, values, policy)
     graph = _fused_by_mxnet(graph)
@@ -121,7 +123,7 @@ def _with_four_channels(graph: Graph, params: Params, policy: Policy) -> Tuple[G
     for name in names:
         padding = ((0, 0), (0, 1), (0, 0), (0, 0))
         values[name] = float32_array(np.pad(params[name].asnumpy(), padding))
-    nodes = [_of_any_shape(node) if node.name in names else node for node in graph.nodes]
+    nodes = [of_any_shape(node) if node.name in names else node for node in graph.nodes]
     fourth = fourth_channel()
     graph = _with_parts(replace(graph, nodes=nodes), lambda i: fourth if i in weights else ())
     return graph, values
@@ -140,11 +142,6 @@ def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int
         if substitution is not None and substitution[0] == "image_convolution":
             weights[i] = name
     return weights
-
-
-def _of_any_shape(variable: Node) -> Node:
-    attrs = {name: text for name, text in variable.attrs.items() if name != "__shape__"}
-    return replace(variable, attrs=attrs)
 
 
 # ---------------------------------------------------------------------- operators put in between
