@@ -6,7 +6,7 @@ convolutions of images get a fourth channel.
 
 from collections import Counter
 from dataclasses import replace
-from typing import AbstractSet, Callable, Dict, FrozenSet, Iterable, Mapping, Sequence, Tuple
+from typing import AbstractSet, Dict, FrozenSet, Iterable, Mapping, Tuple
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -15,9 +15,8 @@ from ..errors import ArgumentError
 from ..policy.decision import decide
 from ..policy.policy import Policy
 from .cast_params import of_any_shape, without
-from .equivalents import Part, fourth_channel
 from .fold_batchnorm import Params, float32_array, folded, readers_by_name
-from .graph import Graph, GraphCopy, Node
+from .graph import Graph, GraphCopy, Node, Output
 from .pad_channels import with_padded_channels
 from .shape_rules import choose, stand_in
 from .substitutions import ALL, find
@@ -42,6 +41,9 @@ _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
 
 _ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
 _APART = "amp_apart"
+
+#: The convolution that gives an image its fourth channel.
+_TO_FOUR = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
 
 
 def fused(
@@ -116,17 +118,32 @@ def _is_kept(node: Node, kept: AbstractSet[str], policy: Policy) -> bool:
 
 
 def _with_four_channels(graph: Graph, params: Params, policy: Policy) -> Tuple[Graph, Params]:
-    """Give convolutions of images a fourth channel of zeros, as the substitution does in graphs."""
+    """Give convolutions of images a fourth channel of zeros, as the substitution does in graphs.
+
+    The image's comes from a 1x1 convolution, which stays in float32: one kernel, with five times
+    the speed of oneDNN's concatenation.
+    """
     weights = _weights_of_images(graph, params, policy)
     names = set(weights.values())
     values = dict(params)
     for name in names:
         padding = ((0, 0), (0, 1), (0, 0), (0, 0))
         values[name] = float32_array(np.pad(params[name].asnumpy(), padding))
-    nodes = [of_any_shape(node) if node.name in names else node for node in graph.nodes]
-    fourth = fourth_channel()
-    graph = _with_parts(replace(graph, nodes=nodes), lambda i: fourth if i in weights else ())
-    return graph, values
+    copy = GraphCopy(graph)
+    images: Dict[Output, Output] = {}
+    for i, node in enumerate(graph.nodes):
+        inputs = copy.inputs(node)
+        if i in weights:
+            if node.inputs[0] not in images:
+                name = f"{node.name}_data_four"
+                values[f"{name}_weight"] = float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
+                weight = copy.add(Node("null", f"{name}_weight"))
+                colours = Node("Convolution", name, _TO_FOUR, [inputs[0], weight])
+                images[node.inputs[0]] = copy.add(colours)
+            inputs[0] = images[node.inputs[0]]
+        copied = of_any_shape(node) if node.name in names else node
+        copy.add_copy(i, inputs=inputs, attrs=copied.attrs)
+    return copy.finished(), values
 
 
 def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int, str]:
@@ -170,16 +187,3 @@ def _apart(graph: Graph) -> Graph:
 
 def _is_fusible(node: Node) -> bool:
     return not node.is_variable and node.num_outputs == 1
-
-
-def _with_parts(graph: Graph, parts: Callable[[int], Sequence[Part]]) -> Graph:
-    """Put parts before the first input of nodes: they count it as 0, and themselves from 1."""
-    copy = GraphCopy(graph)
-    for i, node in enumerate(graph.nodes):
-        inputs = copy.inputs(node)
-        read = inputs[:1]
-        for part in parts(i):
-            name, attrs = f"{node.name}_{part.suffix}", dict(part.attrs)
-            read.append(copy.add(Node(part.op, name, attrs, [read[k] for k in part.inputs])))
-        copy.add_copy(i, inputs=[*read[-1:], *inputs[1:]])
-    return copy.finished()

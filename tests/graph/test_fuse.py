@@ -130,6 +130,30 @@ def test_images_get_a_fourth_channel(tmp_path):
 
 
 @with_avx512
+def test_convolutions_of_one_image_share_its_fourth_channel():
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.a, self.b = (nn.Conv2D(16, k, in_channels=3, padding=k // 2) for k in (1, 3))
+
+        def hybrid_forward(self, F, x):
+            return self.a(x) + self.b(x)
+
+    net, x = Net(), nd.random.normal(shape=(2, 3, 9, 7))
+    net.initialize(mx.init.Xavier())
+    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
+    graph = Graph.from_symbol(fast._cached_graph[1])
+    names = [node.name for node in graph.nodes if node.name.endswith("data_four_weight")]
+    assert len(names) == 1
+    four = fast.collect_params()[names[0]].data()
+    assert kind(four) == "float32"
+    assert not {"Concat", "zeros_like"} & set(operators_of(graph.to_symbol()))
+    plain = net(x).asnumpy()
+    assert np.linalg.norm(fast(x).asnumpy() - plain) < 0.02 * np.linalg.norm(plain)
+
+
+@with_avx512
 def test_images_under_numpy_semantics():
     mx.npx.set_np()
     net, x = image_network(), mx.np.random.normal(size=(30, 3, 12, 12))

@@ -306,7 +306,8 @@ def test_no_convolution_of_these_models_falls_back_to_matrix_products():
             key = tuple(line.split()[1:])
         elif ",convolution," in line:
             convolutions[key] += 1
-            products[key] += "gemm:jit" in line
+            # The 1x1 convolution that gives images a fourth channel is best as a product.
+            products[key] += "gemm:jit" in line and "_ic3oc4_" not in line
     for name in SIZES:
         assert convolutions[name, "True"] > 0
         assert products[name, "True"] == 0
