@@ -1,7 +1,7 @@
 """Fusion for inference on CPUs: oneDNN's fused operators, made by MXNet's own pass.
 
-Around that pass: BatchNorm is folded first, activations are renamed to those that oneDNN fuses, and
-convolutions of images get a fourth channel.
+Around that pass: activations are renamed to those that oneDNN fuses, BatchNorm is folded, channels
+are padded, and what is left of BatchNorm takes in the relu behind it.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..policy.decision import decide
 from ..policy.policy import Policy
 from .cast_params import of_any_shape, without
-from .fold_batchnorm import Params, float32_array, folded, readers_by_name
+from .fold_batchnorm import Params, float32_array, folded, folded_forward, readers_by_name
 from .graph import Graph, GraphCopy, Node, Output
 from .pad_channels import with_padded_channels
 from .shape_rules import choose, stand_in
@@ -62,6 +62,8 @@ def fused(
     graph, values = folded(_renamed(graph), params, policy)
     graph, values = with_padded_channels(graph, values, policy)
     graph, values = _with_four_channels(graph, values, policy)
+    graph, values = folded_forward(graph, values, policy)
+    graph = _with_norms_and_relu(graph, policy)
     kept = _kept_by_shape(graph, values, policy)
     graph = _fused_by_mxnet(graph)
     layers = [
@@ -159,6 +161,55 @@ def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int
         if substitution is not None and substitution[0] == "image_convolution":
             weights[i] = name
     return weights
+
+
+# ---------------------------------------------------------------------- BatchNorm and relu
+
+
+def _with_norms_and_relu(graph: Graph, policy: Policy) -> Graph:
+    """Make one operator of BatchNorms and the relu behind them, which has a float32 kernel only."""
+    if policy.lowers or "norm_relu" not in policy.substitutions or policy.rule("BatchNorm").given:
+        return graph
+    pairs = _norms_before_relu(graph)
+    norms = set(pairs.values())
+    copy = GraphCopy(graph)
+    for i, node in enumerate(graph.nodes):
+        if i in pairs:
+            norm = graph.nodes[pairs[i]]
+            both = replace(norm, op="_contrib_BatchNormWithReLU", name=node.name)
+            copy.stand_in(i, replace(both, inputs=copy.inputs(norm)))
+        elif i in norms:
+            copy.read_instead(i, node.inputs[0][0])
+        else:
+            copy.add_copy(i)
+    return copy.finished()
+
+
+def _norms_before_relu(graph: Graph) -> Dict[int, int]:
+    """Return relus by index, with the BatchNorms before them that nothing else reads.
+
+    The kernel takes four axes alone: an operator on images must stand before or behind the two.
+    """
+    reads = [output for node in graph.nodes for output in node.inputs] + graph.heads
+    readers = Counter(i for i, _ in reads)
+    on_images = {i for i, node in enumerate(graph.nodes) if _is_on_images(node)}
+    read_by_those = {source for i in on_images for source, _ in graph.nodes[i].inputs[:1]}
+    pairs = {}
+    for i, node in enumerate(graph.nodes):
+        if node.op != "Activation" or node.attrs.get("act_type") != "relu":
+            continue
+        k, output = node.inputs[0]
+        norm = graph.nodes[k]
+        plain = norm.op == "BatchNorm" and norm.attrs.get("axis", "1") == "1"
+        images = i in read_by_those or (plain and norm.inputs[0][0] in on_images)
+        if plain and images and not output and readers[k] == 1:
+            pairs[i] = k
+    return pairs
+
+
+def _is_on_images(node: Node) -> bool:
+    kernel = node.attrs.get("kernel", "()").strip("()[] ")
+    return node.op in ("Convolution", "Pooling") and len(kernel.split(",")) == len("HW")
 
 
 # ---------------------------------------------------------------------- operators put in between

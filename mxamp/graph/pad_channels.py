@@ -33,8 +33,6 @@ from .shape_rules import NORMS
 
 __all__ = ["with_padded_channels"]
 
-NAME = "padded_channels"
-
 # At most a third more arithmetic: what the slower kernels lose by measurement, without reorders.
 _MOST = 4 / 3
 # What oneDNN's kernels read besides multiples of 16.
@@ -55,7 +53,7 @@ def with_padded_channels(graph: Graph, params: Params, policy: Policy) -> Tuple[
     read added channels, the convolutions that they come from stay as they are.
     """
     rule = policy.rule("Convolution")
-    if NAME not in policy.substitutions or rule.given or rule.missing is not None:
+    if "padded_channels" not in policy.substitutions or rule.given or rule.missing is not None:
         return graph, params
     plan = _Plan(graph, params)
     while plan.refused:

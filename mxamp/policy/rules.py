@@ -35,7 +35,7 @@ EXACT_RULES = frozenset({"long_sums"})
 #: faster.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "relu6", "layer_norm", "mean", "image_convolution", "split",
-    "padded_channels", "sgd", "adam",
+    "padded_channels", "folded_norm", "norm_relu", "sgd", "adam",
 )  # fmt: skip
 
 

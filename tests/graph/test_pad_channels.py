@@ -256,6 +256,9 @@ def test_converted_blocks_run_in_mxnet_alone(dtype, tmp_path):
     assert np.linalg.norm(values(out) - plain) <= tolerance * np.linalg.norm(plain)
     first = fast.collect_params()[net[0].weight.name].data()
     assert (first.shape, kind(first)) == ((32, 4 if dtype == "bfloat16" else 3, 3, 3), dtype)
+    assert [
+        node.name[-8:] for node in amp.explain(fast, policy=policy).filter(operator="slice_axis")
+    ] == ["channels"]
     assert fast(x[:1]).shape == (1, 40)
     assert fast(nd.ones((2, 3, 20, 16))).shape == (2, 40)
     assert same(exported(fast, tmp_path)(x), out)

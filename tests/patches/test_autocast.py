@@ -72,7 +72,7 @@ def test_a_different_init_is_an_error():
         ({}, {"fp32_ops": ["softmax"]}, "and [0-9,]+ others"),
         (
             {"target_dtype": "bfloat16"}, {"policy": BFLOAT16.override(substitutions=["relu"])},
-            "substitutions: adam, image_convolution, layer_norm and 8 others instead of relu",
+            "substitutions: adam, folded_norm, image_convolution and 10 others instead of relu",
         ),
         (
             {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},
