@@ -5,7 +5,7 @@ them, since it rounds toward zero: here they are folded in float32, to be cast a
 """
 
 from collections import Counter
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -22,6 +22,8 @@ Params = Dict[str, NDArray]
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
 # Inputs of a product: data and weight.
 _WITHOUT_BIAS = 2
+# How far the mean of what a BatchNorm reads may be from 0, for products to read it as it is.
+_DEVIATIONS = 8
 
 
 def folded(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Tuple[Graph, Params]:
@@ -131,15 +133,18 @@ def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) ->
 # ---------------------------------------------------------------------- into what reads it
 
 
-def folded_forward(graph: Graph, params: Params, policy: Policy) -> Tuple[Graph, Params]:
-    """Fold BatchNorms into the products that read them.
+def folded_forward(
+    graph: Graph, params: Params, policy: Policy, in_float32: Callable[[Node], bool]
+) -> Tuple[Graph, Params]:
+    """Fold BatchNorms into the products that read them, and that are `in_float32`.
 
     Those are dense layers, and convolutions without borders of zeros: a border would have to be
-    what the BatchNorm makes zero.
+    what the BatchNorm makes zero. In low precision, data far from its mean 0 would lose what the
+    BatchNorm keeps; in float32 data up to 8 standard deviations from it loses three bits.
     """
     if "folded_norm" not in policy.substitutions or policy.rule("BatchNorm").given:
         return graph, params
-    norms = _norms_before_products(graph, params, policy)
+    norms = _norms_before_products(graph, params, policy, in_float32)
     unread = {graph.nodes[k].name for i in norms for k, _ in graph.nodes[i].inputs[1:]}
     values = dict(params)
     copy = GraphCopy(graph)
@@ -178,7 +183,9 @@ def _folded_behind(
     return float32_array(new), float32_array(added + (0 if bias is None else bias.asnumpy()))
 
 
-def _norms_before_products(graph: Graph, params: Params, policy: Policy) -> "Set[int]":
+def _norms_before_products(
+    graph: Graph, params: Params, policy: Policy, in_float32: Callable[[Node], bool]
+) -> Set[int]:
     """Return the BatchNorms that all that reads them can take in."""
     readers: Dict[int, List[Tuple[int, int]]] = {}
     for i, node in enumerate(graph.nodes):
@@ -195,13 +202,15 @@ def _norms_before_products(graph: Graph, params: Params, policy: Policy) -> "Set
     def takes_in(i: int, position: int, channels: int) -> bool:
         node = graph.nodes[i]
         parameters = [source for source, _ in node.inputs[1:]]
-        if position != 0 or not parameters or not all(map(is_own, parameters)):
+        if node.op not in _PRODUCTS or position or not all(map(is_own, parameters)):
+            return False
+        if not in_float32(node):
             return False
         read = params[graph.nodes[parameters[0]].name].shape[1]
         if node.op == "Convolution":
             return read == channels and _is_whole_without_border(node)
         flatten = node.attrs.get("flatten", "True") in ("True", "1")
-        return node.op == "FullyConnected" and flatten and read % channels == 0
+        return flatten and read % channels == 0
 
     found = set()
     for i, node in enumerate(graph.nodes):
@@ -210,10 +219,16 @@ def _norms_before_products(graph: Graph, params: Params, policy: Policy) -> "Set
         own = all(is_own(source) for source, _ in node.inputs[1:])
         plain = node.attrs.get("axis", "1") == "1" and not node.inputs[0][1]
         if own and plain and i in readers:
-            channels = params[graph.nodes[node.inputs[1][0]].name].shape[0]
-            if all(takes_in(reader, k, channels) for reader, k in readers[i]):
+            *_, mean, variance = (params[graph.nodes[k].name] for k, _ in node.inputs[1:])
+            taken = all(takes_in(reader, k, mean.shape[0]) for reader, k in readers[i])
+            if taken and _is_near_zero(node, mean.asnumpy(), variance.asnumpy()):
                 found.add(i)
     return found
+
+
+def _is_near_zero(norm: Node, mean: Any, variance: Any) -> bool:
+    deviation = np.sqrt(variance.astype(np.float64) + float(norm.attrs.get("eps", "0.001")))
+    return bool((np.abs(mean) <= _DEVIATIONS * deviation).all())
 
 
 def _is_whole_without_border(convolution: Node) -> bool:

@@ -62,7 +62,10 @@ def fused(
     graph, values = folded(_renamed(graph), params, policy)
     graph, values = with_padded_channels(graph, values, policy)
     graph, values = _with_four_channels(graph, values, policy)
-    graph, values = folded_forward(graph, values, policy)
+    kept = _kept_by_shape(graph, values, policy)
+    graph, values = folded_forward(
+        graph, values, policy, lambda node: not policy.lowers or _is_kept(node, kept, policy)
+    )
     graph = _with_norms_and_relu(graph, policy)
     kept = _kept_by_shape(graph, values, policy)
     graph = _fused_by_mxnet(graph)

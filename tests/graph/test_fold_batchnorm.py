@@ -109,6 +109,10 @@ def both(data):
     return conv(data, "a", num_filter=3) + conv(data, "b", num_filter=3, no_bias=True)
 
 
+def everything(_node):
+    return True
+
+
 def returned(data):
     return mx.sym.Group([conv(data), data])
 
@@ -139,6 +143,7 @@ BEHIND = {
     "one reader of two": lambda: joint(norm(X)),
     "channels last": lambda: conv(norm(X, axis=3)),
     "rows": lambda: dense(norm(X), flatten=False),
+    "another": lambda: norm(norm(X)),
     "statistics": lambda: mx.sym.Group(list(norm(X, output_mean_var=True))),
     "shared": lambda: conv(norm(X), weight=W) + conv(X, "b", weight=W),
     "one of several outputs": lambda: conv(norm(mx.sym.split(X, num_outputs=2, axis=1)[1])),
@@ -151,7 +156,7 @@ def test_folding_into_what_reads_it(name, monkeypatch):
     symbol = {**FORWARD, **BEHIND}[name]()
     params, data = params_of(symbol, (2, 4, 8, 8))
     kept = {key: value.copy() for key, value in params.items()}
-    graph, values = folded_forward(Graph.from_symbol(symbol), params, B)
+    graph, values = folded_forward(Graph.from_symbol(symbol), params, B, everything)
     new = graph.to_symbol()
     assert ("BatchNorm" in operators_of(new)) == (name in BEHIND)
     assert set(values) == set(new.list_inputs()) - {"data"}
@@ -167,5 +172,22 @@ def test_folding_into_what_reads_it(name, monkeypatch):
 def test_no_folding_into_what_reads_it(policy):
     symbol = conv(norm(X, name="batchnorm0"))
     params, _ = params_of(symbol, (2, 4, 8, 8))
-    graph, _ = folded_forward(Graph.from_symbol(symbol), params, policy)
+    graph, _ = folded_forward(Graph.from_symbol(symbol), params, policy, everything)
+    assert "BatchNorm" in operators_of(graph.to_symbol())
+
+
+@pytest.mark.parametrize("mean, stays", [(5.0, False), (100.0, True)])
+def test_data_far_from_zero_keeps_its_norm(mean, stays):
+    symbol = conv(norm(X, name="n"))
+    params, _ = params_of(symbol, (2, 4, 8, 8))
+    params["n_moving_mean"] = nd.full((4,), mean)
+    params["n_moving_var"] = nd.ones((4,))
+    graph, _ = folded_forward(Graph.from_symbol(symbol), params, B, everything)
+    assert ("BatchNorm" in operators_of(graph.to_symbol())) == stays
+
+
+def test_a_product_in_bfloat16_reads_what_a_norm_gives():
+    symbol = conv(norm(X))
+    params, _ = params_of(symbol, (2, 4, 8, 8))
+    graph, _ = folded_forward(Graph.from_symbol(symbol), params, B, lambda _node: False)
     assert "BatchNorm" in operators_of(graph.to_symbol())
