@@ -13,6 +13,7 @@ from .graph import CASTS, Graph, GraphCopy, Node, Output
 __all__ = [
     "cast_offline",
     "count_losses",
+    "of_any_shape",
     "widened",
     "with_copies",
     "with_dtypes",
@@ -145,6 +146,12 @@ def without(graph: Graph, dropped: Mapping[int, int]) -> Graph:
         else:
             copy.add_copy(i)
     return copy.finished()
+
+
+def of_any_shape(variable: Node) -> Node:
+    """Return a variable without the shape that Gluon records."""
+    attrs = {name: text for name, text in variable.attrs.items() if name != "__shape__"}
+    return replace(variable, attrs=attrs)
 
 
 def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:

@@ -14,7 +14,6 @@ __all__ = [
     "Part",
     "Parts",
     "add",
-    "fourth_channel",
     "has_elements",
     "image_convolution",
     "is_equal_add",
@@ -195,13 +194,6 @@ def _add_fourth(parts: Parts, tensor: int, name: str) -> int:
     channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
     zeros = parts.add("zeros_like", f"{name}_zeros", channel)
     return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")
-
-
-def fourth_channel() -> Sequence[Part]:
-    """Return what gives one image its fourth channel, where the weight has it already."""
-    parts = Parts(inputs=1)
-    _add_fourth(parts, 0, "data")
-    return parts.made
 
 
 def is_split_of_rows(call: Call) -> bool:

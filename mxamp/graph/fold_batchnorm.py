@@ -1,11 +1,11 @@
-"""BatchNorm folded into the weights before it, for inference.
+"""BatchNorm folded into the weights before it or behind it, for inference.
 
 MXNet's own fusion folds BatchNorm into weights in the dtype that they have. In bfloat16 that biases
 them, since it rounds toward zero: here they are folded in float32, to be cast after that.
 """
 
 from collections import Counter
-from typing import Any, Dict, Mapping, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -14,7 +14,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..policy.policy import Policy
 from .graph import Graph, GraphCopy, Node, Output
 
-__all__ = ["Params", "float32_array", "folded", "readers_by_name"]
+__all__ = ["Params", "float32_array", "folded", "folded_forward", "readers_by_name"]
 
 Params = Dict[str, NDArray]
 
@@ -22,6 +22,8 @@ Params = Dict[str, NDArray]
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
 # Inputs of a product: data and weight.
 _WITHOUT_BIAS = 2
+# How far the mean of what a BatchNorm reads may be from 0, for products to read it as it is.
+_DEVIATIONS = 8
 
 
 def folded(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Tuple[Graph, Params]:
@@ -112,13 +114,129 @@ class _Pair:
 
     def fold(self, values: Mapping[str, NDArray]) -> Tuple[NDArray, NDArray]:
         """Return the product's weight and bias with the BatchNorm in them, in float32."""
-        gamma, beta, mean, variance = (
-            values[name].asnumpy().astype(np.float64) for name in self.statistics
-        )
-        if self.attrs.get("fix_gamma", "True") in ("True", "1"):
-            gamma = np.ones_like(gamma)
-        scale = gamma / np.sqrt(variance + float(self.attrs.get("eps", "0.001")))
+        scale, shift = _scale_and_shift(self.attrs, [values[name] for name in self.statistics])
         weight = values[self.weight].asnumpy()
         bias = values[self.bias].asnumpy() if self.bias in values else 0.0
         new = weight * scale.reshape((-1,) + (1,) * (weight.ndim - 1))
-        return float32_array(new), float32_array(beta + (bias - mean) * scale)
+        return float32_array(new), float32_array(bias * scale + shift)
+
+
+def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> Tuple[Any, Any]:
+    """Return what a BatchNorm multiplies with and adds, of its gamma, beta, mean and variance."""
+    gamma, beta, mean, variance = (array.asnumpy().astype(np.float64) for array in statistics)
+    if attrs.get("fix_gamma", "True") in ("True", "1"):
+        gamma = np.ones_like(gamma)
+    scale = gamma / np.sqrt(variance + float(attrs.get("eps", "0.001")))
+    return scale, beta - mean * scale
+
+
+# ---------------------------------------------------------------------- into what reads it
+
+
+def folded_forward(
+    graph: Graph, params: Params, policy: Policy, in_float32: Callable[[Node], bool]
+) -> Tuple[Graph, Params]:
+    """Fold BatchNorms into the products that read them, and that are `in_float32`.
+
+    Those are dense layers, and convolutions without borders of zeros: a border would have to be
+    what the BatchNorm makes zero. In low precision, data far from its mean 0 would lose what the
+    BatchNorm keeps; in float32 data up to 8 standard deviations from it loses three bits.
+    """
+    if "folded_norm" not in policy.substitutions or policy.rule("BatchNorm").given:
+        return graph, params
+    norms = _norms_before_products(graph, params, policy, in_float32)
+    unread = {graph.nodes[k].name for i in norms for k, _ in graph.nodes[i].inputs[1:]}
+    values = dict(params)
+    copy = GraphCopy(graph)
+    for i, node in enumerate(graph.nodes):
+        norm = node.inputs[0][0] if node.inputs else -1
+        if i in norms:
+            copy.read_instead(i, norm)
+        elif norm in norms:
+            names = [graph.nodes[source].name for source, _ in node.inputs[1:]]
+            bias = names[1] if len(names) > 1 else f"{node.name}_folded_bias"
+            before = graph.nodes[norm]
+            statistics = [values[graph.nodes[source].name] for source, _ in before.inputs[1:]]
+            scaled = _folded_behind(before.attrs, statistics, values[names[0]], values.get(bias))
+            values[names[0]], values[bias] = scaled
+            inputs = copy.inputs(node)
+            if len(inputs) == _WITHOUT_BIAS:
+                inputs.append(copy.add(Node("null", bias)))
+            copy.add_copy(i, inputs=inputs, attrs={**node.attrs, "no_bias": "False"})
+        elif not (node.is_variable and node.name in unread):
+            copy.add_copy(i)
+    return copy.finished(), {k: v for k, v in values.items() if k not in unread}
+
+
+def _folded_behind(
+    attrs: Mapping[str, str],
+    statistics: Sequence[NDArray],
+    weight: NDArray,
+    bias: Optional[NDArray],
+) -> Tuple[NDArray, NDArray]:
+    """Return a product's weight and bias with the BatchNorm before it in them, in float32."""
+    scale, shift = _scale_and_shift(attrs, statistics)
+    old = weight.asnumpy().astype(np.float64)
+    rows = old.reshape((old.shape[0], len(scale), -1))
+    added = (rows * shift.reshape((1, -1, 1))).sum(axis=(1, 2))
+    new = (rows * scale.reshape((1, -1, 1))).reshape(old.shape)
+    return float32_array(new), float32_array(added + (0 if bias is None else bias.asnumpy()))
+
+
+def _norms_before_products(
+    graph: Graph, params: Params, policy: Policy, in_float32: Callable[[Node], bool]
+) -> Set[int]:
+    """Return the BatchNorms that all that reads them can take in."""
+    readers: Dict[int, List[Tuple[int, int]]] = {}
+    for i, node in enumerate(graph.nodes):
+        for k, (source, output) in enumerate(node.inputs):
+            readers.setdefault(source, []).append((i, -1 if output else k))
+    names = readers_by_name(graph)
+    outputs = {i for i, _ in graph.heads}
+
+    def is_own(i: int) -> bool:
+        name = graph.nodes[i].name
+        known = name in params and params[name].dtype is np.float32
+        return known and names[name] == 1 and graph.nodes[i].is_variable
+
+    def takes_in(i: int, position: int, channels: int) -> bool:
+        node = graph.nodes[i]
+        parameters = [source for source, _ in node.inputs[1:]]
+        if node.op not in _PRODUCTS or position or not all(map(is_own, parameters)):
+            return False
+        if not in_float32(node):
+            return False
+        read = params[graph.nodes[parameters[0]].name].shape[1]
+        if node.op == "Convolution":
+            return read == channels and _is_whole_without_border(node)
+        flatten = node.attrs.get("flatten", "True") in ("True", "1")
+        return flatten and read % channels == 0
+
+    found = set()
+    for i, node in enumerate(graph.nodes):
+        if node.op != "BatchNorm" or i in outputs or policy.keeps_layer(node.name):
+            continue
+        own = all(is_own(source) for source, _ in node.inputs[1:])
+        plain = node.attrs.get("axis", "1") == "1" and not node.inputs[0][1]
+        if own and plain and i in readers:
+            *_, mean, variance = (params[graph.nodes[k].name] for k, _ in node.inputs[1:])
+            taken = all(takes_in(reader, k, mean.shape[0]) for reader, k in readers[i])
+            if taken and _is_near_zero(node, mean.asnumpy(), variance.asnumpy()):
+                found.add(i)
+    return found
+
+
+def _is_near_zero(norm: Node, mean: Any, variance: Any) -> bool:
+    deviation = np.sqrt(variance.astype(np.float64) + float(norm.attrs.get("eps", "0.001")))
+    return bool((np.abs(mean) <= _DEVIATIONS * deviation).all())
+
+
+def _is_whole_without_border(convolution: Node) -> bool:
+    attrs = convolution.attrs
+    border = attrs.get("pad", "()").strip("()[] ").split(",")
+    plain = attrs.get("layout", "None") in ("None", "NCHW", "NCW", "NCDHW")
+    return (
+        plain
+        and attrs.get("num_group", "1") == "1"
+        and not any(int(width) for width in border if width.strip())
+    )

@@ -1,12 +1,12 @@
 """Fusion for inference on CPUs: oneDNN's fused operators, made by MXNet's own pass.
 
-Around that pass: BatchNorm is folded first, activations are renamed to those that oneDNN fuses, and
-convolutions of images get a fourth channel.
+Around that pass: activations are renamed to those that oneDNN fuses, BatchNorm is folded, channels
+are padded, and what is left of BatchNorm takes in the relu behind it.
 """
 
 from collections import Counter
 from dataclasses import replace
-from typing import AbstractSet, Callable, Dict, FrozenSet, Iterable, Mapping, Sequence, Tuple
+from typing import AbstractSet, Dict, FrozenSet, Iterable, Mapping, Tuple
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -14,10 +14,10 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError
 from ..policy.decision import decide
 from ..policy.policy import Policy
-from .cast_params import without
-from .equivalents import Part, fourth_channel
-from .fold_batchnorm import Params, float32_array, folded, readers_by_name
-from .graph import Graph, GraphCopy, Node
+from .cast_params import of_any_shape, without
+from .fold_batchnorm import Params, float32_array, folded, folded_forward, readers_by_name
+from .graph import Graph, GraphCopy, Node, Output
+from .pad_channels import with_padded_channels
 from .shape_rules import choose, stand_in
 from .substitutions import ALL, find
 from .usage import Usage
@@ -42,6 +42,9 @@ _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
 _ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
 _APART = "amp_apart"
 
+#: The convolution that gives an image its fourth channel.
+_TO_FOUR = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
+
 
 def fused(
     graph: Graph, params: Mapping[str, NDArray], policy: Policy
@@ -57,7 +60,13 @@ def fused(
     if policy.lowers and policy.rule("Convolution").missing:
         raise ArgumentError(NO_KERNELS)
     graph, values = folded(_renamed(graph), params, policy)
+    graph, values = with_padded_channels(graph, values, policy)
     graph, values = _with_four_channels(graph, values, policy)
+    kept = _kept_by_shape(graph, values, policy)
+    graph, values = folded_forward(
+        graph, values, policy, lambda node: not policy.lowers or _is_kept(node, kept, policy)
+    )
+    graph = _with_norms_and_relu(graph, policy)
     kept = _kept_by_shape(graph, values, policy)
     graph = _fused_by_mxnet(graph)
     layers = [
@@ -114,17 +123,32 @@ def _is_kept(node: Node, kept: AbstractSet[str], policy: Policy) -> bool:
 
 
 def _with_four_channels(graph: Graph, params: Params, policy: Policy) -> Tuple[Graph, Params]:
-    """Give convolutions of images a fourth channel of zeros, as the substitution does in graphs."""
+    """Give convolutions of images a fourth channel of zeros, as the substitution does in graphs.
+
+    The image's comes from a 1x1 convolution, which stays in float32: one kernel, with five times
+    the speed of oneDNN's concatenation.
+    """
     weights = _weights_of_images(graph, params, policy)
     names = set(weights.values())
     values = dict(params)
     for name in names:
         padding = ((0, 0), (0, 1), (0, 0), (0, 0))
         values[name] = float32_array(np.pad(params[name].asnumpy(), padding))
-    nodes = [_of_any_shape(node) if node.name in names else node for node in graph.nodes]
-    fourth = fourth_channel()
-    graph = _with_parts(replace(graph, nodes=nodes), lambda i: fourth if i in weights else ())
-    return graph, values
+    copy = GraphCopy(graph)
+    images: Dict[Output, Output] = {}
+    for i, node in enumerate(graph.nodes):
+        inputs = copy.inputs(node)
+        if i in weights:
+            if node.inputs[0] not in images:
+                name = f"{node.name}_data_four"
+                values[f"{name}_weight"] = float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
+                weight = copy.add(Node("null", f"{name}_weight"))
+                colours = Node("Convolution", name, _TO_FOUR, [inputs[0], weight])
+                images[node.inputs[0]] = copy.add(colours)
+            inputs[0] = images[node.inputs[0]]
+        copied = of_any_shape(node) if node.name in names else node
+        copy.add_copy(i, inputs=inputs, attrs=copied.attrs)
+    return copy.finished(), values
 
 
 def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int, str]:
@@ -142,9 +166,53 @@ def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int
     return weights
 
 
-def _of_any_shape(variable: Node) -> Node:
-    attrs = {name: text for name, text in variable.attrs.items() if name != "__shape__"}
-    return replace(variable, attrs=attrs)
+# ---------------------------------------------------------------------- BatchNorm and relu
+
+
+def _with_norms_and_relu(graph: Graph, policy: Policy) -> Graph:
+    """Make one operator of BatchNorms and the relu behind them, which has a float32 kernel only."""
+    if policy.lowers or "norm_relu" not in policy.substitutions or policy.rule("BatchNorm").given:
+        return graph
+    pairs = _norms_before_relu(graph)
+    norms = set(pairs.values())
+    copy = GraphCopy(graph)
+    for i, node in enumerate(graph.nodes):
+        if i in pairs:
+            norm = graph.nodes[pairs[i]]
+            both = replace(norm, op="_contrib_BatchNormWithReLU", name=node.name)
+            copy.stand_in(i, replace(both, inputs=copy.inputs(norm)))
+        elif i in norms:
+            copy.read_instead(i, node.inputs[0][0])
+        else:
+            copy.add_copy(i)
+    return copy.finished()
+
+
+def _norms_before_relu(graph: Graph) -> Dict[int, int]:
+    """Return relus by index, with the BatchNorms before them that nothing else reads.
+
+    The kernel takes four axes alone: an operator on images must stand before or behind the two.
+    """
+    reads = [output for node in graph.nodes for output in node.inputs] + graph.heads
+    readers = Counter(i for i, _ in reads)
+    on_images = {i for i, node in enumerate(graph.nodes) if _is_on_images(node)}
+    read_by_those = {source for i in on_images for source, _ in graph.nodes[i].inputs[:1]}
+    pairs = {}
+    for i, node in enumerate(graph.nodes):
+        if node.op != "Activation" or node.attrs.get("act_type") != "relu":
+            continue
+        k, output = node.inputs[0]
+        norm = graph.nodes[k]
+        plain = norm.op == "BatchNorm" and norm.attrs.get("axis", "1") == "1"
+        images = i in read_by_those or (plain and norm.inputs[0][0] in on_images)
+        if plain and images and not output and readers[k] == 1:
+            pairs[i] = k
+    return pairs
+
+
+def _is_on_images(node: Node) -> bool:
+    kernel = node.attrs.get("kernel", "()").strip("()[] ")
+    return node.op in ("Convolution", "Pooling") and len(kernel.split(",")) == len("HW")
 
 
 # ---------------------------------------------------------------------- operators put in between
@@ -173,16 +241,3 @@ def _apart(graph: Graph) -> Graph:
 
 def _is_fusible(node: Node) -> bool:
     return not node.is_variable and node.num_outputs == 1
-
-
-def _with_parts(graph: Graph, parts: Callable[[int], Sequence[Part]]) -> Graph:
-    """Put parts before the first input of nodes: they count it as 0, and themselves from 1."""
-    copy = GraphCopy(graph)
-    for i, node in enumerate(graph.nodes):
-        inputs = copy.inputs(node)
-        read = inputs[:1]
-        for part in parts(i):
-            name, attrs = f"{node.name}_{part.suffix}", dict(part.attrs)
-            read.append(copy.add(Node(part.op, name, attrs, [read[k] for k in part.inputs])))
-        copy.add_copy(i, inputs=[*read[-1:], *inputs[1:]])
-    return copy.finished()

@@ -31,10 +31,11 @@ SHAPE_RULES = ("few_rows", "odd_channels", "plain_layout", "long_sums")
 EXACT_RULES = frozenset({"long_sums"})
 
 #: Names of substitutions, which operator lists and policies use: those of `graph.substitutions`,
-#: and the optimizers whose steps `patches.optimizers` makes faster.
+#: those that fused models alone have, and the optimizers whose steps `patches.optimizers` makes
+#: faster.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "add", "relu6", "layer_norm", "mean", "image_convolution", "split",
-    "rnn", "sgd", "adam",
+    "rnn", "padded_channels", "folded_norm", "norm_relu", "sgd", "adam",
 )  # fmt: skip
 
 

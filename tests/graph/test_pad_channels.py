@@ -1,0 +1,315 @@
+"""Convolutions padded to multiples of 16 output channels: the same answers, other kernels."""
+
+from collections import Counter
+
+import mxnet as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mxnet import nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import check_python, exported, kind, operators_of, randn, same, values, with_avx512
+from mxamp.graph.channels import Channels, joined, with_added
+from mxamp.graph.graph import Graph
+from mxamp.graph.pad_channels import with_padded_channels
+
+B = amp.Policy.default("bfloat16")
+S = mx.sym
+X = S.var("data")
+
+
+@pytest.fixture(autouse=True)
+def _without_fusion_in_executors(monkeypatch):
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+
+
+def conv(data, channels=24, kernel=1, name=None, **more):
+    pad = (kernel // 2,) * 2
+    options = {"num_filter": channels, "kernel": (kernel, kernel), "pad": pad, **more}
+    return S.Convolution(data, name=name, **options)
+
+
+def depthwise(data, channels=24, times=1, **more):
+    return conv(data, channels * times, 3, num_group=channels, **more)
+
+
+def norm(data, **more):
+    return S.BatchNorm(data, **{"fix_gamma": False, **more})
+
+
+def model(symbol, shape=(2, 16, 5, 5), seed=0):
+    """Return random parameters for a symbol, and data."""
+    random = np.random.RandomState(seed)
+    shapes, _, aux = symbol.infer_shape(data=shape)
+    names = [*symbol.list_arguments(), *symbol.list_auxiliary_states()]
+    params = {
+        name: nd.array((random.rand(*size) + 0.5 if "var" in name else random.randn(*size)) / 4)
+        for name, size in zip(names, [*shapes, *aux])
+    }
+    return params, params.pop("data")
+
+
+def run(symbol, params, data):
+    args = {name: data if name == "data" else params[name] for name in symbol.list_arguments()}
+    auxs = {name: params[name] for name in symbol.list_auxiliary_states()}
+    return [out.asnumpy() for out in symbol.bind(mx.cpu(), args, aux_states=auxs).forward()]
+
+
+def padded(symbol, params, policy=B):
+    graph, new = with_padded_channels(Graph.from_symbol(symbol), params, policy)
+    return graph.to_symbol(), new
+
+
+def filters(symbol):
+    """The output channels of each convolution."""
+    nodes = Graph.from_symbol(symbol).nodes
+    return [int(node.attrs["num_filter"]) for node in nodes if node.op == "Convolution"]
+
+
+def joint(*channels, behind=S.relu):
+    return conv(behind(S.concat(*(conv(X, each) for each in channels), dim=1)), 32)
+
+
+def residual(data):
+    first = conv(data)
+    return conv(first + conv(S.relu(conv(first, 144))), 32)
+
+
+def gated(join):
+    data = conv(X)
+    gate = conv(S.relu(conv(S.Pooling(data, global_pool=True, pool_type="avg"), 12)), 24)
+    return conv(join(data, S.clip(gate + 3, 0, 6) / 6), 32)
+
+
+def read_and_returned(data):
+    return S.Group([conv(data), data, data])
+
+
+def shared(weight):
+    return conv(X, weight=weight, no_bias=True) + conv(X, weight=weight, no_bias=True)
+
+
+#: A graph, the output channels of its convolutions then, and how many slices it has.
+GRAPHS = {
+    "an output": (lambda: conv(X), [32], 1),
+    "two outputs": (lambda: S.Group([conv(X), S.relu(conv(X, 40))]), [32, 48], 2),
+    "read and returned": (lambda: read_and_returned(conv(X)), [32, 32], 2),
+    "1000 to 1008": (lambda: S.Flatten(S.Pooling(S.relu(conv(X, 1000)), global_pool=True)), [1008], 1),
+    "a chain": (lambda: conv(S.clip(conv(S.relu(conv(X, 40)), 24), 0, 6), 32), [48, 32, 32], 0),
+    "depthwise": (lambda: conv(S.relu(depthwise(S.relu(conv(X)))), 32), [32, 32, 32], 0),
+    "depthwise times 2": (lambda: conv(depthwise(conv(X), times=2), 32), [32, 64, 32], 0),
+    "a bias or none": (lambda: conv(depthwise(conv(X, no_bias=True), no_bias=True), 24), [32] * 3, 1),
+    "residual": (lambda: residual(conv(X, 32)), [32, 32, 144, 32, 32], 0),
+    "gated": (lambda: gated(S.broadcast_mul), [32, 16, 32, 32], 0),
+    "norms": (lambda: conv(S.relu(norm(conv(X))), 32), [32, 32], 0),
+    "norms of fixed gamma": (lambda: conv(norm(conv(X), fix_gamma=True), 32), [32, 32], 0),
+    "concat": (lambda: joint(24, 32, 40), [32, 32, 48, 32], 0),
+    "concat and a norm": (lambda: joint(24, 32, 40, behind=norm), [32, 32, 48, 32], 0),
+    "dense": (lambda: S.FullyConnected(conv(X), num_hidden=3), [32], 0),
+    "dense behind flatten": (lambda: S.FullyConnected(S.Dropout(S.Flatten(conv(X))), num_hidden=3), [32], 0),
+    "dense of a concat": (lambda: S.FullyConnected(S.concat(conv(X), conv(X, 40), dim=1), num_hidden=3), [32, 48], 0),
+    "transposed": (lambda: S.transpose(conv(X), axes=(0, 2, 3, 1)), [32], 1),
+    "leaky, elu, gelu": (lambda: conv(S.LeakyReLU(S.LeakyReLU(S.LeakyReLU(conv(X)), act_type="elu"), act_type="gelu"), 32), [32, 32], 0),
+    "borders": (lambda: conv(S.pad(conv(X), mode="constant", pad_width=(0, 0, 0, 0, 1, 1, 2, 2)), 32), [32, 32], 0),
+    "pooled": (lambda: conv(S.Pooling(S.Pooling(conv(X), kernel=(2, 2)), pool_type="avg", kernel=(2, 2), pad=(1, 1)), 32), [32, 32], 0),
+}  # fmt: skip
+#: Graphs whose convolutions stay as they are.
+LEFT = {
+    "multiples of 16": lambda: conv(conv(X, 48), 32),
+    "more than a third": lambda: conv(conv(X, 20), 8),
+    "odd inputs": lambda: conv(S.concat(X, S.slice_axis(X, axis=1, begin=0, end=1), dim=1)),
+    "groups": lambda: conv(conv(X, num_group=4), 32),
+    "read by groups": lambda: conv(conv(X), 32, num_group=2),
+    "read by softmax": lambda: S.softmax(conv(X), axis=1),
+    "added to others": lambda: conv(S.elemwise_add(conv(X), S.tile(X, reps=(1, 2, 1, 1)).slice_axis(axis=1, begin=0, end=24)), 32),
+    "added to other channels": lambda: S.broadcast_add(conv(X), conv(X, 1)),
+    "a concat that is returned": lambda: S.concat(conv(X), conv(X, 40), dim=1),
+    "beside unknown channels": lambda: conv(S.concat(conv(X), X, dim=1), 32),
+    "on other axes": lambda: conv(S.concat(conv(X), conv(X), dim=2), 32),
+    "a shared weight": lambda: shared(S.var("w")),
+    "rows of pixels": lambda: S.FullyConnected(conv(X), num_hidden=3, flatten=False),
+    "exponentials": lambda: conv(S.exp(conv(X)), 32),
+    "large values": lambda: conv(conv(X) * 1e5 + 1e5, 32),
+    "sums of windows": lambda: conv(S.Pooling(conv(X) + 1, pool_type="sum", kernel=(2, 2)), 32),
+    "statistics": lambda: S.Group(list(norm(conv(X), output_mean_var=True))),
+    "dropout that always runs": lambda: conv(S.Dropout(conv(X), mode="always"), 32),
+    "prelu": lambda: conv(S.LeakyReLU(conv(X), act_type="prelu"), 32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_padded_graphs_answer_the_same(name):
+    make, channels, slices = GRAPHS[name]
+    symbol = make()
+    params, data = model(symbol)
+    kept = {key: value.copy() for key, value in params.items()}
+    new, values_now = padded(symbol, params)
+    assert filters(new) == channels
+    assert operators_of(new).count("slice_axis") == slices
+    for size in ((2, 16, 5, 5), (1, 16, 7, 5)) if "dense" not in name else ((2, 16, 5, 5),):
+        data = randn(*size)
+        for mine, theirs in zip(run(new, values_now, data), run(symbol, params, data)):
+            np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
+    assert all(same(params[key], kept[key]) for key in kept)
+    assert new.list_inputs() == symbol.list_inputs()
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_as_it_is(name):
+    symbol = LEFT[name]()
+    params, _ = model(symbol)
+    new, values_now = padded(symbol, params)
+    assert filters(new) == filters(symbol)
+    assert operators_of(new) == operators_of(symbol)
+    assert all(same(values_now[key], params[key]) for key in params)
+
+
+@pytest.mark.parametrize(
+    "policy", [B.untuned(), B.override(substitutions=["relu"]), B.override(low=["Convolution"])]
+)
+def test_off(policy):
+    symbol = conv(X)
+    params, _ = model(symbol)
+    assert filters(padded(symbol, params, policy)[0]) == [24]
+    assert filters(padded(symbol, params, B.in_float32())[0]) == [32]
+
+
+CHANNELS = st.sampled_from([12, 16, 24, 30, 40])
+
+
+@st.composite
+def networks(draw):
+    """A random network of operators that pass added channels on, and some that don't."""
+    tensors, outputs = [(X, 16)], []
+    for i in range(draw(st.integers(2, 8))):
+        data, count = draw(st.sampled_from(tensors))
+        kind_of = draw(st.sampled_from(
+            ["conv", "conv", "depthwise", "relu", "scale", "norm", "pool", "add", "mul", "concat", "exp", "out"]
+        ))  # fmt: skip
+        other, others = draw(st.sampled_from([one for one in tensors if one[1] == count]))
+        if kind_of == "conv":
+            count = draw(CHANNELS)
+            data = conv(data, count, draw(st.sampled_from([1, 3])), name=f"conv{i}")
+        elif kind_of == "concat":
+            data, count = S.concat(data, other, dim=1), count + others
+        elif kind_of == "out":
+            outputs.append(data)
+        else:
+            data = {
+                "depthwise": lambda d=data, c=count: depthwise(d, c),
+                "relu": lambda d=data: S.relu(d),
+                "scale": lambda d=data: S.clip(d + 3, 0, 6) / 6,
+                "norm": lambda d=data: norm(d),
+                "pool": lambda d=data: S.Pooling(d, kernel=(3, 3), pad=(1, 1), pool_type="avg"),
+                "add": lambda d=data, o=other: S.elemwise_add(d, o),
+                "mul": lambda d=data, o=other: S.broadcast_mul(d, S.sigmoid(o)),
+                "exp": lambda d=data: S.exp(-S.abs(d)),
+            }[kind_of]()
+        tensors.append((data, count))
+    return S.Group([*outputs, tensors[-1][0]])
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(network=networks(), seed=st.integers(0, 9))
+def test_random_networks_answer_the_same(network, seed):
+    params, data = model(network, (1, 16, 4, 3), seed)
+    new, values_now = padded(network, params)
+    auxs = {name: params[name] for name in network.list_auxiliary_states()}
+    args = {name: value for name, value in params.items() if name not in auxs}
+    symbol, *held = amp.convert_model(network, args, auxs, policy=B.in_float32(), fuse=True)
+    plain = run(network, params, data)
+    for one, its in ((new, values_now), (symbol, {**held[0], **held[1]})):
+        for mine, theirs in zip(run(one, its, data), plain):
+            assert mine.shape == theirs.shape
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_channels():
+    a, b = Channels(((24, 8),), frozenset({1})), Channels(((16, 0),))
+    assert joined([a, b, b, a]) == Channels(((24, 8), (56, 8)), frozenset({1}))
+    assert joined([b, a]).runs == ((40, 8),)
+    assert (joined([b, a]).own, joined([b, a]).total) == (40, 48)
+    weight = np.arange(1, 7).reshape(1, 6)
+    assert with_added(weight, 1, ((2, 1), (1, 0)), -1).tolist() == [[1, 2, 3, 4, -1, -1, 5, 6]]
+
+
+def small_network():
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(24, 3, strides=2, in_channels=3), nn.BatchNorm(), nn.Activation("relu"),
+        nn.Conv2D(24, 3, groups=24, in_channels=24), nn.BatchNorm(),
+        nn.Conv2D(40, 1), nn.GlobalAvgPool2D(), nn.Flatten(),
+    )  # fmt: skip
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+@with_avx512
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_converted_blocks_run_in_mxnet_alone(dtype, tmp_path):
+    net, x = small_network(), nd.random.normal(shape=(3, 3, 12, 12))
+    plain = net(x).asnumpy()
+    policy = B if dtype == "bfloat16" else B.in_float32()
+    fast = amp.convert_hybrid_block(net, policy=policy, example_inputs=x, fuse=True)
+    out = fast(x)
+    tolerance = 0.02 if dtype == "bfloat16" else 1e-6
+    assert np.linalg.norm(values(out) - plain) <= tolerance * np.linalg.norm(plain)
+    first = fast.collect_params()[net[0].weight.name].data()
+    assert (first.shape, kind(first)) == ((32, 4 if dtype == "bfloat16" else 3, 3, 3), dtype)
+    assert [
+        node.name[-8:] for node in amp.explain(fast, policy=policy).filter(operator="slice_axis")
+    ] == ["channels"]
+    assert fast(x[:1]).shape == (1, 40)
+    assert fast(nd.ones((2, 3, 20, 16))).shape == (2, 40)
+    assert same(exported(fast, tmp_path)(x), out)
+    assert net[0].weight.shape == (24, 3, 3, 3)
+
+
+@with_avx512
+def test_what_is_infinite_makes_no_silent_number():
+    net, x = small_network(), nd.random.normal(shape=(1, 3, 12, 12))
+    x[0, 0, 5, 5] = np.inf
+    plain = net(x).asnumpy()
+    fast = amp.convert_hybrid_block(net, policy=B.in_float32(), example_inputs=x, fuse=True)(x)
+    wrong = fast.asnumpy() != plain
+    assert not np.isfinite(fast.asnumpy()[wrong]).any()
+
+
+#: Models with channels that are no multiples of 16, and image sizes that they take.
+SIZES = {"mobilenet_v2_1_0": 32, "squeezenet1_1": 224}
+PROGRAM = """
+import mxamp as amp, mxnet as mx
+policy = amp.Policy.default("bfloat16")
+off = policy.override(substitutions=set(policy.substitutions) - {"padded_channels"})
+for name, size in SIZES.items():
+    net = getattr(mx.gluon.model_zoo.vision, name)()
+    net.initialize()
+    x = mx.nd.ones((1, 3, size, size))
+    for one in (policy, off):
+        fast = amp.convert_hybrid_block(net, policy=one, example_inputs=x, fuse=True)
+        print("\\nmodel", name, one is policy, flush=True)
+        fast(x).wait_to_read()
+"""
+
+
+@with_avx512
+@pytest.mark.slow
+def test_no_convolution_of_these_models_falls_back_to_matrix_products():
+    printed = check_python(
+        f"SIZES = {SIZES}{PROGRAM}", env={"DNNL_VERBOSE": "1", "MKLDNN_VERBOSE": "1"}
+    )
+    products, key = Counter(), ()
+    for line in printed.splitlines():
+        if line.startswith("model"):
+            key = tuple(line.split()[1:])
+        # The 1x1 convolution that gives images a fourth channel is best as a product.
+        elif ",convolution,x64:gemm:jit," in line and "_ic3oc4_" not in line:
+            products[key] += 1
+    for name in SIZES:
+        assert products[name, "True"] == 0
+        assert products[name, "False"] > 0
