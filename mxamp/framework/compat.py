@@ -48,8 +48,8 @@ FAILED_BEFORE = (
 )
 BROKEN = "MXNet is installed, and can't be imported: {error}. `mxamp doctor` says what to do."
 SERVING = (
-    "the {role} of this run has failed: {error}. Where it could not bind, another program listens on "
-    "its port: choose another DMLC_PS_ROOT_PORT, or start `mxamp launch` again, which looks for one"
+    "the {role} of this run has failed: {error}. Where it could not bind, another program listens "
+    "on its port: set another DMLC_PS_ROOT_PORT, or start `mxamp launch` again, which looks for one"
 )
 NO_DRIVER = (
     "mxnet-cu112 is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install "
