@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import importlib.util
 import math
+import os
 import re
 import sys
 import types
@@ -46,6 +47,10 @@ FAILED_BEFORE = (
     "process. Start a new process and put `import mxamp` above the first `import mxnet`."
 )
 BROKEN = "MXNet is installed, and can't be imported: {error}. `mxamp doctor` says what to do."
+SERVING = (
+    "the {role} of this run has failed: {error}. Where it could not bind, another program listens "
+    "on its port: set another DMLC_PS_ROOT_PORT, or start `mxamp launch` again, which looks for one"
+)
 NO_DRIVER = (
     "mxnet-cu112 is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install "
     "the driver (450.80 or later), or on a machine without an NVIDIA GPU install the CPU build: "
@@ -87,8 +92,12 @@ def import_mxnet() -> Any:
             try:
                 return importlib.import_module("mxnet")
             except Exception as error:
-                said = str(error).strip() or type(error).__name__
-                _failed.append(InstallError(BROKEN.format(error=said.splitlines()[-1])))
+                said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+                role = os.environ.get("DMLC_ROLE", "")
+                # Importing MXNet serves in these processes, until all workers have ended.
+                serves = role in ("scheduler", "server") and type(error).__name__ == "MXNetError"
+                message = SERVING if serves else BROKEN
+                _failed.append(InstallError(message.format(role=role, error=said)))
                 raise _failed[0] from error
     return sys.modules["mxnet"]
 

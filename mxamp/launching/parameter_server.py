@@ -17,7 +17,7 @@ __all__ = ["ParameterServerRun"]
 
 _HOST = "127.0.0.1"
 #: Importing MXNet serves, by the role that the environment gives; mxamp makes it importable.
-_SERVE = "import mxamp"
+_SERVE = "import sys; sys.tracebacklimit = 0; import mxamp"
 _POLL = 0.05
 
 FAILED = "{ending}: ending the other processes"

@@ -84,6 +84,26 @@ def test_mxnet_that_is_not_installed(monkeypatch, modules):
         _compat.import_mxnet()
 
 
+@pytest.mark.parametrize(
+    "role, error, words",
+    [
+        ("scheduler", mx.base.MXNetError("bind failed"), "the scheduler of this run has failed: "),
+        ("server", mx.base.MXNetError("bind failed"), "the server of this run has failed: bind"),
+        ("server", ImportError("no library"), "MXNet is installed, and can't be imported: no lib"),
+        ("worker", mx.base.MXNetError("it"), "MXNet is installed, and can't be imported: it. "),
+    ],
+)
+def test_a_server_that_fails_is_no_broken_installation(monkeypatch, modules, role, error, words):
+    for name in [n for n in modules if n.split(".")[0] == "mxnet"]:
+        del modules[name]
+    monkeypatch.setenv("DMLC_ROLE", role)
+    monkeypatch.setattr(_compat, "_failed", [])
+    monkeypatch.setattr(_compat, "prepare", lambda: None)
+    monkeypatch.setattr(_compat.importlib, "import_module", mock.Mock(side_effect=error))
+    with pytest.raises(InstallError, match=words):
+        _compat.import_mxnet()
+
+
 def test_restoring_numpy():
     bare = types.ModuleType("numpy")
     bare.__version__ = "2.4.0"
