@@ -151,12 +151,12 @@ def resolve(name: str) -> Operator:
 
     Raises `UnknownNameError` with the closest names where there is none.
     """
-    if not isinstance(name, str):
-        raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
     try:
         return _by_name()[name]
-    except KeyError:
-        raise unknown("operator", name, _by_name()) from None
+    except (KeyError, TypeError):
+        if isinstance(name, str):
+            raise unknown("operator", name, _by_name()) from None
+    raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
 
 
 def handle_of(name: str) -> int:
