@@ -82,7 +82,7 @@ class Contender:
         self.process.wait()
         self.log.seek(0)
         lines = [text.strip() for text in self.log if "Error" in text] or ["the process died"]
-        self.failure = lines[-1][:100]
+        self.failure = lines[-1].replace("RuntimeError: ", "")[:100]
         return {}
 
     def turn(self) -> Optional[float]:
@@ -100,6 +100,9 @@ class Contender:
         """End the process."""
         self.process.kill()
         self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
         self.log.close()
 
 
