@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -346,7 +347,9 @@ def models(monkeypatch):
         monkeypatch.setitem(names, name, value)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return SimpleNamespace(main=module.main, names=names, measured=measured, measure=measure)
+    return SimpleNamespace(
+        main=module.main, names=names, measured=measured, measure=measure, show=module.show
+    )
 
 
 @pytest.mark.parametrize(
@@ -436,3 +439,23 @@ def test_peak_memory_of_a_contender_is_the_kernel_s_own_figure(monkeypatch, tmp_
     finally:
         contender.close()
     assert 50 << 20 < contender.said["memory"] <= peak < len(own)
+
+
+def test_rows_of_exported_models_say_where_they_differ_and_why_they_fail(
+    models, monkeypatch, tmp_path
+):
+    figures = {"milliseconds": 1.0, "memory": None, "gradient_error": None}
+    rows = [
+        {**row(name, 1.0, 0.9, 1.1), **figures, "output_error": error}
+        for name, error in (("openvino32", 2e-4), ("openvino", 2e-3), ("onnxruntime", math.nan))
+    ]
+    console = Console(width=150, file=io.StringIO())
+    models.show(rows, console)
+    shown = [line for line in console.file.getvalue().splitlines() if "mlp-64" in line]
+    assert ["differs" in line for line in shown] == [True, False, True]
+    models_onnx = importlib.import_module("models_onnx")
+    monkeypatch.setattr(models_onnx, "export", lambda *_: {}["Reshape"])
+    monkeypatch.setattr(sys, "argv", ["models_onnx.py", "bert-4", str(tmp_path)])
+    models_onnx.main()
+    with pytest.raises(RuntimeError, match="not exported: KeyError: 'Reshape'"):
+        models_onnx.onnx_step("openvino", "bert-4", tmp_path)
