@@ -23,6 +23,7 @@ that `mxamp launch` has started learns to end without the others, and to say wha
 Import mxamp before MXNet: it makes MXNet 1.9.1 importable on newer Python and NumPy.
 """
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 from typing import List as _List
@@ -46,6 +47,19 @@ except InstallError as error:
         raise
     _problem = error
 else:
+    from .framework.worker_process import prepare_launched as _prepare_launched
+    from .patches.autocast import autocast, init, shutdown
+    from .policy.active import current_policy, is_enabled
+    from .policy.custom_operators import register_custom_operator
+    from .policy.evidence import Evidence, LayerCost, Trial
+    from .policy.policy import Policy
+    from .scaling.grad_scaler import GradScaler
+    from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler
+    from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale
+
+    _prepare_launched()
+
+if _TYPE_CHECKING:
     from . import debugging
     from .convert.bucketing import convert_bucketing_module
     from .convert.compare import OutputError, compare_models, random_inputs
@@ -54,7 +68,6 @@ else:
     from .debugging.drawing import draw
     from .debugging.explain import explain
     from .debugging.plan import Plan
-    from .framework.worker_process import prepare_launched as _prepare_launched
     from .frontends.contrib import patch_contrib
     from .frontends.decorate import decorate
     from .frontends.functions import (
@@ -75,17 +88,29 @@ else:
         list_lp16_use_fp32_params,
         list_widest_type_cast,
     )
-    from .patches.autocast import autocast, init, shutdown
-    from .policy.active import current_policy, is_enabled
-    from .policy.custom_operators import register_custom_operator
-    from .policy.evidence import Evidence, LayerCost, Trial
-    from .policy.policy import Policy
-    from .scaling.grad_scaler import GradScaler
-    from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler
-    from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale
     from .tuning.tune import tune
 
-    _prepare_launched()
+#: What is loaded when it is first used, by module: a program that trains needs none of it, and it
+#: is half of the package.
+_LATER = {
+    "convert.bucketing": "convert_bucketing_module",
+    "convert.compare": "OutputError compare_models random_inputs",
+    "convert.files": "ConvertedFiles convert_files",
+    "convert.models": "convert_hybrid_block convert_model convert_symbol",
+    "debugging": "debugging",
+    "debugging.drawing": "draw",
+    "debugging.explain": "explain",
+    "debugging.plan": "Plan",
+    "frontends.contrib": "patch_contrib",
+    "frontends.decorate": "decorate",
+    "frontends.functions": "float_function half_function promote_function register_float_function "
+    "register_half_function register_promote_function",
+    "frontends.opt_levels": "initialize",
+    "frontends.stock_lists": "list_conditional_fp32_ops list_fp32_ops list_loss_output_functions "
+    "list_lp16_fp32_ops list_lp16_ops list_lp16_use_fp32_params list_widest_type_cast",
+    "tuning.tune": "tune",
+}
+_modules = {name: module for module, names in _LATER.items() for name in names.split()}
 
 __all__ = [
     "AmpError",
@@ -150,9 +175,13 @@ def __dir__() -> _List[str]:
     return sorted(__all__)
 
 
-if not _TYPE_CHECKING and _problem is not None:
+if not _TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise InstallError(str(_problem))
+        if _problem is not None and not name.startswith("__"):
+            raise InstallError(str(_problem))
+        if name not in _modules:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _import_module(f".{_modules[name]}", __name__)
+        found = globals()[name] = module if name == "debugging" else vars(module)[name]
+        return found

@@ -3,13 +3,18 @@
 import importlib.util
 import io
 import json
+import math
 import os
+import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from helpers import ROOT
@@ -121,6 +126,7 @@ BENCHMARKS = sorted(path.name for path in BENCH.iterdir() if path.is_file() and 
 
 def test_these_are_the_benchmarks():
     assert BENCHMARKS == [
+        "compare",
         "convert",
         "debugging",
         "dist",
@@ -131,6 +137,7 @@ def test_these_are_the_benchmarks():
         "plot",
         "probe_loss_outputs",
         "probe_operators",
+        "startup",
         "trace",
     ]
 
@@ -224,6 +231,7 @@ def test_published_figures_are_whole():
         ("convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"]),
         ("models", ["--rounds", "1", "--model", "lstm-8"], ["mxamp, fused", "training", "float32"]),
         ("trace", ["--rounds", "1", "--steps", "3"], ["with a trace", "scale_loss"]),
+        ("startup", ["--rounds", "1"], ["import, s", "first call", "bfloat16"]),
         ("kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"]),
     ],
 )  # fmt: skip
@@ -264,3 +272,190 @@ def test_the_probe_says_what_works_and_what_does_not(tmp_path):
     if "avx512" in features():
         assert found["Activation"]["blocked"]["output_error"] < 0.01
         assert found["Activation"]["plain"]["forward_speed"] > 0
+
+
+def row(contender, ratio=None, least=None, greatest=None, model="mlp-64"):
+    found = {"model": model, "mode": "training", "contender": contender}
+    if ratio is None:
+        return {**found, "failure": "Error: it died"}
+    return {**found, "ratio": ratio, "least": least, "greatest": greatest}
+
+
+@pytest.fixture
+def compared(tmp_path, monkeypatch):
+    """Runs scripts/bench/compare on rows, and changes of the second file's conditions."""
+
+    def compare(old, new, cpu="Xeon"):
+        for name, rows, where in (("old", old, "Xeon"), ("new", new, cpu)):
+            machine = {"cpu": where, "features": [], "cores": 1}
+            found = {"machine": machine, "setup": {"dtype": "bfloat16"}, "rows": rows}
+            (tmp_path / f"{name}.json").write_text(json.dumps(found))
+        return CliRunner().invoke(main, [str(tmp_path / "old.json"), str(tmp_path / "new.json")])
+
+    monkeypatch.syspath_prepend(str(BENCH))
+    main = runpy.run_path(str(BENCH / "compare"))["main"]
+    return compare
+
+
+@pytest.mark.parametrize(
+    "new, said",
+    [
+        (row("mxamp", 1.8, 1.7, 1.85), "mlp-64 training mxamp: 2.00 (1.90 to 2.10) before, 1.80 (1.70 to 1.85) now: 10% slower"),
+        (row("mxamp"), "mlp-64 training mxamp: fails now: Error: it died"),
+        (row("mxamp", 1.97, 1.80, 1.98), "nothing got slower"),  # less than 2 %
+        (row("mxamp", 1.8, 1.7, 2.05), "nothing got slower"),  # rounds as fast as before
+        (row("mxamp", 1.91, 1.89, 1.92), "nothing got slower"),  # as slow as some before
+        (row("mxamp", 2.2, 2.15, 2.3), "nothing got slower"),
+    ],
+)  # fmt: skip
+def test_figures_are_compared_row_by_row(compared, new, said):
+    done = compared([row("mxamp", 2.0, 1.9, 2.1), row("stock", 1.0, 1.0, 1.0)], [new])
+    assert done.output == f"{said}\n"
+    assert done.exit_code == (said != "nothing got slower")
+
+
+def test_figures_that_can_not_be_compared(compared, tmp_path):
+    one, other = row("mxamp", 1.0, 0.9, 1.1), row("stock", 1.0, 0.9, 1.1)
+    for rows, cpu, said in (
+        ([other], "Xeon", "no row in common"),
+        ([one], "EPYC", "ratios of another cpu can't be compared: 'Xeon' before, 'EPYC' now"),
+        ([{"model": 1}], "Xeon", "new.json has no figures of scripts/bench/models"),
+        ([], "Xeon", "new.json has no rows with ratios"),
+    ):
+        done = compared([one], rows, cpu)
+        assert done.exit_code == 1
+        assert said in done.output
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """The benchmark as a module, in which each measurement is one row."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = SimpleNamespace(**runpy.run_path(str(BENCH / "models")))
+    measured = []
+
+    def measure(model, mode, *_):
+        measured.append((model, mode))
+        return [{**row("mxamp", 1.0, 0.9, 1.1, model), "mode": mode}]
+
+    names = module.main.callback.__globals__
+    for name, value in {
+        "measure": measure,
+        "show": lambda *_: None,
+        "versions": lambda _: {},
+    }.items():
+        monkeypatch.setitem(names, name, value)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return SimpleNamespace(
+        main=module.main, names=names, measured=measured, measure=measure, show=module.show
+    )
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--only", "mxamp,tourch"], "unknown contender 'tourch'; the closest are 'torch', "),
+        (["--torch-python", sys.executable], "has no torch, torchvision: give --torch-python one"),
+        (["--only", "openvino"], "has no openvino: give --openvino-python one that has"),
+        (["--only", "mxamp", "--compare", "old.json"], "old.json has no figures of scripts/bench"),
+    ],
+)
+def test_models_refuses_before_it_measures(models, options, said, tmp_path, monkeypatch):
+    for module in ("torch", "openvino"):
+        (tmp_path / f"{module}.py").write_text("raise ImportError('none here')")
+    (tmp_path / "old.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = CliRunner().invoke(models.main, options)
+    assert done.exit_code != 0
+    assert said in " ".join(done.output.split())
+    assert models.measured == []
+
+
+def test_png_needs_matplotlib_before_anything_is_measured(models, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = CliRunner().invoke(models.main, ["--png", str(tmp_path / "speed.png")])
+    assert (done.exit_code, models.measured) == (1, [])
+    assert "--png needs matplotlib: pip install mxamp[plots]" in done.output
+
+
+def test_figures_of_a_run_that_is_cut_off_are_kept(models, monkeypatch, tmp_path):
+    path = tmp_path / "figures.json"
+
+    def cut_off(model, mode, *rest):
+        if model == "bert-4" and mode == "training":
+            raise KeyboardInterrupt
+        return models.measure(model, mode, *rest)
+
+    monkeypatch.setitem(models.names, "measure", cut_off)
+    done = CliRunner().invoke(
+        models.main,
+        ["--model", "mlp-64", "--model", "bert-4", "--only", "mxamp", "--json", str(path)],
+    )
+    assert done.exit_code == 1
+    assert [(r["model"], r["mode"]) for r in json.loads(path.read_text())["rows"]] == [
+        ("mlp-64", "inference"),
+        ("mlp-64", "training"),
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_some_contenders_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    contenders = importlib.import_module("contenders")
+    only = contenders.chosen(" mxamp,fused")
+    setup = contenders.Setup("bfloat16", False, only, {})
+    assert list(contenders.contenders_of("inference", setup)) == ["float32", "mxamp", "fused"]
+    assert list(contenders.contenders_of("training", setup)) == ["float32", "mxamp"]
+    all_here = setup._replace(only=(), pythons={"openvino": "/elsewhere/python"})
+    found = contenders.contenders_of("inference", all_here)
+    assert list(found)[-3:] == ["fused", "openvino32", "openvino"]
+    assert (found["openvino"], found["mxamp"]) == ("/elsewhere/python", sys.executable)
+
+
+def test_peak_memory_of_a_contender_is_the_kernel_s_own_figure(monkeypatch, tmp_path):
+    """Another process can read it too: it is no more than the process has held since then."""
+    if not os.path.exists("/proc/self/status"):
+        pytest.skip("needs Linux's /proc")
+    monkeypatch.syspath_prepend(str(BENCH))
+    contenders = importlib.import_module("contenders")
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
+        "from models_worker import peak_memory, speak\n"
+        "held = b'x' * (50 << 20); del held\n"
+        "speak(memory=peak_memory())\n"
+        "sys.stdin.read()\n"
+    )
+    monkeypatch.setattr(contenders, "WORKER", worker)
+    own = bytearray(300 << 20)  # a child that is forked starts with its parent's ru_maxrss
+    contender = contenders.Contender(
+        "mxamp", "mlp-64", "training", "bfloat16", tmp_path, sys.executable
+    )
+    try:
+        status = pathlib.Path(f"/proc/{contender.process.pid}/status").read_text()
+        peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+    finally:
+        contender.close()
+    assert 50 << 20 < contender.said["memory"] <= peak < len(own)
+
+
+def test_rows_of_exported_models_say_where_they_differ_and_why_they_fail(
+    models, monkeypatch, tmp_path
+):
+    figures = {"milliseconds": 1.0, "memory": None, "gradient_error": None}
+    rows = [
+        {**row(name, 1.0, 0.9, 1.1), **figures, "output_error": error}
+        for name, error in (("openvino32", 2e-4), ("openvino", 2e-3), ("onnxruntime", math.nan))
+    ]
+    console = Console(width=150, file=io.StringIO())
+    models.show(rows, console)
+    shown = [line for line in console.file.getvalue().splitlines() if "mlp-64" in line]
+    assert ["differs" in line for line in shown] == [True, False, True]
+    models_onnx = importlib.import_module("models_onnx")
+    monkeypatch.setattr(models_onnx, "export", lambda *_: {}["Reshape"])
+    monkeypatch.setattr(sys, "argv", ["models_onnx.py", "bert-4", str(tmp_path)])
+    models_onnx.main()
+    with pytest.raises(RuntimeError, match="not exported: KeyError: 'Reshape'"):
+        models_onnx.onnx_step("openvino", "bert-4", tmp_path)

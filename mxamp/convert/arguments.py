@@ -78,7 +78,8 @@ def known_dtypes(
 ) -> Dict[str, str]:
     """Return the dtype of every input of a symbol: a parameter's, given, inferred, or float32."""
     inputs = sym.list_inputs()
-    known = {name: dtype_name(dtype) for name, dtype in held.items() if name in inputs}
+    read = set(inputs)
+    known = {name: dtype_name(dtype) for name, dtype in held.items() if name in read}
     if given is not None and not isinstance(given, Mapping):
         raise ArgumentError(f"input_dtypes must map names of inputs to dtypes, not {shown(given)}")
     with located("input_dtypes"):

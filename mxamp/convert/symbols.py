@@ -7,6 +7,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast
+from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
 from ..graph.builder import HALVES, is_inserted
@@ -81,6 +82,7 @@ class Converted(NamedTuple):
     policy: Policy  #: what decided
 
 
+@collector_paused()
 def convert(
     symbol: Symbol, conversion: Conversion, params: Optional[Mapping[str, NDArray]] = None
 ) -> Converted:

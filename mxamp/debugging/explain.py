@@ -16,8 +16,9 @@ from ..framework.machine import dtype_name
 from ..framework.wording import one_of, shown
 from ..graph.cast_params import cast_offline, count_losses
 from ..graph.graph import CASTS, Graph, Node
-from ..graph.insert_casts import Rewrite, rewrite
+from ..graph.insert_casts import rewrite
 from ..graph.recognise import layer_costs, recognised
+from ..graph.rewrite import Rewrite
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import suspended

@@ -26,8 +26,6 @@ from ..policy.decision import Decision
 
 __all__ = ["Call", "Observer"]
 
-_TENSORDOT = resolve("_npi_tensordot")
-
 
 class Call(NamedTuple):
     """An eager call of an operator, before it is made."""
@@ -162,7 +160,8 @@ class Observer(PatchSet):
 
     def _build_tensordot(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
-            return self.on_call(Call(_TENSORDOT, [a, b]), lambda given: original(*given, axes))
+            call = Call(resolve("_npi_tensordot"), [a, b])
+            return self.on_call(call, lambda given: original(*given, axes))
 
         return tensordot
 

@@ -12,7 +12,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import CSRNDArray, RowSparseNDArray
 
 from .machine import DTYPE_CODES, DTYPE_NAMES
-from .operators import resolve
+from .operators import handle_of
 
 __all__ = [
     "KIND_NAMES",
@@ -38,9 +38,9 @@ _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 #: MXNet's own entry to every operator, as it was before anything was patched: calls that mxamp
 #: makes itself never go through its patch.
 invoke = mx_ctypes._imperative_invoke
-_AMP_CAST = resolve("amp_cast").handle
-_CAST = resolve("Cast").handle
-_COPY = resolve("identity").handle
+_AMP_CAST = handle_of("amp_cast")
+_CAST = handle_of("Cast")
+_COPY = handle_of("identity")
 
 
 def dtype_code(array: NDArray) -> int:

@@ -23,6 +23,7 @@ __all__ = [
     "Operator",
     "WRITTEN_BY_USERS",
     "by_handle",
+    "handle_of",
     "registry",
     "resolve",
     "starts_backward",
@@ -126,7 +127,7 @@ def registry() -> Mapping[str, Operator]:
     """Return every operator of the loaded MXNet by canonical name (30 ms, once)."""
     aliases: Dict[int, List[str]] = {}
     for name in _all_names():
-        aliases.setdefault(_handle(name), []).append(name)
+        aliases.setdefault(handle_of(name), []).append(name)
     operators = (_describe(handle, tuple(names)) for handle, names in aliases.items())
     return MappingProxyType({operator.name: operator for operator in operators})
 
@@ -150,12 +151,22 @@ def resolve(name: str) -> Operator:
 
     Raises `UnknownNameError` with the closest names where there is none.
     """
-    if not isinstance(name, str):
-        raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
     try:
         return _by_name()[name]
-    except KeyError:
-        raise unknown("operator", name, _by_name()) from None
+    except (KeyError, TypeError):
+        if isinstance(name, str):
+            raise unknown("operator", name, _by_name()) from None
+    raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
+
+
+def handle_of(name: str) -> int:
+    """Return the handle of an operator of MXNet's, named by any of its names.
+
+    Modules look up the operators that they call with it: it does not read the whole registry.
+    """
+    handle = ctypes.c_void_p()
+    check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
+    return int(handle.value or 0)
 
 
 def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
@@ -180,12 +191,6 @@ def _all_names() -> List[str]:
     size, names = mx_uint(), ctypes.POINTER(ctypes.c_char_p)()
     check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(names)))
     return sorted(py_str(names[i]) for i in range(size.value))
-
-
-def _handle(name: str) -> int:
-    handle = ctypes.c_void_p()
-    check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
-    return int(handle.value or 0)
 
 
 def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:

@@ -14,7 +14,7 @@ import os
 import threading
 from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
 
-__all__ = ["FrontEnd", "Patch", "PatchSet", "patched"]
+__all__ = ["FrontEnd", "Patch", "PatchSet", "original", "patched"]
 
 logger = logging.getLogger("mxamp")
 
@@ -84,6 +84,16 @@ def _restack(patches: Sequence[Patch], original: Any) -> None:
     for patch in patches:
         patch._put_over(original)
         original = patch.ours
+
+
+def original(owner: Any, name: str) -> Any:
+    """Return an attribute as it is below all patches.
+
+    Modules that call MXNet past mxamp's patches take it from here: they may be loaded while
+    patches are in place.
+    """
+    stack = _stacks.get((id(owner), name))
+    return stack[0].original if stack else vars(owner)[name]
 
 
 def patched() -> List[str]:

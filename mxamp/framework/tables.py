@@ -4,9 +4,6 @@ import html
 from io import StringIO
 from typing import Any, Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 __all__ = ["cell_text", "html_table", "text_table"]
 
 #: Lines are never cut or folded: names of nodes are made to be copied.
@@ -15,6 +12,10 @@ _WIDTH = 10_000
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return rows under headings, numbers on the right, lines as long as they need to be."""
+    # rich is a third of what `import mxamp` would take, and is needed by few programs.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="")
     for i, heading in enumerate(headings):
         right = _holds_numbers(rows, i)

@@ -12,7 +12,7 @@ from typing import FrozenSet, List, Mapping, Optional, Sequence
 from mxnet.ndarray.ndarray import NDArray
 
 from .arrays import KIND_NAMES, dtype_code, invoke
-from .operators import resolve
+from .operators import handle_of
 
 __all__ = ["kept_safe", "zero_gradients"]
 
@@ -52,14 +52,14 @@ _OF_ONE_INPUT: Mapping[str, FrozenSet[int]] = {
 }  # fmt: skip
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32"})
-_SUM = resolve("add_n").handle
+_SUM = handle_of("add_n")
 
 
 @lru_cache(maxsize=None)
 def zero_gradients() -> Mapping[int, Optional[FrozenSet[int]]]:
     """Return, by operator handle, the inputs whose gradient is always zero; None for all."""
-    table = {resolve(name).handle: inputs for name, inputs in _OF_ONE_INPUT.items()}
-    return {**table, **{resolve(name).handle: None for name in _OF_ALL_INPUTS}}
+    table = {handle_of(name): inputs for name, inputs in _OF_ONE_INPUT.items()}
+    return {**table, **{handle_of(name): None for name in _OF_ALL_INPUTS}}
 
 
 def kept_safe(

@@ -108,15 +108,23 @@ def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
     On CPUs the gradient of such a cast is lost under grad_req="add" (`Builder.cast`), and a saved
     graph doesn't know how its gradients will be written.
     """
+
+    def reads_through_copy(node: Node) -> bool:
+        variable = graph.nodes[node.inputs[0][0]] if node.op in CASTS else node
+        between = (dtypes.get(variable.name, "float32"), node.attrs.get("dtype"))
+        return variable is not node and variable.is_variable and "bfloat16" in between
+
+    casts = {i for i, node in enumerate(graph.nodes) if reads_through_copy(node)}
+    if not casts:
+        return graph
     copy = GraphCopy(graph)
     names = {node.name for node in graph.nodes}
     made: Dict[int, Output] = {}
     for i, node in enumerate(graph.nodes):
         inputs = copy.inputs(node)
-        source = node.inputs[0][0] if node.op in CASTS else i
-        variable = graph.nodes[source]
-        between = (dtypes.get(variable.name, "float32"), node.attrs.get("dtype"))
-        if source != i and variable.is_variable and "bfloat16" in between:
+        if i in casts:
+            source = node.inputs[0][0]
+            variable = graph.nodes[source]
             if source not in made:
                 name = f"{variable.name}{COPY}"
                 while name in names:

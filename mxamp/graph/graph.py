@@ -13,6 +13,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tupl
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
 
+from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
 
@@ -53,12 +54,17 @@ class Node:
         """The operator's canonical name."""
         return resolve(self.op).name
 
+    @property
+    def call(self) -> Tuple[Any, ...]:
+        """The operator and the attributes that it sees, as a key: equal where the calls are."""
+        return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
+
     def to_json(self) -> Dict[str, Any]:
         """Return it as MXNet writes it."""
         data: Dict[str, Any] = {"op": self.op, "name": self.name}
         if self.attrs:
             data["attrs"] = self.attrs
-        data["inputs"] = [[node, output, 0] for node, output in self.inputs]
+        data["inputs"] = [(node, output, 0) for node, output in self.inputs]
         if self.subgraphs:
             data["subgraphs"] = [graph.to_json() for graph in self.subgraphs]
         return data
@@ -73,6 +79,7 @@ class Graph:
     attrs: Dict[str, Any] = field(default_factory=dict)
 
     @classmethod
+    @collector_paused()
     def from_symbol(cls, symbol: Symbol) -> "Graph":
         """Read a symbol, casts included."""
         return cls.from_json(json.loads(Symbol.tojson(symbol, remove_amp_cast=False)))
@@ -85,7 +92,7 @@ class Graph:
             Node(
                 op=node["op"],
                 name=node["name"],
-                attrs=dict(node.get("attrs", {})),
+                attrs=node.get("attrs", {}),
                 inputs=[(entry[0], entry[1]) for entry in node["inputs"]],
                 subgraphs=[cls.from_json(graph) for graph in node.get("subgraphs", ())],
                 num_outputs=ends[i + 1] - ends[i],
@@ -108,6 +115,7 @@ class Graph:
             **({"attrs": self.attrs} if self.attrs else {}),
         }
 
+    @collector_paused()
     def to_symbol(self, symbol_class: Type[Symbol] = Symbol) -> Symbol:
         """Return it as a symbol of a class: `mx.sym.Symbol`, or the one of `mx.sym.np`."""
         return symbol_class(_load(self.to_json()))
@@ -158,7 +166,7 @@ class GraphCopy:
     def add_copy(self, i: int, **changes: Any) -> None:
         """Append node i of the source, with some of its fields changed."""
         node = self._source.nodes[i]
-        copied = replace(node, **{"inputs": self.inputs(node), **changes})
+        copied = Node(**{**vars(node), "inputs": self.inputs(node), **changes})
         self._places[i], _ = self.add(copied)
 
     def stand_in(self, i: int, node: Node) -> None:
@@ -196,8 +204,7 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     """
     if node.subgraphs:
         return _ask(node, dtypes)
-    attrs = frozenset(item for item in node.attrs.items() if not item[0].startswith("__"))
-    key = (node.op, attrs, tuple(dtypes), node.num_outputs)
+    key = (*node.call, tuple(dtypes), node.num_outputs)
     outputs = _inferred.get(key)
     if outputs is None:
         outputs = _inferred[key] = _ask(node, dtypes)
@@ -256,5 +263,6 @@ def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> D
 
 def _load(data: Mapping[str, Any]) -> SymbolHandle:
     handle = SymbolHandle()
-    check_call(_LIB.MXSymbolCreateFromJSON(c_str(json.dumps(data)), ctypes.byref(handle)))
+    text = json.dumps(data, separators=(",", ":"))  # MXNet reads it character by character
+    check_call(_LIB.MXSymbolCreateFromJSON(c_str(text), ctypes.byref(handle)))
     return handle

@@ -5,12 +5,13 @@ mxamp ("plain") and by the entry of the new graph that stands for it. Nodes are 
 block that is called twice gives two nodes the same name.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type
+from dataclasses import replace
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from mxnet.symbol import Symbol
 
 from ..errors import AmpError
+from ..framework.collector import collector_paused
 from ..policy.active import note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
@@ -19,9 +20,10 @@ from .builder import HALVES, Builder, Entry, is_inserted
 from .choices import NONE, Choices
 from .control_flow import body_usage, rewrites_bodies
 from .graph import Graph, Node, Output, infer_outputs
+from .rewrite import Rewrite
 from .usage import Usage
 
-__all__ = ["PRECISION", "Rewrite", "rewrite", "rewritten_symbol"]
+__all__ = ["PRECISION", "rewrite", "rewritten_symbol"]
 
 #: What a graph that runs calls the precision of nodes whose own dtype does not say it: those that
 #: compute in float32 on rounded values. MXNet takes no notice of attributes of this form.
@@ -36,32 +38,7 @@ OTHER_ORDER = (
 )
 
 
-@dataclass
-class Rewrite:
-    """The new graph, and what was decided for each operator in it: by index of the new node."""
-
-    graph: Graph
-    decisions: Dict[int, Decision] = field(default_factory=dict)
-    bodies: Dict[int, List["Rewrite"]] = field(default_factory=dict)  #: of loops, by their index
-
-    @property
-    def casts(self) -> int:
-        """How many casts the graph holds, bodies of loops included."""
-        return _count_casts(self.graph)
-
-    def decided(self) -> Iterator[Tuple[Graph, Node, Decision]]:
-        """Yield each operator with the graph that holds it; bodies follow their loops."""
-        for i, decision in self.decisions.items():
-            yield self.graph, self.graph.nodes[i], decision
-            for body in self.bodies.get(i, ()):
-                yield from body.decided()
-
-
-def _count_casts(graph: Graph) -> int:
-    inner = sum(_count_casts(body) for node in graph.nodes for body in node.subgraphs)
-    return inner + sum(node.op == "amp_cast" for node in graph.nodes)
-
-
+@collector_paused()
 def rewritten_symbol(
     graph: Graph, symbol_class: Type[Symbol], policy: Policy, usage: Usage, choices: Choices = NONE
 ) -> Optional[Symbol]:
@@ -106,13 +83,16 @@ class _Rewriter:
         self.body_choices = dict(choices.bodies)
         self.builder = Builder(graph, usage.accumulated)
         self.values: Dict[Output, _Value] = {}
+        # Graphs call the same operators over and over.
+        self.decided: Dict[Tuple[Any, ...], Decision] = {}
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
     def run(self) -> Rewrite:
         for i, node in enumerate(self.graph.nodes):
             inputs = [self.values[output] for output in node.inputs]
             outputs = self._visit(i, node, inputs)
-            self.values.update({(i, k): value for k, value in enumerate(outputs)})
+            for k, value in enumerate(outputs):
+                self.values[i, k] = value
         heads = [self.values[head] for head in self.graph.heads]
         self.result.graph.heads = [
             (self._restored(value) if self.usage.restore else value.entry).output for value in heads
@@ -123,8 +103,7 @@ class _Rewriter:
         """Add what stands for node i of the old graph; return what stands for its outputs."""
         if node.is_variable:
             return [self._variable(node)]
-        castable = {value.plain for value in inputs} <= CASTABLE
-        if i in self.substituted and castable:
+        if i in self.substituted and _castable(inputs):
             return self._substitute(i, node, inputs)
         if is_inserted(node):
             # What an earlier conversion has put in: the policy decides anew.
@@ -133,7 +112,7 @@ class _Rewriter:
             # A cast that is written by hand is asked for; by its name a later conversion knows it.
             entry = self.builder.cast(inputs[0].entry, node.attrs["dtype"], node.name)
             return [_Value(entry, node.attrs["dtype"])]
-        if node.op == "amp_multicast" and castable:
+        if node.op == "amp_multicast" and _castable(inputs):
             # On CPUs it has no kernel for float16 next to float32; casts of ours say the same.
             narrow = node.attrs.get("cast_narrow") in ("True", "1")
             return self._cast_all(inputs, _common([value.plain for value in inputs], narrow))
@@ -173,7 +152,8 @@ class _Rewriter:
         else:
             reads = [self._read(entry, decision, k) for k, entry in enumerate(entries)]
         read, graphs = [entry.output for entry in reads], [body.graph for body in bodies]
-        added = self.builder.add(replace(node, inputs=read, subgraphs=graphs))
+        copied = Node(node.op, node.name, node.attrs, read, graphs, node.num_outputs)
+        added = self.builder.add(copied)
         self.result.decisions[added] = decision
         if bodies:
             self.result.bodies[added] = list(bodies)
@@ -194,9 +174,14 @@ class _Rewriter:
         kept: Optional[str],
         original: Optional[Node],
     ) -> Decision:
-        layer = (original or node).name
+        """Return what is decided for a call, once for all calls that are alike."""
+        layer = (original or node).name if self.policy.fp32_layers else None
         dtypes = [entry.dtype for entry in entries]
-        decision = decide(node.operator, node.attrs, dtypes, self.policy, layer, kept)
+        key = (*node.call, *dtypes, layer, kept)
+        decision = self.decided.get(key)
+        if decision is None:
+            decision = decide(node.operator, node.attrs, dtypes, self.policy, layer, kept)
+            self.decided[key] = decision
         if original is None:
             return decision
         return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
@@ -269,6 +254,8 @@ class _Rewriter:
 
     def _rewrite_bodies(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
         """Rewrite the bodies of a loop or a branch, where that is safe."""
+        if not node.subgraphs:
+            return ()
         if not rewrites_bodies(node, self.usage.training):
             return [Rewrite(body) for body in node.subgraphs]
         dtypes = [value.plain for value in inputs]
@@ -281,6 +268,10 @@ class _Rewriter:
             )
             for k, body in enumerate(node.subgraphs)
         ]
+
+
+def _castable(values: Sequence[_Value]) -> bool:
+    return {value.plain for value in values} <= CASTABLE
 
 
 def _output_dtypes(

@@ -78,7 +78,7 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
         for k, body_graph in enumerate(node.subgraphs):
             bodies[i, k] = _choose(body_graph, policy, usage, {})
         first = bool(node.inputs) and blocked.get(node.inputs[0], False)
-        uses = readers[node.inputs[1]] if len(node.inputs) > 1 else 0
+        uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
         shapes = known.get(i, (None, None))
         site = Site(node, shapes, usage.training, i in norms, first, uses)
         answered: AbstractSet[str] = frozenset()
@@ -106,7 +106,7 @@ def _as_run(node: Node, substitution: Optional[StandIn]) -> Node:
 
 def _reason_to_keep(site: Site, rule: Rule, answered: AbstractSet[str]) -> Optional[str]:
     """Return why an operator stays in float32: the last of the rules that say so."""
-    reasons = [
+    reasons = rule.by_shape and [
         one.reason
         for one in rule.by_shape
         if one.name not in answered and RULES[one.name](replace(site, limit=one.limit))

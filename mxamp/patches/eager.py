@@ -18,7 +18,7 @@ from mxnet.ndarray.numpy import _api_internal
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import KIND_NAMES, cast, dtype_code, kind_code, on_device
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
-from ..framework.operators import Operator, by_handle, resolve
+from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.patching import Patch
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..graph.recognise import warn_of_eager
@@ -32,7 +32,7 @@ from ..scaling.loss_outputs import scalable_inputs
 __all__ = ["INVOKE_MODULES", "decision_for", "patches"]
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
-_TENSORDOT = resolve("_npi_tensordot").handle
+_TENSORDOT = handle_of("_npi_tensordot")
 
 # One an operator, dtypes and attributes; a number that changes with every call, such as a learning
 # rate that is multiplied by, makes a new one each time.

@@ -26,7 +26,7 @@ from ..framework.machine import dtype_name
 from ..framework.operators import (
     BACKWARD_STARTERS,
     WRITTEN_BY_USERS,
-    resolve,
+    handle_of,
     starts_backward,
 )
 from ..policy.active import suspended
@@ -35,7 +35,7 @@ from ..policy.decision import CASTABLE
 __all__ = ["HANDLES", "scalable_inputs", "scale_array", "scaled_heads"]
 
 #: Of the operators whose eager calls may have to be made scalable.
-HANDLES = {resolve(name).handle: name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
+HANDLES = {handle_of(name): name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
 
 #: The scale by context. Recorded graphs hold these arrays, so they are made once a process.
 _scales: Dict[Any, NDArray] = {}

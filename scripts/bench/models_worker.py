@@ -310,6 +310,10 @@ def main() -> None:
     said: Dict[str, Any] = {}
     if contender.startswith("torch"):
         step = torch_step(model, mode, dtype, contender == "torch")
+    elif contender.startswith(("onnxruntime", "openvino")):
+        from models_onnx import onnx_step
+
+        step = onnx_step(contender, model, Path(folder))
     else:
         step, said = mxnet_step(contender, model, mode, dtype, Path(folder))
     step()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mxamp.framework.patching import FrontEnd, Patch, PatchSet
+from mxamp.framework.patching import FrontEnd, Patch, PatchSet, original
 
 
 def adding(text):
@@ -89,3 +89,19 @@ def test_close_all_closes_front_ends_the_last_one_first(owner):
     FrontEnd.close_all()
     assert closed == ["+2", "+1"]
     assert owner.name() == "original"
+
+
+def test_the_original_is_below_all_patches():
+    def first():
+        return "MXNet"
+
+    owner = SimpleNamespace(call=first)
+    assert original(owner, "call") is first
+    sets = [PatchSet([Patch(owner, "call", lambda below: lambda: below())]) for _ in range(2)]
+    for one in sets:
+        one.open()
+    assert owner.call is not first
+    assert original(owner, "call") is first
+    for one in sets:
+        one.close()
+    assert original(owner, "call") is first

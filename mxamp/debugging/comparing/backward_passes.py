@@ -9,6 +9,7 @@ from mxnet.gluon import Block, HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 
 from ...errors import ArgumentError
+from ...framework.patching import original
 from ...framework.wording import shown
 from ...graph.control_flow import LOOPS
 from ...graph.graph import Graph
@@ -20,7 +21,7 @@ from .isolated import arrays_in, descendants
 __all__ = ["Recorded", "gradients_of", "loss_of", "trained_arrays"]
 
 #: As it was before front ends patched it: those scale the losses of scripts.
-_backward = autograd.backward
+_backward = original(autograd, "backward")
 
 NO_LOSS_VALUE = (
     "the loss must return an NDArray that is computed from the net's output, not {given}"

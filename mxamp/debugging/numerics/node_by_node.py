@@ -15,8 +15,8 @@ from mxnet.symbol.numpy import _Symbol
 
 from ...framework.arrays import invoke
 from ...framework.nested import as_list
-from ...framework.operators import resolve
-from ...framework.patching import Patch
+from ...framework.operators import handle_of
+from ...framework.patching import Patch, original
 from ...graph.graph import Graph, Node
 from ...graph.interpret import interpret, run_node
 from ...policy.active import suspended
@@ -31,8 +31,9 @@ from .sites import input_names, prefixes_of, site_of
 __all__ = ["NodeByNode"]
 
 # As MXNet made them: a second run is nothing that loss scaling should know of.
-_mark_variables, _backward = autograd.mark_variables, autograd.backward
-_COPY = resolve("identity").handle
+_mark_variables = original(autograd, "mark_variables")
+_backward = original(autograd, "backward")
+_COPY = handle_of("identity")
 
 
 class _Thread(threading.local):

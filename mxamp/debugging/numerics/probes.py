@@ -15,7 +15,8 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.arrays import dtype_code, invoke
 from ...framework.machine import DTYPE_CODES
-from ...framework.operators import resolve
+from ...framework.operators import handle_of
+from ...framework.patching import original
 
 __all__ = ["Probe", "has_gradient", "is_own_copy", "probed"]
 
@@ -23,8 +24,8 @@ __all__ = ["Probe", "has_gradient", "is_own_copy", "probed"]
 See = Callable[[NDArray], None]
 
 # As MXNet made it: under mxamp a function's backward is given gradients without the loss scale.
-_call = autograd.Function.__call__
-_COPY, _CAST = resolve("identity").handle, resolve("amp_cast").handle
+_call = original(autograd.Function, "__call__")
+_COPY, _CAST = handle_of("identity"), handle_of("amp_cast")
 _state = threading.local()
 
 

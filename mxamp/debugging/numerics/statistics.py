@@ -7,6 +7,7 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.machine import BFLOAT16, dtype_name
+from ...framework.patching import original
 from ...policy.values import RANGES
 
 __all__ = ["Statistics", "values_of"]
@@ -14,7 +15,7 @@ __all__ = ["Statistics", "values_of"]
 _SHORT = {"minimum": "min", "maximum": "max"}
 
 # As MXNet made it: under mxamp bfloat16 comes as float32, by way of a cast.
-_asnumpy = NDArray.asnumpy
+_asnumpy = original(NDArray, "asnumpy")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""ONNX Runtime and OpenVINO in `scripts/bench/models`: the export, and a step in each.
+
+models_onnx.py MODEL FOLDER writes FOLDER/model.onnx, or why it can't to FOLDER/model.onnx.failed.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Callable
+from unittest import mock
+
+import numpy as np
+
+#: MXNet 1.9.1 writes operators as this version defines them, whatever ONNX is installed.
+OPSET = 13
+_LARGE = 1000  #: elements from which a tensor is made of bytes; one by one takes minutes
+
+
+def export(model: str, folder: Path) -> None:
+    """Write the model with the parameters in `folder` as ONNX."""
+    import onnx
+    from onnx import defs, helper, numpy_helper
+
+    import mxamp.framework.compat
+
+    mx = mxamp.framework.compat.import_mxnet()
+    from models_worker import arrays, mxnet_model
+
+    make_tensor = helper.make_tensor
+
+    def make_fast(name: str, data_type: int, dims: Any, vals: Any, raw: bool = False) -> Any:
+        if raw or np.size(vals) < _LARGE:
+            return make_tensor(name, data_type, dims, vals, raw)
+        dtype = helper.tensor_dtype_to_np_dtype(data_type)
+        return numpy_helper.from_array(np.asarray(vals, dtype).reshape(dims), name)
+
+    inputs, _ = arrays(model)
+    net = mxnet_model(model)
+    net.load_parameters(str(folder / "mxnet.params"))
+    net.hybridize()
+    net(*map(mx.nd.array, inputs)).wait_to_read()
+    net.export(str(folder / "model"))
+    files = [str(folder / f"model-{end}") for end in ("symbol.json", "0000.params")]
+    shapes = [array.shape for array in inputs]
+    made = folder / "model.onnx.part"
+    with mock.patch.object(defs, "onnx_opset_version", lambda: OPSET), mock.patch.object(
+        helper, "make_tensor", make_fast
+    ):
+        mx.onnx.export_model(*files, shapes, np.float32, str(made))
+    onnx.checker.check_model(str(made))
+    made.rename(folder / "model.onnx")
+
+
+def onnx_step(contender: str, model: str, folder: Path) -> Callable[[], Any]:
+    """Return what runs the exported model once."""
+    from models_worker import arrays
+
+    path = folder / "model.onnx"
+    if not path.exists():
+        raise RuntimeError((folder / "model.onnx.failed").read_text(encoding="utf-8"))
+    inputs, _ = arrays(model)
+    run = _onnxruntime if contender == "onnxruntime" else _openvino
+    step = run(str(path), inputs, int(os.environ.get("OMP_NUM_THREADS", "1")), contender)
+    np.save(folder / f"{contender}-outputs.npy", step())
+    return step
+
+
+def _onnxruntime(path: str, inputs: Any, threads: int, _contender: str) -> Callable[[], Any]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = threads
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    named = {given.name: array for given, array in zip(session.get_inputs(), inputs)}
+    return lambda: session.run(None, named)[0]
+
+
+def _openvino(path: str, inputs: Any, threads: int, contender: str) -> Callable[[], Any]:
+    import openvino
+
+    precision = "bf16" if contender == "openvino" else "f32"
+    settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
+    request = openvino.Core().compile_model(path, "CPU", settings).create_infer_request()
+    return lambda: request.infer(inputs)[0]
+
+
+def main() -> None:
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    try:
+        export(model, folder)
+    except BaseException as error:
+        lines = str(error).strip().splitlines() or [""]
+        text = f"not exported: {type(error).__name__}: {lines[0]}"
+        (folder / "model.onnx.failed").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What `import mxamp` loads, and what it leaves until it is used."""
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+import mxamp as amp
+from helpers import ROOT
+
+LATER = ("rich", "click", "mxamp.convert", "mxamp.debugging", "mxamp.frontends", "mxamp.tuning")
+PROGRAM = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import mxamp as amp
+from mxamp.framework.operators import registry
+from mxamp.framework.patching import patched
+said = {"loaded": sorted(sys.modules), "read": registry.cache_info().currsize, "patched": patched()}
+amp.init("float16")
+amp.debugging  # what it calls of MXNet below all patches, it has to find below them
+from mxamp.debugging.comparing import backward_passes
+from mxamp.debugging.numerics import node_by_node, probes, statistics
+amp.shutdown()
+from mxnet import autograd, nd
+said["below"] = [
+    backward_passes._backward is autograd.backward,
+    node_by_node._backward is autograd.backward,
+    node_by_node._mark_variables is autograd.mark_variables,
+    probes._call is autograd.Function.__call__,
+    statistics._asnumpy is nd.NDArray.asnumpy,
+]
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+def test_import_loads_what_training_needs():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert not {*LATER} & {*said["loaded"]}
+    assert said["read"] == 0  # 30 ms
+    assert said["patched"] == []
+    assert said["below"] == [True] * 5
+
+
+def test_what_is_loaded_later_is_what_type_checkers_see():
+    tree = ast.parse((ROOT / "mxamp" / "__init__.py").read_text())
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "_TYPE_CHECKING"
+    )
+    seen = {
+        alias.name: f"{found.module}" if found.module else alias.name
+        for found in block.body
+        for alias in found.names
+    }
+    assert seen == amp._modules
+    for name, module in seen.items():
+        loaded = importlib.import_module(f"mxamp.{module}")
+        assert getattr(amp, name) is (loaded if name == "debugging" else getattr(loaded, name))
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="module 'mxamp' has no attribute 'autocats'"):
+        _ = amp.autocats
+    assert dir(amp) == sorted(amp.__all__)
+    assert all(hasattr(amp, name) for name in amp.__all__)
