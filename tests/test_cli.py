@@ -111,7 +111,7 @@ def test_saved_policies(saved, monkeypatch):
         ("explain net --graph net.gif", "must be a .svg, .png, .pdf or .dot file"),
         ("explain net --epoch -1", "-1"),
         ("explain net --graph ''", "must be a .svg, .png, .pdf or .dot file, not ''"),
-        ("explain net --policy ''", "the path of the operator list is empty"),
+        ("explain net --policy ''", "the path of the policy file is empty"),
         ("explain net --mode training --input data:99999999999,4", "up to 2,147,483,647"),
         (
             "explain net --mode training --input data:1,4 --input data:1,4",

@@ -39,6 +39,7 @@ class Patch:
 
     def apply(self) -> None:
         """Put the replacement in place."""
+        getattr(self.owner, self.name, None)  # modules may load it when it is first asked for
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current = vars(self.owner)[self.name]
         stack = _stacks.setdefault(self._key, [])

@@ -225,8 +225,8 @@ class Evidence(_Measured):
         if self.metric is not None:
             least = "" if self.min_metric is None else f", of at least {self.min_metric:.4g}"
             said.append(f"The metric is {self.metric:.4g}{least}.")
-        tried = f"The accuracy of {counted(self.evaluations, 'candidate')} was measured"
-        said.append(f"{tried}, in {self.seconds:.4g} seconds in all, with seed {self.seed}.")
+        tried = counted(self.evaluations, "accuracy test")
+        said.append(f"{tried}; {self.seconds:.4g} seconds in all, with seed {self.seed}.")
         if not self.complete:
             said.append("The search ended early: there may be a better policy.")
         return said

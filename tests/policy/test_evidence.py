@@ -52,7 +52,7 @@ def test_a_report():
         "2 layers stay in float32, of a model with 12 operators.",
         "The largest relative error of an output is 0.004.",
         "The metric is 0.91, of at least 0.9.",
-        "The accuracy of 7 candidates was measured, in 33.25 seconds in all, with seed 0.",
+        "7 accuracy tests; 33.25 seconds in all, with seed 0.",
         "The search ended early: there may be a better policy.",
     ]
     assert [table.splitlines()[0] for table in tables] == [
