@@ -1,4 +1,5 @@
 import gc
+import itertools
 import os
 import random
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from mxamp.framework.operators import registry
 from mxamp.framework.patching import FrontEnd, _stacks
 from mxamp.patches.announcements import _said
 from mxamp.patches.autocast import _casting
@@ -29,6 +31,9 @@ collect_ignore = ["horovod_worker.py"]
 
 DTYPES = ("float16", "bfloat16")
 BF16 = np.dtype([("bfloat16", np.uint16)])
+
+
+_tests = itertools.count()
 
 
 def pytest_addoption(parser):
@@ -46,7 +51,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    # What is imported by now stays: `clean` need not look through all of it after each test.
+    # What is loaded by now stays: `clean` need not look through all of it after each test.
+    registry()
+    for dtype in DTYPES:
+        amp.Policy.default(dtype, "cpu")
     gc.collect()
     gc.freeze()
 
@@ -82,7 +90,8 @@ def clean():
     _said.speed.clear()
     mx.nd.waitall()
     mx.npx.reset_np()
-    gc.collect()
+    # All that is alive is looked through now and then only: it is more with each test, 50 ms at last.
+    gc.collect(1 if next(_tests) % 50 else 2)
     assert_unpatched()
 
 
