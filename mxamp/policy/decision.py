@@ -23,6 +23,7 @@ _WIDE = frozenset({"float32", "float64"})
 _FOREIGN = frozenset({"float64", "sparse"})
 
 
+CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes to memory it does not have"
 DIAGONAL = (
     "MXNet writes its gradient on the diagonal alone: what a cast would read beside it is garbage"
 )
@@ -100,9 +101,11 @@ def decide(
     if not leading:
         return Decision(untouched, "no floating-point input to follow")
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy)
-    if dtype == policy.target_dtype and rule.missing is not None:
-        reads = tuple(rule.computes if i in floats else None for i in range(len(dtypes)))
-        reason = f"{reason}; in {rule.computes} on {dtype} values: {rule.missing}"
+    detour = _detour(rule, dtypes, dtype, policy)
+    if detour is not None:
+        computes, why = detour
+        reads = tuple(computes if i in floats else None for i in range(len(dtypes)))
+        reason = f"{reason}; in {computes} on {dtype} values: {why}"
         guards = _guards(operator, attributes, dtype, reads)
         return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
     reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))
@@ -176,6 +179,19 @@ def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
     named = [[letter for letter in operand if letter.isalpha()] for operand in operands]
     return any(len(letters) != len(set(letters)) for letters in named)
+
+
+def _detour(
+    rule: Rule, dtypes: Sequence[str], dtype: str, policy: Policy
+) -> Optional[Tuple[str, str]]:
+    """Return the dtype to compute in where the kernel of `dtype` won't do, and why."""
+    if dtype == policy.target_dtype and rule.missing is not None:
+        return rule.computes, rule.missing
+    casts = {*dtypes[1:2]} & (CASTABLE - {dtype})
+    if rule.operator == "Deconvolution" and policy.device == "cpu" and casts:
+        # MXNet's own kernel, which float64 selects, computes that gradient.
+        return "float64", CAST_WEIGHT
+    return None
 
 
 def _guards(

@@ -10,7 +10,7 @@ from mxnet.gluon import nn, rnn
 from mxnet.gluon.model_zoo import vision
 
 import mxamp as amp
-from helpers import randn
+from helpers import randn, run_forked
 from nets import Attention
 
 # One rounding, relatively.
@@ -179,3 +179,40 @@ def test_two_steps(dtype, make):
     np.testing.assert_allclose(losses[0], plain_losses[0], rtol=0.05)
     # As close to float32 as float32 is to itself with weights disturbed by one rounding.
     assert 0 < distance(low) < 1.5 * distance(disturbed), (distance(low), distance(disturbed))
+
+
+TRANSPOSED = """
+import mxamp as amp, mxnet as mx, numpy as np
+from mxnet import autograd
+
+net = mx.gluon.nn.Conv2DTranspose(8, 3, in_channels=4)
+net.initialize(mx.init.Uniform(0.5))
+x = mx.nd.random.normal(shape=(2, 4, 6, 6))
+
+def gradients():
+    with autograd.record():
+        loss = (net(x).astype("float32") ** 2).mean()
+    loss.backward()
+    return [mx.nd.Cast(p.grad(), dtype="float32").asnumpy() for p in net.collect_params().values()]
+
+plain = gradients()
+for p in net.collect_params().values():
+    p.cast({dtype})
+net.hybridize({hybridized})
+amp.init({policy!r}, ctx=mx.cpu())
+for mine, theirs in zip(gradients(), plain):
+    assert np.linalg.norm(mine - theirs) < 0.02 * np.linalg.norm(theirs)
+"""
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize(
+    "dtype", ["'float16'", "np.dtype([('bfloat16', np.uint16)])"], ids=["float16", "bfloat16"]
+)
+def test_transposed_convolutions_train_with_half_precision_weights(
+    tmp_path, dtype, hybridized, policy
+):
+    code = TRANSPOSED.format(dtype=dtype, hybridized=hybridized, policy=policy)
+    done = run_forked(code, tmp_path)  # oneDNN's kernel may end the process
+    assert done.returncode == 0, done.stderr

@@ -82,6 +82,18 @@ def test_a_missing_kernel_computes_on_rounded_values():
     assert decide("Deconvolution", {}, [F, F], Policy.default(H, "cpu")).reads == (D, D)
 
 
+@pytest.mark.parametrize("weight", [H, B])
+def test_a_deconvolution_reads_no_weight_through_a_cast(weight):
+    policy = Policy.default("bfloat16")
+    decision = decide("Deconvolution", {}, [F, weight, F, N], policy)
+    assert decision.reads == (D, D, D, None)
+    assert (decision.through, decision.precision) == (F, F)
+    assert decide("Deconvolution", {}, [weight, F], policy).reads == (F, None)
+    assert decide("Deconvolution", {}, [F, D], policy).through is None
+    assert decide("Convolution", {}, [F, H], policy).through is None
+    assert decide("Deconvolution", {}, [F, H], Policy.default(H, "gpu")).through is None
+
+
 def test_long_sums_in_half_precision_are_only_short_on_gpus():
     gpu, cpu = (Policy.default(H, device) for device in ("gpu", "cpu"))
     for name in ("batch_dot", "_npi_matmul"):
