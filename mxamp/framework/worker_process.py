@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import sys
+import weakref
 from types import TracebackType
 from typing import Any, Callable, List, Optional, Type
 
@@ -42,9 +43,10 @@ MEET = (
 
 
 class _Shared:
-    """Whether this worker has what it shares with others."""
+    """What this worker shares with others."""
 
-    kvstore = False
+    kvstore = False  #: whether it has asked for one
+    stores: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def prepare_launched() -> None:
@@ -66,13 +68,24 @@ def prepare() -> None:
     sys.excepthook = _show_and_exit(sys.excepthook)
     for patch in _patches(launched):
         patch.apply()
-    if launched and os.environ.get("DMLC_NUM_WORKER", "1") != "1":
-        atexit.register(_warn_alone)
+    if launched:
+        atexit.register(_free_stores)
+        if os.environ.get("DMLC_NUM_WORKER", "1") != "1":
+            atexit.register(_warn_alone)
 
 
 def _warn_alone() -> None:
     if not _Shared.kvstore:
         logger.warning(ALONE)
+
+
+def _free_stores() -> None:
+    """Free the kvstores while Python can: the threads of one that is left end the process."""
+    from mxnet.base import _LIB, KVStoreHandle, check_call
+
+    for store in list(_Shared.stores):
+        handle, store.handle = store.handle, KVStoreHandle()
+        check_call(_LIB.MXKVStoreFree(handle))
 
 
 def _patches(launched: bool) -> List[Patch]:
@@ -113,6 +126,7 @@ def _without_barrier(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, handle: Any) -> None:  # noqa: N807
         original(self, handle)
+        _Shared.stores.add(self)
         check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self.handle, ctypes.c_int(0)))
 
     return __init__
@@ -123,7 +137,8 @@ def _show_and_exit(before: Callable[..., Any]) -> Callable[..., None]:
         kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]
     ) -> None:
         before(kind, error, traceback)
-        atexit.unregister(_warn_alone)
+        for at_exit in (_warn_alone, _free_stores):  # which would wait for gradients
+            atexit.unregister(at_exit)
         if sys.flags.interactive or hasattr(sys, "ps1"):
             return
         atexit._run_exitfuncs()
