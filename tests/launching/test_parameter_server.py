@@ -141,3 +141,27 @@ def test_a_program_that_does_not_start_is_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "Exec format error" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+KEEPS = """
+import mxamp
+import mxnet as mx
+
+store, original = mx.kv.create("dist_sync"), mx.kvstore.KVStore.pushpull
+
+def counted(self, *args, **kwargs):
+    print("one more for", store)
+    return original(self, *args, **kwargs)
+
+mx.kvstore.KVStore.pushpull = counted
+store.init(3, mx.nd.ones(2))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_holds_its_kvstore_to_the_end_ends_well(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(KEEPS)
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = launch("-n", "1", *command, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
