@@ -124,8 +124,9 @@ class _Layer:
         self._parts, self._name, self._mode, self._size = parts, name, mode, size
         self._read, self._recur, self._read_bias, self._bias = weights
         self._step: Dict[str, Callable[[int, int, Sequence[int]], Sequence[int]]] = {
-            "lstm": self._lstm, "gru": self._gru
-        }  # fmt: skip
+            "lstm": self._lstm,
+            "gru": self._gru,
+        }
 
     def steps(
         self, below: int, order: Sequence[int], position: int
