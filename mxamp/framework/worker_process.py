@@ -137,10 +137,10 @@ def _show_and_exit(before: Callable[..., Any]) -> Callable[..., None]:
         kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]
     ) -> None:
         before(kind, error, traceback)
-        for at_exit in (_warn_alone, _free_stores):  # which would wait for gradients
-            atexit.unregister(at_exit)
         if sys.flags.interactive or hasattr(sys, "ps1"):
             return
+        for at_exit in (_warn_alone, _free_stores):  # which would wait for gradients
+            atexit.unregister(at_exit)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -149,16 +149,17 @@ class _Layer:
 
     def _lstm(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
         gates = self._add("elemwise_add", "gates", read, before)
-        into, forget, _, out = self._gates(self._activated(gates, "sigmoid"))
-        new = self._activated(self._gates(gates)[2], "tanh")
+        open_gates = self._activated(gates, "sigmoid")
+        into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
+        new = self._activated(self._gate(gates, 2), "tanh")
         kept = self._add("elemwise_mul", "kept", forget, state[1])
         cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
         return self._add("elemwise_mul", "state", out, self._activated(cell, "tanh")), cell
 
     def _gru(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
         gates = self._activated(self._add("elemwise_add", "gates", read, before), "sigmoid")
-        reset, update, _ = self._gates(gates)
-        (_, _, read_new), (_, _, before_new) = self._gates(read), self._gates(before)
+        reset, update = self._gate(gates, 0), self._gate(gates, 1)
+        read_new, before_new = self._gate(read, 2), self._gate(before, 2)
         part = self._add("elemwise_mul", "reset", reset, before_new)
         new = self._activated(self._add("elemwise_add", "sum", read_new, part), "tanh")
         # new + update * (state - new)
@@ -178,13 +179,9 @@ class _Layer:
     def _activated(self, tensor: int, act_type: str) -> int:
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
-    def _gates(self, tensor: int) -> List[int]:
-        count, size = _GATES[self._mode], self._size
-        bounds = [(str(k * size), str((k + 1) * size)) for k in range(count)]
-        return [
-            self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
-            for k, (begin, end) in enumerate(bounds)
-        ]
+    def _gate(self, tensor: int, k: int) -> int:
+        begin, end = str(k * self._size), str((k + 1) * self._size)
+        return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
 
     def _one(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
         add = self._parts.add_float32 if float32 else self._parts.add

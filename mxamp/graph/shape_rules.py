@@ -97,11 +97,8 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
 
 def _as_run(node: Node, substitution: Optional[StandIn]) -> Node:
     """Return the node that runs: the one that stands in for it, where it is one."""
-    if substitution is None:
-        return node
-    name, detail = substitution
-    parts = substitutions.ALL[name].build(node.attrs, detail)
-    return replace(node, op=parts[0].op, attrs={**parts[0].attrs}) if len(parts) == 1 else node
+    single = substitution and substitutions.ALL[substitution[0]].single
+    return replace(node, op=single) if single else node
 
 
 def _reason_to_keep(site: Site, rule: Rule, answered: AbstractSet[str]) -> Optional[str]:

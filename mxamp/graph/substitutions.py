@@ -39,6 +39,8 @@ class Substitution:
     lowered: Optional[str] = None
     #: Also in inference by a policy that lowers nothing.
     float32_inference: bool = True
+    #: The operator that stands in, where it is a single one: layouts of memory depend on it.
+    single: Optional[str] = None
     #: Rules by shape (`rules.SHAPE_RULES`) whose reason to keep it in float32 is gone with it.
     answers: FrozenSet[str] = frozenset()
 
@@ -53,9 +55,13 @@ class Substitution:
 def _activation(act_type: str, operator: str, numpy: str) -> Substitution:
     parts = [Part("Activation", "", (0,), {"act_type": act_type})]
     names = frozenset({operator, numpy})
-    by_shape = {numpy: (0,)}
     return Substitution(
-        act_type, names, lambda *_: parts, equivalents.has_elements, by_shape=by_shape
+        name=act_type,
+        operators=names,
+        build=lambda *_: parts,
+        applies=equivalents.has_elements,
+        by_shape={numpy: (0,)},
+        single="Activation",
     )
 
 
@@ -73,6 +79,7 @@ _SUBSTITUTIONS = (
         applies=equivalents.is_equal_add,
         by_shape=dict.fromkeys(ADDS, (0, 1)),
         float32_inference=False,
+        single="elemwise_add",
     ),
     Substitution(
         name="relu6",

@@ -110,6 +110,13 @@ def test_every_substitution_has_its_case_and_its_measurement():
     assert not amp.Policy.default("float16", "cpu").substitutions
 
 
+def test_single_operators_are_what_is_built():
+    singles = {name: one.single for name, one in ALL.items() if one.single}
+    assert set(singles) == {"relu", "sigmoid", "tanh", "add"}
+    for name, operator in singles.items():
+        assert [part.op for part in ALL[name].build({}, ())] == [operator]
+
+
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize(
     "name, attrs",
