@@ -1,6 +1,6 @@
 """One symbol converted: the rewrite, dtypes recorded, casts made offline, casts kept on save."""
 
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
@@ -110,7 +110,13 @@ def convert(
     if conversion.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
-    usage = Usage(dtypes, shapes, restore=conversion.keep_io_types, converting=True)
+    usage = Usage(
+        dtypes,
+        shapes,
+        offline=frozenset(graph.input_names) - _not_offline(graph, data, conversion),
+        restore=conversion.keep_io_types,
+        converting=True,
+    )
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
     unchanged = new == graph == read and not conversion.fuse
     new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), data, policy, conversion)
@@ -149,15 +155,21 @@ def _data_names(
     return known_names(names, graph.input_names, "input")
 
 
-def _with_inputs_cast(
-    graph: Graph, data: Sequence[str], policy: Policy, conversion: Conversion
-) -> Tuple[Graph, Dict[str, str]]:
-    """Drop the casts of inputs that are to be given in the target dtype; return their dtypes."""
+def _not_offline(graph: Graph, data: Sequence[str], conversion: Conversion) -> Set[str]:
+    """Return the inputs that keep their dtype, whatever reads them."""
     kept = set(conversion.not_offline)
     if conversion.keep_io_types:
         kept.update(data)
     if not (conversion.cast_optional_params or conversion.fuse):
         kept.update(name for name in graph.input_names if name not in data)
+    return kept
+
+
+def _with_inputs_cast(
+    graph: Graph, data: Sequence[str], policy: Policy, conversion: Conversion
+) -> Tuple[Graph, Dict[str, str]]:
+    """Drop the casts of inputs that are to be given in the target dtype; return their dtypes."""
+    kept = _not_offline(graph, data, conversion)
     if kept.issuperset(graph.input_names):
         return graph, {}
     return cast_offline(graph, kept, policy.target_dtype)

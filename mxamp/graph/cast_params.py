@@ -68,8 +68,10 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
             return None
         for j in readers[i]:
             to = nodes[j].attrs["dtype"] if nodes[j].op == "amp_cast" else None
-            # A variable that holds the other half precision is cast by way of float32.
-            behind = casts(j) if to == "float32" else [] if to == dtype else None
+            # A variable that holds the other half precision is cast by way of float32; weights of
+            # grouped convolutions are copied before they are cast.
+            between = to == "float32" or _is_copy(nodes[j])
+            behind = casts(j) if between else [] if to == dtype else None
             if behind is None:
                 return None
             found += [j, *behind]
@@ -100,6 +102,11 @@ def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
         cast_node = replace(node, op="amp_cast", name=f"{node.name}_amp_cast_{dtype}")
         copy.stand_in(i, replace(cast_node, attrs={"dtype": dtype}, inputs=[variable]))
     return copy.finished()
+
+
+def _is_copy(node: Node) -> bool:
+    """Tell whether a conversion has put a copy before casts."""
+    return node.op == "_copy" and COPY in node.name
 
 
 def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
@@ -140,7 +147,7 @@ def without_copies(graph: Graph) -> Graph:
     copies = {
         i: node.inputs[0][0]
         for i, node in enumerate(graph.nodes)
-        if node.op == "_copy" and COPY in node.name and graph.nodes[node.inputs[0][0]].is_variable
+        if _is_copy(node) and graph.nodes[node.inputs[0][0]].is_variable
     }
     return without(graph, copies) if copies else graph
 

@@ -44,6 +44,7 @@ class Site:
     feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
     blocked: bool  #: its first input is in oneDNN's blocked layout
     uses: int  #: how often the graph reads its second input; 0 where that needs no cast
+    casts_weight: bool  #: gradients may be computed, and its second input would be cast
     limit: int = 0  #: of the rule that looks at it
 
 
@@ -72,15 +73,17 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
     bodies: Dict[Tuple[int, int], Choices] = {}
     norms, readers = _before_norms(running), _cast_readers(graph, usage.stored)
     blocked: Dict[Output, bool] = {}
+    unknown = replace(usage, dtypes={}, shapes={}, stored=frozenset(), offline=frozenset())
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             continue
         for k, body_graph in enumerate(node.subgraphs):
-            bodies[i, k] = _choose(body_graph, policy, usage, {})
+            bodies[i, k] = _choose(body_graph, policy, unknown, {})
         first = bool(node.inputs) and blocked.get(node.inputs[0], False)
         uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
+        through_cast = _casts_weight(graph, node, uses, policy, usage)
         shapes = known.get(i, (None, None))
-        site = Site(node, shapes, usage.training, i in norms, first, uses)
+        site = Site(node, shapes, usage.training, i in norms, first, uses, through_cast)
         answered: AbstractSet[str] = frozenset()
         if i in substituted:
             answered = substitutions.ALL[substituted[i][0]].answers
@@ -119,6 +122,16 @@ def _cast_readers(graph: Graph, stored: AbstractSet[str]) -> "Counter[Output]":
         for output in node.inputs
         if graph.nodes[output[0]].name not in stored
     )
+
+
+def _casts_weight(graph: Graph, node: Node, uses: int, policy: Policy, usage: Usage) -> bool:
+    """Tell whether the second input is cast by the graph, and gradients may be computed."""
+    if not node.inputs[1:] or not (usage.training or usage.converting):
+        return False
+    weight = graph.nodes[node.inputs[1][0]]
+    stored = weight.name in usage.stored or usage.dtypes.get(weight.name) == policy.target_dtype
+    alone = weight.name in usage.offline and uses == 1
+    return not (weight.is_variable and (stored or alone))
 
 
 def stand_in(
@@ -189,16 +202,23 @@ def plain_layout(site: Site) -> bool:
 def long_sums(site: Site) -> bool:
     """Find products that sum more terms than a kernel with half-precision sums should.
 
-    Unlike the other rules this one is about right results: it holds in eager calls too, and where
-    the shape is not known.
+    It is about right results: it holds in eager calls too, and where the shape is not known.
     """
     count = terms(site.node.operator, site.node.attrs, site.shapes[0])
     return count is None or count > site.limit
 
 
+def cast_weight(site: Site) -> bool:
+    """Find transposed convolutions that would be trained through a cast of their weight.
+
+    This one too is about right results. Eager calls know by the weight's dtype.
+    """
+    return site.casts_weight
+
+
 #: By the names that operator lists call them.
 RULES: Mapping[str, Callable[[Site], bool]] = {
-    rule.__name__: rule for rule in (few_rows, odd_channels, plain_layout, long_sums)
+    rule.__name__: rule for rule in (few_rows, odd_channels, plain_layout, long_sums, cast_weight)
 }
 
 
@@ -210,7 +230,9 @@ def _channels(site: Site) -> Optional[Tuple[int, int]]:
     weight = site.shapes[1]
     if weight is None:
         return None
-    return weight[1] * int(site.node.attrs.get("num_group", "1")), weight[0]
+    per_group = weight[1] * int(site.node.attrs.get("num_group", "1"))
+    transposed = site.node.operator == "Deconvolution"
+    return (weight[0], per_group) if transposed else (per_group, weight[0])
 
 
 def _in_blocks(channels: Tuple[int, int]) -> bool:
@@ -222,7 +244,7 @@ def _in_blocks(channels: Tuple[int, int]) -> bool:
 def _gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
     """Tell whether an operator that is not kept in float32 gives a blocked bfloat16 output."""
     operator = site.node.operator
-    if operator in ("Convolution", "_sg_mkldnn_conv"):
+    if operator in ("Convolution", "Deconvolution", "_sg_mkldnn_conv"):
         channels = _channels(site)
         return op_class == "low" and (channels is None or _in_blocks(channels))
     if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":

@@ -22,6 +22,8 @@ class Usage:
         Variables whose gradients may be accumulated (`grad_req="add"`).
     stored : frozenset of str
         Variables that were cast to the target dtype before they are passed in.
+    offline : frozenset of str
+        Variables that a conversion casts to the target dtype, where all that reads them does.
     training : bool
         Gradients will be computed.
     restore : bool
@@ -35,6 +37,7 @@ class Usage:
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     accumulated: FrozenSet[str] = frozenset()
     stored: FrozenSet[str] = frozenset()
+    offline: FrozenSet[str] = frozenset()
     training: bool = False
     restore: bool = True
     converting: bool = False

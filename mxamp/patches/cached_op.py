@@ -140,9 +140,10 @@ class PolicyCachedOp:
             self._ops.clear()
             self._added = added
         training = autograd.is_recording()
-        choices = self._choices(policy, args, training) if policy.chooses else NONE
+        dtypes = dtypes_of(args)
+        choices = self._choices(policy, args, dtypes, training) if policy.chooses else NONE
         differs = training and (self._loops or self._scalable is not None)
-        key = (policy, dtypes_of(args), added, differs, choices)
+        key = (policy, dtypes, added, differs, choices)
         op = self._ops.get(key)
         if op is None:
             op = self._ops[key] = self._build(*key)
@@ -155,13 +156,16 @@ class PolicyCachedOp:
             self._tuned[policy] = recognised(policy, self._graph)
         return self._tuned[policy]
 
-    def _choices(self, policy: Policy, args: Sequence[NDArray], training: bool) -> Choices:
+    def _choices(
+        self, policy: Policy, args: Sequence[NDArray], dtypes: Tuple[str, ...], training: bool
+    ) -> Choices:
         """Return what shapes choose: looked for once for each set of the data's shapes."""
-        key = (policy, training, *[args[i].shape for i in self._inputs])
+        key = (policy, training, dtypes, *[args[i].shape for i in self._inputs])
         choices = self._chosen.get(key)
         if choices is None:
             shapes = {name: array.shape for name, array in zip(self._names, args)}
-            usage = Usage(shapes=shapes, stored=self._stored, training=training)
+            held = {n: d for n, d in zip(self._names, dtypes) if n not in self._stored}
+            usage = Usage(held, shapes, stored=self._stored, training=training)
             choices = self._chosen[key] = choose(self._graph_for(training), policy, usage)
         return choices
 

@@ -38,6 +38,9 @@ _TENSORDOT = handle_of("_npi_tensordot")
 # rate that is multiplied by, makes a new one each time.
 _MANY_DECISIONS = 4096
 
+# Operators whose attributes `num_group` or `mode` a decision reads.
+_GROUPED = ("Convolution", "Deconvolution", "RNN")
+
 #: The modules whose `_imperative_invoke` every eager call but one goes through.
 INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
@@ -153,7 +156,10 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
 class _Casts:
     """The decisions for one operator under one policy, by the dtypes of its inputs."""
 
-    __slots__ = ("_attributes", "_cpu_only", "_decisions", "_operator", "_policy", "_sums")
+    __slots__ = (
+        "_attributes", "_cpu_only", "_decisions", "_operator", "_policy", "_sums", "_target",
+        "_trained",
+    )  # fmt: skip
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self._operator, self._policy = operator, policy
@@ -161,10 +167,12 @@ class _Casts:
         # Attributes that a decision reads; others need not be looked at.
         rule = policy.rule(operator.name)
         named = [c.attribute for c in rule.conditions]
-        # The one rule by shape that eager calls follow.
-        self._sums = any(one.name == "long_sums" for one in rule.by_shape)
+        # The rules by shape that eager calls follow.
+        self._sums = rule.looks_at("long_sums")
+        self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
+        self._target = DTYPE_CODES[policy.target_dtype]
         named += ["transpose_a"] if self._sums else []
-        named += [a for a in ("num_group", "mode") if operator.name in ("Convolution", "RNN")]
+        named += [a for a in ("num_group", "mode") if operator.name in _GROUPED]
         named += ["op_type"] if operator.name == "Custom" else []
         named += ["subscripts"] if operator.name == "_npi_einsum" else []
         self._attributes = frozenset(named)
@@ -177,7 +185,11 @@ class _Casts:
         attributes: Tuple[Tuple[str, str], ...] = ()
         if self._attributes:
             attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
-        kept = self._kept(arrays, dict(attributes)) if self._sums else None
+        kept = None
+        if self._sums:
+            kept = self._kept(arrays, dict(attributes))
+        elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
+            kept = self._trained[0]
         key = (codes, attributes, kept)
         try:
             decision = self._decisions[key]

@@ -188,7 +188,9 @@ def _detour(
     if dtype == policy.target_dtype and rule.missing is not None:
         return rule.computes, rule.missing
     casts = {*dtypes[1:2]} & (CASTABLE - {dtype})
-    if rule.operator == "Deconvolution" and policy.device == "cpu" and casts:
+    # By the list's own rule, `cast_weight`, no gradient is computed where the weight is cast.
+    guarded = dtype == policy.target_dtype and rule.looks_at("cast_weight")
+    if rule.operator == "Deconvolution" and policy.device == "cpu" and casts and not guarded:
         # MXNet's own kernel, which float64 selects, computes that gradient.
         return "float64", CAST_WEIGHT
     return None
@@ -203,6 +205,7 @@ def _guards(
     layout that it can't reorder to bfloat16; a copy has the plain layout.
     """
     grouped = str(attributes.get("num_group", "1")) != "1"
-    if operator == "Convolution" and dtype == "bfloat16" and grouped and reads[1] is not None:
+    convolution = operator in ("Convolution", "Deconvolution")
+    if convolution and dtype == "bfloat16" and grouped and reads[1] is not None:
         return frozenset({1})
     return frozenset()

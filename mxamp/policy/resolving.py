@@ -6,7 +6,7 @@ from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Mapping, Sequ
 from ..errors import ArgumentError, located
 from ..framework.operators import Operator, registry, resolve
 from .custom_operators import CustomClasses
-from .rules import UNLISTED, Condition, MissingKernel, Rule, ShapeRule
+from .rules import LIMITED, UNLISTED, Condition, MissingKernel, Rule, ShapeRule
 from .schema import place
 
 __all__ = ["ListRules"]
@@ -68,7 +68,7 @@ class ListRules:
             self.by_name["Custom"] = self.by_name["Custom"].with_custom_operators(classes)
 
     def _add_shape_rule(self, table: Table, names: List[str], device: str) -> None:
-        limited, limit = table["rule"] == "long_sums", table.get("limit")
+        limited, limit = table["rule"] in LIMITED, table.get("limit")
         if limited != (limit is not None):
             wrong = "needs the key 'limit'" if limited else "takes no 'limit'; long_sums does"
             raise ArgumentError(f"rule {table['rule']!r} {wrong}")

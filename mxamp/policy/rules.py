@@ -8,6 +8,7 @@ from .values import out_of_range, same_value
 __all__ = [
     "CLASSES",
     "EXACT_RULES",
+    "LIMITED",
     "SHAPE_RULES",
     "SHOWN_CLASSES",
     "SUBSTITUTIONS",
@@ -25,10 +26,14 @@ SHOWN_CLASSES = (*CLASSES, "conditional")
 
 #: Names of rules by shapes and neighbours, which operator lists use: functions of
 #: `graph.shape_rules`.
-SHAPE_RULES = ("few_rows", "odd_channels", "plain_layout", "long_sums")
+SHAPE_RULES = ("few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight")
 
-#: Those that keep results right. The others are about speed, and hold in tuned graphs alone.
-EXACT_RULES = frozenset({"long_sums"})
+#: Those that keep results right, in eager calls too. The others are about speed, and hold in tuned
+#: graphs alone.
+EXACT_RULES = frozenset({"long_sums", "cast_weight"})
+
+#: Those that have a limit.
+LIMITED = frozenset({"long_sums"})
 
 #: Names of substitutions, which operator lists and policies use: those of `graph.substitutions`,
 #: those that fused models alone have, and the optimizers whose steps `patches.optimizers` makes
@@ -115,6 +120,10 @@ class Rule:
     def shown_class(self) -> str:
         """What readers see of the class."""
         return "conditional" if self.conditions else self.op_class
+
+    def looks_at(self, shape_rule: str) -> bool:
+        """Tell whether this rule by shape looks at the operator."""
+        return any(one.name == shape_rule for one in self.by_shape)
 
     def is_exact(self, reason: Optional[str]) -> bool:
         """Tell whether `reason`, why a call stays in float32, is that of an exact shape rule."""

@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from ..framework.operators import registry
 from ..framework.wording import shown
 from .lists import OperatorList, list_of, loads
-from .rules import CLASSES, Condition, Rule
+from .rules import CLASSES, LIMITED, Condition, Rule
 from .schema import CPU_FEATURES, FORMAT, TABLES
 
 __all__ = ["text_of"]
@@ -162,7 +162,11 @@ def _missing_of(rule: Rule, device: str) -> Sequence[Table]:
 
 def _shapes_of(rule: Rule) -> Sequence[Table]:
     return [
-        {"rule": one.name, "limit": one.limit if one.exact else None, "reason": one.reason}
+        {
+            "rule": one.name,
+            "limit": one.limit if one.name in LIMITED else None,
+            "reason": one.reason,
+        }
         for one in rule.by_shape
     ]
 

@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn, same, values
+from helpers import kind, randn, same, values, with_avx512
 from mxamp.framework.machine import BFLOAT16
 from mxamp.graph.choices import NONE
 from mxamp.graph.graph import Graph
@@ -36,10 +36,10 @@ def chosen(symbol, policy=B, **usage):
     return choose(Graph.from_symbol(symbol), policy, Usage(**usage))
 
 
-def kept(symbol, **usage):
+def kept(symbol, policy=B, **usage):
     """Return the names of the operators that a choice keeps in float32."""
     graph = Graph.from_symbol(symbol)
-    return [graph.nodes[i].name for i, _ in choose(graph, B, Usage(**usage)).kept]
+    return [graph.nodes[i].name for i, _ in choose(graph, policy, Usage(**usage)).kept]
 
 
 def test_the_rules_are_those_that_lists_may_name():
@@ -187,6 +187,83 @@ def test_norms_by_what_is_before_them(how, precision):
     assert dict(precisions(net, (2, 16, 4, 4)))["BatchNorm"] == precision
 
 
+# ---------------------------------------------------------------------- transposed convolutions
+
+TAKEN = mx.sym.var("weight")
+UP = mx.sym.Deconvolution(
+    mx.sym.var("data"), TAKEN, kernel=(2, 2), num_filter=16, no_bias=True, name="up"
+)
+TIED = mx.sym.Group([UP, mx.sym.relu(TAKEN)])
+WEIGHT = frozenset({"weight"})
+
+
+@pytest.mark.parametrize(
+    "symbol, usage, low",
+    [
+        (UP, {}, True),
+        (UP, {"training": True}, False),
+        (UP, {"training": True, "stored": WEIGHT}, True),
+        (UP, {"training": True, "dtypes": {"weight": "bfloat16"}}, True),
+        (UP, {"training": True, "dtypes": {"weight": "float16"}}, False),
+        (UP, {"training": True, "dtypes": {"data": "bfloat16"}}, False),
+        (UP, {"converting": True}, False),
+        (UP, {"converting": True, "offline": WEIGHT}, True),
+        (TIED, {"converting": True, "offline": WEIGHT}, False),
+        (mx.sym.relu(mx.sym.relu(UP)), {}, True),
+    ],
+)
+def test_transposed_convolutions_are_not_trained_through_a_cast_of_their_weight(symbol, usage, low):
+    assert kept(symbol, **usage) == ([] if low else ["up"])
+    assert kept(symbol, policy=B.untuned(), **usage) == kept(symbol, **usage)
+
+
+def test_the_weight_of_a_transposed_convolution_in_a_loop_is_never_known_to_be_stored():
+    def step(data, states):
+        up = mx.sym.Deconvolution(data, states[0], kernel=(1, 1), num_filter=4, no_bias=True)
+        return up, states
+
+    out, _ = mx.sym.contrib.foreach(step, mx.sym.var("data"), [mx.sym.var("weight")])
+    for usage in ({}, {"training": True, "stored": WEIGHT}):
+        inner = dict(chosen(out, **usage).bodies)
+        assert bool(inner) == bool(usage)
+
+
+def test_norms_behind_transposed_convolutions_are_as_those_behind_convolutions():
+    for channels, precision in (
+        ((16, 32), "bfloat16"),
+        ((16, 24), "float32"),
+        ((20, 32), "float32"),
+    ):
+        net = sequential(
+            nn.Conv2DTranspose(channels[1], 4, strides=2, in_channels=channels[0]), nn.BatchNorm()
+        )
+        found = dict(precisions(net, (2, channels[0], 4, 4)))
+        assert found == {"Deconvolution": precision, "BatchNorm": precision}
+
+
+@with_avx512
+@pytest.mark.parametrize("groups", [1, 2, 16])
+def test_converted_convolutions_of_groups_follow_float32(groups):
+    net = sequential(
+        nn.Conv2D(16, 3, groups=groups, in_channels=16),
+        nn.Conv2DTranspose(32, 4, strides=2, padding=1, groups=groups, in_channels=16),
+        nn.BatchNorm(),
+        nn.Conv2DTranspose(5, 3, in_channels=32),
+    )
+    net.hybridize()
+    data = randn(2, 16, 8, 8)
+    plain = net(data)
+    for options in ({}, {"cast_optional_params": True}, {"fuse": True}):
+        converted = amp.convert_hybrid_block(net, "bfloat16", **options)
+        assert (
+            np.abs(values(converted(data)) - values(plain)).max()
+            < 0.03 * np.abs(values(plain)).max()
+        )
+        params = converted.collect_params()
+        stored = {kind(params[net[i].weight.name].data()) for i in (0, 1, 3)}
+        assert stored == {"bfloat16" if options else "float32"}
+
+
 def test_norms_behind_dense_layers_stay_in_float32():
     net = sequential(nn.Dense(16, in_units=16), nn.BatchNorm())
     assert precisions(net, (32, 16)) == [("FullyConnected", "bfloat16"), ("BatchNorm", "float32")]
@@ -236,7 +313,7 @@ def test_float16_chooses_nothing():
     net = sequential(nn.Conv2D(24, 1, in_channels=3), nn.BatchNorm())
     symbol = net(mx.sym.var("data"))
     assert chosen(symbol, amp.Policy.default("float16", "cpu"), training=True) is NONE
-    assert chosen(symbol, B.untuned(), training=True) is NONE
+    assert chosen(symbol, B.untuned(), training=True) == NONE
 
 
 def test_converted_models_choose_by_their_parameters():

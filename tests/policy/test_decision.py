@@ -85,13 +85,19 @@ def test_a_missing_kernel_computes_on_rounded_values():
 @pytest.mark.parametrize("weight", [H, B])
 def test_a_deconvolution_reads_no_weight_through_a_cast(weight):
     policy = Policy.default("bfloat16")
-    decision = decide("Deconvolution", {}, [F, weight, F, N], policy)
+    decision = decide("Deconvolution", {}, [F, weight, F, N], policy, kept="its weight is cast")
     assert decision.reads == (D, D, D, None)
     assert (decision.through, decision.precision) == (F, F)
-    assert decide("Deconvolution", {}, [weight, F], policy).reads == (F, None)
+    assert decide("Deconvolution", {}, [weight, F], policy, kept="too").reads == (F, None)
     assert decide("Deconvolution", {}, [F, D], policy).through is None
     assert decide("Convolution", {}, [F, H], policy).through is None
     assert decide("Deconvolution", {}, [F, H], Policy.default(H, "gpu")).through is None
+
+
+def test_a_deconvolution_that_a_user_lowers_trains_through_its_cast():
+    given = Policy.default("bfloat16").override(low=["Deconvolution"])
+    assert decide("Deconvolution", {}, [F, F], given).reads == (D, D)
+    assert decide("Deconvolution", {}, [F, B], given).reads == (B, None)
 
 
 def test_long_sums_in_half_precision_are_only_short_on_gpus():
