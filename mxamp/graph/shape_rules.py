@@ -191,7 +191,9 @@ def odd_channels(site: Site) -> bool:
     channels = _channels(site)
     if channels is None:
         return False
-    return channels[0] <= equivalents.COLOURS or (site.feeds_norm and not _in_blocks(channels))
+    return channels[0] <= equivalents.COLOURS or (
+        site.feeds_norm and not _in_blocks(site, channels)
+    )
 
 
 def plain_layout(site: Site) -> bool:
@@ -235,9 +237,14 @@ def _channels(site: Site) -> Optional[Tuple[int, int]]:
     return (weight[0], per_group) if transposed else (per_group, weight[0])
 
 
-def _in_blocks(channels: Tuple[int, int]) -> bool:
+def _in_blocks(site: Site, channels: Tuple[int, int]) -> bool:
     read, written = channels
     block, four = equivalents.BLOCK, equivalents.COLOURS + 1
+    groups = int(site.node.attrs.get("num_group", "1"))
+    if groups not in (1, read, written):
+        # Half blocks are as good as whole ones, but for a BatchNorm's gradient.
+        block = block if site.training else block // 2
+        return all(channel % groups == 0 and channel // groups % block == 0 for channel in channels)
     return (read % block == 0 or read == four) and written % block == 0
 
 
@@ -246,7 +253,7 @@ def _gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> 
     operator = site.node.operator
     if operator in ("Convolution", "Deconvolution", "_sg_mkldnn_conv"):
         channels = _channels(site)
-        return op_class == "low" and (channels is None or _in_blocks(channels))
+        return op_class == "low" and (channels is None or _in_blocks(site, channels))
     if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
         return False
     tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs

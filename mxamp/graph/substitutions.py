@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
 
-from . import equivalents, recurrent
+from . import equivalents, grouped, recurrent
 from .equivalents import Attributes, Call, Detail, Part
 
 __all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
@@ -112,6 +112,15 @@ _SUBSTITUTIONS = (
         answers=frozenset({"odd_channels"}),
     ),
     Substitution(
+        name="merged_groups",
+        operators=frozenset({"Convolution"}),
+        build=grouped.merged_groups,
+        applies=grouped.is_narrow_grouped,
+        detail=grouped.widths,
+        by_shape={"Convolution": (1,)},
+        answers=frozenset({"odd_channels"}),
+    ),
+    Substitution(
         name="rnn",
         operators=frozenset({"RNN"}),
         build=recurrent.rnn,
@@ -134,10 +143,13 @@ _SUBSTITUTIONS = (
 #: All of them, by name.
 ALL: Mapping[str, Substitution] = MappingProxyType({one.name: one for one in _SUBSTITUTIONS})
 
-#: Operators whose substitution depends on shapes, and which inputs'.
+#: Operators whose substitutions depend on shapes, and which inputs': all alike for an operator.
 BY_SHAPE = {name: which for one in ALL.values() for name, which in one.by_shape.items()}
 
-_BY_OPERATOR = {name: one for one in ALL.values() for name in one.operators}
+_BY_OPERATOR = {
+    name: tuple(one for one in _SUBSTITUTIONS if name in one.operators)
+    for name in sorted({name for one in _SUBSTITUTIONS for name in one.operators})
+}
 
 
 def find(
@@ -148,10 +160,11 @@ def find(
     weight: Optional[Tuple[int, ...]] = None,
 ) -> Optional[Tuple[str, Detail]]:
     """Return the substitution for a call of `operator`, with its detail; None if there is none."""
-    fitting = _BY_OPERATOR.get(operator)
-    if fitting is None:
+    offered = _BY_OPERATOR.get(operator)
+    if offered is None:
         return None
     if any((shape, weight)[k] is None for k in BY_SHAPE.get(operator, ())):
         return None
     call = Call(attrs, shape, weight, training)
-    return (fitting.name, fitting.detail(call)) if fitting.applies(call) else None
+    fitting = next((one for one in offered if one.applies(call)), None)
+    return (fitting.name, fitting.detail(call)) if fitting is not None else None

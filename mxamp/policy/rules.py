@@ -40,7 +40,7 @@ LIMITED = frozenset({"long_sums"})
 #: faster.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "add", "relu6", "layer_norm", "mean", "image_convolution", "split",
-    "rnn", "padded_channels", "folded_norm", "norm_relu", "sgd", "adam",
+    "merged_groups", "rnn", "padded_channels", "folded_norm", "norm_relu", "sgd", "adam",
 )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def test_values_and_gradients_agree(name):
 
 
 def test_every_substitution_has_its_case_and_its_measurement():
-    assert {*CASES, "split", "image_convolution", "rnn"} == set(ALL)
+    assert {*CASES, "split", "image_convolution", "merged_groups", "rnn"} == set(ALL)
     assert set(SUBSTITUTIONS) == set(amp.Policy.default("bfloat16").substitutions)
     assert not amp.Policy.default("float16", "cpu").substitutions
 
@@ -115,6 +115,46 @@ def test_single_operators_are_what_is_built():
     assert set(singles) == {"relu", "sigmoid", "tanh", "add"}
     for name, operator in singles.items():
         assert [part.op for part in ALL[name].build({}, ())] == [operator]
+
+
+def grouped(narrow, bias=True, kernel=3, channels=32):
+    """Return a grouped convolution behind a BatchNorm that keeps its running statistics."""
+    mx.random.seed(1)
+    conv = nn.Conv2D(
+        channels, kernel, 1, 1, groups=channels // narrow, in_channels=channels, use_bias=bias
+    )
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(momentum=1, in_channels=channels), conv, nn.Activation("relu"))
+    net.initialize(mx.init.Uniform(0.3))
+    return net
+
+
+@with_avx512
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("narrow, bias, kernel", [(2, True, 3), (4, False, (3, 1)), (8, True, 1)])
+def test_narrow_groups_are_merged(narrow, bias, kernel, low):
+    net, x = grouped(narrow, bias, kernel), randn(2, 32, 6, 7)
+    policy = amp.Policy.default("bfloat16") if low else FLOAT32
+    # Whoever ran it before has left its weight in a layout of oneDNN's.
+    plain = run(net, x, training=False), *run(net, x)
+    merged = run(net, x, policy, training=False), *run(net, x, policy)
+    for mine, theirs in zip(merged, plain):
+        assert np.linalg.norm(mine - theirs) <= (0.08 if low else 2e-5) * np.linalg.norm(theirs)
+    shapes = {"data": x.shape}
+    plans = [
+        operators(net, policy, mode, input_shapes=shapes) for mode in ("training", "inference")
+    ]
+    assert ["_eye" in plan for plan in plans] == [True, narrow < 8]
+    converted = operators(net, policy, "converted", input_shapes=shapes)
+    assert "_eye" not in converted
+
+
+@pytest.mark.parametrize("narrow, channels", [(1, 32), (16, 32), (32, 32), (4, 24), (3, 48)])
+def test_other_groups_stay(narrow, channels):
+    net = grouped(narrow, channels=channels)
+    symbol = net(mx.sym.var("data"))
+    found = operators(symbol, FLOAT32, "training", input_shapes={"data": (2, channels, 6, 7)})
+    assert "_eye" not in found
 
 
 @pytest.mark.parametrize("low", [False, True])
