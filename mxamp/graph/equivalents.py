@@ -14,17 +14,17 @@ __all__ = [
     "Part",
     "Parts",
     "add",
+    "global_pool",
     "has_elements",
     "image_convolution",
     "is_equal_add",
     "is_image_convolution",
-    "is_mean_of_rows",
+    "is_global_pool",
     "is_relu6",
     "is_split_of_rows",
     "is_trained_layer_norm",
     "is_true",
     "layer_norm",
-    "mean",
     "relu6",
     "split",
     "split_bounds",
@@ -110,6 +110,17 @@ def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     ]
 
 
+def is_global_pool(call: Call) -> bool:
+    """Tell whether one average is left of each feature map."""
+    return call.attrs.get("output_size", "()").strip("[]() ,").replace(" ", "") in ("", "1", "1,1")
+
+
+def global_pool(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return oneDNN's average, which has bfloat16 and reads its input's layout."""
+    attrs = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
+    return [Part("Pooling", "", (0,), attrs)]
+
+
 def is_trained_layer_norm(call: Call) -> bool:
     """Tell whether gradients of it will be computed, over the last axis."""
     attrs = call.attrs
@@ -139,27 +150,6 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     one = add("ones_like", "one", inverse)
     shift = add("dot", "shift", one, add("Reshape", "betas", beta, shape="(1, -1)"))
     add("elemwise_add", "", add("elemwise_mul", "scaled", centred, scale), shift)
-    return parts.made
-
-
-def is_mean_of_rows(call: Call) -> bool:
-    """Tell whether it is the mean over the middle of three axes."""
-    attrs = call.attrs
-    over_one = attrs.get("axis", "").strip("[]() ,") == "1"
-    three = call.shape is not None and len(call.shape) == len("NTC")
-    return three and over_one and not is_true(attrs.get("exclude", "False"))
-
-
-def mean(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return the mean over the middle of three axes, as products with a constant row."""
-    parts = Parts(inputs=1)
-    add = parts.add
-    ones = add("ones_like", "ones", add("slice_axis", "column", 0, axis="2", begin="0", end="1"))
-    share = add("broadcast_div", "share", ones, add("sum", "count", ones, axis="1", keepdims="1"))
-    if is_true(attrs.get("keepdims", "False")):
-        add("batch_dot", "", share, 0, transpose_a="True")
-    else:
-        add("Reshape", "", add("batch_dot", "row", share, 0, transpose_a="True"), shape="(0, -1)")
     return parts.made
 
 

@@ -103,7 +103,7 @@ class _Rewriter:
         """Add what stands for node i of the old graph; return what stands for its outputs."""
         if node.is_variable:
             return [self._variable(node)]
-        if i in self.substituted and _castable(inputs):
+        if i in self.substituted and _can_substitute(self.substituted[i][0], inputs):
             return self._substitute(i, node, inputs)
         if is_inserted(node):
             # What an earlier conversion has put in: the policy decides anew.
@@ -268,6 +268,11 @@ class _Rewriter:
             )
             for k, body in enumerate(node.subgraphs)
         ]
+
+
+def _can_substitute(name: str, values: Sequence[_Value]) -> bool:
+    dtypes = {"float32"} if substitutions.ALL[name].constants else CASTABLE
+    return {value.plain for value in values} <= dtypes
 
 
 def _castable(values: Sequence[_Value]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
 
-from . import equivalents, grouped, recurrent
+from . import equivalents, grouped, recurrent, reductions
 from .equivalents import Attributes, Call, Detail, Part
 
 __all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
@@ -35,6 +35,8 @@ class Substitution:
     float32: Tuple[bool, bool] = (False, False)
     #: Those of `operators` where `applies` wants shapes, and which inputs'.
     by_shape: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
+    #: Its parts hold constants in float32: only for calls in float32.
+    constants: bool = False
     #: Only where this operator, by its class, computes in the target dtype.
     lowered: Optional[str] = None
     #: Also in inference by a policy that lowers nothing.
@@ -62,6 +64,18 @@ def _activation(act_type: str, operator: str, numpy: str) -> Substitution:
         applies=equivalents.has_elements,
         by_shape={numpy: (0,)},
         single="Activation",
+    )
+
+
+def _reduction(name: str, build: Callable[..., Sequence[Part]], *operators: str) -> Substitution:
+    return Substitution(
+        name=name,
+        operators=frozenset(operators),
+        build=build,
+        applies=reductions.is_long_sum,
+        detail=reductions.span_and_shape,
+        float32=(True, True),
+        by_shape=dict.fromkeys(operators, (0,)),
     )
 
 
@@ -94,13 +108,14 @@ _SUBSTITUTIONS = (
         applies=equivalents.is_trained_layer_norm,
         float32=(True, True),
     ),
+    _reduction("mean", reductions.mean, "mean", "_npi_mean"),
+    _reduction("sum", reductions.total, "sum", "_np_sum"),
     Substitution(
-        name="mean",
-        operators=frozenset({"mean"}),
-        build=equivalents.mean,
-        applies=equivalents.is_mean_of_rows,
-        float32=(True, True),
-        by_shape={"mean": (0,)},
+        name="global_pool",
+        operators=frozenset({"_contrib_AdaptiveAvgPooling2D"}),
+        build=equivalents.global_pool,
+        applies=equivalents.is_global_pool,
+        single="Pooling",
     ),
     Substitution(
         name="image_convolution",
@@ -119,6 +134,7 @@ _SUBSTITUTIONS = (
         detail=grouped.widths,
         by_shape={"Convolution": (1,)},
         answers=frozenset({"odd_channels"}),
+        constants=True,
     ),
     Substitution(
         name="rnn",

@@ -82,6 +82,7 @@ CASES = {
     "tanh": (Call, {"name": "tanh"}, 3e-7),
     "layer_norm": (Call, {"name": "LayerNorm", "parameters": True, "eps": 1e-4}, 2e-6),
     "mean": (Call, {"name": "mean", "axis": 1}, 5e-7),
+    "sum": (Call, {"name": "sum", "axis": 1}, 5e-7),
 }
 
 
@@ -105,14 +106,14 @@ def test_values_and_gradients_agree(name):
 
 
 def test_every_substitution_has_its_case_and_its_measurement():
-    assert {*CASES, "split", "image_convolution", "merged_groups", "rnn"} == set(ALL)
+    assert {*CASES, "split", "image_convolution", "merged_groups", "global_pool", "rnn"} == set(ALL)
     assert set(SUBSTITUTIONS) == set(amp.Policy.default("bfloat16").substitutions)
     assert not amp.Policy.default("float16", "cpu").substitutions
 
 
 def test_single_operators_are_what_is_built():
     singles = {name: one.single for name, one in ALL.items() if one.single}
-    assert set(singles) == {"relu", "sigmoid", "tanh", "add"}
+    assert set(singles) == {"relu", "sigmoid", "tanh", "add", "global_pool"}
     for name, operator in singles.items():
         assert [part.op for part in ALL[name].build({}, ())] == [operator]
 
@@ -371,16 +372,92 @@ def test_sums_of_numpy_arrays_keep_their_rules():
         ("layer_norm", {}, "inference", (2, 48)),
         ("layer_norm", {"axis": 0}, "training", (48, 2)),
         ("layer_norm", {"output_mean_var": True}, "training", (2, 48)),
-        ("mean", {}, "training", (2, 3)),
-        ("mean", {}, "training", (2, 3, 4, 5)),
-        ("mean", {"axis": 2}, "training", (2, 3, 4)),
-        ("mean", {"exclude": True}, "training", (2, 3, 4)),
+        ("mean", {}, "training", (2, 3, 4)),
+        ("mean", {"axis": None}, "training", (40, 40)),
+        ("mean", {"axis": 2}, "training", (70, 20, 1)),
+        ("mean", {"axis": (0, 2)}, "training", (12, 13, 14)),
+        ("mean", {"exclude": True}, "training", (12, 13, 14)),
+        ("sum", {"axis": 0}, "training", (2**16 + 1, 2)),
     ],
 )  # fmt: skip
 def test_where_they_do_not_apply(name, changes, mode, shape):
     symbol = symbol_of(name, **changes)
     left = operators(symbol, mode=mode, input_shapes={"data": shape})
     assert left == [Graph.from_symbol(symbol).nodes[-1].operator]
+
+
+SUMS = [
+    ((9, 20, 30), 1), ((9, 20, 30), -1), ((9, 20, 30), 0), ((9, 20, 30), (0, 1)),
+    ((9, 20, 30), (1, 2)), ((9, 20, 30), (-1, 1)), ((4, 8, 9, 10), (2, 3)), ((4, 8, 9, 10), (1, 2)),
+    ((2, 2, 4, 9, 10), 1), ((4, 8, 9, 10), (0, 1, 2)), ((40, 30, 1), 1), ((1, 2000), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("name", ["mean", "sum"])
+@pytest.mark.parametrize("shape, axis", SUMS)
+def test_sums_over_axes_next_to_each_other(name, shape, axis, keepdims):
+    block = Call(name, axis=axis, keepdims=keepdims)
+    for mode in ("training", "inference"):
+        left = operators(block(mx.sym.var("data")), FLOAT32, mode, input_shapes={"data": shape})
+        assert left[-2 if name == "sum" else -3].endswith("dot")
+    for batch in (shape, (shape[0] + 3, *shape[1:])):
+        x = randn(*batch) + 1
+        for mine, theirs in zip(run(block, x, FLOAT32), run(block, x)):
+            assert mine.shape == theirs.shape
+            assert np.abs(mine - theirs).max() <= 2e-6 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("name", ["mean", "sum"])
+@pytest.mark.parametrize("attrs", [{"axis": 1}, {"axis": (1, 2), "keepdims": True}, {"axis": None}])
+def test_sums_of_numpy(name, attrs):
+    class Block(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return getattr(F.np, name)(x, **attrs)
+
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        block, x = Block(), mx.np.array(randn(9, 20, 30).asnumpy())
+        block.hybridize()
+        found = []
+        for policy in (None, FLOAT32, amp.Policy.default("bfloat16")):
+            x.attach_grad()
+            with amp.autocast(policy=policy, enabled=policy is not None), autograd.record():
+                out = block(x)
+                out.backward()
+            found.append((out.shape, values(out), values(x.grad)))
+        (shape, out, grad), *others = found
+        for other in others:
+            assert other[0] == shape
+            assert np.allclose(other[1], out, rtol=1e-5, atol=1e-5)
+            assert np.allclose(other[2], grad, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_sums_keep_what_is_not_finite(value):
+    x = randn(9, 20, 30)
+    x[1, 2, 3] = value
+    for axis in (0, 1, 2, (1, 2)):
+        block = Call("sum", axis=axis)
+        mine, theirs = run(block, x, FLOAT32, training=False), run(block, x, training=False)
+        assert np.array_equal(np.isfinite(mine), np.isfinite(theirs))
+
+
+@with_avx512
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("size", [(), 1, (1, 1)])
+def test_adaptive_pooling_to_one_is_global(size, low):
+    class Block(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.contrib.AdaptiveAvgPooling2D(x, output_size=size)
+
+    policy = amp.Policy.default("bfloat16") if low else FLOAT32
+    block, x = Block(), randn(3, 16, 7, 9)
+    assert operators(block(mx.sym.var("data")), policy) == ["Pooling"]
+    for mine, theirs in zip(run(block, x, policy), run(block, x)):
+        assert mine.shape == theirs.shape
+        assert np.abs(mine - theirs).max() <= (0.01 if low else 1e-6) * np.abs(theirs).max()
+    two = mx.sym.contrib.AdaptiveAvgPooling2D(mx.sym.var("data"), output_size=2)
+    assert operators(two, policy) == ["_contrib_AdaptiveAvgPooling2D"]
 
 
 def test_sums_in_float32_are_faster_in_training_alone():
