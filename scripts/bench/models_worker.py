@@ -30,6 +30,12 @@ def peak_memory() -> Optional[int]:
     return next((int(words[1]) * 1024 for words in lines if words[0] == "VmHWM:"), None)
 
 
+#: Layers and sequence length of encoders of BERT-base's size.
+BERTS = {"bert": (2, 128), "bert_base": (12, 128), "bert_base_512": (12, 512)}
+#: Steps and units of recurrent networks.
+RECURRENT = {"lstm": (20, 256), "lstm_cell": (20, 256), "lstm_650": (35, 650)}
+
+
 def arrays(model: str) -> Tuple[List[Any], Any]:
     """Return the inputs and the labels of a model, the same in every process."""
     random = np.random.RandomState(0)
@@ -37,10 +43,10 @@ def arrays(model: str) -> Tuple[List[Any], Any]:
     rows = int(batch)
     if name == "mlp":
         inputs = random.randn(rows, 4096)
-    elif name == "bert":
-        inputs = random.randn(rows, 128, 768)
-    elif name in ("lstm", "lstm_cell"):
-        inputs = random.randn(rows, 20, 256)
+    elif name in BERTS:
+        inputs = random.randn(rows, BERTS[name][1], 768)
+    elif name in RECURRENT:
+        inputs = random.randn(rows, *RECURRENT[name])
     else:
         inputs = random.randn(rows, 3, 224, 224)
     return [inputs.astype("float32")], random.randint(0, 10, rows).astype("float32")
@@ -85,7 +91,7 @@ def mxnet_model(model: str) -> Any:
             super().__init__()
             with self.name_scope():
                 self.layers = nn.HybridSequential()
-                self.layers.add(Layer(), Layer())
+                self.layers.add(*[Layer() for _ in range(BERTS[name][0])])
                 self.classifier = nn.Dense(10, in_units=768)
 
         def hybrid_forward(self, F: Any, x: Any) -> Any:  # noqa: N803
@@ -95,18 +101,19 @@ def mxnet_model(model: str) -> Any:
         def __init__(self, fused: bool) -> None:
             super().__init__()
             self.fused = fused
+            self.steps, units = RECURRENT[name]
             with self.name_scope():
                 if fused:
-                    self.rnn = rnn.LSTM(256, 2, layout="NTC", input_size=256)
+                    self.rnn = rnn.LSTM(units, 2, layout="NTC", input_size=units)
                 else:
-                    self.rnn = rnn.LSTMCell(256, input_size=256)
-                self.classifier = nn.Dense(10, in_units=256)
+                    self.rnn = rnn.LSTMCell(units, input_size=units)
+                self.classifier = nn.Dense(10, in_units=units)
 
         def hybrid_forward(self, F: Any, x: Any) -> Any:  # noqa: N803
             if self.fused:
                 out = self.rnn(x)
             else:
-                out, _ = self.rnn.unroll(20, x, layout="NTC", merge_outputs=True)
+                out, _ = self.rnn.unroll(self.steps, x, layout="NTC", merge_outputs=True)
             return self.classifier(F.mean(out, axis=1))
 
     if name == "mlp":
@@ -115,10 +122,14 @@ def mxnet_model(model: str) -> Any:
             net.add(nn.Dense(4096, activation="relu", in_units=4096))
         net.add(nn.Dense(10, in_units=4096))
         return net
-    if name == "bert":
+    if name in BERTS:
         return Bert()
-    if name in ("lstm", "lstm_cell"):
-        return Recurrent(name == "lstm")
+    if name in RECURRENT:
+        return Recurrent(name != "lstm_cell")
+    if name.startswith("resnext"):
+        from gluoncv import model_zoo
+
+        return model_zoo.get_model(name, classes=10)
     zoo = {"mobilenet_v2": "mobilenet_v2_1_0", "resnet50": "resnet50_v1"}
     return getattr(vision, zoo.get(name, name))(classes=10)
 
@@ -242,7 +253,8 @@ def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any
         def __init__(self) -> None:
             super().__init__()
             layer = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True)
-            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            count = BERTS[name][0]
+            self.layers = nn.TransformerEncoder(layer, count, enable_nested_tensor=False)
             self.classifier = nn.Linear(768, 10)
 
         def forward(self, x: Any) -> Any:
@@ -264,17 +276,19 @@ def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any
         def __init__(self, rnn: Any) -> None:
             super().__init__()
             self.rnn = rnn
-            self.classifier = nn.Linear(256, 10)
+            self.classifier = nn.Linear(RECURRENT[name][1], 10)
 
         def forward(self, x: Any) -> Any:
             return self.classifier(self.rnn(x)[0].mean(1))
 
     layers = [m for _ in range(3) for m in (nn.Linear(4096, 4096), nn.ReLU())]
     made = {
-        "mlp": lambda: nn.Sequential(*layers, nn.Linear(4096, 10)), "bert": Bert,
+        "mlp": lambda: nn.Sequential(*layers, nn.Linear(4096, 10)),
+        **dict.fromkeys(BERTS, Bert),
         "lstm": lambda: Recurrent(nn.LSTM(256, 256, 2, batch_first=True)),
+        "lstm_650": lambda: Recurrent(nn.LSTM(650, 650, 2, batch_first=True)),
         "lstm_cell": lambda: Recurrent(Unrolled()),
-    }  # fmt: skip
+    }
     if name in made:
         net = made[name]()
     else:
