@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 from ..errors import InstallError
+from .versions import NEWEST, SUPPORTED, is_supported
 
 __all__ = ["import_mxnet", "missing_cuda_libraries", "prepare"]
 
@@ -61,6 +62,10 @@ WRONG_NUMPY = (
     f"NumPy {{}} is installed, and MXNet 1.9.1 needs {NUMPY_FROM} or later, below {NUMPY_BELOW}: "
     f'pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
 )
+WRONG_MXNET = (
+    f"MXNet {{}} is installed, and mxamp runs on {', '.join(SUPPORTED[:-1])} and {NEWEST}: "
+    f"pip install mxnet=={NEWEST}"
+)
 NOT_INSTALLED = (
     "MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for mxnet==1.9.1, "
     "mxamp[cu112] for mxnet-cu112==1.9.1."
@@ -74,8 +79,9 @@ _failed: List[InstallError] = []
 def import_mxnet() -> Any:
     """Return the module `mxnet`, made importable first.
 
-    Raises `InstallError` where MXNet, NumPy or the GPU build's driver is missing, where NumPy is
-    too old or too new, and where the import of MXNet fails or has failed in this process before.
+    Raises `InstallError` where MXNet, NumPy or the GPU build's driver is missing, where MXNet or
+    NumPy is too old or too new, and where the import of MXNet fails or has failed in this process
+    before.
     """
     if _failed:
         raise _failed[0]
@@ -83,8 +89,7 @@ def import_mxnet() -> Any:
         if any(name.startswith("mxnet.") for name in sys.modules):
             raise InstallError(FAILED_BEFORE)
         prepare()
-        if importlib.util.find_spec("mxnet") is None:
-            raise InstallError(NOT_INSTALLED)
+        _check_version()
         with warnings.catch_warnings():
             # What MXNet's own import says of NumPy and distutils, nobody here can act on.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -99,7 +104,23 @@ def import_mxnet() -> Any:
                 message = SERVING if serves else BROKEN
                 _failed.append(InstallError(message.format(role=role, error=said)))
                 raise _failed[0] from error
+    _check_version()
     return sys.modules["mxnet"]
+
+
+def _check_version() -> None:
+    """Raise where MXNet is missing, or is one that mxamp does not run on; import nothing of it."""
+    try:
+        spec = importlib.util.find_spec("mxnet")
+    except ValueError:  # a stand-in that some program has put among the modules
+        return
+    if spec is None:
+        raise InstallError(NOT_INSTALLED)
+    places = [Path(place) / "libinfo.py" for place in spec.submodule_search_locations or ()]
+    text = "".join(place.read_text(encoding="utf-8") for place in places if place.is_file())
+    found = re.search(r"^__version__ *= *['\"](.+?)['\"]", text, re.MULTILINE)
+    if found and not is_supported(found[1]):
+        raise InstallError(WRONG_MXNET.format(found[1]))
 
 
 def prepare() -> None:

@@ -1,7 +1,7 @@
 """MXNet's operator registry: what every operator is called, takes, and writes to.
 
-MXNet 1.9.1 registers 886 operators under 1167 names. Aliases share one handle, so an operator is
-known here by its handle and its one canonical name.
+MXNet 1.9.1 registers 886 operators under 1167 names, older versions fewer. Aliases share one
+handle, so an operator is known here by its handle and its one canonical name.
 """
 
 import ctypes
@@ -11,9 +11,11 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
+import mxnet as mx
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
+from .versions import Feature, lacking
 from .wording import shown
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "WRITTEN_BY_USERS",
     "by_handle",
     "handle_of",
+    "lacks",
     "registry",
     "resolve",
     "starts_backward",
@@ -50,6 +53,8 @@ NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_
 
 #: Operators that call Python: any of their inputs may get a gradient.
 WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
+
+CAME_LATER = "operator {name!r} came with MXNet {since}, and {version} is installed"
 
 _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
@@ -149,14 +154,35 @@ def resolve(name: str) -> Operator:
     >>> resolve("concat").name
     'Concat'
 
-    Raises `UnknownNameError` with the closest names where there is none.
+    Raises `UnknownNameError` with the closest names where there is none, or with the version of
+    MXNet that has it.
     """
     try:
         return _by_name()[name]
     except (KeyError, TypeError):
         if isinstance(name, str):
+            if name in _of_later_versions():
+                since = _of_later_versions()[name].since
+                message = CAME_LATER.format(name=name, since=since, version=mx.__version__)
+                raise UnknownNameError(message) from None
             raise unknown("operator", name, _by_name()) from None
     raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
+
+
+def lacks(name: str) -> bool:
+    """Tell whether an operator (canonical name) is one that came with a later MXNet than this.
+
+    >>> lacks("Convolution"), lacks("Convolutoin")
+    (False, False)
+    """
+    return name in _of_later_versions() and name not in _by_name()
+
+
+@lru_cache(maxsize=None)
+def _of_later_versions() -> Mapping[str, Feature]:
+    return {
+        name: feature for _, feature in lacking(mx.__version__) for name in feature.operators
+    }
 
 
 def handle_of(name: str) -> int:
