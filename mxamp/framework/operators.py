@@ -11,11 +11,10 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
-import mxnet as mx
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
-from .versions import Feature, lacking
+from .versions import FEATURES, has_feature
 from .wording import shown
 
 __all__ = [
@@ -54,7 +53,7 @@ NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_
 #: Operators that call Python: any of their inputs may get a gradient.
 WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
 
-CAME_LATER = "operator {name!r} came with MXNet {since}, and {version} is installed"
+CAME_LATER = "operator {name!r} came with MXNet {since}, and an older one is installed"
 
 _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
@@ -162,9 +161,8 @@ def resolve(name: str) -> Operator:
     except (KeyError, TypeError):
         if isinstance(name, str):
             if name in _of_later_versions():
-                since = _of_later_versions()[name].since
-                message = CAME_LATER.format(name=name, since=since, version=mx.__version__)
-                raise UnknownNameError(message) from None
+                since = _of_later_versions()[name]
+                raise UnknownNameError(CAME_LATER.format(name=name, since=since)) from None
             raise unknown("operator", name, _by_name()) from None
     raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
 
@@ -179,9 +177,13 @@ def lacks(name: str) -> bool:
 
 
 @lru_cache(maxsize=None)
-def _of_later_versions() -> Mapping[str, Feature]:
+def _of_later_versions() -> Mapping[str, str]:
+    """Return the operators that this MXNet lacks, with the versions that they came with."""
     return {
-        name: feature for _, feature in lacking(mx.__version__) for name in feature.operators
+        operator: feature.since
+        for name, feature in FEATURES.items()
+        if not has_feature(name)
+        for operator in feature.operators
     }
 
 

@@ -3,7 +3,17 @@
 import re
 from typing import Iterator, Mapping, NamedTuple, Tuple
 
-__all__ = ["FEATURES", "NEWEST", "SUPPORTED", "Feature", "is_supported", "lacking", "release"]
+__all__ = [
+    "FEATURES",
+    "NEWEST",
+    "SUPPORTED",
+    "Feature",
+    "has_feature",
+    "is_supported",
+    "lacking",
+    "release",
+    "why_not",
+]
 
 #: As pip names them, the oldest first.
 SUPPORTED = ("1.7.0.post2", "1.8.0.post0", "1.9.0", "1.9.1")
@@ -14,15 +24,19 @@ class Feature(NamedTuple):
     """What came with a version, and what happens without it."""
 
     since: str
-    without: str
+    without: str  #: what mxamp can't make up for; empty where it does
     operators: Tuple[str, ...] = ()  #: canonical names
 
 
 #: By the name under which tests and messages know them.
 FEATURES: Mapping[str, Feature] = {
+    "skipped_updates": Feature("1.8.0", ""),  # trainers ask whether gradients overflowed
     "norm_relu": Feature(
-        "1.8.0", "no operator for BatchNorm with relu: fused float32 models run them one by one",
+        "1.8.0", "no operator for BatchNorm with relu: fused float32 models run both",
         ("_contrib_BatchNormWithReLU", "_backward_contrib_BatchNormWithReLU"),
+    ),
+    "float16_on_cpus": Feature(
+        "1.9.0", "no float16 casts on CPUs: there float16 is for GPUs alone"
     ),
     "fused_attention": Feature(
         "1.9.0", "no fused operators for self-attention: graphs that hold them do not load",
@@ -63,3 +77,20 @@ def lacking(version: str) -> Iterator[Tuple[str, Feature]]:
     for name, feature in FEATURES.items():
         if release(version) < release(feature.since):
             yield name, feature
+
+
+def has_feature(name: str) -> bool:
+    """Tell whether the MXNet that is loaded has one of `FEATURES`."""
+    return name not in dict(lacking(_loaded()))
+
+
+def why_not(name: str) -> str:
+    """Return in a sentence what the MXNet that is loaded lacks, and which version has it."""
+    feature = FEATURES[name]
+    return f"MXNet {_loaded()} has {feature.without} (MXNet {feature.since} and later have it)"
+
+
+def _loaded() -> str:
+    import mxnet as mx  # not above: versions are known before MXNet is imported
+
+    return str(mx.__version__)
