@@ -26,6 +26,7 @@ __all__ = [
     "by_handle",
     "handle_of",
     "lacks",
+    "needs_one_dtype",
     "registry",
     "resolve",
     "starts_backward",
@@ -174,6 +175,13 @@ def lacks(name: str) -> bool:
     (False, False)
     """
     return name in _of_later_versions() and name not in _by_name()
+
+
+def needs_one_dtype(name: str) -> bool:
+    """Tell whether this MXNet wants all inputs of an operator in one dtype, as later ones don't."""
+    return any(
+        name in feature.one_dtype for key, feature in FEATURES.items() if not has_feature(key)
+    )
 
 
 @lru_cache(maxsize=None)

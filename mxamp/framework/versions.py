@@ -26,10 +26,12 @@ class Feature(NamedTuple):
     since: str
     without: str  #: what mxamp can't make up for; empty where it does
     operators: Tuple[str, ...] = ()  #: canonical names
+    one_dtype: Tuple[str, ...] = ()  #: operators whose inputs must all have one dtype without it
 
 
 #: By the name under which tests and messages know them.
 FEATURES: Mapping[str, Feature] = {
+    "mixed_broadcast_like": Feature("1.8.0", "", one_dtype=("broadcast_like",)),
     "skipped_updates": Feature("1.8.0", ""),  # trainers ask whether gradients overflowed
     "norm_relu": Feature(
         "1.8.0", "no operator for BatchNorm with relu: fused float32 models run both",

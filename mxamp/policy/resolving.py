@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Mapping, Sequence, Tuple
 
 from ..errors import ArgumentError, located
-from ..framework.operators import Operator, lacks, registry, resolve
+from ..framework.operators import Operator, lacks, needs_one_dtype, registry, resolve
 from .custom_operators import CustomClasses
 from .rules import UNLISTED, Condition, MissingKernel, Rule, ShapeRule
 from .schema import place
@@ -148,6 +148,8 @@ class ListRules:
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
                 if (name == _GPU_ONLY and name not in registry()) or lacks(name):
+                    continue
+                if kind == "keep_inputs" and needs_one_dtype(name):
                     continue
                 with located(f"[{kind}]"):
                     operator = _canonical(name)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from mxnet.base import _LIB, check_call, mx_uint
 
-from mxamp.framework.operators import lacks, registry
+from mxamp.framework.operators import lacks, needs_one_dtype, registry
 from mxamp.graph.graph import Node, infer_outputs
 from mxamp.policy.lists import lists_folder
 from mxamp.policy.policy import Policy
@@ -114,7 +114,7 @@ def test_exceptions_name_inputs_that_exist(data):
     ],
 )  # fmt: skip
 def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, output):
-    kinds = {"h": dtype, "f": "float32"}
+    kinds = {"h": dtype, "f": dtype if needs_one_dtype(name) else "float32"}
     node = Node(name, "n", attrs, num_outputs=3 if name == "BatchNorm" else 1)
     assert infer_outputs(node, [kinds[i] for i in inputs])[0] == kinds[output]
 
