@@ -47,6 +47,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="convert every model of the zoos, not one a family",
     )
+    parser.addoption(
+        "--gpu-tests-on-cpu",
+        action="store_true",
+        help="run the tests for GPUs on the CPU, to test the tests",
+    )
 
 
 def pytest_collection_modifyitems(items):
