@@ -29,7 +29,7 @@ def findings(facts: Facts) -> Tuple[Finding, ...]:
 
 #: What MXNet's import fails with, and what to do; the first that is found in the reason.
 _IMPORT_ADVICE: Mapping[str, str] = {
-    "is installed, and mxamp runs on": "install one of these; the newest is the fastest",
+    "is installed, and mxamp runs on": "install one of these; the newest lacks nothing",
     "not installed": 'pip install "mxamp[cpu]", or for NVIDIA GPUs "mxamp[cu112]"',
     "libcuda.so": "install the NVIDIA driver, or the CPU build: pip uninstall mxnet-cu112 && "
     "pip install mxnet==1.9.1",

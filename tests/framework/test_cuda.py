@@ -103,7 +103,7 @@ def test_every_cuda_wheel_has_an_extra(name):
     wanted = config["options.extras_require"][name].split("\n")
     assert any(line.startswith(f"mxnet-{name}>=") for line in wanted)
     wheels = [line for line in wanted if line.startswith("nvidia")]
-    assert all(re.fullmatch(r"nvidia-\w+-cu11==[\d.]+", wheel) for wheel in wheels)
+    assert all(re.fullmatch(r"nvidia-[\w-]+-cu11==[\d.]+", wheel) for wheel in wheels)
     # cublas and cublasLt come in one
     assert len(wheels) == (len(cuda.CUDA_LIBRARIES) - 1 if name == cuda.NEWEST_WHEEL else 0)
 

@@ -3,12 +3,13 @@
 import mxnet as mx
 
 import mxamp as amp
+from helpers import float16_policy
 from mxamp.graph.graph import Graph
 from mxamp.graph.insert_casts import rewrite, rewritten_symbol
 from mxamp.graph.usage import Usage
 
 GPU = amp.Policy.default("float16", "gpu")
-CPU = amp.Policy.default("float16", "cpu")
+CPU = float16_policy()
 
 
 def rewritten(symbol, policy=GPU, **usage):

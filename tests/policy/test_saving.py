@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mxamp as amp
+from helpers import float16_policy
 from mxamp.framework import machine
 from mxamp.framework.operators import registry
 from mxamp.policy import custom_operators
@@ -20,7 +21,7 @@ from mxamp.policy.rules import Condition
 from tuned import EVIDENCE, INF, NAN
 
 DEFAULTS = [("float16", "cpu"), ("float16", "gpu"), ("bfloat16", "cpu")]
-F16, BF16 = Policy.default("float16", "cpu"), Policy.default("bfloat16")
+F16, BF16 = float16_policy(), Policy.default("bfloat16")
 
 POLICIES = {
     "untuned": BF16.untuned(),
