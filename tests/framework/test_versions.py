@@ -20,6 +20,8 @@ def loaded(monkeypatch):
     """Has MXNet be of another version, without the operators that came later."""
 
     def load(version):
+        if versions.release(version) > versions.release(mx.__version__):
+            pytest.skip(f"MXNet {mx.__version__} can't stand for {version}")
         older = {name for _, one in versions.lacking(version) for name in one.operators}
         kept = {name: one for name, one in registry().items() if name not in older}
         monkeypatch.setattr(versions, "_loaded", lambda: version)
