@@ -8,7 +8,7 @@ from mxnet import nd
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import check_python, float16_policy, kind, randn
+from helpers import check_python, float16_policy, kind, needs_float16, randn
 from mxamp.framework import machine
 from tuned import EVIDENCE
 
@@ -60,6 +60,7 @@ def test_a_different_init_is_an_error():
     assert amp.current_policy().target_dtype == "float16"
 
 
+@needs_float16
 @pytest.mark.parametrize(
     "first, second, words",
     [
@@ -269,6 +270,7 @@ def test_bad_autocast_arguments(arguments):
         amp.autocast(*arguments)
 
 
+@needs_float16
 def test_autocast_is_a_threads_own():
     inside, checked = threading.Event(), threading.Event()
     seen = []

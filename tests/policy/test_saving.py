@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mxamp as amp
-from helpers import float16_policy
+from helpers import float16_policy, needs_float16
 from mxamp.framework import machine
 from mxamp.framework.operators import registry
 from mxamp.policy import custom_operators
@@ -166,6 +166,7 @@ def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
     ) == fast.in_float32().override(low=["dot"])
 
 
+@needs_float16
 def test_a_file_is_for_one_kind_of_device(tmp_path):
     path = saved(F16, tmp_path)
     with pytest.raises(
