@@ -30,6 +30,8 @@ def mxamp_run(folder, *arguments, stdin="", options=("--dtype", "bfloat16")):
     """
     done = run_forked(textwrap.dedent(code), folder)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("mxamp: ")]
+    # MXNet's GPU build says in each process that there is no driver, where there is none.
+    lines = [line for line in lines if "No cuda driver detected" not in line]
     return done.returncode, done.stdout.splitlines(), lines
 
 

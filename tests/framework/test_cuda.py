@@ -88,6 +88,10 @@ def test_no_driver_is_explained(gpu_build):
 
 
 def test_nothing_is_loaded_for_the_cpu_build(monkeypatch):
+    def distribution(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cuda.metadata, "distribution", distribution)
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda *a, **k: pytest.fail("loaded"))
     cuda.preload()
 

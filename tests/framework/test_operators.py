@@ -91,7 +91,8 @@ PROBE = json.loads((lists_folder() / "loss-outputs-probe.json").read_text())["op
 
 
 def test_every_operator_was_probed():
-    assert set(PROBE) >= set(registry()) - {"CuDNNBatchNorm"}
+    in_gpu_builds = ("CuDNNBatchNorm", "_backward_CuDNN", "_FusedOp", "_contrib_mrcnn_mask_target")
+    assert set(PROBE) >= {name for name in registry() if not name.startswith(in_gpu_builds)}
     verdicts = {"ignores", "adds", "scales", "zero", "none", "not probed"}
     for name, found in PROBE.items():
         assert found["verdict"] in verdicts
