@@ -1,15 +1,26 @@
-"""Run the suite on every Python found, and as a CPU without avx512 would: `nox`, `nox -s avx2`."""
+"""Run the suite on every Python found, as a CPU without avx512 would, and on older MXNets.
+
+`nox` runs all but the GPU wheel; `nox -s avx2`, `nox -s "mxnet(1.8.0.post0)"` and `nox -s cuda` run
+one session, `nox -l` lists all. docs/versions.md says what was run.
+"""
 
 import os
 
 import nox
 
-nox.options.sessions = ["tests", "avx2"]
+nox.options.sessions = ["tests", "avx2", "mxnet", "smoke"]
 nox.options.error_on_missing_interpreters = False
 
 # As scripts/test has it.
 PARALLEL = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal"]
 PYTHONS = ["3.8", "3.9", "3.10", "3.11", "3.12"]
+#: MXNet's CPU wheels before the newest, which `tests` has.
+OLDER = ["1.7.0.post2", "1.8.0.post0", "1.9.0"]
+#: Python and NumPy, as docs/versions.md has them.
+PAIRS = [
+    ("3.8", "1.17.5"), ("3.8", "1.23.5"), ("3.9", "1.24.4"), ("3.11", "1.26.4"),
+    ("3.12", "1.26.4"), ("3.13", "2.1.3"), ("3.13", "2.5.0"),
+]  # fmt: skip
 
 
 def install(session: nox.Session) -> None:
@@ -30,3 +41,37 @@ def avx2(session: nox.Session) -> None:
     """Run the suite with oneDNN held to AVX2: bfloat16 in float32 on rounded values."""
     install(session)
     session.run("pytest", *PARALLEL, *session.posargs, env={"DNNL_MAX_CPU_ISA": "AVX2"})
+
+
+@nox.session(python="3.8")
+@nox.parametrize("version", [nox.param(one, id=one) for one in OLDER])
+def mxnet(session: nox.Session, version: str) -> None:
+    """Run the suite on an older MXNet; tests of what it lacks are skipped, and say so."""
+    constraints = f"{session.create_tmp()}/constraints.txt"
+    with open("scripts/constraints.txt") as pinned, open(constraints, "w") as file:
+        file.writelines(line for line in pinned if not line.startswith("mxnet=="))
+    session.install("-e", ".[cpu,test]", f"mxnet=={version}", "-c", constraints)
+    session.install("--no-deps", "gluoncv", "-c", constraints)
+    session.run("pytest", *PARALLEL, *(session.posargs or ["-m", "not slow", "tests"]))
+
+
+@nox.session
+@nox.parametrize("version", [nox.param(one, id=one) for one in [*OLDER, "1.9.1"]])
+@nox.parametrize("python, numpy", [nox.param(*pair, id="-".join(pair)) for pair in PAIRS])
+def smoke(session: nox.Session, numpy: str, version: str) -> None:
+    """Train, convert and load a small network."""
+    session.install("--no-deps", f"mxnet=={version}", "-e", ".")
+    needs = ["requests", "graphviz<0.9", "click<9", "rich<15", "tomli"]
+    session.install(f"numpy=={numpy}", *needs)
+    session.run("python", "-W", "ignore", "scripts/smoke.py")
+
+
+@nox.session(python="3.11")
+def cuda(session: nox.Session) -> None:
+    """Run the suite on mxnet-cu112 without a GPU, with stand-ins for CUDA's libraries."""
+    session.install("-e", ".[test]", "mxnet-cu112", "-c", "scripts/constraints.txt")
+    session.install("--no-deps", "gluoncv", "-c", "scripts/constraints.txt")
+    folder = f"{session.create_tmp()}/stubs"
+    session.run("python", "scripts/cuda_stubs", folder)
+    environment = {"LD_LIBRARY_PATH": folder}
+    session.run("pytest", *PARALLEL, *session.posargs, env=environment)

@@ -1,15 +1,18 @@
 """Trains a network on handwritten digits in three precisions, and converts the saved model.
 
     scripts/quickstart [--fast]
+    main_job.py [--fast] [--device gpu] [--json FILE]
 
 A small convolutional net with BatchNorm, hybridized, same seed each time: in float32, in float16
 with dynamic loss scaling, in bfloat16. The float32 model is then exported, its files are converted
 to either precision, and loaded again by plain MXNet with mxamp switched off.
 
 That net is too small to say anything about speed, so a ResNet-18 with random weights is timed last,
-in float32 and in bfloat16, for inference and for training, on CPUs with avx512.
+in float32 and in bfloat16, for inference and for training, on CPUs with avx512. On a GPU the job is
+done in float32 and float16, and nothing is timed: scripts/bench/models does that.
 """
 
+import json
 import logging
 import statistics
 import tempfile
@@ -129,16 +132,21 @@ def parameter_bytes(net: Any) -> int:
     )
 
 
+#: The dtypes that a kind of device has kernels for.
+DTYPES = {"cpu": ("float16", "bfloat16"), "gpu": ("float16",)}
+
+
 def trained_rows(
     data: Data, test: Data, epochs: int, folder: Path, progress: Progress
 ) -> List[Row]:
     """Train in each precision; leaves the exported float32 model in `folder`."""
     rows: List[Row] = []
-    for dtype in (None, "float16", "bfloat16"):
+    ctx = mx.current_context()
+    for dtype in (None, *DTYPES[ctx.device_type]):
         steps = epochs * (len(data[0]) // BATCH)
         task = progress.add_task(f"training in {dtype or 'float32'}", total=steps)
         if dtype is not None:
-            amp.init(dtype, ctx=mx.cpu())
+            amp.init(dtype, ctx=ctx)
         try:
             net, trainer = train(dtype, data, epochs, lambda task=task: progress.advance(task))
             outputs = net(test[0])
@@ -161,10 +169,11 @@ def trained_rows(
 def converted_rows(test: Data, folder: Path) -> List[Row]:
     """Convert the exported files, load the result with mxamp off, compare."""
     rows = []
+    device = mx.current_context().device_type
     expected = load(folder / "digits")(test[0])
-    for dtype in ("float16", "bfloat16"):
+    for dtype in DTYPES[device]:
         model = mx.model.load_checkpoint(str(folder / "digits"), 0)
-        policy = amp.Policy.default(dtype, device="cpu")
+        policy = amp.Policy.default(dtype, device=device)
         converted = amp.convert_model(*model, policy=policy, cast_optional_params=True)
         mx.model.save_checkpoint(str(folder / dtype), 0, *converted)
         assert not amp.is_enabled()
@@ -183,7 +192,8 @@ def load(prefix: Path) -> gluon.SymbolBlock:
     """Load a saved model the way any MXNet program does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MXNet wonders about the dtype of its input
-        return gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params")
+        files = f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params"
+        return gluon.SymbolBlock.imports(*files, ctx=mx.current_context())
 
 
 # ---------------------------------------------------------------------- speed
@@ -380,26 +390,37 @@ def failures(rows: List[Row]) -> List[str]:
     return found
 
 
+OUT = click.Path(dir_okay=False, path_type=Path)
+
+
 @click.command()
 @click.option("--fast", is_flag=True, help="A third of the epochs: under 30 seconds.")
-def main(fast: bool) -> None:
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True)
+@click.option("--json", "json_path", type=OUT, help="Write the table here.")
+def main(fast: bool, device: str, json_path: Optional[Path]) -> None:
     """Train and convert in mixed precision on handwritten digits."""
     logging.getLogger("mxamp").setLevel(logging.ERROR)
     console = Console()
-    console.print(describe_cpu(), highlight=False)
-    data, test = digits()
+    timed = None
+    if device == "cpu":
+        console.print(describe_cpu(), highlight=False)
     with tempfile.TemporaryDirectory() as name, Progress(
         console=console, transient=True
-    ) as progress:
+    ) as progress, mx.Context(device):
+        data, test = digits()
         rows = trained_rows(data, test, 10 if fast else 30, Path(name), progress)
         rows += converted_rows(test, Path(name))
-        timed = speeds(progress) if "avx512" in features() else None
+        if device == "cpu" and "avx512" in features():
+            timed = speeds(progress)
     show(rows, console)
-    if timed is None:
-        console.print(NOT_TIMED, highlight=False)
-    else:
+    if timed is not None:
         show_speeds(*timed, console)
+    elif device == "cpu":
+        console.print(NOT_TIMED, highlight=False)
     problems = failures(rows)
+    if json_path is not None:
+        found = {"device": device, "rows": [row._asdict() for row in rows], "problems": problems}
+        json_path.write_text(json.dumps(found, indent=1) + "\n")
     for problem in problems:
         console.print(f"[red]not as it should be:[/red] {problem}")
     if problems:

@@ -1,17 +1,26 @@
-# Makes or reuses .venv; sourced by quickstart and test, which may set `python`.
+# Makes or reuses .venv; sourced by quickstart and test, which may set `python`, and by check_gpu,
+# which has an environment of its own.
 #
 # Afterwards $venv_python is the environment's Python, with mxamp installed from this clone
 # (editable) and everything pinned by constraints.txt.
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
-venv_python=$venv/bin/python
 supported="3.8, 3.9, 3.10, 3.11, 3.12 or 3.13"
-extras=cpu,demo,test
-log=$venv/install.log
-stamp=$venv/.installed
-unfinished=$venv/.unfinished
-made_for=$venv/.made-for
+size="300 MB, a minute or two"
+
+use_venv() {
+    # $1: the folder of the environment; $2: what of mxamp's extras it gets.
+    venv_name=$1
+    extras=$2
+    venv=$root/$1
+    venv_python=$venv/bin/python
+    log=$venv/install.log
+    stamp=$venv/.installed
+    unfinished=$venv/.unfinished
+    made_for=$venv/.made-for
+}
+
+use_venv .venv cpu,demo,test
 
 fail() {
     printf 'error: %s\n' "$1" >&2
@@ -123,13 +132,13 @@ remake_where_needed() {
     else
         return 0
     fi
-    say "making .venv anew: $why"
+    say "making $venv_name anew: $why"
     rm -rf "$venv"
 }
 
 make_venv() {
     local said
-    say "making .venv with Python $1, a few seconds"
+    say "making $venv_name with Python $1, a few seconds"
     if ! said=$("$python" -m venv "$venv" 2>&1); then
         rm -rf "$venv"
         fail "'$python' can't make a virtual environment; install its venv package. It said: $(printf '%s' "$said" | tail -n 1)"
@@ -154,7 +163,7 @@ setup() {
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         install_everything "$version"
         printf '%s' "$wanted" >"$stamp"
-        say ".venv is ready, after $SECONDS s"
+        say "$venv_name is ready, after $SECONDS s"
     fi
     exec 9<&-
 }
@@ -174,7 +183,7 @@ install_everything() {
         install "mxamp and what else it needs" "up to a minute" \
             --no-build-isolation --editable ".[${extras#cpu,}]"
     else
-        install "mxamp, MXNet and the test tools" "300 MB, a minute or two" \
+        install "mxamp, MXNet and the test tools" "$size" \
             --no-build-isolation --editable ".[$extras]"
     fi
     install GluonCV "a few seconds" --no-deps gluoncv

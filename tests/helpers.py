@@ -16,12 +16,17 @@ import pytest
 
 import mxamp as amp
 from mxamp.framework.machine import dtype_name
+from mxamp.framework.versions import has_feature, why_not
 from mxamp.graph.graph import Graph
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = np.dtype([("bfloat16", np.uint16)])
 with_avx512 = pytest.mark.skipif(
     bool(amp.Policy.default("bfloat16").rule("Convolution").missing), reason="no bfloat16 kernels"
+)
+#: For tests whose failure does not show the error that would skip them (see conftest).
+needs_float16 = pytest.mark.skipif(
+    not has_feature("float16_on_cpus"), reason=why_not("float16_on_cpus")
 )
 NEEDS_HOROVOD = [
     pytest.mark.slow,
@@ -30,6 +35,14 @@ NEEDS_HOROVOD = [
         reason="Horovod is not installed: scripts/install_horovod builds it",
     ),
 ]
+
+
+def float16_policy():
+    """The policy for CPUs; where MXNet has no float16 casts there, that for GPUs.
+
+    For what modules of tests make when they are imported: tests that run it there are skipped.
+    """
+    return amp.Policy.default("float16", "cpu" if has_feature("float16_on_cpus") else "gpu")
 
 
 def mx_dtype(name):

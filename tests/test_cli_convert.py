@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import mxamp as amp
-from helpers import randn
+from helpers import needs_float16, randn
 from mxamp.cli import words
 from mxamp.cli.main import main
 
@@ -274,6 +274,7 @@ def test_the_only_epoch_is_found(models, tmp_path):
     assert (tmp_path / "x-0005.params").is_file()
 
 
+@needs_float16
 @pytest.mark.parametrize("name", ["m-symbol.json", "m-0000.params", "m"])
 def test_either_file_stands_for_the_model(models, tmp_path, name):
     assert run(models, name, "--dtype", "float16", "--out", str(tmp_path / "o")).exit_code == 0
@@ -307,6 +308,7 @@ def test_progress_is_for_terminals(models, tmp_path, terminal, monkeypatch):
     assert bool(shown.getvalue()) == terminal
 
 
+@needs_float16
 def test_a_file_system_that_is_read_only(models, tmp_path, monkeypatch):
     def fails(*_, **__):
         raise OSError(30, "Read-only file system")

@@ -10,8 +10,10 @@ import click
 
 from ..diagnosis.collect import collect
 from ..diagnosis.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
-from ..diagnosis.findings import Finding, findings
-from ..diagnosis.gpus import NEWEST_WHEEL, runs_on
+from ..diagnosis.finding import Finding
+from ..diagnosis.findings import findings
+from ..diagnosis.gpus import runs_on
+from ..framework.cuda import NEWEST_WHEEL
 from .group import examples
 
 __all__ = ["as_json", "as_text", "doctor", "info"]

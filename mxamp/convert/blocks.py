@@ -143,7 +143,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
 
         Both files are replaced as one, as by `convert_files`.
         """
-        if not self._cached_op_args:
+        if not getattr(self, "_cached_op_args", None):  # before MXNet 1.9.1 there is none
             # MXNet takes the parameters from what the first call makes, and writes none before.
             self._build_cache()
         files = files_to_write(path, epoch)

@@ -19,7 +19,8 @@ import numpy as np
 
 from .._version import __version__
 from ..framework import machine
-from ..framework.compat import BROKEN, missing_cuda_libraries
+from ..framework.compat import BROKEN
+from ..framework.cuda import missing_libraries
 from . import gpus
 from .facts import MARK, Build, Cpu, Facts, PolicyCounts, Speed, Wheel, without_folders
 from .variables import settings
@@ -75,7 +76,7 @@ def collect(measure: bool = True) -> Facts:
         mxnet_error=known.error if known.mxnet is None else "",
         gpus=found,
         gpu_error=gpu_error,
-        missing_libraries=tuple(missing_cuda_libraries()) if cuda else (),
+        missing_libraries=tuple(missing_libraries()) if cuda else (),
         fast_dtype=machine.fast_dtype("gpu" if known.mxnet and known.mxnet.gpus else "cpu"),
         start_up_hook="mxamp_startup" in sys.modules,
         variables=settings(os.environ, cuda),

@@ -1,11 +1,12 @@
 """GPUs, found without MXNet, and which of them MXNet's wheels have code for."""
 
 import subprocess
-from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Optional, Sequence, Tuple
 
+from ..framework.cuda import CUDA_WHEELS
 from .facts import Gpu, numbers
 
-__all__ = ["CUDA_WHEELS", "NEWEST_WHEEL", "CudaWheel", "parse", "query", "runs_on"]
+__all__ = ["parse", "query", "runs_on"]
 
 _FIELDS = "--query-gpu=name,compute_cap,driver_version"
 #: Drivers before 470 know no compute_cap.
@@ -16,24 +17,6 @@ TIMED_OUT = f"nvidia-smi gave no answer in {_LIMIT} s"
 
 #: Runs a command; returns its exit status and what it printed.
 Run = Callable[[Sequence[str]], Tuple[int, str]]
-
-
-class CudaWheel(NamedTuple):
-    """What one of MXNet's CUDA builds needs."""
-
-    driver: str  #: the oldest on Linux
-    majors: Tuple[int, ...]  #: code runs on its compute capability's later minors, no other majors
-
-
-#: MXNet 1.9.1, config/distribution/linux_cu*.cmake; drivers by CUDA's release notes.
-CUDA_WHEELS = {
-    "cu100": CudaWheel("410.48", (3, 5, 6, 7)),
-    "cu101": CudaWheel("418.39", (3, 5, 6, 7)),
-    "cu102": CudaWheel("440.33", (3, 5, 6, 7)),
-    "cu110": CudaWheel("450.36.06", (5, 6, 7, 8)),
-    "cu112": CudaWheel("450.80.02", (5, 6, 7, 8)),
-}
-NEWEST_WHEEL = "cu112"
 
 
 def runs_on(gpu: Gpu, cuda: str) -> Optional[bool]:

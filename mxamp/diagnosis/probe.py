@@ -16,6 +16,7 @@ from ..errors import AmpError
 from ..framework.arrays import cast
 from ..framework.machine import default_device
 from ..framework.patching import patched
+from ..framework.versions import has_feature
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 from .facts import MARK
@@ -40,7 +41,9 @@ def report() -> Dict[str, Any]:
     """Return what MXNet is, and what mixed precision is in this process, as JSON values."""
     policy = current_policy()
     gpus = mx.context.num_gpus() if default_device() == "gpu" else 0
-    pairs = [("float16", "cpu"), ("bfloat16", "cpu"), *([("float16", "gpu")] if gpus else [])]
+    pairs = [("bfloat16", "cpu"), *([("float16", "gpu")] if gpus else [])]
+    if has_feature("float16_on_cpus"):
+        pairs.insert(0, ("float16", "cpu"))
     policies, policies_error = [], ""
     try:
         policies = [_counts(Policy.default(*pair)) for pair in pairs]

@@ -1,12 +1,11 @@
-"""What MXNet 1.9.1 needs to import on today's Python, NumPy and CUDA wheels.
+"""What MXNet 1.7 to 1.9.1 need to import on today's Python, NumPy and CUDA wheels.
 
-MXNet 1.9.1 is of 2022. NumPy has since dropped names that it reads while it is imported, Python
-3.12 dropped `distutils`, and its CUDA build looks for CUDA 11 libraries on the system. `prepare`
-puts back what is missing before `import mxnet`, and touches nothing that is there.
+They are of 2020 to 2022. NumPy has since dropped names that they read while they are imported,
+Python 3.12 dropped `distutils`, and their CUDA builds look for CUDA's libraries on the system.
+`prepare` puts back what is missing before `import mxnet`, and touches nothing that is there.
 """
 
 import contextvars
-import ctypes
 import importlib
 import importlib.util
 import math
@@ -15,32 +14,18 @@ import re
 import sys
 import types
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 from ..errors import InstallError
+from . import cuda
+from .versions import NEWEST, SUPPORTED, is_supported
 
-__all__ = ["import_mxnet", "missing_cuda_libraries", "prepare"]
+__all__ = ["import_mxnet", "prepare"]
 
-# On these MXNet 1.9.1 computes and trains as it should, with what `prepare` puts back: the first
+# On these MXNet computes and trains as it should, with what `prepare` puts back: the first
 # that it runs on, and the first that nobody has tried. setup.cfg says the same.
 NUMPY_FROM, NUMPY_BELOW = "1.17", "2.6"
-
-# Loaded in this order, each resolves the next one's symbols.
-CUDA_LIBRARIES = (
-    "libcudart.so.11.0",
-    "libnvrtc.so.11.2",
-    "libnvToolsExt.so.1",
-    "libcublasLt.so.11",
-    "libcublas.so.11",
-    "libcusparse.so.11",
-    "libcusolver.so.11",
-    "libcufft.so.10",
-    "libcurand.so.10",
-    "libcudnn.so.8",
-    "libnccl.so.2",
-)
 
 FAILED_BEFORE = (
     "MXNet was imported before mxamp and failed, and can't be imported a second time in the same "
@@ -51,19 +36,18 @@ SERVING = (
     "the {role} of this run has failed: {error}. Where it could not bind, another program listens "
     "on its port: set another DMLC_PS_ROOT_PORT, or start `mxamp launch` again, which looks for one"
 )
-NO_DRIVER = (
-    "mxnet-cu112 is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install "
-    "the driver (450.80 or later), or on a machine without an NVIDIA GPU install the CPU build: "
-    "pip uninstall mxnet-cu112 && pip install mxnet==1.9.1"
-)
 NO_NUMPY = f'NumPy is not installed: pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
 WRONG_NUMPY = (
-    f"NumPy {{}} is installed, and MXNet 1.9.1 needs {NUMPY_FROM} or later, below {NUMPY_BELOW}: "
+    f"NumPy {{}} is installed, and MXNet needs {NUMPY_FROM} or later, below {NUMPY_BELOW}: "
     f'pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
 )
+WRONG_MXNET = (
+    f"MXNet {{}} is installed, and mxamp runs on {', '.join(SUPPORTED[:-1])} and {NEWEST}: "
+    f"pip install mxnet=={NEWEST}"
+)
 NOT_INSTALLED = (
-    "MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for mxnet==1.9.1, "
-    "mxamp[cu112] for mxnet-cu112==1.9.1."
+    "MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for "
+    f"mxnet=={NEWEST}, mxamp[{cuda.NEWEST_WHEEL}] for mxnet-{cuda.NEWEST_WHEEL}=={NEWEST}."
 )
 
 
@@ -74,8 +58,9 @@ _failed: List[InstallError] = []
 def import_mxnet() -> Any:
     """Return the module `mxnet`, made importable first.
 
-    Raises `InstallError` where MXNet, NumPy or the GPU build's driver is missing, where NumPy is
-    too old or too new, and where the import of MXNet fails or has failed in this process before.
+    Raises `InstallError` where MXNet, NumPy or the GPU build's driver is missing, where MXNet or
+    NumPy is too old or too new, and where the import of MXNet fails or has failed in this process
+    before.
     """
     if _failed:
         raise _failed[0]
@@ -83,8 +68,7 @@ def import_mxnet() -> Any:
         if any(name.startswith("mxnet.") for name in sys.modules):
             raise InstallError(FAILED_BEFORE)
         prepare()
-        if importlib.util.find_spec("mxnet") is None:
-            raise InstallError(NOT_INSTALLED)
+        _check_version()
         with warnings.catch_warnings():
             # What MXNet's own import says of NumPy and distutils, nobody here can act on.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -99,11 +83,27 @@ def import_mxnet() -> Any:
                 message = SERVING if serves else BROKEN
                 _failed.append(InstallError(message.format(role=role, error=said)))
                 raise _failed[0] from error
+    _check_version()
     return sys.modules["mxnet"]
 
 
+def _check_version() -> None:
+    """Raise where MXNet is missing, or is one that mxamp does not run on; import nothing of it."""
+    try:
+        spec = importlib.util.find_spec("mxnet")
+    except ValueError:  # a stand-in that some program has put among the modules
+        return
+    if spec is None:
+        raise InstallError(NOT_INSTALLED)
+    places = [Path(place) / "libinfo.py" for place in spec.submodule_search_locations or ()]
+    text = "".join(place.read_text(encoding="utf-8") for place in places if place.is_file())
+    found = re.search(r"^__version__ *= *['\"](.+?)['\"]", text, re.MULTILINE)
+    if found and not is_supported(found[1]):
+        raise InstallError(WRONG_MXNET.format(found[1]))
+
+
 def prepare() -> None:
-    """Put back what MXNet 1.9.1 reads while it is imported; nothing that is there is changed."""
+    """Put back what MXNet reads while it is imported; nothing that is there is changed."""
     try:
         import numpy
     except ModuleNotFoundError:
@@ -112,7 +112,7 @@ def prepare() -> None:
         raise InstallError(WRONG_NUMPY.format(numpy.__version__))
     _restore_numpy(numpy)
     _restore_distutils()
-    _preload_cuda()
+    cuda.preload()
 
 
 def _release(version: str) -> Tuple[int, ...]:
@@ -210,49 +210,3 @@ def _restore_distutils() -> None:
     package.version = module
     sys.modules["distutils"] = package
     sys.modules["distutils.version"] = module
-
-
-def _preload_cuda() -> None:
-    """Load CUDA 11 from the nvidia-*-cu11 wheels, so that mxnet-cu112 needs no system CUDA."""
-    try:
-        metadata.distribution("mxnet-cu112")
-    except metadata.PackageNotFoundError:
-        return
-    try:
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise InstallError(NO_DRIVER) from error
-    folders = _wheel_folders()
-    for name in CUDA_LIBRARIES:
-        for folder in folders:
-            if (folder / name).exists():
-                ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
-                break
-
-
-def missing_cuda_libraries() -> List[str]:
-    """Return which of CUDA 11's libraries are neither in wheels nor on the system."""
-    folders = _wheel_folders()
-    return [
-        name
-        for name in ("libcuda.so.1", *CUDA_LIBRARIES)
-        if not any((folder / name).exists() for folder in folders) and not _loads(name)
-    ]
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
-def _wheel_folders() -> List[Path]:
-    """Where the nvidia-*-cu11 wheels keep their libraries: site-packages/nvidia/*/lib."""
-    try:
-        spec = importlib.util.find_spec("nvidia")
-    except ValueError:
-        return []
-    places = spec.submodule_search_locations if spec is not None else None
-    return sorted(lib for place in places or () for lib in Path(place).glob("*/lib"))

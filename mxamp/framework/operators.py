@@ -1,7 +1,7 @@
 """MXNet's operator registry: what every operator is called, takes, and writes to.
 
-MXNet 1.9.1 registers 886 operators under 1167 names. Aliases share one handle, so an operator is
-known here by its handle and its one canonical name.
+MXNet 1.9.1 registers 886 operators under 1167 names, older versions fewer. Aliases share one
+handle, so an operator is known here by its handle and its one canonical name.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
+from .versions import FEATURES, has_feature
 from .wording import shown
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "WRITTEN_BY_USERS",
     "by_handle",
     "handle_of",
+    "lacks",
+    "needs_one_dtype",
     "registry",
     "resolve",
     "starts_backward",
@@ -50,6 +53,8 @@ NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_
 
 #: Operators that call Python: any of their inputs may get a gradient.
 WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
+
+CAME_LATER = "operator {name!r} came with MXNet {since}, and an older one is installed"
 
 _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
@@ -149,14 +154,45 @@ def resolve(name: str) -> Operator:
     >>> resolve("concat").name
     'Concat'
 
-    Raises `UnknownNameError` with the closest names where there is none.
+    Raises `UnknownNameError` with the closest names where there is none, or with the version of
+    MXNet that has it.
     """
     try:
         return _by_name()[name]
     except (KeyError, TypeError):
         if isinstance(name, str):
+            if name in _of_later_versions():
+                since = _of_later_versions()[name]
+                raise UnknownNameError(CAME_LATER.format(name=name, since=since)) from None
             raise unknown("operator", name, _by_name()) from None
     raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
+
+
+def lacks(name: str) -> bool:
+    """Tell whether an operator (canonical name) is one that came with a later MXNet than this.
+
+    >>> lacks("Convolution"), lacks("Convolutoin")
+    (False, False)
+    """
+    return name in _of_later_versions() and name not in _by_name()
+
+
+def needs_one_dtype(name: str) -> bool:
+    """Tell whether this MXNet wants all inputs of an operator in one dtype, as later ones don't."""
+    return any(
+        name in feature.one_dtype for key, feature in FEATURES.items() if not has_feature(key)
+    )
+
+
+@lru_cache(maxsize=None)
+def _of_later_versions() -> Mapping[str, str]:
+    """Return the operators that this MXNet lacks, with the versions that they came with."""
+    return {
+        operator: feature.since
+        for name, feature in FEATURES.items()
+        if not has_feature(name)
+        for operator in feature.operators
+    }
 
 
 def handle_of(name: str) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
+from ..framework.versions import has_feature
 from ..policy.decision import decide
 from ..policy.policy import Policy
 from .cast_params import of_any_shape, without
@@ -171,6 +172,8 @@ def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int
 
 def _with_norms_and_relu(graph: Graph, policy: Policy) -> Graph:
     """Make one operator of BatchNorms and the relu behind them, which has a float32 kernel only."""
+    if not has_feature("norm_relu"):
+        return graph
     if policy.lowers or "norm_relu" not in policy.substitutions or policy.rule("BatchNorm").given:
         return graph
     pairs = _norms_before_relu(graph)

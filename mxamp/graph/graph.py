@@ -1,6 +1,6 @@
 """A Symbol's JSON as a graph, and dtype inference over it.
 
-JSON is the one form in which MXNet 1.9.1 lets Python see and change a whole graph. Node order
+JSON is the one form in which MXNet lets Python see and change a whole graph. Node order
 there is free as long as inputs come first; the order of a symbol's inputs follows from a
 depth-first walk over the graph, which casts put between nodes do not change.
 """
@@ -10,12 +10,14 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Type
 
+from mxnet import __version__
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
 
 from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
+from ..framework.versions import release
 
 __all__ = [
     "CASTS",
@@ -192,8 +194,9 @@ class GraphCopy:
 #: Answers of MXNet on single nodes, which never change.
 _inferred: Dict[Any, Tuple[str, ...]] = {}
 
+_major, _minor, _patch = release(__version__)
 #: Without it MXNet takes a graph for one of version 0.8 and "upgrades" it.
-VERSION = {"mxnet_version": ["int", 10901]}
+VERSION = {"mxnet_version": ["int", 10000 * _major + 100 * _minor + _patch]}
 
 
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Mapping, Sequence, Tuple
 
 from ..errors import ArgumentError, located
-from ..framework.operators import Operator, registry, resolve
+from ..framework.operators import Operator, lacks, needs_one_dtype, registry, resolve
 from .custom_operators import CustomClasses
 from .rules import LIMITED, UNLISTED, Condition, MissingKernel, Rule, ShapeRule
 from .schema import place
@@ -147,7 +147,9 @@ class ListRules:
     def _add_exceptions(self) -> None:
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
-                if name == _GPU_ONLY and name not in registry():
+                if (name == _GPU_ONLY and name not in registry()) or lacks(name):
+                    continue
+                if kind == "keep_inputs" and needs_one_dtype(name):
                     continue
                 with located(f"[{kind}]"):
                     operator = _canonical(name)
@@ -158,7 +160,8 @@ class ListRules:
                 self._amend(operator.name, **{kind: tuple(kept)})
         for name in self._data.get("slower", {}):
             with located("[slower]"):
-                _canonical(name)
+                if not lacks(name):
+                    _canonical(name)
 
     def _check_inputs(self, kind: str, name: str, kept: Sequence[Any]) -> None:
         """Raise where an input is to be kept as it is and to be followed."""
@@ -180,12 +183,15 @@ class ListRules:
 
 
 def _expand(patterns: Iterable[str]) -> List[str]:
-    """Return the registered operators that names and patterns ending in * stand for."""
+    """Return the registered operators that names and patterns ending in * stand for.
+
+    Those that came with a later MXNet are left out: no program can call them here.
+    """
     names: List[str] = []
     for pattern in patterns:
         if pattern.endswith("*"):
             names.extend(name for name in registry() if name.startswith(pattern[:-1]))
-        else:
+        elif not lacks(pattern):
             names.append(_canonical(pattern).name)
     return names
 

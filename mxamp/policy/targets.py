@@ -6,6 +6,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..framework.machine import default_device, dtype_name, fast_dtype
+from ..framework.versions import has_feature, why_not
 from ..framework.wording import one_of, shown
 from .rules import SHOWN_CLASSES
 
@@ -24,6 +25,7 @@ __all__ = [
     "one_dtype",
 ]
 
+NO_FLOAT16 = "{why}: give bfloat16, or a GPU as the device"
 OTHER_POLICY = (
     "the policy is for {own}, and {given} is given beside it: give a policy for {given}, or leave "
     "{given} out"
@@ -91,14 +93,16 @@ def check_class(name: Any, target_dtype: str) -> str:
 def check_device(dtype: str, device: Optional[str]) -> str:
     """Return the kind of device that a policy for `dtype` is made for."""
     if device is None:
-        # MXNet 1.9.1 has no bfloat16 kernel on GPUs, so bfloat16 always means the CPU.
-        return default_device() if dtype == "float16" else "cpu"
+        # MXNet has no bfloat16 kernel on GPUs, so bfloat16 always means the CPU.
+        device = default_device() if dtype == "float16" else "cpu"
     if device not in DEVICES:
         raise ArgumentError(f"the device must be {one_of(DEVICES)}, not {shown(device)}")
     if dtype == "bfloat16" and device == "gpu":
         raise ArgumentError(
-            "MXNet 1.9.1 has no bfloat16 kernels on GPUs: give float16, or the CPU as the device"
+            "MXNet has no bfloat16 kernels on GPUs: give float16, or the CPU as the device"
         )
+    if dtype == "float16" and device == "cpu" and not has_feature("float16_on_cpus"):
+        raise ArgumentError(NO_FLOAT16.format(why=why_not("float16_on_cpus")))
     return device
 
 

@@ -33,6 +33,7 @@ OTHERS = {
 #: These run the model that MXNet exports.
 ONNX = (*OTHERS["onnxruntime"][0], *OTHERS["openvino"][0])
 ONLY_INFERENCE = ("converted", "fused", *ONNX)
+ONLY_CPU = ("substituted", "fused", "tuned", *ONNX, *OTHERS["torch"][0])
 ONLY_BFLOAT16 = ("substituted", "fused", "tuned", "openvino")
 
 
@@ -43,13 +44,21 @@ class Setup(NamedTuple):
     tuned: bool
     only: Sequence[str]  #: names of contenders; all where it is empty
     pythons: Dict[str, str]  #: of `OTHERS`: a Python that has the library
+    device: str = "cpu"
 
 
 class Contender:
     """A process that holds one model, and takes turns."""
 
     def __init__(
-        self, name: str, model: str, mode: str, dtype: str, folder: Path, python: str
+        self,
+        name: str,
+        model: str,
+        mode: str,
+        dtype: str,
+        folder: Path,
+        python: str,
+        device: str = "cpu",
     ) -> None:
         self.name = name
         if name in ONNX and not list(folder.glob("model.onnx*")):
@@ -66,6 +75,7 @@ class Contender:
             mode,
             dtype,
             str(folder),
+            device,
         ]
         self.log = open(folder / f"{name}.log", "w+", encoding="utf-8")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -160,6 +170,8 @@ def contenders_of(mode: str, setup: Setup) -> Dict[str, str]:
         if name in ONLY_INFERENCE and mode != "inference":
             continue
         if name == "tuned" and not setup.tuned:
+            continue
+        if name in ONLY_CPU and setup.device != "cpu":
             continue
         if name in ONLY_BFLOAT16 and setup.dtype != "bfloat16":
             continue

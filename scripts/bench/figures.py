@@ -41,7 +41,7 @@ def load(path: Path) -> Figures:
 
 def check_alike(old: Figures, new: Figures) -> None:
     """Raise where two sets of figures were taken under other conditions."""
-    for part, keys in (("machine", ("cpu", "features", "cores")), ("setup", ("dtype",))):
+    for part, keys in (("machine", ("cpu", "features", "cores")), ("setup", ("dtype", "device"))):
         for key in keys:
             before, now = (found.get(part, {}).get(key) for found in (old, new))
             if before != now:

@@ -1,6 +1,6 @@
 """One contender of `scripts/bench/models`: builds a model, and does a step for each line it reads.
 
-models_worker.py CONTENDER MODEL MODE DTYPE FOLDER
+models_worker.py CONTENDER MODEL MODE DTYPE FOLDER DEVICE
 """
 
 import json
@@ -139,7 +139,10 @@ def switched_on(contender: str, dtype: str) -> Any:
     if contender in ("mxamp", "substituted", "converted", "fused", "tuned"):
         import mxamp as amp
 
-        policy = amp.Policy.default(dtype, "cpu")
+        # isort: split
+        import mxnet as mx
+
+        policy = amp.Policy.default(dtype, mx.current_context().device_type)
         if contender == "substituted":
             policy = policy.override(low=[], replace_lists=True)
         if contender not in ("converted", "fused", "tuned"):
@@ -320,7 +323,7 @@ def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any
 
 
 def main() -> None:
-    contender, model, mode, dtype, folder = sys.argv[1:]
+    contender, model, mode, dtype, folder, device = sys.argv[1:]
     said: Dict[str, Any] = {}
     if contender.startswith("torch"):
         step = torch_step(model, mode, dtype, contender == "torch")
@@ -329,7 +332,10 @@ def main() -> None:
 
         step = onnx_step(contender, model, Path(folder))
     else:
-        step, said = mxnet_step(contender, model, mode, dtype, Path(folder))
+        from mxamp.framework.compat import import_mxnet
+
+        with import_mxnet().Context(device):
+            step, said = mxnet_step(contender, model, mode, dtype, Path(folder))
     step()
     speak(memory=peak_memory(), **said)
     for _ in sys.stdin:

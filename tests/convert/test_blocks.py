@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import down, exported, kind, operators_of, randn, same, up, values
+from helpers import down, exported, float16_policy, kind, operators_of, randn, same, up, values
 from mxamp.framework.machine import BFLOAT16
 
 B = amp.Policy.default("bfloat16")
@@ -125,7 +125,7 @@ def test_it_runs_as_converted_whatever_is_on(net):
     "options",
     [
         {"policy": B.untuned()}, {"target_dtype": "bfloat16", "keep_io_types": False},
-        {"policy": amp.Policy.default("float16", "cpu")},
+        {"policy": float16_policy()},
     ],
 )  # fmt: skip
 def test_where_nothing_is_tuned_it_runs_what_it_exports(net, options, tmp_path):

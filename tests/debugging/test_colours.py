@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import randn
+from helpers import float16_policy, needs_float16, randn
 from mxamp.cli.main import main
 from mxamp.debugging.colours import scale_of
 from mxamp.debugging.drawing import to_dot
@@ -21,7 +21,7 @@ from mxamp.policy.evidence import LayerCost
 from tuned import EVIDENCE
 
 S = mx.sym
-BASE = amp.Policy.default("float16", "cpu")
+BASE = float16_policy()
 
 
 def net(prefix="", hidden=4):
@@ -182,6 +182,7 @@ def test_without_costs_it_says_to_tune_first(colour, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@needs_float16
 def test_the_command_shows_and_draws_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     params = {

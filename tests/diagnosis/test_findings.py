@@ -8,6 +8,7 @@ from installations import BUILD, CU112, H100, HEALTHY, SEES_ONE, T4, cpu, speeds
 from mxamp.diagnosis.facts import Gpu, Setting, Wheel
 from mxamp.diagnosis.findings import findings
 from mxamp.diagnosis.variables import AUTOMATIC
+from mxamp.framework.versions import lacking
 
 
 def test_nothing_is_found_where_nothing_is_wrong():
@@ -37,7 +38,7 @@ def test_nothing_is_found_where_nothing_is_wrong():
         ({"mxnet": None, "mxnet_error": "no idea"}, "mxnet_import", "no idea", "new virtual environment"),
         ({"python": "3.14.0"}, "python_version", "3.14.0", "3.11"),
         ({"python": "3.7.9"}, "python_version", "3.7.9", "3.11"),
-        ({"mxnet": replace(BUILD, version="1.8.0")}, "mxnet_version", "1.8.0", "mxnet==1.9.1"),
+        ({"mxnet": None, "mxnet_error": "MXNet 2.0.0b1 is installed, and mxamp runs on 1.7.0.post2, 1.8.0.post0, 1.9.0 and 1.9.1"}, "mxnet_import", "2.0.0b1", "install one of these"),
         ({"mxnet": replace(BUILD, policies_error="unknown operator")}, "policies", "unknown operator", "wheel"),
         ({"wheels": (Wheel("mxnet", "1.9.1"), *CU112), "mxnet": SEES_ONE, "gpus": (T4,)}, "two_wheels", "mxnet and mxnet-cu112", "uninstall"),
         ({"wheels": CU112, "gpus": (H100,), "mxnet": SEES_ONE}, "gpu_without_code", "NVIDIA H100 PCIe", "CPU"),
@@ -72,6 +73,9 @@ def test_problems(changes, name, what, advice):
 @pytest.mark.parametrize(
     "changes, name, what",
     [
+        ({"mxnet": replace(BUILD, version="1.8.0")}, "mxnet_version", "MXNet 1.8.0 has no float16 casts on CPUs"),
+        ({"mxnet": replace(BUILD, version="1.7.0")}, "mxnet_version", "MXNet 1.7.0 has no operator for BatchNorm with relu"),
+        ({"mxnet": replace(BUILD, version="1.9.0")}, "mxnet_version", "MXNet 1.9.0 has no int8 recurrent layers"),
         ({"numpy": "1.26.4"}, "numpy_restored", "np.asarray"),
         ({"python": "3.12.1"}, "distutils_restored", "distutils"),
         ({"numpy": "2.4.0"}, "numpy_tostring", "recordio"),
@@ -93,6 +97,19 @@ def test_notes_are_no_problems(changes, name, what):
     note = next(finding for finding in found if finding.name == name)
     assert what in note.what
     assert note.advice
+
+
+def test_each_lack_of_an_older_mxnet_is_a_note_with_the_version_that_has_it():
+    older = {
+        "mxnet": replace(BUILD, version="1.7.0"),
+        "wheels": (Wheel("mxnet-cu102", "1.7.0.post1"),),
+    }
+    found = findings(replace(HEALTHY, **older))
+    said = [(one.what, one.advice) for one in found if one.name == "mxnet_version"]
+    assert len(said) == sum(bool(one.without) for _, one in lacking("1.7.0")) == 4
+    whats, advices = zip(*said)
+    assert "MXNet 1.9.0 and later have it: pip install mxnet-cu102==1.9.1" in advices
+    assert all(what.startswith("MXNet 1.7.0 has no ") for what in whats)
 
 
 def test_problems_come_first():

@@ -2,14 +2,9 @@
 
 import configparser
 import re
-import shutil
-import subprocess
 import sys
-import sysconfig
 import threading
 import types
-from importlib import metadata
-from pathlib import Path
 from unittest import mock
 
 import mxnet as mx
@@ -72,6 +67,46 @@ def modules():
 def test_an_import_that_failed_is_recognised(modules):
     del modules["mxnet"]
     with pytest.raises(InstallError, match="above the first `import mxnet`"):
+        _compat.import_mxnet()
+
+
+def installed(folder, version):
+    """An MXNet of this version, as far as its files tell."""
+    (folder / "mxnet").mkdir()
+    (folder / "mxnet" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (folder / "mxnet" / "libinfo.py").write_text(f'# current\n__version__ = "{version}"\n')
+
+
+@pytest.mark.parametrize(
+    "version", ["1.6.0", "1.5.1.post0", "0.12.1", "2.0.0b1", "2.0.0", "1.10.0"]
+)
+def test_other_versions_of_mxnet_are_not_imported(version, tmp_path, monkeypatch, modules):
+    installed(tmp_path, version)
+    for name in [n for n in modules if n.split(".")[0] == "mxnet"]:
+        del modules[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InstallError) as error:
+        _compat.import_mxnet()
+    assert str(error.value) == (
+        f"MXNet {version} is installed, and mxamp runs on 1.7.0.post2, 1.8.0.post0, 1.9.0 and "
+        "1.9.1: pip install mxnet==1.9.1"
+    )
+
+
+@pytest.mark.parametrize("version", ["1.7.0", "1.8.0", "1.9.0", "1.9.1", "1.9.1b20210101"])
+def test_versions_that_mxamp_runs_on_are_imported(version, tmp_path, monkeypatch, modules):
+    installed(tmp_path, version)
+    for name in [n for n in modules if n.split(".")[0] == "mxnet"]:
+        del modules[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_compat, "_failed", [])
+    with pytest.raises(InstallError, match="can't be imported: imported"):
+        _compat.import_mxnet()
+
+
+def test_another_version_that_was_imported_before(monkeypatch):
+    monkeypatch.setattr(_compat, "is_supported", lambda version: False)
+    with pytest.raises(InstallError, match=f"MXNet {mx.__version__} is installed, and mxamp runs"):
         _compat.import_mxnet()
 
 
@@ -150,7 +185,7 @@ def test_a_numpy_that_is_too_old_or_too_new(version, monkeypatch):
     with pytest.raises(InstallError) as error:
         _compat.prepare()
     assert str(error.value) == (
-        f"NumPy {version} is installed, and MXNet 1.9.1 needs 1.17 or later, below 2.6: "
+        f"NumPy {version} is installed, and MXNet needs 1.17 or later, below 2.6: "
         'pip install "numpy>=1.17,<2.6"'
     )
 
@@ -193,90 +228,3 @@ def test_standing_in_for_distutils(monkeypatch):
     assert version("1.2") == "1.2"
     for name in ("distutils", "distutils.version"):
         del sys.modules[name]
-
-
-# ---------------------------------------------------------------------- CUDA wheels
-
-
-@pytest.fixture
-def gpu_build(monkeypatch, tmp_path):
-    """mxnet-cu112 as far as Python can tell, with the nvidia wheels made of stub libraries."""
-
-    def distribution(name):
-        if name == "mxnet-cu112":
-            return object()
-        raise metadata.PackageNotFoundError(name)
-
-    def stub(folder, name, needs=()):
-        folder.mkdir(parents=True, exist_ok=True)
-        source = tmp_path / "stub.c"
-        source.write_text(
-            f"int mxamp_{''.join(c if c.isalnum() else '_' for c in name)}(void) {{ return 1; }}"
-        )
-        compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-o", str(folder / name), str(source)], check=True
-        )
-
-    monkeypatch.setattr(_compat.metadata, "distribution", distribution)
-    loaded = []
-    real = _compat.ctypes.CDLL
-
-    def load(name, mode=0):
-        loaded.append((Path(name).name, mode))
-        if name == "libcuda.so.1":
-            if not has_driver:
-                raise OSError("libcuda.so.1: cannot open shared object file")
-            return None
-        return real(name, mode=mode)
-
-    has_driver = True
-    monkeypatch.setattr(_compat.ctypes, "CDLL", load)
-
-    def without_driver():
-        nonlocal has_driver
-        has_driver = False
-
-    return types.SimpleNamespace(
-        folder=tmp_path / "nvidia", stub=stub, loaded=loaded, without_driver=without_driver
-    )
-
-
-def test_cuda_libraries_are_loaded_in_order(gpu_build, monkeypatch):
-    if shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None:
-        pytest.skip("no C compiler")
-    for i, name in enumerate(_compat.CUDA_LIBRARIES):
-        gpu_build.stub(gpu_build.folder / f"part{9 - i % 5}" / "lib", name)
-    monkeypatch.setattr(_compat, "_wheel_folders", lambda: sorted(gpu_build.folder.glob("*/lib")))
-    _compat._preload_cuda()
-    assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1", *_compat.CUDA_LIBRARIES]
-    assert {mode for _, mode in gpu_build.loaded} == {_compat.ctypes.RTLD_GLOBAL}
-
-
-def test_a_missing_wheel_is_left_to_the_system(gpu_build, monkeypatch):
-    monkeypatch.setattr(_compat, "_wheel_folders", list)
-    _compat._preload_cuda()
-    assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1"]
-
-
-def test_no_driver_is_explained(gpu_build):
-    gpu_build.without_driver()
-    with pytest.raises(InstallError, match="pip install mxnet==1.9.1"):
-        _compat._preload_cuda()
-
-
-def test_nothing_is_loaded_for_the_cpu_build(monkeypatch):
-    monkeypatch.setattr(_compat.ctypes, "CDLL", lambda *a, **k: pytest.fail("loaded"))
-    _compat._preload_cuda()
-
-
-def test_the_cuda_extra_pins_what_is_loaded():
-    text = (ROOT / "setup.cfg").read_text()
-    section = text.split("cu112 =")[1].split("gluoncv =")[0]
-    wheels = [line.strip() for line in section.splitlines() if "nvidia" in line]
-    assert len(wheels) == len(_compat.CUDA_LIBRARIES) - 1  # cublas and cublasLt come in one
-    assert all("-cu11==" in line for line in wheels)
-
-
-def test_wheel_folders_without_wheels():
-    assert isinstance(_compat._wheel_folders(), list)

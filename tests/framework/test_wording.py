@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import BF16, ROOT
+from helpers import BF16, ROOT, float16_policy
 from mxamp.framework.wording import counted, one_of, shortened, shown
 
 
@@ -32,7 +32,7 @@ def test_lists_of_names():
     (BF16, "bfloat16"), (np.float16, "float16"), (np.dtype("int8"), "int8"), ([BF16], "[bfloat16]"),
     (int, "the class int"), (mx.nd.NDArray, "the class NDArray"), (np, "the module numpy"),
     (counted, "the function counted"), (len, "the function len"), (object(), "an object"),
-    (mx.cpu(), "cpu(0)"), (amp.Policy.default("float16", "cpu"), "a Policy"),
+    (mx.cpu(), "cpu(0)"), (float16_policy(), "a Policy"),
 ])  # fmt: skip
 def test_values(value, text):
     assert shown(value) == text

@@ -3,14 +3,14 @@
 import mxnet as mx
 import pytest
 
-import mxamp as amp
+from helpers import float16_policy
 from mxamp.graph.control_flow import UNSAFE_LOOPS
 from mxamp.graph.graph import Graph
 from mxamp.graph.insert_casts import rewrite, rewritten_symbol
 from mxamp.graph.usage import Usage
 from nets import Control
 
-CPU = amp.Policy.default("float16", "cpu")
+CPU = float16_policy()
 
 
 def graph_of(name):

@@ -3,12 +3,13 @@
 import mxnet as mx
 
 import mxamp as amp
+from helpers import float16_policy, needs_float16
 from mxamp.graph.graph import Graph
 from mxamp.graph.insert_casts import rewrite, rewritten_symbol
 from mxamp.graph.usage import Usage
 
 GPU = amp.Policy.default("float16", "gpu")
-CPU = amp.Policy.default("float16", "cpu")
+CPU = float16_policy()
 
 
 def rewritten(symbol, policy=GPU, **usage):
@@ -99,6 +100,7 @@ def test_mixed_floats_are_widened():
     assert "sum = broadcast_add(a_amp_cast_float32, bias)" in lines
 
 
+@needs_float16
 def test_a_missing_kernel_runs_between_casts():
     assert text(dense(var("x"), "fc"), CPU) == [
         "x_amp_cast_float16 = amp_cast float16(x)",

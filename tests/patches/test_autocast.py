@@ -8,11 +8,11 @@ from mxnet import nd
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import check_python, kind, randn
+from helpers import check_python, float16_policy, kind, needs_float16, randn
 from mxamp.framework import machine
 from tuned import EVIDENCE
 
-FLOAT16, BFLOAT16 = amp.Policy.default("float16", "cpu"), amp.Policy.default("bfloat16")
+FLOAT16, BFLOAT16 = float16_policy(), amp.Policy.default("bfloat16")
 
 
 def product():
@@ -60,6 +60,7 @@ def test_a_different_init_is_an_error():
     assert amp.current_policy().target_dtype == "float16"
 
 
+@needs_float16
 @pytest.mark.parametrize(
     "first, second, words",
     [
@@ -269,6 +270,7 @@ def test_bad_autocast_arguments(arguments):
         amp.autocast(*arguments)
 
 
+@needs_float16
 def test_autocast_is_a_threads_own():
     inside, checked = threading.Event(), threading.Event()
     seen = []
@@ -347,7 +349,7 @@ def test_log_lines_say_once_what_has_not_changed(caplog, monkeypatch):
     [
         (amp.autocast("bfloat16"), "<autocast bfloat16>"), (amp.autocast(), "<autocast>"),
         (amp.autocast("float16", enabled=False), "<autocast off>"),
-        (amp.autocast(policy=amp.Policy.default("float16")), "<autocast float16>"),
+        (amp.autocast(policy=float16_policy()), "<autocast float16>"),
     ],
 )  # fmt: skip
 def test_representation(region, shown):

@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn, same, values
+from helpers import float16_policy, randn, same, values
 from mxamp.framework.machine import threads
 from mxamp.patches import optimizers as updates
 
@@ -88,7 +88,7 @@ class Mine(mx.optimizer.SGD):
         (lambda: mx.optimizer.Adam(), B, "float32", True),
         (lambda: mx.optimizer.SGD(), B.untuned(), "float32", False),
         (lambda: mx.optimizer.SGD(), B.override(substitutions=["adam"]), "float32", False),
-        (lambda: mx.optimizer.SGD(), amp.Policy.default("float16", "cpu"), "float32", False),
+        (lambda: mx.optimizer.SGD(), float16_policy(), "float32", False),
         (lambda: mx.optimizer.SGD(multi_precision=True), B, "float16", False),
         (lambda: mx.optimizer.SGD(), B, "float64", False),
         (Mine, B, "float32", False),

@@ -110,12 +110,13 @@ def test_workers_compare_nothing(monkeypatch):
     monkeypatch.setattr(reduction, "is_distributed", lambda _: True)
     net, trainer = setup(CONTEXTS["two"])
     control, plain = setup(CONTEXTS["two"])
+    hook = sys.excepthook
     amp.init_trainer(trainer)
     train(net, trainer, poisoned(batches()[0]))
     train(control, plain, poisoned(batches()[0]), scaled=False)
     assert_same_weights(net, control)
     assert trainer._amp_loss_scaler.reduction.workers is None
-    assert sys.excepthook is sys.__excepthook__
+    assert sys.excepthook is hook
 
 
 def test_a_trainer_whose_updates_are_on_the_kvstore_is_refused_when_it_is_to_scale():

@@ -39,7 +39,7 @@ __all__ = [
     "unchanged",
 ]
 
-#: Where a hybrid block keeps its graph.
+#: Where a hybrid block keeps its graph. Before MXNet 1.9.1 `_cached_op_args` comes with the first.
 _GRAPH = ("_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_format")
 
 
@@ -142,7 +142,7 @@ def unchanged(*blocks: Any) -> Iterator[None]:
     """Put back what runs of blocks change: parameters, their gradients, and cached graphs."""
     found = [block for block in blocks if isinstance(block, Block)]
     hybrid = [child for block in found for child in descendants(block) if _is_hybrid(child)]
-    graphs = [(block, {name: getattr(block, name) for name in _GRAPH}) for block in hybrid]
+    graphs = [(block, {name: getattr(block, name, []) for name in _GRAPH}) for block in hybrid]
     data = [
         array
         for block in found

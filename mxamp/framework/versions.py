@@ -1,0 +1,98 @@
+"""MXNet's versions: on which mxamp runs, and what the older ones of them lack."""
+
+import re
+from typing import Iterator, Mapping, NamedTuple, Tuple
+
+__all__ = [
+    "FEATURES",
+    "NEWEST",
+    "SUPPORTED",
+    "Feature",
+    "has_feature",
+    "is_supported",
+    "lacking",
+    "release",
+    "why_not",
+]
+
+#: As pip names them, the oldest first.
+SUPPORTED = ("1.7.0.post2", "1.8.0.post0", "1.9.0", "1.9.1")
+NEWEST = SUPPORTED[-1]
+
+
+class Feature(NamedTuple):
+    """What came with a version, and what happens without it."""
+
+    since: str
+    without: str  #: what mxamp can't make up for; empty where it does
+    operators: Tuple[str, ...] = ()  #: canonical names
+    one_dtype: Tuple[str, ...] = ()  #: operators whose inputs must all have one dtype without it
+
+
+#: By the name under which tests and messages know them.
+FEATURES: Mapping[str, Feature] = {
+    "mixed_broadcast_like": Feature("1.8.0", "", one_dtype=("broadcast_like",)),
+    "skipped_updates": Feature("1.8.0", ""),  # trainers ask whether gradients overflowed
+    "norm_relu": Feature(
+        "1.8.0", "no operator for BatchNorm with relu: fused float32 models run both",
+        ("_contrib_BatchNormWithReLU", "_backward_contrib_BatchNormWithReLU"),
+    ),
+    "float16_on_cpus": Feature(
+        "1.9.0", "no float16 casts on CPUs: there float16 is for GPUs alone"
+    ),
+    "fused_attention": Feature(
+        "1.9.0", "no fused operators for self-attention: graphs that hold them do not load",
+        ("_sg_mkldnn_selfatt_qk", "_sg_mkldnn_selfatt_valatt"),
+    ),
+    "quantized_rnn": Feature(
+        "1.9.1", "no int8 recurrent layers: graphs that hold them do not load",
+        ("_contrib_quantize_asym", "_contrib_quantized_rnn"),
+    ),
+}  # fmt: skip
+
+
+def release(version: str) -> Tuple[int, ...]:
+    """Return the numbers that begin a version, three at most.
+
+    >>> release("1.7.0.post2"), release("2.0.0b1"), release("1.9")
+    ((1, 7, 0), (2, 0, 0), (1, 9))
+    """
+    found = re.match(r"\d+(\.\d+){0,2}", version)
+    return tuple(map(int, found.group().split("."))) if found else ()
+
+
+def is_supported(version: str) -> bool:
+    """Tell whether mxamp runs on a version of MXNet.
+
+    >>> is_supported("1.7.0"), is_supported("1.6.0"), is_supported("2.0.0b1")
+    (True, False, False)
+    """
+    return release(SUPPORTED[0]) <= release(version) <= release(NEWEST)
+
+
+def lacking(version: str) -> Iterator[Tuple[str, Feature]]:
+    """Yield what a version lacks, with names.
+
+    >>> [name for name, _ in lacking("1.9.0")]
+    ['quantized_rnn']
+    """
+    for name, feature in FEATURES.items():
+        if release(version) < release(feature.since):
+            yield name, feature
+
+
+def has_feature(name: str) -> bool:
+    """Tell whether the MXNet that is loaded has one of `FEATURES`."""
+    return name not in dict(lacking(_loaded()))
+
+
+def why_not(name: str) -> str:
+    """Return in a sentence what the MXNet that is loaded lacks, and which version has it."""
+    feature = FEATURES[name]
+    return f"MXNet {_loaded()} has {feature.without} (MXNet {feature.since} and later have it)"
+
+
+def _loaded() -> str:
+    import mxnet as mx  # not above: versions are known before MXNet is imported
+
+    return str(mx.__version__)

@@ -1,0 +1,186 @@
+"""What `scripts/check_gpu` runs in its environment: checks on a GPU, and one JSON file of results.
+
+    gpu_report.py [--fast] [--out FILE]
+
+The parts are processes of their own: one that dies is a result too. The file is written after each.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Sequence
+from xml.etree import ElementTree
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMA = 1
+#: Of the benchmark: models, and rounds.
+MODELS = ("resnet50-16", "mobilenet_v2-8", "bert-16", "mlp-64", "lstm-8")
+FAST_MODELS = ("resnet50-16", "bert-16")
+NO_GPU = (
+    "MXNet sees no GPU here, though nvidia-smi may list one: `mxamp doctor` in {python}'s folder "
+    "says what is wrong"
+)
+#: How much of what a part printed is kept, from its end.
+_KEPT = 4000
+
+#: Runs a command; returns its exit status and what it printed.
+Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+
+
+def run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command in the clone, showing what it prints while it runs."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+    lines: List[str] = []
+    for line in process.stdout or ():
+        sys.stderr.write(line)
+        lines.append(line)
+    return subprocess.CompletedProcess(command, process.wait(), "".join(lines), "")
+
+
+def doctor() -> Dict[str, Any]:
+    """Return what `mxamp doctor` finds."""
+    command = [sys.executable, "-m", "mxamp", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    try:
+        return dict(json.loads(done.stdout))
+    except ValueError:
+        return {"failure": without_paths(done.stderr)[-_KEPT:]}
+
+
+def without_paths(text: str) -> str:
+    """Return a text without the folders of this machine: the file is made to be sent in."""
+    for folder in (sys.prefix, str(ROOT), str(Path.home())):
+        text = text.replace(folder, "...")
+    return text
+
+
+def tests(run_it: Run, folder: Path) -> Dict[str, Any]:
+    """Run the tests that are marked gpu; return their counts, and how those failed that did."""
+    path = folder / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-rs"]
+    done = run_it([*command, "-o", "junit_family=xunit2", f"--junitxml={path}", "tests/gpu"])
+    found = {"status": done.returncode}
+    try:
+        cases = list(ElementTree.parse(path).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return {**found, "failure": without_paths(done.stdout)[-_KEPT:]}
+    failed = [case for case in cases if _child(case, "failure", "error") is not None]
+    skipped = [case for case in cases if _child(case, "skipped") is not None]
+    return {
+        **found,
+        "passed": len(cases) - len(failed) - len(skipped),
+        "failed": {_name(case): _said(case, "failure", "error") for case in failed},
+        "skipped": {_name(case): _said(case, "skipped") for case in skipped},
+    }
+
+
+def _child(case: ElementTree.Element, *names: str) -> Any:
+    return next((case.find(name) for name in names if case.find(name) is not None), None)
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+
+
+def _said(case: ElementTree.Element, *names: str) -> str:
+    child = _child(case, *names)
+    return without_paths(f"{child.get('message', '')}\n{child.text or ''}".strip())[-_KEPT:]
+
+
+def from_json(run_it: Run, folder: Path, name: str, *command: str) -> Dict[str, Any]:
+    """Run a script that writes JSON; return what it wrote, or what it printed where it failed."""
+    path = folder / f"{name}.json"
+    done = run_it([sys.executable, "-W", "ignore", *command, "--json", str(path)])
+    found: Dict[str, Any] = {"status": done.returncode}
+    try:
+        found.update(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        found["failure"] = without_paths(done.stdout)[-_KEPT:]
+    return found
+
+
+def parts(fast: bool, run_it: Run, folder: Path) -> Dict[str, Callable[[], Dict[str, Any]]]:
+    """Return the parts of the check by name."""
+    models = [f"--model={name}" for name in (FAST_MODELS if fast else MODELS)]
+    benchmark = [
+        "scripts/bench/models", "--device=gpu", "--dtype=float16", "--only=stock,mxamp,converted",
+        f"--rounds={3 if fast else 7}", *models,
+    ]  # fmt: skip
+    job = ["scripts/main_job.py", "--device=gpu", *(["--fast"] if fast else [])]
+    return {
+        "doctor": doctor,
+        "tests": lambda: tests(run_it, folder),
+        "main_job": lambda: from_json(run_it, folder, "main_job", *job),
+        "benchmark": lambda: from_json(run_it, folder, "benchmark", *benchmark),
+    }
+
+
+def report(todo: Dict[str, Callable[[], Dict[str, Any]]], path: Path) -> Dict[str, Any]:
+    """Do all parts, and write the file after each."""
+    found: Dict[str, Any] = {"schema": SCHEMA, "finished": False, "parts": {}}
+    for name, part in todo.items():
+        sys.stderr.write(f"\n== {name}\n")
+        began = time.time()
+        result = part()
+        found["parts"][name] = {**result, "seconds": round(time.time() - began, 1)}
+        found["finished"] = len(found["parts"]) == len(todo)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def summary(found: Dict[str, Any]) -> List[str]:
+    """Return what a reader wants to know first."""
+    done = found["parts"]
+    gpus = ", ".join(gpu["name"] for gpu in done["doctor"].get("gpus", ())) or "unknown GPU"
+    lines = [f"GPU: {gpus}"]
+    if "passed" in done["tests"]:
+        counts = done["tests"]
+        lines.append(
+            f"tests: {counts['passed']} passed, {len(counts['failed'])} failed, "
+            f"{len(counts['skipped'])} skipped"
+        )
+    lines += [
+        f"{name}: failed, status {part['status']}"
+        for name, part in done.items()
+        if part.get("status")
+    ]
+    rows = done["benchmark"].get("rows", ())
+    lines += [
+        f"{row['model']} {row['mode']}, {row['contender']}: "
+        + (row.get("failure") or f"{row['ratio']:.2f} times float32's speed")
+        for row in rows
+        if row["contender"] != "float32"
+    ]
+    return lines
+
+
+@click.command()
+@click.option("--fast", is_flag=True, help="A shorter benchmark.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), default="gpu-report.json",
+    show_default=True,
+)  # fmt: skip
+def main(fast: bool, out: Path) -> None:
+    """Check mxamp on this machine's GPU, and write the results to one JSON file."""
+    import mxamp.framework.machine  # noqa: PLC0415
+
+    if mxamp.framework.machine.default_device() != "gpu":
+        raise click.ClickException(NO_GPU.format(python=Path(sys.executable).name))
+    out = out.absolute()
+    with tempfile.TemporaryDirectory() as place:
+        found = report(parts(fast, run, Path(place)), out)
+    click.echo("\n".join(summary(found)))
+    click.echo(f"All is in {out}. Please send it in: open an issue with it.")
+    if any(part.get("status") for part in found["parts"].values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""MXNet's CUDA wheels: their libraries, loaded from wheels and looked for on the system."""
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+from mxamp.errors import InstallError
+from mxamp.framework import cuda
+
+COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
+with_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler")
+
+
+@pytest.fixture
+def gpu_build(monkeypatch, tmp_path):
+    """mxnet-cu112 as far as Python can tell, with the nvidia wheels made of stub libraries."""
+
+    def distribution(name):
+        if name == "mxnet-cu112":
+            return object()
+        raise metadata.PackageNotFoundError(name)
+
+    def stub(folder, name, needs=()):
+        folder.mkdir(parents=True, exist_ok=True)
+        source = tmp_path / "stub.c"
+        source.write_text(
+            f"int mxamp_{''.join(c if c.isalnum() else '_' for c in name)}(void) {{ return 1; }}"
+        )
+        compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-o", str(folder / name), str(source)], check=True
+        )
+
+    monkeypatch.setattr(cuda.metadata, "distribution", distribution)
+    loaded = []
+    real = cuda.ctypes.CDLL
+
+    def load(name, mode=0):
+        loaded.append((Path(name).name, mode))
+        if name == "libcuda.so.1":
+            if not has_driver:
+                raise OSError("libcuda.so.1: cannot open shared object file")
+            return None
+        return real(name, mode=mode)
+
+    has_driver = True
+    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
+
+    def without_driver():
+        nonlocal has_driver
+        has_driver = False
+
+    return types.SimpleNamespace(
+        folder=tmp_path / "nvidia", stub=stub, loaded=loaded, without_driver=without_driver
+    )
+
+
+def test_cuda_libraries_are_loaded_in_order(gpu_build, monkeypatch):
+    if shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None:
+        pytest.skip("no C compiler")
+    for i, name in enumerate(cuda.CUDA_LIBRARIES):
+        gpu_build.stub(gpu_build.folder / f"part{9 - i % 5}" / "lib", name)
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: sorted(gpu_build.folder.glob("*/lib")))
+    cuda.preload()
+    assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1", *cuda.CUDA_LIBRARIES]
+    assert {mode for _, mode in gpu_build.loaded} == {cuda.ctypes.RTLD_GLOBAL}
+
+
+def test_a_missing_wheel_is_left_to_the_system(gpu_build, monkeypatch):
+    monkeypatch.setattr(cuda, "_wheel_folders", list)
+    cuda.preload()
+    assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1"]
+
+
+def test_no_driver_is_explained(gpu_build):
+    gpu_build.without_driver()
+    with pytest.raises(InstallError, match="pip install mxnet==1.9.1"):
+        cuda.preload()
+
+
+def test_nothing_is_loaded_for_the_cpu_build(monkeypatch):
+    def distribution(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cuda.metadata, "distribution", distribution)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda *a, **k: pytest.fail("loaded"))
+    cuda.preload()
+
+
+def test_wheel_folders_without_wheels():
+    assert isinstance(cuda._wheel_folders(), list)
+
+
+@pytest.mark.parametrize("name", sorted(cuda.CUDA_WHEELS))
+def test_every_cuda_wheel_has_an_extra(name):
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    wanted = config["options.extras_require"][name].split("\n")
+    assert any(line.startswith(f"mxnet-{name}>=") for line in wanted)
+    wheels = [line for line in wanted if line.startswith("nvidia")]
+    assert all(re.fullmatch(r"nvidia-[\w-]+-cu11==[\d.]+", wheel) for wheel in wheels)
+    # cublas and cublasLt come in one
+    assert len(wheels) == (len(cuda.CUDA_LIBRARIES) - 1 if name == cuda.NEWEST_WHEEL else 0)
+
+
+# ---------------------------------------------------------------------- libraries that are linked
+
+
+@with_compiler
+def test_libraries_that_a_library_needs(tmp_path):
+    for name, needs in (("libcublas.so.11", ()), ("libmxnet.so", ("-l:libcublas.so.11",))):
+        command = [COMPILER, "-shared", "-fPIC", "-x", "c", "/dev/null", "-Wl,--no-as-needed"]
+        soname = f"-Wl,-soname,{name}"
+        made = ["-o", str(tmp_path / name), f"-L{tmp_path}", soname, *needs]
+        subprocess.run([*command, *made], check=True)
+    needed = cuda.needed_libraries(tmp_path / "libmxnet.so")
+    assert needed[0] == "libcublas.so.11"
+    (tmp_path / "text").write_text("no library")
+    assert cuda.needed_libraries(tmp_path / "text") == []
+
+
+def test_missing_libraries_are_those_of_the_installed_wheel(monkeypatch, tmp_path):
+    (tmp_path / "libmxnet.so").touch()
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia" / "libcudnn.so.7").touch()
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    needed = ["libc.so.6", "libcuda.so.1", "libcudart.so.10.2", "libcudnn.so.7", "libcublas.so.11"]
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(cuda, "needed_libraries", lambda path: list(needed))
+    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [tmp_path / "nvidia"])
+    monkeypatch.setattr(cuda, "_loads", lambda name: name == "libcuda.so.1")
+    assert cuda.missing_libraries() == ["libcudart.so.10.2", "libcublas.so.11", "libcublasLt.so.11"]
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    assert cuda.missing_libraries() == []
+
+
+# ---------------------------------------------------------------------- stand-ins
+
+STUBS = ROOT / "scripts" / "cuda_stubs"
+
+
+def stubs(*arguments, path=""):
+    return subprocess.run(
+        [sys.executable, str(STUBS), *arguments], capture_output=True, text=True, check=False,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(path)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [((), "give one folder"), (("a", "b"), "give one folder"), (("--nosuch",), "give one folder"),
+     (("--help",), "LD_LIBRARY_PATH=$(scripts/cuda_stubs FOLDER)")],
+)  # fmt: skip
+def test_stand_ins_need_a_folder(arguments, words):
+    done = stubs(*arguments)
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+def test_stand_ins_are_for_a_wheel(tmp_path):
+    (tmp_path / "mxnet").mkdir()
+    (tmp_path / "mxnet" / "__init__.py").touch()
+    done = stubs(str(tmp_path / "stubs"), path=tmp_path)
+    assert done.returncode == 1
+    assert "no libmxnet.so: MXNet is not installed from a wheel" in done.stderr
+
+
+@with_compiler
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+def test_stand_ins_answer_that_there_is_no_device(tmp_path):
+    source = """
+        int cudaGetDeviceCount(int *); int cudaDriverGetVersion(int *); int ncclCommCount(void);
+        const char *cudaGetErrorString(int);
+        int count(void) { int n; return cudaGetDeviceCount(&n); }
+        int version(void) { int n = 1; int status = cudaDriverGetVersion(&n); return n + status; }
+        int nccl(void) { return ncclCommCount(); }
+        const char *error(void) { return cudaGetErrorString(100); }
+    """
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "mxnet").mkdir()
+    (tmp_path / "mxnet" / "__init__.py").touch()
+    (tmp_path / "mxnet.c").write_text(source)
+    for name in ("libcudart.so.11.0", "libnccl.so.2"):
+        command = [COMPILER, "-shared", "-fPIC", "-x", "c", "/dev/null", f"-Wl,-soname,{name}"]
+        subprocess.run([*command, "-o", str(real / name)], check=True)
+    subprocess.run(
+        [COMPILER, "-shared", "-fPIC", str(tmp_path / "mxnet.c"), "-o", str(tmp_path / "mxnet" / "libmxnet.so"),
+         "-Wl,--no-as-needed", f"-L{real}", "-l:libcudart.so.11.0", "-l:libnccl.so.2"], check=True,
+    )  # fmt: skip
+    done = stubs(str(tmp_path / "stubs"), path=tmp_path)
+    assert done.stdout.strip() == str(tmp_path / "stubs"), done.stderr
+    assert sorted(path.name for path in (tmp_path / "stubs").iterdir()) == [
+        "libcudart.so.11.0",
+        "libnccl.so.2",
+    ]
+    code = (
+        f"import ctypes; it = ctypes.CDLL({str(tmp_path / 'mxnet' / 'libmxnet.so')!r}); "
+        "it.error.restype = ctypes.c_char_p; "
+        "print(it.count(), it.version(), it.nccl(), it.error().decode())"
+    )
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={"LD_LIBRARY_PATH": str(tmp_path / "stubs")},
+    )  # fmt: skip
+    assert asked.stdout == "100 0 100 no CUDA device: a stand-in library\n"

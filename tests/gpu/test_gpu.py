@@ -1,0 +1,354 @@
+"""On a GPU: casts, kernels, loss scaling and conversion. `scripts/check_gpu` runs these.
+
+`--gpu-tests-on-cpu` runs them on CPUs, to test the tests.
+"""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import kind, same
+from mxamp.framework.machine import default_device
+from mxamp.framework.operators import registry
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def devices(request):
+    """Two GPUs, or the one there is twice."""
+    if request.config.getoption("--gpu-tests-on-cpu"):
+        return [mx.cpu(0), mx.cpu(1)]
+    if default_device() != "gpu":
+        pytest.skip("needs a GPU")
+    return [mx.gpu(i % mx.context.num_gpus()) for i in range(2)]
+
+
+@pytest.fixture
+def device(devices):
+    with devices[0]:
+        yield devices[0]
+
+
+@pytest.fixture
+def policy(device):
+    return amp.Policy.default("float16", device.device_type)
+
+
+def net_of_all_kinds(device):
+    """Convolutions, BatchNorm, dense layers and a softmax, with the same parameters each time."""
+    mx.random.seed(3)
+    np.random.seed(3)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(16, 3, padding=1, in_channels=8), nn.BatchNorm(in_channels=16))
+        net.add(nn.Activation("relu"), nn.MaxPool2D(2), nn.Flatten())
+        net.add(nn.Dense(32, activation="relu", in_units=16 * 16), nn.Dense(8, in_units=32))
+    net.initialize(mx.init.Xavier(), ctx=device)
+    return net
+
+
+def images(device, seed=0):
+    values = np.random.RandomState(seed).randn(4, 8, 8, 8).astype("float32")
+    return mx.nd.array(values, ctx=device)
+
+
+def relative(a, b):
+    a, b = (x.astype("float32").asnumpy() for x in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def test_mxnet_sees_the_gpu(devices):
+    assert all(device.device_type == devices[0].device_type for device in devices)
+    for device in devices:
+        assert mx.nd.ones((2, 3), ctx=device).sum().asscalar() == 6
+
+
+def test_lists_class_all_operators_of_this_build(policy):
+    assert set(policy.rules) == set(registry())
+
+
+# ---------------------------------------------------------------------- kernels
+
+PRODUCTS = {
+    "Convolution": (lambda x, w: mx.nd.Convolution(x, w, kernel=(3, 3), num_filter=16, no_bias=True),
+                    (4, 8, 10, 10), (16, 8, 3, 3)),
+    "grouped": (lambda x, w: mx.nd.Convolution(x, w, kernel=(3, 3), num_filter=8, num_group=8, no_bias=True),
+                (4, 8, 10, 10), (8, 1, 3, 3)),
+    "Deconvolution": (lambda x, w: mx.nd.Deconvolution(x, w, kernel=(3, 3), num_filter=8, no_bias=True),
+                      (4, 16, 6, 6), (16, 8, 3, 3)),
+    "FullyConnected": (lambda x, w: mx.nd.FullyConnected(x, w, num_hidden=64, no_bias=True), (16, 128), (64, 128)),
+    "long FullyConnected": (lambda x, w: mx.nd.FullyConnected(x, w, num_hidden=8, no_bias=True), (8, 8192), (8, 8192)),
+    "dot": (lambda x, w: mx.nd.dot(x, w), (16, 128), (128, 24)),
+    "batch_dot": (lambda x, w: mx.nd.batch_dot(x, w), (6, 16, 64), (6, 64, 24)),
+    "long batch_dot": (lambda x, w: mx.nd.batch_dot(x, w), (2, 16, 4096), (2, 4096, 24)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_in_float16_are_near_float32(name, device, policy):
+    run, *shapes = PRODUCTS[name]
+    arrays = [mx.nd.random.normal(shape=shape, ctx=device) for shape in shapes]
+    for array in arrays:
+        array.attach_grad()
+    found = []
+    for enabled in (False, True):
+        with amp.autocast(policy=policy, enabled=enabled):
+            with autograd.record():
+                out = run(*arrays)
+                loss = (out.astype("float32") ** 2).mean()
+            loss.backward()
+        found.append([out, *(array.grad.copy() for array in arrays)])
+    assert kind(found[0][0]) == "float32"
+    assert all(kind(gradient) == "float32" for gradient in found[1][1:])
+    assert [relative(low, full) < 4e-3 for full, low in zip(*found)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "run, expected",
+    [
+        (lambda x: mx.nd.softmax(x), "float32"),
+        (lambda x: mx.nd.exp(x), "float32"),
+        (lambda x: mx.nd.sum(x), "float32"),
+        (lambda x: mx.nd.LayerNorm(x, mx.nd.ones(64, ctx=x.context), mx.nd.zeros(64, ctx=x.context)), "float32"),
+        (lambda x: mx.nd.relu(x), "float16"),
+        (lambda x: x.reshape((-1, 8)), "float16"),
+        (lambda x: mx.nd.transpose(x), "float16"),
+    ],
+)  # fmt: skip
+def test_what_stays_float32_and_what_follows(run, expected, device, policy):
+    x = mx.nd.random.normal(shape=(16, 64), ctx=device)
+    with amp.autocast(policy=policy):
+        product = mx.nd.dot(x, x, transpose_b=True)
+        low = mx.nd.FullyConnected(
+            product, mx.nd.ones((64, 16), ctx=device), num_hidden=64, no_bias=True
+        )
+        assert kind(low) == "float16"
+        assert kind(run(low)) == expected
+
+
+def test_casts_of_values_that_float16_can_not_hold(device):
+    x = mx.nd.array([1e5, -1e5, 1e-9, 65504, float("nan")], ctx=device)
+    down = mx.nd.amp_cast(x, dtype="float16").asnumpy()
+    assert down.tolist()[:4] == [np.inf, -np.inf, 0.0, 65504.0]
+    assert np.isnan(down[4])
+
+
+def test_empty_arrays(device, policy):
+    with amp.autocast(policy=policy), mx.util.np_shape(True):
+        empty = mx.nd.zeros((0, 4), ctx=device)
+        assert mx.nd.relu(empty).shape == (0, 4)
+
+
+# ---------------------------------------------------------------------- ways of running
+
+
+def test_eager_hybridized_and_symbolic_agree(device, policy):
+    net, x = net_of_all_kinds(device), images(device)
+    net(x)
+    with amp.autocast(policy=policy):
+        eager = net(x)
+        net.hybridize()
+        hybrid = net(x)
+    with amp.autocast(policy=policy):
+        symbol = net(mx.sym.var("data"))
+        params = {name: param.data(device) for name, param in net.collect_params().items()}
+        args = {name: params[name] for name in symbol.list_arguments() if name != "data"}
+        auxiliary = {name: params[name] for name in symbol.list_auxiliary_states()}
+        executor = symbol.bind(device, {**args, "data": x}, aux_states=auxiliary, grad_req="null")
+        [bound] = executor.forward()
+    assert kind(hybrid) == kind(bound) == "float32"
+    assert relative(hybrid, eager) < 2e-3
+    assert relative(bound, eager) < 2e-3
+
+
+def test_outputs_are_near_float32(device, policy):
+    net, x = net_of_all_kinds(device), images(device)
+    net.hybridize()
+    full = net(x)
+    with amp.autocast(policy=policy):
+        low = net(x)
+    assert 0 < relative(low, full) < 1e-2
+    assert same(net(x), full)
+
+
+# ---------------------------------------------------------------------- training
+
+
+def step(net, trainer, x, loss_of=lambda out: (out**2).mean()):
+    with autograd.record():
+        loss = loss_of(net(x))
+        with amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+    trainer.step(1)
+    return float(loss.asscalar())
+
+
+def test_training_lowers_the_loss_as_float32_does(device, policy):
+    last = {}
+    for low in (False, True):
+        net = net_of_all_kinds(device)
+        net.hybridize(static_alloc=True)
+        trainer = gluon.Trainer(
+            net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.9}
+        )
+        amp.init_trainer(trainer, amp.LossScaler() if low else amp.NoScaler())
+        with amp.autocast(policy=policy, enabled=low):
+            last[low] = [step(net, trainer, images(device)) for _ in range(20)][-1]
+        assert trainer.amp_last_step.stepped
+    assert last[True] < 0.5
+    assert abs(last[True] - last[False]) < 0.1 * max(last[False], 0.05)
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale(device, policy):
+    net, x = net_of_all_kinds(device), images(device)
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3})
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=2.0**40, max_scale=2.0**40))
+    with amp.autocast(policy=policy):
+        before = {
+            name: p.data(device).asnumpy()
+            for name, p in net.collect_params().items()
+            if p.grad_req != "null"
+        }
+        step(net, trainer, x)
+        report = trainer.amp_last_step
+        assert not report.stepped
+        assert trainer.amp_loss_scale == 2.0**39
+        after = {name: net.collect_params()[name].data(device).asnumpy() for name in before}
+        assert all((before[name] == after[name]).all() for name in before)
+        for _ in range(40):
+            step(net, trainer, x)
+    assert trainer.amp_last_step.stepped
+    assert 0 < trainer.amp_skips < 40
+
+
+def test_one_gradient_that_overflowed_is_found(device):
+    net = nn.Dense(300, in_units=300)
+    net.initialize(ctx=device)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=8.0))
+    x = mx.nd.ones((2, 300), ctx=device)
+    for value, stepped in ((np.inf, False), (np.nan, False), (1e30, True)):
+        with autograd.record():
+            with amp.scale_loss(net(x).mean(), trainer) as scaled:
+                scaled.backward()
+        net.weight.grad(device)[7, 11] = value
+        trainer.step(1)
+        assert trainer.amp_last_step.stepped is stepped
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "nag"])
+def test_multi_precision_keeps_float32_weights(optimizer, device, policy):
+    net = nn.Dense(8, in_units=16)
+    net.initialize(ctx=device)
+    net.cast("float16")
+    settings = {"learning_rate": 1e-4, "multi_precision": True}
+    trainer = gluon.Trainer(net.collect_params(), optimizer, settings)
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=128.0))
+    x = mx.nd.ones((2, 16), ctx=device, dtype="float16")
+    before = net.weight.data(device).asnumpy().astype("float32")
+    with amp.autocast(policy=policy):
+        for _ in range(30):
+            step(net, trainer, x, lambda out: out.astype("float32").mean())
+    assert trainer.amp_steps == 30
+    assert kind(net.weight.data(device)) == "float16"
+    assert (net.weight.data(device).asnumpy().astype("float32") != before).any()
+
+
+def test_two_devices_train_as_one(devices, policy):
+    if devices[0] == devices[1]:
+        pytest.skip("needs two GPUs")
+    weights = []
+    for used in (devices[:1], devices):
+        mx.random.seed(5)
+        np.random.seed(5)
+        net = nn.Dense(8, in_units=64, prefix="dense_")
+        net.initialize(mx.init.Xavier(), ctx=used)
+        trainer = gluon.Trainer(
+            net.collect_params(), "sgd", {"learning_rate": 0.1}, update_on_kvstore=False
+        )
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=64.0))
+        x = mx.nd.array(np.random.RandomState(0).randn(8, 64).astype("float32"), ctx=used[0])
+        with amp.autocast(policy=policy):
+            for _ in range(3):
+                parts = gluon.utils.split_and_load(x, used)
+                with autograd.record():
+                    losses = [(net(part) ** 2).sum() for part in parts]
+                    with amp.scale_loss(losses, trainer) as scaled:
+                        autograd.backward(scaled)
+                trainer.step(8)
+        weights.append(net.weight.data(used[0]).as_in_context(mx.cpu()))
+    assert relative(weights[1], weights[0]) < 1e-3
+
+
+def test_gradients_are_clipped_by_their_norm(device, policy):
+    net = net_of_all_kinds(device)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=16.0))
+    with amp.autocast(policy=policy), autograd.record():
+        with amp.scale_loss((net(images(device)) ** 2).mean(), trainer) as scaled:
+            autograd.backward(scaled)
+    params = [p for p in net.collect_params().values() if p.grad_req != "null"]
+
+    def norm_of_gradients():
+        squares = (p.grad(device).asnumpy().astype("float64") ** 2 for p in params)
+        return float(np.sqrt(sum(square.sum() for square in squares)))
+
+    norm = norm_of_gradients() / 16
+    said = amp.clip_grad_global_norm(trainer, norm / 2)
+    assert abs(float(said) - norm) < 1e-3 * norm
+    clipped = norm_of_gradients()
+    assert abs(clipped - norm / 2) < 1e-3 * norm
+    trainer.step(1)
+
+
+def test_states_are_saved_and_loaded(device, policy, tmp_path):
+    net = net_of_all_kinds(device)
+    scales = []
+    for resume in (False, True):
+        trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3})
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=2.0**24 if not resume else 2.0))
+        if resume:
+            trainer.load_states(str(tmp_path / "states"))
+        with amp.autocast(policy=policy):
+            if not resume:
+                for _ in range(3):
+                    step(net, trainer, images(device))
+        scales.append(trainer.amp_loss_scale)
+        trainer.save_states(str(tmp_path / "states"))
+    assert scales[0] == scales[1] < 2.0**24
+
+
+# ---------------------------------------------------------------------- converted models
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("cast_parameters", [False, True])
+def test_a_converted_model_runs_in_plain_mxnet(cast_parameters, device, policy, tmp_path):
+    net, x = net_of_all_kinds(device), images(device)
+    net.hybridize()
+    full = net(x)
+    fast = amp.convert_hybrid_block(
+        net, policy=policy, example_inputs=x, cast_optional_params=cast_parameters
+    )
+    assert 0 < relative(fast(x), full) < 1e-2
+    fast.export(str(tmp_path / "fast"))
+    files = [str(tmp_path / f"fast-{part}") for part in ("symbol.json", "0000.params")]
+    loaded = gluon.SymbolBlock.imports(files[0], ["data"], files[1], ctx=device)
+    assert same(loaded(x), fast(x))
+    dtypes = {kind(param.data(device)) for param in loaded.collect_params().values()}
+    assert dtypes == ({"float16", "float32"} if cast_parameters else {"float32"})
+
+
+def test_recurrent_layers(device, policy):
+    mx.random.seed(3)
+    layer = gluon.rnn.LSTM(32, 2, input_size=16)
+    layer.initialize(mx.init.Xavier(), ctx=device)
+    layer.hybridize()
+    x = mx.nd.random.normal(shape=(10, 4, 16), ctx=device)
+    full = layer(x)
+    with amp.autocast(policy=policy):
+        assert relative(layer(x), full) < 1e-2
