@@ -145,7 +145,7 @@ def train(config, seed, size, tick):
     test_data = mx.nd.array(test_data)
     rng = seeded(seed)
     net = initialized(Detector(), test_data[:2])
-    curve, every, facts = [], max(1, size["steps"] // 15), {}
+    curve, every, facts = [], max(1, size["steps"] // 10), {}
     with config.precision():
         trainer = config.trainer(net, "sgd", {"learning_rate": LEARNING_RATE, "momentum": 0.9})
         for step in range(1, size["steps"] + 1):
@@ -214,7 +214,7 @@ EXPERIMENT = Experiment(
         Config("float16, scaled by 8", "float16", 8),
         Config("float16, dynamic scale", "float16", DYNAMIC),
     ),
-    sizes={False: {"steps": 300}, True: {"steps": 60}},
+    sizes={False: {"steps": 200}, True: {"steps": 60}},
     train=train,
     verdict=verdict,
     draw=draw,

@@ -92,7 +92,7 @@ def train(config, seed, size, tick):
     initialized(net, mx.nd.zeros((1, STEPS)))
     loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
     fixed = [sequences(testing, np.random.RandomState(i), 64) for i in range(size["tests"])]
-    curve, every = [], max(1, size["steps"] // 15)
+    curve, every = [], max(1, size["steps"] // 12)
     with config.precision():
         trainer = config.trainer(net, "adagrad", {"learning_rate": 0.05, "eps": 1e-10})
         for step in range(1, size["steps"] + 1):
@@ -131,13 +131,13 @@ EXPERIMENT = Experiment(
     ),
     sizes={
         False: {
-            "vocabulary": 4000,
-            "words": 400_000,
+            "vocabulary": 2000,
+            "words": 200_000,
             "width": 64,
             "cells": 128,
-            "batch": 32,
+            "batch": 16,
             "steps": 120,
-            "tests": 4,
+            "tests": 2,
         },
         True: {
             "vocabulary": 1000,

@@ -24,7 +24,7 @@ import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-BATCH, LEARNING_RATE = 60, 0.002
+BATCH, LEARNING_RATE = 30, 0.002
 #: Weights of so many times their update, and more, may stay as they are.
 RATIO = 2048
 #: Percentage points of accuracy.
@@ -33,8 +33,8 @@ TOLERANCE, MARGIN = 1.5, 5.0
 
 def network():
     net = nn.HybridSequential()
-    net.add(nn.Dense(128, activation="relu", in_units=64))
-    net.add(nn.Dense(128, activation="relu", in_units=128), nn.Dense(10, in_units=128))
+    net.add(nn.Dense(64, activation="relu", in_units=64))
+    net.add(nn.Dense(64, activation="relu", in_units=64), nn.Dense(10, in_units=64))
     return net
 
 
@@ -72,7 +72,7 @@ def train(config, seed, size, tick):
     def accuracy():
         return 100 * float((net(test).asnumpy().argmax(1) == test_labels).mean())
 
-    curve, every, facts = [], max(1, size["steps"] // 20), {}
+    curve, every, facts = [], max(1, size["steps"] // 15), {}
     with config.precision():
         trainer = config.trainer(net, "sgd", settings)
         for step in range(1, size["steps"] + 1):
@@ -127,7 +127,7 @@ EXPERIMENT = Experiment(
         Config("float16 weights, float32 masters", "float16", variant="masters"),
         Config("float16 weights alone", "float16", variant="direct"),
     ),
-    sizes={False: {"steps": 1000}, True: {"steps": 250}},
+    sizes={False: {"steps": 1200}, True: {"steps": 250}},
     train=train,
     verdict=verdict,
     draw=draw,
