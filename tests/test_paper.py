@@ -39,23 +39,23 @@ def check_classification(results):
 
 
 def check_detector(results):
-    assert results.mean("float32") > 6
-    assert results.mean("float16") < 3
-    assert differences(results, "float16, scaled by 8") > -6
+    assert results.mean("float32") > 4
+    assert results.mean("float16") < 2
+    assert results.mean("float16, scaled by 8") > 4
     facts = results.of("float32")[0].facts
     assert facts["zero in float16"] > 0.6
     assert facts["zero in float16, scaled by 8"] < facts["zero in float16"] - 0.2
 
 
 def check_language_model(results):
-    assert results.mean("float16") > 1.25 * results.mean("float32")
+    assert results.mean("float16") > 1.05 * results.mean("float32")
     assert results.mean("float16, scaled by 128") < 1.1 * results.mean("float32")
 
 
 def check_master_weights(results):
     facts = results.of("float32")[0].facts
     assert facts["over 2048"] > 0.5
-    assert results.mean("float16 weights alone") < results.mean("float32") - 5
+    assert results.mean("float16 weights alone") < results.mean("float32") - 2
     assert abs(differences(results, "float16 weights, float32 masters")) < 3
 
 
@@ -70,6 +70,7 @@ CHECKS = {name: globals()[f"check_{name}"] for name in NAMES}
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Accumulating with float16")  # what the experiment shows
 @pytest.mark.parametrize("name", NAMES)
 def test_the_fast_version_comes_out_as_the_paper_says(name, load, tmp_path):
     module, common = load(name), load("common")
@@ -97,7 +98,9 @@ def fake_results(common, values):
 
 
 def test_verdicts_follow_from_the_numbers(load):
-    results = fake_results(load("common"), {"a": [90, 92], "b": [89, 92.5], "c": [70, 91], "d": [1, np.nan]})
+    results = fake_results(
+        load("common"), {"a": [90, 92], "b": [89, 92.5], "c": [70, 91], "d": [1, np.nan]}
+    )
     assert results.text("a") == "91.00 ± 1.41"
     assert results.matches("b", "a", 0.5).holds
     assert not results.matches("b", "a", 0.2).holds
@@ -121,11 +124,10 @@ def test_bad_options_are_one_sentence(seeds):
 @pytest.mark.slow
 def test_a_command_writes_its_numbers_and_fails_where_the_paper_is_not_met(tmp_path):
     script = (
-        "import sys, runpy; sys.path.insert(0, {path!r}); import master_weights as m, common; "
-        "from dataclasses import replace; m.MARGIN = {margin}; "
-        "e = replace(m.EXPERIMENT, sizes={{True: {{'steps': 20}}}}, configs=m.EXPERIMENT.configs); "
-        "m.EXPERIMENT.sizes[True]['steps'] = 20; sys.argv[0] = 'x'; common.main(e, m.__doc__)"
-    ).format(path=str(PAPER), margin=1000)
+        f"import sys; sys.path.insert(0, {str(PAPER)!r}); import common, master_weights as m; "
+        "m.FAST_MARGIN = 1000; m.EXPERIMENT.sizes[True].update(steps=20); "
+        "common.main(m.EXPERIMENT, m.__doc__)"
+    )
     files = tmp_path / "r.json", tmp_path / "r.png"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script, "--fast", "--seeds", "1",
@@ -152,6 +154,9 @@ def test_the_page_has_the_table_of_what_was_measured(load):
 
 def test_the_measured_experiments_are_those_of_the_code(load):
     for name in NAMES:
-        result, experiment = json.loads((MEASURED / f"{name}.json").read_text()), load(name).EXPERIMENT
+        result, experiment = (
+            json.loads((MEASURED / f"{name}.json").read_text()),
+            load(name).EXPERIMENT,
+        )
         assert result["settings"] == experiment.sizes[False]
         assert list(result["summary"]) == [config.name for config in experiment.configs]

@@ -14,6 +14,7 @@ from common import (
     draw_curves,
     facts_of,
     initialized,
+    interval,
     main,
     seeded,
 )
@@ -67,7 +68,7 @@ def train(config, seed, size, tick):
     net = initialized(network(config.variant), mx.nd.array(images[:2]))
     loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
     test = mx.nd.array(test_images)
-    curve, every = [], max(1, size["steps"] // 20)
+    curve, every = [], interval(size)
     with config.precision():
         trainer = config.trainer(net, "sgd", {"learning_rate": 0.05, "momentum": 0.9, "wd": 1e-4})
         for step in range(1, size["steps"] + 1):
@@ -109,7 +110,10 @@ EXPERIMENT = Experiment(
         for kind in ("plain", "residual")
         for dtype in ("float32", "float16")
     ),
-    sizes={False: {"steps": 250}, True: {"steps": 30}},
+    sizes={
+        False: {"steps": 250, "evaluations": 20},
+        True: {"steps": 30, "evaluations": 3},
+    },
     train=train,
     verdict=verdict,
     draw=draw,

@@ -113,6 +113,8 @@ class Results:
 
     def __init__(self, experiment, runs, fast):
         self.experiment, self.runs, self.fast = experiment, runs, fast
+        for run in runs:
+            run.curve = [(step, float(f"{value:.5g}")) for step, value in run.curve]
 
     def of(self, config):
         """Return the runs of a config, by seed."""
@@ -158,6 +160,11 @@ class Results:
             bool(least > margin),
             f"by {least:.{self.experiment.digits}f} or more, over {margin:g} expected",
         )
+
+
+def interval(size):
+    """Return after how many steps to evaluate."""
+    return max(1, size["steps"] // size["evaluations"])
 
 
 def seeded(seed):
@@ -235,18 +242,13 @@ def as_dict(results, checks):
             "MXNet": mx.__version__,
             "mxamp": amp.__version__,
         },
-        "seconds": round(sum(run.seconds for run in results.runs)),
         "summary": {config.name: results.text(config.name) for config in experiment.configs},
         "checks": [vars(check) for check in checks],
         "runs": [
-            {**vars(run), "seconds": round(run.seconds, 1), "curve": _rounded(run.curve)}
+            {key: value for key, value in vars(run).items() if key != "seconds"}
             for run in results.runs
         ],
     }
-
-
-def _rounded(curve):
-    return [[step, float(f"{value:.5g}")] for step, value in curve]
 
 
 def figure_of(results):

@@ -18,6 +18,7 @@ from common import (
     draw_curves,
     facts_of,
     initialized,
+    interval,
     main,
     seeded,
 )
@@ -28,7 +29,7 @@ import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-BATCH, NOISE, DRAWN, PICTURES = 64, 16, 320, 12
+BATCH, NOISE, PICTURES = 64, 16, 12
 #: Of the distance at the start.
 TOLERANCE, FAST_TOLERANCE = 0.05, 0.25
 LEARNS, FAST_LEARNS = 0.3, 0.9
@@ -98,7 +99,7 @@ def train(config, seed, size, tick):
     drawing, judging = generator(), critic()
     initialized(drawing, mx.nd.array(noise[0]), init=mx.init.Normal(0.02))
     initialized(judging, mx.nd.array(images[:2]), init=mx.init.Normal(0.02))
-    fixed = np.random.RandomState(1).randn(DRAWN // BATCH, BATCH, NOISE)
+    fixed = np.random.RandomState(1).randn(size["drawn"], BATCH, NOISE)
     loss_function = gluon.loss.SigmoidBinaryCrossEntropyLoss()
     true, false = mx.nd.ones((BATCH, 1)), mx.nd.zeros((BATCH, 1))
 
@@ -111,7 +112,7 @@ def train(config, seed, size, tick):
         images = np.concatenate([drawn(part).asnumpy() for part in fixed])
         return frechet(features((images + 1) / 2), real_features)
 
-    curve, every = [(0, distance())], max(1, size["steps"] // 8)
+    curve, every = [(0, distance())], interval(size)
     settings = {"learning_rate": size["rate"], "beta1": 0.5}
     with config.precision():
         of_drawing, of_judging = (
@@ -172,8 +173,8 @@ EXPERIMENT = Experiment(
         Config("float16, dynamic scale", "float16", DYNAMIC),
     ),
     sizes={
-        False: {"steps": 160, "rate": 1e-3, "classifier": 200},
-        True: {"steps": 24, "rate": 2e-3, "classifier": 100},
+        False: {"steps": 160, "evaluations": 8, "rate": 1e-3, "classifier": 200, "drawn": 5},
+        True: {"steps": 24, "evaluations": 2, "rate": 2e-3, "classifier": 100, "drawn": 2},
     },
     train=train,
     verdict=verdict,

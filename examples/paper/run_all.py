@@ -36,9 +36,8 @@ def run(name, options):
     command = [sys.executable, str(FOLDER / f"{name}.py"), *files, *fast]
     command += ["--seeds", str(options.seeds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=environment, check=False, **pipes)
     (options.out / f"{name}.log").write_text(done.stdout, encoding="utf-8")
     return done.returncode
 
