@@ -36,7 +36,7 @@ SIZES = (0.25, 0.5)  # of the default boxes, as parts of the image
 BOXES = 2.0**22
 #: Mean average precision, in percentage points.
 TOLERANCE, MARGIN = 5.0, 20.0
-FAST_MARGIN = 4.0
+FAST_MARGIN = 1.5
 LEARNING_RATE = 0.0003 * BOXES
 
 
