@@ -10,7 +10,7 @@ Switch it on         init, shutdown, autocast, is_enabled, current_policy
 Scale losses         init_trainer, scale_loss, unscale, clip_grad_global_norm,
                      LossScaler, StaticLossScaler, NoScaler, GradScaler
 Convert models       convert_hybrid_block, convert_model, convert_symbol,
-                     convert_bucketing_module, convert_files, ConvertedFiles
+                     convert_bucketing_module, convert_files, ConvertedFiles, export_onnx
 See what happens     explain, Plan, draw, compare_models, OutputError, random_inputs, debugging
 Choose precisions    Policy, half_function, float_function, promote_function, register_*, list_*
 Measure them         tune, Evidence, Trial, LayerCost
@@ -65,6 +65,7 @@ if _TYPE_CHECKING:
     from .convert.compare import OutputError, compare_models, random_inputs
     from .convert.files import ConvertedFiles, convert_files
     from .convert.models import convert_hybrid_block, convert_model, convert_symbol
+    from .convert.to_onnx import export_onnx
     from .debugging.drawing import draw
     from .debugging.explain import explain
     from .debugging.plan import Plan
@@ -97,6 +98,7 @@ _LATER = {
     "convert.compare": "OutputError compare_models random_inputs",
     "convert.files": "ConvertedFiles convert_files",
     "convert.models": "convert_hybrid_block convert_model convert_symbol",
+    "convert.to_onnx": "export_onnx",
     "debugging": "debugging",
     "debugging.drawing": "draw",
     "debugging.explain": "explain",
@@ -144,6 +146,7 @@ __all__ = [
     "decorate",
     "draw",
     "explain",
+    "export_onnx",
     "float_function",
     "half_function",
     "init",

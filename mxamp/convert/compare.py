@@ -28,8 +28,10 @@ __all__ = [
     "OutputError",
     "compare_models",
     "declared_dtypes",
+    "error_of",
     "finite_input",
     "inferred_labels",
+    "outputs_of",
     "random_inputs",
     "reason",
 ]
@@ -105,15 +107,15 @@ def compare_models(
     with suspended():
         given = {name: finite_input(name, value) for name, value in inputs.items()}
     try:
-        ours = _outputs(model, given, ctx)
+        ours = outputs_of(model, given, ctx)
     except MXNetError as error:
         raise ArgumentError(NOT_ON_THESE.format(why=reason(error))) from None
     try:
-        theirs = _outputs(other, given, ctx)
+        theirs = outputs_of(other, given, ctx)
     except MXNetError as error:
         raise StateError(NOT_HERE.format(why=reason(error))) from None
     names = model[0].list_outputs()
-    return tuple(_error(name, a, b) for name, a, b in zip(names, ours, theirs))
+    return tuple(error_of(name, a, b) for name, a, b in zip(names, ours, theirs))
 
 
 def random_inputs(
@@ -177,7 +179,8 @@ def _numbers(name: str, value: Any) -> NDArray:
     raise ArgumentError(NO_NUMBERS.format(name=name, given=shown(value)))
 
 
-def _outputs(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
+def outputs_of(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
+    """Run a model without mxamp; return its outputs in float32, as NumPy arrays."""
     symbol, args, auxs = model
     declared = declared_dtypes(symbol)
     names = symbol.list_inputs()
@@ -216,7 +219,8 @@ def inferred_labels(
     return {name: nd.zeros(inferred[name]) for name in missing}
 
 
-def _error(name: str, ours: Any, theirs: Any) -> OutputError:
+def error_of(name: str, ours: Any, theirs: Any) -> OutputError:
+    """Return the errors of an output against ours, of a model to measure against."""
     distance = Distance()
     distance.add(name, ours, theirs)
     if ours.size and not np.isfinite(ours).any():
