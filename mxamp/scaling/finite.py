@@ -24,6 +24,8 @@ __all__ = ["all_finite", "finite_flags", "multiply", "square_sum", "square_sums"
 # The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 _REAL = {"float32": np.float32, "float64": np.float64}
+# The least float16 that has all its digits.
+_LEAST_NORMAL = 2.0**-14
 # So many float32 elements fit into a core's cache.
 _BLOCK = 2**15
 # As many arrays as one call of multi_all_finite or multi_sum_sq takes.
@@ -61,7 +63,12 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
         return
     with autograd.pause(), suspended():
         for i in range(len(arrays)):
-            arrays[i].__imul__(factor)
+            # MXNet takes the factor in the array's dtype, and float16 makes 0 of small ones.
+            left, small = factor, dtype_name(arrays[i].dtype) == "float16"
+            while small and 0 < abs(left) < _LEAST_NORMAL:
+                arrays[i].__imul__(_LEAST_NORMAL)
+                left /= _LEAST_NORMAL
+            arrays[i].__imul__(left)
 
 
 def unscale(arrays: Sequence[NDArray], scale: float) -> List[int]:

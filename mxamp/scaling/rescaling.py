@@ -31,7 +31,11 @@ def _uses_rescaled_alone(optimizer: Any, gradients: Sequence[NDArray]) -> bool:
     # LBSGD adds gradients up over steps, and takes its warm-up from their norm, as they come.
     if isinstance(optimizer, LBSGD):
         return False
+    dtypes = {dtype_name(gradient.dtype) for gradient in gradients}
+    # In float16 MXNet multiplies the learning rate by `rescale_grad` first, which may be 0 then.
+    if "float16" in dtypes and not optimizer.multi_precision:
+        return False
     if type(optimizer).__module__.startswith("mxnet.optimizer"):
         return True
     # Half precision would lose what the scale has kept.
-    return any(dtype_name(gradient.dtype) in _HALF for gradient in gradients)
+    return not dtypes.isdisjoint(_HALF)

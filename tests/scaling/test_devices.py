@@ -213,10 +213,39 @@ def test_optimizers_of_a_scripts_own_see_no_scale(make, ctx):
 def test_the_optimizer_takes_the_scale_out_of_float16_gradients():
     """Divided by the scale, small ones would be 0."""
     gradients = [mx.nd.ones((2,), dtype="float16"), mx.nd.ones((2,))]
-    for optimizer in (OwnAdam(), mx.optimizer.Adam()):
+    for optimizer in (OwnAdam(multi_precision=True), mx.optimizer.Adam(multi_precision=True)):
         take_out_scale(optimizer, gradients, 1024.0)
         assert optimizer.rescale_grad == 1 / 1024
         assert all((gradient.asnumpy() == 1).all() for gradient in gradients)
+
+
+@pytest.mark.filterwarnings("ignore:Accumulating with float16")
+@pytest.mark.parametrize("scale", [1024.0, 3000.0, 2.0**16, 2.0**24])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_float16_weights_without_masters_are_updated_by_small_learning_rates(momentum, scale):
+    """Times the learning rate, 1 / scale would be 0 in float16."""
+    weights = []
+    for way in ("plain", "scaled"):
+        parameter = gluon.Parameter("weight", shape=(3,), dtype="float16")
+        parameter.initialize(mx.init.Constant(0.01))
+        options = {"learning_rate": 0.002, "momentum": momentum}
+        trainer = gluon.Trainer([parameter], "sgd", options, update_on_kvstore=False)
+        if way == "scaled":
+            amp.init_trainer(trainer, amp.LossScaler(init_scale=scale, max_scale=scale))
+        for _ in range(2):
+            with autograd.record():
+                # Small enough for the scaled gradient to be a float16.
+                loss = parameter.data().astype("float32").sum() * min(0.1, 2e4 / scale)
+                if way == "plain":
+                    loss.backward()
+                else:
+                    with amp.scale_loss(loss, trainer) as scaled:
+                        scaled.backward()
+            trainer.step(1)
+        weights.append(parameter.data().asnumpy())
+    if scale < 2**17:
+        assert (weights[0] < np.float16(0.01)).all()
+    assert np.allclose(*weights, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kvstore", ["device", None])
