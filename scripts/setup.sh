@@ -1,10 +1,12 @@
-# Makes or reuses .venv; sourced by quickstart and test, which may set `python`.
+# Makes or reuses .venv; sourced by quickstart, test and docs, which may set `python`.
 #
 # Afterwards $venv_python is the environment's Python, with mxamp installed from this clone
-# (editable) and everything pinned by constraints.txt.
+# (editable) and everything pinned by constraints.txt. A script that needs an environment of its own
+# sets $venv_name before, and its own $extras and install_packages after.
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
+venv_name=${venv_name:-.venv}
+venv=$root/$venv_name
 venv_python=$venv/bin/python
 supported="3.8, 3.9, 3.10, 3.11, 3.12 or 3.13"
 extras=cpu,demo,test
@@ -123,13 +125,13 @@ remake_where_needed() {
     else
         return 0
     fi
-    say "making .venv anew: $why"
+    say "making $venv_name anew: $why"
     rm -rf "$venv"
 }
 
 make_venv() {
     local said
-    say "making .venv with Python $1, a few seconds"
+    say "making $venv_name with Python $1, a few seconds"
     if ! said=$("$python" -m venv "$venv" 2>&1); then
         rm -rf "$venv"
         fail "'$python' can't make a virtual environment; install its venv package. It said: $(printf '%s' "$said" | tail -n 1)"
@@ -154,7 +156,7 @@ setup() {
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         install_everything "$version"
         printf '%s' "$wanted" >"$stamp"
-        say ".venv is ready, after $SECONDS s"
+        say "$venv_name is ready, after $SECONDS s"
     fi
     exec 9<&-
 }
@@ -167,6 +169,12 @@ install_everything() {
     [ -x "$venv_python" ] || make_venv "$1"
     printf '%s' "$root" >"$made_for"
     install "pip's build tools" "a few seconds" setuptools wheel
+    install_packages "$1"
+    rm -f "$unfinished"
+}
+
+install_packages() {
+    # $1: the Python version.
     if [ "$1" = 3.13 ]; then
         # MXNet asks for NumPy below 2, of which there is none for 3.13, and runs on 2.1.3.
         install MXNet "50 MB, half a minute" --no-deps mxnet
@@ -178,5 +186,4 @@ install_everything() {
             --no-build-isolation --editable ".[$extras]"
     fi
     install GluonCV "a few seconds" --no-deps gluoncv
-    rm -f "$unfinished"
 }
