@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 LANGUAGES = {".py": "python", ".toml": "toml"}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
 #: A row of docs/api.md: a name, its signature and a line of help.
 ROW = re.compile(r"^\| `([\w.]+)(.*)` \| (.*) \|$", re.M)
 
@@ -34,7 +35,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri == "api.md":
         markdown = _with_docstrings(markdown)
     folder = (ROOT / "docs" / page.file.src_uri).parent
-    return LINK.sub(lambda found: f"]({_target(found[1], folder)}{found[2] or ''})", markdown)
+    markdown = LINK.sub(lambda found: f"]({_target(found[1], folder)}{found[2] or ''})", markdown)
+    # A picture on a small screen: a touch shows it in full size, as on code hosts.
+    return PICTURE.sub(r"[\g<0>](\1)", markdown)
 
 
 def _pages() -> Iterator[Tuple[str, str]]:
