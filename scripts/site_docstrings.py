@@ -9,6 +9,8 @@ from typing import Any, Iterator, List, Optional
 from griffe import Alias, Extension, GriffeLoader, Module, Object
 
 UNDERLINE = re.compile(r"-{3,}$")
+#: A power, which Markdown would take for the start of bold text.
+POWER = re.compile(r"(?<=\w)\*\*(?=[-\w(])")
 
 
 class Docstrings(Extension):
@@ -63,7 +65,12 @@ def _fenced(lines: List[str]) -> List[str]:
             continue
         if fence == "python" and done[-1] == "```python" and not line:
             continue
-        done.append(line[4:] if fence == "python" else line)
+        if fence:
+            done.append(line[4:] if fence == "python" else line)
+        else:
+            parts = line.split("`")  # every other one is quoted code
+            parts[::2] = [POWER.sub(r"\\*\\*", part) for part in parts[::2]]
+            done.append("`".join(parts))
     return [*_stripped(done), "```"] if fence else done
 
 

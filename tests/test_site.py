@@ -58,12 +58,12 @@ def test_docstrings_become_markdown(monkeypatch):
     from site_docstrings import as_markdown
 
     text = "\n".join(
-        ["Do it.", "", ">>> a", "1", "", "::", "", "    b()", "", "    c()", "", "Parameters",
+        ["Do 2**-1 it.", "", ">>> 2**a", "1", "", "::", "", "    b()", "", "    c()", "", "Parameters",
          "----------", "a : int", "    One.", "", "    Two.", "", "Costs", "much.", "", "Raises", "------",
          "Error", "    Always."]
     )  # fmt: skip
     assert as_markdown(text).splitlines() == [
-        "Do it.", "", "```pycon", ">>> a", "1", "```", "", "```python", "b()", "", "c()", "```", "", "Costs",
+        "Do 2\\*\\*-1 it.", "", "```pycon", ">>> 2**a", "1", "```", "", "```python", "b()", "", "c()", "```", "", "Costs",
         "much.", "", "Parameters", "----------", "a : int", "    One.", "", "    Two.", "", "Raises", "------",
         "Error", "    Always.",
     ]  # fmt: skip
