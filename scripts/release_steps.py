@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 PYTHONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13")
-#: What runs of the tests on every Python, from outside the checkout. On one of them the fast ones run
-#: all; the whole suite runs once, for coverage.
+#: What runs of the tests on every Python, from outside the checkout. On one of them all fast tests
+#: run; the whole suite runs once, for coverage.
 TESTS = (
-    "tests/policy/test_decision.py", "tests/scaling/test_scaler.py", "tests/convert/test_symbols.py",
-    "tests/test_cli.py",
+    "tests/policy/test_decision.py", "tests/scaling/test_scaler.py",
+    "tests/convert/test_symbols.py", "tests/test_cli.py",
 )  # fmt: skip
 FAST_ON = "3.11"
 #: Extras of which pip would fetch gigabytes even for a dry run: their pins are looked up.
