@@ -38,6 +38,20 @@ def test_links_and_pictures_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_and_tables_are_so_to_code_hosts_and_to_the_site(page):
+    """To the site, what follows a line without an empty one between goes on with its paragraph."""
+    before = ""
+    for line in re.sub(r"```.*?```", "", page.read_text(), flags=re.S).splitlines():
+        if before.strip() and not re.match(r"- |\d+\. | ", before):
+            assert not re.match(r"- |\d+\. ", line), line
+            assert not line.startswith("|") or before.startswith("|"), line
+        assert not re.match(
+            r" {1,3}(-|\d+\.) ", line
+        ), f"a list in a list needs four spaces: {line}"
+        before = line
+
+
 def test_the_site_shows_every_page_once():
     pages = [path.name for path in DOCS.glob("*.md")]
     pages += [f"examples/{path.stem}.md" for path in (ROOT / "examples").glob("*.py")]
