@@ -1,19 +1,26 @@
-# Makes or reuses .venv; sourced by quickstart, test and docs, which may set `python`.
+# Makes or reuses .venv; sourced by quickstart and test, which may set `python`, and by docs and
+# release, which have environments of their own.
 #
 # Afterwards $venv_python is the environment's Python, with mxamp installed from this clone
-# (editable) and everything pinned by constraints.txt. A script that needs an environment of its own
-# sets $venv_name before, and its own $extras and install_packages after.
+# (editable) and everything pinned by constraints.txt.
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-venv_name=${venv_name:-.venv}
-venv=$root/$venv_name
-venv_python=$venv/bin/python
 supported="3.8, 3.9, 3.10, 3.11, 3.12 or 3.13"
-extras=cpu,demo,test
-log=$venv/install.log
-stamp=$venv/.installed
-unfinished=$venv/.unfinished
-made_for=$venv/.made-for
+size="300 MB, a minute or two"
+
+use_venv() {
+    # $1: the folder of the environment; $2: what of mxamp's extras it gets.
+    venv_name=$1
+    extras=$2
+    venv=$root/$1
+    venv_python=$venv/bin/python
+    log=$venv/install.log
+    stamp=$venv/.installed
+    unfinished=$venv/.unfinished
+    made_for=$venv/.made-for
+}
+
+use_venv .venv cpu,demo,test
 
 fail() {
     printf 'error: %s\n' "$1" >&2
@@ -161,6 +168,21 @@ setup() {
     exec 9<&-
 }
 
+install_packages() {
+    # $1: the Python version. Scripts with another environment have their own.
+    if [ "$1" = 3.13 ]; then
+        # MXNet asks for NumPy below 2, of which there is none for 3.13, and runs on 2.1.3.
+        install MXNet "50 MB, half a minute" --no-deps mxnet
+        install "what MXNet needs" "a few seconds" requests graphviz
+        install "mxamp and what else it needs" "up to a minute" \
+            --no-build-isolation --editable ".[${extras#cpu,}]"
+    else
+        install "mxamp, MXNet and the test tools" "$size" \
+            --no-build-isolation --editable ".[$extras]"
+    fi
+    install GluonCV "a few seconds" --no-deps gluoncv
+}
+
 install_everything() {
     # $1: the Python version. A kill leaves $unfinished behind, a failure of pip does not.
     mkdir -p "$venv"
@@ -171,19 +193,4 @@ install_everything() {
     install "pip's build tools" "a few seconds" setuptools wheel
     install_packages "$1"
     rm -f "$unfinished"
-}
-
-install_packages() {
-    # $1: the Python version.
-    if [ "$1" = 3.13 ]; then
-        # MXNet asks for NumPy below 2, of which there is none for 3.13, and runs on 2.1.3.
-        install MXNet "50 MB, half a minute" --no-deps mxnet
-        install "what MXNet needs" "a few seconds" requests graphviz
-        install "mxamp and what else it needs" "up to a minute" \
-            --no-build-isolation --editable ".[${extras#cpu,}]"
-    else
-        install "mxamp, MXNet and the test tools" "300 MB, a minute or two" \
-            --no-build-isolation --editable ".[$extras]"
-    fi
-    install GluonCV "a few seconds" --no-deps gluoncv
 }
