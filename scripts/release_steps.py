@@ -192,7 +192,7 @@ def _pip_install(python: Path, artifact: Path, extras: Sequence[str]) -> None:
         run(*pip, "requests", "graphviz")
     else:
         extras = ["cpu", *extras]
-    run(*pip, f"{artifact}[{','.join(extras)}]")
+    run(*pip, f"{artifact}[{','.join(extras)}]" if extras else artifact)
 
 
 def _tests(python: Path, folder: Path) -> str:

@@ -153,6 +153,25 @@ def test_the_changelog_begins_with_the_version_and_its_day(head, release, projec
         release.real_state(options(release, dry_run=True))
 
 
+@pytest.mark.parametrize(
+    "number, extras, wanted",
+    [
+        ("3.11", ["test"], ["mxamp.whl[cpu,test]"]),
+        ("3.8", [], ["mxamp.whl[cpu]"]),
+        ("3.13", ["test"], ["mxnet", "graphviz", "mxamp.whl[test]"]),
+        ("3.13", [], ["mxnet", "graphviz", "mxamp.whl"]),
+    ],
+)
+def test_mxnet_comes_with_the_package_where_pip_takes_it(
+    number, extras, wanted, release, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(release, "run", lambda *command: asked.append(str(command[-1])))
+    monkeypatch.setattr(release, "_number", lambda python: number)
+    release._pip_install(Path("python"), Path("mxamp.whl"), extras)
+    assert asked == ["wheel", *wanted]
+
+
 def test_commands_that_fail_say_their_last_line(release, tmp_path, capfd):
     with pytest.raises(release.StepError, match="ended with 3: the reason"):
         release.run(
