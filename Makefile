@@ -29,8 +29,9 @@ format: setup ## format the code, and correct what ruff can correct
 types: setup ## check the types
 	$(PYTHON) -m mypy
 
-docs: ## run the code blocks of README.md and docs/, and check their links
-	scripts/test tests/test_readme.py
+docs: ## run the code blocks of README.md and docs/, check their links, and build the site
+	scripts/test tests/test_readme.py tests/test_site.py
+	scripts/docs
 
 bench: setup ## compare whole models with float32, on one core; takes long, scripts/bench/models --model NAME does not
 	$(PYTHON) scripts/bench/models --rounds 3 --json bench.json

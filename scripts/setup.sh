@@ -1,5 +1,5 @@
-# Makes or reuses .venv; sourced by quickstart and test, which may set `python`, and by check_gpu,
-# which has an environment of its own.
+# Makes or reuses .venv; sourced by quickstart and test, which may set `python`, and by docs,
+# release and check_gpu, which have environments of their own.
 #
 # Afterwards $venv_python is the environment's Python, with mxamp installed from this clone
 # (editable) and everything pinned by constraints.txt.
@@ -168,14 +168,8 @@ setup() {
     exec 9<&-
 }
 
-install_everything() {
-    # $1: the Python version. A kill leaves $unfinished behind, a failure of pip does not.
-    mkdir -p "$venv"
-    : >"$unfinished"
-    rm -f "$stamp"
-    [ -x "$venv_python" ] || make_venv "$1"
-    printf '%s' "$root" >"$made_for"
-    install "pip's build tools" "a few seconds" setuptools wheel
+install_packages() {
+    # $1: the Python version. Scripts with another environment have their own.
     if [ "$1" = 3.13 ]; then
         # MXNet asks for NumPy below 2, of which there is none for 3.13, and runs on 2.1.3.
         install MXNet "50 MB, half a minute" --no-deps mxnet
@@ -187,5 +181,16 @@ install_everything() {
             --no-build-isolation --editable ".[$extras]"
     fi
     install GluonCV "a few seconds" --no-deps gluoncv
+}
+
+install_everything() {
+    # $1: the Python version. A kill leaves $unfinished behind, a failure of pip does not.
+    mkdir -p "$venv"
+    : >"$unfinished"
+    rm -f "$stamp"
+    [ -x "$venv_python" ] || make_venv "$1"
+    printf '%s' "$root" >"$made_for"
+    install "pip's build tools" "a few seconds" setuptools wheel
+    install_packages "$1"
     rm -f "$unfinished"
 }

@@ -12,7 +12,7 @@ BUILD = Build(
     "1.9.1", {"MKLDNN": True}, gpus=0, policies=(), policies_error="", on=None, patched=()
 )
 HEALTHY = Facts(
-    mxamp="0.1.0", python="3.11.7", numpy="1.23.5", system="Linux", cpu=CPU,
+    mxamp="1.0.0", python="3.11.7", numpy="1.23.5", system="Linux", cpu=CPU,
     wheels=(Wheel("mxnet", "1.9.1"),), mxnet=BUILD, fast_dtype="bfloat16",
 )  # fmt: skip
 T4, H100 = Gpu("Tesla T4", "7.5", "470.57.02"), Gpu("NVIDIA H100 PCIe", "9.0", "535.104.05")

@@ -20,8 +20,8 @@ from mxamp.framework.versions import NEWEST
 
 PARTS = (
     ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md",
-    "LICENSE", "MANIFEST.in", "Makefile", "README.md", "docs", "examples", "lists", "mxamp",
-    "noxfile.py", "pyproject.toml", "scripts", "setup.cfg", "setup.py", "tests",
+    "LICENSE", "MANIFEST.in", "Makefile", "README.md", "docs", "examples", "lists", "mkdocs.yml",
+    "mxamp", "noxfile.py", "pyproject.toml", "scripts", "setup.cfg", "setup.py", "tests",
 )  # fmt: skip
 INSTALL = (ROOT / "README.md").read_text().split("## Install")[1].split("\n## ")[0]
 COMMANDS = re.findall(r"^    (pip install .*?) *(?:#.*)?$", INSTALL, re.M)

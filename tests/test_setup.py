@@ -19,7 +19,7 @@ def clone(tmp_path):
     return Clone(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "test"])
+@pytest.mark.parametrize("name", ["quickstart", "test", "docs"])
 @pytest.mark.parametrize(
     "python, words",
     [
@@ -40,8 +40,8 @@ def test_failures_are_one_clear_line(name, python, words, clone):
     assert not (clone.path / ".venv").exists()
 
 
-@pytest.mark.parametrize("name", ["quickstart", "test"])
-@pytest.mark.parametrize("arguments", [["--python"], ["--python="], ["--fast", "--python", ""]])
+@pytest.mark.parametrize("name", ["quickstart", "test", "docs"])
+@pytest.mark.parametrize("arguments", [["--python"], ["--python="], ["--python", ""]])
 def test_python_needs_a_value(name, arguments, clone):
     done = clone.run(*arguments, name=name)
     assert done.returncode == 2
@@ -63,6 +63,36 @@ def test_the_rest_goes_to_pytest(clone):
     done = clone.run("--python", clone.python(), "-n", "0", "--nosuch", "a b", "-k", "x or y")
     assert done.returncode == 0
     assert done.said == "ran -m pytest -q -n 0 --nosuch a b -k x or y\n"
+
+
+def test_the_manual_has_an_environment_of_its_own(clone, tmp_path):
+    done = clone.run("--python", clone.python(), "--out", str(tmp_path / "a b"), name="docs")
+    assert done.said == f"ran -m mkdocs build --quiet --strict --site-dir {tmp_path / 'a b'}\n"
+    assert done.error.splitlines()[-2].startswith(".venv-docs is ready")
+    assert not (clone.path / ".venv").exists()
+    assert [line for line in clone.installs() if line.endswith("--editable .[docs]")]
+    assert clone.run("--serve", name="docs").said == "ran -m mkdocs serve --strict\n"
+    for arguments, words in ((["--out"], "--out needs a value"), (["-x"], "unknown argument '-x'")):
+        refused = clone.run(*arguments, name="docs")
+        assert (refused.returncode, refused.said) == (2, "")
+        assert words in refused.error
+
+
+def test_a_release_has_an_environment_of_its_own_and_wants_to_know_where_to(clone):
+    python = ["--python", clone.python()]
+    done = clone.run(*python, "--dry-run", "--only", "build,docs", name="release")
+    assert done.said.startswith("ran ")
+    assert done.said.endswith("/scripts/release_steps.py --dry-run --only build,docs\n")
+    assert done.error.splitlines()[-1].startswith(".venv-release is ready")
+    for arguments, words in (
+        ([], "say --dry-run"),
+        (["--only", "build"], "say --dry-run"),
+        (["--repository"], "--repository needs a value"),
+        (["--fast"], "unknown argument '--fast'"),
+    ):
+        refused = clone.run(*python, *arguments, name="release")
+        assert (refused.returncode, refused.said) == (2, "")
+        assert words in refused.error
 
 
 def test_no_python_at_all(clone):

@@ -23,7 +23,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
 from .checkpoint import load_states, save_states, saved_state
-from .finite import all_finite, multiply
+from .finite import all_finite, unscale
 from .reduction import Gradients, Reduction, fresh_gradients
 from .report import SkipWatch, StepReport, log_step
 from .rescaling import take_out_scale
@@ -184,13 +184,15 @@ class TrainerHook:
             self._overflown = (self._overflown - replaced) | overflown
 
     def unscale(self) -> None:
-        """Divide the gradients of all devices by the scale."""
+        """Divide the gradients of all devices by the scale, and note which are not finite."""
         if self.stage is Stage.NONE:
             raise StateError(NOTHING_TO_UNSCALE)
         if self.stage is Stage.UNSCALED:
             raise StateError(UNSCALED_TWICE)
-        fresh = fresh_gradients(self.trainer._params)
-        multiply([gradient for _, of_one in fresh for gradient in of_one], 1.0 / self.loss_scale)
+        pairs = [(p, g) for p, of_one in fresh_gradients(self.trainer._params) for g in of_one]
+        bad = unscale([gradient for _, gradient in pairs], self.loss_scale)
+        if self.scaler.checks:
+            self._overflown |= {id(pairs[i][0].list_data()[0]) for i in bad}
         self._unscaled = True
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:

@@ -155,8 +155,10 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
         gluon.utils.clip_global_norm([p.grad() for p in params], 1.0)
         trainer.step(batch_size)
 
-    Covers all devices. Raises `StateError` where gradients are not scaled, or are unscaled
-    already. Float16 gradients (of parameters cast to float16) lose what the scale has kept.
+    Covers all devices. A gradient that has overflowed is noted: the step is going to be skipped,
+    even if what you do to the gradients hides it. Waits for the gradients. Raises `StateError`
+    where gradients are not scaled, or are unscaled already. Float16 gradients (of parameters cast
+    to float16) lose what the scale has kept.
     """
     hook_of(optimizer_or_trainer).unscale()
 

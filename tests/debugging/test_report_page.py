@@ -22,7 +22,7 @@ from mxamp.debugging.tracing.reading import TraceFile, read_trace
 from mxamp.debugging.tracing.trace_steps import TraceStep
 
 EVIL = "</script><img src=x onerror=alert(1)>'\""
-HEADER = {"kind": "header", "schema": 1, "time": 1.7e9, "mxamp": "0.1.0", "mxnet": "1.9.1", "numpy": "1.23.5",
+HEADER = {"kind": "header", "schema": 1, "time": 1.7e9, "mxamp": "1.0.0", "mxnet": "1.9.1", "numpy": "1.23.5",
           "python": "3.11.7", "machine": {"cpu": "A CPU", "cores": 2, "features": ["avx512"]}, "dtype": "float16",
           "policy": {"target_dtype": "float16", "device": "cpu", "fp32_layers": ["head*"]}, "rank": None,
           "trainers": [{"optimizer": "Adam", "learning_rate": 0.1, "parameters": 4, "elements": 58,

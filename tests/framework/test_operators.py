@@ -87,7 +87,7 @@ def test_mutable_inputs_are_what_mxnet_says(name):
 
 # ---------------------------------------------------------------------- who starts the backward pass
 
-PROBE = json.loads((lists_folder() / "loss-outputs-probe.json").read_text())["operators"]
+PROBE = json.loads((ROOT / "lists" / "loss-outputs-probe.json").read_text())["operators"]
 
 
 def test_every_operator_was_probed():

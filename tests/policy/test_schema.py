@@ -3,7 +3,7 @@
 import pytest
 
 import mxamp as amp
-from mxamp.policy.lists import lists_folder
+from helpers import ROOT
 from mxamp.policy.policy import Policy
 from mxamp.policy.schema import TABLES, TOP
 
@@ -197,7 +197,7 @@ def test_what_is_no_file(tmp_path):
 
 
 def test_the_page_describes_every_key():
-    page = (lists_folder().parent / "docs" / "policy-files.md").read_text()
+    page = (ROOT / "docs" / "policy-files.md").read_text()
     for name, table in TABLES.items():
         assert f"[{name}]" in page
         for key in table.keys:

@@ -198,6 +198,32 @@ def test_overflow_after_unscaling_is_skipped():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("way", ["trainer", "GradScaler"])
+def test_an_overflow_that_is_clipped_after_unscaling_is_skipped(way):
+    """Clipping by value makes finite numbers of infinite ones."""
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024) if way == "trainer" else None)
+    scaler = amp.GradScaler(1024)
+    before = weights(net)
+    with autograd.record():
+        loss = (net(nd.array(poisoned(batches(1)[0]))) ** 2).sum()
+        if way == "trainer":
+            with amp.scale_loss(loss, trainer) as scaled:
+                autograd.backward(scaled)
+    if way == "GradScaler":
+        scaler.scale(loss).backward()
+        scaler.unscale_(trainer)
+    else:
+        amp.unscale(trainer)
+    for parameter in net.collect_params().values():
+        gradient = parameter.grad()
+        gradient[:] = nd.array(np.clip(np.nan_to_num(gradient.asnumpy()), -1, 1))
+    scaler.step(trainer, 1) if way == "GradScaler" else trainer.step(1)
+    assert not trainer.amp_last_step.stepped
+    assert trainer.amp_last_step.nonfinite
+    for a, b in zip(before, weights(net)):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_an_error_inside_leaves_the_trainer_as_it_was():
     net, trainer = setup(scaler=amp.StaticLossScaler(1024))
     with pytest.raises(ZeroDivisionError), amp.scale_loss(nd.ones(1), trainer):

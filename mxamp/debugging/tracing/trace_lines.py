@@ -2,7 +2,7 @@
 
 The first line is a header, and so is one after each resume. The others are steps and records:
 
-{"kind": "header", "schema": 1, "mxamp": "0.1.0", "machine": {...}, "trainers": [...], ...}
+{"kind": "header", "schema": 1, "mxamp": "1.0.0", "machine": {...}, "trainers": [...], ...}
 {"kind": "step", "step": 1, "loss": 0.69, "loss_scale": 65536.0, "stepped": true, ...}
 {"kind": "operators", "step": 1, "data": {...}}
 """

@@ -1,0 +1,117 @@
+"""Docstrings as the site shows them: examples as code, remarks before parameters, default values.
+
+Griffe, which reads the docstrings for MkDocs, calls this. `help` shows them as they are written.
+"""
+
+import re
+from typing import Any, Iterator, List, Optional
+
+from griffe import Alias, Extension, GriffeLoader, Module, Object
+
+UNDERLINE = re.compile(r"-{3,}$")
+#: A power, which Markdown would take for the start of bold text.
+POWER = re.compile(r"(?<=\w)\*\*(?=[-\w(])")
+
+
+class Docstrings(Extension):
+    """Rewrites docstrings for Markdown, and names of constants as their values."""
+
+    def on_instance(self, *, obj: Object, **kwargs: Any) -> None:
+        """Rewrite the docstring of what has just been read."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package_loaded(self, *, pkg: Module, loader: GriffeLoader, **kwargs: Any) -> None:
+        """Put the values of constants where they are defaults of parameters."""
+        for function in _functions(pkg):
+            for parameter in function.parameters:
+                value = _value(function, str(parameter.default or ""))
+                if value is not None:
+                    parameter.default = value
+
+
+def as_markdown(text: str) -> str:
+    """Return a docstring with its examples fenced, and remarks before its sections."""
+    lines = _fenced(text.splitlines())
+    starts = [i for i, line in enumerate(lines[1:]) if UNDERLINE.match(line)]
+    if not starts:
+        return "\n".join(lines)
+    head, sections = lines[: starts[0]], _paragraphs(lines[starts[0] :])
+    # An entry of a section goes on with indented lines, or has a colon; a remark does neither.
+    remarks = [paragraph for paragraph in sections if _is_remark(paragraph)]
+    kept = [paragraph for paragraph in sections if not _is_remark(paragraph)]
+    parts = [_stripped(head), *remarks, *kept]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _fenced(lines: List[str]) -> List[str]:
+    """Fence `>>>` examples, and what is indented below a `::`."""
+    done: List[str] = []
+    fence = ""
+    for line in lines:
+        if fence == "python" and line and not line.startswith("    "):
+            done = [*_stripped(done), "```", ""]
+            fence = ""
+        elif fence == "pycon" and not line:
+            done.append("```")
+            fence = ""
+        if not fence and line.startswith(">>> "):
+            done.append("```pycon")
+            fence = "pycon"
+        if not fence and line.endswith("::"):
+            done += [line[:-1], ""] if line != "::" else []
+            done.append("```python")
+            fence = "python"
+            continue
+        if fence == "python" and done[-1] == "```python" and not line:
+            continue
+        if fence:
+            done.append(line[4:] if fence == "python" else line)
+        else:
+            parts = line.split("`")  # every other one is quoted code
+            parts[::2] = [POWER.sub(r"\\*\\*", part) for part in parts[::2]]
+            done.append("`".join(parts))
+    return [*_stripped(done), "```"] if fence else done
+
+
+def _paragraphs(lines: List[str]) -> List[List[str]]:
+    paragraphs: List[List[str]] = [[]]
+    for line in lines:
+        if line:
+            paragraphs[-1].append(line)
+        elif paragraphs[-1]:
+            paragraphs.append([])
+    return [paragraph for paragraph in paragraphs if paragraph]
+
+
+def _is_remark(paragraph: List[str]) -> bool:
+    return not any(line.startswith(" ") or UNDERLINE.match(line) for line in paragraph)
+
+
+def _stripped(lines: List[str]) -> List[str]:
+    while lines and not lines[-1]:
+        lines = lines[:-1]
+    return lines
+
+
+def _functions(module: Object) -> Iterator[Any]:
+    for member in module.members.values():
+        if isinstance(member, Alias):
+            continue
+        if member.is_function:
+            yield member
+        elif member.is_module or member.is_class:
+            yield from _functions(member)
+
+
+def _value(function: Any, name: str) -> Optional[str]:
+    """Return the value of a constant that is a default, None for other defaults."""
+    if not re.fullmatch(r"[A-Z][A-Z_]+", name):
+        return None
+    try:
+        found = function.module[name]
+        found = found.final_target if isinstance(found, Alias) else found
+    except KeyError:
+        return None
+    # A default that can be told from the same value given is that value to the reader.
+    return re.sub(r"^_\w+\((.*)\)$", r"\1", str(getattr(found, "value", name)))

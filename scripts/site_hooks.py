@@ -1,0 +1,94 @@
+"""What the site shows beside docs/: examples, operator lists, the project's own pages, signatures.
+
+On a code host the pages in docs/ are read as they are, and their links lead to files. MkDocs calls
+these functions, which make pages of such files and let the links lead there.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import Iterator, Tuple
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Pages of the project that are not in docs/.
+PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+LANGUAGES = {".py": "python", ".toml": "toml"}
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
+#: A row of docs/api.md: a name, its signature and a line of help.
+ROW = re.compile(r"^\| `([\w.]+)(.*)` \| (.*) \|$", re.M)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made of files outside docs/."""
+    for name, text in _pages():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links to files lead to their pages; put docstrings below the tables of the reference."""
+    if page.file.src_uri == "api.md":
+        markdown = _with_docstrings(markdown)
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+    markdown = LINK.sub(lambda found: f"]({_target(found[1], folder)}{found[2] or ''})", markdown)
+    # A picture on a small screen: a touch shows it in full size, as on code hosts.
+    return PICTURE.sub(r"[\g<0>](\1)", markdown)
+
+
+def _pages() -> Iterator[Tuple[str, str]]:
+    for name, page in PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        yield page, LINK.sub(lambda found: f"]({_from_docs(found[1])}{found[2] or ''})", text)
+    for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "lists").glob("*.toml")):
+        yield _page_of(path), _page_text(path)
+
+
+def _from_docs(target: str) -> str:
+    """Return a link of a page in the project's folder as one of a page in docs/."""
+    return target[len("docs/") :] if target.startswith("docs/") else f"../{target}"
+
+
+def _page_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}.md"
+
+
+def _page_text(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    says = ""
+    if path.suffix == ".py":
+        says = f"{(ast.get_docstring(ast.parse(text)) or '').splitlines()[0]}\n\n"
+    return f"# {path.parent.name}/{path.name}\n\n{says}```{LANGUAGES[path.suffix]}\n{text}```\n"
+
+
+def _target(target: str, folder: Path) -> str:
+    """Return where a link leads in the site: a file outside docs/ has a page if it is shown."""
+    if not target.startswith("../"):
+        return target
+    path = (folder / target).resolve()
+    name = path.relative_to(ROOT).as_posix()
+    if name in PAGES:
+        return PAGES[name]
+    return _page_of(path) if path.suffix in LANGUAGES else target
+
+
+def _with_docstrings(markdown: str) -> str:
+    """Return the page with each section's docstrings below its table, to which the names link."""
+    head, *sections = re.split(r"^(?=## )", markdown, flags=re.M)
+    return head + "".join(map(_section, sections))
+
+
+def _section(text: str) -> str:
+    names = [found[1] for found in ROW.finditer(text)]
+    rows = ROW.sub(r"| [`\1`](#mxamp.\1) | \3 |", text)
+    # Methods are shown with their classes, and a module by what is in it.
+    shown = [name for name in names if name != "debugging" and not _is_method(name)]
+    return rows.rstrip() + "\n\n" + "".join(f"::: mxamp.{name}\n\n" for name in shown)
+
+
+def _is_method(name: str) -> bool:
+    return name.split(".")[0][0].isupper() and "." in name
