@@ -74,7 +74,7 @@ def calibrate(symbol: Any, params: Dict[str, Any], data: Dict[str, Any]) -> None
     def fitted(node: Node, inputs: Sequence[Any]) -> List[Any]:
         given = list(inputs)
         if node.op in _NORMS and name_of(node, 3) in params:
-            new = _statistics(node, inputs[0])
+            new = _statistics(node, inputs[0].as_nd_ndarray())
             shift = _SHIFT if positions[id(node)] in activated else 0.0
             new += [
                 mx.nd.full(inputs[1].shape, _BRANCH if id(node) in ends else 1.0),
@@ -118,6 +118,8 @@ def _spread(value: Any, weight: Any, bias: Any) -> List[Any]:
 
 def _set(params: Dict[str, Any], name: str, value: Any, old: Any) -> Any:
     value = value.reshape(old.shape).astype(old.dtype)
+    if isinstance(old, mx.np.ndarray):
+        value = value.as_np_ndarray()
     params[name].set_data(value)
     return value
 

@@ -9,7 +9,8 @@ import results
 Table = Tuple[Sequence[str], List[Sequence[Any]]]
 
 _FAMILIES = (
-    "family", "dtype", "models", "run in float32", "right", "right in mxnet.contrib.amp",
+    "family", "dtype", "models", "run in float32", "hybridized",
+    "right", "right in mxnet.contrib.amp",
     "worst error", "worst error there", "answers that agree",
 )  # fmt: skip
 

@@ -93,8 +93,9 @@ def summary(models: Dict[str, Result]) -> List[List[Any]]:
                 r["stock"]["relative"] for r in results.values() if "relative" in r.get("stock", {})
             ]
             shares = [r["agreement"] for r in results.values() if "agreement" in r]
+            whole = [n for n, r in running.items() if "unhybridized" not in r["float32"]]
             rows.append(
-                [family.title, dtype, len(of), len(running), len(right), len(stock),
+                [family.title, dtype, len(of), len(running), len(whole), len(right), len(stock),
                  max(errors, default=None), max(theirs, default=None),
                  sum(shares) / len(shares) if shares else None]
             )  # fmt: skip

@@ -40,7 +40,7 @@ FAMILIES = {
     "rcnn": Family("Detection, R-CNN", "boxes", _within(0.02, 0.15), _within(0.9, 0.7)),
     "center_net": Family("Detection, CenterNet", "boxes", _within(0.02, 0.15), _within(0.9, 0.7)),
     "segmentation": Family("Segmentation", "pixels", _within(0.02, 0.15), _within(0.97, 0.85)),
-    "pose": Family("Pose", "joints", _within(0.02, 0.15), _within(0.9, 0.7)),
+    "pose": Family("Pose", "joints", _within(0.02, 0.15), _within(0.85, 0.7)),
     "action": Family("Action recognition", "classes", _within(0.02, 0.15), _within(0.0, 0.0)),
     "tracking": Family("Tracking", "values", _within(0.02, 0.15), _within(0, 0)),
     "depth": Family("Depth", "values", _within(0.02, 0.15), _within(0, 0)),
