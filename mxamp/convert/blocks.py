@@ -1,8 +1,9 @@
 """Gluon blocks seen from outside: their traced graph, and a block rebuilt around another one."""
 
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet.context import Context, current_context
@@ -129,6 +130,26 @@ def _read_back(folder: Path, files: Tuple[Path, Path], epoch: int) -> None:
         raise OSError(NOT_THE_SAME) from error
 
 
+@contextmanager
+def _saved_alike(params: Iterable[Parameter]) -> Iterator[None]:
+    """Have MXNet save parameters in bfloat16 with NumPy semantics too.
+
+    It saves NumPy's arrays alone there, and can't copy those that are in bfloat16.
+    """
+    if not mx.util.is_np_array():
+        yield
+        return
+    kept = {param: param._data for param in params if param._data is not None}
+    try:
+        for param, arrays in kept.items():
+            param._data = [array.as_nd_ndarray() for array in arrays]
+        with mx.util.np_array(False):
+            yield
+    finally:
+        for param, arrays in kept.items():
+            param._data = arrays
+
+
 class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
     """A converted block: exports its graph, and runs that of its source, tuned to what it is given.
 
@@ -148,7 +169,8 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
             self._build_cache()
         files = files_to_write(path, epoch)
         with replaced_files(files, lambda folder: _read_back(folder, files, epoch)) as folder:
-            super().export(str(folder / Path(path).name), epoch, remove_amp_cast)
+            with _saved_alike(self.collect_params().values()):
+                super().export(str(folder / Path(path).name), epoch, remove_amp_cast)
             waitall()
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:

@@ -360,6 +360,29 @@ def test_converted_blocks_save_export_and_load(dtype, offline, tmp_path):
     assert same(again(*data), expected)
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_converted_blocks_export_with_numpy_semantics(dtype, offline, tmp_path):
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        net = nn.Dense(4, in_units=3)
+        net.initialize()
+        data = mx.np.array(values(randn(5, 3)))
+        fast = amp.convert_hybrid_block(
+            net, policy=policy_for(dtype), cast_optional_params=offline, example_inputs=data
+        )
+        expected = fast(data).asnumpy()
+        fast.export(str(tmp_path / "fast"))
+        assert (fast(data).asnumpy() == expected).all()
+    # With NumPy's arrays MXNet can't make the gradients of parameters in bfloat16.
+    files = (str(tmp_path / f"fast-{part}") for part in ("symbol.json", "0000.params"))
+    with warnings.catch_warnings(), mx.util.np_shape(True):
+        warnings.simplefilter("ignore")
+        again = gluon.SymbolBlock.imports(next(files), ["data"], next(files))
+        assert {kind(p.data()) for p in again.collect_params().values()} == {
+            dtype if offline else "float32"
+        }
+        assert (again(data.as_nd_ndarray()).asnumpy() == expected).all()
+
+
 def test_converted_blocks_train(dtype):
     net, data, _, _, _ = model(perceptron)
     fast = amp.convert_hybrid_block(net, policy=policy_for(dtype))

@@ -1,0 +1,151 @@
+"""Proves mxamp on real networks: GluonCV's and GluonNLP's models, and NumPy-style ones.
+
+    .venv/bin/python scripts/prove_zoo [--only NAME] [--dtype DTYPE] [--jobs N] [--json FILE]
+        [--train] [--no-stock] [--fresh] [--timeout SECONDS] [--markdown]
+
+Each model is a process of its own: it is built without downloads, given weights that keep its
+activations in range, run in float32, converted to float16 and bfloat16, run, saved, and loaded by
+a process of plain MXNet. Beside stands what mxnet.contrib.amp makes of the same model. With
+--train, one model of each family trains for three steps instead.
+
+The file of --json is written after each model. What it holds is not run again; --fresh does.
+--markdown prints the tables of docs/proof.md. That page says what the columns mean.
+"""
+
+import os
+import queue
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import report
+import results
+import zoo
+from processes import Server
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "measured" / "proof.json"
+
+#: A task: its name, the server's script, and its arguments.
+Task = Tuple[str, str, Tuple[str, ...]]
+
+
+def perform(
+    tasks: List[Task], jobs: int, limit: float, done: Callable[[str, Dict[str, Any]], None]
+) -> None:
+    """Run tasks, `jobs` at a time; hand on each result."""
+    left: "queue.SimpleQueue[Task]" = queue.SimpleQueue()
+    for task in tasks:
+        left.put(task)
+    lock = threading.Lock()
+
+    def work() -> None:
+        servers: Dict[str, Server] = {}
+        try:
+            while True:
+                name, script, arguments = left.get_nowait()
+                server = servers.setdefault(script, Server(script))
+                found = server.ask(limit, *arguments)
+                with lock:
+                    done(name, found)
+        except queue.Empty:
+            pass
+        finally:
+            for server in servers.values():
+                server.close()
+
+    threads = [threading.Thread(target=work) for _ in range(min(jobs, len(tasks)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def names_of_all() -> List[str]:
+    """Return the names of all models, those of installed packages."""
+    server = Server("names.py")
+    try:
+        return list(server.ask(120.0)["names"])
+    finally:
+        server.close()
+
+
+def conversions(only: Tuple[str, ...], dtypes: Tuple[str, ...], stock: bool) -> List[Task]:
+    """Return the tasks of conversion."""
+    cases = [case for case in zoo.chosen(names_of_all(), only) if case.left_out is None]
+    return [
+        (c.name, "worker.py", (c.name, ",".join(dtypes), "stock" if stock else "")) for c in cases
+    ]
+
+
+def trainings(only: Tuple[str, ...], dtypes: Tuple[str, ...], stock: bool) -> List[Task]:
+    """Return the tasks of training: each way for each representative."""
+    ways = ["float32", *(f"mxamp {dtype}" for dtype in dtypes)]
+    ways += [f"stock {dtype}" for dtype in dtypes] if stock else []
+    return [
+        (f"{name}: {way}", "stock_trainer.py" if "stock" in way else "trainer.py", (name, way))
+        for name in zoo.REPRESENTATIVES
+        if not only or name in only
+        for way in ways
+    ]
+
+
+def show(found: Dict[str, Any], console: Console) -> bool:
+    """Print what was found, and return whether nothing is wrong."""
+    for headings, rows in report.tables(found):
+        if rows:
+            table = Table(*headings)
+            for row in rows:
+                table.add_row(*(report.cell(value) for value in row))
+            console.print(table)
+    return not results.problems(found["models"]) and not results.untrained(found["training"])
+
+
+@click.command(help=(__doc__ or "").strip())
+@click.option("--only", multiple=True, metavar="NAME", help="A model, a pattern, or a family.")
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(zoo.DTYPES))
+@click.option("--jobs", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--json", "path", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--train", is_flag=True, help="Train one model of each family.")
+@click.option("--stock/--no-stock", default=True, help="Beside mxnet.contrib.amp's results.")
+@click.option("--resume/--fresh", default=True, help="Keep what the file holds already.")
+@click.option("--timeout", default=600.0, show_default=True, help="Seconds for a model.")
+@click.option("--markdown", is_flag=True, help="Print the tables of the file, and run nothing.")
+def main(
+    only: Tuple[str, ...], dtypes: Tuple[str, ...], jobs: int, path: Path, train: bool,
+    stock: bool, resume: bool, timeout: float, markdown: bool,
+) -> None:  # fmt: skip
+    """Run what is not in the file yet, and print the tables."""
+    found = results.read(path)
+    if markdown:
+        click.echo(report.markdown(found))
+        return
+    part = found["training" if train else "models"]
+    tasks = (trainings if train else conversions)(only, dtypes or zoo.DTYPES, stock)
+    tasks = [task for task in tasks if not resume or task[0] not in part]
+    console = Console()
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(tasks))
+
+        def done(name: str, result: Dict[str, Any]) -> None:
+            part[name] = result
+            found["machine"] = report.machine()
+            results.write(path, found)
+            progress.update(bar, advance=1, description=name)
+            if not console.is_terminal:
+                console.print(
+                    f"{name}: {results.line(name, result)}", markup=False, highlight=False
+                )
+
+        perform(tasks, jobs, timeout, done)
+    sys.exit(0 if show(found, console) else 1)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    main()

@@ -1,0 +1,51 @@
+"""Models in a process without mxamp: loads what was converted, and converts by mxnet.contrib.amp.
+
+It is served tasks: a folder, "load" or "stock", and a dtype. Outputs are written to the folder.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List
+
+import numpy as np
+
+warnings.simplefilter("ignore")
+import mxnet as mx  # noqa: E402
+
+from outputs import flat  # noqa: E402
+from processes import serve  # noqa: E402
+
+
+def loaded(folder: Path, name: str, inputs: List[str]) -> Any:
+    """Return a saved model as a block of plain MXNet's."""
+    prefix = str(folder / name)
+    return mx.gluon.SymbolBlock.imports(f"{prefix}-symbol.json", inputs, f"{prefix}-0000.params")
+
+
+def perform(place: str, kind: str, dtype: str) -> Dict[str, Any]:
+    """Run a model and write its outputs; return nothing, having not failed."""
+    folder = Path(place)
+    # NumPy-style networks are saved with shapes that only this reads.
+    mx.util.set_np_shape((folder / "numpy").exists())
+    given = np.load(folder / "inputs.npz")
+    data = [mx.nd.array(given[name], dtype=given[name].dtype) for name in given.files]
+    if kind == "load":
+        net = loaded(folder, dtype, given.files)
+    else:
+        from mxnet.contrib import amp
+
+        plain = loaded(folder, "float32", given.files)
+        plain.hybridize()
+        plain(*data)
+        net = amp.convert_hybrid_block(plain, target_dtype=dtype, ctx=mx.cpu())
+    net.hybridize()
+    outputs = flat(net(*data))
+    mx.nd.waitall()
+    assert not any(name.split(".")[0] == "mxamp" for name in sys.modules), "mxamp was imported"
+    np.savez(folder / f"{kind}-{dtype}.npz", *outputs)
+    return {}
+
+
+if __name__ == "__main__":
+    serve(perform)

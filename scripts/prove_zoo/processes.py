@@ -1,0 +1,103 @@
+"""Processes that import MXNet once, and fork one for each task: models that die end no other."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+FOLDER = Path(__file__).parent
+#: No process may fetch anything: a proxy that is not there refuses at once.
+_ENVIRONMENT = {
+    "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
+    "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
+
+Task = Callable[..., Dict[str, Any]]
+
+
+def forked(task: Task, arguments: List[str], limit: float) -> Dict[str, Any]:
+    """Run a task in a process forked for it; return what it has found, or how it ended."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_perform, args=(task, arguments, send))
+    process.start()
+    send.close()
+    try:
+        if not receive.poll(limit):
+            return {"failure": f"took over {limit:g} s"}
+        return dict(receive.recv())
+    except EOFError:
+        process.join()
+        return {"failure": f"the process died (status {process.exitcode})"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _perform(task: Task, arguments: List[str], send: Any) -> None:
+    # What a task prints, and what MXNet writes when it dies, is no answer.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    try:
+        send.send(task(*arguments))
+    except Exception as error:
+        send.send({"failure": first_line(error)})
+
+
+def serve(task: Task) -> None:
+    """Answer each line of standard input, a JSON list of a limit and arguments, by a line."""
+    for line in sys.stdin:
+        limit, *arguments = json.loads(line)
+        print(json.dumps(forked(task, arguments, limit)), flush=True)
+
+
+class Server:
+    """A process that runs `serve`; calls of several threads wait for one another."""
+
+    def __init__(self, script: str) -> None:
+        self._command = [sys.executable, str(FOLDER / script)]
+        self._process: Optional[subprocess.Popen[str]] = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the process, if it does not run."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                stderr=subprocess.PIPE, env={**os.environ, **_ENVIRONMENT}, cwd=FOLDER,
+            )  # fmt: skip
+
+    def ask(self, limit: float, *arguments: str) -> Dict[str, Any]:
+        """Return the answer to one task."""
+        with self._lock:
+            self.start()
+            process = self._process
+            assert process is not None and process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(json.dumps([limit, *arguments]) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+            if not line:
+                said = process.stderr.read().strip().splitlines() if process.stderr else []
+                return {"failure": f"the process could not start: {(said or [''])[-1]}"}
+            return dict(json.loads(line))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, as one line without places in MXNet's source."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(("Traceback", "File ", "Stack trace"))]
+    return f"{type(error).__name__}: {(said or [''])[0][:200]}"
