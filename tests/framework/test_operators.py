@@ -16,7 +16,6 @@ from mxamp.framework.operators import (
 )
 from mxamp.framework.versions import FEATURES
 from mxamp.graph.graph import VERSION, Graph, Node
-from mxamp.policy.lists import lists_folder
 
 
 def test_the_whole_registry_is_there():
