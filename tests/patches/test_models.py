@@ -10,7 +10,7 @@ from mxnet.gluon import nn, rnn
 from mxnet.gluon.model_zoo import vision
 
 import mxamp as amp
-from helpers import randn, run_forked
+from helpers import randn, run_forked, values
 from nets import Attention
 
 # One rounding, relatively.
@@ -203,6 +203,41 @@ amp.init({policy!r}, ctx=mx.cpu())
 for mine, theirs in zip(gradients(), plain):
     assert np.linalg.norm(mine - theirs) < 0.02 * np.linalg.norm(theirs)
 """
+
+
+class Merged(mx.gluon.HybridBlock):
+    """Adds feature maps of two sizes, as HRNet does."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.fine = mx.gluon.nn.Conv2D(16, 1, in_channels=3)
+            self.coarse = mx.gluon.nn.Conv2D(16, 1, 2, in_channels=3)
+            self.out = mx.gluon.nn.Conv2D(16, 1, in_channels=16)
+
+    def hybrid_forward(self, F, x):
+        fine, coarse = self.fine(x), self.coarse(x)
+        resized = F.contrib.BilinearResize2D(coarse, fine, mode="like")
+        return self.out(F.relu(resized + fine))
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_a_map_resized_like_one_in_half_precision(hybridized, policy):
+    net, x = Merged(), mx.nd.random.normal(shape=(1, 3, 8, 8))
+    net.initialize()
+    net.hybridize(hybridized)
+    plain = net(x)
+    with amp.autocast(policy):
+        with autograd.record():
+            out = net(x)
+        out.backward()
+        assert float((net.fine.weight.grad() ** 2).sum().asscalar()) > 0
+    assert np.linalg.norm(values(out) - values(plain)) < 0.02 * np.linalg.norm(values(plain))
+    net.hybridize()
+    net(x)
+    low = amp.convert_hybrid_block(net, policy, cast_optional_params=True)(x)
+    assert float((low - plain).norm().asscalar()) < 0.02 * float(plain.norm().asscalar())
 
 
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])

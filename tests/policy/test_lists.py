@@ -5,6 +5,8 @@ import json
 import re
 import sys
 
+import mxnet as mx
+import numpy as np
 import pytest
 from mxnet.base import _LIB, check_call, mx_uint
 
@@ -118,6 +120,20 @@ def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, 
     kinds = {"h": dtype, "f": dtype if needs_one_dtype(name) else "float32"}
     node = Node(name, "n", attrs, num_outputs=3 if name == "BatchNorm" else 1)
     assert infer_outputs(node, [kinds[i] for i in inputs])[0] == kinds[output]
+
+
+@pytest.mark.parametrize("name", ["reshape_like", "broadcast_like", "slice_like"])
+def test_inputs_whose_shape_alone_is_read_tell_no_dtype(name, dtype):
+    """BilinearResize2D's does: MXNet takes it for the other input's, whatever it is."""
+    assert Policy.default(dtype, "cpu").rule(name).keep_inputs
+    wide, low = mx.sym.var("wide"), mx.sym.Cast(mx.sym.var("low"), dtype="float16")
+    both = mx.sym.Group([getattr(mx.sym, name)(wide, low), mx.sym.exp(low)])
+    dtypes, outputs, _ = both.infer_type(wide="float32", low="float32")
+    assert outputs[1] == np.float16
+    assert outputs[0] == dtypes[0] == np.float32
+    resized = mx.sym.contrib.BilinearResize2D(wide, low, mode="like")
+    assert "like" not in Policy.default(dtype, "cpu").rule("_contrib_BilinearResize2D").keep_inputs
+    assert resized.infer_type(wide="float32", low="float32")[1][0] == np.float32
 
 
 def test_tensor_core_operators_are_low_in_float16():
