@@ -110,16 +110,17 @@ def convert(
     if conversion.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
+    kept = _not_offline(graph, data, conversion)
     usage = Usage(
         dtypes,
         shapes,
-        offline=frozenset(graph.input_names) - _not_offline(graph, data, conversion),
+        offline=frozenset(graph.input_names) - kept,
         restore=conversion.keep_io_types,
         converting=True,
     )
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
     unchanged = new == graph == read and not conversion.fuse
-    new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), data, policy, conversion)
+    new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), kept, policy)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
     warn_of_values(new, held, policy.target_dtype)
     if unchanged and not inputs and "amp_cast" not in read.operators:
@@ -165,11 +166,8 @@ def _not_offline(graph: Graph, data: Sequence[str], conversion: Conversion) -> S
     return kept
 
 
-def _with_inputs_cast(
-    graph: Graph, data: Sequence[str], policy: Policy, conversion: Conversion
-) -> Tuple[Graph, Dict[str, str]]:
+def _with_inputs_cast(graph: Graph, kept: Set[str], policy: Policy) -> Tuple[Graph, Dict[str, str]]:
     """Drop the casts of inputs that are to be given in the target dtype; return their dtypes."""
-    kept = _not_offline(graph, data, conversion)
     if kept.issuperset(graph.input_names):
         return graph, {}
     return cast_offline(graph, kept, policy.target_dtype)

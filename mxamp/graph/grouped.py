@@ -8,7 +8,7 @@ cost no more time: the narrow kernels leave most of each vector unused.
 
 from typing import Sequence
 
-from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts
+from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts, is_true
 
 __all__ = ["is_narrow_grouped", "merged_groups", "widths"]
 
@@ -42,7 +42,7 @@ def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     """
     channels, narrow, height, width = detail
     merged, groups = BLOCK // narrow, channels // BLOCK
-    inputs = 3 if attrs.get("no_bias", "False") in ("False", "0", "false") else 2
+    inputs = 2 if is_true(attrs.get("no_bias", "False")) else 3
     parts = Parts(inputs=inputs)
     # A copy: the weight may be in a layout of oneDNN's that other operators can't read.
     weight = parts.add_float32("_copy", "weight", 1)

@@ -164,10 +164,13 @@ class PolicyCachedOp:
         choices = self._chosen.get(key)
         if choices is None:
             shapes = {name: array.shape for name, array in zip(self._names, args)}
-            held = {n: d for n, d in zip(self._names, dtypes) if n not in self._stored}
-            usage = Usage(held, shapes, stored=self._stored, training=training)
+            usage = Usage(self._given(dtypes), shapes, stored=self._stored, training=training)
             choices = self._chosen[key] = choose(self._graph_for(training), policy, usage)
         return choices
+
+    def _given(self, dtypes: Tuple[str, ...]) -> Dict[str, str]:
+        """Return the dtypes of the inputs by name, but of those that are stored cast."""
+        return {n: d for n, d in zip(self._names, dtypes) if n not in self._stored}
 
     def _graph_for(self, training: bool) -> Graph:
         """Return the graph that runs: in training, the one that takes the loss scale."""
@@ -182,7 +185,7 @@ class PolicyCachedOp:
         choices: Choices,
     ) -> "_Op":
         usage = Usage(
-            dtypes={n: d for n, d in zip(self._names, dtypes) if n not in self._stored},
+            dtypes=self._given(dtypes),
             # What a caller passes in may be accumulated into as well: that can't be seen from here.
             accumulated=frozenset(self._names[i] for i in (*self._inputs, *added)),
             stored=self._stored,
