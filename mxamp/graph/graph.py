@@ -45,6 +45,7 @@ class Node:
     inputs: List[Output] = field(default_factory=list)
     subgraphs: List["Graph"] = field(default_factory=list)
     num_outputs: int = 1
+    control_deps: List[int] = field(default_factory=list)  #: nodes that come before it, unread
 
     @property
     def is_variable(self) -> bool:
@@ -69,6 +70,8 @@ class Node:
         data["inputs"] = [(node, output, 0) for node, output in self.inputs]
         if self.subgraphs:
             data["subgraphs"] = [graph.to_json() for graph in self.subgraphs]
+        if self.control_deps:
+            data["control_deps"] = self.control_deps
         return data
 
 

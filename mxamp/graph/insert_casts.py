@@ -20,6 +20,7 @@ from .builder import HALVES, Builder, Entry, is_inserted
 from .choices import NONE, Choices
 from .control_flow import body_usage, rewrites_bodies
 from .graph import Graph, Node, Output, infer_outputs
+from .input_order import with_reversed_inputs
 from .rewrite import Rewrite
 from .usage import Usage
 
@@ -40,11 +41,17 @@ OTHER_ORDER = (
 
 @collector_paused()
 def rewritten_symbol(
-    graph: Graph, symbol_class: Type[Symbol], policy: Policy, usage: Usage, choices: Choices = NONE
+    graph: Graph,
+    symbol_class: Type[Symbol],
+    policy: Policy,
+    usage: Usage,
+    choices: Choices = NONE,
+    reverse: bool = False,
 ) -> Optional[Symbol]:
     """Return a symbol's graph rewritten, as a symbol of that class that is about to run.
 
-    None where there is nothing to cast. Inputs and outputs keep names, order and dtypes.
+    None where there is nothing to cast. Inputs and outputs keep names, order and dtypes; inputs
+    that are to `reverse` come in the reverse order.
     """
     result = rewrite(graph, policy, usage, choices)
     for _, node, decision in result.decided():
@@ -54,8 +61,11 @@ def rewritten_symbol(
     for _, node, decision in result.decided():
         if decision.through is not None:
             node.attrs = {**node.attrs, PRECISION: decision.precision}
-    symbol = result.graph.to_symbol(symbol_class)
+    rewritten = with_reversed_inputs(result.graph) if reverse else result.graph
+    symbol = rewritten.to_symbol(symbol_class)
     before, after = graph.input_names, symbol.list_inputs()
+    if reverse:
+        before = before[::-1]
     if after != before:
         raise AmpError(OTHER_ORDER.format(before=before, after=after))
     return symbol

@@ -39,6 +39,9 @@ FUSED_ALREADY = (
 )
 _FUSED_PREFIX = "_sg_mkldnn"
 
+#: The place of the loss scale among a block's arguments.
+SCALE = -1
+
 
 def patches() -> List[Patch]:
     """Return the patch that makes hybridized blocks follow the policy in force."""
@@ -125,7 +128,7 @@ class PolicyCachedOp:
     def graph_of(self, args: Sequence[NDArray]) -> "Tuple[Symbol, Sequence[NDArray]]":
         """Return the symbol that a call with these arguments runs, and all that it reads."""
         op = self._op_for(args)
-        return op.symbol, op.run.inputs(args) if isinstance(op.run, _ScalableOp) else args
+        return op.symbol, op.run.inputs(args) if isinstance(op.run, _ArrangedOp) else args
 
     def _op_for(self, args: Sequence[NDArray]) -> "_Op":
         policy = self._policy or current_policy()
@@ -192,27 +195,29 @@ class PolicyCachedOp:
             training=training,
         )
         graph = self._graph_for(training)
-        symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices)
-        if symbol is None and (graph is not self._graph or self._policy is not None):
+        symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices, reverse=True)
+        order = list(range(len(self._names)))
+        if graph is not self._graph:
+            order.insert(graph.input_names.index(SCALE_INPUT), SCALE)
+        if symbol is not None:
+            order.reverse()
+        elif graph is not self._graph or self._policy is not None:
             # The plain op of a converted block has the casts for other dtypes.
             symbol = graph.to_symbol(self._symbol_class)
-        if graph is not self._graph:
-            op = self._taking_scale(symbol)
-        elif symbol is None:
-            return self._unchanged
         else:
-            op = CachedOp(symbol, self._flags)
+            return self._unchanged
+        op = self._arranged(symbol, order)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return _Op(op, symbol)
 
-    def _taking_scale(self, symbol: Symbol) -> "_ScalableOp":
-        """Return the op of a symbol that takes the loss scale as one more input."""
-        position = symbol.list_inputs().index(SCALE_INPUT)
-        data = [i + (i >= position) for i in self._inputs]
-        params = [i + (i >= position) for i, _ in self._parameters]
-        flags = [("data_indices", sorted([*data, position])), ("param_indices", params)]
-        return _ScalableOp(CachedOp(symbol, [*flags, *self._flags[2:]]), position)
+    def _arranged(self, symbol: Symbol, order: List[int]) -> "_ArrangedOp":
+        """Return the op of a symbol that reads these arguments of the block, in this order."""
+        params = {i for i, _ in self._parameters}
+        places = {"data_indices": [], "param_indices": []}  # type: Dict[str, List[int]]
+        for position, i in enumerate(order):
+            places["param_indices" if i in params else "data_indices"].append(position)
+        return _ArrangedOp(CachedOp(symbol, [*places.items(), *self._flags[2:]]), order)
 
     @property
     def hook(self) -> Optional[Tuple[Any, bool]]:
@@ -231,17 +236,22 @@ def _with_scale_input(graph: Graph, symbol_class: Type[Symbol]) -> Optional[Grap
     return None if scaled is None else Graph.from_symbol(scaled.to_symbol(symbol_class))
 
 
-class _ScalableOp:
-    """A cached op whose graph takes the loss scale of output operators as one more input."""
+class _ArrangedOp:
+    """A cached op whose graph reads the block's arguments in another order.
 
-    def __init__(self, op: CachedOp, position: int) -> None:
-        self._op, self._position = op, position
+    `SCALE` in that order is the loss scale of output operators, one more input.
+    """
+
+    def __init__(self, op: CachedOp, order: Sequence[int]) -> None:
+        self._op, self._order = op, order
+        self._scaled = SCALE in order
         self._register_op_hook = op._register_op_hook
 
     def inputs(self, args: Sequence[NDArray]) -> Sequence[NDArray]:
         """Return what the graph reads in a call with these arguments."""
-        scale = scale_array(args[0].context)
-        return (*args[: self._position], scale, *args[self._position :])
+        # Behind the arguments, where `SCALE`, -1, finds it.
+        given = (*args, scale_array(args[0].context)) if self._scaled else args
+        return [given[i] for i in self._order]
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
         return self._op(*self.inputs(args), **kwargs)
