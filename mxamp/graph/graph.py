@@ -21,6 +21,7 @@ from ..framework.versions import release
 
 __all__ = [
     "CASTS",
+    "Call",
     "Graph",
     "GraphCopy",
     "Node",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 Output = Tuple[int, int]  #: (node, output of it)
+Call = Tuple[Any, ...]  #: an operator, and the attributes that it sees
 CASTS = frozenset({"amp_cast", "Cast"})
 
 
@@ -58,9 +60,13 @@ class Node:
         return resolve(self.op).name
 
     @property
-    def call(self) -> Tuple[Any, ...]:
+    def call(self) -> Call:
         """The operator and the attributes that it sees, as a key: equal where the calls are."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
+
+    def reading(self, inputs: List[Output]) -> "Node":
+        """Return a copy that reads other inputs."""
+        return Node(self.op, self.name, self.attrs, inputs, self.subgraphs, self.num_outputs)
 
     def to_json(self) -> Dict[str, Any]:
         """Return it as MXNet writes it."""
@@ -82,12 +88,16 @@ class Graph:
     nodes: List[Node]
     heads: List[Output]
     attrs: Dict[str, Any] = field(default_factory=dict)
+    #: What it was read from, which MXNet need not load again to be asked about shapes.
+    symbol: Optional[Symbol] = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     @collector_paused()
     def from_symbol(cls, symbol: Symbol) -> "Graph":
         """Read a symbol, casts included."""
-        return cls.from_json(json.loads(Symbol.tojson(symbol, remove_amp_cast=False)))
+        graph = cls.from_json(json.loads(Symbol.tojson(symbol, remove_amp_cast=False)))
+        graph.symbol = symbol
+        return graph
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Graph":
@@ -168,11 +178,11 @@ class GraphCopy:
         self.nodes.append(node)
         return len(self.nodes) - 1, 0
 
-    def add_copy(self, i: int, **changes: Any) -> None:
+    def add_copy(self, i: int, inputs: Optional[List[Output]] = None, **changes: Any) -> None:
         """Append node i of the source, with some of its fields changed."""
         node = self._source.nodes[i]
-        copied = Node(**{**vars(node), "inputs": self.inputs(node), **changes})
-        self._places[i], _ = self.add(copied)
+        copied = node.reading(self.inputs(node) if inputs is None else inputs)
+        self._places[i], _ = self.add(replace(copied, **changes) if changes else copied)
 
     def stand_in(self, i: int, node: Node) -> None:
         """Append a node that is read in place of node i of the source."""
@@ -202,7 +212,9 @@ _major, _minor, _patch = release(__version__)
 VERSION = {"mxnet_version": ["int", 10000 * _major + 100 * _minor + _patch]}
 
 
-def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
+def infer_outputs(
+    node: Node, dtypes: Sequence[str], call: Optional[Call] = None
+) -> Tuple[str, ...]:
     """Return the dtype of each output of `node`, hidden ones included, for these inputs.
 
     MXNet is asked, on a graph of that one node (0.1 ms); answers are remembered. Where it can't
@@ -210,7 +222,7 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     """
     if node.subgraphs:
         return _ask(node, dtypes)
-    key = (*node.call, tuple(dtypes), node.num_outputs)
+    key = (node.call if call is None else call, tuple(dtypes), node.num_outputs)
     outputs = _inferred.get(key)
     if outputs is None:
         outputs = _inferred[key] = _ask(node, dtypes)

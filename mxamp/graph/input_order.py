@@ -6,8 +6,6 @@ half-precision gradients of all other weights wait for their casts to float32 un
 more copy of the model, in half precision. Asked for last, each is cast and freed as it is made.
 """
 
-from dataclasses import replace
-
 from .graph import Graph
 
 __all__ = ["with_reversed_inputs"]
@@ -24,10 +22,10 @@ def with_reversed_inputs(graph: Graph) -> Graph:
     operators = [i for i, node in enumerate(graph.nodes) if not node.is_variable]
     places = {old: new for new, old in enumerate([*reversed(inputs), *operators])}
     nodes = [
-        replace(graph.nodes[old], inputs=[(places[i], k) for i, k in graph.nodes[old].inputs])
+        graph.nodes[old].reading([(places[i], k) for i, k in graph.nodes[old].inputs])
         for old in places
     ]
     if len(inputs) > 1:
         last = len(inputs) - 1
-        nodes[last] = replace(nodes[last], control_deps=list(range(last)))
+        nodes[last].control_deps = list(range(last))
     return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)

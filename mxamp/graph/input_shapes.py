@@ -1,6 +1,6 @@
 """The shapes that choices look at: those of operators' first two inputs, as MXNet infers them."""
 
-from typing import Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
+from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
 
 from mxnet.base import MXNetError
 
@@ -57,7 +57,11 @@ def _infer(
     graph: Graph, outputs: Sequence[Output], shapes: Mapping[str, Shape]
 ) -> Dict[Output, Shape]:
     """Return the shapes of those outputs that MXNet can infer."""
-    symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
+    every = _visible_outputs(graph)
+    if every is not None and graph.symbol is not None:
+        outputs, symbol = every, graph.symbol.get_internals()
+    else:
+        symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
     inputs = set(symbol.list_inputs())
     try:
         known = {name: shape for name, shape in shapes.items() if name in inputs}
@@ -65,6 +69,29 @@ def _infer(
     except MXNetError:
         return {}  # the graph can't run on these shapes; MXNet will say why
     return {output: shape for output, shape in zip(outputs, inferred or ()) if _known(shape)}
+
+
+def _visible_outputs(graph: Graph) -> Optional[Sequence[Output]]:
+    """Return the outputs that the internals of a graph's symbol list, in their order.
+
+    None where that can't be told: the internals list their names, without the outputs that
+    operators hide, such as the mean and the variance of `BatchNorm`.
+    """
+    if graph.symbol is None:
+        return None
+    names = graph.symbol.get_internals().list_outputs()
+    listed: List[Output] = []
+    for i, node in enumerate(graph.nodes):
+        following = graph.nodes[i + 1].name if i + 1 < len(graph.nodes) else ""
+        for k in range(node.num_outputs):
+            name = names[len(listed)] if len(listed) < len(names) else ""
+            its_own = name == node.name if node.is_variable else name.startswith(f"{node.name}_")
+            if k and (not its_own or name in (following, f"{following}_output")):
+                break
+            if not its_own:
+                return None
+            listed.append((i, k))
+    return listed if len(listed) == len(names) else None
 
 
 def _known(shape: Optional[Shape]) -> bool:

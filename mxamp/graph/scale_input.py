@@ -18,17 +18,22 @@ SCALE_INPUT = "amp_loss_scale"
 
 def with_scale_input(graph: Graph) -> Optional[Graph]:
     """Return `graph` with the input `SCALE_INPUT`; None where no operator needs it."""
+    starting = {
+        i
+        for i, node in enumerate(graph.nodes)
+        if not node.is_variable and starts_backward(node.operator, node.attrs)
+    }
+    if not starting:
+        return None
     copy = GraphCopy(graph)
     scale = copy.add(Node("null", SCALE_INPUT, {"__shape__": "(1,)", "__dtype__": "0"}))
-    needed = False
     for i, node in enumerate(graph.nodes):
         inputs = copy.inputs(node)
-        if not node.is_variable and starts_backward(node.operator, node.attrs):
-            needed = True
+        if i in starting:
             for k in _differentiable(graph, node):
                 inputs[k] = _scaled(copy, f"{node.name}{k or ''}", inputs[k], scale)
         copy.add_copy(i, inputs=inputs)
-    return copy.finished() if needed else None
+    return copy.finished()
 
 
 def _differentiable(graph: Graph, node: Node) -> List[int]:

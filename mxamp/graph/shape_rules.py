@@ -27,6 +27,9 @@ NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
 # oneDNN's kernels for these give their output in the layout of their input.
 _KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
 
+# Kernels for these give their output in blocks, where channels allow.
+_CONVOLUTIONS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
+
 # Dense layers in training: with more rows they gain whatever the weight's size; see `few_rows`.
 _MANY_ROWS = 256
 _WEIGHTS_A_ROW = 2**15
@@ -79,6 +82,9 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
             continue
         for k, body_graph in enumerate(node.subgraphs):
             bodies[i, k] = _choose(body_graph, policy, unknown, {})
+        rule = policy.rule(node.operator)
+        if not rule.by_shape and i not in substituted and not _shapes_layout(node):
+            continue
         first = bool(node.inputs) and blocked.get(node.inputs[0], False)
         uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
         through_cast = _casts_weight(graph, node, uses, policy, usage)
@@ -87,7 +93,6 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
         answered: AbstractSet[str] = frozenset()
         if i in substituted:
             answered = substitutions.ALL[substituted[i][0]].answers
-        rule = policy.rule(node.operator)
         reason = _reason_to_keep(site, rule, answered)
         if reason is not None:
             kept[i] = reason
@@ -251,13 +256,18 @@ def _in_blocks(site: Site, channels: Tuple[int, int]) -> bool:
 def _gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
     """Tell whether an operator that is not kept in float32 gives a blocked bfloat16 output."""
     operator = site.node.operator
-    if operator in ("Convolution", "Deconvolution", "_sg_mkldnn_conv"):
+    if operator in _CONVOLUTIONS:
         channels = _channels(site)
         return op_class == "low" and (channels is None or _in_blocks(site, channels))
     if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
         return False
     tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
     return all(blocked.get(output, False) for output in tensors)
+
+
+def _shapes_layout(node: Node) -> bool:
+    """Tell whether an operator's output may be in blocks."""
+    return node.operator in _CONVOLUTIONS or _keeps_layout(node)
 
 
 def _keeps_layout(node: Node) -> bool:
