@@ -32,32 +32,35 @@ from typing import Optional as _Optional
 from ._version import __version__
 from .cli import starting as _starting
 from .errors import AmpError, ArgumentError, InstallError, StateError, UnknownNameError, WriteError
+from .framework.collector import collector_paused as _collector_paused
 
 _problem: _Optional[InstallError] = None
 _starting.guard()
-try:
-    if _starting.without_mxnet():
-        raise InstallError("this command of `mxamp` does not import MXNet")
-    from .framework.compat import import_mxnet as _import_mxnet
+# Imports make objects that stay: the collector would look through all of them in vain (0.1 s).
+with _collector_paused():
+    try:
+        if _starting.without_mxnet():
+            raise InstallError("this command of `mxamp` does not import MXNet")
+        from .framework.compat import import_mxnet as _import_mxnet
 
-    _import_mxnet()
-except InstallError as error:
-    # The command is starting: it will say so in one line. Everybody else gets the error here.
-    if not _starting.is_starting():
-        raise
-    _problem = error
-else:
-    from .framework.worker_process import prepare_launched as _prepare_launched
-    from .patches.autocast import autocast, init, shutdown
-    from .policy.active import current_policy, is_enabled
-    from .policy.custom_operators import register_custom_operator
-    from .policy.evidence import Evidence, LayerCost, Trial
-    from .policy.policy import Policy
-    from .scaling.grad_scaler import GradScaler
-    from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler
-    from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale
+        _import_mxnet()
+    except InstallError as error:
+        # The command is starting: it will say so in one line. Everybody else gets the error here.
+        if not _starting.is_starting():
+            raise
+        _problem = error
+    else:
+        from .framework.worker_process import prepare_launched as _prepare_launched
+        from .patches.autocast import autocast, init, shutdown
+        from .policy.active import current_policy, is_enabled
+        from .policy.custom_operators import register_custom_operator
+        from .policy.evidence import Evidence, LayerCost, Trial
+        from .policy.policy import Policy
+        from .scaling.grad_scaler import GradScaler
+        from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler
+        from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale
 
-    _prepare_launched()
+        _prepare_launched()
 
 if _TYPE_CHECKING:
     from . import debugging

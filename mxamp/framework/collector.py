@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused while graphs are in the making."""
+"""Python's garbage collector, paused while graphs are in the making, and in imports."""
 
 import gc
 import os
