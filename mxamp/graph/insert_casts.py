@@ -6,13 +6,8 @@ block that is called twice gives two nodes the same name.
 """
 
 from dataclasses import replace
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from mxnet.symbol import Symbol
-
-from ..errors import AmpError
-from ..framework.collector import collector_paused
-from ..policy.active import note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
 from . import substitutions
@@ -20,11 +15,10 @@ from .builder import HALVES, Builder, Entry, is_inserted
 from .choices import NONE, Choices
 from .control_flow import body_usage, rewrites_bodies
 from .graph import Call, Graph, Node, Output, infer_outputs
-from .input_order import with_reversed_inputs
 from .rewrite import Rewrite
 from .usage import Usage
 
-__all__ = ["PRECISION", "rewrite", "rewritten_symbol"]
+__all__ = ["PRECISION", "rewrite"]
 
 #: What a graph that runs calls the precision of nodes whose own dtype does not say it: those that
 #: compute in float32 on rounded values. MXNet takes no notice of attributes of this form.
@@ -32,43 +26,6 @@ PRECISION = "__mxamp_precision__"
 
 #: Why a part of what stands in for an operator computes in float32.
 FLOAT32_PART = "gates and cells are summed in float32"
-
-OTHER_ORDER = (
-    "the rewritten graph takes its inputs in another order; please report this graph: "
-    "{before} became {after}"
-)
-
-
-@collector_paused()
-def rewritten_symbol(
-    graph: Graph,
-    symbol_class: Type[Symbol],
-    policy: Policy,
-    usage: Usage,
-    choices: Choices = NONE,
-    reverse: bool = False,
-) -> Optional[Symbol]:
-    """Return a symbol's graph rewritten, as a symbol of that class that is about to run.
-
-    None where there is nothing to cast. Inputs and outputs keep names, order and dtypes; inputs
-    that are to `reverse` come in the reverse order.
-    """
-    result = rewrite(graph, policy, usage, choices)
-    for _, node, decision in result.decided():
-        note_precision(node.operator, decision.precision)
-    if result.graph == graph:
-        return None
-    for _, node, decision in result.decided():
-        if decision.through is not None:
-            node.attrs = {**node.attrs, PRECISION: decision.precision}
-    rewritten = with_reversed_inputs(result.graph) if reverse else result.graph
-    symbol = rewritten.to_symbol(symbol_class)
-    before, after = graph.input_names, symbol.list_inputs()
-    if reverse:
-        before = before[::-1]
-    if after != before:
-        raise AmpError(OTHER_ORDER.format(before=before, after=after))
-    return symbol
 
 
 def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Rewrite:

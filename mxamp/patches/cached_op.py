@@ -19,8 +19,8 @@ from ..framework.patching import Patch
 from ..graph.choices import NONE, Choices
 from ..graph.control_flow import UNSAFE_LOOPS
 from ..graph.graph import Graph
-from ..graph.insert_casts import rewritten_symbol
 from ..graph.recognise import recognised, warn_of_way
+from ..graph.rewritten_symbol import rewritten_symbol
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage

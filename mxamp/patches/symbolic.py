@@ -14,8 +14,8 @@ from mxnet.symbol import Symbol
 from ..framework.arrays import dtypes_of
 from ..framework.patching import Patch
 from ..graph.graph import Graph, argument_dtypes
-from ..graph.insert_casts import rewritten_symbol
 from ..graph.recognise import recognised, warn_of_way
+from ..graph.rewritten_symbol import rewritten_symbol
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy

@@ -6,7 +6,8 @@ import pytest
 from helpers import float16_policy
 from mxamp.graph.control_flow import UNSAFE_LOOPS
 from mxamp.graph.graph import Graph
-from mxamp.graph.insert_casts import rewrite, rewritten_symbol
+from mxamp.graph.insert_casts import rewrite
+from mxamp.graph.rewritten_symbol import rewritten_symbol
 from mxamp.graph.usage import Usage
 from nets import Control
 

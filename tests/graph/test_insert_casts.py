@@ -5,7 +5,8 @@ import mxnet as mx
 import mxamp as amp
 from helpers import float16_policy, needs_float16
 from mxamp.graph.graph import Graph
-from mxamp.graph.insert_casts import rewrite, rewritten_symbol
+from mxamp.graph.insert_casts import rewrite
+from mxamp.graph.rewritten_symbol import rewritten_symbol
 from mxamp.graph.usage import Usage
 
 GPU = amp.Policy.default("float16", "gpu")
