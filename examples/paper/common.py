@@ -279,6 +279,14 @@ def draw_curves(axes, results, names=None, xlabel="step", ylabel=None, floor=Non
     axes.legend(frameon=False, fontsize=8)
 
 
+def draw_shares(axes, places, counts, kinds):
+    """Draw counts in percent of their sum: bars, of kinds (which of them, colour, label)."""
+    shares = 100 * counts / counts.sum()
+    for chosen, colour, label in kinds:
+        axes.bar(places[chosen], shares[chosen], 0.85, color=colour, label=label)
+    axes.legend(frameon=False, fontsize=8)
+
+
 def show(results, checks):
     print(f"{results.experiment.metric}, mean and standard deviation over seeds:")
     for config in results.experiment.configs:

@@ -14,6 +14,7 @@ from common import (
     Run,
     digits,
     draw_curves,
+    draw_shares,
     facts_of,
     initialized,
     interval,
@@ -192,18 +193,15 @@ def draw(figure, results):
     draw_curves(left, results)
     facts = results.of("float32")[0].facts
     exponents, counts = np.array(facts["exponents"]), np.array(facts["counts"])
-    shares = 100 * counts / counts.sum()
     kinds = (
         # float16 rounds to zero what is at most half of its smallest number, 2^-24.
         (exponents < -28, "#BBBBBB", "zero at a scale of 8 too"),
         ((exponents >= -28) & (exponents < -25), "#D55E00", "kept by a scale of 8"),
         (exponents >= -25, "#0072B2", "kept without a scale"),
     )
-    for chosen, colour, label in kinds:
-        right.bar(exponents[chosen], shares[chosen], 0.85, color=colour, label=label)
+    draw_shares(right, exponents, counts, kinds)
     right.set_xlabel("exponent of the gradient (base 2)")
     right.set_ylabel("% of gradients that are not zero")
-    right.legend(frameon=False, fontsize=8)
 
 
 EXPERIMENT = Experiment(

@@ -12,6 +12,7 @@ from common import (
     Run,
     digits,
     draw_curves,
+    draw_shares,
     facts_of,
     initialized,
     interval,
@@ -107,14 +108,12 @@ def draw(figure, results):
     draw_curves(left, results)
     facts = results.of("float32")[0].facts
     powers, counts = np.array(facts["powers"]), np.array(facts["counts"])
-    shares = 100 * counts / counts.sum()
     lost = powers >= np.log2(RATIO)
-    right.bar(powers[~lost], shares[~lost], 0.85, color="#0072B2", label="up to 2048")
-    right.bar(powers[lost], shares[lost], 0.85, color="#D55E00", label="over 2048")
+    kinds = ((~lost, "#0072B2", "up to 2048"), (lost, "#D55E00", "over 2048"))
+    draw_shares(right, powers, counts, kinds)
     right.set_xlim(0, 30)
     right.set_xlabel("weight over its update, power of two")
     right.set_ylabel("% of weights")
-    right.legend(frameon=False, fontsize=8)
 
 
 EXPERIMENT = Experiment(

@@ -25,6 +25,7 @@ __all__ = [
     "is_trained_layer_norm",
     "is_true",
     "layer_norm",
+    "planar_weight",
     "relu6",
     "split",
     "split_bounds",
@@ -153,17 +154,21 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     return parts.made
 
 
+def planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
+    """Return the shape of the weight of a 2-D convolution in the layout NCHW; None of others."""
+    plain = call.attrs.get("layout", "None") in ("None", "NCHW")
+    return call.weight if plain and len(call.weight or ()) == len("OIHW") else None
+
+
 def is_image_convolution(call: Call) -> bool:
     """Tell whether it is a first layer that reads colours, with a blocked kernel for four."""
-    attrs, weight = call.attrs, call.weight
+    weight = planar_weight(call)
     return (
         weight is not None
-        and len(weight) == len("OIHW")
         and weight[1] == COLOURS
         and weight[0] % BLOCK == 0
         and max(weight[2:]) <= _LARGEST_KERNEL
-        and attrs.get("layout", "None") in ("None", "NCHW")
-        and attrs.get("num_group", "1") == "1"
+        and call.attrs.get("num_group", "1") == "1"
     )
 
 

@@ -8,7 +8,7 @@ cost no more time: the narrow kernels leave most of each vector unused.
 
 from typing import Sequence
 
-from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts, is_true
+from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts, is_true, planar_weight
 
 __all__ = ["is_narrow_grouped", "merged_groups", "widths"]
 
@@ -18,15 +18,14 @@ _NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
 
 def is_narrow_grouped(call: Call) -> bool:
     """Tell whether it is a convolution of narrow groups that can be merged into groups of 16."""
-    attrs, weight = call.attrs, call.weight
-    if weight is None or len(weight) != len("OIHW"):
+    weight = planar_weight(call)
+    if weight is None:
         return False
-    groups, narrow = int(attrs.get("num_group", "1")), weight[1]
+    groups, narrow = int(call.attrs.get("num_group", "1")), weight[1]
     return (
         narrow in (_NARROW_WHEN_TRAINING if call.training else _NARROW)
         and weight[0] == groups * narrow
         and weight[0] % BLOCK == 0
-        and attrs.get("layout", "None") in ("None", "NCHW")
     )
 
 
