@@ -19,6 +19,7 @@ from .choices import NONE, Choices, StandIn
 from .graph import Graph, Node, Output
 from .input_shapes import Pair, input_shapes
 from .usage import Shape, Usage
+from .volumes import volume_readers
 
 __all__ = ["RULES", "choose", "stand_in"]
 
@@ -45,6 +46,7 @@ class Site:
     blocked: bool  #: its first input is in oneDNN's blocked layout
     uses: int  #: how often the graph reads its second input; 0 where that needs no cast
     casts_weight: bool  #: gradients may be computed, and its second input would be cast
+    reads_volume: bool  #: an input may be a 3-D convolution's output, in the blocked layout
     limit: int = 0  #: of the rule that looks at it
 
 
@@ -72,6 +74,7 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
     running = [_as_run(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     bodies: Dict[Tuple[int, int], Choices] = {}
     norms, readers = _before_norms(running), _cast_readers(graph, usage.stored)
+    of_volumes = volume_readers(running, policy)
     blocked: Dict[Output, bool] = {}
     unknown = replace(usage, dtypes={}, shapes={}, stored=frozenset(), offline=frozenset())
     for i, node in enumerate(graph.nodes):
@@ -83,7 +86,9 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
         uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
         through_cast = _casts_weight(graph, node, uses, policy, usage)
         shapes = known.get(i, (None, None))
-        site = Site(node, shapes, usage.training, i in norms, first, uses, through_cast)
+        site = Site(
+            node, shapes, usage.training, i in norms, first, uses, through_cast, i in of_volumes
+        )
         answered: AbstractSet[str] = frozenset()
         if i in substituted:
             answered = substitutions.ALL[substituted[i][0]].answers
@@ -218,9 +223,18 @@ def cast_weight(site: Site) -> bool:
     return site.casts_weight
 
 
+def volume_views(site: Site) -> bool:
+    """Find views of what a 3-D convolution has computed, which oneDNN can't read in bfloat16.
+
+    It is about what runs at all, in graphs: eager calls read such a view.
+    """
+    return site.reads_volume
+
+
 #: By the names that operator lists call them.
 RULES: Mapping[str, Callable[[Site], bool]] = {
-    rule.__name__: rule for rule in (few_rows, odd_channels, plain_layout, long_sums, cast_weight)
+    rule.__name__: rule
+    for rule in (few_rows, odd_channels, plain_layout, long_sums, cast_weight, volume_views)
 }
 
 
