@@ -14,8 +14,8 @@ _PROPOSALS = 32
 #: Attributes that hold how many.
 _LIMITS = ("_rpn_test_post_nms", "_test_post_nms", "_rcnn_max_dets")
 #: A Faster R-CNN with a small base, which is trained: GluonCV's settings, but fewer boxes, and
-#: ROIPooling. For ROIAlign GluonCV gives boxes of other levels the batch index -1, where MXNet's CPU
-#: kernel reads memory before the array: losses differ from run to run, and become infinite.
+#: ROIPooling. For ROIAlign, GluonCV gives boxes of other levels the batch index -1, and MXNet's
+#: CPU kernel reads memory before the array: losses differ from run to run, and become infinite.
 SMALL_RCNN = "faster_rcnn_fpn_resnet18_v1b"
 _CUSTOM_RCNN = {
     "base_network_name": "resnet18_v1b", "short": 800, "max_size": 1333, "min_stage": 2,

@@ -63,7 +63,6 @@ def rcnn(net: Any, image: Any) -> Trained:
     drawn: Any = {}
 
     def losses() -> Any:
-        mx.random.seed(0)  # the boxes that are looked at are drawn: the same in each step
         found = net(image, boxes, kinds)
         scores, offsets, _, _, _, raw_scores, raw_boxes, _, wanted, places, masks = found[:11]
         if not drawn:

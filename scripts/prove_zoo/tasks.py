@@ -96,7 +96,7 @@ PLANS: Dict[str, Plan] = {
     "fcn_resnet50_voc": Plan(segmentation, (2, 3, 64, 64), 0.001),
     "simple_pose_resnet18_v1b": Plan(pose, (2, 3, 128, 96), 0.01),
     "resnet18_v1b_kinetics400": Plan(classes, (4, 3, 64, 64), 0.01),
-    "i3d_resnet50_v1_kinetics400": Plan(classes, (2, 3, 8, 64, 64), 0.003),
+    "c3d_kinetics400": Plan(classes, (2, 3, 16, 112, 112), 0.0001),
     "re-identification": Plan(re_identification, (4, 3, 128, 64), 0.001),
 }
 
