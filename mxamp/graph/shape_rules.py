@@ -74,7 +74,7 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
     running = [_as_run(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     bodies: Dict[Tuple[int, int], Choices] = {}
     norms, readers = _before_norms(running), _cast_readers(graph, usage.stored)
-    of_volumes = volume_readers(running, policy)
+    of_volumes = volume_readers(running, policy, usage)
     blocked: Dict[Output, bool] = {}
     unknown = replace(usage, dtypes={}, shapes={}, stored=frozenset(), offline=frozenset())
     for i, node in enumerate(graph.nodes):

@@ -10,21 +10,26 @@ from typing import FrozenSet, Sequence, Set
 from ..policy.policy import Policy
 from .builder import is_inserted
 from .graph import Node
+from .usage import Usage
 
 __all__ = ["kernel_axes", "volume_readers"]
 
 _PRODUCTS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
 
 
-def volume_readers(nodes: Sequence[Node], policy: Policy) -> FrozenSet[int]:
+def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
     """Return the nodes that may read a 3-D convolution's output in bfloat16's blocked layout.
 
-    Operators that follow their inputs pass the layout on, or may; no shape needs to be known.
+    Operators that follow their inputs pass the layout on, or may; no shape needs to be known. An
+    array of five axes that is passed in may be what an eager call gave.
     """
     readers: Set[int] = set()
     giving: Set[int] = set()
     for i, node in enumerate(nodes):
         if node.is_variable:
+            shape, dtype = usage.shapes.get(node.name, ()), usage.dtypes.get(node.name)
+            if len(shape) == len("NCDHW") and dtype == policy.target_dtype:
+                giving.add(i)
             continue
         if any(source in giving for source, _ in node.inputs):
             readers.add(i)

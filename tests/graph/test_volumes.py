@@ -173,6 +173,20 @@ def test_numpy_shapes():
         )
 
 
+@with_avx512
+def test_blocks_read_what_eager_convolutions_gave():
+    block = nn.HybridLambda(lambda F, x: F.LeakyReLU(F.flatten(F.LeakyReLU(x, act_type="leaky"))))
+    block.hybridize()
+    conv = nn.Conv3D(16, 1, in_channels=16)
+    conv.initialize(mx.init.Xavier())
+    with amp.autocast("bfloat16"):
+        given = conv(DATA)
+        out = block(given)
+        assert kind(given) == kind(out) == "bfloat16"
+        block.hybridize(False)
+        assert same(out, block(given))
+
+
 # ---------------------------------------------------------------------- what is decided
 
 
@@ -193,6 +207,7 @@ def test_the_plan_says_why():
     (view_symbol(axes=2), []),
     (view_symbol(axes=1), []),
     (view_symbol(num_group=2), ["view"]),
+    (mx.sym.flatten(mx.sym.Deconvolution(mx.sym.var("x"), kernel=(2, 2, 2), num_filter=16), name="view"), ["view"]),
     (view_symbol(lambda conv: mx.sym.flatten(mx.sym.exp(conv), name="view")), []),
     (view_symbol(lambda conv: mx.sym.flatten(mx.sym.BlockGrad(conv), name="view")), ["view"]),
     (view_symbol(lambda conv: mx.sym.Dropout(mx.sym.squeeze(conv))), []),
@@ -207,7 +222,7 @@ def test_views_behind_3d_convolutions_are_found(symbol, found):
 def test_a_convolution_in_float32_or_without_a_kernel_gives_no_blocks():
     symbol = view_symbol()
     nodes = Graph.from_symbol(symbol).nodes
-    assert not volume_readers(nodes, B.override(fp32=["Convolution"]))
+    assert not volume_readers(nodes, B.override(fp32=["Convolution"]), Usage())
     assert not kept(symbol, amp.Policy.default("float16", "cpu"))
     # A layer that is kept by name: what is chosen for the view casts nothing.
     low = amp.convert_symbol(symbol, policy=B.override(fp32_layers=["conv"]))
