@@ -21,6 +21,7 @@ from mxamp.framework.patching import FrontEnd, _stacks
 from mxamp.framework.versions import has_feature, lacking, why_not
 from mxamp.patches.announcements import _said
 from mxamp.patches.autocast import _casting
+from mxamp.policy import custom_operators
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)
@@ -113,13 +114,16 @@ def assert_unpatched():
 
 @pytest.fixture(autouse=True)
 def clean():
-    """Same seeds and names before each test; nothing patched, no numpy mode left on, after it."""
+    """Same seeds and names before each test; after it nothing patched or registered, no numpy mode."""
     # Trainers sort parameters by name, and dense10 comes before dense9.
     mx.name.NameManager._current.value = mx.name.NameManager()
     mx.random.seed(0)
     np.random.seed(0)
     random.seed(0)
+    classed = dict(custom_operators._registered)
     yield
+    custom_operators._registered.clear()
+    custom_operators._registered.update(classed)
     amp.shutdown()
     _said.speed.clear()
     mx.nd.waitall()

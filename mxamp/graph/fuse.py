@@ -22,6 +22,7 @@ from .pad_channels import with_padded_channels
 from .shape_rules import choose, stand_in
 from .substitutions import ALL, find
 from .usage import Usage
+from .volumes import kernel_axes
 
 __all__ = ["FUSED", "fused"]
 
@@ -214,8 +215,7 @@ def _norms_before_relu(graph: Graph) -> Dict[int, int]:
 
 
 def _is_on_images(node: Node) -> bool:
-    kernel = node.attrs.get("kernel", "()").strip("()[] ")
-    return node.op in ("Convolution", "Pooling") and len(kernel.split(",")) == len("HW")
+    return node.op in ("Convolution", "Pooling") and kernel_axes(node) == len("HW")
 
 
 # ---------------------------------------------------------------------- operators put in between

@@ -29,7 +29,7 @@ from .channels import Channels, Runs, elementwise, joined, with_added
 from .equivalents import BLOCK, COLOURS
 from .fold_batchnorm import Params, float32_array, readers_by_name
 from .graph import Graph, GraphCopy, Node, Output
-from .shape_rules import NORMS
+from .layouts import NORMS
 
 __all__ = ["with_padded_channels"]
 

@@ -7,48 +7,27 @@ which operators, and what was measured.
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import AbstractSet, Callable, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
+from dataclasses import replace
+from typing import AbstractSet, Callable, Dict, Mapping, Optional, Tuple
 
 from ..policy.policy import Policy
 from ..policy.rules import Rule
 from ..policy.sums import terms
 from . import equivalents, substitutions
-from .builder import is_inserted
 from .choices import NONE, Choices, StandIn
 from .graph import Graph, Node, Output
 from .input_shapes import Pair, input_shapes
+from .layouts import Site, before_norms, channels, gives_blocks, in_blocks, shapes_layout
 from .usage import Shape, Usage
+from .volumes import volume_readers
 
 __all__ = ["RULES", "choose", "stand_in"]
-
-NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
-
-# oneDNN's kernels for these give their output in the layout of their input.
-_KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
-
-# Kernels for these give their output in blocks, where channels allow.
-_CONVOLUTIONS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
 
 # Dense layers in training: with more rows they gain whatever the weight's size; see `few_rows`.
 _MANY_ROWS = 256
 _WEIGHTS_A_ROW = 2**15
 # In inference: what casting a weight costs, in rows that it is multiplied by.
 _ROWS_A_CAST = 24
-
-
-@dataclass
-class Site:
-    """An operator and what surrounds it. Shapes are None where they are not known."""
-
-    node: Node
-    shapes: Pair  #: of its first two inputs
-    training: bool
-    feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
-    blocked: bool  #: its first input is in oneDNN's blocked layout
-    uses: int  #: how often the graph reads its second input; 0 where that needs no cast
-    casts_weight: bool  #: gradients may be computed, and its second input would be cast
-    limit: int = 0  #: of the rule that looks at it
 
 
 def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
@@ -74,7 +53,8 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
             substituted[i] = found
     running = [_as_run(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     bodies: Dict[Tuple[int, int], Choices] = {}
-    norms, readers = _before_norms(running), _cast_readers(graph, usage.stored)
+    norms, readers = before_norms(running), _cast_readers(graph, usage.stored)
+    of_volumes = volume_readers(running, policy, usage)
     blocked: Dict[Output, bool] = {}
     unknown = replace(usage, dtypes={}, shapes={}, stored=frozenset(), offline=frozenset())
     for i, node in enumerate(graph.nodes):
@@ -83,13 +63,15 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
         for k, body_graph in enumerate(node.subgraphs):
             bodies[i, k] = _choose(body_graph, policy, unknown, {})
         rule = policy.rule(node.operator)
-        if not rule.by_shape and i not in substituted and not _shapes_layout(node):
+        if not rule.by_shape and i not in substituted and not shapes_layout(node):
             continue
         first = bool(node.inputs) and blocked.get(node.inputs[0], False)
         uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
         through_cast = _casts_weight(graph, node, uses, policy, usage)
         shapes = known.get(i, (None, None))
-        site = Site(node, shapes, usage.training, i in norms, first, uses, through_cast)
+        site = Site(
+            node, shapes, usage.training, i in norms, first, uses, through_cast, i in of_volumes
+        )
         answered: AbstractSet[str] = frozenset()
         if i in substituted:
             answered = substitutions.ALL[substituted[i][0]].answers
@@ -97,7 +79,7 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair
         if reason is not None:
             kept[i] = reason
         blocked[i, 0] = reason is None and (
-            bool(answered) or _gives_blocks(replace(site, node=running[i]), rule.op_class, blocked)
+            bool(answered) or gives_blocks(replace(site, node=running[i]), rule.op_class, blocked)
         )
     inner = frozenset((key, body) for key, body in bodies.items() if body != NONE)
     return Choices(frozenset(kept.items()), frozenset(substituted.items()), inner)
@@ -193,12 +175,10 @@ def odd_channels(site: Site) -> bool:
     With channels that are no multiples of 16 its output has the plain layout, in which a BatchNorm
     behind it is 5 times slower; with 3 input channels, a first layer, it is slower itself.
     """
-    channels = _channels(site)
-    if channels is None:
+    both = channels(site)
+    if both is None:
         return False
-    return channels[0] <= equivalents.COLOURS or (
-        site.feeds_norm and not _in_blocks(site, channels)
-    )
+    return both[0] <= equivalents.COLOURS or (site.feeds_norm and not in_blocks(site, both))
 
 
 def plain_layout(site: Site) -> bool:
@@ -223,65 +203,16 @@ def cast_weight(site: Site) -> bool:
     return site.casts_weight
 
 
+def volume_views(site: Site) -> bool:
+    """Find views of what a 3-D convolution has computed, which oneDNN can't read in bfloat16.
+
+    It is about what runs at all, in graphs: eager calls read such a view.
+    """
+    return site.reads_volume
+
+
 #: By the names that operator lists call them.
 RULES: Mapping[str, Callable[[Site], bool]] = {
-    rule.__name__: rule for rule in (few_rows, odd_channels, plain_layout, long_sums, cast_weight)
+    rule.__name__: rule
+    for rule in (few_rows, odd_channels, plain_layout, long_sums, cast_weight, volume_views)
 }
-
-
-# ---------------------------------------------------------------------- layouts
-
-
-def _channels(site: Site) -> Optional[Tuple[int, int]]:
-    """Return a convolution's channels, in and out."""
-    weight = site.shapes[1]
-    if weight is None:
-        return None
-    per_group = weight[1] * int(site.node.attrs.get("num_group", "1"))
-    transposed = site.node.operator == "Deconvolution"
-    return (weight[0], per_group) if transposed else (per_group, weight[0])
-
-
-def _in_blocks(site: Site, channels: Tuple[int, int]) -> bool:
-    read, written = channels
-    block, four = equivalents.BLOCK, equivalents.COLOURS + 1
-    groups = int(site.node.attrs.get("num_group", "1"))
-    if groups not in (1, read, written):
-        # Half blocks are as good as whole ones, but for a BatchNorm's gradient.
-        block = block if site.training else block // 2
-        return all(channel % groups == 0 and channel // groups % block == 0 for channel in channels)
-    return (read % block == 0 or read == four) and written % block == 0
-
-
-def _gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
-    """Tell whether an operator that is not kept in float32 gives a blocked bfloat16 output."""
-    operator = site.node.operator
-    if operator in _CONVOLUTIONS:
-        channels = _channels(site)
-        return op_class == "low" and (channels is None or _in_blocks(site, channels))
-    if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
-        return False
-    tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
-    return all(blocked.get(output, False) for output in tensors)
-
-
-def _shapes_layout(node: Node) -> bool:
-    """Tell whether an operator's output may be in blocks."""
-    return node.operator in _CONVOLUTIONS or _keeps_layout(node)
-
-
-def _keeps_layout(node: Node) -> bool:
-    # The casts of an earlier conversion are taken out again.
-    return node.operator in _KEEP_LAYOUT or is_inserted(node)
-
-
-def _before_norms(nodes: Sequence[Node]) -> FrozenSet[int]:
-    """Return the nodes whose output reaches a BatchNorm in the layout that they give it."""
-    reaching: Set[int] = set()
-    for i in range(len(nodes) - 1, -1, -1):
-        node = nodes[i]
-        if not node.is_variable and (
-            node.operator in NORMS or (i in reaching and _keeps_layout(node))
-        ):
-            reaching.update(source for source, _ in node.inputs)
-    return frozenset(reaching)

@@ -77,7 +77,8 @@ def decide(
     layer : str, optional
         The graph node's name, for the policy's `fp32_layers`.
     kept : str, optional
-        Why this call stays in float32, if its shapes or its neighbours say so.
+        Why this call stays in float32, or has no kernel in the target dtype, if its shapes or its
+        neighbours say so.
 
     Example
     -------
@@ -86,6 +87,9 @@ def decide(
     ('float16', None, 'float16')
     """
     rule = policy.rule(operator)
+    missing = rule.missing
+    if rule.is_detour(kept):
+        missing, kept = kept, None
     op_class, reason = _classify(rule, attributes, policy, layer, kept)
     untouched = (None,) * len(dtypes)
     if op_class == "untouched":
@@ -101,7 +105,7 @@ def decide(
     if not leading:
         return Decision(untouched, "no floating-point input to follow")
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy)
-    detour = _detour(rule, dtypes, dtype, policy)
+    detour = _detour(rule, missing, dtypes, dtype, policy)
     if detour is not None:
         computes, why = detour
         reads = tuple(computes if i in floats else None for i in range(len(dtypes)))
@@ -182,11 +186,11 @@ def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
 
 
 def _detour(
-    rule: Rule, dtypes: Sequence[str], dtype: str, policy: Policy
+    rule: Rule, missing: Optional[str], dtypes: Sequence[str], dtype: str, policy: Policy
 ) -> Optional[Tuple[str, str]]:
     """Return the dtype to compute in where the kernel of `dtype` won't do, and why."""
-    if dtype == policy.target_dtype and rule.missing is not None:
-        return rule.computes, rule.missing
+    if dtype == policy.target_dtype and missing is not None:
+        return rule.computes, missing
     casts = {*dtypes[1:2]} & (CASTABLE - {dtype})
     # By the list's own rule, `cast_weight`, no gradient is computed where the weight is cast.
     guarded = dtype == policy.target_dtype and rule.looks_at("cast_weight")

@@ -175,14 +175,15 @@ def _put(
 ) -> None:
     """Put operators in these classes, and under these conditions."""
     for name, op_class in classes.items():
+        old = rules.get(name, UNLISTED)
         rules[name] = replace(
-            rules.get(name, UNLISTED),
+            old,
             operator=name,
             op_class=op_class,
             reason=f"given as {op_class}",
             given=True,
             conditions=(),
-            by_shape=(),
+            by_shape=tuple(one for one in old.by_shape if one.is_detour),
         )
     for name, of_one in conditions.items():
         old = rules.get(name, UNLISTED)

@@ -7,6 +7,7 @@ from .values import out_of_range, same_value
 
 __all__ = [
     "CLASSES",
+    "DETOURS",
     "EXACT_RULES",
     "LIMITED",
     "SHAPE_RULES",
@@ -26,11 +27,17 @@ SHOWN_CLASSES = (*CLASSES, "conditional")
 
 #: Names of rules by shapes and neighbours, which operator lists use: functions of
 #: `graph.shape_rules`.
-SHAPE_RULES = ("few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight")
+SHAPE_RULES = (
+    "few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight", "volume_views",
+)  # fmt: skip
 
-#: Those that keep results right, in eager calls too. The others are about speed, and hold in tuned
+#: Those without which results are wrong, or none. The others are about speed, and hold in tuned
 #: graphs alone.
-EXACT_RULES = frozenset({"long_sums", "cast_weight"})
+EXACT_RULES = frozenset({"long_sums", "cast_weight", "volume_views"})
+
+#: Those by which an operator computes in float32 on values of the target dtype, as where a kernel
+#: is missing. By the others it stays in float32.
+DETOURS = frozenset({"volume_views"})
 
 #: Those that have a limit.
 LIMITED = frozenset({"long_sums"})
@@ -77,6 +84,11 @@ class ShapeRule(NamedTuple):
     def exact(self) -> bool:
         """Whether results depend on it, and not speed alone."""
         return self.name in EXACT_RULES
+
+    @property
+    def is_detour(self) -> bool:
+        """Whether it says that a kernel is missing, whatever the operator's class is."""
+        return self.name in DETOURS
 
 
 class MissingKernel(NamedTuple):
@@ -125,6 +137,10 @@ class Rule:
     def looks_at(self, shape_rule: str) -> bool:
         """Tell whether this rule by shape looks at the operator."""
         return any(one.name == shape_rule for one in self.by_shape)
+
+    def is_detour(self, reason: Optional[str]) -> bool:
+        """Tell whether `reason` is that of a rule by shape that says that a kernel is missing."""
+        return any(one.is_detour and one.reason == reason for one in self.by_shape)
 
     def is_exact(self, reason: Optional[str]) -> bool:
         """Tell whether `reason`, why a call stays in float32, is that of an exact shape rule."""

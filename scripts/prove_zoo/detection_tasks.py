@@ -65,8 +65,6 @@ def rcnn(net: Any, image: Any) -> Trained:
     def losses() -> Any:
         found = net(image, boxes, kinds)
         scores, offsets, _, _, _, raw_scores, raw_boxes, _, wanted, places, masks = found[:11]
-        # Where there is no box, targets hold what was in memory.
-        held = masks > 0.5
         if not drawn:
             # A quarter of some anchors holds an object; the others are not looked at.
             looked = _random.uniform(size=raw_scores.shape) < 0.1
@@ -74,7 +72,7 @@ def rcnn(net: Any, image: Any) -> Trained:
             drawn.update(looked=_array(looked), holds=_array(holds))
         parts = [
             entropy(scores, wanted, nd.expand_dims(wanted >= 0, -1)),
-            huber(offsets * held, nd.where(held, places, nd.zeros_like(places))) * 10,
+            huber(offsets, places, masks) * 10,
             binary(raw_scores, drawn["holds"], drawn["looked"]) * 10,
             huber(raw_boxes, nd.zeros_like(raw_boxes), drawn["holds"]),
         ]

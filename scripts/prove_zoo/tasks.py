@@ -91,13 +91,13 @@ PLANS: Dict[str, Plan] = {
     "resnet18_v1b": Plan(classes, (4, 3, 64, 64), 0.01),
     "ssd_512_resnet18_v1_voc": Plan(detection_tasks.ssd, (1, 3, 256, 256), 0.001),
     "yolo3_mobilenet1.0_voc": Plan(detection_tasks.yolo, (2, 3, 96, 96), 0.0001),
-    "faster_rcnn_fpn_resnet18_v1b": Plan(detection_tasks.rcnn, (1, 3, 128, 160), 0.00005),
+    "faster_rcnn_fpn_resnet18_v1b": Plan(detection_tasks.rcnn, (1, 3, 128, 160), 0.00001),
     "center_net_resnet18_v1b_voc": Plan(detection_tasks.center_net, (1, 3, 128, 128), 0.0001),
     "fcn_resnet50_voc": Plan(segmentation, (2, 3, 64, 64), 0.001),
     "simple_pose_resnet18_v1b": Plan(pose, (2, 3, 128, 96), 0.01),
     "resnet18_v1b_kinetics400": Plan(classes, (4, 3, 64, 64), 0.01),
-    "i3d_resnet50_v1_kinetics400": Plan(classes, (2, 3, 8, 64, 64), 0.003),
-    "re-identification": Plan(re_identification, (4, 3, 128, 64), 0.005),
+    "c3d_kinetics400": Plan(classes, (2, 3, 16, 112, 112), 0.0001),
+    "re-identification": Plan(re_identification, (4, 3, 128, 64), 0.001),
 }
 
 

@@ -120,7 +120,7 @@ def case_of(name: str) -> Case:
 REPRESENTATIVES = (
     "resnet18_v1b", "ssd_512_resnet18_v1_voc", "yolo3_mobilenet1.0_voc",
     "center_net_resnet18_v1b_voc", "fcn_resnet50_voc", "simple_pose_resnet18_v1b",
-    "resnet18_v1b_kinetics400", "i3d_resnet50_v1_kinetics400", "re-identification",
+    "resnet18_v1b_kinetics400", "c3d_kinetics400", "re-identification",
     "faster_rcnn_fpn_resnet18_v1b",
 )  # fmt: skip
 

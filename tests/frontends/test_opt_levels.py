@@ -360,21 +360,11 @@ class ProbeProp(mx.operator.CustomOpProp):
         return Probe()
 
 
-@pytest.fixture
-def custom():
-    from mxamp.policy.custom_operators import _registered as custom_operators
-
-    before = dict(custom_operators)
-    yield
-    custom_operators.clear()
-    custom_operators.update(before)
-
-
 @pytest.mark.parametrize(
     "registered, wanted",
     [(None, "float32"), ("half", "float16"), ("float", "float32"), ("promote", "float16")],
 )
-def test_custom_operators(custom, registered, wanted):
+def test_custom_operators(registered, wanted):
     if registered:
         amp.register_custom_operator("mxamp_probe", registered)
     x = randn(2, 3)

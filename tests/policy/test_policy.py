@@ -215,7 +215,8 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
     assert untuned == untuned.untuned()
     assert untuned.operators("low") == policy.operators("low")
     assert not untuned.substitutions
-    assert {one.name for rule in untuned.rules.values() for one in rule.by_shape} == {"cast_weight"}
+    exact = {one.name for rule in untuned.rules.values() for one in rule.by_shape}
+    assert exact == {"cast_weight", "volume_views"}
     assert policy.override(fp32=["relu"]).substitutions == policy.substitutions
     assert policy.override(substitutions=["relu6"]) != policy
 
@@ -267,7 +268,8 @@ def test_nothing_is_lowered_in_float32(dtype, monkeypatch):
         "neutral",
         "untouched",
     }
-    assert not any(rule.by_shape for rule in changed.rules.values())
+    left = {one for rule in changed.rules.values() for one in rule.by_shape}
+    assert all(one.is_detour for one in left)
     for name in ("exp", "FullyConnected", "Activation", "Convolution"):
         assert changed.rule(name).shown_class == "fp32"
         decision = decide(name, {"act_type": "tanh"}, ["float32"] * 3, changed)

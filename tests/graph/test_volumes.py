@@ -1,0 +1,246 @@
+"""Views of 3-D convolutions' outputs in bfloat16, which oneDNN can't read in graphs."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import down, exported, kind, operators_of, randn, same, values, with_avx512
+from mxamp.graph.graph import Graph
+from mxamp.graph.shape_rules import choose
+from mxamp.graph.usage import Usage
+from mxamp.graph.volumes import volume_readers
+
+B = amp.Policy.default("bfloat16")
+UNTUNED = B.untuned()
+POOL = {"kernel": (1, 1, 1), "global_pool": True, "pool_type": "avg"}
+
+VIEWS = {
+    "flatten": lambda F, x: F.flatten(x),
+    "reshape": lambda F, x: F.reshape(x, shape=(0, 0, -1)),
+    "expand_dims": lambda F, x: F.expand_dims(x, axis=1),
+    "reshape_like": lambda F, x: F.reshape_like(x, F.reshape(F.ones_like(x), shape=(0, -1))),
+    "twice": lambda F, x: F.flatten(F.expand_dims(x, axis=1)),
+    "pooled": lambda F, x: F.flatten(F.Pooling(x, **POOL)),
+    "activated": lambda F, x: F.flatten(F.Activation(x, act_type="relu")),
+    "copied": lambda F, x: F.flatten(F.identity(x)),
+    "joined": lambda F, x: F.flatten(F.concat(x, x, dim=1)),
+    "sliced": lambda F, x: F.flatten(F.slice_axis(x, axis=2, begin=0, end=2)),
+    "squeezed": lambda F, x: F.squeeze(F.Pooling(x, **POOL)),
+    "sum of views": lambda F, x: F.elemwise_add(
+        F.flatten(x), F.flatten(F.Activation(x, act_type="relu"))
+    ),
+    "activated view": lambda F, x: F.Activation(F.flatten(x), act_type="relu"),
+    "transposed view": lambda F, x: F.transpose(F.reshape(x, shape=(0, 0, -1)), axes=(0, 2, 1)),
+    "none": lambda F, x: F.Pooling(x, kernel=(2, 2, 2), pool_type="max"),
+}
+
+
+class Viewed(nn.HybridBlock):
+    """A 3-D convolution in blocks of channels, a view of its output, and a dense layer."""
+
+    def __init__(self, view, channels=16):
+        super().__init__()
+        self.view = view
+        with self.name_scope():
+            self.conv = nn.Conv3D(channels, 3, padding=1, in_channels=16)
+            self.dense = nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        # oneDNN's dense layer reads any view; a cast, which goes in front of the sine, does not.
+        return self.dense(F.sin(self.view(F, self.conv(x))))
+
+
+def made(view, **options):
+    mx.random.seed(3)
+    np.random.seed(3)
+    net = Viewed(VIEWS[view], **options)
+    net.initialize(mx.init.Xavier())
+    net(DATA)
+    return net
+
+
+DATA = randn(2, 16, 2, 4, 4)
+
+
+def gradients(net):
+    with autograd.record():
+        loss = (net(DATA) ** 2).sum()
+    loss.backward()
+    return [p.grad().copy() for p in net.collect_params().values()]
+
+
+def view_symbol(make=lambda conv: mx.sym.flatten(conv, name="view"), axes=3, **options):
+    conv = mx.sym.Convolution(
+        mx.sym.var("data"), kernel=(3,) * axes, num_filter=16, name="conv", **options
+    )
+    return make(conv)
+
+
+def kept(symbol, policy=B):
+    """The names of the views that are computed in float32 for what they read."""
+    graph = Graph.from_symbol(symbol)
+    chosen = choose(graph, policy, Usage())
+    return [graph.nodes[i].name for i, reason in chosen.kept if "3-D" in reason]
+
+
+# ---------------------------------------------------------------------- graphs that run
+
+
+@with_avx512
+@pytest.mark.parametrize("view", VIEWS)
+def test_graphs_give_what_eager_calls_give(view):
+    net = made(view)
+    with amp.autocast(policy=UNTUNED):
+        out, grads = net(DATA), gradients(net)
+        net.hybridize()
+        assert same(net(DATA), out)
+        assert all(same(a, b) for a, b in zip(gradients(net), grads))
+    net.hybridize(False)
+    error = values(net(DATA)) - values(out)
+    assert 0 < np.abs(error).max() < 0.03 * np.abs(values(out)).max()
+
+
+@with_avx512
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("view", ["flatten", "sum of views", "pooled"])
+def test_converted_models_run_and_load(view, tmp_path):
+    net = made(view)
+    plain = values(net(DATA))
+    for options in ({}, {"cast_optional_params": True}, {"fuse": True}):
+        low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=DATA, **options)
+        out = values(low(DATA))
+        assert 0 < np.abs(out - plain).max() < 0.03 * np.abs(plain).max()
+        # mxamp is off: it runs as in plain MXNet, and once more under a policy.
+        loaded = exported(low, tmp_path)
+        assert np.abs(values(loaded(DATA)) - plain).max() < 0.03 * np.abs(plain).max()
+        with amp.autocast("bfloat16"):
+            assert np.abs(values(loaded(DATA)) - plain).max() < 0.03 * np.abs(plain).max()
+
+
+@with_avx512
+@pytest.mark.parametrize("channels", [24, 5])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_channels_that_are_in_no_blocks_run_too(channels, batch):
+    net = made("reshape", channels=channels)
+    net.hybridize()
+    data = randn(batch, 16, 2, 4, 4)
+    plain = values(net(data))
+    with amp.autocast("bfloat16"):
+        assert 0 < np.abs(values(net(data)) - plain).max() < 0.03 * np.abs(plain).max()
+
+
+@with_avx512
+def test_executors_and_arrays_in_bfloat16():
+    symbol = view_symbol(no_bias=True)
+    data, weight = DATA, randn(16, 16, 3, 3, 3)
+    with amp.autocast("bfloat16"):
+        for arrays in ((data, weight), (down(data, "bfloat16"), down(weight, "bfloat16"))):
+            padded = mx.nd.concat(*[arrays[0].astype("float32")] * 2, dim=2).astype(arrays[0].dtype)
+            args = {"data": padded, "conv_weight": arrays[1]}
+            [out] = symbol.bind(mx.cpu(), args).forward()
+            conv = mx.nd.Convolution(
+                padded, arrays[1], kernel=(3, 3, 3), num_filter=16, no_bias=True
+            )
+            assert kind(out) == kind(arrays[0])
+            assert same(out, mx.nd.flatten(conv).astype(out.dtype))
+
+
+@with_avx512
+@mx.util.use_np
+def test_numpy_shapes():
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.conv = nn.Conv3D(16, 1, in_channels=16)
+
+        def hybrid_forward(self, F, x):
+            x = self.conv(x)
+            shapes = x.reshape(2, -1), F.npx.reshape(x, (-2, -1)), F.npx.batch_flatten(x)
+            return [F.np.tanh(shape) for shape in shapes] + [F.np.expand_dims(x, 1)]
+
+    net = Net()
+    net.initialize(mx.init.Xavier())
+    data = DATA.as_np_ndarray()
+    with amp.autocast(policy=UNTUNED):
+        expected = net(data)
+        net.hybridize()
+        assert all(
+            same(a.as_nd_ndarray(), values(b).astype("float32"))
+            for a, b in zip(net(data), expected)
+        )
+
+
+@with_avx512
+def test_blocks_read_what_eager_convolutions_gave():
+    block = nn.HybridLambda(lambda F, x: F.LeakyReLU(F.flatten(F.LeakyReLU(x, act_type="leaky"))))
+    block.hybridize()
+    conv = nn.Conv3D(16, 1, in_channels=16)
+    conv.initialize(mx.init.Xavier())
+    with amp.autocast("bfloat16"):
+        given = conv(DATA)
+        out = block(given)
+        assert kind(given) == kind(out) == "bfloat16"
+        block.hybridize(False)
+        assert same(out, block(given))
+
+
+# ---------------------------------------------------------------------- what is decided
+
+
+@with_avx512
+def test_the_plan_says_why():
+    net = made("flatten")
+    plan = amp.explain(net, policy=B, example_inputs=DATA)
+    [view] = [node for node in plan.nodes if node.operator == "Flatten"]
+    assert view.precision == "bfloat16"
+    assert "in float32 on bfloat16 values: a view of a 3-D convolution's output" in view.reason
+    # Down again behind the view; the last cast gives the output the dtype that it had.
+    low = operators_of(amp.convert_symbol(view_symbol(), "bfloat16"))
+    assert low[-5:] == ["Convolution", "amp_cast", "Flatten", "amp_cast", "amp_cast"]
+
+
+@with_avx512
+@pytest.mark.parametrize("symbol, found", [
+    (view_symbol(), ["view"]),
+    (view_symbol(axes=2), []),
+    (view_symbol(axes=1), []),
+    (view_symbol(num_group=2), ["view"]),
+    (mx.sym.flatten(mx.sym.Deconvolution(mx.sym.var("x"), kernel=(2, 2, 2), num_filter=16), name="view"), ["view"]),
+    (view_symbol(lambda conv: mx.sym.flatten(mx.sym.exp(conv), name="view")), []),
+    (view_symbol(lambda conv: mx.sym.flatten(mx.sym.BlockGrad(conv), name="view")), ["view"]),
+    (view_symbol(lambda conv: mx.sym.Dropout(mx.sym.squeeze(conv))), []),
+    (view_symbol(lambda conv: mx.sym.flatten(mx.sym.FullyConnected(conv, num_hidden=4), name="view")), []),
+    (mx.sym.flatten(mx.sym.Pooling(mx.sym.var("data"), **POOL), name="view"), []),
+])  # fmt: skip
+def test_views_behind_3d_convolutions_are_found(symbol, found):
+    assert kept(symbol) == kept(symbol, UNTUNED) == found
+    assert kept(amp.convert_symbol(symbol, "bfloat16")) == found
+
+
+def test_a_convolution_in_float32_or_without_a_kernel_gives_no_blocks():
+    symbol = view_symbol()
+    nodes = Graph.from_symbol(symbol).nodes
+    assert not volume_readers(nodes, B.override(fp32=["Convolution"]), Usage())
+    assert not kept(symbol, amp.Policy.default("float16", "cpu"))
+    # A layer that is kept by name: what is chosen for the view casts nothing.
+    low = amp.convert_symbol(symbol, policy=B.override(fp32_layers=["conv"]))
+    assert operators_of(low) == ["Convolution", "Flatten"]
+
+
+@with_avx512
+@pytest.mark.parametrize("op_class", ["low", "widest", "fp32"])
+def test_a_class_that_is_given_does_not_bring_the_error_back(op_class):
+    policy = B.override(**{op_class: ["Flatten"]})
+    assert kept(view_symbol(), policy) == ["view"]
+    low = amp.convert_symbol(view_symbol(), policy=policy)
+    executor = low.simple_bind(mx.cpu(), grad_req="null", data=(1, 16, 3, 3, 3))
+    assert executor.forward()[0].asnumpy().shape == (1, 16)
+
+
+def test_saved_policies_keep_the_rule(tmp_path):
+    B.save(tmp_path / "saved.toml")
+    assert kept(view_symbol(), amp.Policy.load(tmp_path / "saved.toml")) == kept(view_symbol())
