@@ -13,13 +13,15 @@ _NO_FILE = "no download"
 _PROPOSALS = 32
 #: Attributes that hold how many.
 _LIMITS = ("_rpn_test_post_nms", "_test_post_nms", "_rcnn_max_dets")
-#: A Faster R-CNN with a small base, which is trained: GluonCV's settings, but fewer boxes, and
-#: ROIPooling. For ROIAlign, GluonCV gives boxes of other levels the batch index -1, and MXNet's
-#: CPU kernel reads memory before the array: losses differ from run to run, and become infinite.
+#: How R-CNNs with a feature pyramid pool: by ROIPooling. For ROIAlign, GluonCV gives boxes of other
+#: levels the batch index -1, and MXNet's CPU kernel reads memory before the array: outputs differ
+#: from run to run, and become infinite.
+_POOLED = "pool"
+#: A Faster R-CNN with a small base, which is trained: GluonCV's settings, but fewer boxes.
 SMALL_RCNN = "faster_rcnn_fpn_resnet18_v1b"
 _CUSTOM_RCNN = {
     "base_network_name": "resnet18_v1b", "short": 800, "max_size": 1333, "min_stage": 2,
-    "max_stage": 6, "nms_thresh": 0.5, "nms_topk": -1, "post_nms": -1, "roi_mode": "pool",
+    "max_stage": 6, "nms_thresh": 0.5, "nms_topk": -1, "post_nms": -1, "roi_mode": _POOLED,
     "roi_size": (7, 7), "strides": (4, 8, 16, 32, 64), "clip": 4.14, "rpn_channel": 256,
     "base_size": 16, "scales": (2, 4, 8, 16, 32), "ratios": (0.5, 1, 2), "alloc_size": (384, 384),
     "rpn_nms_thresh": 0.7, "rpn_train_pre_nms": 256, "rpn_train_post_nms": 64,
@@ -97,6 +99,8 @@ def build(case: Case, shapes: Sequence[Shape]) -> Any:
     else:
         raise failure or RuntimeError(case.name)
     _limit_proposals(net)
+    if "_fpn_" in case.name:
+        net._roi_mode = _POOLED
     return net
 
 
