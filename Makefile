@@ -12,11 +12,11 @@ help: ## list these commands
 setup: ## make or update .venv, with what the tests need
 	scripts/test --setup-only
 
-test: ## run all tests; what has to pass before a change lands
-	scripts/test
+test: ## run all tests, long proofs too; what has to pass before a change lands
+	scripts/test --all
 
-fast: ## run the tests that take less than ten seconds each
-	scripts/test -m "not slow"
+fast: ## run the tests that take less than some seconds each
+	scripts/test --fast
 
 lint: setup ## check style and formatting
 	$(PYTHON) -m ruff check .

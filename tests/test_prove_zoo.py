@@ -38,6 +38,7 @@ RIGHT = {"lost": 0, "relative": 0.01, "agreement": 1.0, "loaded": {"equal": True
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_a_model_is_proven_once(tmp_path):
     path = tmp_path / "proof.json"
     done = prove(path, "--only", "np:convolutions")

@@ -222,17 +222,21 @@ def test_published_figures_are_whole():
     assert all("failure" in r or r["least"] <= r["ratio"] <= r["greatest"] for r in rows.values())
 
 
+proof = pytest.mark.proof
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, arguments, words",
     [
-        ("overhead", ["--rounds", "1", "--calls", "200"],
-         ["relu", "broadcast_add", "FullyConnected", "ResNet-50"]),
-        ("convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"]),
-        ("models", ["--rounds", "1", "--model", "lstm-8"], ["mxamp, fused", "training", "float32"]),
+        pytest.param("overhead", ["--rounds", "1", "--calls", "200"],
+                     ["relu", "broadcast_add", "FullyConnected", "ResNet-50"], marks=proof),
+        pytest.param("convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"], marks=proof),
+        pytest.param("models", ["--rounds", "1", "--model", "lstm-8"],
+                     ["mxamp, fused", "training", "float32"], marks=proof),
         ("trace", ["--rounds", "1", "--steps", "3"], ["with a trace", "scale_loss"]),
         ("startup", ["--rounds", "1"], ["import, s", "first call", "bfloat16"]),
-        ("kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"]),
+        pytest.param("kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"], marks=proof),
     ],
 )  # fmt: skip
 def test_benchmarks_run(name, arguments, words):

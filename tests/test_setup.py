@@ -62,7 +62,23 @@ def test_quickstart_refuses_what_it_does_not_know_before_it_sets_up(argument, cl
 def test_the_rest_goes_to_pytest(clone):
     done = clone.run("--python", clone.python(), "-n", "0", "--nosuch", "a b", "-k", "x or y")
     assert done.returncode == 0
-    assert done.said == "ran -m pytest -q -n 0 --nosuch a b -k x or y\n"
+    assert done.said == "ran -m pytest -q -m not proof -n 0 --nosuch a b -k x or y\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, marks",
+    [
+        (["-n0"], "-m not proof "),
+        (["-n0", "--fast"], "-m not slow and not proof "),
+        (["-n0", "--all"], ""),
+        (["-n0", "--all", "-m", "slow"], ""),
+        (["a.py::test"], ""),
+    ],
+)
+def test_long_proofs_run_where_all_or_one_is_asked_for(clone, arguments, marks):
+    rest = " ".join(one for one in arguments if one not in ("--fast", "--all"))
+    done = clone.run("--python", clone.python(), *arguments)
+    assert done.said == f"ran -m pytest -q {marks}{rest}\n"
 
 
 def test_the_manual_has_an_environment_of_its_own(clone, tmp_path):
@@ -267,13 +283,13 @@ def test_the_project_s_own_environment_is_up_to_date(tmp_path):
 @pytest.mark.parametrize("built", [True, False])
 def test_ci_runs_the_second_command_with_horovod_where_it_can_be_built(built, clone, tmp_path):
     shutil.copytree(ROOT / ".ci", clone.path / ".ci")
-    (clone.path / "scripts" / "test").write_text('#!/bin/sh\necho "$0 has $# arguments"\n')
+    (clone.path / "scripts" / "test").write_text('#!/bin/sh\necho "$0 was given $*"\n')
     (clone.path / "scripts" / "install_horovod").write_text(f"#!/bin/sh\nexit {int(not built)}\n")
     (tmp_path / "link").symlink_to(clone.path)
     done = subprocess.run(
         ["link/.ci/run"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
-    assert done.stdout.endswith("scripts/test has 0 arguments\n")
+    assert done.stdout.endswith("scripts/test was given --all\n")
     assert ("Horovod is not built: its tests are skipped" in done.stderr) == (not built)
 
 

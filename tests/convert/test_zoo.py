@@ -20,13 +20,15 @@ UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 # rounding (a normal error of that size).
 TOLERANCE = 1.0
 
-CHOSEN = [
-    "mx:resnet18_v1", "mx:resnet50_v2", "mx:vgg11_bn", "mx:squeezenet1_1", "mx:densenet121",
-    "mx:mobilenet_v2_1_0", "mx:inception_v3", "mx:alexnet",
-    "cv:resnest14", "cv:se_resnext50_32x4d", "cv:mobilenetv3_small", "cv:cifar_resnet20_v1",
-    "cv:fcn_resnet50_voc", "cv:deeplab_resnet50_ade", "cv:psp_resnet50_ade",
-    "cv:ssd_512_resnet18_v1_voc", "cv:ssd_300_vgg16_atrous_voc", "cv:yolo3_mobilenet1.0_voc",
-    "cv:yolo3_darknet53_coco", "cv:simple_pose_resnet18_v1b", "cv:mobile_pose_mobilenet1.0",
+QUICK = [
+    "mx:resnet18_v1", "mx:squeezenet1_1", "mx:mobilenet_v2_1_0", "cv:resnest14",
+    "cv:mobilenetv3_small", "cv:cifar_resnet20_v1", "cv:mobile_pose_mobilenet1.0",
+]  # fmt: skip
+LONG = [
+    "mx:resnet50_v2", "mx:vgg11_bn", "mx:densenet121", "mx:inception_v3", "mx:alexnet",
+    "cv:se_resnext50_32x4d", "cv:fcn_resnet50_voc", "cv:deeplab_resnet50_ade",
+    "cv:psp_resnet50_ade", "cv:ssd_512_resnet18_v1_voc", "cv:ssd_300_vgg16_atrous_voc",
+    "cv:yolo3_mobilenet1.0_voc", "cv:yolo3_darknet53_coco", "cv:simple_pose_resnet18_v1b",
 ]  # fmt: skip
 
 #: Heights and widths of inputs, by a part of the name; the first that fits.
@@ -181,7 +183,8 @@ def all_models():
 def pytest_generate_tests(metafunc):
     if "name" in metafunc.fixturenames:
         every = metafunc.config.getoption("--all-models")
-        metafunc.parametrize("name", all_models() if every else CHOSEN)
+        chosen = [*QUICK, *(pytest.param(name, marks=pytest.mark.proof) for name in LONG)]
+        metafunc.parametrize("name", all_models() if every else chosen)
 
 
 def can_run(name):

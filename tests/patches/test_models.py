@@ -112,7 +112,7 @@ def numpy_net():
 
 
 MODELS = [
-    pytest.param(zoo("resnet50_v1", 64, 4), marks=pytest.mark.slow),
+    pytest.param(zoo("resnet50_v1", 64, 4), marks=[pytest.mark.slow, pytest.mark.proof]),
     pytest.param(zoo("mobilenet_v2_1_0", 64, 8), marks=pytest.mark.slow),
     language_model,
     encoder,
