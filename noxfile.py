@@ -10,6 +10,8 @@ import nox
 
 nox.options.sessions = ["tests", "avx2", "mxnet", "smoke"]
 nox.options.error_on_missing_interpreters = False
+# Each Python's own: virtualenv makes none for 3.8 any more.
+nox.options.default_venv_backend = "venv"
 
 # As scripts/test has it.
 PARALLEL = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal"]
