@@ -1,17 +1,21 @@
 """The shapes that choices look at: those of operators' first two inputs, as MXNet infers them."""
 
-from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
+from dataclasses import replace
+from typing import Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
 from mxnet.base import MXNetError
 
 from ..policy.policy import Policy
 from . import substitutions
-from .graph import Graph, Node, Output
+from .graph import VERSION, Graph, Node, Output
 from .usage import Shape, Usage
 
 __all__ = ["Pair", "input_shapes"]
 
 Pair = Tuple[Optional[Shape], Optional[Shape]]
+
+#: How many of their outputs operators of several show, by call; it never changes.
+_shown: Dict[Any, int] = {}
 
 
 def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Pair]:
@@ -57,9 +61,8 @@ def _infer(
     graph: Graph, outputs: Sequence[Output], shapes: Mapping[str, Shape]
 ) -> Dict[Output, Shape]:
     """Return the shapes of those outputs that MXNet can infer."""
-    every = _visible_outputs(graph)
-    if every is not None and graph.symbol is not None:
-        outputs, symbol = every, graph.symbol.get_internals()
+    if graph.symbol is not None:
+        outputs, symbol = _visible_outputs(graph), graph.symbol.get_internals()
     else:
         symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
     inputs = set(symbol.list_inputs())
@@ -71,27 +74,25 @@ def _infer(
     return {output: shape for output, shape in zip(outputs, inferred or ()) if _known(shape)}
 
 
-def _visible_outputs(graph: Graph) -> Optional[Sequence[Output]]:
+def _visible_outputs(graph: Graph) -> Sequence[Output]:
     """Return the outputs that the internals of a graph's symbol list, in their order.
 
-    None where that can't be told: the internals list their names, without the outputs that
-    operators hide, such as the mean and the variance of `BatchNorm`.
+    These lack what operators hide, such as the mean and the variance of `BatchNorm`.
     """
-    if graph.symbol is None:
-        return None
-    names = graph.symbol.get_internals().list_outputs()
-    listed: List[Output] = []
-    for i, node in enumerate(graph.nodes):
-        following = graph.nodes[i + 1].name if i + 1 < len(graph.nodes) else ""
-        for k in range(node.num_outputs):
-            name = names[len(listed)] if len(listed) < len(names) else ""
-            its_own = name == node.name if node.is_variable else name.startswith(f"{node.name}_")
-            if k and (not its_own or name in (following, f"{following}_output")):
-                break
-            if not its_own:
-                return None
-            listed.append((i, k))
-    return listed if len(listed) == len(names) else None
+    return [(i, k) for i, node in enumerate(graph.nodes) for k in range(_visible(node))]
+
+
+def _visible(node: Node) -> int:
+    """Return how many of its outputs an operator shows: MXNet is asked on a graph of its own."""
+    if node.num_outputs == 1:
+        return 1
+    key = (*node.call, len(node.inputs))
+    if key not in _shown:
+        inputs = [Node("null", f"input{i}") for i in range(len(node.inputs))]
+        alone = replace(node, name="node", inputs=[(i, 0) for i in range(len(inputs))])
+        symbol = Graph([*inputs, alone], [(len(inputs), 0)], VERSION).to_symbol()
+        _shown[key] = len(symbol.get_internals().list_outputs()) - len(inputs)
+    return _shown[key]
 
 
 def _known(shape: Optional[Shape]) -> bool:
