@@ -19,7 +19,7 @@ from .graph import Graph, Node, Output
 from .input_shapes import Pair, input_shapes
 from .layouts import Site, before_norms, channels, gives_blocks, in_blocks, shapes_layout
 from .usage import Shape, Usage
-from .volumes import volume_readers
+from .volumes import readers_of_views, volume_readers
 
 __all__ = ["RULES", "choose", "stand_in"]
 
@@ -45,9 +45,10 @@ def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
 def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Pair]) -> Choices:
     kept: Dict[int, str] = {}
     substituted: Dict[int, StandIn] = {}
+    views = readers_of_views(graph.nodes, policy, usage) if policy.substitutions else ()
     for i, node in enumerate(graph.nodes):
         found = None
-        if not node.is_variable:
+        if not node.is_variable and i not in views:
             found = stand_in(node, policy, usage.training, *known.get(i, (None, None)))
         if found is not None:
             substituted[i] = found

@@ -12,9 +12,12 @@ from .builder import is_inserted
 from .graph import Node
 from .usage import Usage
 
-__all__ = ["kernel_axes", "volume_readers"]
+__all__ = ["kernel_axes", "readers_of_views", "volume_readers"]
 
 _PRODUCTS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
+_VIEWS = frozenset(
+    {"Reshape", "Flatten", "expand_dims", "reshape_like", "_np_reshape", "_npx_reshape"}
+)
 
 
 def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
@@ -38,6 +41,31 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Froze
     return frozenset(readers)
 
 
+def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
+    """Return the nodes that read a view of what may come from a 3-D convolution, in any dtype.
+
+    In float32 MXNet reads such a view, but no view of it: nothing that begins with one may stand in
+    for these nodes.
+    """
+    readers: Set[int] = set()
+    volumes: Set[int] = set()
+    views: Set[int] = set()
+    for i, node in enumerate(nodes):
+        if node.is_variable:
+            if len(usage.shapes.get(node.name, ())) == len("NCDHW"):
+                volumes.add(i)
+            continue
+        sources = [source for source, _ in node.inputs if source in volumes]
+        if views.intersection(sources):
+            readers.add(i)
+        if sources and node.operator in _VIEWS:
+            views.add(i)
+        product = policy.rule(node.operator).op_class == "low"
+        if _is_volume_product(node) or (sources and not product):
+            volumes.add(i)
+    return frozenset(readers)
+
+
 def kernel_axes(node: Node) -> int:
     """Return how many axes a convolution's or a pooling's kernel has, 0 where it is not given."""
     sizes = node.attrs.get("kernel", "()").strip("()[] ,")
@@ -46,13 +74,15 @@ def kernel_axes(node: Node) -> int:
 
 def _gives(node: Node, policy: Policy) -> bool:
     """Tell whether it is a 3-D convolution that may run in bfloat16."""
-    if node.operator not in _PRODUCTS:
-        return False
     rule = policy.rule(node.operator)
+    return _is_volume_product(node) and rule.op_class != "fp32" and not rule.missing
+
+
+def _is_volume_product(node: Node) -> bool:
     # A fused one holds the convolution that it runs.
     inner = [one for body in node.subgraphs for one in body.nodes]
-    volumes = any(kernel_axes(one) == len("DHW") for one in (node, *inner))
-    return volumes and rule.op_class != "fp32" and not rule.missing
+    axes = (kernel_axes(one) for one in (node, *inner))
+    return node.operator in _PRODUCTS and any(count == len("DHW") for count in axes)
 
 
 def _passes_on(node: Node, policy: Policy) -> bool:

@@ -38,6 +38,48 @@ VIEWS = {
 }
 
 
+def mean(F, x):
+    return F.mean(x, axis=2)
+
+
+def total(F, x):
+    return F.sum(x, axis=2)
+
+
+def half(F, x):
+    return F.split(x, num_outputs=2, axis=2)[0]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("reads", [mean, total, half])
+@pytest.mark.parametrize("layer", [nn.Conv3D, nn.Conv3DTranspose])
+def test_what_begins_with_a_view_stands_in_for_no_reader_of_views(layer, reads, train):
+    """MXNet reads a view of a 3-D convolution in float32, but no view of that view."""
+
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.volume = layer(16, 3, padding=1, in_channels=16)
+
+        def hybrid_forward(self, F, x):
+            return reads(F, F.reshape(self.volume(x), shape=(0, 0, -1)))
+
+    mx.random.seed(3)
+    net = Net()
+    net.initialize()
+    net.hybridize()
+    data = randn(2, 16, 4, 6, 6)
+    expected = net(data)
+    with amp.autocast(policy=B.override(fp32=["Convolution", "Deconvolution"])):
+        with autograd.record(train_mode=train) if train else autograd.pause():
+            out = net(data)
+        if train:
+            out.backward()
+    mx.nd.waitall()
+    np.testing.assert_allclose(out.asnumpy(), expected.asnumpy(), atol=1e-4)
+
+
 class Viewed(nn.HybridBlock):
     """A 3-D convolution in blocks of channels, a view of its output, and a dense layer."""
 
