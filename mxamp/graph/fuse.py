@@ -15,6 +15,7 @@ from ..errors import ArgumentError
 from ..framework.versions import has_feature
 from ..policy.decision import decide
 from ..policy.policy import Policy
+from ..policy.values import kernel_axes
 from .cast_params import of_any_shape, without
 from .fold_batchnorm import Params, float32_array, folded, folded_forward, readers_by_name
 from .graph import Graph, GraphCopy, Node, Output
@@ -22,7 +23,6 @@ from .pad_channels import with_padded_channels
 from .shape_rules import choose, stand_in
 from .substitutions import ALL, find
 from .usage import Usage
-from .volumes import kernel_axes
 
 __all__ = ["FUSED", "fused"]
 
@@ -215,7 +215,7 @@ def _norms_before_relu(graph: Graph) -> Dict[int, int]:
 
 
 def _is_on_images(node: Node) -> bool:
-    return node.op in ("Convolution", "Pooling") and kernel_axes(node) == len("HW")
+    return node.op in ("Convolution", "Pooling") and kernel_axes(node.attrs) == len("HW")
 
 
 # ---------------------------------------------------------------------- operators put in between

@@ -8,11 +8,12 @@ descriptor for a reorder primitive". The same in fewer axes runs, and so do eage
 from typing import FrozenSet, Sequence, Set
 
 from ..policy.policy import Policy
+from ..policy.values import kernel_axes
 from .builder import is_inserted
 from .graph import Node
 from .usage import Usage
 
-__all__ = ["kernel_axes", "readers_of_views", "volume_readers"]
+__all__ = ["readers_of_views", "volume_readers"]
 
 _PRODUCTS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
 _VIEWS = frozenset(
@@ -66,12 +67,6 @@ def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Fro
     return frozenset(readers)
 
 
-def kernel_axes(node: Node) -> int:
-    """Return how many axes a convolution's or a pooling's kernel has, 0 where it is not given."""
-    sizes = node.attrs.get("kernel", "()").strip("()[] ,")
-    return len(sizes.split(",")) if sizes else 0
-
-
 def _gives(node: Node, policy: Policy) -> bool:
     """Tell whether it is a 3-D convolution that may run in bfloat16."""
     rule = policy.rule(node.operator)
@@ -81,7 +76,7 @@ def _gives(node: Node, policy: Policy) -> bool:
 def _is_volume_product(node: Node) -> bool:
     # A fused one holds the convolution that it runs.
     inner = [one for body in node.subgraphs for one in body.nodes]
-    axes = (kernel_axes(one) for one in (node, *inner))
+    axes = (kernel_axes(one.attrs) for one in (node, *inner))
     return node.operator in _PRODUCTS and any(count == len("DHW") for count in axes)
 
 

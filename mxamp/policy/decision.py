@@ -10,6 +10,7 @@ from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 from ..framework.operators import registry
 from .policy import Policy
 from .rules import Rule
+from .values import kernel_axes
 
 __all__ = ["CASTABLE", "Decision", "decide", "fixed_inputs"]
 
@@ -24,6 +25,7 @@ _FOREIGN = frozenset({"float64", "sparse"})
 
 
 CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes to memory it does not have"
+NO_FLOAT64 = "transposed 3-D convolutions have no kernel in half precision, and none in float64"
 DIAGONAL = (
     "MXNet writes its gradient on the diagonal alone: what a cast would read beside it is garbage"
 )
@@ -90,6 +92,9 @@ def decide(
     missing = rule.missing
     if rule.is_detour(kept):
         missing, kept = kept, None
+    if operator == "Deconvolution" and missing and kernel_axes(attributes) == len("DHW"):
+        # A float32 weight is read as it is, by oneDNN; it has no gradient for one that was cast.
+        kept = NO_FLOAT64
     op_class, reason = _classify(rule, attributes, policy, layer, kept)
     untouched = (None,) * len(dtypes)
     if op_class == "untouched":

@@ -5,7 +5,7 @@ import math
 import struct
 from typing import Any, Mapping, NamedTuple
 
-__all__ = ["INFINITE_FROM", "RANGES", "out_of_range", "same_value"]
+__all__ = ["INFINITE_FROM", "RANGES", "kernel_axes", "out_of_range", "same_value"]
 
 
 class _Range(NamedTuple):
@@ -90,3 +90,13 @@ def _single(value: float) -> float:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
         return value
+
+
+def kernel_axes(attributes: Mapping[str, Any]) -> int:
+    """Return how many axes a convolution's or a pooling's kernel has, 0 where it is not given.
+
+    >>> kernel_axes({"kernel": "(3, 3, 3)"})
+    3
+    """
+    sizes = str(attributes.get("kernel", "()")).strip("()[] ,")
+    return len(sizes.split(",")) if sizes else 0

@@ -80,6 +80,20 @@ def test_what_begins_with_a_view_stands_in_for_no_reader_of_views(layer, reads, 
     np.testing.assert_allclose(out.asnumpy(), expected.asnumpy(), atol=1e-4)
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_transposed_volumes_are_trained_in_float32(dtype, hybrid):
+    net = nn.Conv3DTranspose(4, 3, in_channels=2)
+    net.initialize()
+    net.hybridize(hybrid)
+    data = randn(2, 2, 4, 5, 6)
+    gradients = []
+    for mixed in (False, True):
+        with amp.autocast(dtype, enabled=mixed), autograd.record():
+            net(data).sum().backward()
+        gradients.append(net.weight.grad().asnumpy())
+    np.testing.assert_allclose(*gradients, rtol=1e-5 if dtype == "float16" else 0.05)
+
+
 class Viewed(nn.HybridBlock):
     """A 3-D convolution in blocks of channels, a view of its output, and a dense layer."""
 

@@ -80,6 +80,9 @@ def test_a_missing_kernel_computes_on_rounded_values():
     assert decision.rounds(0, F)
     assert not decision.rounds(0, N)
     assert decide("Deconvolution", {}, [F, F], Policy.default(H, "cpu")).reads == (D, D)
+    # There is none in float64 for three axes.
+    volume = decide("Deconvolution", {"kernel": "(3, 3, 3)"}, [F, F], Policy.default(H, "cpu"))
+    assert (volume.reads, volume.precision) == ((None, None), F)
 
 
 @pytest.mark.parametrize("weight", [H, B])
