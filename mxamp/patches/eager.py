@@ -173,7 +173,7 @@ class _Casts:
         self._target = DTYPE_CODES[policy.target_dtype]
         named += ["transpose_a"] if self._sums else []
         named += [a for a in ("num_group", "mode") if operator.name in _GROUPED]
-        named += ["kernel"] if operator.name == "Deconvolution" else []
+        named += ["kernel", "dilate"] if operator.name == "Deconvolution" else []
         named += ["op_type"] if operator.name == "Custom" else []
         named += ["subscripts"] if operator.name == "_npi_einsum" else []
         self._attributes = frozenset(named)

@@ -7,10 +7,11 @@ all ask it, so that they agree bit for bit.
 from dataclasses import dataclass
 from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
+from ..errors import ArgumentError
 from ..framework.operators import registry
 from .policy import Policy
 from .rules import Rule
-from .values import kernel_axes
+from .values import is_dilated, kernel_axes
 
 __all__ = ["CASTABLE", "Decision", "decide", "fixed_inputs"]
 
@@ -25,7 +26,15 @@ _FOREIGN = frozenset({"float64", "sparse"})
 
 
 CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes to memory it does not have"
-NO_FLOAT64 = "transposed 3-D convolutions have no kernel in half precision, and none in float64"
+NO_FLOAT64 = (
+    "a transposed convolution that is 3-D or dilated has no kernel in half precision, and none in "
+    "float64 that is right"
+)
+HALF_WEIGHT = (
+    "a transposed convolution that is dilated, with a weight in {dtype}, has no right kernel on "
+    "CPUs: MXNet's own takes no notice of dilation, and oneDNN's writes gradients to memory that "
+    "it does not have. Keep the weight in float32"
+)
 DIAGONAL = (
     "MXNet writes its gradient on the diagonal alone: what a cast would read beside it is garbage"
 )
@@ -92,7 +101,8 @@ def decide(
     missing = rule.missing
     if rule.is_detour(kept):
         missing, kept = kept, None
-    if operator == "Deconvolution" and missing and kernel_axes(attributes) == len("DHW"):
+    volume = kernel_axes(attributes) == len("DHW")
+    if operator == "Deconvolution" and missing and (volume or is_dilated(attributes)):
         # A float32 weight is read as it is, by oneDNN; it has no gradient for one that was cast.
         kept = NO_FLOAT64
     op_class, reason = _classify(rule, attributes, policy, layer, kept)
@@ -111,6 +121,8 @@ def decide(
         return Decision(untouched, "no floating-point input to follow")
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy)
     detour = _detour(rule, missing, dtypes, dtype, policy)
+    if detour and detour[0] == "float64" and is_dilated(attributes):
+        raise ArgumentError(HALF_WEIGHT.format(dtype=dtypes[1]))
     if detour is not None:
         computes, why = detour
         reads = tuple(computes if i in floats else None for i in range(len(dtypes)))

@@ -3,9 +3,9 @@
 import ast
 import math
 import struct
-from typing import Any, Mapping, NamedTuple
+from typing import Any, List, Mapping, NamedTuple
 
-__all__ = ["INFINITE_FROM", "RANGES", "kernel_axes", "out_of_range", "same_value"]
+__all__ = ["INFINITE_FROM", "RANGES", "is_dilated", "kernel_axes", "out_of_range", "same_value"]
 
 
 class _Range(NamedTuple):
@@ -98,5 +98,18 @@ def kernel_axes(attributes: Mapping[str, Any]) -> int:
     >>> kernel_axes({"kernel": "(3, 3, 3)"})
     3
     """
-    sizes = str(attributes.get("kernel", "()")).strip("()[] ,")
-    return len(sizes.split(",")) if sizes else 0
+    return len(_numbers(attributes.get("kernel", "()")))
+
+
+def is_dilated(attributes: Mapping[str, Any]) -> bool:
+    """Tell whether a convolution's kernel has gaps.
+
+    >>> is_dilated({"dilate": "(2, 2)"})
+    True
+    """
+    return any(number != "1" for number in _numbers(attributes.get("dilate", "()")))
+
+
+def _numbers(given: Any) -> List[str]:
+    inner = str(given).strip("()[] ,")
+    return [number.strip() for number in inner.split(",")] if inner else []

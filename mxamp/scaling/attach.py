@@ -14,6 +14,7 @@ from ..policy.active import chose_float32, current_policy
 from .checkpoint import taken_state
 from .finite import all_finite, multiply
 from .float32 import Float32Scaler
+from .frozen import warn_of_frozen_weights
 from .hook import TrainerHook
 from .reduction import check_trainer, fresh_gradients
 from .scaler import LossScaler, NoScaler, Scaler
@@ -91,6 +92,7 @@ def attach_hook(
     if saved is not None and loss_scaler is None:
         hook.load_state_dict(saved)
     left = _take_from_contrib(trainer)
+    warn_of_frozen_weights(trainer._params)
     _attach(trainer, hook)
     if left is not None and not after_backward:
         pending = [g for _, of_one in fresh_gradients(trainer._params) for g in of_one]

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import CASTABLE, decide
 from mxamp.policy.policy import Policy
@@ -80,6 +81,10 @@ def test_a_missing_kernel_computes_on_rounded_values():
     assert decision.rounds(0, F)
     assert not decision.rounds(0, N)
     assert decide("Deconvolution", {}, [F, F], Policy.default(H, "cpu")).reads == (D, D)
+    dilated = {"kernel": "(3, 3)", "dilate": "(1, 2)"}
+    assert decide("Deconvolution", dilated, [F, F], Policy.default(H, "cpu")).reads == (None, None)
+    with pytest.raises(ArgumentError, match="a weight in float16, has no right kernel"):
+        decide("Deconvolution", dilated, [F, H], Policy.default(H, "cpu"))
     # There is none in float64 for three axes.
     volume = decide("Deconvolution", {"kernel": "(3, 3, 3)"}, [F, F], Policy.default(H, "cpu"))
     assert (volume.reads, volume.precision) == ((None, None), F)
