@@ -12,8 +12,8 @@ logger = logging.getLogger("mxamp")
 
 FROZEN = (
     "MXNet computes the gradient of a dense layer's bias only beside that of its weight: %s would "
-    "be trained on whatever is in memory, as the weight has grad_req 'null'. Set grad_req = 'write' "
-    "on the weight too, and give the Trainer only the parameters that are to change"
+    "be trained on whatever is in memory, as the weight has grad_req 'null'. Set the weight's "
+    "grad_req to 'write' too, and give the Trainer only the parameters that are to change"
 )
 #: The fused recurrent layers compute these gradients all the same.
 _FUSED = re.compile(r"_[lr]\d+_[ih]2h_weight$")
