@@ -33,6 +33,8 @@ __all__ = ["INVOKE_MODULES", "decision_for", "patches"]
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _TENSORDOT = handle_of("_npi_tensordot")
+#: What `astype`, `copyto` and assignments to slices call.
+_COPY_TO = handle_of("_copyto")
 
 # One an operator, dtypes and attributes; a number that changes with every call, such as a learning
 # rate that is multiplied by, makes a new one each time.
@@ -72,6 +74,8 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
         if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
             ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
+        if handle == _COPY_TO and dtype_code(ndargs[0]) == _BFLOAT16:
+            ndargs = [_widened_for(out, ndargs[0])]
         operator = _casts_of(policy)[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
         reads = ndargs if decision is None else _read(decision, ndargs)
@@ -84,6 +88,14 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         return outputs if out is None else _write_out(outputs, out)
 
     return _imperative_invoke
+
+
+def _widened_for(out: Any, array: NDArray) -> NDArray:
+    """Return what a copy of a bfloat16 array to `out` reads: float32, where that has another dtype.
+
+    From oneDNN's layouts MXNet copies within one dtype alone.
+    """
+    return array if dtype_code(out) == _BFLOAT16 else cast(array, "float32")
 
 
 def _build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -388,3 +388,49 @@ def test_a_users_list_may_ask_for_what_has_no_kernel(dtype):
 def test_names_imported_before(on):
     assert kind(early_relu(X)) == "float32"
     assert mx_dtype("float16") == "float16"
+
+
+def assigned(key):
+    def assign(array):
+        made = mx.nd.zeros(array.shape)
+        made[key] = array[key]
+        return made
+
+    return assign
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda array: array.astype("float32"),
+        lambda array: array.as_np_ndarray().astype("float32").as_nd_ndarray(),
+        lambda array: array.copyto(mx.nd.zeros(array.shape)),
+        lambda array: array[:].astype("float64").astype("float32"),
+        lambda array: array.reshape((0, -1)).astype("float32").reshape(array.shape),
+        assigned(slice(None)),
+        assigned(0),
+        assigned(slice(1, None)),
+    ],
+)
+def test_arrays_in_onednns_layouts_are_copied_to_other_dtypes(copy, on):
+    data, weight = randn(2, 32, 8, 8), randn(16, 32, 1, 1)
+    out = mx.nd.Convolution(data, weight, kernel=(1, 1), num_filter=16, no_bias=True)
+    expected = mx.nd.cast(out, dtype="float32").asnumpy()
+    copied = copy(mx.nd.Convolution(data, weight, kernel=(1, 1), num_filter=16, no_bias=True))
+    assert copied.dtype == np.float32
+    found = copied.asnumpy()
+    rows = found.reshape(2, -1).any(axis=1)
+    np.testing.assert_array_equal(found[rows], expected[rows])
+    assert rows.any()
+
+
+def test_gradients_pass_through_such_copies(on):
+    data, weight = randn(2, 32, 8, 8), randn(16, 32, 1, 1)
+    weight.attach_grad()
+    gradients = []
+    for copy in (lambda array: mx.nd.cast(array, dtype="float32"), lambda a: a.astype("float32")):
+        with autograd.record():
+            out = mx.nd.Convolution(data, weight, kernel=(1, 1), num_filter=16, no_bias=True)
+            (copy(out) ** 2).sum().backward()
+        gradients.append(weight.grad.asnumpy())
+    np.testing.assert_array_equal(*gradients)
