@@ -97,6 +97,15 @@ class Builder:
             self._copies[output] = (self._insert("_copy", output, "amp_copy", {}), 0)
         return self._copies[output]
 
+    def in_plain_layout(self, entry: Entry) -> Entry:
+        """Return a float32 output in MXNet's own layout: slices are written in it."""
+        if entry.dtype != "float32":
+            return entry
+        whole = {"axis": "0", "begin": "0", "end": "None"}
+        return entry._replace(
+            output=(self._insert("slice_axis", entry.output, "amp_plain", whole), 0)
+        )
+
     def _read_by_cast(self, entry: Entry, dtype: str) -> Output:
         """Return what a cast reads: a copy, where autograd may accumulate into a variable.
 

@@ -118,6 +118,9 @@ class _Rewriter:
             reads = [self._restored(value) for value in inputs]
         else:
             reads = [self._read(entry, decision, k) for k, entry in enumerate(entries)]
+        if rule.is_detour(kept) and decision.through is None and not self.usage.converting:
+            # A view of a float32 one is read by casts no better.
+            reads[0] = self.builder.in_plain_layout(reads[0])
         read, graphs = [entry.output for entry in reads], [body.graph for body in bodies]
         copied = Node(node.op, node.name, node.attrs, read, graphs, node.num_outputs)
         added = self.builder.add(copied)

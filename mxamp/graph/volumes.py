@@ -22,7 +22,7 @@ _VIEWS = frozenset(
 
 
 def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
-    """Return the nodes that may read a 3-D convolution's output in bfloat16's blocked layout.
+    """Return the nodes that may read a 3-D convolution's output in oneDNN's blocked layout.
 
     Operators that follow their inputs pass the layout on, or may; no shape needs to be known. An
     array of five axes that is passed in may be what an eager call gave.
@@ -68,9 +68,8 @@ def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Fro
 
 
 def _gives(node: Node, policy: Policy) -> bool:
-    """Tell whether it is a 3-D convolution that may run in bfloat16."""
-    rule = policy.rule(node.operator)
-    return _is_volume_product(node) and rule.op_class != "fp32" and not rule.missing
+    """Tell whether it is a 3-D convolution whose output may be in blocks."""
+    return _is_volume_product(node) and not policy.rule(node.operator).missing
 
 
 def _is_volume_product(node: Node) -> bool:
