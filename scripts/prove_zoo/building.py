@@ -66,6 +66,8 @@ def _options(case: Case, shapes: Sequence[Shape]) -> List[Dict[str, Any]]:
         more["crop_size"] = shapes[0][-1]
     if "_custom" in case.name and case.family != "action":
         more["classes"] = _CLASSES
+    if case.name.endswith("_custom") and case.family == "action":
+        more["use_kinetics_pretrain"] = False  # weights that would be copied from a download
     if case.name.startswith("custom_"):
         return [{"pretrained_base": False, "classes": _CLASSES}]
     alone = {"pretrained": False}
