@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Sequence
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
@@ -216,8 +217,10 @@ def extras(name: str, requirements: Sequence[str], options: Options) -> str:
     pip = [sys.executable, "-m", "pip"]
     if name in LARGE:
         for requirement in requirements:
-            package, pinned = requirement.split("==")
-            if pinned not in run(*pip, "index", "versions", package):
+            wanted = Requirement(requirement)
+            said = run(*pip, "index", "versions", wanted.name)
+            there = re.search(r"Available versions: (.*)", said)
+            if there is None or not any(map(wanted.specifier.contains, there[1].split(", "))):
                 raise StepError(f"there is no {requirement}")
         return f"all {len(requirements)} versions are there"
     artifact = f"{_built()['wheel']}[{name}]"
