@@ -8,7 +8,7 @@ from typing import Callable, Dict, List, Sequence, Tuple
 
 from .equivalents import Attributes, Call, Detail, Part, Parts, is_true
 
-__all__ = ["is_large_rnn", "rnn", "steps_and_width"]
+__all__ = ["is_large_rnn", "rnn", "sizes_of_data"]
 
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
 #: GRU reset, update and new.
@@ -18,7 +18,7 @@ _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 _LARGE_PRODUCT = 2**24
 # Beyond so many steps in all layers the graph, 15 operators a step, takes seconds to make.
 _MOST_STEPS = 256
-_DATA, _PARAMETERS, _STATE, _CELL = range(4)
+_DATA, _PARAMETERS, _STATE = range(3)
 
 
 def is_large_rnn(call: Call) -> bool:
@@ -41,10 +41,9 @@ def is_large_rnn(call: Call) -> bool:
     )
 
 
-def steps_and_width(call: Call) -> Detail:
-    """Return the number of steps, and the width of the data."""
-    steps, _, width = call.shape or (0, 0, 0)
-    return steps, width
+def sizes_of_data(call: Call) -> Detail:
+    """Return the number of steps, of rows, and the width of the data."""
+    return tuple(call.shape or (0, 0, 0))
 
 
 def _directions(attrs: Attributes) -> int:
@@ -52,8 +51,8 @@ def _directions(attrs: Attributes) -> int:
 
 
 def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return layers of steps; `detail` are the number of steps and the width of the data."""
-    steps, width = detail
+    """Return layers of steps; `detail` is the data's shape: steps, rows, width."""
+    steps, rows, width = detail
     mode, size = attrs["mode"], int(attrs["state_size"])
     directions, layers = _directions(attrs), int(attrs["num_layers"])
     parts = Parts(inputs=4 if mode == "lstm" else 3)
@@ -61,13 +60,19 @@ def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     widths = [width] + [size * directions] * (layers - 1)
     matrices = [weights.matrices(widths[k // directions]) for k in range(layers * directions)]
     biases = [weights.biases() for _ in matrices]
+    # Begin states are often zeros whose shape MXNet finds from what reads them: slices don't say.
+    shape = f"({layers * directions}, {rows}, {size})"
+    begins = [
+        parts.add("Reshape", f"begins{k}", k, shape=shape) for k in range(_STATE, parts.inputs)
+    ]
     below, ends = _DATA, []  # type: int, List[Sequence[int]]
     for layer in range(layers):
         sides = []
         for k in range(layer * directions, (layer + 1) * directions):
             order = range(steps)[:: -1 if k % directions else 1]
             run = _Layer(parts, f"l{k}", mode, size, [*matrices[k], *biases[k]])
-            states, end = run.steps(below, order, k)
+            begin = [run.one(f"begin{n}", states, k) for n, states in enumerate(begins)]
+            states, end = run.steps(below, order, begin)
             sides.append(_joined(parts, f"l{k}", states, axis=0))
             ends.append(end)
         below = _joined(parts, f"l{layer}_sides", sides, axis=2)
@@ -129,23 +134,25 @@ class _Layer:
         }
 
     def steps(
-        self, below: int, order: Sequence[int], position: int
+        self, below: int, order: Sequence[int], begin: Sequence[int]
     ) -> Tuple[List[int], Sequence[int]]:
-        """Return the state of each step, in time, and the state (and cell) after the last.
-
-        `position` is where the first ones are in the operator's own inputs.
-        """
+        """Return the state of each step, in time, and the state (and cell) after the last."""
         gates = self._product("reads", below, self._read, self._read_bias)
-        kinds = (_STATE, _CELL) if self._mode == "lstm" else (_STATE,)
-        state: Sequence[int] = [self._one(f"begin{kind}", kind, position) for kind in kinds]
+        state = begin
         states = {}
         for t in order:
             before = self._product(f"recurs{t}", state[0], self._recur, self._bias)
             state = self._step.get(self._mode, self._simple)(
-                self._one(f"step{t}", gates, t, float32=True), before, state
+                self.one(f"step{t}", gates, t, float32=True), before, state
             )
             states[t] = state[0]
         return [states[t] for t in sorted(states)], state
+
+    def one(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
+        """Return the part of a tensor at one position of its first axis."""
+        add = self._parts.add_float32 if float32 else self._parts.add
+        begin, end = str(position), str(position + 1)
+        return add("slice_axis", f"{self._name}_{name}", tensor, axis="0", begin=begin, end=end)
 
     def _lstm(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
         gates = self._add("elemwise_add", "gates", read, before)
@@ -182,11 +189,6 @@ class _Layer:
     def _gate(self, tensor: int, k: int) -> int:
         begin, end = str(k * self._size), str((k + 1) * self._size)
         return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
-
-    def _one(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
-        add = self._parts.add_float32 if float32 else self._parts.add
-        begin, end = str(position), str(position + 1)
-        return add("slice_axis", f"{self._name}_{name}", tensor, axis="0", begin=begin, end=end)
 
     def _product(self, name: str, tensor: int, weight: int, bias: int) -> int:
         attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}

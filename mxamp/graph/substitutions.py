@@ -141,7 +141,7 @@ _SUBSTITUTIONS = (
         operators=frozenset({"RNN"}),
         build=recurrent.rnn,
         applies=recurrent.is_large_rnn,
-        detail=recurrent.steps_and_width,
+        detail=recurrent.sizes_of_data,
         by_shape={"RNN": (0,)},
         lowered="FullyConnected",
     ),

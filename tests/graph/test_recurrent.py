@@ -5,6 +5,7 @@ from dataclasses import replace
 import mxnet as mx
 import numpy as np
 import pytest
+from mxnet import gluon
 from mxnet.gluon import rnn
 
 import mxamp as amp
@@ -49,7 +50,9 @@ def test_it_computes_the_same_in_float32(mode, layers, bidirectional, state_outp
         state_outputs=state_outputs,
     )
     graph = Graph.from_symbol(symbol)
-    choices = Choices(substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, WIDTH)))}))
+    choices = Choices(
+        substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH)))})
+    )
     float32 = amp.Policy.default("bfloat16").in_float32()
     other = rewrite(graph, float32, Usage(), choices).graph
     assert "RNN" not in other.operators
@@ -124,6 +127,41 @@ def test_layers_of_gluon(kind):
         assert mine.dtype == theirs.dtype
         difference = np.linalg.norm(values(mine) - values(theirs))
         assert difference < 1e-2 * np.linalg.norm(values(theirs))
+
+
+class Inside(gluon.HybridBlock):
+    """A recurrent layer in a block: graphs of the whole make the zeros that it begins with."""
+
+    def __init__(self, layer):
+        super().__init__()
+        with self.name_scope():
+            self.layer = layer
+
+    def hybrid_forward(self, F, x):
+        return self.layer(x)
+
+
+@with_avx512
+@pytest.mark.parametrize("kind", [rnn.LSTM, rnn.GRU, rnn.RNN])
+def test_layers_that_begin_with_zeros(kind):
+    net = Inside(kind(128 if kind is rnn.RNN else 64, 2, bidirectional=True, layout="NTC"))
+    net.initialize(mx.init.Uniform(0.2))
+    net.hybridize()
+    for rows, steps in ((4096, 2), (4097, 2), (4096, 3)):
+        x = randn(rows, steps, 8)
+        with amp.autocast("bfloat16"):
+            found = values(net(x))
+        with amp.autocast(enabled=False):
+            plain = values(net(x))
+        assert 0 < np.linalg.norm(found - plain) < 1e-2 * np.linalg.norm(plain)
+    symbol = net(mx.sym.var("data"))
+    with amp.autocast("bfloat16"):
+        executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=(4096, 2, 8))
+        for name, parameter in net.collect_params().items():
+            executor.arg_dict[name][:] = parameter.data()
+        found = values(executor.forward(data=x[:, :2])[0])
+    plain = values(net(x[:, :2]))
+    assert 0 < np.linalg.norm(found - plain) < 1e-2 * np.linalg.norm(plain)
 
 
 @with_avx512
