@@ -21,19 +21,18 @@ from ..framework.versions import release
 
 __all__ = [
     "CASTS",
-    "Call",
     "Graph",
     "GraphCopy",
     "Node",
     "Output",
     "VERSION",
+    "alone",
     "argument_dtypes",
     "infer_outputs",
     "infer_types",
 ]
 
 Output = Tuple[int, int]  #: (node, output of it)
-Call = Tuple[Any, ...]  #: an operator, and the attributes that it sees
 CASTS = frozenset({"amp_cast", "Cast"})
 
 
@@ -60,7 +59,7 @@ class Node:
         return resolve(self.op).name
 
     @property
-    def call(self) -> Call:
+    def call(self) -> Tuple[Any, ...]:
         """The operator and the attributes that it sees, as a key: equal where the calls are."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
 
@@ -212,9 +211,7 @@ _major, _minor, _patch = release(__version__)
 VERSION = {"mxnet_version": ["int", 10000 * _major + 100 * _minor + _patch]}
 
 
-def infer_outputs(
-    node: Node, dtypes: Sequence[str], call: Optional[Call] = None
-) -> Tuple[str, ...]:
+def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     """Return the dtype of each output of `node`, hidden ones included, for these inputs.
 
     MXNet is asked, on a graph of that one node (0.1 ms); answers are remembered. Where it can't
@@ -222,7 +219,7 @@ def infer_outputs(
     """
     if node.subgraphs:
         return _ask(node, dtypes)
-    key = (node.call if call is None else call, tuple(dtypes), node.num_outputs)
+    key = (node.call, tuple(dtypes), node.num_outputs)
     outputs = _inferred.get(key)
     if outputs is None:
         outputs = _inferred[key] = _ask(node, dtypes)
@@ -230,15 +227,26 @@ def infer_outputs(
 
 
 def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
-    count = len(dtypes)
-    inputs = [
-        Node("null", f"input{i}", {"__dtype__": str(DTYPE_CODES.get(dtype, 0))})
-        for i, dtype in enumerate(dtypes)
-    ]
-    alone = replace(node, name="node", inputs=[(i, 0) for i in range(count)])
-    graph = Graph([*inputs, alone], [(count, i) for i in range(node.num_outputs)], VERSION)
-    inferred = infer_types(graph.to_symbol())
+    attrs = [{"__dtype__": str(DTYPE_CODES.get(dtype, 0))} for dtype in dtypes]
+    inferred = infer_types(alone(node, attrs, node.num_outputs))
     return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
+
+
+def alone(
+    node: Node,
+    inputs: Sequence[Mapping[str, str]],
+    outputs: int = 1,
+    symbol_class: Type[Symbol] = Symbol,
+) -> Symbol:
+    """Return the symbol of one operator, and so many outputs of it.
+
+    It reads variables, one an input, which have these attributes.
+    """
+    count = len(inputs)
+    variables = [Node("null", f"input{i}", dict(attrs)) for i, attrs in enumerate(inputs)]
+    single = replace(node, name="node", inputs=[(i, 0) for i in range(count)])
+    heads = [(count, i) for i in range(outputs)]
+    return Graph([*variables, single], heads, VERSION).to_symbol(symbol_class)
 
 
 def infer_types(

@@ -1,13 +1,12 @@
 """The shapes that choices look at: those of operators' first two inputs, as MXNet infers them."""
 
-from dataclasses import replace
 from typing import Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
 from mxnet.base import MXNetError
 
 from ..policy.policy import Policy
 from . import substitutions
-from .graph import VERSION, Graph, Node, Output
+from .graph import Graph, Node, Output, alone
 from .usage import Shape, Usage
 
 __all__ = ["Pair", "input_shapes"]
@@ -88,10 +87,8 @@ def _visible(node: Node) -> int:
         return 1
     key = (*node.call, len(node.inputs))
     if key not in _shown:
-        inputs = [Node("null", f"input{i}") for i in range(len(node.inputs))]
-        alone = replace(node, name="node", inputs=[(i, 0) for i in range(len(inputs))])
-        symbol = Graph([*inputs, alone], [(len(inputs), 0)], VERSION).to_symbol()
-        _shown[key] = len(symbol.get_internals().list_outputs()) - len(inputs)
+        symbol = alone(node, [{}] * len(node.inputs))
+        _shown[key] = len(symbol.get_internals().list_outputs()) - len(node.inputs)
     return _shown[key]
 
 

@@ -14,7 +14,7 @@ from . import substitutions
 from .builder import HALVES, Builder, Entry, is_inserted
 from .choices import NONE, Choices
 from .control_flow import body_usage, rewrites_bodies
-from .graph import Call, Graph, Node, Output, infer_outputs
+from .graph import Graph, Node, Output, infer_outputs
 from .rewrite import Rewrite
 from .usage import Usage
 
@@ -108,12 +108,12 @@ class _Rewriter:
 
         `kept` is why a choice keeps it in float32, `original` the node that it stands in for.
         """
-        rule, call = self.policy.rule(node.operator), node.call
+        rule = self.policy.rule(node.operator)
         op_class = rule.op_class
         entries = [value.entry for value in inputs]
         if op_class == "widest":
             entries = self._lowered(entries)
-        decision = self._decide(node, call, entries, kept, original)
+        decision = self._decide(node, entries, kept, original)
         if op_class == "untouched":
             reads = [self._restored(value) for value in inputs]
         else:
@@ -130,7 +130,7 @@ class _Rewriter:
         by_choice = (kept is not None and not rule.is_exact(kept)) or (
             op_class in ("neutral", "widest") and any(entry.by_choice for entry in reads)
         )
-        plain, after = _output_dtypes(node, call, [value.plain for value in inputs], reads)
+        plain, after = _output_dtypes(node, [value.plain for value in inputs], reads)
         made = [
             Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
             for k, dtype in enumerate(after)
@@ -140,7 +140,6 @@ class _Rewriter:
     def _decide(
         self,
         node: Node,
-        call: Call,
         entries: Sequence[Entry],
         kept: Optional[str],
         original: Optional[Node],
@@ -148,7 +147,7 @@ class _Rewriter:
         """Return what is decided for a call, once for all calls that are alike."""
         layer = (original or node).name if self.policy.fp32_layers else None
         dtypes = [entry.dtype for entry in entries]
-        key = (call, *dtypes, layer, kept)
+        key = (node.call, *dtypes, layer, kept)
         decision = self.decided.get(key)
         if decision is None:
             decision = decide(node.operator, node.attrs, dtypes, self.policy, layer, kept)
@@ -251,11 +250,11 @@ def _castable(values: Sequence[_Value]) -> bool:
 
 
 def _output_dtypes(
-    node: Node, call: Call, plain: Sequence[str], reads: Sequence[Entry]
+    node: Node, plain: Sequence[str], reads: Sequence[Entry]
 ) -> Tuple[Sequence[str], Sequence[str]]:
     """Return the dtypes of a node's outputs without mxamp, and with these inputs."""
-    before, dtypes = infer_outputs(node, plain, call), [entry.dtype for entry in reads]
-    return before, before if dtypes == list(plain) else infer_outputs(node, dtypes, call)
+    before, dtypes = infer_outputs(node, plain), [entry.dtype for entry in reads]
+    return before, before if dtypes == list(plain) else infer_outputs(node, dtypes)
 
 
 def _common(dtypes: Sequence[str], narrow: bool) -> str:

@@ -15,7 +15,7 @@ from ..framework.nested import as_list
 from ..framework.operators import resolve
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from .census import tensors_of
-from .graph import VERSION, Graph, Node, Output
+from .graph import Graph, Node, Output, alone
 from .usage import Shape
 
 __all__ = ["interpret", "run_node"]
@@ -82,14 +82,5 @@ def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, S
 
 def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
     """Return a loop, or operators that were fused, as a graph of its own."""
-    variables = [Node("null", f"input{i}") for i in range(count)]
-    alone = Node(
-        node.op,
-        node.name,
-        node.attrs,
-        [(i, 0) for i in range(count)],
-        node.subgraphs,
-        node.num_outputs,
-    )
-    graph = Graph([*variables, alone], [(count, k) for k in range(node.num_outputs)], VERSION)
-    return CachedOp(graph.to_symbol(_Symbol if is_np else Symbol))
+    symbol_class = _Symbol if is_np else Symbol
+    return CachedOp(alone(node, [{}] * count, node.num_outputs, symbol_class))

@@ -9,6 +9,7 @@ from .graph import Node, Output
 from .input_shapes import Pair
 
 __all__ = [
+    "CONVOLUTIONS",
     "NORMS",
     "Site",
     "before_norms",
@@ -24,7 +25,7 @@ NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
 _KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
 
 # Kernels for these give their output in blocks, where channels allow.
-_CONVOLUTIONS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
+CONVOLUTIONS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
 
 
 @dataclass
@@ -67,7 +68,7 @@ def in_blocks(site: Site, both: Tuple[int, int]) -> bool:
 def gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
     """Tell whether an operator that is not kept in float32 gives a blocked bfloat16 output."""
     operator = site.node.operator
-    if operator in _CONVOLUTIONS:
+    if operator in CONVOLUTIONS:
         found = channels(site)
         return op_class == "low" and (found is None or in_blocks(site, found))
     if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
@@ -78,7 +79,7 @@ def gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> b
 
 def shapes_layout(node: Node) -> bool:
     """Tell whether an operator's output may be in blocks."""
-    return node.operator in _CONVOLUTIONS or _keeps_layout(node)
+    return node.operator in CONVOLUTIONS or _keeps_layout(node)
 
 
 def _keeps_layout(node: Node) -> bool:

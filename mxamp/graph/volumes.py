@@ -1,8 +1,8 @@
 """Which operators read the output of a 3-D convolution, as oneDNN lays it out.
 
-In a graph a view of such an output, in bfloat16, keeps the blocked layout of five axes under a
-shape of other axes, and oneDNN's next operator can't read it: "could not create a primitive
-descriptor for a reorder primitive". The same in fewer axes runs, and so do eager calls.
+In a graph a view of such an output keeps the blocked layout of five axes under a shape of other
+axes. In bfloat16 oneDNN's next operator can't read it: "could not create a primitive descriptor for
+a reorder primitive"; in float32 it reads the view, but no view of that. Fewer axes do no harm.
 """
 
 from typing import FrozenSet, Sequence, Set
@@ -11,14 +11,10 @@ from ..policy.policy import Policy
 from ..policy.values import kernel_axes
 from .builder import is_inserted
 from .graph import Node
+from .layouts import CONVOLUTIONS
 from .usage import Usage
 
 __all__ = ["readers_of_views", "volume_readers"]
-
-_PRODUCTS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
-_VIEWS = frozenset(
-    {"Reshape", "Flatten", "expand_dims", "reshape_like", "_np_reshape", "_npx_reshape"}
-)
 
 
 def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
@@ -59,10 +55,10 @@ def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Fro
         sources = [source for source, _ in node.inputs if source in volumes]
         if views.intersection(sources):
             readers.add(i)
-        if sources and node.operator in _VIEWS:
+        rule = policy.rule(node.operator)
+        if sources and rule.looks_at("volume_views"):
             views.add(i)
-        product = policy.rule(node.operator).op_class == "low"
-        if _is_volume_product(node) or (sources and not product):
+        if _is_volume_product(node) or (sources and rule.op_class != "low"):
             volumes.add(i)
     return frozenset(readers)
 
@@ -76,12 +72,12 @@ def _is_volume_product(node: Node) -> bool:
     # A fused one holds the convolution that it runs.
     inner = [one for body in node.subgraphs for one in body.nodes]
     axes = (kernel_axes(one.attrs) for one in (node, *inner))
-    return node.operator in _PRODUCTS and any(count == len("DHW") for count in axes)
+    return node.operator in CONVOLUTIONS and any(count == len("DHW") for count in axes)
 
 
 def _passes_on(node: Node, policy: Policy) -> bool:
     # The casts of an earlier conversion are taken out again.
-    if node.operator in _PRODUCTS or is_inserted(node):
+    if node.operator in CONVOLUTIONS or is_inserted(node):
         return is_inserted(node)
     rule = policy.rule(node.operator)
     return rule.op_class in ("neutral", "widest") and not rule.looks_at("volume_views")

@@ -105,8 +105,7 @@ class PolicyCachedOp:
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
-        params = [i for i, _ in self._parameters]
-        self._flags = [("data_indices", self._inputs), ("param_indices", params), *block._flags]
+        self._flags = block._flags
         # Without one of these, graphs are the same in training.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
@@ -214,10 +213,11 @@ class PolicyCachedOp:
     def _arranged(self, symbol: Symbol, order: List[int]) -> "_ArrangedOp":
         """Return the op of a symbol that reads these arguments of the block, in this order."""
         params = {i for i, _ in self._parameters}
-        places = {"data_indices": [], "param_indices": []}  # type: Dict[str, List[int]]
-        for position, i in enumerate(order):
-            places["param_indices" if i in params else "data_indices"].append(position)
-        return _ArrangedOp(CachedOp(symbol, [*places.items(), *self._flags[2:]]), order)
+        places = {
+            "data_indices": [place for place, i in enumerate(order) if i not in params],
+            "param_indices": [place for place, i in enumerate(order) if i in params],
+        }
+        return _ArrangedOp(CachedOp(symbol, [*places.items(), *self._flags]), order)
 
     @property
     def hook(self) -> Optional[Tuple[Any, bool]]:

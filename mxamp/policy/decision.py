@@ -101,8 +101,7 @@ def decide(
     missing = rule.missing
     if rule.is_detour(kept):
         missing, kept = kept, None
-    volume = kernel_axes(attributes) == len("DHW")
-    if operator == "Deconvolution" and missing and (volume or is_dilated(attributes)):
+    if operator == "Deconvolution" and missing and _needs_onednn(attributes):
         # A float32 weight is read as it is, by oneDNN; it has no gradient for one that was cast.
         kept = NO_FLOAT64
     op_class, reason = _classify(rule, attributes, policy, layer, kept)
@@ -120,9 +119,7 @@ def decide(
     if not leading:
         return Decision(untouched, "no floating-point input to follow")
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy)
-    detour = _detour(rule, missing, dtypes, dtype, policy)
-    if detour and detour[0] == "float64" and is_dilated(attributes):
-        raise ArgumentError(HALF_WEIGHT.format(dtype=dtypes[1]))
+    detour = _detour(rule, attributes, missing, dtypes, dtype, policy)
     if detour is not None:
         computes, why = detour
         reads = tuple(computes if i in floats else None for i in range(len(dtypes)))
@@ -202,8 +199,18 @@ def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
     return any(len(letters) != len(set(letters)) for letters in named)
 
 
+def _needs_onednn(attributes: Mapping[str, str]) -> bool:
+    """Tell whether MXNet's own kernel of a transposed convolution can't compute it."""
+    return kernel_axes(attributes) == len("DHW") or is_dilated(attributes)
+
+
 def _detour(
-    rule: Rule, missing: Optional[str], dtypes: Sequence[str], dtype: str, policy: Policy
+    rule: Rule,
+    attributes: Mapping[str, str],
+    missing: Optional[str],
+    dtypes: Sequence[str],
+    dtype: str,
+    policy: Policy,
 ) -> Optional[Tuple[str, str]]:
     """Return the dtype to compute in where the kernel of `dtype` won't do, and why."""
     if dtype == policy.target_dtype and missing is not None:
@@ -212,6 +219,8 @@ def _detour(
     # By the list's own rule, `cast_weight`, no gradient is computed where the weight is cast.
     guarded = dtype == policy.target_dtype and rule.looks_at("cast_weight")
     if rule.operator == "Deconvolution" and policy.device == "cpu" and casts and not guarded:
+        if is_dilated(attributes):
+            raise ArgumentError(HALF_WEIGHT.format(dtype=dtypes[1]))
         # MXNet's own kernel, which float64 selects, computes that gradient.
         return "float64", CAST_WEIGHT
     return None

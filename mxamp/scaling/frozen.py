@@ -6,6 +6,8 @@ from typing import Iterable, List
 
 from mxnet.gluon import Parameter
 
+from ..framework.wording import shortened
+
 __all__ = ["biases_without_gradients", "warn_of_frozen_weights"]
 
 logger = logging.getLogger("mxamp")
@@ -37,4 +39,4 @@ def warn_of_frozen_weights(params: Iterable[Parameter]) -> None:
     """Say in the log which biases these are."""
     found = biases_without_gradients(params)
     if found:
-        logger.warning(FROZEN, ", ".join(found[:3]) + (" and others" if found[3:] else ""))
+        logger.warning(FROZEN, shortened(found))
