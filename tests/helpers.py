@@ -16,17 +16,13 @@ import pytest
 
 import mxamp as amp
 from mxamp.framework.machine import dtype_name
-from mxamp.framework.versions import has_feature, why_not
+from mxamp.framework.versions import FEATURES, has_feature, why_not
 from mxamp.graph.graph import Graph
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = np.dtype([("bfloat16", np.uint16)])
 with_avx512 = pytest.mark.skipif(
     bool(amp.Policy.default("bfloat16").rule("Convolution").missing), reason="no bfloat16 kernels"
-)
-#: For tests whose failure does not show the error that would skip them (see conftest).
-needs_float16 = pytest.mark.skipif(
-    not has_feature("float16_on_cpus"), reason=why_not("float16_on_cpus")
 )
 NEEDS_HOROVOD = [
     pytest.mark.slow,
@@ -35,6 +31,17 @@ NEEDS_HOROVOD = [
         reason="Horovod is not installed: scripts/install_horovod builds it",
     ),
 ]
+
+
+def needs(feature):
+    """Skip where this version of MXNet lacks one of `FEATURES`."""
+    since = FEATURES[feature].since
+    reason = why_not(feature) if FEATURES[feature].without else f"{feature}: since MXNet {since}"
+    return pytest.mark.skipif(not has_feature(feature), reason=reason)
+
+
+#: For tests whose failure does not show the error that would skip them (see conftest).
+needs_float16 = needs("float16_on_cpus")
 
 
 def float16_policy():
@@ -120,7 +127,7 @@ FORKS.set_forkserver_preload(["mxamp", "helpers"])
 def run_forked(code, folder, *, timeout=300):
     """Run code in a process forked for it; return the finished process with its output."""
     files = [folder / name for name in ("stdout", "stderr")]
-    process = FORKS.Process(target=_execute, args=(code, files))
+    process = FORKS.Process(target=_execute, args=(code, files, dict(os.environ)))
     process.start()
     process.join(timeout)
     process.kill()
@@ -130,7 +137,10 @@ def run_forked(code, folder, *, timeout=300):
     )
 
 
-def _execute(code, files):
+def _execute(code, files, environment):
+    # The process that this one was forked from has that of when it was started.
+    os.environ.clear()
+    os.environ.update(environment)
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     warnings.simplefilter("ignore")

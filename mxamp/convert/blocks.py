@@ -68,11 +68,19 @@ class Traced:
         return dtypes
 
     def values(self) -> Dict[str, NDArray]:
-        """Return the parameters' values, on the CPU."""
+        """Return the parameters' values, on the CPU: many are the arrays themselves."""
         for name, param in self.params.items():
             if param._data is None:
                 raise StateError(NO_VALUE.format(name=name))
-        return {name: param._reduce() for name, param in self.params.items()}
+        return {name: _value(param) for name, param in self.params.items()}
+
+
+def _value(param: Parameter) -> NDArray:
+    first, *others = param._data
+    if others or first.stype != "default" or first.context.device_type != "cpu":
+        return param._reduce()  # a mean, or a copy
+    # oneDNN may hold a convolution's weight in a layout that it can't cast from: a copy is plain.
+    return first if first.ndim <= len("OI") else first.copy()
 
 
 def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:

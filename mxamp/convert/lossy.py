@@ -6,7 +6,7 @@ from typing import Mapping, Set
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import cast
+from ..framework.arrays import float32_parts
 from ..framework.machine import dtype_name
 from ..framework.wording import counted
 from ..graph.cast_params import count_losses
@@ -37,13 +37,14 @@ def warn_of_values(graph: Graph, params: Mapping[str, NDArray], dtype: str) -> N
         for name, array in params.items():
             if dtype_name(array.dtype) not in CASTABLE or array.stype != "default":
                 continue
-            sizes = np.abs(cast(array, "float32").asnumpy())
-            finite = np.isfinite(sizes)
-            if not finite.all():
-                bad = counted(int((~finite).sum()), "value")
-                logger.warning(NOT_FINITE, name, bad, sizes.size)
-            over = int((finite & (sizes >= INFINITE_FROM[dtype])).sum()) if name in read else 0
-            if over:
+            bad = over = 0
+            for values in float32_parts(array):
+                finite = np.isfinite(values)
+                bad += int((~finite).sum())
+                over += int((finite & (np.abs(values) >= INFINITE_FROM[dtype])).sum())
+            if bad:
+                logger.warning(NOT_FINITE, name, counted(bad, "value"), array.size)
+            if over and name in read:
                 logger.warning(OVERFLOWS, name, counted(over, "finite value"), dtype)
 
 

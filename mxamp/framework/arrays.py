@@ -1,7 +1,7 @@
 """Arrays as MXNet holds them: dtype, device and memory, and casts between float dtypes."""
 
 import ctypes
-from typing import Any, Mapping, Sequence, Tuple
+from typing import Any, Iterator, Mapping, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = [
     "dtype_code",
     "dtypes_of",
     "flat_view",
+    "float32_parts",
     "invoke",
     "kind_code",
     "on_device",
@@ -33,6 +34,8 @@ KIND_NAMES: Mapping[int, str] = {**DTYPE_NAMES, _SPARSE: "sparse"}
 _SPARSE_TYPES = frozenset({CSRNDArray, RowSparseNDArray})
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _FLOAT32, _FLOAT64 = DTYPE_CODES["float32"], DTYPE_CODES["float64"]
+#: Elements of a part of `float32_parts`.
+_PART = 2**22
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 
 #: MXNet's own entry to every operator, as it was before anything was patched: calls that mxamp
@@ -99,6 +102,13 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
         # which does it in bfloat16, knows no empty and no 0-d arrays.
         operator = _CAST
     return invoke(operator, [array], ["dtype"], [dtype], None, is_np_op, False)
+
+
+def float32_parts(array: NDArray) -> Iterator[np.ndarray]:
+    """Yield an array's values in float32, in order: a large one in parts of 16 MB."""
+    flat = (array if array.stype == "default" else array.tostype("default")).reshape(-1)
+    for begin in range(0, flat.size, _PART):
+        yield cast(flat[begin : begin + _PART], "float32").asnumpy()
 
 
 def write(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:

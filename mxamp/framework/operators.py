@@ -27,6 +27,7 @@ __all__ = [
     "handle_of",
     "lacks",
     "needs_one_dtype",
+    "without_bfloat16",
     "registry",
     "resolve",
     "starts_backward",
@@ -182,6 +183,16 @@ def needs_one_dtype(name: str) -> bool:
     return any(
         name in feature.one_dtype for key, feature in FEATURES.items() if not has_feature(key)
     )
+
+
+def without_bfloat16() -> Mapping[str, str]:
+    """Return the operators that got their bfloat16 kernels with a later MXNet, with its version."""
+    return {
+        operator: feature.since
+        for name, feature in FEATURES.items()
+        if not has_feature(name)
+        for operator in feature.bfloat16
+    }
 
 
 @lru_cache(maxsize=None)

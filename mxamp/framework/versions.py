@@ -27,6 +27,7 @@ class Feature(NamedTuple):
     without: str  #: what mxamp can't make up for; empty where it does
     operators: Tuple[str, ...] = ()  #: canonical names
     one_dtype: Tuple[str, ...] = ()  #: operators whose inputs must all have one dtype without it
+    bfloat16: Tuple[str, ...] = ()  #: operators that have no bfloat16 kernel without it
 
 
 #: By the name under which tests and messages know them.
@@ -39,6 +40,13 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "float16_on_cpus": Feature(
         "1.9.0", "no float16 casts on CPUs: there float16 is for GPUs alone"
+    ),
+    "bfloat16_deconvolution": Feature(
+        "1.9.0", "no bfloat16 for transposed convolutions: they compute in float32",
+        bfloat16=("Deconvolution",),
+    ),
+    "deconvolution_3d": Feature(
+        "1.9.0", "no 3-D transposed convolutions on CPUs: it refuses to make them"
     ),
     "fused_attention": Feature(
         "1.9.0", "no fused operators for self-attention: graphs that hold them do not load",

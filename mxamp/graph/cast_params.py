@@ -6,7 +6,7 @@ from typing import AbstractSet, Dict, List, Mapping, Optional, Set, Tuple
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import cast
+from ..framework.arrays import float32_parts
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES
 from .graph import CASTS, Graph, GraphCopy, Node, Output
 
@@ -171,7 +171,8 @@ def of_any_shape(variable: Node) -> Node:
 
 def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:
     """Return how many finite values a cast has made infinite, and how many others zero."""
-    old, new = (cast(array, "float32").asnumpy() for array in (before, after))
-    overflown = np.isfinite(old) & np.isinf(new)
-    vanished = (old != 0) & (new == 0)
-    return int(overflown.sum()), int(vanished.sum())
+    overflown = vanished = 0
+    for old, new in zip(float32_parts(before), float32_parts(after)):
+        overflown += int((np.isfinite(old) & np.isinf(new)).sum())
+        vanished += int(((old != 0) & (new == 0)).sum())
+    return overflown, vanished

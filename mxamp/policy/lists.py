@@ -120,6 +120,7 @@ def list_of(
     rules = ListRules(data)
     rules.add_missing(found, features)
     rules.add_shape_rules(found)
+    rules.keep_later_kernels(found)
     rules.add_custom_operators(custom)
     return OperatorList(
         dtype,

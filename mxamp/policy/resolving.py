@@ -4,7 +4,14 @@ from dataclasses import replace
 from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Mapping, Sequence, Tuple
 
 from ..errors import ArgumentError, located
-from ..framework.operators import Operator, lacks, needs_one_dtype, registry, resolve
+from ..framework.operators import (
+    Operator,
+    lacks,
+    needs_one_dtype,
+    registry,
+    resolve,
+    without_bfloat16,
+)
 from .custom_operators import CustomClasses
 from .rules import LIMITED, UNLISTED, Condition, MissingKernel, Rule, ShapeRule
 from .schema import place
@@ -40,6 +47,16 @@ class ListRules:
                 with located(where):
                     for name in names:
                         self._add_missing(name, kernel, features)
+
+    def keep_later_kernels(self, device: str) -> None:
+        """Keep operators in float32 whose bfloat16 kernels came with a later MXNet."""
+        if (self._data["dtype"], device) != ("bfloat16", "cpu"):
+            return
+        for name, since in without_bfloat16().items():
+            reason = f"its bfloat16 kernel came with MXNet {since}"
+            self._amend(name, missing=reason, computes="float64")
+            if self.by_name[name].op_class == "low":
+                self._amend(name, op_class="fp32", reason=reason, by_shape=())
 
     def _add_missing(self, name: str, kernel: MissingKernel, features: FrozenSet[str]) -> None:
         there = self.by_name.get(name, UNLISTED)

@@ -1,16 +1,15 @@
 """Giving a trainer its loss scaling: the scaler it gets, and what is switched off for it."""
 
 import logging
-from functools import partial
 from typing import Any, Optional
 
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
 from ..framework.horovod import is_horovod_optimizer
-from ..framework.versions import has_feature
 from ..framework.wording import shown
 from ..policy.active import chose_float32, current_policy
+from .asking import ask_before_updates
 from .checkpoint import taken_state
 from .finite import all_finite, multiply
 from .float32 import Float32Scaler
@@ -133,18 +132,7 @@ def _attach(trainer: Trainer, hook: TrainerHook) -> None:
     trainer._allreduce_grads = hook.reduce
     trainer._amp_original_scale = _OriginalScale(trainer._scale)
     trainer._amp_loss_scaler = hook
-    if not has_feature("skipped_updates"):
-        trainer._update = partial(_update_where_finite, trainer)
-        optimizer = trainer._optimizer  # mxnet.contrib.amp may have replaced its method
-        own = getattr(optimizer, "old_update_multi_precision", None)
-        if own is not None:
-            optimizer.update_multi_precision = own
-
-
-def _update_where_finite(trainer: Trainer, ignore_stale_grad: bool = False) -> None:
-    """Update unless gradients overflowed: what MXNet's trainers ask for themselves since 1.8."""
-    if not trainer._amp_loss_scaler.has_overflow(trainer._params):
-        type(trainer)._update(trainer, ignore_stale_grad)
+    ask_before_updates(trainer)
 
 
 def _take_from_contrib(trainer: Trainer) -> Optional[float]:

@@ -11,6 +11,7 @@ from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
+from .asking import ask_before_updates, ask_no_more
 from .report import StepReport
 
 __all__ = ["StepObserver", "observe_steps", "stop_observing", "tell_observers"]
@@ -49,6 +50,7 @@ def observe_steps(trainer: Trainer, observer: StepObserver) -> None:
         raise StateError(FOREIGN_SCALER.format(kind=type(scaler).__module__))
     if scaler is None:
         trainer._amp_loss_scaler = PlainSteps(trainer)
+        ask_before_updates(trainer)
     _observers.setdefault(trainer, []).append(observer)
 
 
@@ -60,6 +62,7 @@ def stop_observing(trainer: Trainer, observer: StepObserver) -> None:
     del _observers[trainer]
     if isinstance(getattr(trainer, "_amp_loss_scaler", None), PlainSteps):
         del trainer._amp_loss_scaler
+        ask_no_more(trainer)
 
 
 def tell_observers(trainer: Trainer, report: StepReport, losses: Sequence[NDArray]) -> None:

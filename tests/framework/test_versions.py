@@ -9,7 +9,8 @@ import mxamp as amp
 from mxamp.errors import ArgumentError, UnknownNameError
 from mxamp.framework import operators, versions
 from mxamp.framework.operators import lacks, needs_one_dtype, registry, resolve
-from mxamp.policy.lists import lists_folder
+from mxamp.policy.decision import decide
+from mxamp.policy.lists import lists_folder, loads, read_list
 from mxamp.policy.resolving import ListRules
 
 NEW = {name: one.since for one in versions.FEATURES.values() for name in one.operators}
@@ -40,7 +41,7 @@ def loaded(monkeypatch):
     "version, names",
     [
         ("1.7.0", set(versions.FEATURES)), ("1.9.1", set()), ("1.9.0", {"quantized_rnn"}),
-        ("1.8.0", {"float16_on_cpus", "fused_attention", "quantized_rnn"}),
+        ("1.8.0", set(versions.FEATURES) - {"mixed_broadcast_like", "skipped_updates", "norm_relu"}),
     ],
 )  # fmt: skip
 def test_what_a_version_lacks(version, names):
@@ -58,16 +59,14 @@ def test_every_feature_came_with_a_version_that_mxamp_runs_on():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_lists_load_without_the_operators_that_came_later(version, dtype, loaded):
     kept = loaded(version)
-    data = read_list(dtype)
+    data = own_list(dtype)
     rules = ListRules(data)
     rules.add_missing("cpu", frozenset())
     rules.add_shape_rules("cpu")
     assert set(rules.by_name) == set(kept)
 
 
-def read_list(dtype):
-    from mxamp.policy.lists import loads
-
+def own_list(dtype):
     return loads((lists_folder() / f"{dtype}.toml").read_text())
 
 
@@ -106,9 +105,34 @@ def test_float16_on_cpus_is_an_error_where_it_has_no_casts(loaded):
 def test_inputs_of_one_dtype(loaded):
     loaded("1.7.0")
     assert needs_one_dtype("broadcast_like")
-    rules = ListRules(read_list("float16")).by_name
+    rules = ListRules(own_list("float16")).by_name
     assert rules["broadcast_like"].keep_inputs == ()
     assert rules["reshape_like"].keep_inputs == ("rhs",)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_kernels_of_later_versions_are_not_asked_for(own, loaded, tmp_path):
+    """Before 1.9.0 transposed convolutions in bfloat16 failed: "Unknown type enum 12"."""
+    loaded("1.8.0")
+    path = lists_folder() / "bfloat16.toml"
+    if own:
+        path = tmp_path / "own.toml"
+        path.write_text(
+            'format = 1\ndtype = "bfloat16"\n'
+            '[[group]]\nclass = "low"\noperators = ["Convolution"]\nreason = "products"\n'
+        )
+    rules = read_list(path, "cpu", frozenset({"avx512"})).rules
+    rule = rules["Deconvolution"]
+    assert rule.op_class == "fp32"
+    assert (rule.missing, rule.by_shape) == ("its bfloat16 kernel came with MXNet 1.9.0", ())
+    if not own:
+        assert rule.reason == rule.missing
+        assert rules["Convolution"].op_class == "low"
+    policy = amp.Policy.load(path, "cpu")
+    inputs = ["float32", "float32"]
+    assert not decide("Deconvolution", {}, inputs, policy).changes
+    given = policy.override(low=["Deconvolution"])
+    assert decide("Deconvolution", {}, inputs, given).reads == ("float64",) * 2
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -123,7 +147,7 @@ def test_updates_are_skipped_where_trainers_do_not_ask(asks, monkeypatch):
                 self._amp_loss_scaler = scaler
 
     if not asks:
-        monkeypatch.setattr("mxamp.scaling.attach.has_feature", lambda name: False)
+        monkeypatch.setattr("mxamp.scaling.asking.has_feature", lambda name: False)
     net = mx.gluon.nn.Dense(1, in_units=2)
     net.initialize()
     trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})

@@ -9,7 +9,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from digits import arrays, batches
-from helpers import check_python, exported, kind, operators_of, randn, same, with_avx512
+from helpers import check_python, exported, kind, needs, operators_of, randn, same, with_avx512
 from mxamp.cli.main import main
 from mxamp.graph.fuse import FUSED
 from mxamp.graph.graph import Graph
@@ -166,7 +166,10 @@ class Dense(gluon.HybridBlock):
         return self.layer(F.relu(self.norm(F.concat(x, F.tanh(x), dim=1))))
 
 
-@pytest.mark.parametrize("name", ["on", "off", "rows", "channels last", "bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("on", marks=needs("norm_relu")), "off", "rows", "channels last", "bfloat16"],
+)
 def test_norms_and_relu_in_float32_are_one_operator(name):
     if name == "bfloat16" and B.rule("Convolution").missing:
         pytest.skip("no bfloat16 kernels")

@@ -7,13 +7,17 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import down, exported, kind, operators_of, randn, same, values, with_avx512
+from helpers import down, exported, kind, needs, operators_of, randn, same, values, with_avx512
 from mxamp.graph.graph import Graph
 from mxamp.graph.shape_rules import choose
 from mxamp.graph.usage import Usage
 
 B = amp.Policy.default("bfloat16")
 UNTUNED = B.untuned()
+VOLUMES = [
+    nn.Conv3D,
+    pytest.param(nn.Conv3DTranspose, marks=needs("deconvolution_3d")),
+]
 POOL = {"kernel": (1, 1, 1), "global_pool": True, "pool_type": "avg"}
 
 VIEWS = {
@@ -51,7 +55,7 @@ def half(F, x):
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("reads", [mean, total, half])
-@pytest.mark.parametrize("layer", [nn.Conv3D, nn.Conv3DTranspose])
+@pytest.mark.parametrize("layer", VOLUMES)
 def test_what_begins_with_a_view_stands_in_for_no_reader_of_views(layer, reads, train):
     """MXNet reads a view of a 3-D convolution in float32, but no view of that view."""
 
@@ -80,7 +84,7 @@ def test_what_begins_with_a_view_stands_in_for_no_reader_of_views(layer, reads, 
 
 
 @pytest.mark.parametrize("low", [True, False])
-@pytest.mark.parametrize("layer", [nn.Conv3D, nn.Conv3DTranspose])
+@pytest.mark.parametrize("layer", VOLUMES)
 def test_casts_read_views_of_volumes_in_float32(layer, low):
     """A transposed convolution is float32 in training, and its reader is not."""
 
@@ -111,6 +115,7 @@ def test_casts_read_views_of_volumes_in_float32(layer, low):
     assert np.linalg.norm(gradients[0] - gradients[1]) < 0.03 * np.linalg.norm(gradients[0])
 
 
+@needs("deconvolution_3d")
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_transposed_volumes_are_trained_in_float32(dtype, hybrid):
     net = nn.Conv3DTranspose(4, 3, in_channels=2)
@@ -296,7 +301,10 @@ def test_the_plan_says_why():
     (view_symbol(axes=2), []),
     (view_symbol(axes=1), []),
     (view_symbol(num_group=2), ["view"]),
-    (mx.sym.flatten(mx.sym.Deconvolution(mx.sym.var("x"), kernel=(2, 2, 2), num_filter=16), name="view"), ["view"]),
+    pytest.param(
+        mx.sym.flatten(mx.sym.Deconvolution(mx.sym.var("x"), kernel=(2, 2, 2), num_filter=16), name="view"), ["view"],
+        marks=needs("bfloat16_deconvolution"),
+    ),
     (view_symbol(lambda conv: mx.sym.flatten(mx.sym.exp(conv), name="view")), []),
     (view_symbol(lambda conv: mx.sym.flatten(mx.sym.BlockGrad(conv), name="view")), ["view"]),
     (view_symbol(lambda conv: mx.sym.Dropout(mx.sym.squeeze(conv))), []),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mxnet.base import _LIB, check_call, mx_uint
 
-from helpers import ROOT
+from helpers import ROOT, needs
 from mxamp.framework.operators import lacks, needs_one_dtype, registry
 from mxamp.graph.graph import Node, infer_outputs
 from mxamp.policy.lists import lists_folder
@@ -122,7 +122,10 @@ def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, 
     assert infer_outputs(node, [kinds[i] for i in inputs])[0] == kinds[output]
 
 
-@pytest.mark.parametrize("name", ["reshape_like", "broadcast_like", "slice_like"])
+@pytest.mark.parametrize("name", [
+    "reshape_like", "slice_like",
+    pytest.param("broadcast_like", marks=needs("mixed_broadcast_like")),
+])  # fmt: skip
 def test_inputs_whose_shape_alone_is_read_tell_no_dtype(name, dtype):
     """BilinearResize2D's does: MXNet takes it for the other input's, whatever it is."""
     assert Policy.default(dtype, "cpu").rule(name).keep_inputs
