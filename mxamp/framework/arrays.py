@@ -104,7 +104,7 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
     return invoke(operator, [array], ["dtype"], [dtype], None, is_np_op, False)
 
 
-def float32_parts(array: NDArray) -> Iterator[np.ndarray]:
+def float32_parts(array: NDArray) -> Iterator[Any]:
     """Yield an array's values in float32, in order: a large one in parts of 16 MB."""
     flat = (array if array.stype == "default" else array.tostype("default")).reshape(-1)
     for begin in range(0, flat.size, _PART):

@@ -13,6 +13,7 @@ __all__ = [
     "Detail",
     "Part",
     "Parts",
+    "Shapes",
     "add",
     "global_pool",
     "has_elements",
@@ -33,6 +34,8 @@ __all__ = [
 
 Attributes = Mapping[str, str]
 Detail = Tuple[int, ...]
+#: Of an operator's inputs; None for those that nobody looks at, or that are not known.
+Shapes = Sequence[Optional[Tuple[int, ...]]]
 
 #: The channels of a first layer; with one more oneDNN has a blocked kernel for it.
 COLOURS = 3
@@ -59,9 +62,18 @@ class Call(NamedTuple):
     """What is known of a call that may be replaced."""
 
     attrs: Attributes
-    shape: Optional[Tuple[int, ...]]  #: of its first input, where that is known
-    weight: Optional[Tuple[int, ...]]  #: the shape of its second, where that is known
+    shapes: Shapes  #: of its inputs
     training: bool  #: gradients will be computed
+
+    @property
+    def shape(self) -> Optional[Tuple[int, ...]]:
+        """The shape of its first input, where that is known."""
+        return self.shapes[0] if self.shapes else None
+
+    @property
+    def weight(self) -> Optional[Tuple[int, ...]]:
+        """The shape of its second input, where that is known."""
+        return self.shapes[1] if self.shapes[1:] else None
 
 
 def has_elements(call: Call) -> bool:

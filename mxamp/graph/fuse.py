@@ -162,7 +162,7 @@ def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int
         weight = params.get(name) if readers.get(name) == 1 else None
         if weight is None or weight.dtype is not np.float32:
             continue
-        substitution = stand_in(node, policy, training=False, weight=weight.shape)
+        substitution = stand_in(node, policy, training=False, shapes=(None, weight.shape))
         if substitution is not None and substitution[0] == "image_convolution":
             weights[i] = name
     return weights

@@ -1,42 +1,43 @@
-"""The shapes that choices look at: those of operators' first two inputs, as MXNet infers them."""
+"""The shapes that choices look at: those of operators' inputs, as MXNet infers them."""
 
-from typing import Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set
 
 from mxnet.base import MXNetError
 
 from ..policy.policy import Policy
 from . import substitutions
+from .equivalents import Shapes
 from .graph import Graph, Node, Output, alone
 from .usage import Shape, Usage
 
-__all__ = ["Pair", "input_shapes"]
-
-Pair = Tuple[Optional[Shape], Optional[Shape]]
+__all__ = ["input_shapes"]
 
 #: How many of their outputs operators of several show, by call; it never changes.
 _shown: Dict[Any, int] = {}
 
 
-def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Pair]:
-    """Return the shapes of the first two inputs of operators, as far as a choice looks at them."""
+def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes]:
+    """Return the shapes of operators' inputs, as far as a choice looks at them."""
     shapes: Dict[Output, Optional[Shape]] = {
         (i, 0): usage.shapes.get(node.name)
         for i, node in enumerate(graph.nodes)
         if node.is_variable
     }
-    wanted: Dict[int, Tuple[Optional[Output], Optional[Output]]] = {}
+    wanted: Dict[int, Sequence[Optional[Output]]] = {}
     for i, node in enumerate(graph.nodes):
         looked_at = () if node.is_variable else _looked_at(node, policy, usage)
         if looked_at:
-            first, second = (node.inputs[k] if k in looked_at else None for k in (0, 1))
-            wanted[i] = first, second
-    asked = {o for pair in wanted.values() for o in pair if o is not None and shapes.get(o) is None}
+            wanted[i] = [
+                output if k in looked_at else None
+                for k, output in enumerate(node.inputs[: max(looked_at) + 1])
+            ]
+    asked = {o for few in wanted.values() for o in few if o is not None and shapes.get(o) is None}
     if asked and any(shapes.values()):
         # The operators too: the shapes of their parameters follow from the other inputs.
         shapes.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
     return {
-        i: (shapes.get(first) if first else None, shapes.get(second) if second else None)
-        for i, (first, second) in wanted.items()
+        i: tuple([None if output is None else shapes.get(output) for output in outputs])
+        for i, outputs in wanted.items()
     }
 
 
@@ -52,7 +53,8 @@ def _looked_at(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
         elif rule.name == "odd_channels":
             positions.add(1)
     if rows and node.operator in substitutions.BY_SHAPE:
-        positions.update(substitutions.BY_SHAPE[node.operator])
+        wanted = substitutions.BY_SHAPE[node.operator]
+        positions.update(range(len(node.inputs)) if wanted is None else wanted)
     return frozenset(positions)
 
 

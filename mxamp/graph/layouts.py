@@ -5,8 +5,8 @@ from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
 from . import equivalents
 from .builder import is_inserted
+from .equivalents import Shapes
 from .graph import Node, Output
-from .input_shapes import Pair
 
 __all__ = [
     "CONVOLUTIONS",
@@ -33,7 +33,7 @@ class Site:
     """An operator and what surrounds it. Shapes are None where they are not known."""
 
     node: Node
-    shapes: Pair  #: of its first two inputs
+    shapes: Shapes  #: of its inputs
     training: bool
     feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
     blocked: bool  #: its first input is in oneDNN's blocked layout
@@ -45,7 +45,7 @@ class Site:
 
 def channels(site: Site) -> Optional[Tuple[int, int]]:
     """Return a convolution's channels, in and out."""
-    weight = site.shapes[1]
+    weight = site.shapes[1] if site.shapes[1:] else None
     if weight is None:
         return None
     per_group = weight[1] * int(site.node.attrs.get("num_group", "1"))

@@ -4,21 +4,33 @@ MXNet's own has no bfloat16. Written out, the products of the inputs of all step
 and those of the state one a step; gates and cells are computed in float32.
 """
 
+import math
+from functools import reduce
 from typing import Callable, Dict, List, Sequence, Tuple
 
 from .equivalents import Attributes, Call, Detail, Part, Parts, is_true
 
-__all__ = ["is_large_rnn", "rnn", "sizes_of_data"]
+__all__ = [
+    "common_width",
+    "have_common_width",
+    "is_large_rnn",
+    "joined_parameters",
+    "rnn",
+    "sizes_of_data",
+]
 
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
 #: GRU reset, update and new.
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
-# A step's product of state and weight has to have so many multiplications: in bfloat16 they take
-# half the time, and the operators beside them some 0.4 ms a step.
-_LARGE_PRODUCT = 2**24
+# The weight that a step multiplies its state by has to have so many elements, as 363 units of an
+# LSTM have. With fewer, the operators beside the product take longer than bfloat16 saves, whatever
+# the number of rows is (avx512_bf16; 1 to 256 rows, 128 to 1,500 units).
+_LARGE_WEIGHT = 2**19
 # Beyond so many steps in all layers the graph, 15 operators a step, takes seconds to make.
 _MOST_STEPS = 256
 _DATA, _PARAMETERS, _STATE = range(3)
+# Rows of so many elements are copied as a whole.
+_WIDE_ROW = 16
 
 
 def is_large_rnn(call: Call) -> bool:
@@ -32,18 +44,36 @@ def is_large_rnn(call: Call) -> bool:
     )
     if special or is_true(attrs.get("use_sequence_length", "False")):
         return False
-    steps, rows, _ = shape
-    size = int(attrs["state_size"])
     layers = int(attrs["num_layers"]) * _directions(attrs)
-    return (
-        rows * _GATES[attrs["mode"]] * size * size >= _LARGE_PRODUCT
-        and steps * layers <= _MOST_STEPS
-    )
+    weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
+    return weight >= _LARGE_WEIGHT and shape[0] * layers <= _MOST_STEPS
 
 
 def sizes_of_data(call: Call) -> Detail:
     """Return the number of steps, of rows, and the width of the data."""
     return tuple(call.shape or (0, 0, 0))
+
+
+def have_common_width(call: Call) -> bool:
+    """Tell whether vectors that are joined can be matrices of the same wide rows."""
+    vectors = all(shape is not None and len(shape) == 1 for shape in call.shapes)
+    return vectors and call.attrs.get("dim") == "0" and common_width(call)[0] >= _WIDE_ROW
+
+
+def common_width(call: Call) -> Detail:
+    """Return the greatest width that all vectors are multiples of."""
+    return (reduce(math.gcd, (shape[0] for shape in call.shapes if shape), 0),)
+
+
+def joined_parameters(attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return the vector of all parameters: MXNet joins vectors one element after the other."""
+    count = int(attrs["num_args"])
+    parts = Parts(inputs=count)
+    rows = f"(-1, {detail[0]})"
+    matrices = [parts.add("Reshape", f"rows{k}", k, shape=rows) for k in range(count)]
+    joined = _joined(parts, "rows", matrices, axis=0)
+    parts.add("Reshape", "", joined, shape="(-1,)")
+    return parts.made
 
 
 def _directions(attrs: Attributes) -> int:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
 
 from . import equivalents, grouped, recurrent, reductions
-from .equivalents import Attributes, Call, Detail, Part
+from .equivalents import Attributes, Call, Detail, Part, Shapes
 
 __all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
 
@@ -33,8 +33,8 @@ class Substitution:
     detail: Callable[[Call], Detail] = lambda _call: ()
     #: Its parts compute in float32, whatever class their operators have: when training, always.
     float32: Tuple[bool, bool] = (False, False)
-    #: Those of `operators` where `applies` wants shapes, and which inputs'.
-    by_shape: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
+    #: Those of `operators` where `applies` wants shapes, and which inputs': None for those of all.
+    by_shape: Mapping[str, Optional[Tuple[int, ...]]] = field(default_factory=dict)
     #: Its parts hold constants in float32: only for calls in float32.
     constants: bool = False
     #: Only where this operator, by its class, computes in the target dtype.
@@ -146,6 +146,15 @@ _SUBSTITUTIONS = (
         lowered="FullyConnected",
     ),
     Substitution(
+        name="rnn_params",
+        operators=frozenset({"_rnn_param_concat"}),
+        build=recurrent.joined_parameters,
+        applies=recurrent.have_common_width,
+        detail=recurrent.common_width,
+        float32=(True, True),
+        by_shape={"_rnn_param_concat": None},
+    ),
+    Substitution(
         name="split",
         operators=SPLITS,
         build=equivalents.split,
@@ -172,15 +181,16 @@ def find(
     operator: str,
     attrs: Attributes,
     training: bool,
-    shape: Optional[Tuple[int, ...]] = None,
-    weight: Optional[Tuple[int, ...]] = None,
+    shapes: Shapes = (),
 ) -> Optional[Tuple[str, Detail]]:
     """Return the substitution for a call of `operator`, with its detail; None if there is none."""
     offered = _BY_OPERATOR.get(operator)
     if offered is None:
         return None
-    if any((shape, weight)[k] is None for k in BY_SHAPE.get(operator, ())):
+    wanted = BY_SHAPE.get(operator, ())
+    needed = shapes if wanted is None else [(*shapes, None, None)[k] for k in wanted]
+    if None in needed or (wanted is None and not shapes):
         return None
-    call = Call(attrs, shape, weight, training)
+    call = Call(attrs, shapes, training)
     fitting = next((one for one in offered if one.applies(call)), None)
     return (fitting.name, fitting.detail(call)) if fitting is not None else None

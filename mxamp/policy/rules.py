@@ -48,7 +48,8 @@ LIMITED = frozenset({"long_sums"})
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "add", "relu6", "layer_norm", "mean", "sum",
     "global_pool", "image_convolution", "split",
-    "merged_groups", "rnn", "padded_channels", "folded_norm", "norm_relu", "sgd", "adam",
+    "merged_groups", "rnn", "rnn_params", "padded_channels", "folded_norm", "norm_relu",
+    "sgd", "adam",
 )  # fmt: skip
 
 

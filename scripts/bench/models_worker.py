@@ -36,11 +36,17 @@ BERTS = {"bert": (2, 128), "bert_base": (12, 128), "bert_base_512": (12, 512)}
 RECURRENT = {"lstm": (20, 256), "lstm_cell": (20, 256), "lstm_650": (35, 650)}
 
 
+def parsed(model: str) -> Tuple[str, int, int]:
+    """Return a model's name, the rows of a batch, and the width of its images."""
+    name, batch = model.rsplit("-", 1)
+    rows, _, size = batch.partition("@")
+    return name, int(rows), int(size or 224)
+
+
 def arrays(model: str) -> Tuple[List[Any], Any]:
     """Return the inputs and the labels of a model, the same in every process."""
     random = np.random.RandomState(0)
-    name, batch = model.rsplit("-", 1)
-    rows = int(batch)
+    name, rows, size = parsed(model)
     if name == "mlp":
         inputs = random.randn(rows, 4096)
     elif name in BERTS:
@@ -48,7 +54,7 @@ def arrays(model: str) -> Tuple[List[Any], Any]:
     elif name in RECURRENT:
         inputs = random.randn(rows, *RECURRENT[name])
     else:
-        inputs = random.randn(rows, 3, 224, 224)
+        inputs = random.randn(rows, 3, size, size)
     return [inputs.astype("float32")], random.randint(0, 10, rows).astype("float32")
 
 
@@ -59,7 +65,7 @@ def mxnet_model(model: str) -> Any:
     from mxnet.gluon import nn, rnn
     from mxnet.gluon.model_zoo import vision
 
-    name = model.rsplit("-", 1)[0]
+    name = parsed(model)[0]
 
     class Layer(nn.HybridBlock):
         """An encoder layer of BERT-base."""
@@ -126,12 +132,12 @@ def mxnet_model(model: str) -> Any:
         return Bert()
     if name in RECURRENT:
         return Recurrent(name != "lstm_cell")
-    if name.startswith("resnext"):
-        from gluoncv import model_zoo
+    name = {"mobilenet_v2": "mobilenet_v2_1_0", "resnet50": "resnet50_v1"}.get(name, name)
+    if hasattr(vision, name):
+        return getattr(vision, name)(classes=10)
+    from gluoncv import model_zoo
 
-        return model_zoo.get_model(name, classes=10)
-    zoo = {"mobilenet_v2": "mobilenet_v2_1_0", "resnet50": "resnet50_v1"}
-    return getattr(vision, zoo.get(name, name))(classes=10)
+    return model_zoo.get_model(name, classes=10)
 
 
 def switched_on(contender: str, dtype: str) -> Any:
@@ -249,7 +255,7 @@ def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any
     import torch
     from torch import nn
 
-    name = model.rsplit("-", 1)[0]
+    name = parsed(model)[0]
     torch.manual_seed(0)
 
     class Bert(nn.Module):

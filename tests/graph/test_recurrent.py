@@ -9,7 +9,7 @@ from mxnet import gluon
 from mxnet.gluon import rnn
 
 import mxamp as amp
-from helpers import randn, values, with_avx512
+from helpers import operators_of, randn, values, with_avx512
 from mxamp.graph.choices import Choices
 from mxamp.graph.graph import Graph
 from mxamp.graph.insert_casts import rewrite
@@ -17,9 +17,9 @@ from mxamp.graph.usage import Usage
 
 MODES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 STEPS, ROWS, WIDTH, SIZE = 5, 3, 4, 6
-#: Many rows make the product of a step large although the state is small.
-LARGE = {"state_size": 32, "num_layers": 1}
-MANY = (2, 4096, 8)
+#: The smallest state of an LSTM that is large, and the data of two steps.
+LARGE = {"state_size": 363, "num_layers": 1}
+DATA = (2, 3, 8)
 
 
 def symbol_of(mode, name="rnn", **attrs):
@@ -65,7 +65,7 @@ def test_it_computes_the_same_in_float32(mode, layers, bidirectional, state_outp
         np.testing.assert_allclose(values(mine), values(theirs), rtol=2e-5, atol=2e-6)
 
 
-def operators(symbol, policy=None, shape=MANY, mode="inference", **shapes):
+def operators(symbol, policy=None, shape=DATA, mode="inference", **shapes):
     policy = policy or amp.Policy.default("bfloat16")
     options = {"mode": mode, "input_shapes": {"data": shape, **shapes}}
     return {node.operator for node in amp.explain(symbol, policy=policy, **options)}
@@ -74,7 +74,8 @@ def operators(symbol, policy=None, shape=MANY, mode="inference", **shapes):
 @with_avx512
 def test_where_it_is_done():
     assert "RNN" not in operators(symbol_of("lstm", **LARGE))
-    assert "RNN" not in operators(symbol_of("gru", **{**LARGE, "state_size": 64}))
+    assert "RNN" not in operators(symbol_of("gru", **{**LARGE, "state_size": 419}))
+    assert "RNN" not in operators(symbol_of("rnn_tanh", **{**LARGE, "state_size": 725}))
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,10 @@ def test_where_it_is_done():
     [
         ({}, {"mode": "training"}),
         ({}, {"mode": "converted"}),
-        ({}, {"shape": (2, 4095, 8)}),
-        ({}, {"shape": (257, 4096, 8)}),
-        ({"num_layers": 2, "bidirectional": True}, {"shape": (65, 4096, 8)}),
+        ({"state_size": 362}, {}),
+        ({"state_size": 362}, {"shape": (2, 4096, 8)}),
+        ({}, {"shape": (257, 3, 8)}),
+        ({"num_layers": 2, "bidirectional": True}, {"shape": (65, 3, 8)}),
         ({"lstm_state_clip_min": -1.0, "lstm_state_clip_max": 1.0}, {}),
         ({"projection_size": 16}, {}),
     ],
@@ -113,10 +115,10 @@ def test_the_switches_take_it_out():
 @with_avx512
 @pytest.mark.parametrize("kind", [rnn.LSTM, rnn.GRU])
 def test_layers_of_gluon(kind):
-    layer = kind(64, bidirectional=True, layout="NTC")
-    layer.initialize(mx.init.Uniform(0.2))
+    layer = kind(420, bidirectional=True, layout="NTC")
+    layer.initialize(mx.init.Uniform(0.1))
     layer.hybridize()
-    rows, state = MANY[1], mx.nd.zeros((2, MANY[1], 64))
+    rows, state = DATA[1], mx.nd.zeros((2, DATA[1], 420))
     states = [state, state] if kind is rnn.LSTM else [state]
     x = randn(rows, 3, 8)
     plain, plain_states = layer(x, states)
@@ -144,10 +146,10 @@ class Inside(gluon.HybridBlock):
 @with_avx512
 @pytest.mark.parametrize("kind", [rnn.LSTM, rnn.GRU, rnn.RNN])
 def test_layers_that_begin_with_zeros(kind):
-    net = Inside(kind(128 if kind is rnn.RNN else 64, 2, bidirectional=True, layout="NTC"))
-    net.initialize(mx.init.Uniform(0.2))
+    net = Inside(kind(725 if kind is rnn.RNN else 420, 2, bidirectional=True, layout="NTC"))
+    net.initialize(mx.init.Uniform(0.05))
     net.hybridize()
-    for rows, steps in ((4096, 2), (4097, 2), (4096, 3)):
+    for rows, steps in ((3, 2), (4, 2), (3, 3)):
         x = randn(rows, steps, 8)
         with amp.autocast("bfloat16"):
             found = values(net(x))
@@ -156,7 +158,7 @@ def test_layers_that_begin_with_zeros(kind):
         assert 0 < np.linalg.norm(found - plain) < 1e-2 * np.linalg.norm(plain)
     symbol = net(mx.sym.var("data"))
     with amp.autocast("bfloat16"):
-        executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=(4096, 2, 8))
+        executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=(3, 2, 8))
         for name, parameter in net.collect_params().items():
             executor.arg_dict[name][:] = parameter.data()
         found = values(executor.forward(data=x[:, :2])[0])
@@ -167,14 +169,78 @@ def test_layers_that_begin_with_zeros(kind):
 @with_avx512
 def test_executors_need_no_shape_of_the_parameters():
     symbol = symbol_of("lstm", **LARGE)
-    rows, size = MANY[1], LARGE["state_size"]
-    shapes = {"data": MANY, "state": (1, rows, size), "cell": (1, rows, size)}
+    rows, size = DATA[1], LARGE["state_size"]
+    shapes = {"data": DATA, "state": (1, rows, size), "cell": (1, rows, size)}
     with amp.autocast("bfloat16"):
         executor = symbol.simple_bind(mx.cpu(), grad_req="null", **shapes)
         with amp.autocast(enabled=False):
             plain = symbol.simple_bind(mx.cpu(), grad_req="null", **shapes)
         for name, array in executor.arg_dict.items():
-            array[:] = randn(*array.shape) * 0.2
+            array[:] = randn(*array.shape) * 0.1
             plain.arg_dict[name][:] = array
         found, expected = (values(one.forward()[0]) for one in (executor, plain))
     assert 0 < np.linalg.norm(found - expected) < 1e-2 * np.linalg.norm(expected)
+
+
+# ---------------------------------------------------------------------- parameters, joined
+
+
+def trained(net, x, **options):
+    """Return the outputs and gradients of two calls, and the operators that ran."""
+    net.collect_params().zero_grad()
+    with amp.autocast(**options):
+        for _ in range(2):
+            with mx.autograd.record():
+                out = net(x)
+            out.backward()
+        found = [out, *(p.grad() for p in net.collect_params().values())]
+        op = net._cached_op
+        ran = op.graph_of([x, *(p.data() for p in net.collect_params().values())])[0] if options[
+            "enabled"
+        ] else net._cached_graph[1]  # fmt: skip
+    return [values(array) for array in found], operators_of(ran)
+
+
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", [rnn.LSTM, rnn.GRU, rnn.RNN])
+def test_parameters_are_joined_as_matrices(kind, bidirectional, grad_req):
+    net = Inside(kind(16, 2, bidirectional=bidirectional, input_size=5))
+    net.initialize(mx.init.Uniform(0.3))
+    net.collect_params().setattr("grad_req", grad_req)
+    net.hybridize()
+    x, policy = randn(3, 2, 5), amp.Policy.default("bfloat16").in_float32()
+    plain, operators = trained(net, x, enabled=False)
+    assert "_rnn_param_concat" in operators
+    found, operators = trained(net, x, enabled=True, policy=policy)
+    assert "_rnn_param_concat" not in operators
+    for mine, theirs in zip(found, plain):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_parameters_of_odd_lengths_and_others_are_joined_as_ever():
+    policy = amp.Policy.default("bfloat16")
+    vectors = [mx.sym.var(f"v{k}") for k in range(3)]
+    joined = mx.sym._internal._rnn_param_concat(*vectors, dim=0, num_args=3)
+    for lengths, by_rows in (
+        ((320, 64, 16), True), ((320, 64, 15), False), ((15, 30, 45), False), ((17, 34, 51), True),
+    ):  # fmt: skip
+        shapes = {f"v{k}": (length,) for k, length in enumerate(lengths)}
+        plan = amp.explain(joined, policy=policy, input_shapes=shapes, mode="training")
+        used = {node.operator for node in plan.nodes}
+        assert ("Concat" in used) == by_rows, lengths
+        assert ("_rnn_param_concat" in used) != by_rows
+
+
+def test_layers_of_numpy_style():
+    mx.npx.set_np()
+    layer = rnn.LSTM(16, input_size=16)
+    layer.initialize()
+    layer.hybridize()
+    x, policy = mx.np.ones((3, 2, 16)), amp.Policy.default("bfloat16").in_float32()
+    plain = layer(x)
+    with amp.autocast(policy=policy):
+        found = layer(x)
+    plan = amp.explain(layer, policy=policy, example_inputs=x, mode="inference")
+    assert "_rnn_param_concat" not in {node.operator for node in plan.nodes}
+    np.testing.assert_array_equal(values(found), values(plain))

@@ -106,7 +106,10 @@ def test_values_and_gradients_agree(name):
 
 
 def test_every_substitution_has_its_case_and_its_measurement():
-    assert {*CASES, "split", "image_convolution", "merged_groups", "global_pool", "rnn"} == set(ALL)
+    assert {*CASES, "split", "image_convolution", "merged_groups", "global_pool"} == set(ALL) - {
+        "rnn",
+        "rnn_params",
+    }
     assert set(SUBSTITUTIONS) == set(amp.Policy.default("bfloat16").substitutions)
     assert not amp.Policy.default("float16", "cpu").substitutions
 
