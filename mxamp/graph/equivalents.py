@@ -15,12 +15,10 @@ __all__ = [
     "Parts",
     "Shapes",
     "add",
-    "global_pool",
     "has_elements",
     "image_convolution",
     "is_equal_add",
     "is_image_convolution",
-    "is_global_pool",
     "is_relu6",
     "is_split_of_rows",
     "is_trained_layer_norm",
@@ -61,6 +59,7 @@ class Part(NamedTuple):
 class Call(NamedTuple):
     """What is known of a call that may be replaced."""
 
+    operator: str  #: by its canonical name
     attrs: Attributes
     shapes: Shapes  #: of its inputs
     training: bool  #: gradients will be computed
@@ -121,17 +120,6 @@ def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
         Part("Activation", "relu", (0,), {"act_type": "relu"}),
         Part("_minimum_scalar", "", (1,), {"scalar": "6"}),
     ]
-
-
-def is_global_pool(call: Call) -> bool:
-    """Tell whether one average is left of each feature map."""
-    return call.attrs.get("output_size", "()").strip("[]() ,").replace(" ", "") in ("", "1", "1,1")
-
-
-def global_pool(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return oneDNN's average, which has bfloat16 and reads its input's layout."""
-    attrs = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
-    return [Part("Pooling", "", (0,), attrs)]
 
 
 def is_trained_layer_norm(call: Call) -> bool:

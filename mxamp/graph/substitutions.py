@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
 
-from . import equivalents, grouped, recurrent, reductions
+from . import broadcasts, equivalents, grouped, pooling, recurrent, reductions
 from .equivalents import Attributes, Call, Detail, Part, Shapes
 
 __all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
@@ -96,6 +96,16 @@ _SUBSTITUTIONS = (
         single="elemwise_add",
     ),
     Substitution(
+        name="broadcast",
+        operators=frozenset(broadcasts.OPERATORS),
+        build=broadcasts.of_repeated,
+        applies=broadcasts.is_long_broadcast,
+        detail=broadcasts.repeats,
+        float32=(True, True),
+        by_shape=dict.fromkeys(broadcasts.OPERATORS, (0, 1)),
+        constants=True,
+    ),
+    Substitution(
         name="relu6",
         operators=frozenset({"clip"}),
         build=equivalents.relu6,
@@ -113,8 +123,19 @@ _SUBSTITUTIONS = (
     Substitution(
         name="global_pool",
         operators=frozenset({"_contrib_AdaptiveAvgPooling2D"}),
-        build=equivalents.global_pool,
-        applies=equivalents.is_global_pool,
+        build=pooling.global_pool,
+        applies=pooling.is_global_pool,
+        detail=pooling.parts_of_map,
+        by_shape={"_contrib_AdaptiveAvgPooling2D": (0,)},
+        single="Pooling",
+    ),
+    Substitution(
+        name="pool_in_parts",
+        operators=frozenset({"Pooling"}),
+        build=pooling.global_pool,
+        applies=pooling.is_slow_pool,
+        detail=pooling.parts_of_map,
+        by_shape={"Pooling": (0,)},
         single="Pooling",
     ),
     Substitution(
@@ -191,6 +212,6 @@ def find(
     needed = shapes if wanted is None else [(*shapes, None, None)[k] for k in wanted]
     if None in needed or (wanted is None and not shapes):
         return None
-    call = Call(attrs, shapes, training)
+    call = Call(operator, attrs, shapes, training)
     fitting = next((one for one in offered if one.applies(call)), None)
     return (fitting.name, fitting.detail(call)) if fitting is not None else None

@@ -46,8 +46,8 @@ LIMITED = frozenset({"long_sums"})
 #: those that fused models alone have, and the optimizers whose steps `patches.optimizers` makes
 #: faster.
 SUBSTITUTIONS = (
-    "relu", "sigmoid", "tanh", "add", "relu6", "layer_norm", "mean", "sum",
-    "global_pool", "image_convolution", "split",
+    "relu", "sigmoid", "tanh", "add", "broadcast", "relu6", "layer_norm", "mean", "sum",
+    "global_pool", "pool_in_parts", "image_convolution", "split",
     "merged_groups", "rnn", "rnn_params", "padded_channels", "folded_norm", "norm_relu",
     "sgd", "adam",
 )  # fmt: skip

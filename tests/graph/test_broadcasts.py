@@ -1,0 +1,236 @@
+"""Arithmetic with repeated arrays, and averages of whole maps, whose gradients are products."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mxnet import autograd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import check_python, operators_of, randn, values, with_avx512
+
+FLOAT32 = amp.Policy.default("bfloat16").in_float32()
+OPERATORS = ("broadcast_add", "broadcast_sub", "broadcast_mul", "broadcast_div")
+
+
+class Arithmetic(nn.HybridBlock):
+    def __init__(self, name):
+        super().__init__()
+        self.operator = name
+
+    def hybrid_forward(self, F, x, y):
+        if self.operator.startswith("_np_"):
+            return {"_np_add": F.np.add, "_np_multiply": F.np.multiply,
+                    "_np_true_divide": F.np.true_divide}[self.operator](x, y)  # fmt: skip
+        return getattr(F, self.operator)(x, y)
+
+
+def run(block, arrays, policy=None, weight=None):
+    """Return the output and the gradients, and the operators that ran."""
+    arrays = [array.copy() for array in arrays]
+    for array in arrays:
+        array.attach_grad()
+    block.hybridize()
+    with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
+        with autograd.record():
+            out = block(*arrays)
+            weight = randn(*out.shape, seed=3) if weight is None else weight
+            loss = (out * (weight.as_np_ndarray() if mx.util.is_np_array() else weight)).sum()
+        loss.backward()
+        op = block._cached_op
+        params = [p.data() for p in block.collect_params().values()]
+        with autograd.record():
+            ran = operators_of(op.graph_of([*arrays, *params])[0]) if policy else ()
+    return [values(out), *(values(array.grad) for array in arrays)], ran
+
+
+SHAPES = [
+    ((4, 16, 24, 24), (4, 16, 1, 1)), ((4, 16, 24, 24), (1, 16, 1, 1)), ((4, 16, 24, 24), (16, 1, 1)),
+    ((64, 512), (512,)), ((64, 512), (64, 1)), ((8, 64, 64), (1, 64, 64)), ((8, 64, 64), (8, 64, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("large, small", SHAPES)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_values_are_the_same_and_gradients_agree(name, large, small, swapped):
+    arrays = [randn(*large, seed=1), abs(randn(*small, seed=2)) + 1]
+    if swapped:
+        arrays.reverse()
+        arrays[1] = abs(arrays[1]) + 0.5
+    plain, _ = run(Arithmetic(name), arrays)
+    found, operators = run(Arithmetic(name), arrays, FLOAT32)
+    assert name not in operators
+    np.testing.assert_array_equal(found[0], plain[0])
+    for mine, theirs in zip(found[1:], plain[1:]):
+        assert mine.shape == theirs.shape
+        assert np.abs(mine - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_shapes(data):
+    large = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
+    keep = data.draw(st.lists(st.booleans(), min_size=len(large), max_size=len(large)))
+    small = [length if kept else 1 for length, kept in zip(large, keep)]
+    small = small[data.draw(st.integers(0, len(small) - 1)) :]
+    arrays = [randn(*large, seed=1), abs(randn(*small, seed=2)) + 1]
+    name = data.draw(st.sampled_from(OPERATORS))
+    plain, _ = run(Arithmetic(name), arrays)
+    found, _ = run(Arithmetic(name), arrays, FLOAT32)
+    for mine, theirs in zip(found, plain):
+        assert mine.shape == theirs.shape
+        assert np.abs(mine - theirs).max() <= 1e-4 * max(1, np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_is_not_finite_stays_where_it_is(name, value):
+    large, small = randn(4, 16, 24, 24), abs(randn(1, 16, 1, 1)) + 1
+    large[0, 1, 2, 3], small[0, 2] = value, value
+    weight = mx.nd.ones(large.shape)
+    plain, _ = run(Arithmetic(name), [large, small], weight=weight)
+    found, _ = run(Arithmetic(name), [large, small], FLOAT32, weight)
+    np.testing.assert_array_equal(found[0], plain[0])
+    for mine, theirs in zip(found[1:], plain[1:]):
+        np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
+
+
+@pytest.mark.parametrize(
+    "large, small",
+    [
+        ((8, 16, 64), (1, 1, 64)),  # too few elements
+        ((16, 12, 16, 16), (16, 1, 1, 16)),  # repeated in between
+        ((16, 12, 16, 16), (1, 12, 1, 16)),
+        ((64, 1, 64, 16), (64, 8, 64, 1)),  # both are repeated
+        ((64, 64, 16), (1,)),
+        ((64, 64, 16), (64, 64, 16)),
+    ],
+)
+def test_others_are_left_alone(large, small):
+    block = Arithmetic("broadcast_mul")
+    shapes = {"x": large, "y": small}
+    symbol = block(mx.sym.var("x"), mx.sym.var("y"))
+    plan = amp.explain(symbol, policy=FLOAT32, mode="training", input_shapes=shapes)
+    assert [node.operator for node in plan.nodes] == ["broadcast_mul"]
+
+
+def test_inference_is_left_alone():
+    symbol = Arithmetic("broadcast_mul")(mx.sym.var("x"), mx.sym.var("y"))
+    shapes = {"x": (4, 16, 24, 24), "y": (4, 16, 1, 1)}
+    for mode in ("inference", "converted"):
+        plan = amp.explain(symbol, policy=FLOAT32, mode=mode, input_shapes=shapes)
+        assert [node.operator for node in plan.nodes] == ["broadcast_mul"]
+
+
+@pytest.mark.parametrize("name", ["_np_add", "_np_multiply", "_np_true_divide"])
+def test_arrays_of_numpy_style(name):
+    mx.npx.set_np()
+    arrays = [randn(64, 512).as_np_ndarray(), (abs(randn(512)) + 1).as_np_ndarray()]
+    plain, _ = run(Arithmetic(name), arrays)
+    found, operators = run(Arithmetic(name), arrays, FLOAT32)
+    assert "FullyConnected" in operators
+    for mine, theirs in zip(found, plain):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_other_dtypes_are_left_alone():
+    for dtype in ("float64", "int32"):
+        arrays = [mx.nd.ones((64, 512), dtype=dtype), mx.nd.ones((512,), dtype=dtype)]
+        block = Arithmetic("broadcast_add")
+        block.hybridize()
+        with amp.autocast(policy=FLOAT32), autograd.record():
+            out = block(*arrays)
+        assert out.dtype == np.dtype(dtype)
+        assert operators_of(block._cached_op.graph_of(arrays)[0]) == ["broadcast_add"]
+
+
+# ---------------------------------------------------------------------- averages of maps
+
+
+def pooled(adaptive):
+    class Pool(nn.HybridBlock):
+        def hybrid_forward(self, F, x):
+            if adaptive:
+                return F.contrib.AdaptiveAvgPooling2D(x, output_size=1)
+            return F.Pooling(x, global_pool=True, pool_type="avg", kernel=(1, 1))
+
+    return Pool()
+
+
+MAPS = [
+    ((2, 64, 14, 14), ["Pooling", "Pooling"]), ((2, 32, 56, 6), ["Pooling", "Pooling"]),
+    ((2, 64, 4, 4), ["Pooling"]), ((2, 24, 14, 14), ["Pooling"]), ((2, 32, 1, 9), "product"),
+    ((2, 16, 14, 14), "product"), ((2, 64, 7, 13), "product"), ((2, 32, 1, 1), ["Pooling"]),
+]  # fmt: skip
+
+
+@with_avx512
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("shape, expected", MAPS)
+def test_averages_of_maps_by_their_shape(shape, expected, adaptive, low):
+    policy, data = amp.Policy.default("bfloat16") if low else FLOAT32, [randn(*shape)]
+    plain, _ = run(pooled(adaptive), data)
+    found, operators = run(pooled(adaptive), data, policy)
+    if expected == "product":
+        assert "Pooling" not in operators and "dot" in operators
+    else:
+        assert [name for name in operators if name == "Pooling"] == expected
+    for mine, theirs in zip(found, plain):
+        assert mine.shape == theirs.shape
+        assert np.abs(mine - theirs).max() <= (0.01 if low else 1e-5) * np.abs(theirs).max()
+
+
+@with_avx512
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_one_step_in_inference(adaptive):
+    block, data = pooled(adaptive), randn(2, 64, 14, 14)
+    block.hybridize()
+    with amp.autocast("bfloat16"):
+        block(data)
+        assert operators_of(block._cached_op.graph_of([data])[0]).count("Pooling") == 1
+
+
+SLOW = """
+import mxamp as amp, mxnet as mx
+from mxnet import autograd
+from mxnet.gluon import nn
+
+class Excited(nn.HybridBlock):
+    def __init__(self, channels):
+        super().__init__()
+        with self.name_scope():
+            self.before = nn.HybridSequential()
+            self.before.add(nn.Conv2D(channels, 1, in_channels=channels), nn.BatchNorm())
+            self.small = nn.Conv2D(channels, 1, in_channels=channels)
+
+    def hybrid_forward(self, F, x):
+        x = self.before(x)
+        pool = F.Pooling(x, global_pool=True, pool_type="avg", kernel=(1, 1))
+        return F.broadcast_mul(x, F.sigmoid(self.small(pool)))
+
+for channels, side in ((16, 28), (64, 28), (64, 9)):
+    net = Excited(channels)
+    net.initialize()
+    net.hybridize()
+    x = mx.nd.ones((2, channels, side, side))
+    with amp.autocast("bfloat16"), autograd.record():
+        loss = net(x).sum()
+    loss.backward()
+    mx.nd.waitall()
+"""
+
+
+@with_avx512
+def test_squeeze_and_excitation_runs_no_reference_kernel_in_training():
+    said = check_python(SLOW, env={"DNNL_VERBOSE": "1"})
+    kernels = [
+        line.split(",") for line in said.splitlines() if line.startswith("dnnl_verbose,exec")
+    ]
+    backward = [line for line in kernels if line[5].startswith("backward")]
+    assert {line[3] for line in backward} >= {"batch_normalization", "convolution"}
+    slow = {(line[3], line[4]) for line in backward if "ref" in line[4]}
+    assert not slow
