@@ -31,7 +31,10 @@ def is_long_broadcast(call: Call) -> bool:
 
 
 def repeats(call: Call) -> Detail:
-    """Return the operator, which input is repeated, how often before and behind, and the shape."""
+    """Return the operator, which input is repeated, how often before and behind, and the shape.
+
+    The shape is that of the result, with 0 for a batch of any size.
+    """
     found = _repeated(call)
     return (_KINDS.index(OPERATORS[call.operator]), *found) if found is not None else ()
 
@@ -50,23 +53,23 @@ def _repeated(call: Call) -> Optional[Tuple[int, ...]]:
     if not kept or aligned[kept[0] : kept[-1] + 1] != tuple(large[kept[0] : kept[-1] + 1]):
         return None
     before, behind = math.prod(large[: kept[0]]), math.prod(large[kept[-1] + 1 :])
-    return (which, before, behind, *large)
+    return (which, before, behind, large[0] if kept[0] else 0, *large[1:])
 
 
 def of_repeated(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
     """Return the product, or two of them, and the operator on equal shapes."""
     kind, which, before, behind, *shape = detail
-    length = math.prod(shape) // before
     parts = Parts(inputs=2)
     repeated = which
     if behind > 1:
         rows = parts.add("Reshape", "column", repeated, shape="(-1, 1)")
         repeated = _product(parts, "behind", rows, _ones(parts, "row", behind), behind)
     if before > 1:
+        length = math.prod(shape) // before  # of a known batch: the first axis is repeated
         columns = parts.add("Reshape", "columns", repeated, shape="(-1, 1)")
         repeated = _product(parts, "before", _ones(parts, "rows", before), columns, length)
-    inputs = [0, 1]
-    inputs[which] = parts.add("Reshape", "repeated", repeated, shape=str(tuple(shape)))
+    inputs, like = [0, 1], (shape[0] or -1, *shape[1:])
+    inputs[which] = parts.add("Reshape", "repeated", repeated, shape=str(like))
     parts.add(_KINDS[kind], "", *inputs)
     return parts.made
 

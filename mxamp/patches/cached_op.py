@@ -37,6 +37,8 @@ FUSED_ALREADY = (
     "hybridize() without a backend; for fused inference in bfloat16, convert_hybrid_block(net, "
     '"bfloat16", fuse=True)'
 )
+#: How many graphs a block keeps for data of different shapes.
+_MOST_GRAPHS = 32
 _FUSED_PREFIX = "_sg_mkldnn"
 
 #: The place of the loss scale among a block's arguments.
@@ -161,11 +163,18 @@ class PolicyCachedOp:
     def _choices(
         self, policy: Policy, args: Sequence[NDArray], dtypes: Tuple[str, ...], training: bool
     ) -> Choices:
-        """Return what shapes choose: looked for once for each set of the data's shapes."""
-        key = (policy, training, dtypes, *[args[i].shape for i in self._inputs])
+        """Return what shapes choose: looked for once for each set of the data's shapes.
+
+        Beyond so many graphs, data of other shapes shares one for any shape: each graph may hold
+        memory of its own.
+        """
+        key: Tuple[Any, ...] = (policy, training, dtypes, *[args[i].shape for i in self._inputs])
+        if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
+            key = (policy, training, dtypes)
         choices = self._chosen.get(key)
         if choices is None:
-            shapes = {name: array.shape for name, array in zip(self._names, args)}
+            looked_at = range(len(args)) if key[3:] else [i for i, _ in self._parameters]
+            shapes = {self._names[i]: args[i].shape for i in looked_at}
             usage = Usage(self._given(dtypes), shapes, stored=self._stored, training=training)
             choices = self._chosen[key] = choose(self._graph_for(training), policy, usage)
         return choices

@@ -147,6 +147,16 @@ def test_other_dtypes_are_left_alone():
         assert operators_of(block._cached_op.graph_of(arrays)[0]) == ["broadcast_add"]
 
 
+def test_batches_of_any_size_share_a_graph():
+    block = Arithmetic("broadcast_mul")
+    block.hybridize()
+    for rows in (64, 65, 66):
+        arrays = [randn(rows, 512), randn(rows, 1)]
+        with amp.autocast(policy=FLOAT32), autograd.record():
+            block(*arrays)
+    assert len(block._cached_op._ops) == 1
+
+
 # ---------------------------------------------------------------------- averages of maps
 
 

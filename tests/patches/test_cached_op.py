@@ -11,6 +11,7 @@ from mxnet.gluon import nn, rnn
 import mxamp as amp
 from helpers import BF16, as_float32, check_python, kind, randn, same, values
 from mxamp.graph.graph import Graph
+from mxamp.patches import cached_op
 from nets import (
     NETS,
     Control,
@@ -505,3 +506,23 @@ def test_a_block_that_a_backend_has_fused_says_that_it_stays_in_float32(caplog):
     net.hybridize()
     net(x).wait_to_read()
     assert len([record for record in caplog.records if "optimize_for" in record.message]) == 1
+
+
+def test_data_of_many_shapes_share_one_graph_at_last(monkeypatch):
+    """Each graph of a block with static_alloc holds memory: sequences may have any length."""
+    monkeypatch.setattr(cached_op, "_MOST_GRAPHS", 3)
+
+    class Sum(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.sum(x, axis=1)
+
+    net = Sum()
+    net.hybridize(static_alloc=True)
+    with amp.autocast(policy=amp.Policy.default("bfloat16").in_float32()):
+        for steps in (*range(40, 52), 40, 41, 51):
+            x = randn(3, steps, 64)
+            expected = values(x).sum(axis=1)
+            np.testing.assert_allclose(values(net(x)), expected, rtol=1e-4, atol=1e-4)
+        of_one_shape = [key for key in net._cached_op._chosen if key[3:]]
+    assert len(of_one_shape) == 3
+    assert len(net._cached_op._ops) == 4
