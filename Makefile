@@ -15,7 +15,7 @@ setup: ## make or update .venv, with what the tests need
 test: ## run all tests, long proofs too; what has to pass before a change lands
 	scripts/test --all
 
-fast: ## run the tests that take less than some seconds each
+fast: ## run the tests without the slow ones, in two to three minutes
 	scripts/test --fast
 
 lint: setup ## check style and formatting
@@ -36,7 +36,6 @@ docs: ## run the code blocks of README.md and docs/, check their links, and buil
 bench: setup ## compare whole models with float32, on one core; takes long, scripts/bench/models --model NAME does not
 	$(PYTHON) scripts/bench/models --rounds 3 --json bench.json
 
-pictures: ## draw docs/speed.png and docs/benchmarks.png anew; needs matplotlib in .venv
+pictures: ## draw docs/speed.png anew; needs matplotlib in .venv
 	$(PYTHON) scripts/bench/plot $(FIGURES) docs/speed.png \
 		--contender stock --contender mxamp --contender torch --contender fused
-	$(PYTHON) scripts/bench/plot $(FIGURES) docs/benchmarks.png

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -191,5 +192,5 @@ def versions(pythons: Dict[str, str]) -> Dict[str, str]:
     for library, python in pythons.items():
         ask = [python, "-c", f"import {library}; print({library}.__version__)"]
         done = subprocess.run(ask, capture_output=True, text=True, check=False)
-        found[titles[library]] = done.stdout.strip().split("-")[0]
+        found[titles[library]] = re.split("[-+]", done.stdout.strip())[0]
     return found
