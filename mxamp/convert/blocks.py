@@ -79,8 +79,7 @@ def _value(param: Parameter) -> NDArray:
     first, *others = param._data
     if others or first.stype != "default" or first.context.device_type != "cpu":
         return param._reduce()  # a mean, or a copy
-    # oneDNN may hold a convolution's weight in a layout that it can't cast from: a copy is plain.
-    return first if first.ndim <= len("OI") else first.copy()
+    return first
 
 
 def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:

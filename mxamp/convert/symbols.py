@@ -6,7 +6,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
-from ..framework.arrays import cast
+from ..framework.arrays import cast, copy
 from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
@@ -178,6 +178,7 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
     result = dict(params)
     with suspended():
         for name in params.keys() & dtypes.keys():
-            result[name] = cast(params[name], dtypes[name])
+            # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
+            result[name] = cast(copy(params[name]), dtypes[name])
             warn_of_losses(name, params[name], result[name])
     return result

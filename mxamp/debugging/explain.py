@@ -11,7 +11,7 @@ from mxnet.symbol import Symbol
 from ..convert.arguments import checked_policy, known_dtypes, known_names, known_shapes
 from ..convert.blocks import Examples, trace
 from ..errors import ArgumentError, located
-from ..framework.arrays import cast
+from ..framework.arrays import cast, copy
 from ..framework.machine import dtype_name
 from ..framework.wording import one_of, shown
 from ..graph.cast_params import cast_offline, count_losses
@@ -169,7 +169,8 @@ def _width(dtype: Any) -> int:
 
 def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
     with suspended():
-        return OfflineCast(name, dtype, _size(array), *count_losses(array, cast(array, dtype)))
+        found = cast(copy(array), dtype)  # as a conversion casts it, from the plain layout
+        return OfflineCast(name, dtype, _size(array), *count_losses(array, found))
 
 
 def _model_of(

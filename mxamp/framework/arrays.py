@@ -44,6 +44,7 @@ invoke = mx_ctypes._imperative_invoke
 _AMP_CAST = handle_of("amp_cast")
 _CAST = handle_of("Cast")
 _COPY = handle_of("identity")
+_SLICE_AXIS = handle_of("slice_axis")
 
 
 def dtype_code(array: NDArray) -> int:
@@ -105,10 +106,20 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
 
 
 def float32_parts(array: NDArray) -> Iterator[Any]:
-    """Yield an array's values in float32, in order: a large one in parts of 16 MB."""
-    flat = (array if array.stype == "default" else array.tostype("default")).reshape(-1)
-    for begin in range(0, flat.size, _PART):
-        yield cast(flat[begin : begin + _PART], "float32").asnumpy()
+    """Yield an array's values in float32, row after row: a large one in parts of some 16 MB.
+
+    Parts are cut by an operator, which reads any layout of memory; views of MXNet's do not.
+    """
+    dense = array if array.stype == "default" else array.tostype("default")
+    if not dense.ndim:
+        yield cast(dense, "float32").asnumpy()
+        return
+    rows = dense.shape[0]
+    step = max(1, _PART * rows // max(1, dense.size))
+    for begin in range(0, rows if dense.size else 0, step):
+        bounds = ["0", str(begin), str(min(begin + step, rows))]
+        part = invoke(_SLICE_AXIS, [dense], ["axis", "begin", "end"], bounds, None, False, False)
+        yield cast(part, "float32").asnumpy()
 
 
 def write(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:

@@ -1,7 +1,9 @@
 import mxnet as mx
+import numpy as np
 import pytest
+from mxnet.gluon import nn
 
-from helpers import kind
+from helpers import down, kind, randn, values
 from mxamp.framework import arrays
 
 
@@ -16,3 +18,28 @@ def test_empty_arrays_are_cast_by_what_knows_them(shape, dtype, monkeypatch):
     assert low.shape == shape
     special = low.size <= (1 if dtype == "bfloat16" else 0)
     assert used == [arrays._CAST if special else arrays._AMP_CAST]
+
+
+@pytest.mark.parametrize("part", [1, 7, 10**6])
+def test_parts_are_the_values_in_float32(part, monkeypatch):
+    monkeypatch.setattr(arrays, "_PART", part)  # elements
+    x = randn(5, 3, 4)
+    for array in (x, down(x, "bfloat16"), x.reshape(-1), x[:1], randn(4, 3).tostype("row_sparse")):
+        found = np.concatenate([one.ravel() for one in arrays.float32_parts(array)])
+        np.testing.assert_array_equal(found, values(array).ravel())
+    mx.npx.set_np()
+    for shape in ((), (0,), (0, 3), (3, 0)):
+        found = list(arrays.float32_parts(mx.np.ones(shape)))
+        assert sum(one.size for one in found) == (shape == ())
+
+
+def test_parts_of_a_weight_that_onednn_has_laid_out(monkeypatch):
+    monkeypatch.setattr(arrays, "_PART", 16)
+    for layer in (nn.Conv2D(32, 3, groups=2, in_channels=32), nn.Dense(64, in_units=64)):
+        layer.initialize(mx.init.Uniform())
+        expected = layer.weight.data().asnumpy()
+        layer.hybridize()
+        data = randn(32, 64) if isinstance(layer, nn.Dense) else randn(2, 32, 8, 8)
+        layer(data).wait_to_read()
+        found = np.concatenate(list(arrays.float32_parts(layer.weight.data())))
+        np.testing.assert_array_equal(found, expected)
