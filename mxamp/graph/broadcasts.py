@@ -2,7 +2,8 @@
 
 The gradient of what is repeated is a sum, which MXNet's kernels add up one element after the other.
 Repeated by a product with ones, its gradient is a product with ones too, of BLAS: each of the two
-is exact in the forward pass, as each of their sums has one term.
+is exact in the forward pass, as each of their sums has one term. A sum is the difference to what is
+repeated with its sign changed: the gradients of MXNet's `elemwise_add` share memory.
 """
 
 import math
@@ -12,9 +13,10 @@ from .equivalents import Attributes, Call, Detail, Part, Parts
 
 __all__ = ["OPERATORS", "is_long_broadcast", "of_repeated", "repeats"]
 
+_SUM = "sum"
 #: What is done element by element once both shapes are equal.
 OPERATORS: Mapping[str, str] = {
-    "broadcast_add": "elemwise_add", "_npi_add": "elemwise_add",
+    "broadcast_add": _SUM, "_npi_add": _SUM,
     "broadcast_sub": "elemwise_sub", "_npi_subtract": "elemwise_sub",
     "broadcast_mul": "elemwise_mul", "_npi_multiply": "elemwise_mul",
     "broadcast_div": "elemwise_div", "_npi_true_divide": "elemwise_div",
@@ -60,22 +62,29 @@ def of_repeated(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
     """Return the product, or two of them, and the operator on equal shapes."""
     kind, which, before, behind, *shape = detail
     parts = Parts(inputs=2)
-    repeated = which
+    repeated, operator = which, _KINDS[kind]
+    sign = -1 if operator == _SUM else 1
     if behind > 1:
         rows = parts.add("Reshape", "column", repeated, shape="(-1, 1)")
-        repeated = _product(parts, "behind", rows, _ones(parts, "row", behind), behind)
+        row = _constant(parts, "row", behind, sign)
+        repeated, sign = _product(parts, "behind", rows, row, behind), 1
     if before > 1:
         length = math.prod(shape) // before  # of a known batch: the first axis is repeated
         columns = parts.add("Reshape", "columns", repeated, shape="(-1, 1)")
-        repeated = _product(parts, "before", _ones(parts, "rows", before), columns, length)
-    inputs, like = [0, 1], (shape[0] or -1, *shape[1:])
-    inputs[which] = parts.add("Reshape", "repeated", repeated, shape=str(like))
-    parts.add(_KINDS[kind], "", *inputs)
+        rows = _constant(parts, "rows", before, sign)
+        repeated = _product(parts, "before", rows, columns, length)
+    like = (shape[0] or -1, *shape[1:])
+    repeated = parts.add("Reshape", "repeated", repeated, shape=str(like))
+    inputs = [0, 1]
+    inputs[which] = repeated
+    if operator == _SUM:
+        operator, inputs = "elemwise_sub", [1 - which, repeated]
+    parts.add(operator, "", *inputs)
     return parts.made
 
 
-def _ones(parts: Parts, name: str, count: int) -> int:
-    return parts.add("_ones", f"ones_{name}", shape=f"({count}, 1)")
+def _constant(parts: Parts, name: str, count: int, value: int) -> int:
+    return parts.add("_full", f"ones_{name}", shape=f"({count}, 1)", value=str(value))
 
 
 def _product(parts: Parts, name: str, data: int, weight: int, width: int) -> int:

@@ -15,6 +15,7 @@ from ..policy.rules import Rule
 from ..policy.sums import terms
 from . import equivalents, substitutions
 from .choices import NONE, Choices, StandIn
+from .edges import at_the_edge
 from .equivalents import Shapes
 from .graph import Graph, Node, Output
 from .input_shapes import input_shapes
@@ -47,11 +48,12 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
     kept: Dict[int, str] = {}
     substituted: Dict[int, StandIn] = {}
     views = readers_of_views(graph.nodes, policy, usage) if policy.substitutions else ()
+    outer = at_the_edge(graph) if policy.substitutions and usage.training else ()
     for i, node in enumerate(graph.nodes):
         found = None
         if not node.is_variable and i not in views:
             found = stand_in(node, policy, usage.training, known.get(i, ()))
-        if found is not None:
+        if found is not None and not (i in outer and substitutions.ALL[found[0]].shares_gradients):
             substituted[i] = found
     running = [_as_run(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     bodies: Dict[Tuple[int, int], Choices] = {}

@@ -39,6 +39,8 @@ class Substitution:
     constants: bool = False
     #: Only where this operator, by its class, computes in the target dtype.
     lowered: Optional[str] = None
+    #: Its gradients share memory: in training only where neither is given out, nor is its output.
+    shares_gradients: bool = False
     #: Also in inference by a policy that lowers nothing.
     float32_inference: bool = True
     #: The operator that stands in, where it is a single one: layouts of memory depend on it.
@@ -92,6 +94,7 @@ _SUBSTITUTIONS = (
         build=equivalents.add,
         applies=equivalents.is_equal_add,
         by_shape=dict.fromkeys(ADDS, (0, 1)),
+        shares_gradients=True,
         float32_inference=False,
         single="elemwise_add",
     ),

@@ -111,7 +111,7 @@ class PolicyCachedOp:
         # Without one of these, graphs are the same in training.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
-        self._added: Tuple[int, ...] = ()
+        self._gradients: Sequence[Any] = ()
         self._ops: Dict[Any, _Op] = {}
         self._chosen: Dict[Any, Choices] = {}
         self._tuned: Dict[Policy, Policy] = {}
@@ -138,11 +138,12 @@ class PolicyCachedOp:
         if policy.evidence is not None and self._policy is None:
             policy = self._recognised(policy)
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
-        if added != self._added:
-            # Gluon gives parameters other gradients then; with static_shape an op that has seen
-            # this `grad_req` before would go on writing to those of that time.
+        gradients = [p._grad for _, p in self._parameters]
+        if any(new is not old for new, old in zip(gradients, self._gradients)):
+            # As after another `grad_req`: with static_shape an op goes on writing to those of the
+            # time when it was made.
             self._ops.clear()
-            self._added = added
+        self._gradients = gradients
         training = autograd.is_recording()
         dtypes = dtypes_of(args)
         choices = self._choices(policy, args, dtypes, training) if policy.chooses else NONE

@@ -1,0 +1,37 @@
+"""Which operators have an input that a graph is given, or an output that it gives out."""
+
+from typing import FrozenSet, Set
+
+from .graph import Graph
+
+__all__ = ["at_the_edge"]
+
+#: Their gradients are their output's, in the same memory or a copy of it.
+_PASSING = frozenset({
+    "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "_np_reshape", "_npx_reshape",
+    "_np_squeeze", "_copy", "_np_copy", "_identity_with_attr_like_rhs", "Cast", "amp_cast",
+    "amp_multicast", "elemwise_add", "elemwise_sub", "broadcast_add", "broadcast_sub", "_npi_add",
+    "_npi_subtract", "_grad_add", "add_n",
+})  # fmt: skip
+
+
+def at_the_edge(graph: Graph) -> FrozenSet[int]:
+    """Return the nodes that read a variable or are a head, at once or behind what passes it on.
+
+    Where a gradient is that of a variable, MXNet writes it to memory of the caller's, and may add
+    to what is there; the gradient of a head is the caller's too.
+    """
+    given: Set[int] = set()
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            continue
+        for source, _ in node.inputs:
+            before = graph.nodes[source]
+            if before.is_variable or (source in given and before.operator in _PASSING):
+                given.add(i)
+    out = {i for i, _ in graph.heads}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        if i in out and not node.is_variable and node.operator in _PASSING:
+            out.update(source for source, _ in node.inputs)
+    return frozenset(given | out)
