@@ -1,5 +1,7 @@
 """Arithmetic with repeated arrays, and averages of whole maps, whose gradients are products."""
 
+import itertools
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -155,6 +157,62 @@ def test_batches_of_any_size_share_a_graph():
         with amp.autocast(policy=FLOAT32), autograd.record():
             block(*arrays)
     assert len(block._cached_op._ops) == 1
+
+
+SUMS = {
+    "one": lambda F, x, w: F.broadcast_add(x, w),
+    "swapped, squared": lambda F, x, w: F.square(F.broadcast_add(w, x)),
+    "two heads": lambda F, x, w: [F.broadcast_add(w, x), w * 2],
+    "residual": lambda F, x, w: F.broadcast_add(F.relu(x), F.broadcast_add(x, w)),
+    "chain": lambda F, x, w: F.broadcast_add(F.broadcast_add(F.broadcast_add(x, w), x), w),
+    "inside": lambda F, x, w: F.exp(F.broadcast_add(F.tanh(x), F.tanh(F.broadcast_add(x, w)))),
+    "view": lambda F, x, w: F.reshape(F.broadcast_add(F.reshape(x, shape=(-1, 100)), F.reshape(w, shape=(-1, 100))), shape=(-1,)),
+}  # fmt: skip
+
+
+class Summed(nn.HybridBlock):
+    def __init__(self, name, shape, grad_req):
+        super().__init__()
+        self.sum = SUMS[name]
+        self.w = self.params.get("w", shape=shape, init="ones", grad_req=grad_req)
+
+    def hybrid_forward(self, F, x, w):
+        return self.sum(F, x, w)
+
+
+def accumulated(name, shapes, requests, flags, policy):
+    """Return the gradients after two passes."""
+    net = Summed(name, shapes[1], requests[1])
+    net.initialize()
+    net.hybridize(**flags)
+    x = randn(*shapes[0])
+    x.attach_grad(requests[0])
+    for _ in range(2):
+        with amp.autocast(policy=policy, enabled=policy is not None):
+            with autograd.record():
+                out = net(x)
+            autograd.backward(out)
+    mx.nd.waitall()
+    return [x.grad.asnumpy()] + ([net.w.grad().asnumpy()] if requests[1] != "null" else [])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    "shapes", [((64, 17, 100), (100,)), ((100,), (8, 100, 100)), ((30, 100), (30, 100))]
+)
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_of_sums_share_no_memory_of_the_callers(name, shapes, static):
+    """Those of elemwise_add share it: they were lost, doubled or garbage at the edges of graphs."""
+    flags = {"static_alloc": True, "static_shape": True} if static else {}
+    for requests in itertools.product(("write", "add"), ("write", "add", "null")):
+        plain = accumulated(name, shapes, requests, {}, None)
+        for policy in (FLOAT32, amp.Policy.default("bfloat16")):
+            found = accumulated(name, shapes, requests, flags, policy)
+            for mine, theirs in zip(found, plain):
+                assert np.abs(mine - theirs).max() <= 2e-2 * np.abs(theirs).max(), (
+                    requests,
+                    policy,
+                )
 
 
 # ---------------------------------------------------------------------- averages of maps

@@ -35,17 +35,6 @@ class Call(gluon.HybridBlock):
         return getattr(F, self.operator)(x, *rest, **self.attrs)
 
 
-class Doubled(gluon.HybridBlock):
-    """An array and itself."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.operator = name
-
-    def hybrid_forward(self, F, x):
-        return getattr(F, self.operator)(x, x)
-
-
 class Split(gluon.HybridBlock):
     """A split whose outputs are treated unlike each other."""
 
@@ -75,7 +64,6 @@ def run(block, x, policy=None, weight=None, training=True):
 
 
 CASES = {
-    "add": (Doubled, {"name": "broadcast_add"}, 0),
     "relu": (Call, {"name": "relu"}, 0),
     "relu6": (Call, {"name": "clip", "a_min": 0, "a_max": 6}, 0),
     "sigmoid": (Call, {"name": "sigmoid"}, 2e-7),
@@ -106,7 +94,7 @@ def test_values_and_gradients_agree(name):
 
 
 def test_every_substitution_has_its_case_and_its_measurement():
-    elsewhere = {"broadcast", "pool_in_parts", "rnn", "rnn_params"}
+    elsewhere = {"add", "broadcast", "pool_in_parts", "rnn", "rnn_params"}
     here = {*CASES, "split", "image_convolution", "merged_groups", "global_pool"}
     assert here | elsewhere == set(ALL)
     assert set(SUBSTITUTIONS) == set(amp.Policy.default("bfloat16").substitutions)
@@ -464,12 +452,13 @@ def test_adaptive_pooling_to_one_is_global(size, low):
 
 
 def test_sums_in_float32_are_faster_in_training_alone():
-    symbol, shapes = symbol_of("add"), {"data": (2, 3)}
+    data, shapes = mx.sym.exp(mx.sym.var("data")), {"data": (2, 3)}
+    symbol = mx.sym.exp(mx.sym.broadcast_add(data, mx.sym.exp(data)))
     for policy in (amp.Policy.default("bfloat16"), amp.Policy.default("bfloat16").in_float32()):
         for mode in ("training", "inference"):
             left = operators(symbol, policy, mode, input_shapes=shapes)
             stays = mode == "inference" and not policy.lowers
-            assert left == ["broadcast_add" if stays else "elemwise_add"]
+            assert left[2] == ("broadcast_add" if stays else "elemwise_add")
 
 
 def test_what_a_user_has_classed_stays():

@@ -526,3 +526,18 @@ def test_data_of_many_shapes_share_one_graph_at_last(monkeypatch):
         of_one_shape = [key for key in net._cached_op._chosen if key[3:]]
     assert len(of_one_shape) == 3
     assert len(net._cached_op._ops) == 4
+
+
+def test_gradients_that_gluon_has_replaced_between_plain_calls_are_written_to():
+    net = nn.Dense(3, in_units=4)
+    net.initialize(mx.init.One())
+    net.hybridize(static_alloc=True, static_shape=True)
+    x, sums = nd.ones((2, 4)), []
+    for grad_req, mixed in (("add", True), ("write", False), ("add", True), ("add", True)):
+        net.weight.grad_req = grad_req
+        with amp.autocast("bfloat16", enabled=mixed):
+            with autograd.record():
+                out = net(x)
+            out.backward()
+        sums.append(float(net.weight.grad().sum().asscalar()))
+    assert sums == [24, 24, 24, 48]
