@@ -17,6 +17,7 @@ from ..policy.decision import decide
 from ..policy.policy import Policy
 from ..policy.values import kernel_axes
 from .cast_params import of_any_shape, without
+from .dense_convolutions import with_dense_convolutions
 from .fold_batchnorm import Params, float32_array, folded, folded_forward, readers_by_name
 from .graph import Graph, GraphCopy, Node, Output
 from .pad_channels import with_padded_channels
@@ -69,6 +70,7 @@ def fused(
         graph, values, policy, lambda node: not policy.lowers or _is_kept(node, kept, policy)
     )
     graph = _with_norms_and_relu(graph, policy)
+    graph, values = with_dense_convolutions(graph, values, policy)
     kept = _kept_by_shape(graph, values, policy)
     graph = _fused_by_mxnet(graph)
     layers = [

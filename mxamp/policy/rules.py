@@ -49,6 +49,7 @@ SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "add", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "global_pool", "pool_in_parts", "image_convolution", "split",
     "merged_groups", "rnn", "rnn_params", "padded_channels", "folded_norm", "norm_relu",
+    "dense_convolution",
     "sgd", "adam",
 )  # fmt: skip
 

@@ -1,0 +1,175 @@
+"""Dense layers as convolutions in fused models: the same answers, for any number of rows."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mxnet import nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import exported, operators_of, randn, values, with_avx512
+from mxamp.graph import dense_convolutions
+from mxamp.graph.dense_convolutions import with_dense_convolutions
+from mxamp.graph.fuse import FUSED
+from mxamp.graph.graph import Graph
+
+B = amp.Policy.default("bfloat16")
+S = mx.sym
+X = S.var("data")
+
+
+@pytest.fixture(autouse=True)
+def _without_fusion_in_executors(monkeypatch):
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+
+
+@pytest.fixture
+def small_weights_too(monkeypatch):
+    monkeypatch.setattr(dense_convolutions, "_LARGE", 1)
+
+
+def dense(data, units=7, **more):
+    return S.FullyConnected(data, num_hidden=units, **more)
+
+
+def two_heads(data):
+    return S.Group([dense(data), S.softmax(dense(data, 3)), data])
+
+
+def read_and_returned(data):
+    return S.Group([dense(S.relu(data)), data, data * 2])
+
+
+def shared(weight):
+    options = {"weight": weight, "no_bias": True}
+    return dense(X, **options) + dense(X, **options)
+
+
+#: A graph, how many convolutions it has then, and how many transpositions.
+GRAPHS = {
+    "one": (lambda: dense(X), 1, 2),
+    "no bias": (lambda: dense(X, no_bias=True), 1, 2),
+    "a chain": (lambda: dense(S.relu(dense(S.Activation(dense(X), act_type="tanh"), 5)), 3), 3, 2),
+    "gelu": (lambda: dense(S.LeakyReLU(dense(X), act_type="gelu")), 2, 2),
+    "prelu": (lambda: dense(S.LeakyReLU(dense(X), act_type="prelu")), 2, 4),
+    "softmax": (lambda: dense(S.softmax(dense(X))), 2, 4),
+    "residual": (lambda: dense(S.relu(dense(X)) + dense(X)), 3, 5),
+    "two heads": (lambda: two_heads(dense(X)), 3, 4),
+    "read and returned": (lambda: read_and_returned(dense(X)), 2, 3),
+    "flattened": (lambda: dense(S.Pooling(X, kernel=(2, 2), pool_type="avg")), 1, 2),
+    "an activation is no dense layer": (lambda: dense(S.relu(X)), 1, 2),
+}
+#: Graphs that stay as they are.
+LEFT = {
+    "axes kept": lambda: dense(X, flatten=False),
+    "a shared weight": lambda: shared(S.var("w")),
+    "a computed weight": lambda: dense(X, weight=S.var("w") * 2),
+}
+
+
+def model(symbol, shape, seed=0):
+    random = np.random.RandomState(seed)
+    shapes, _, _ = symbol.infer_shape(data=shape)
+    params = {n: nd.array(random.randn(*s)) for n, s in zip(symbol.list_arguments(), shapes)}
+    return params, params.pop("data")
+
+
+def run(symbol, params, data):
+    args = {name: data if name == "data" else params[name] for name in symbol.list_arguments()}
+    return [out.asnumpy() for out in symbol.bind(mx.cpu(), args).forward()]
+
+
+def changed(symbol, params, policy=B):
+    graph, new = with_dense_convolutions(Graph.from_symbol(symbol), params, policy)
+    return graph.to_symbol(), new
+
+
+def check(symbol, shape):
+    params, data = model(symbol, shape)
+    before = {name: values(array) for name, array in params.items()}
+    new, new_params = changed(symbol, params)
+    for one, other in zip(run(symbol, params, data), run(new, new_params, data)):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4)
+    for name, array in before.items():
+        np.testing.assert_array_equal(values(params[name]), array)
+    return operators_of(new)
+
+
+@pytest.mark.usefixtures("small_weights_too")
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_same_answers(name, rows):
+    make, convolutions, transposed = GRAPHS[name]
+    shape = (rows, 3, 4, 4) if name == "flattened" else (rows, 12)
+    operators = check(make(), shape)
+    assert "FullyConnected" not in operators
+    found = operators.count("Convolution"), operators.count("transpose")
+    assert found == (convolutions, transposed)
+
+
+@pytest.mark.usefixtures("small_weights_too")
+@pytest.mark.parametrize("name", LEFT)
+def test_what_stays(name):
+    assert "Convolution" not in check(LEFT[name](), (5, 12))
+
+
+@pytest.mark.usefixtures("small_weights_too")
+def test_data_of_any_axes_is_flattened():
+    for shape in ((2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 1, 1, 3)):
+        assert check(dense(dense(X)), shape).count("Convolution") == 2
+
+
+@pytest.mark.usefixtures("small_weights_too")
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=2, max_size=4), st.booleans())
+def test_any_sizes(rows, units, no_bias):
+    symbol = X
+    for count in units[1:]:
+        symbol = S.relu(dense(symbol, count, no_bias=no_bias))
+    assert "FullyConnected" not in check(symbol, (rows, units[0]))
+
+
+@pytest.mark.usefixtures("small_weights_too")
+def test_what_a_policy_says_stays():
+    symbol = dense(X)
+    params, _ = model(symbol, (2, 12))
+    off = B.override(substitutions=set(B.substitutions) - {"dense_convolution"})
+    given_class = B.override(low=["FullyConnected"])
+    for policy in (off, given_class):
+        assert "Convolution" not in operators_of(changed(symbol, params, policy)[0])
+
+
+def test_small_weights_stay():
+    assert "Convolution" not in check(dense(X), (2, 12))
+
+
+# ---------------------------------------------------------------------- fused models
+
+
+def mlp(units=1024):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(units, activation="relu"), nn.Dense(units, activation="sigmoid"), nn.Dense(9))
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_avx512)])
+def test_fused_models_run_convolutions(dtype, tmp_path):
+    net = mlp()
+    data = randn(3, 1024)
+    policy = B if dtype == "bfloat16" else B.in_float32()
+    low = amp.convert_hybrid_block(net, policy=policy, example_inputs=data, fuse=True)
+    low(data)
+    for block in (low, exported(low, tmp_path)):
+        for rows in (3, 1, 64):
+            data = randn(rows, 1024)
+            exact, found = values(net(data)), values(block(data))
+            assert abs(found - exact).max() < 0.02 * abs(exact).max()
+    operators = operators_of(low._cached_graph[1])
+    assert [operators.count(name) for name in FUSED] == [2, 1]
