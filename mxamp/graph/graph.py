@@ -47,16 +47,14 @@ class Node:
     subgraphs: List["Graph"] = field(default_factory=list)
     num_outputs: int = 1
     control_deps: List[int] = field(default_factory=list)  #: nodes that come before it, unread
+    #: Whether it is an input of the graph; every pass asks several times.
+    is_variable: bool = field(init=False, repr=False, compare=False)
+    #: The operator's canonical name.
+    operator: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_variable(self) -> bool:
-        """Whether it is an input of the graph."""
-        return self.op == "null"
-
-    @property
-    def operator(self) -> str:
-        """The operator's canonical name."""
-        return resolve(self.op).name
+    def __post_init__(self) -> None:
+        self.is_variable = self.op == "null"
+        self.operator = self.op if self.is_variable else resolve(self.op).name
 
     @property
     def call(self) -> Tuple[Any, ...]:
@@ -206,6 +204,11 @@ class GraphCopy:
 #: Answers of MXNet on single nodes, which never change.
 _inferred: Dict[Any, Tuple[str, ...]] = {}
 
+#: Attributes that say shapes, and dtypes of no operator: a model has dozens of convolutions.
+_OF_SHAPES = frozenset(
+    {"kernel", "stride", "pad", "dilate", "num_filter", "num_group", "num_hidden"}
+)
+
 _major, _minor, _patch = release(__version__)
 #: Without it MXNet takes a graph for one of version 0.8 and "upgrades" it.
 VERSION = {"mxnet_version": ["int", 10000 * _major + 100 * _minor + _patch]}
@@ -219,7 +222,8 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     """
     if node.subgraphs:
         return _ask(node, dtypes)
-    key = (node.call, tuple(dtypes), node.num_outputs)
+    asked = [item for item in node.call if item[0] not in _OF_SHAPES]
+    key = (*asked, tuple(dtypes), node.num_outputs)
     outputs = _inferred.get(key)
     if outputs is None:
         outputs = _inferred[key] = _ask(node, dtypes)

@@ -69,10 +69,12 @@ def _gives(node: Node, policy: Policy) -> bool:
 
 
 def _is_volume_product(node: Node) -> bool:
+    if node.operator not in CONVOLUTIONS:
+        return False
     # A fused one holds the convolution that it runs.
     inner = [one for body in node.subgraphs for one in body.nodes]
     axes = (kernel_axes(one.attrs) for one in (node, *inner))
-    return node.operator in CONVOLUTIONS and any(count == len("DHW") for count in axes)
+    return any(count == len("DHW") for count in axes)
 
 
 def _passes_on(node: Node, policy: Policy) -> bool:
