@@ -8,12 +8,14 @@ import math
 from dataclasses import replace
 from typing import Dict, List, Set, Tuple
 
+import mxnet as mx
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
+from ..policy.active import suspended
 from ..policy.policy import Policy
 from .cast_params import of_any_shape
-from .fold_batchnorm import Params, float32_array, readers_by_name
+from .fold_batchnorm import Params, readers_by_name
 from .graph import Graph, GraphCopy, Node, Output
 
 __all__ = ["with_dense_convolutions"]
@@ -78,7 +80,9 @@ def _layers(graph: Graph, params: Params) -> Dict[int, str]:
 
 
 def _with_kernel(weight: NDArray) -> NDArray:
-    return float32_array(weight.asnumpy().reshape((*weight.shape, 1, 1)))
+    """Return a copy of a dense layer's weight as a convolution's, from any of oneDNN's layouts."""
+    with suspended():
+        return mx.nd.reshape(weight, shape=(*weight.shape, 1, 1))
 
 
 def _is_elementwise(node: Node) -> bool:
