@@ -9,12 +9,12 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
-from .versions import FEATURES, has_feature
+from .versions import FEATURES, Feature, has_feature
 from .wording import shown
 
 __all__ = [
@@ -180,30 +180,22 @@ def lacks(name: str) -> bool:
 
 def needs_one_dtype(name: str) -> bool:
     """Tell whether this MXNet wants all inputs of an operator in one dtype, as later ones don't."""
-    return any(
-        name in feature.one_dtype for key, feature in FEATURES.items() if not has_feature(key)
-    )
+    return any(name in feature.one_dtype for feature in _lacking())
 
 
 def without_bfloat16() -> Mapping[str, str]:
     """Return the operators that got their bfloat16 kernels with a later MXNet, with its version."""
-    return {
-        operator: feature.since
-        for name, feature in FEATURES.items()
-        if not has_feature(name)
-        for operator in feature.bfloat16
-    }
+    return {operator: feature.since for feature in _lacking() for operator in feature.bfloat16}
 
 
 @lru_cache(maxsize=None)
 def _of_later_versions() -> Mapping[str, str]:
     """Return the operators that this MXNet lacks, with the versions that they came with."""
-    return {
-        operator: feature.since
-        for name, feature in FEATURES.items()
-        if not has_feature(name)
-        for operator in feature.operators
-    }
+    return {operator: feature.since for feature in _lacking() for operator in feature.operators}
+
+
+def _lacking() -> Sequence[Feature]:
+    return [feature for name, feature in FEATURES.items() if not has_feature(name)]
 
 
 def handle_of(name: str) -> int:
