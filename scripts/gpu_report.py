@@ -6,6 +6,7 @@ The parts are processes of their own: one that dies is a result too. The file is
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,8 @@ SCHEMA = 1
 MODELS = ("resnet50-16", "mobilenet_v2-8", "bert-16", "mlp-64", "lstm-8")
 FAST_MODELS = ("resnet50-16", "bert-16")
 NO_GPU = (
-    "MXNet sees no GPU here, though nvidia-smi may list one: `mxamp doctor` in {python}'s folder "
-    "says what is wrong"
+    "MXNet sees no GPU here, though nvidia-smi may list one: `{python} -m mxamp doctor` says "
+    "what is wrong"
 )
 #: How much of what a part printed is kept, from its end.
 _KEPT = 4000
@@ -169,10 +170,12 @@ def summary(found: Dict[str, Any]) -> List[str]:
 )  # fmt: skip
 def main(fast: bool, out: Path) -> None:
     """Check mxamp on this machine's GPU, and write the results to one JSON file."""
-    import mxamp.framework.machine  # noqa: PLC0415
-
-    if mxamp.framework.machine.default_device() != "gpu":
-        raise click.ClickException(NO_GPU.format(python=Path(sys.executable).name))
+    try:
+        from mxamp.framework.machine import default_device  # noqa: PLC0415
+    except ImportError as error:  # no driver, or another library of CUDA's
+        raise click.ClickException(str(error)) from None
+    if default_device() != "gpu":
+        raise click.ClickException(NO_GPU.format(python=os.path.relpath(sys.executable)))
     out = out.absolute()
     with tempfile.TemporaryDirectory() as place:
         found = report(parts(fast, run, Path(place)), out)

@@ -187,6 +187,18 @@ def run_script(*command):
     )  # fmt: skip
 
 
+def test_where_mxnet_does_not_import_it_says_why(tmp_path):
+    folder = tmp_path / "mxnet"
+    folder.mkdir()
+    (folder / "__init__.py").write_text('raise OSError("libcuda.so.1: cannot open shared object")')
+    code = "import runpy, sys; sys.path.insert(0, {!r}); sys.argv = ['gpu_report.py']; runpy.run_path({!r}, run_name='__main__')"
+    script = ROOT / "scripts" / "gpu_report.py"
+    done = run_script("-c", code.format(str(tmp_path), str(script)))
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ")
+    assert "libcuda.so.1" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so():
     done = run_script("scripts/gpu_report.py")
