@@ -17,6 +17,7 @@ from ..framework.wording import shown
 from ..graph.census import FLOATS, Tensor, tensors_of
 from ..graph.graph import Graph, Node, Output
 from ..policy.active import suspended
+from ..policy.values import is_true
 from .arguments import known_names
 from .compare import Model, OutputError, error_of, finite_input, outputs_of
 
@@ -193,7 +194,7 @@ def _with_gamma(graph: Graph, params: Mapping[str, NDArray]) -> Dict[str, NDArra
     """
     found = dict(params)
     for node in graph.nodes:
-        if node.op == "BatchNorm" and node.attrs.get("fix_gamma", "True") in ("True", "1"):
+        if node.op == "BatchNorm" and is_true(node.attrs.get("fix_gamma", "True")):
             name = graph.nodes[node.inputs[1][0]].name
             if name in found:
                 found[name] = mx.nd.ones_like(found[name])

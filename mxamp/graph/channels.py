@@ -9,6 +9,7 @@ from typing import Any, Callable, FrozenSet, Mapping, NamedTuple, Optional, Sequ
 
 import numpy as np
 
+from ..policy.values import integers
 from .graph import Node
 
 __all__ = ["SAME_CHANNELS", "Channels", "Runs", "elementwise", "joined", "with_added"]
@@ -105,8 +106,7 @@ def _clip(attrs: Mapping[str, str], bound: float) -> float:
 
 
 def _pad(attrs: Mapping[str, str], bound: float) -> float:
-    widths = attrs["pad_width"].strip("()[] ").split(",")
-    if attrs["mode"] != "constant" or any(int(width) for width in widths[:4]):
+    if attrs["mode"] != "constant" or any(integers(attrs["pad_width"])[:4]):
         return math.inf
     return max(bound, abs(float(attrs.get("constant_value", "0"))))
 

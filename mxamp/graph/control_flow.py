@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Dict, List, Optional, Sequence
 
+from ..policy.values import integers
 from .graph import Node
 from .usage import Shape, Usage
 
@@ -50,7 +51,7 @@ def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shap
     `shapes` are those of the node's inputs, data first: a step takes one slice of each. Those that
     are None are left out.
     """
-    names, data = node.subgraphs[0].input_names, len(_listed(node, "in_data_locs"))
+    names, data = node.subgraphs[0].input_names, len(_places(node, "in_data_locs"))
     return {
         names[inner]: shape[1:] if outer < data else shape
         for inner, outer in _body_inputs(node, 0).items()
@@ -64,15 +65,14 @@ def _body_inputs(node: Node, position: int) -> Dict[int, int]:
     if node.operator == "_foreach":
         # The body's positions of what the node takes, in the node's order.
         locations = ("in_data_locs", "in_state_locs", "remain_locs")
-        places = [place for name in locations for place in _listed(node, name)]
+        places = [place for name in locations for place in _places(node, name)]
         return {place: outer for outer, place in enumerate(places)}
     if node.operator not in _BODIES:
         return {}
     # The node's positions of what the body takes, in the body's order.
     name = _BODIES[node.operator][position]
-    return dict(enumerate(_listed(node, f"{name}_input_locs")))
+    return dict(enumerate(_places(node, f"{name}_input_locs")))
 
 
-def _listed(node: Node, attribute: str) -> List[int]:
-    text = node.attrs.get(attribute, "[]").strip("[]()")
-    return [int(part) for part in text.split(",") if part.strip()]
+def _places(node: Node, attribute: str) -> List[int]:
+    return integers(node.attrs.get(attribute, "[]"))

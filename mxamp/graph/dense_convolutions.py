@@ -14,6 +14,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..policy.active import suspended
 from ..policy.policy import Policy
+from ..policy.values import flattens
 from .cast_params import of_any_shape
 from .fold_batchnorm import Params, readers_by_name
 from .graph import Graph, GraphCopy, Node, Output
@@ -68,7 +69,7 @@ def _layers(graph: Graph, params: Params) -> Dict[int, str]:
     for i, node in enumerate(graph.nodes):
         if node.op != "FullyConnected":
             continue
-        if node.attrs.get("flatten", "True") not in ("True", "1"):
+        if not flattens(node.attrs):
             continue
         variable = graph.nodes[node.inputs[1][0]]
         weight = params.get(variable.name) if variable.is_variable else None

@@ -5,6 +5,8 @@ Each equivalent is a function that returns its parts, and one that tells which c
 
 from typing import List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from ..policy.values import integers, is_true
+
 __all__ = [
     "BLOCK",
     "COLOURS",
@@ -22,7 +24,6 @@ __all__ = [
     "is_relu6",
     "is_split_of_rows",
     "is_trained_layer_norm",
-    "is_true",
     "layer_norm",
     "planar_weight",
     "relu6",
@@ -216,7 +217,7 @@ def split_bounds(call: Call) -> Detail:
         size, longer = divmod(shape[-1], sections)
         axes = len(shape) if call.training and not longer else 0
         return (axes, *(size * i + min(i, longer) for i in range(sections + 1)))
-    starts = [int(text) for text in attrs["indices"].strip("[]() ").split(",") if text.strip()]
+    starts = integers(attrs["indices"])
     return (0, *starts, shape[-1])
 
 
@@ -234,8 +235,3 @@ def split(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
     rows = parts.add("Reshape", "parts", 0, shape=f"({shape})")
     parts.add("SliceChannel", "", rows, axis=str(axes - 1), num_outputs=count, squeeze_axis="True")
     return parts.made
-
-
-def is_true(text: str) -> bool:
-    """Tell whether an attribute is written as true."""
-    return text in ("True", "1", "true")

@@ -12,6 +12,7 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ..policy.policy import Policy
+from ..policy.values import flattens, integers, is_true
 from .graph import Graph, GraphCopy, Node, Output
 
 __all__ = ["Params", "float32_array", "folded", "folded_forward", "readers_by_name"]
@@ -102,8 +103,7 @@ class _Pair:
     def folds(self, readers: Mapping[str, int], params: Mapping[str, NDArray]) -> bool:
         """Tell whether the two can become one; `readers` count those of parameters by name."""
         channels_first = self.attrs.get("axis", "1") == "1" and not (
-            self.before.op == "FullyConnected"
-            and self.before.attrs.get("flatten", "True") not in ("True", "1")
+            self.before.op == "FullyConnected" and not flattens(self.before.attrs)
         )
         return (
             self.before.op in _PRODUCTS
@@ -124,7 +124,7 @@ class _Pair:
 def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> Tuple[Any, Any]:
     """Return what a BatchNorm multiplies with and adds, of its gamma, beta, mean and variance."""
     gamma, beta, mean, variance = (array.asnumpy().astype(np.float64) for array in statistics)
-    if attrs.get("fix_gamma", "True") in ("True", "1"):
+    if is_true(attrs.get("fix_gamma", "True")):
         gamma = np.ones_like(gamma)
     scale = gamma / np.sqrt(variance + float(attrs.get("eps", "0.001")))
     return scale, beta - mean * scale
@@ -209,7 +209,7 @@ def _norms_before_products(
         read = params[graph.nodes[parameters[0]].name].shape[1]
         if node.op == "Convolution":
             return read == channels and _is_whole_without_border(node)
-        flatten = node.attrs.get("flatten", "True") in ("True", "1")
+        flatten = flattens(node.attrs)
         return flatten and read % channels == 0
 
     found = set()
@@ -233,10 +233,7 @@ def _is_near_zero(norm: Node, mean: Any, variance: Any) -> bool:
 
 def _is_whole_without_border(convolution: Node) -> bool:
     attrs = convolution.attrs
-    border = attrs.get("pad", "()").strip("()[] ").split(",")
     plain = attrs.get("layout", "None") in ("None", "NCHW", "NCW", "NCDHW")
     return (
-        plain
-        and attrs.get("num_group", "1") == "1"
-        and not any(int(width) for width in border if width.strip())
+        plain and attrs.get("num_group", "1") == "1" and not any(integers(attrs.get("pad", "()")))
     )

@@ -8,7 +8,8 @@ cost no more time: the narrow kernels leave most of each vector unused.
 
 from typing import Sequence
 
-from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts, is_true, planar_weight
+from ..policy.values import is_true
+from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts, planar_weight
 
 __all__ = ["is_narrow_grouped", "merged_groups", "widths"]
 

@@ -10,6 +10,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
+from ..policy.values import is_true
 from . import substitutions
 from .builder import HALVES, Builder, Entry, is_inserted
 from .choices import NONE, Choices
@@ -81,7 +82,7 @@ class _Rewriter:
             return [_Value(entry, node.attrs["dtype"])]
         if node.op == "amp_multicast" and _castable(inputs):
             # On CPUs it has no kernel for float16 next to float32; casts of ours say the same.
-            narrow = node.attrs.get("cast_narrow") in ("True", "1")
+            narrow = is_true(node.attrs.get("cast_narrow", "False"))
             return self._cast_all(inputs, _common([value.plain for value in inputs], narrow))
         bodies = self._rewrite_bodies(i, node, inputs)
         return self._operator(node, inputs, self.kept.get(i), bodies=bodies)

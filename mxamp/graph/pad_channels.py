@@ -24,6 +24,7 @@ from typing import (
 import numpy as np
 
 from ..policy.policy import Policy
+from ..policy.values import flattens
 from .cast_params import of_any_shape
 from .channels import Channels, Runs, elementwise, joined, with_added
 from .equivalents import BLOCK, COLOURS
@@ -197,7 +198,7 @@ class _Plan:
 
     def _behind_dense(self, _i: int, node: Node, given: Given) -> Optional[Channels]:
         data, weight = given[0], self._weight(node)
-        flatten = node.attrs.get("flatten", "True") in ("True", "1")
+        flatten = flattens(node.attrs)
         if data is not None and data.added:
             if weight is None or not flatten or weight[1] % data.own:
                 return None

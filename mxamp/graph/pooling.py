@@ -9,7 +9,8 @@ a map has no such parts, a product with ones has the fast gradient.
 
 from typing import Sequence
 
-from .equivalents import BLOCK, Attributes, Call, Detail, Part, has_elements, is_true
+from ..policy.values import integers, is_true
+from .equivalents import BLOCK, Attributes, Call, Detail, Part, has_elements
 from .reductions import mean
 
 __all__ = ["global_pool", "is_global_pool", "is_slow_pool", "parts_of_map"]
@@ -19,8 +20,8 @@ _GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
 
 def is_global_pool(call: Call) -> bool:
     """Tell whether AdaptiveAvgPooling2D leaves one average of each map."""
-    size = call.attrs.get("output_size", "()").strip("[]() ,").replace(" ", "")
-    return size in ("", "1", "1,1") and has_elements(call)
+    size = integers(call.attrs.get("output_size", "()"))
+    return size in ([], [1], [1, 1]) and has_elements(call)
 
 
 def is_slow_pool(call: Call) -> bool:

@@ -8,7 +8,8 @@ import math
 from functools import reduce
 from typing import Callable, Dict, List, Sequence, Tuple
 
-from .equivalents import Attributes, Call, Detail, Part, Parts, is_true
+from ..policy.values import is_true
+from .equivalents import Attributes, Call, Detail, Part, Parts
 
 __all__ = [
     "common_width",

@@ -7,7 +7,8 @@ a product too, where MXNet's is a broadcast.
 import math
 from typing import Optional, Sequence, Tuple
 
-from .equivalents import Attributes, Call, Detail, Part, Parts, is_true
+from ..policy.values import integers, is_true
+from .equivalents import Attributes, Call, Detail, Part, Parts
 
 __all__ = ["is_long_sum", "mean", "span_and_shape", "total"]
 
@@ -45,10 +46,9 @@ def span_and_shape(call: Call) -> Detail:
 
 def _span(attrs: Attributes, axes: int) -> Optional[Tuple[int, int]]:
     """Return the axes that are summed over as a range; None where they are none."""
-    text = attrs.get("axis", "()").strip("[]() ,")
-    if text in ("", "None"):
+    summed = sorted(axis % axes for axis in integers(attrs.get("axis", "()")))
+    if not summed:
         return 0, axes
-    summed = sorted(int(part) % axes for part in text.split(",") if part.strip())
     first, last = summed[0], summed[-1] + 1
     return (first, last) if summed == list(range(first, last)) else None
 

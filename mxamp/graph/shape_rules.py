@@ -13,6 +13,7 @@ from typing import AbstractSet, Callable, Dict, Mapping, Optional, Tuple
 from ..policy.policy import Policy
 from ..policy.rules import Rule
 from ..policy.sums import terms
+from ..policy.values import flattens
 from . import equivalents, substitutions
 from .choices import NONE, Choices, StandIn
 from .edges import at_the_edge
@@ -162,7 +163,7 @@ def few_rows(site: Site) -> bool:
     data, weight = site.shapes[:2]
     if data is None or weight is None:
         return False
-    flatten = site.node.attrs.get("flatten", "True") in ("True", "1")
+    flatten = flattens(site.node.attrs)
     rows = data[0] if flatten else math.prod(data[:-1])
     if not site.training:
         return 0 < rows * site.uses <= _ROWS_A_CAST

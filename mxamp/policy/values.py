@@ -2,10 +2,21 @@
 
 import ast
 import math
+import re
 import struct
 from typing import Any, List, Mapping, NamedTuple
 
-__all__ = ["INFINITE_FROM", "RANGES", "is_dilated", "kernel_axes", "out_of_range", "same_value"]
+__all__ = [
+    "INFINITE_FROM",
+    "RANGES",
+    "flattens",
+    "integers",
+    "is_dilated",
+    "is_true",
+    "kernel_axes",
+    "out_of_range",
+    "same_value",
+]
 
 
 class _Range(NamedTuple):
@@ -26,6 +37,9 @@ INFINITE_FROM: Mapping[str, float] = {
     "bfloat16": (2 - 2.0**-8) * 2.0**127,
 }
 
+# Of Python 2, in the files of old models: (3L, 3L).
+_LONG = re.compile(r"(?<=\d)L")
+
 _WORDS: Mapping[str, Any] = {"true": 1, "false": 0, "none": None}
 
 
@@ -36,6 +50,20 @@ def same_value(one: str, other: str) -> bool:
     (True, True, True)
     """
     return one == other or _equal(_parsed(one), _parsed(other))
+
+
+def is_true(text: str) -> bool:
+    """Tell whether MXNet takes a text for true: other languages than Python write it otherwise.
+
+    >>> is_true("True"), is_true("true"), is_true("1"), is_true("False")
+    (True, True, True, False)
+    """
+    return text.lower() in ("true", "1")
+
+
+def flattens(attrs: Mapping[str, str]) -> bool:
+    """Tell whether a dense layer makes a matrix of its data."""
+    return is_true(attrs.get("flatten", "True"))
 
 
 def out_of_range(text: str, dtype: str) -> bool:
@@ -63,7 +91,7 @@ def _parsed(text: str) -> Any:
     if text[:1] not in ("(", "["):
         return text
     try:
-        return _flat(ast.literal_eval(text))
+        return _flat(ast.literal_eval(_LONG.sub("", text)))
     except (SyntaxError, ValueError):
         return text
 
@@ -110,6 +138,15 @@ def is_dilated(attributes: Mapping[str, Any]) -> bool:
     return any(number != "1" for number in _numbers(attributes.get("dilate", "()")))
 
 
+def integers(text: str) -> List[int]:
+    """Return the numbers of a shape or a list of axes, of which None is an empty one.
+
+    >>> integers("(0, 1)"), integers("[2L,]"), integers("None")
+    ([0, 1], [2], [])
+    """
+    return [] if text == "None" else [int(number) for number in _numbers(text)]
+
+
 def _numbers(given: Any) -> List[str]:
-    inner = str(given).strip("()[] ,")
+    inner = _LONG.sub("", str(given).strip("()[] ,"))
     return [number.strip() for number in inner.split(",")] if inner else []

@@ -191,3 +191,19 @@ def test_a_product_in_bfloat16_reads_what_a_norm_gives():
     params, _ = params_of(symbol, (2, 4, 8, 8))
     graph, _ = folded_forward(Graph.from_symbol(symbol), params, B, lambda _node: False)
     assert "BatchNorm" in operators_of(graph.to_symbol())
+
+
+@pytest.mark.parametrize(
+    "true, false", [("True", "False"), ("true", "false"), ("TRUE", "FALSE"), ("1", "0")]
+)
+def test_other_languages_write_true_otherwise(true, false, monkeypatch):
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+    fixed = mx.sym.BatchNorm(conv(X, no_bias=true), fix_gamma=true)
+    free = mx.sym.BatchNorm(conv(fixed, name="second", no_bias=false), fix_gamma=false)
+    symbol = dense(mx.sym.relu(dense(free, flatten=true)), name="rows", flatten=false)
+    params, data = params_of(symbol, (2, 16, 5, 5))
+    graph, new = folded(Graph.from_symbol(symbol), params, B)
+    made = graph.to_symbol()
+    assert "BatchNorm" not in operators_of(made)
+    same_values = zip(run(symbol, params, data), run(made, new, data))
+    assert all(np.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in same_values)
