@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import distributions
 from types import SimpleNamespace
 
 import pytest
@@ -153,6 +154,9 @@ def test_the_readme_s_commands_install_mxamp_beside_mxnet(command, built):
     """Here MXNet and everything else are installed: pip has mxamp alone to install, without an index."""
     if sys.version_info >= (3, 13) and "[cpu]" in command:
         pytest.skip("pip refuses MXNet's metadata")
+    installed = {distribution.metadata["Name"] for distribution in distributions()}
+    if "[cpu]" in command and "mxnet" not in installed:
+        pytest.skip("another wheel of MXNet is installed, and this one would have to be fetched")
     _, *arguments = shlex.split(command)
     if ".whl" in arguments[-1]:
         assert arguments[-1].split("[")[0] == built.wheel.name

@@ -329,7 +329,8 @@ def test_auto_that_is_float32_runs_the_script_as_it_is(tmp_path, way, monkeypatc
         "True",
         "['False']",
     )
-    (line,) = done.stderr.strip().splitlines()
+    # A wheel for CUDA says where there is no driver.
+    (line,) = [one for one in done.stderr.splitlines() if one and "cuda driver" not in one]
     assert line.startswith("mxamp: 'auto' is float32 here, and mixed precision stays off: ")
     instead = f"set {VARIABLE}=bfloat16" if way == "variable" else "give --dtype bfloat16"
     assert line.endswith(f". To turn it on all the same, {instead}")
