@@ -53,7 +53,6 @@ with _collector_paused():
         from .framework.worker_process import prepare_launched as _prepare_launched
         from .patches.autocast import autocast, init, shutdown
         from .policy.active import current_policy, is_enabled
-        from .policy.custom_operators import register_custom_operator
         from .policy.evidence import Evidence, LayerCost, Trial
         from .policy.policy import Policy
         from .scaling.grad_scaler import GradScaler
@@ -73,6 +72,7 @@ if _TYPE_CHECKING:
     from .debugging.explain import explain
     from .debugging.plan import Plan
     from .frontends.contrib import patch_contrib
+    from .frontends.custom_operators import register_custom_operator
     from .frontends.decorate import decorate
     from .frontends.functions import (
         float_function,
@@ -107,6 +107,7 @@ _LATER = {
     "debugging.explain": "explain",
     "debugging.plan": "Plan",
     "frontends.contrib": "patch_contrib",
+    "frontends.custom_operators": "register_custom_operator",
     "frontends.decorate": "decorate",
     "frontends.functions": "float_function half_function promote_function register_float_function "
     "register_half_function register_promote_function",

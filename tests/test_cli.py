@@ -43,7 +43,7 @@ def test_operators():
 def test_saved_policies(saved, monkeypatch):
     folder, _, _ = saved
     monkeypatch.chdir(folder)
-    policy = Policy.default("bfloat16").override(low=["exp"], fp32_layers=["*conv0_fwd", "none*"])
+    policy = Policy.default("bfloat16").override(low=["exp"], fp32_layers=["*conv0_fwd"])
     policy.save("my.toml")
     assert " exp " in run("operators", "--class", "low", "--policy", "my.toml").output.replace(
         "\n", " "
@@ -54,6 +54,9 @@ def test_saved_policies(saved, monkeypatch):
     }
     assert [precisions[name] for name in sorted(precisions)].count("float32") == 2
     assert "bfloat16" in precisions.values()
+    policy.override(fp32_layers=["none*"]).save("none.toml")
+    output = run("explain", "net", "--policy", "none.toml").output.replace("\n", " ")
+    assert "fp32_layers of the policy: unknown layer 'none*'" in output
     run("convert", "net", "--policy", "my.toml", "--out", "low")
     assert "amp_cast_bfloat16" in (folder / "low-symbol.json").read_text()
     for command in ("operators", "explain net", "convert net --out gpu"):

@@ -14,6 +14,8 @@ from ..debugging.explain import explain as explain_symbol
 from ..debugging.plan import PRECISIONS, Plan
 from ..errors import ArgumentError
 from ..framework.tables import cell_text
+from ..graph.builder import is_inserted
+from ..graph.graph import Graph
 from .group import DTYPES, examples, usage_error
 from .inputs import inputs_of
 from .options import chosen_policy, saved_model_options
@@ -26,6 +28,7 @@ _MODE_HELP = "Explain the converted model, or what runs while mxamp is on."
 _NAME_HELP = "Only operators of this name; * and ? stand for any characters."
 _COLOUR_HELP = "What the colours stand for; error and gain need a policy that was tuned."
 _INPUT_HELP = "Shape of an input, such as data:1,3,224,224, for the modes inference and training."
+CONVERTED = "This model was converted before. Above is what another conversion would make of it."
 _EXAMPLES = examples(
     "mxamp explain model",
     "mxamp explain model-symbol.json --dtype bfloat16 --precision float32",
@@ -90,6 +93,8 @@ def explain(
         return
     screen = console()
     screen.print(_table(shown))
+    if any(is_inserted(node) for node in Graph.from_symbol(symbol).nodes):
+        screen.print(CONVERTED, highlight=False, markup=False)
     screen.print(in_options(plan.summary()), highlight=False, markup=False)
 
 

@@ -1,15 +1,16 @@
 """Checks on what conversion and its kin are given: layers, inputs, dtypes."""
 
 import fnmatch
+import logging
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, FrozenSet, Iterable, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, Iterator, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, located, unknown
+from ..errors import ArgumentError, UnknownNameError, located, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.graph import Graph, argument_dtypes
@@ -26,6 +27,8 @@ __all__ = [
     "known_shapes",
     "names_of",
 ]
+
+logger = logging.getLogger("mxamp")
 
 LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
 
@@ -61,15 +64,25 @@ def as_tuned(
     policy: Policy, cast_optional_params: Optional[bool], fuse: Optional[bool]
 ) -> Tuple[bool, bool]:
     """Return whether to cast parameters and to fuse: as was measured, where that is not said."""
+    for name, given in (("cast_optional_params", cast_optional_params), ("fuse", fuse)):
+        if not (given is None or isinstance(given, (bool, np.bool_, int))):
+            raise ArgumentError(f"{name} must be True or False, not {shown(given)}")
     way = policy.evidence.way if policy.evidence is not None else ""
     cast = way in ("converted", "fused") if cast_optional_params is None else cast_optional_params
     return bool(cast), way == "fused" if fuse is None else bool(fuse)
 
 
 def checked_policy(policy: Policy, excluded: Names, graph: Graph) -> Policy:
-    """Return the policy with layers of `graph` kept in float32 by name."""
+    """Return the policy with layers of `graph` kept in float32 by name.
+
+    A policy is for several models: of its own names, those that this one lacks are logged.
+    """
     patterns = names_of("excluded_sym_names", excluded)
-    _check_layers(patterns, graph)
+    layers = list(_layer_names(graph))
+    for error in _unknown_layers(patterns, layers):
+        raise error
+    for error in _unknown_layers(policy.fp32_layers, layers):
+        logger.warning("fp32_layers of the policy: %s", error)
     return policy.override(fp32_layers=patterns) if patterns else policy
 
 
@@ -145,11 +158,10 @@ def known_names(names: Sequence[str], there: Sequence[str], what: str) -> Sequen
     return names
 
 
-def _check_layers(patterns: Sequence[str], graph: Graph) -> None:
-    layers = list(_layer_names(graph))
+def _unknown_layers(patterns: Sequence[str], layers: Sequence[str]) -> Iterator[UnknownNameError]:
     for pattern in patterns:
         if not fnmatch.filter(layers, pattern):
-            raise unknown("layer", pattern, layers, LAYER_NAMES)
+            yield unknown("layer", pattern, layers, LAYER_NAMES)
 
 
 def _layer_names(graph: Graph) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """Models in files, `PREFIX-symbol.json` and `PREFIX-NNNN.params`: found, checked and read."""
 
 import logging
+import operator
 import os
 import re
 import struct
@@ -14,7 +15,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, unknown
-from ..framework.wording import shortened
+from ..framework.wording import shortened, shown
 from ..graph.graph import Graph
 from ..graph.validation import check_symbol_json
 from .compare import Model
@@ -35,6 +36,7 @@ _PART = re.compile(r"(.+?)(-symbol\.json|-(\d{4})\.params|\.onnx|\.json|\.params
 # How Gluon and Symbol call the parameters of the node in front of these.
 _PARAMETER = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
 
+NO_EPOCH = "epoch must be a whole number, that in the name of the parameter file, not {given}"
 EMPTY = "the prefix of the model is empty: give what comes before -symbol.json"
 NO_PREFIX = (
     "{path!r} is the name of a file: give the prefix, which is what comes before -symbol.json "
@@ -69,7 +71,10 @@ def model_files(prefix: Prefix, epoch: int) -> Tuple[Path, Path]:
     if not os.fspath(prefix):
         raise ArgumentError(EMPTY)
     name = os.fspath(prefix)
-    return Path(f"{name}-symbol.json"), Path(f"{name}-{epoch:04d}.params")
+    try:
+        return Path(f"{name}-symbol.json"), Path(f"{name}-{operator.index(epoch):04d}.params")
+    except TypeError:
+        raise ArgumentError(NO_EPOCH.format(given=shown(epoch))) from None
 
 
 def files_to_write(out: Prefix, epoch: int) -> Tuple[Path, Path]:

@@ -21,7 +21,7 @@ from ..graph.recognise import layer_costs, recognised
 from ..graph.rewrite import Rewrite
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
-from ..policy.active import suspended
+from ..policy.active import current_policy, suspended
 from ..policy.evidence import LayerCost
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
@@ -35,7 +35,7 @@ _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfl
 
 def explain(
     model: Union[Symbol, HybridBlock],
-    target_dtype: Any = DEFAULT_TARGET,
+    target_dtype: Any = None,
     *,
     policy: Optional[Policy] = None,
     excluded_sym_names: Optional[Iterable[str]] = None,
@@ -58,10 +58,12 @@ def explain(
     ----------
     model : Symbol or HybridBlock
         The model.
-    target_dtype : str or dtype, default "float16"
+    target_dtype : str or dtype, optional
         "float16" or "bfloat16". With `policy`, what that is for.
     policy : Policy, optional
-        By default mxamp's own for `target_dtype` and this machine's kind of device.
+        By default mxamp's own for `target_dtype` and this machine's kind of device. Where neither
+        is given, the one that is on (`init`, `autocast`) for "inference" and "training"; else that
+        for float16, as `convert_*` take it.
     excluded_sym_names : list of str, optional
         Layers to keep in float32, by the names that the plan shows; * and ? stand for any
         characters.
@@ -100,7 +102,9 @@ def explain(
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
     input_shapes = known_shapes("input_shapes", input_shapes)
     symbol, held = _model_of(model, params, example_inputs)
-    policy = Policy.from_lists(target_dtype, policy=policy)
+    if policy is None and target_dtype is None:
+        policy = current_policy() if mode != "converted" else None
+    policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
     graph = Graph.from_symbol(symbol)
     costs = layer_costs(policy, graph)
     policy = checked_policy(recognised(policy, graph), excluded_sym_names, graph)

@@ -124,7 +124,7 @@ def _bfloat16(facts: Facts) -> Iterator[Finding]:
     if lost:
         what = f"{MAX_ISA} keeps oneDNN from instructions that this CPU has: {', '.join(lost)}"
         yield problem("limited_instructions", what, f"unset {MAX_ISA}, unless you want that")
-    if cpu.computes_bfloat16:
+    if cpu.computes_bfloat16 or any("bf16" in name for name in lost):
         return
     measured = _ratio(facts, "cpu", "bfloat16")
     times = f" (measured: {measured:.2g} times float32's speed)" if measured else ""

@@ -1,7 +1,7 @@
 """Functions of the user's own: which precision they run in.
 
 Built-in operators follow the policy's lists. Python functions of arrays are in no list; here their
-author says what they want. (`policy.custom_operators` does so for `mx.operator.CustomOp`.)
+author says what they want. (`frontends.custom_operators` does so for `mx.operator.CustomOp`.)
 """
 
 import functools

@@ -41,9 +41,9 @@ STEP_BEFORE_SCALING = (
     "before the next scale_loss"
 )
 NOTHING_TO_UNSCALE = (
-    "there are no scaled gradients: unscale comes after scale_loss and backward, and before step"
+    "there are no scaled gradients: unscale, or clip, after scale_loss and backward, before step"
 )
-UNSCALED_TWICE = "these gradients are unscaled already: call unscale once before each step"
+UNSCALED_TWICE = "these gradients are unscaled already: unscale, or clip, once before each step"
 
 
 class Stage(Enum):

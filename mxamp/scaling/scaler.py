@@ -89,8 +89,8 @@ class Scaler:
     def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
         own = type(self).__name__
         if not isinstance(state, Mapping) or state.get("kind") != own:
-            given = state.get("kind") if isinstance(state, Mapping) else state
-            raise ArgumentError(f"the state must be of a {own}, not of {shown(given)}")
+            given = shown(state.get("kind", state) if isinstance(state, Mapping) else state)
+            raise ArgumentError(f"the state must be what state_dict of a {own} gives, not {given}")
         if state.get("version") != STATE_VERSION:
             raise ArgumentError(
                 f"the state must have version {STATE_VERSION}, which this mxamp reads, not "

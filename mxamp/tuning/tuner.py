@@ -1,7 +1,7 @@
 """One search for a policy: what is measured in which order, and what comes out of it."""
 
 import math
-from typing import Dict, FrozenSet, Iterable, List, Optional, Sequence
+from typing import Dict, FrozenSet, Iterable, List, Optional, Sequence, Tuple
 
 from ..framework.wording import counted
 from ..graph.graph import Graph
@@ -18,7 +18,7 @@ from .layers import Layer, lowered_layers, substitutions_in
 from .optimizers import step_speedups
 from .search import Search
 from .subject import MOST_BATCHES, Subject
-from .trials import MARGIN, PLAIN
+from .trials import MARGIN, PLAIN, Form
 
 __all__ = ["Tuner"]
 
@@ -79,6 +79,8 @@ class Tuner:
         self.chooser: Optional[Chooser] = None
         #: The layers that stay in float32; None until some are known to be enough.
         self.kept: Optional[FrozenSet[str]] = None
+        #: Forms in low precision and others, where the first race was lost by the first.
+        self.unpaid: Optional[Tuple[Sequence[Form], Sequence[Form]]] = None
         self.step_speedups: Dict[str, float] = {}
         self.complete = True
 
@@ -179,8 +181,7 @@ class Tuner:
         speeds = chooser.best(low), max(chooser.best(others), 1.0)
         if speeds[0] * MARGIN >= speeds[1] or not chooser.was_timed(low):
             return True
-        dtype = self.base.target_dtype
-        self.notes.append(NOT_PAID.format(dtype=dtype, low=speeds[0], others=speeds[1]))
+        self.unpaid = low, others
         return False
 
     def _choose(self, pays: bool) -> None:
@@ -207,6 +208,8 @@ class Tuner:
 
     def _result(self) -> Policy:
         way, policy, verdict = self._chosen()
+        if not policy.lowers:
+            self._note_unpaid()
         slower = {name for name, ratio in self.step_speedups.items() if ratio < 1}
         policy = policy.override(substitutions=sorted({*policy.substitutions} - slower))
         faster = {name: ratio for name, ratio in self.step_speedups.items() if ratio >= MARGIN}
@@ -219,6 +222,15 @@ class Tuner:
             call = _CALLS["autocast" if way == "plain" and faster else way]
             self.notes.append(USED.format(call=call) if call else NOTHING)
         return policy.with_evidence(self._evidence(way, policy, verdict))
+
+    def _note_unpaid(self) -> None:
+        """Note that the first race has ended the search, by all that was timed since."""
+        if self.chooser is None or self.unpaid is None:
+            return
+        low, others = (self.chooser.best(forms) for forms in self.unpaid)
+        if low < max(others, 1.0):
+            dtype = self.base.target_dtype
+            self.notes.append(NOT_PAID.format(dtype=dtype, low=low, others=max(others, 1.0)))
 
     def _chosen(self) -> "tuple[str, Policy, Verdict]":
         """Return the way, the policy and its verdict."""

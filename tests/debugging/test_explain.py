@@ -37,6 +37,29 @@ def test_each_operator_has_a_precision_and_a_reason():
         plan["none"]
 
 
+def test_what_runs_is_explained_by_the_policy_that_is_on():
+    net, shapes = dense_net(), {"data": (64, 32)}
+    amp.init("bfloat16")
+    for mode in ("inference", "training"):
+        assert amp.explain(net, mode=mode, input_shapes=shapes).target_dtype == "bfloat16"
+        with amp.autocast("float16"):
+            assert amp.explain(net, mode=mode).target_dtype == "float16"
+        assert amp.explain(net, "float16", mode=mode).target_dtype == "float16"
+    assert amp.explain(net).target_dtype == "float16"  # as convert_symbol(net) takes it
+    amp.shutdown()
+    amp.init(policy=GPU.override(fp32_layers=["fc"]))
+    assert amp.explain(net, mode="training")["fc"].precision == "float32"
+
+
+def test_layers_of_a_policy_that_a_model_lacks_are_logged(caplog):
+    policy = GPU.override(fp32_layers=["f*", "q_dense0"])
+    assert amp.explain(dense_net(), policy=policy)["fc"].precision == "float32"
+    amp.convert_symbol(dense_net(), policy=policy)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert all("unknown layer 'q_dense0'" in one and "_fwd" in one for one in said)
+
+
 def test_reasons_name_exclusions_and_missing_kernels():
     plan = amp.explain(dense_net(), policy=GPU, excluded_sym_names=["f*"])
     assert plan["fc"].precision == "float32"

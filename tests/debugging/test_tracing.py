@@ -16,6 +16,7 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import randn
 from mxamp.debugging import operator_stats, read_trace, trace
+from mxamp.debugging.tracing import trace_lines
 from mxamp.debugging.tracing.trace_losses import mean_of
 from mxamp.framework.memory import gpu_memory_used, resident_memory
 from mxamp.scaling import step_observers
@@ -476,3 +477,13 @@ def test_memory():
     assert resident_memory() > 10e6
     if mx.context.num_gpus() == 0:
         assert gpu_memory_used(0) is None
+
+
+def test_a_folder_that_can_not_be_written_to_is_a_write_error(path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    _, trainer = setup()
+    monkeypatch.setattr(trace_lines.os, "open", refused)
+    with pytest.raises(amp.WriteError, match="trace.jsonl' can't be written .Permission denied"):
+        trace(trainer, path)

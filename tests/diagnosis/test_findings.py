@@ -99,6 +99,11 @@ def test_notes_are_no_problems(changes, name, what):
     assert note.advice
 
 
+def test_hidden_instructions_are_not_said_to_be_missing():
+    found = findings(replace(HEALTHY, **cpu(usable=("avx512",), virtual=True)))
+    assert [finding.name for finding in found] == ["limited_instructions"]
+
+
 def test_each_lack_of_an_older_mxnet_is_a_note_with_the_version_that_has_it():
     older = {
         "mxnet": replace(BUILD, version="1.7.0"),

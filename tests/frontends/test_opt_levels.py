@@ -382,6 +382,17 @@ def test_custom_operators(registered, wanted):
         assert "registered" in plan["probe"].reason
 
 
+def test_custom_operators_are_registered_before_mixed_precision_is_on():
+    amp.register_custom_operator("mxamp_probe", "half")
+    amp.init("float16", ctx=mx.cpu())
+    amp.register_custom_operator("mxamp_probe", "half")  # as it is known
+    for arguments in (("mxamp_probe", "float"), ("other", "half")):
+        with pytest.raises(amp.StateError, match=f"does not know .*'{arguments[0]}'.*before init"):
+            amp.register_custom_operator(*arguments)
+    with amp.autocast(enabled=False):
+        amp.register_custom_operator("other", "half")
+
+
 @pytest.mark.parametrize("arguments", [("", "half"), (3, "half"), ("name", "low")])
 def test_wrong_registrations(arguments):
     with pytest.raises(amp.ArgumentError):

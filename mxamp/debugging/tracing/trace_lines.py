@@ -19,6 +19,7 @@ from typing import Any, Dict, Mapping, Optional
 import numpy as np
 
 from ...errors import ArgumentError, StateError
+from ...framework.files import writing
 from ...framework.wording import shown
 
 __all__ = [
@@ -70,7 +71,9 @@ class LineFile:
             raise ArgumentError(f"a trace is a file, and {str(path)!r} is a folder")
         if path.exists() and path.stat().st_size:
             header_of(path)
-        self._descriptor: Optional[int] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        with writing(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor: Optional[int] = descriptor
         try:
             self._lock(path)
             self._end_cut_line()
