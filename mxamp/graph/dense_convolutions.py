@@ -6,12 +6,12 @@ takes longer than the product.
 
 import math
 from dataclasses import replace
-from typing import Dict, List, Set, Tuple
+from typing import Callable, Dict, List, Set, Tuple
 
 import mxnet as mx
-import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.machine import dtype_name
 from ..policy.active import suspended
 from ..policy.policy import Policy
 from ..policy.values import flattens
@@ -21,8 +21,9 @@ from .graph import Graph, GraphCopy, Node, Output
 
 __all__ = ["with_dense_convolutions"]
 
-#: Elements of a weight. Smaller ones gain less than turning rows into pixels costs.
-_LARGE = 2**20
+#: Elements of a weight, and its rows and columns. With fewer, turning rows into pixels and back
+#: costs more than is gained.
+_LARGE, _WIDE = 2**20, 1000
 
 #: Operators that take each element alone, in whatever shape.
 _ELEMENTWISE = frozenset(
@@ -37,16 +38,23 @@ _TO_MATRIX = {"shape": "(-3, -3)"}  # and back
 _OF_DENSE = frozenset({"num_hidden", "flatten"})
 
 
-def with_dense_convolutions(graph: Graph, params: Params, policy: Policy) -> Tuple[Graph, Params]:
+def with_dense_convolutions(
+    graph: Graph, params: Params, policy: Policy, is_kept: Callable[[Node], bool]
+) -> Tuple[Graph, Params]:
     """Return the graph with convolutions for dense layers with large weights, and its parameters.
 
-    Those stay that keep more than one axis of their data, and whose weight others read too.
-    Activations between two of them take the image as it is.
+    Those stay that `is_kept` in float32, that keep more than one axis of their data, and whose
+    weight others read too. Activations between two of them take the image as it is. In float32,
+    oneDNN's convolution with a sigmoid would make 0 of NaN.
     """
     given = any(policy.rule(op).given for op in ("Convolution", "FullyConnected"))
-    if "dense_convolution" not in policy.substitutions or given:
+    if "dense_convolution" not in policy.substitutions or given or not policy.lowers:
         return graph, params
-    layers = _layers(graph, params)
+    layers = {
+        i: name
+        for i, name in _layers(graph, params).items()
+        if not is_kept(graph.nodes[i]) and not is_kept(_convolution(graph.nodes[i]))
+    }
     values = dict(params)
     copy = _Copy(graph)
     for i, node in enumerate(graph.nodes):
@@ -75,9 +83,17 @@ def _layers(graph: Graph, params: Params) -> Dict[int, str]:
         weight = params.get(variable.name) if variable.is_variable else None
         if weight is None or readers[variable.name] > 1:
             continue
-        if weight.dtype is np.float32 and math.prod(weight.shape) >= _LARGE:
+        large = math.prod(weight.shape) >= _LARGE and min(weight.shape) >= _WIDE
+        if large and dtype_name(weight.dtype) == "float32":
             layers[i] = variable.name
     return layers
+
+
+def _convolution(dense: Node) -> Node:
+    """Return the convolution for a dense layer; its inputs are still the layer's."""
+    attrs = {name: text for name, text in dense.attrs.items() if name not in _OF_DENSE}
+    attrs.update(kernel="(1, 1)", num_filter=dense.attrs["num_hidden"])
+    return replace(dense, op="Convolution", attrs=attrs)
 
 
 def _with_kernel(weight: NDArray) -> NDArray:
@@ -109,10 +125,8 @@ class _Copy(GraphCopy):
     def add_convolution(self, i: int, node: Node) -> None:
         """Append the convolution for a dense layer, node i of the source."""
         data, *parameters = node.inputs
-        attrs = {name: text for name, text in node.attrs.items() if name not in _OF_DENSE}
-        attrs.update(kernel="(1, 1)", num_filter=node.attrs["num_hidden"])
-        read = [self._image(node, data), *super().inputs(replace(node, inputs=parameters))]
-        self._add_image(i, replace(node, op="Convolution", attrs=attrs, inputs=read))
+        read = [self._image(node, data), *super().inputs(node.reading(parameters))]
+        self._add_image(i, _convolution(node).reading(read))
 
     def add_on_image(self, i: int, node: Node) -> None:
         """Append node i of the source, which reads an image."""
@@ -139,7 +153,7 @@ class _Copy(GraphCopy):
         if data[0] in self.images:
             return self.images[data[0]]
         if data not in self._read:
-            [read] = super().inputs(replace(node, inputs=[data]))
+            [read] = super().inputs(node.reading([data]))
             rows = self.add(Node("Flatten", f"{node.name}_data_rows", {}, [read]))
             columns = self.add(Node("transpose", f"{node.name}_data_columns", {}, [rows]))
             image = Node("Reshape", f"{node.name}_data_image", _TO_IMAGE, [columns])

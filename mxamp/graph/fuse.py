@@ -62,7 +62,7 @@ def fused(
         raise ArgumentError(NOT_HERE.format(dtype=dtype, device=policy.device))
     if policy.lowers and policy.rule("Convolution").missing:
         raise ArgumentError(NO_KERNELS)
-    graph, values = folded(_renamed(graph), params, policy)
+    graph, values = folded(_renamed(_without_dropout(graph)), params, policy)
     graph, values = with_padded_channels(graph, values, policy)
     graph, values = _with_four_channels(graph, values, policy)
     kept = _kept_by_shape(graph, values, policy)
@@ -70,7 +70,9 @@ def fused(
         graph, values, policy, lambda node: not policy.lowers or _is_kept(node, kept, policy)
     )
     graph = _with_norms_and_relu(graph, policy)
-    graph, values = with_dense_convolutions(graph, values, policy)
+    graph, values = with_dense_convolutions(
+        graph, values, policy, lambda node: _is_kept(node, kept, policy)
+    )
     kept = _kept_by_shape(graph, values, policy)
     graph = _fused_by_mxnet(graph)
     layers = [
@@ -81,6 +83,23 @@ def fused(
     if not policy.lowers:
         return graph, values, policy.override(fp32=FUSED)
     return graph, values, policy.override(low=FUSED, fp32_layers=layers)
+
+
+def _without_dropout(graph: Graph) -> Graph:
+    """Return the graph without what does nothing in inference.
+
+    MXNet's pass takes it out too, but after it has looked at who reads a product.
+    """
+    masks = {i for node in graph.nodes for i, output in node.inputs if output}
+    masks.update(i for i, output in graph.heads if output)
+    idle = {
+        i: node.inputs[0]
+        for i, node in enumerate(graph.nodes)
+        if node.op == "Dropout" and node.attrs.get("mode", "training") == "training"
+    }
+    return without(
+        graph, {i: k for i, (k, output) in idle.items() if not output and i not in masks}
+    )
 
 
 def _renamed(graph: Graph) -> Graph:

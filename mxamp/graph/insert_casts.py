@@ -170,7 +170,18 @@ class _Rewriter:
             ]
         if node.operator == "Cast" and reads[0].dtype in HALVES and made[0].dtype == "float32":
             return [made[0]._replace(source=reads[0])]
+        if self.policy.rule(node.operator).op_class == "untouched":
+            return [self._without_other_half(entry) for entry in made]
         return made
+
+    def _without_other_half(self, entry: Entry) -> Entry:
+        """Widen what an operator gives in the half precision that this policy is not for.
+
+        A model that was fused for bfloat16 computes in it under float16 too. The policy does not
+        know which operators behind can't.
+        """
+        is_other = entry.dtype in HALVES and entry.dtype != self.policy.target_dtype
+        return self.builder.cast(entry, "float32") if is_other else entry
 
     def _lowered(self, entries: List[Entry]) -> List[Entry]:
         """Cast what is float32 by choice to the target dtype, where all others have that."""
