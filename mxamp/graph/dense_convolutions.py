@@ -11,12 +11,11 @@ from typing import Callable, Dict, List, Set, Tuple
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.machine import dtype_name
 from ..policy.active import suspended
 from ..policy.policy import Policy
 from ..policy.values import flattens
 from .cast_params import of_any_shape
-from .fold_batchnorm import Params, readers_by_name
+from .fold_batchnorm import Params, is_float32, readers_by_name
 from .graph import Graph, GraphCopy, Node, Output
 
 __all__ = ["with_dense_convolutions"]
@@ -84,7 +83,7 @@ def _layers(graph: Graph, params: Params) -> Dict[int, str]:
         if weight is None or readers[variable.name] > 1:
             continue
         large = math.prod(weight.shape) >= _LARGE and min(weight.shape) >= _WIDE
-        if large and dtype_name(weight.dtype) == "float32":
+        if large and is_float32(weight):
             layers[i] = variable.name
     return layers
 
@@ -99,7 +98,7 @@ def _convolution(dense: Node) -> Node:
 def _with_kernel(weight: NDArray) -> NDArray:
     """Return a copy of a dense layer's weight as a convolution's, from any of oneDNN's layouts."""
     with suspended():
-        return mx.nd.reshape(weight, shape=(*weight.shape, 1, 1))
+        return mx.nd.reshape(weight.as_nd_ndarray(), shape=(*weight.shape, 1, 1))
 
 
 def _is_elementwise(node: Node) -> bool:

@@ -11,11 +11,12 @@ import mxnet as mx
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.machine import dtype_name
 from ..policy.policy import Policy
 from ..policy.values import flattens, integers, is_true
 from .graph import Graph, GraphCopy, Node, Output
 
-__all__ = ["Params", "float32_array", "folded", "folded_forward", "readers_by_name"]
+__all__ = ["Params", "float32_array", "is_float32", "folded", "folded_forward", "readers_by_name"]
 
 Params = Dict[str, NDArray]
 
@@ -57,6 +58,11 @@ def readers_by_name(graph: Graph) -> "Counter[str]":
     """
     outputs = [output for node in graph.nodes for output in node.inputs] + graph.heads
     return Counter(graph.nodes[i].name for i, _ in outputs)
+
+
+def is_float32(array: NDArray) -> bool:
+    """Tell whether an array is float32, which NumPy arrays of MXNet's name otherwise."""
+    return dtype_name(array.dtype) == "float32"
 
 
 def float32_array(values: Any) -> NDArray:
@@ -109,7 +115,7 @@ class _Pair:
             self.before.op in _PRODUCTS
             and channels_first
             and all(readers[name] == 1 for name in self.read)
-            and all(name in params and params[name].dtype is np.float32 for name in self.read)
+            and all(name in params and is_float32(params[name]) for name in self.read)
         )
 
     def fold(self, values: Mapping[str, NDArray]) -> Tuple[NDArray, NDArray]:
@@ -196,7 +202,7 @@ def _norms_before_products(
 
     def is_own(i: int) -> bool:
         name = graph.nodes[i].name
-        known = name in params and params[name].dtype is np.float32
+        known = name in params and is_float32(params[name])
         return known and names[name] == 1 and graph.nodes[i].is_variable
 
     def takes_in(i: int, position: int, channels: int) -> bool:

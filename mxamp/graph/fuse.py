@@ -18,7 +18,14 @@ from ..policy.policy import Policy
 from ..policy.values import kernel_axes
 from .cast_params import of_any_shape, without
 from .dense_convolutions import with_dense_convolutions
-from .fold_batchnorm import Params, float32_array, folded, folded_forward, readers_by_name
+from .fold_batchnorm import (
+    Params,
+    float32_array,
+    folded,
+    folded_forward,
+    is_float32,
+    readers_by_name,
+)
 from .graph import Graph, GraphCopy, Node, Output
 from .pad_channels import with_padded_channels
 from .shape_rules import choose, stand_in
@@ -181,7 +188,7 @@ def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int
     for i, node in enumerate(graph.nodes):
         name = graph.nodes[node.inputs[1][0]].name if len(node.inputs) > 1 else ""
         weight = params.get(name) if readers.get(name) == 1 else None
-        if weight is None or weight.dtype is not np.float32:
+        if weight is None or not is_float32(weight):
             continue
         substitution = stand_in(node, policy, training=False, shapes=(None, weight.shape))
         if substitution is not None and substitution[0] == "image_convolution":

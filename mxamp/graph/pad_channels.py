@@ -21,14 +21,12 @@ from typing import (
     Tuple,
 )
 
-import numpy as np
-
 from ..policy.policy import Policy
 from ..policy.values import flattens
 from .cast_params import of_any_shape
 from .channels import Channels, Runs, elementwise, joined, with_added
 from .equivalents import BLOCK, COLOURS
-from .fold_batchnorm import Params, float32_array, readers_by_name
+from .fold_batchnorm import Params, float32_array, is_float32, readers_by_name
 from .graph import Graph, GraphCopy, Node, Output
 from .layouts import NORMS
 
@@ -236,9 +234,7 @@ class _Plan:
         names = [self.graph.nodes[i].name for i, _ in node.inputs[1:]]
         variables = all(self.graph.nodes[i].is_variable for i, _ in node.inputs[1:])
         own = variables and all(
-            self._readers[name] == 1
-            and name in self.params
-            and self.params[name].dtype is np.float32
+            self._readers[name] == 1 and name in self.params and is_float32(self.params[name])
             for name in names
         )
         return self.params[names[0]].shape if own and names else None

@@ -68,8 +68,10 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
             usage = _usage_of_shapes(self, grad_req, type_dict, options)
             symbol = _rewritten(self, policy, usage)
             if symbol is not self:
-                # Behind a cast MXNet can't infer an argument's dtype any more.
-                type_dict = {**usage.dtypes, **(type_dict or {})}
+                # Behind a cast MXNet can't infer an argument's dtype any more. It takes no bfloat16
+                # here, which variables say themselves.
+                named = {name: one for name, one in usage.dtypes.items() if one != "bfloat16"}
+                type_dict = {**named, **(type_dict or {})}
                 options = {**_inferred_shapes(self, usage.shapes), **options}
         executor = original(symbol, ctx, grad_req, type_dict, *rest, **options)
         executor._symbol = self

@@ -332,8 +332,10 @@ OUTPUTS = {
 @pytest.mark.filterwarnings("ignore:Parameter .* is not used")
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("behind", [*ACTIVATIONS, "sum", "norm"])
-@pytest.mark.parametrize("layer", ["dense", "convolution"])
+@pytest.mark.parametrize("layer", ["dense", "convolution", "dense, dropout"])
 def test_what_others_read_or_the_net_returns_stays_as_it_is(layer, behind, outputs):
+    layer, _, dropout = layer.partition(", ")
+
     class Net(gluon.HybridBlock):
         def __init__(self):
             super().__init__()
@@ -346,7 +348,7 @@ def test_what_others_read_or_the_net_returns_stays_as_it_is(layer, behind, outpu
                 self.norm = nn.BatchNorm(in_channels=16)
 
         def hybrid_forward(self, F, x):
-            y = self.one(x)
+            y = F.Dropout(self.one(x)) if dropout else self.one(x)
             if behind == "norm":
                 a = self.norm(y)
             else:
@@ -362,3 +364,56 @@ def test_what_others_read_or_the_net_returns_stays_as_it_is(layer, behind, outpu
     for mine, theirs in zip(low, plain):
         error = np.linalg.norm((mine - theirs).asnumpy()) / np.linalg.norm(theirs.asnumpy())
         assert error < 0.02
+
+
+@with_avx512
+def test_dropout_that_does_something_stays():
+    data = mx.sym.var("data")
+    always = mx.sym.FullyConnected(mx.sym.Dropout(data, mode="always"), num_hidden=3, name="fc")
+    twice = mx.sym.Dropout(mx.sym.Dropout(data))
+    idle = mx.sym.Group([mx.sym.FullyConnected(twice, num_hidden=3, name="fc"), twice])
+    params = {"fc_weight": randn(3, 4), "fc_bias": randn(3)}
+    for symbol, count in ((always, 1), (idle, 0)):
+        fused, _, _ = amp.convert_model(symbol, params, {}, "bfloat16", fuse=True)
+        assert operators_of(fused).count("Dropout") == count
+        assert set(fused.list_arguments()) == {"data", *params}
+
+
+@with_avx512
+def test_a_fused_convolution_before_a_transposition_in_float16():
+    """In MXNet's transpose bfloat16 is garbage, and ends processes."""
+    data = mx.sym.var("data")
+    symbol = mx.sym.Convolution(data, num_filter=16, kernel=(3, 3), no_bias=True, name="conv")
+    symbol = mx.sym.transpose(symbol, axes=(0, 2, 3, 1))
+    params, image = {"conv_weight": randn(16, 16, 3, 3)}, randn(3, 16, 8, 8)
+    low = amp.convert_model(symbol, params, {}, "bfloat16", fuse=True)
+    again = amp.convert_model(*low, "float16")
+    nodes = Graph.from_symbol(again[0]).nodes
+    [turned] = [node for node in nodes if node.op == "transpose"]
+    cast = nodes[turned.inputs[0][0]]
+    assert (cast.op, cast.attrs["dtype"]) == ("amp_cast", "float32")
+    exact, found = (
+        one.bind(mx.cpu(), {**held, "data": image}).forward()[0].asnumpy()
+        for one, held in ((symbol, params), again[:2])
+    )
+    assert abs(found - exact).max() < 0.02 * abs(exact).max()
+
+
+@with_avx512
+def test_numpy_networks_are_fused_as_others():
+    mx.npx.set_np()
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(24, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Conv2D(32, 3))
+    net.add(nn.Dense(1000, activation="tanh"), nn.Dropout(0.5), nn.Dense(1100), nn.Dense(5))
+    net.initialize(mx.init.Xavier())
+    x = mx.np.random.normal(size=(3, 3, 12, 12))
+    net.hybridize()
+    net(x)
+    low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
+    operators = operators_of(low._cached_graph[1]) if low(x) is not None else []
+    assert not {"BatchNorm", "Dropout"} & {*operators}
+    assert operators.count("_sg_mkldnn_conv") == 5  # two for the image's channels, two dense layers
+    for rows in (3, 1, 8):
+        data = mx.np.random.normal(size=(rows, 3, 12, 12))
+        exact, found = net(data).asnumpy(), low(data).asnumpy()
+        assert abs(found - exact).max() < 0.02 * abs(exact).max()

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from mxnet import autograd, nd
 
-from helpers import as_float32, randn, same, values
+import mxamp as amp
+from helpers import as_float32, randn, same, values, with_avx512
 from nets import (
     attention,
     convolutional,
@@ -73,3 +74,21 @@ def test_module_trains(on):
     assert module.score(iterator, "acc")[0][1] > 0.9
     assert all(array.dtype == np.float32 for array in module.get_params()[0].values())
     assert module._symbol is net
+
+
+@with_avx512
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_modules_of_stored_bfloat16_bind_under_init(dtype, fuse):
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=16, name="fc")
+    params, data = {"fc_weight": randn(16, 8), "fc_bias": randn(16)}, randn(4, 8)
+    low = amp.convert_model(symbol, params, {}, "bfloat16", cast_optional_params=True, fuse=fuse)
+    amp.init(dtype, ctx=mx.cpu())
+    module = mx.mod.Module(low[0], label_names=None)
+    module.bind([("data", data.shape)], for_training=False)
+    module.set_params(*low[1:])
+    module.forward(mx.io.DataBatch([data]), is_train=False)
+    found = module.get_outputs()[0].asnumpy()
+    amp.shutdown()
+    exact = nd.FullyConnected(data, *params.values(), num_hidden=16).asnumpy()
+    assert abs(found - exact).max() < 0.02 * abs(exact).max()
