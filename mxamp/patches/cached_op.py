@@ -16,6 +16,7 @@ from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
 from ..framework.patching import Patch
+from ..graph.builder import is_inserted
 from ..graph.choices import NONE, Choices
 from ..graph.control_flow import UNSAFE_LOOPS
 from ..graph.graph import Graph
@@ -101,7 +102,8 @@ class PolicyCachedOp:
         self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
         self._policy = source.policy if source is not None else None
         self._stored = source.stored if source is not None else frozenset()
-        if source is None and any(n.startswith(_FUSED_PREFIX) for n in self._graph.operators):
+        fused = any(name.startswith(_FUSED_PREFIX) for name in self._graph.operators)
+        if source is None and fused and not any(map(is_inserted, self._graph.nodes)):
             logger.warning(FUSED_ALREADY, block.name)
         self._names = symbol.list_inputs()
         places = block._cached_op_args

@@ -187,7 +187,7 @@ def error_of(block, net, data):
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.usefixtures("small_weights_too")
 @pytest.mark.parametrize("how", ["converted again", "under init"])
-def test_they_run_in_float16_too(how, tmp_path):
+def test_they_run_in_float16_too(how, tmp_path, caplog):
     """In MXNet's transpose bfloat16 is garbage, and ends processes."""
     net, data = mlp(32), randn(3, 16)
     net(data)
@@ -200,6 +200,7 @@ def test_they_run_in_float16_too(how, tmp_path):
         low = amp.convert_hybrid_block(low, "float16", example_inputs=data)
     found = [values(low(randn(rows, 16))) for rows in (3, 1, 17)]
     amp.shutdown()
+    assert "was fused" not in caplog.text
     for one in found:
         exact = values(net(randn(len(one), 16)))
         assert abs(one - exact).max() < 0.02 * abs(exact).max()
