@@ -1,11 +1,12 @@
 """Gluon blocks seen from outside: their traced graph, and a block rebuilt around another one."""
 
+import logging
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
+from mxnet import autograd
 from mxnet.context import Context, current_context
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
@@ -22,7 +23,7 @@ from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
 from ..policy.decision import CASTABLE
 from .pairs import replaced_files
-from .saved import files_to_write, load_model
+from .saved import files_to_write, load_model, saved_alike
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
 
@@ -30,7 +31,10 @@ NOT_RUN = (
     "block {name!r} has no graph yet: call block.hybridize() and run it once on an example input, "
     "or give that input as example_inputs"
 )
+NO_GRADIENTS = "block %r was fused for inference: autograd gets no gradients through it"
 NO_VALUE = "parameter {name!r} has no value yet: initialize the block and run it once"
+
+logger = logging.getLogger("mxamp")
 
 Examples = Union[None, NDArray, Sequence[Any]]
 
@@ -77,9 +81,8 @@ class Traced:
 
 def _value(param: Parameter) -> NDArray:
     first, *others = param._data
-    if others or first.stype != "default" or first.context.device_type != "cpu":
-        return param._reduce()  # a mean, or a copy
-    return first
+    alone = not others and first.stype == "default" and first.context.device_type == "cpu"
+    return first if alone else param._reduce()  # a mean, or a copy
 
 
 def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:
@@ -137,26 +140,6 @@ def _read_back(folder: Path, files: Tuple[Path, Path], epoch: int) -> None:
         raise OSError(NOT_THE_SAME) from error
 
 
-@contextmanager
-def _saved_alike(params: Iterable[Parameter]) -> Iterator[None]:
-    """Have MXNet save parameters in bfloat16 with NumPy semantics too.
-
-    It saves NumPy's arrays alone there, and can't copy those that are in bfloat16.
-    """
-    if not mx.util.is_np_array():
-        yield
-        return
-    kept = {param: param._data for param in params if param._data is not None}
-    try:
-        for param, arrays in kept.items():
-            param._data = [array.as_nd_ndarray() for array in arrays]
-        with mx.util.np_array(False):
-            yield
-    finally:
-        for param, arrays in kept.items():
-            param._data = arrays
-
-
 class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
     """A converted block: exports its graph, and runs that of its source, tuned to what it is given.
 
@@ -165,6 +148,8 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
 
     _source: Optional[Source] = None
     _input_dtypes: Sequence[Optional[str]] = ()  #: of inputs that are cast on the way in, or None
+    _is_fused = False  #: MXNet's gradients of fused operators are wrong: it gets none
+    _has_warned = False
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
         """Write the converted graph, casts included, and all parameters; a call is not needed.
@@ -176,7 +161,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
             self._build_cache()
         files = files_to_write(path, epoch)
         with replaced_files(files, lambda folder: _read_back(folder, files, epoch)) as folder:
-            with _saved_alike(self.collect_params().values()):
+            with saved_alike(self.collect_params().values()):
                 super().export(str(folder / Path(path).name), epoch, remove_amp_cast)
             waitall()
 
@@ -198,6 +183,12 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         return super().forward(x, *args)
 
     def _call_cached_op(self, *args: Any) -> Any:
+        if self._is_fused and autograd.is_recording():
+            if not self._has_warned:
+                logger.warning(NO_GRADIENTS, self.name)
+                self._has_warned = True
+            with autograd.pause():
+                return self._call_cached_op(*args)
         source = self._source
         if source is not None:
             follow(self, args, source)
@@ -257,19 +248,19 @@ def rebuilt(
     frozen: Mapping[str, Any],
     source: Optional[Source],
     input_dtypes: Mapping[str, str],
+    is_fused: bool = False,
 ) -> SymbolBlock:
     """Return a block that runs `symbol` and is called as `block` is.
 
     `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult`, `grad_req` and
-    `grad_stype`; those that are `frozen`, all new ones among them, get no gradients. With its
-    `source`, the block runs that tuned by its policy. Inputs that have `input_dtypes` are cast to
-    them.
+    `grad_stype`; those that are `frozen`, all new ones among them, get no gradients. With `source`,
+    the block runs that tuned by its policy. Inputs of `input_dtypes` are cast to them.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
         result = (ConvertedRecurrentBlock if recurrent else ConvertedBlock)(symbol, traced.inputs)
-    result._source = source
+    result._source, result._is_fused = source, is_fused
     result._input_dtypes = [input_dtypes.get(one.name) for one in traced.inputs]
     if recurrent:
         result._like(getattr(block, "_original", block))

@@ -240,4 +240,4 @@ def convert_hybrid_block(
     if keep_io_types:
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
     taken = {} if keep_io_types else converted.data
-    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, taken)
+    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, taken, fuse)

@@ -5,12 +5,13 @@ import operator
 import os
 import re
 import struct
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import mxnet as mx
 from mxnet.base import MXNetError
+from mxnet.gluon import Parameter
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
@@ -21,7 +22,14 @@ from ..graph.validation import check_symbol_json
 from .compare import Model
 from .pairs import finish_replacing
 
-__all__ = ["epochs_of", "files_to_write", "load_model", "model_files", "saved_semantics"]
+__all__ = [
+    "epochs_of",
+    "files_to_write",
+    "load_model",
+    "model_files",
+    "saved_alike",
+    "saved_semantics",
+]
 
 logger = logging.getLogger("mxamp")
 
@@ -248,3 +256,23 @@ def _last_line(error: Exception) -> str:
     """Return what MXNet says at the end of its message, after the check that has failed."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].rpartition(": ")[2]
+
+
+@contextmanager
+def saved_alike(params: Iterable[Parameter]) -> Iterator[None]:
+    """Have MXNet save parameters in bfloat16 with NumPy semantics too.
+
+    It saves NumPy's arrays alone there, and can't copy those that are in bfloat16.
+    """
+    if not mx.util.is_np_array():
+        yield
+        return
+    kept = {param: param._data for param in params if param._data is not None}
+    try:
+        for param, arrays in kept.items():
+            param._data = [array.as_nd_ndarray() for array in arrays]
+        with mx.util.np_array(False):
+            yield
+    finally:
+        for param, arrays in kept.items():
+            param._data = arrays

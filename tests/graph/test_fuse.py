@@ -417,3 +417,26 @@ def test_numpy_networks_are_fused_as_others():
         data = mx.np.random.normal(size=(rows, 3, 12, 12))
         exact, found = net(data).asnumpy(), low(data).asnumpy()
         assert abs(found - exact).max() < 0.02 * abs(exact).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_avx512)])
+def test_autograd_gets_no_gradients_through_a_fused_block(dtype, caplog):
+    """MXNet's are wrong, without a word. Behind it, layers train as on features that are given."""
+    net, head, x = nn.Dense(8, activation="relu"), nn.Dense(2), randn(4, 6)
+    for one in (net, head):
+        one.initialize()
+    net(x)
+    policy = B if dtype == "bfloat16" else B.in_float32()
+    low = amp.convert_hybrid_block(net, policy=policy, example_inputs=x, fuse=True)
+    features = low(x)
+    x.attach_grad()
+    with mx.autograd.record():
+        loss = (head(low(x)) ** 2).sum() + (x * 3).sum()
+    loss.backward()
+    assert (x.grad.asnumpy() == 3).all()
+    found = head.weight.grad().asnumpy()
+    with mx.autograd.record():
+        loss = (head(features) ** 2).sum()
+    loss.backward()
+    assert (found == head.weight.grad().asnumpy()).all()
+    assert "was fused for inference" in caplog.text
