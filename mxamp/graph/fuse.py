@@ -12,7 +12,9 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
+from ..framework.machine import dtype_name
 from ..framework.versions import has_feature
+from ..framework.wording import shortened
 from ..policy.decision import decide
 from ..policy.policy import Policy
 from ..policy.values import kernel_axes
@@ -43,6 +45,11 @@ NO_KERNELS = (
     "it): convert without fuse"
 )
 
+DOUBLE = (
+    "oneDNN has no float64 kernels, and float64 is the dtype of {names}: cast the model, or leave "
+    "out fuse"
+)
+
 #: oneDNN's fused operators.
 FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
 
@@ -62,13 +69,16 @@ def fused(
     """Return a float32 model with fused operators, and a policy that lowers them.
 
     Products that `policy` keeps in float32, by class, shape or name, are kept when they are fused.
-    Raises `ArgumentError` where `policy` is for no fused operators.
+    Raises `ArgumentError` where `policy` is for no fused operators, or a parameter is float64.
     """
     dtype = policy.target_dtype if policy.lowers else "float32"
     if policy.device != "cpu" or dtype == "float16":
         raise ArgumentError(NOT_HERE.format(dtype=dtype, device=policy.device))
     if policy.lowers and policy.rule("Convolution").missing:
         raise ArgumentError(NO_KERNELS)
+    double = [name for name, array in params.items() if dtype_name(array.dtype) == "float64"]
+    if double:
+        raise ArgumentError(DOUBLE.format(names=shortened(double)))
     graph, values = folded(_renamed(_without_dropout(graph)), params, policy)
     graph, values = with_padded_channels(graph, values, policy)
     graph, values = _with_four_channels(graph, values, policy)

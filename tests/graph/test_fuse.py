@@ -440,3 +440,14 @@ def test_autograd_gets_no_gradients_through_a_fused_block(dtype, caplog):
     loss.backward()
     assert (found == head.weight.grad().asnumpy()).all()
     assert "was fused for inference" in caplog.text
+
+
+def test_float64_is_refused():
+    net = nn.Dense(3, in_units=4)
+    net.cast("float64")
+    net.initialize()
+    x = randn(2, 4).astype("float64")
+    with pytest.raises(
+        amp.ArgumentError, match="float64 is the dtype of .*_weight.*: cast the model"
+    ):
+        amp.convert_hybrid_block(net, policy=B.in_float32(), example_inputs=x, fuse=True)
