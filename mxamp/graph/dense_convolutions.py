@@ -74,9 +74,7 @@ def _layers(graph: Graph, params: Params) -> Dict[int, str]:
     readers = readers_by_name(graph)
     layers = {}
     for i, node in enumerate(graph.nodes):
-        if node.op != "FullyConnected":
-            continue
-        if not flattens(node.attrs):
+        if node.op != "FullyConnected" or not flattens(node.attrs):
             continue
         variable = graph.nodes[node.inputs[1][0]]
         weight = params.get(variable.name) if variable.is_variable else None

@@ -222,8 +222,9 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     """
     if node.subgraphs:
         return _ask(node, dtypes)
-    asked = [item for item in node.call if item[0] not in _OF_SHAPES]
-    key = (*asked, tuple(dtypes), node.num_outputs)
+    op, *attrs = node.call
+    asked = [(name, text) for name, text in attrs if name not in _OF_SHAPES]
+    key = (op, *asked, tuple(dtypes), node.num_outputs)
     outputs = _inferred.get(key)
     if outputs is None:
         outputs = _inferred[key] = _ask(node, dtypes)
