@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Iterable, NamedTuple, Optional, Sequence
 
 import click
 
@@ -48,6 +48,12 @@ class Setup(NamedTuple):
     device: str = "cpu"
 
 
+def why(log: Iterable[str]) -> str:
+    """Return why a worker has failed, by the lines of its standard error."""
+    lines = [text.strip() for text in log if "Error" in text] or ["the process died"]
+    return lines[-1].replace("RuntimeError: ", "")[:100]
+
+
 class Contender:
     """A process that holds one model, and takes turns."""
 
@@ -75,8 +81,8 @@ class Contender:
             model,
             mode,
             dtype,
-            str(folder),
             device,
+            str(folder),
         ]
         self.log = open(folder / f"{name}.log", "w+", encoding="utf-8")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -92,8 +98,7 @@ class Contender:
             return dict(json.loads(line))
         self.process.wait()
         self.log.seek(0)
-        lines = [text.strip() for text in self.log if "Error" in text] or ["the process died"]
-        self.failure = lines[-1].replace("RuntimeError: ", "")[:100]
+        self.failure = why(self.log)
         return {}
 
     def turn(self) -> Optional[float]:

@@ -1,6 +1,9 @@
 """One contender of `scripts/bench/models`: builds a model, and does a step for each line it reads.
 
-models_worker.py CONTENDER MODEL MODE DTYPE FOLDER DEVICE
+models_worker.py CONTENDER MODEL MODE DTYPE DEVICE [FOLDER]
+
+Contenders that are compared load the same parameters from FOLDER, and save there what they compute.
+Without one, nothing runs but steps, as `scripts/bench/memory` wants it.
 """
 
 import json
@@ -32,6 +35,8 @@ def peak_memory() -> Optional[int]:
 
 #: Layers and sequence length of encoders of BERT-base's size.
 BERTS = {"bert": (2, 128), "bert_base": (12, 128), "bert_base_512": (12, 512)}
+#: What float32 saves and the others load.
+PARAMETERS = "mxnet.params"
 #: Steps and units of recurrent networks.
 RECURRENT = {"lstm": (20, 256), "lstm_cell": (20, 256), "lstm_650": (35, 650)}
 
@@ -182,7 +187,7 @@ def as_tuned(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) 
 
 
 def mxnet_step(
-    contender: str, model: str, mode: str, dtype: str, folder: Path
+    contender: str, model: str, mode: str, dtype: str, folder: Optional[Path]
 ) -> Tuple[Callable[[], Any], Dict[str, Any]]:
     amp = switched_on(contender, dtype)
     import mxnet as mx
@@ -193,12 +198,11 @@ def mxnet_step(
     data, labels = [nd.array(a) for a in inputs], nd.array(label)
     net = mxnet_model(model)
     net.initialize(mx.init.Xavier())
-    file = folder / "mxnet.params"
-    if contender == "float32":
+    if folder is not None and contender == "float32":
         net(*data)
-        net.save_parameters(str(file))
-    else:
-        net.load_parameters(str(file))
+        net.save_parameters(str(folder / PARAMETERS))
+    elif folder is not None:
+        net.load_parameters(str(folder / PARAMETERS))
     net.hybridize(static_alloc=True, static_shape=True)
     loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
     said: Dict[str, Any] = {}
@@ -235,8 +239,9 @@ def mxnet_step(
     def infer() -> None:
         net(*data).wait_to_read()
 
-    np.save(folder / f"{contender}-outputs.npy", net(*data).astype("float32").asnumpy())
-    if mode == "training":
+    if folder is not None:
+        np.save(folder / f"{contender}-outputs.npy", net(*data).astype("float32").asnumpy())
+    if folder is not None and mode == "training":
         train()
         factor = 1.0
         if contender == "stock":
@@ -329,25 +334,27 @@ def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any
 
 
 def main() -> None:
-    contender, model, mode, dtype, folder, device = sys.argv[1:]
+    contender, model, mode, dtype, device, *folders = sys.argv[1:]
+    folder = Path(folders[0]) if folders else None
     said: Dict[str, Any] = {}
     if contender.startswith("torch"):
         step = torch_step(model, mode, dtype, contender == "torch")
     elif contender.startswith(("onnxruntime", "openvino")):
         from models_onnx import onnx_step
 
-        step = onnx_step(contender, model, Path(folder))
+        assert folder is not None, "the exported model is read from there"
+        step = onnx_step(contender, model, folder)
     else:
         from mxamp.framework.compat import import_mxnet
 
         with import_mxnet().Context(device):
-            step, said = mxnet_step(contender, model, mode, dtype, Path(folder))
+            step, said = mxnet_step(contender, model, mode, dtype, folder)
     step()
-    speak(memory=peak_memory(), **said)
+    speak(**said)
     for _ in sys.stdin:
         began = time.perf_counter()
         step()
-        speak(seconds=time.perf_counter() - began)
+        speak(seconds=time.perf_counter() - began, memory=peak_memory())
 
 
 if __name__ == "__main__":
