@@ -141,6 +141,12 @@ def dtype(request):
 
 
 @pytest.fixture
+def unfused(monkeypatch):
+    """Executors that run the operators of a graph one by one, where oneDNN would fuse some."""
+    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+
+
+@pytest.fixture
 def on(dtype):
     """Mixed precision on, on the CPU, in either dtype, the same in eager calls and in graphs."""
     amp.init(dtype, ctx=mx.cpu(), tuned=False)

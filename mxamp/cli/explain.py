@@ -14,7 +14,7 @@ from ..debugging.explain import explain as explain_symbol
 from ..debugging.plan import PRECISIONS, Plan
 from ..errors import ArgumentError
 from ..framework.tables import cell_text
-from ..graph.builder import is_inserted
+from ..graph.builder import is_converted
 from ..graph.graph import Graph
 from .group import DTYPES, examples, usage_error
 from .inputs import inputs_of
@@ -93,7 +93,7 @@ def explain(
         return
     screen = console()
     screen.print(_table(shown))
-    if any(is_inserted(node) for node in Graph.from_symbol(symbol).nodes):
+    if is_converted(Graph.from_symbol(symbol)):
         screen.print(CONVERTED, highlight=False, markup=False)
     screen.print(in_options(plan.summary()), highlight=False, markup=False)
 

@@ -10,7 +10,7 @@ from ..framework.arrays import cast, copy
 from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
-from ..graph.builder import HALVES, is_inserted
+from ..graph.builder import HALVES, is_converted
 from ..graph.cast_params import (
     cast_offline,
     widened,
@@ -102,7 +102,7 @@ def convert(
     dtypes = known_dtypes(
         symbol, {name: array.dtype for name, array in held.items()}, conversion.input_dtypes
     )
-    if any(is_inserted(node) for node in graph.nodes):
+    if is_converted(graph):
         wide = _wide_params(graph, held, policy)
         graph = widened(graph, wide.keys())
         held.update(wide)

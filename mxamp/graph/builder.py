@@ -7,7 +7,7 @@ from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
 from ..policy.decision import CASTABLE
 from .graph import CASTS, Graph, Node, Output
 
-__all__ = ["HALVES", "Builder", "Entry", "is_inserted"]
+__all__ = ["HALVES", "Builder", "Entry", "is_converted", "is_inserted"]
 
 HALVES = CASTABLE - {"float32"}
 
@@ -18,6 +18,11 @@ _INSERTED = re.compile(r"_amp_cast_(float16|bfloat16|float32|float64)\d*$")
 def is_inserted(node: Node) -> bool:
     """Tell whether a node is a cast that a conversion has put into its graph, by its name."""
     return node.op in CASTS and _INSERTED.search(node.name) is not None
+
+
+def is_converted(graph: Graph) -> bool:
+    """Tell whether a conversion has put casts into a graph."""
+    return any(is_inserted(node) for node in graph.nodes)
 
 
 class Entry(NamedTuple):

@@ -27,8 +27,8 @@ def test_a_model_equals_itself(dtype):
     assert (error.name, error.shape) == ("fc_output", (2, 3))
 
 
-def test_errors_are_those_of_numpy(dtype, monkeypatch):
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+@pytest.mark.usefixtures("unfused")
+def test_errors_are_those_of_numpy(dtype):
     _, data, triple, plain, _ = model()
     converted = amp.convert_model(*triple, policy=policy_for(dtype))
     (error,) = amp.compare_models(triple, converted, {"data": data[0]})

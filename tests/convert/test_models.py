@@ -15,15 +15,12 @@ from mxamp.framework.machine import features
 from mxamp.graph.graph import Graph
 from nets import Attention, Control, convolutional, decoder, made, perceptron
 
+pytestmark = pytest.mark.usefixtures("unfused")
 
-def evaluate(symbol, args, auxs, names, data, monkeypatch=None):
+
+def evaluate(symbol, args, auxs, names, data):
     inputs = dict(zip(names, data))
     return symbol.bind(mx.cpu(), {**args, **inputs}, aux_states=auxs).forward()[0]
-
-
-@pytest.fixture(autouse=True)
-def unfused(monkeypatch):
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
 
 
 @pytest.mark.parametrize("offline", [False, True])

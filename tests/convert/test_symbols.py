@@ -16,14 +16,9 @@ from helpers import BF16, kind, mx_dtype, randn, same
 from mxamp.graph.graph import Graph
 from nets import Control
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 GPU = amp.Policy.default("float16", "gpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unfused():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
-        yield
 
 
 def var(name, **attrs):

@@ -16,10 +16,7 @@ from mxamp.graph.graph import Graph
 from mxamp.graph.scale_input import SCALE_INPUT, with_scale_input
 from training import assert_same_weights, batches, poisoned, setup, train
 
-
-@pytest.fixture(autouse=True)
-def unfused(monkeypatch):
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+pytestmark = pytest.mark.usefixtures("unfused")
 
 
 def symbol(rows=None):

@@ -15,14 +15,11 @@ from mxamp.graph.dense_convolutions import with_dense_convolutions
 from mxamp.graph.fuse import FUSED
 from mxamp.graph.graph import Graph
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 B = amp.Policy.default("bfloat16")
 S = mx.sym
 X = S.var("data")
-
-
-@pytest.fixture(autouse=True)
-def _without_fusion_in_executors(monkeypatch):
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
 
 
 @pytest.fixture

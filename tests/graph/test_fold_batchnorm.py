@@ -50,9 +50,9 @@ FOLDED = {
 }
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("name", FOLDED)
-def test_folding_in_float32_keeps_values(name, monkeypatch):
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+def test_folding_in_float32_keeps_values(name):
     symbol = FOLDED[name]()
     params, data = params_of(symbol, (2, 4, 8, 8))
     kept = {key: value.copy() for key, value in params.items()}
@@ -150,9 +150,9 @@ BEHIND = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("name", [*FORWARD, *BEHIND])
-def test_folding_into_what_reads_it(name, monkeypatch):
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+def test_folding_into_what_reads_it(name):
     symbol = {**FORWARD, **BEHIND}[name]()
     params, data = params_of(symbol, (2, 4, 8, 8))
     kept = {key: value.copy() for key, value in params.items()}
@@ -193,11 +193,11 @@ def test_a_product_in_bfloat16_reads_what_a_norm_gives():
     assert "BatchNorm" in operators_of(graph.to_symbol())
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize(
     "true, false", [("True", "False"), ("true", "false"), ("TRUE", "FALSE"), ("1", "0")]
 )
-def test_other_languages_write_true_otherwise(true, false, monkeypatch):
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+def test_other_languages_write_true_otherwise(true, false):
     fixed = mx.sym.BatchNorm(conv(X, no_bias=true), fix_gamma=true)
     free = mx.sym.BatchNorm(conv(fixed, name="second", no_bias=false), fix_gamma=false)
     symbol = dense(mx.sym.relu(dense(free, flatten=true)), name="rows", flatten=false)

@@ -16,14 +16,11 @@ from mxamp.graph.channels import Channels, joined, with_added
 from mxamp.graph.graph import Graph
 from mxamp.graph.pad_channels import with_padded_channels
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 B = amp.Policy.default("bfloat16")
 S = mx.sym
 X = S.var("data")
-
-
-@pytest.fixture(autouse=True)
-def _without_fusion_in_executors(monkeypatch):
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
 
 
 def conv(data, channels=24, kernel=1, name=None, **more):
