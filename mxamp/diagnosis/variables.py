@@ -1,7 +1,8 @@
 """Environment variables that change results or speed, and what each of them does here.
 
 By MXNet 1.9.1's sources and documentation. Values of DNNL_MAX_CPU_ISA, MXNET_MKLDNN_ENABLED,
-MXNET_ENGINE_TYPE, MXNET_SUBGRAPH_BACKEND and OMP_NUM_THREADS were tried on its CPU wheel.
+MXNET_ENGINE_TYPE, MXNET_SUBGRAPH_BACKEND, MXNET_CPU_TEMP_COPY and OMP_NUM_THREADS were tried on its
+CPU wheel.
 """
 
 from typing import Dict, Mapping, NamedTuple, Optional, Tuple
@@ -85,6 +86,11 @@ VARIABLES: Mapping[str, Variable] = {
         {"1": "nothing: as without it",
          "*": "so many operators run at once, each on all threads of a kernel"}, kind="integer",
     ),
+    "MXNET_CPU_TEMP_COPY": Variable({
+        "0": "MXNet has no workspace on the CPU: the process ends where a kernel needs one",
+        "*": "workspaces on the CPU, each as large as the largest that a kernel asked for; 4 "
+        "without it, and 1 takes the least memory",
+    }, ("0",), "integer"),
     "MXNET_ENGINE_TYPE": Variable({
         "ThreadedEnginePerDevice": "nothing: as without it",
         "ThreadedEngine": "one pool of threads for all devices",
@@ -96,8 +102,8 @@ VARIABLES: Mapping[str, Variable] = {
          "1": "nothing: as without it"}, ("0",), "boolean",
     ),
     "MXNET_BACKWARD_DO_MIRROR": Variable(
-        {"0": "nothing: as without it", "1": "backward passes compute activations again: slower, "
-         "with less memory"}, kind="integer",
+        {"0": "nothing: as without it", "1": "backward passes of bound symbols and modules compute "
+         "activations again: slower, with less memory"}, kind="integer",
     ),
     # --- sums, and tensor cores
     "MXNET_SAFE_ACCUMULATION": Variable({

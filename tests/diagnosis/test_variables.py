@@ -20,6 +20,8 @@ from mxamp.diagnosis.variables import EMPTY, GPU_ONLY, UNKNOWN, VARIABLES, setti
         ("MXNET_MKLDNN_ENABLED", "off", "0, 1, true or false", True),
         ("OMP_NUM_THREADS", "4", "threads of each", False),
         ("OMP_NUM_THREADS", "4,2", "whole number", True),
+        ("MXNET_CPU_TEMP_COPY", "1", "least memory", False),
+        ("MXNET_CPU_TEMP_COPY", "0", "the process ends", True),
         ("MXNET_EXEC_BULK_EXEC_TRAIN", "0", "slower", True),
         ("MXNET_SUBGRAPH_BACKEND", "NONE", "not fused", False),
         ("MXNET_SUBGRAPH_BACKEND", "TensorRT", "unknown one is an error", False),
