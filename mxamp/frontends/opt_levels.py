@@ -13,12 +13,10 @@ With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no
 import functools
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, Optional, Sequence, Union
 
-from mxnet import nd
 from mxnet.gluon import Block, Trainer, nn
 from mxnet.gluon.contrib.nn import SparseEmbedding
-from mxnet.util import is_np_array
 
 from ..errors import ArgumentError, StateError
 from ..framework.machine import dtype_name
@@ -31,6 +29,7 @@ from ..policy.policy import Policy
 from ..scaling.attach import attach_hook, hook_in_force
 from ..scaling.float32 import Float32Scaler
 from ..scaling.scaler import LossScaler, NoScaler, Scaler, StaticLossScaler
+from .float32_files import save_in_float32
 
 __all__ = ["initialize"]
 
@@ -88,12 +87,14 @@ def initialize(
     Parameters
     ----------
     models : Block or list of Block
-        Initialized, and cast in place by O2 and O3. Their `save_parameters` writes float32 and
-        `load_parameters` reads it, at every level.
+        Initialized, and cast in place by O2 and O3. Their `save_parameters` and `export` write
+        float32, and `load_parameters` reads it, at every level.
     trainers : Trainer or list of Trainer, optional
         Before their first step.
     opt_level : str
-        "O0", "O1", "O2" or "O3": see the module's table.
+        "O0": float32 throughout. "O1": operators run by list, parameters stay float32, and the
+        loss scale is dynamic. "O2": parameters in float16, but norms and embeddings, with float32
+        master weights and a dynamic loss scale. "O3": all in float16 that can be, loss scale 1.
     keep_batchnorm_fp32 : bool, optional
         True with O3 keeps all normalisation in float32, as the other levels do. BatchNorm's
         parameters stay float32 in any case; False is an error.
@@ -136,7 +137,7 @@ def initialize(
     for net in nets:
         if level.cast:
             _cast(net, level.float_norms or bool(keep_batchnorm_fp32), level.master_weights)
-            _save_in_float32(net)
+            save_in_float32(net)
     for trainer in optimizers:
         if level.master_weights:
             trainer._optimizer.multi_precision = True
@@ -230,34 +231,3 @@ def _is_embedding(block: Block, sparse_only: bool) -> bool:
     if not isinstance(block, (nn.Embedding, SparseEmbedding)):
         return False
     return not sparse_only or block.weight._grad_stype != "default"
-
-
-def _save_in_float32(net: Block) -> None:
-    """Let `save_parameters` write float32, and `load_parameters` read it into what is there."""
-    load = net.load_parameters
-
-    @functools.wraps(net.save_parameters)
-    def save_parameters(filename: str, deduplicate: bool = False) -> None:
-        params = net._collect_params_with_prefix()
-        seen = set()
-        values = {}
-        for name, param in params.items():
-            if deduplicate and id(param) in seen:
-                continue
-            seen.add(id(param))
-            value = param._reduce()
-            values[name] = value.astype("float32") if value.dtype != "float32" else value
-        if is_np_array():
-            from mxnet import npx
-
-            npx.save(filename, values)
-        else:
-            nd.save(filename, values)
-
-    @functools.wraps(load)
-    def load_parameters(filename: str, *args: Any, **kwargs: Any) -> None:
-        names: Tuple[str, ...] = ("ctx", "allow_missing", "ignore_extra", "cast_dtype")
-        options = {"cast_dtype": True, **dict(zip(names, args)), **kwargs}
-        load(filename, **options)
-
-    net.save_parameters, net.load_parameters = save_parameters, load_parameters

@@ -66,8 +66,9 @@ def attach_hook(
 ) -> None:
     """Give a trainer the hook of `init_trainer`, for losses that the API `scaled_by` scales.
 
-    A trainer that has one keeps it, with what is given replaced. `after_backward` tells that the
-    gradients that are there come from a loss that this API has scaled.
+    A trainer that has one keeps it, with what is given replaced. One that has loaded states goes on
+    from those, whatever scaler is given. `after_backward` tells that the gradients that are there
+    come from a loss that this API has scaled.
     """
     hook = hook_in_force(trainer)
     if hook is not None and hook.trainer is trainer:
@@ -87,8 +88,8 @@ def attach_hook(
     retired = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(retired, TrainerHook) and retired.trainer is trainer:
         hook.take_over(retired)
-    saved = taken_state(trainer) or hook.loaded
-    if saved is not None and loss_scaler is None:
+    saved = taken_state(trainer) or (hook.loaded if loss_scaler is None else None)
+    if saved is not None:
         hook.load_state_dict(saved)
     left = _take_from_contrib(trainer)
     warn_of_frozen_weights(trainer._params)

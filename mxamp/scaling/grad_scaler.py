@@ -22,8 +22,8 @@ from ..framework.wording import shown
 from ..policy.active import chose_float32
 from .attach import attach_hook, hook_in_force, hook_of
 from .hook import TrainerHook
-from .scaler import LossScaler, Scaler, positive_number
-from .trainer import map_losses, scaled_loss
+from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict, positive_number
+from .trainer import check_unscaled, map_losses, scaled_loss
 
 __all__ = ["GradScaler"]
 
@@ -82,7 +82,7 @@ class _Recorder(Scaler):
 
     def resumed(self, state: Mapping[str, Any]) -> Scaler:
         """Hand a trainer's saved state to the `GradScaler`."""
-        self.owner.load_state_dict(state)
+        self.owner._resume(state)
         return self
 
 
@@ -137,6 +137,8 @@ class GradScaler:
         self._finite: List[bool] = []
         self._scaled = False  # a loss, since the last update
         self._losses: List[NDArray] = []  # as they were
+        self._given: Dict[int, NDArray] = {}  # the scaled ones, by id
+        self._resumes: Optional[LossScaler] = None  # from a file, with the next update
         self._stages: "weakref.WeakKeyDictionary[Trainer, _Stage]" = weakref.WeakKeyDictionary()
 
     def is_enabled(self) -> bool:
@@ -159,11 +161,16 @@ class GradScaler:
         """
         if not self._enabled:
             return loss
-        scale, self._scaled = self.get_scale(), True
+        scale = self.get_scale()
+        check_unscaled(loss, self._given)
+        self._scaled = True
 
         def scaled(array: NDArray) -> NDArray:
             self._losses.append(array.detach())
-            return scaled_loss(array, scale)
+            made = scaled_loss(array, scale)
+            if made is not array:
+                self._given[id(made)] = made
+            return made
 
         with autograd.record(train_mode=autograd.is_training()):
             return map_losses(loss, scaled)
@@ -181,7 +188,12 @@ class GradScaler:
         self._stages[trainer] = _Stage.UNSCALED
 
     def step(self, trainer: Trainer, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        """Do `trainer.step(batch_size)` on unscaled gradients; skip it where one is not finite."""
+        """Do `trainer.step(batch_size)` on unscaled gradients; skip it where one is not finite.
+
+        `ignore_stale_grad` is `Trainer.step`'s. Raises `StateError` where this trainer has stepped
+        since the last `update`, or has a loss scaler of its own. The first step after
+        `trainer.load_states` goes on from what the file holds of the scaler.
+        """
         if not self._enabled:
             trainer.step(batch_size, ignore_stale_grad)
             return
@@ -195,16 +207,23 @@ class GradScaler:
         self._stages[trainer] = _Stage.STEPPED
 
     def update(self, new_scale: Optional[float] = None) -> None:
-        """Set the scale for the next losses: by the steps since the last update, or as given."""
+        """Set the scale for the next losses: by the steps since the last update, or to `new_scale`.
+
+        Raises `StateError` where no trainer has stepped since, `ArgumentError` for a `new_scale`
+        outside the limits.
+        """
         if not self._enabled:
             return
+        if new_scale is None and not self._finite:
+            raise StateError(NOTHING_TO_UPDATE)
+        if self._resumes is not None:
+            self._scaler, self._resumes = self._resumes, None
         if new_scale is not None:
             self._scaler.set_scale(positive_number("new_scale", new_scale))
-        elif not self._finite:
-            raise StateError(NOTHING_TO_UPDATE)
         elif self._scales:
             self._scaler.update(all(self._finite))
         self._finite, self._scaled, self._losses = [], False, []
+        self._given.clear()
         for trainer in list(self._stages):
             trainer.amp_loss_scale = self.get_scale()
         self._stages.clear()
@@ -221,10 +240,24 @@ class GradScaler:
             raise ArgumentError(DISABLED)
         self._scaler.load_state_dict(state)
 
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a trainer's file held of a `GradScaler`.
+
+        A loss that is scaled keeps its scale until its step, where a trainer is met first.
+        """
+        saved = from_state_dict(state)
+        if not isinstance(saved, LossScaler):
+            logger.warning(OTHER_KIND, saved, self)
+        elif self._scaled:
+            self._resumes = saved
+        else:
+            self._scaler = saved
+
     def __getstate__(self) -> Dict[str, Any]:
         # What trainers have done since the last update stays with the original.
         state = {name: value for name, value in vars(self).items() if name != "_stages"}
-        own = {"_scaler": copy.copy(self._scaler), "_finite": list(self._finite), "_losses": []}
+        own = {"_scaler": copy.copy(self._scaler), "_finite": list(self._finite)}
+        own.update(_losses=[], _given={})
         return {**state, **own}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -6,14 +6,14 @@ What happens inside a trainer is in `hook`; here is what users call.
 import logging
 import math
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, StateError
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..framework.wording import shown
@@ -29,9 +29,16 @@ from .scaler import Scaler, positive_count, positive_number
 logger = logging.getLogger("mxamp")
 
 LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
+SCALED_ALREADY = (
+    "this loss has been scaled already: scale each loss once, and call backward of what comes back"
+)
 UNUSED_SCALER = "'auto' has chosen float32 here, which needs no loss scale: %r is not used"
 
+#: What a `scale_loss` that has not ended has scaled, by id.
+_open: Dict[int, NDArray] = {}
+
 __all__ = [
+    "check_unscaled",
     "clip_grad_global_norm",
     "init_trainer",
     "map_losses",
@@ -127,21 +134,31 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
 
     Works inside `autograd.record()` and outside. Several losses may be scaled before one step, in
     several threads too: the scale changes in steps only. An error inside leaves the trainer as it
-    was.
+    was. A loss that a `scale_loss` around this one has scaled is a `StateError`.
     """
     hook = hook_of(optimizer_or_trainer)
     hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
+    check_unscaled(loss, _open)
     values: List[NDArray] = []
+    made: Dict[int, NDArray] = {}
 
     def scaled(array: NDArray) -> NDArray:
         values.append(array.detach())
-        return scaled_loss(array, hook.loss_scale)
+        product = scaled_loss(array, hook.loss_scale)
+        if product is not array:
+            made[id(product)] = product
+        return product
 
     with autograd.record(train_mode=autograd.is_training()):
         losses = map_losses(loss, scaled)
     given = _arrays(loss) if hook.loss_scale != 1 else []
     with hook.scaling(values) as scale, scaled_heads(scale), watched_losses(given):
-        yield losses
+        _open.update(made)
+        try:
+            yield losses
+        finally:
+            for key in made:
+                del _open[key]
 
 
 def unscale(optimizer_or_trainer: Trainer) -> None:
@@ -215,6 +232,12 @@ def _arrays(loss: Any) -> List[NDArray]:
     arrays: List[NDArray] = []
     map_arrays(loss, arrays.append, _no_loss)
     return arrays
+
+
+def check_unscaled(loss: Any, scaled: Mapping[int, NDArray]) -> None:
+    """Raise `StateError` where a loss, or one of several, is among those that are scaled."""
+    if any(id(array) in scaled for array in _arrays(loss)):
+        raise StateError(SCALED_ALREADY)
 
 
 def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:

@@ -1,5 +1,6 @@
 """Optimization levels, and functions of the user's own."""
 
+import copy
 import types
 from typing import ClassVar
 
@@ -168,6 +169,34 @@ def test_parameter_files_stay_float32(level, tmp_path):
         assert same(mine.data(), theirs.data())
     amp.shutdown()
     digits.network().load_parameters(path)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")  # MXNet, whenever it imports
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_exported_models_are_float32(level, copied, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Conv2D(4, 3, in_channels=1), gluon.nn.BatchNorm(in_channels=4))
+    net.add(gluon.nn.Flatten(), gluon.nn.Dense(3, in_units=16))
+    net.initialize(mx.init.Xavier())
+    data = randn(2, 1, 4, 4)
+    plain = net(data).asnumpy()
+    amp.initialize(net, opt_level=level, ctx=mx.cpu())
+    if copied:  # what it writes is its own
+        original, net = net, copy.deepcopy(net)
+        original.initialize(mx.init.Zero(), force_reinit=True)
+    net.hybridize()
+    before = net(data).asnumpy()
+    net.export("net", epoch=7)
+    assert same(net(data), before)  # and nothing has changed by it
+    assert {kind(p.data()) for p in (net[0].weight, net[3].bias)} == {
+        "float32" if level == "O1" else "float16"
+    }
+    amp.shutdown()
+    loaded = gluon.SymbolBlock.imports("net-symbol.json", ["data"], "net-0007.params")
+    assert {kind(param.data()) for param in loaded.collect_params().values()} == {"float32"}
+    np.testing.assert_allclose(loaded(data).asnumpy(), plain, rtol=0.01, atol=0.01)
 
 
 def test_embeddings_stay_float32_in_o2_and_sparse_ones_in_o3_too():

@@ -47,6 +47,19 @@ def test_loading_before_init_trainer(tmp_path, first):
     assert not [name for name in vars(other.optimizer) if "amp" in name]
 
 
+def test_a_scaler_that_is_given_after_loading_goes_on_from_the_file(tmp_path):
+    path = str(tmp_path / "states")
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=4))
+    train(net, trainer, batches(1)[0])
+    trainer.save_states(path)
+    _, other = setup()
+    other.load_states(path)
+    amp.init_trainer(other, amp.LossScaler(init_scale=512))
+    assert (other.amp_loss_scale, other.amp_steps) == (4, 1)
+    amp.init_trainer(other, amp.LossScaler(init_scale=512))  # replaces it
+    assert (other.amp_loss_scale, other.amp_steps) == (512, 1)
+
+
 @pytest.mark.parametrize(
     "saved, own", [(amp.NoScaler(), amp.LossScaler(8)), (amp.LossScaler(8), amp.NoScaler())]
 )

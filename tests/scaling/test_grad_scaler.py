@@ -166,6 +166,42 @@ def test_a_trainers_file_goes_back_to_the_scaler(tmp_path):
     assert pair[1].amp_last_step.loss_scale == 32
 
 
+@pytest.mark.filterwarnings("ignore:nan or inf is detected")  # by MXNet's clipping
+@pytest.mark.parametrize("clipping", [None, clip])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_program_that_resumes_loads_states_before_any_step(tmp_path, clipping, overflows):
+    path = str(tmp_path / "states")
+    scaler, pair = amp.GradScaler(init_scale=8, growth_interval=3), setup(momentum=0.9)
+    first, second, third = batches(3)
+    train(scaler, [pair], poisoned(first))
+    train(scaler, [pair], first)
+    pair[1].save_states(path)
+    values = weights(pair[0])
+
+    resumed, other = amp.GradScaler(init_scale=512), setup(momentum=0.9)
+    for param, value in zip(other[0].collect_params().values(), values):
+        param.set_data(nd.array(value))
+    other[1].load_states(path)
+    for data in (poisoned(second) if overflows else second, third):
+        train(scaler, [pair], data, clipping)
+        train(resumed, [other], data, clipping)
+        assert resumed.state_dict() == scaler.state_dict()
+    assert_same_weights(other[0], pair[0])
+    assert other[1].amp_loss_scale == pair[1].amp_loss_scale
+    assert (other[1].amp_steps, other[1].amp_skips) == (pair[1].amp_steps, pair[1].amp_skips)
+
+
+@pytest.mark.parametrize("saved", [amp.NoScaler(), amp.StaticLossScaler(8)])
+def test_states_of_another_scaler_leave_it_as_it_is(tmp_path, saved, caplog):
+    path = str(tmp_path / "states")
+    setup(scaler=saved)[1].save_states(path)
+    scaler, (net, trainer) = amp.GradScaler(init_scale=512), setup()
+    trainer.load_states(path)
+    train(scaler, [(net, trainer)], batches(1)[0])
+    assert scaler.get_scale() == 512
+    assert "keeps its own" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_loop_in_pytorchs_manner_reaches_float32s_accuracy(dtype):

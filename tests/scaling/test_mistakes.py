@@ -12,7 +12,7 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import check_python, kind, randn
-from training import batches, poisoned, setup, train
+from training import assert_same_weights, batches, poisoned, setup, train
 
 
 @pytest.mark.parametrize("way", ["autograd", "method"])
@@ -40,6 +40,52 @@ def test_backward_of_the_scaled_loss_is_no_mistake(caplog):
             other = (net(randn(4, 4)) ** 2).sum()
         other.backward()
     assert "as it was given" not in caplog.text
+
+
+def nested(loss, trainer, _other):
+    with amp.scale_loss(loss, trainer) as scaled, amp.scale_loss([scaled], trainer) as twice:
+        autograd.backward(twice)
+
+
+def nested_for_another_trainer(loss, trainer, other):
+    with amp.scale_loss(loss, trainer) as scaled, amp.scale_loss(scaled, other) as twice:
+        autograd.backward(twice)
+
+
+def scaled_twice(loss, *_trainers):
+    scaler = amp.GradScaler(init_scale=8)
+    scaler.scale({"loss": scaler.scale(loss)})
+
+
+@pytest.mark.parametrize("mistake", [nested, nested_for_another_trainer, scaled_twice])
+def test_scaling_what_is_scaled(mistake):
+    amp.init("float16", ctx=mx.cpu())
+    net, trainer = setup(scaler=amp.StaticLossScaler(8))
+    _, other = setup(scaler=amp.StaticLossScaler(8))
+    with autograd.record():
+        loss = (net(randn(4, 4)) ** 2).sum()
+        with pytest.raises(amp.StateError, match="scaled already"):
+            mistake(loss, trainer, other)
+    train(net, trainer, batches(1)[0])  # all is as before
+    assert trainer.amp_steps == 1
+
+
+def test_several_losses_may_be_scaled_at_once():
+    amp.init("float16", ctx=mx.cpu())
+    for scaler in (amp.StaticLossScaler(8), amp.NoScaler()):
+        net, trainer = setup(scaler=scaler)
+        control, plain = setup()
+        for given, step in ((net, trainer), (control, plain)):
+            with autograd.record():
+                losses = [(given(nd.array(batch)) ** 2).sum() for batch in batches(2)]
+                if given is control:
+                    autograd.backward(losses)
+                else:
+                    with amp.scale_loss(losses[0], step) as one:
+                        with amp.scale_loss(losses[1], step) as other:
+                            autograd.backward([one, other])
+            step.step(1)
+        assert_same_weights(net, control)
 
 
 def test_a_step_of_a_loss_that_no_scaler_has_scaled(caplog):
