@@ -16,6 +16,7 @@ from ..graph.cast_params import (
     widened,
     with_copies,
     with_dtypes,
+    with_single_variables,
     without_copies,
 )
 from ..graph.fuse import fused
@@ -94,7 +95,7 @@ def convert(
     if not isinstance(symbol, Symbol):
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     read = Graph.from_symbol(symbol)
-    graph = without_copies(read)
+    graph = without_copies(with_single_variables(read))
     policy = recognised(conversion.policy, read)
     policy = checked_policy(policy, conversion.excluded_sym_names, graph)
     data = _data_names(graph, conversion, params)

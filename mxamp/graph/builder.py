@@ -6,6 +6,7 @@ from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
 
 from ..policy.decision import CASTABLE
 from .graph import CASTS, Graph, Node, Output
+from .graph_copy import Names
 
 __all__ = ["HALVES", "Builder", "Entry", "is_converted", "is_inserted"]
 
@@ -48,10 +49,9 @@ class Builder:
         self.nodes: List[Node] = []
         self._accumulated = accumulated
         # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
-        self._names = {
+        self._names = Names(
             node.name for node in graph.nodes if node.op != "amp_cast" and not is_inserted(node)
-        }
-        self._counts: Dict[str, int] = {}  #: the number that was last put behind a name
+        )
         self._casts: Dict[Tuple[Output, str], Entry] = {}
         self._copies: Dict[Output, Output] = {}
         self._roots: Dict[int, str] = {}
@@ -63,13 +63,7 @@ class Builder:
 
     def new_name(self, wanted: str) -> str:
         """Return `wanted`, with a number behind it if a node has that name."""
-        name, count = wanted, self._counts.get(wanted, 0)
-        while name in self._names:
-            count += 1
-            name = f"{wanted}{count}"
-        self._names.add(name)
-        self._counts[wanted] = count
-        return name
+        return self._names.new(wanted)
 
     def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:
         """Return `entry` in `dtype`, cast once for all that read it so.

@@ -8,7 +8,8 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import float32_parts
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES
-from .graph import CASTS, Graph, GraphCopy, Node, Output
+from .graph import CASTS, Graph, Node, Output
+from .graph_copy import GraphCopy
 
 __all__ = [
     "cast_offline",
@@ -17,6 +18,7 @@ __all__ = [
     "widened",
     "with_copies",
     "with_dtypes",
+    "with_single_variables",
     "without",
     "without_copies",
 ]
@@ -125,7 +127,6 @@ def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
     if not casts:
         return graph
     copy = GraphCopy(graph)
-    names = {node.name for node in graph.nodes}
     made: Dict[int, Output] = {}
     for i, node in enumerate(graph.nodes):
         inputs = copy.inputs(node)
@@ -133,9 +134,7 @@ def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
             source = node.inputs[0][0]
             variable = graph.nodes[source]
             if source not in made:
-                name = f"{variable.name}{COPY}"
-                while name in names:
-                    name += "_"
+                name = copy.new_name(f"{variable.name}{COPY}")
                 made[source] = copy.add(Node("_copy", name, {}, inputs))
             inputs = [made[source]]
         copy.add_copy(i, inputs=inputs)
@@ -161,6 +160,21 @@ def without(graph: Graph, dropped: Mapping[int, int]) -> Graph:
         else:
             copy.add_copy(i)
     return copy.finished()
+
+
+def with_single_variables(graph: Graph) -> Graph:
+    """Return the graph with one variable where several have a name: they are one parameter."""
+    first: Dict[str, int] = {}
+    twins: Dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable and first.setdefault(node.name, i) != i:
+            twins[i] = first[node.name]
+    if not twins:
+        return graph
+    nodes = list(graph.nodes)
+    for i, k in twins.items():
+        nodes[k] = replace(nodes[k], attrs={**nodes[i].attrs, **nodes[k].attrs})
+    return without(replace(graph, nodes=nodes), twins)
 
 
 def of_any_shape(variable: Node) -> Node:

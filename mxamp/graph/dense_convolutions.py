@@ -16,7 +16,8 @@ from ..policy.policy import Policy
 from ..policy.values import flattens
 from .cast_params import of_any_shape
 from .fold_batchnorm import Params, is_float32, readers_by_name
-from .graph import Graph, GraphCopy, Node, Output
+from .graph import Graph, Node, Output
+from .graph_copy import GraphCopy
 
 __all__ = ["with_dense_convolutions"]
 
@@ -143,16 +144,19 @@ class _Copy(GraphCopy):
         if i in self._apart:
             self._apart.remove(i)
             name = self._source.nodes[i].name
-            matrix = self.add(Node("Reshape", f"{name}_matrix", _TO_MATRIX, [self.images[i]]))
-            self.read_through(i, self.add(Node("transpose", f"{name}_rows", {}, [matrix])))
+            matrix = self._added("Reshape", f"{name}_matrix", self.images[i], **_TO_MATRIX)
+            self.read_through(i, self._added("transpose", f"{name}_rows", matrix))
 
     def _image(self, node: Node, data: Output) -> Output:
         if data[0] in self.images:
             return self.images[data[0]]
         if data not in self._read:
             [read] = super().inputs(node.reading([data]))
-            rows = self.add(Node("Flatten", f"{node.name}_data_rows", {}, [read]))
-            columns = self.add(Node("transpose", f"{node.name}_data_columns", {}, [rows]))
-            image = Node("Reshape", f"{node.name}_data_image", _TO_IMAGE, [columns])
-            self._read[data] = self.add(image)
+            rows = self._added("Flatten", f"{node.name}_data_rows", read)
+            columns = self._added("transpose", f"{node.name}_data_columns", rows)
+            image = self._added("Reshape", f"{node.name}_data_image", columns, **_TO_IMAGE)
+            self._read[data] = image
         return self._read[data]
+
+    def _added(self, op: str, name: str, read: Output, **attrs: str) -> Output:
+        return self.add(Node(op, self.new_name(name), attrs, [read]))

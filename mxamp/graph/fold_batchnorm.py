@@ -14,7 +14,8 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.machine import dtype_name
 from ..policy.policy import Policy
 from ..policy.values import flattens, integers, is_true
-from .graph import Graph, GraphCopy, Node, Output
+from .graph import Graph, Node, Output
+from .graph_copy import GraphCopy
 
 __all__ = ["Params", "float32_array", "is_float32", "folded", "folded_forward", "readers_by_name"]
 
@@ -38,13 +39,14 @@ def folded(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Tuple
     at_product = {pair.product: pair for pair in at_norm.values()}
     unread = {name for pair in at_norm.values() for name in pair.statistics}
     values = {name: value for name, value in params.items() if name in set(graph.input_names)}
-    copy = GraphCopy(graph)
+    copy = GraphCopy(graph, params)
     for i, node in enumerate(graph.nodes):
         if i in at_norm:
             copy.read_instead(i, at_norm[i].product)
         elif i in at_product:
-            values[at_product[i].weight], values[at_product[i].bias] = at_product[i].fold(values)
-            inputs = _with_bias(copy, node, at_product[i])
+            pair = at_product[i]
+            inputs, bias = _with_bias(copy, node, pair.bias)
+            values[pair.weight], values[bias] = pair.fold(values)
             copy.add_copy(i, inputs=inputs, attrs={**node.attrs, "no_bias": "False"})
         elif not (node.is_variable and node.name in unread):
             copy.add_copy(i)
@@ -70,11 +72,13 @@ def float32_array(values: Any) -> NDArray:
     return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
 
 
-def _with_bias(copy: GraphCopy, product: Node, pair: "_Pair") -> "list[Output]":
+def _with_bias(copy: GraphCopy, product: Node, bias: Optional[str]) -> Tuple[List[Output], str]:
+    """Return what a product reads, and the name of its bias: a new one where it has none."""
     inputs = copy.inputs(product)
-    if len(inputs) == _WITHOUT_BIAS:
-        inputs.append(copy.add(Node("null", pair.bias)))
-    return inputs
+    if bias is None:
+        bias = copy.new_name(f"{product.name}_folded_bias")
+        inputs.append(copy.add(Node("null", bias)))
+    return inputs, bias
 
 
 def _pairs(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> "Dict[int, _Pair]":
@@ -103,7 +107,7 @@ class _Pair:
         self.attrs, self.before = node.attrs, before
         self.statistics = [graph.nodes[source].name for source, _ in node.inputs[1:]]
         self.weight = names[1] if len(names) > 1 else ""
-        self.bias = names[-1] if len(names) > _WITHOUT_BIAS else f"{before.name}_folded_bias"
+        self.bias = names[-1] if len(names) > _WITHOUT_BIAS else None
         self.read = {*names[1:], *self.statistics}
 
     def folds(self, readers: Mapping[str, int], params: Mapping[str, NDArray]) -> bool:
@@ -122,7 +126,7 @@ class _Pair:
         """Return the product's weight and bias with the BatchNorm in them, in float32."""
         scale, shift = _scale_and_shift(self.attrs, [values[name] for name in self.statistics])
         weight = values[self.weight].asnumpy()
-        bias = values[self.bias].asnumpy() if self.bias in values else 0.0
+        bias = 0.0 if self.bias is None else values[self.bias].asnumpy()
         new = weight * scale.reshape((-1,) + (1,) * (weight.ndim - 1))
         return float32_array(new), float32_array(bias * scale + shift)
 
@@ -153,21 +157,18 @@ def folded_forward(
     norms = _norms_before_products(graph, params, policy, in_float32)
     unread = {graph.nodes[k].name for i in norms for k, _ in graph.nodes[i].inputs[1:]}
     values = dict(params)
-    copy = GraphCopy(graph)
+    copy = GraphCopy(graph, params)
     for i, node in enumerate(graph.nodes):
         norm = node.inputs[0][0] if node.inputs else -1
         if i in norms:
             copy.read_instead(i, norm)
         elif norm in norms:
             names = [graph.nodes[source].name for source, _ in node.inputs[1:]]
-            bias = names[1] if len(names) > 1 else f"{node.name}_folded_bias"
+            inputs, bias = _with_bias(copy, node, names[1] if len(names) > 1 else None)
             before = graph.nodes[norm]
             statistics = [values[graph.nodes[source].name] for source, _ in before.inputs[1:]]
             scaled = _folded_behind(before.attrs, statistics, values[names[0]], values.get(bias))
             values[names[0]], values[bias] = scaled
-            inputs = copy.inputs(node)
-            if len(inputs) == _WITHOUT_BIAS:
-                inputs.append(copy.add(Node("null", bias)))
             copy.add_copy(i, inputs=inputs, attrs={**node.attrs, "no_bias": "False"})
         elif not (node.is_variable and node.name in unread):
             copy.add_copy(i)

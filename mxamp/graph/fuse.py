@@ -28,7 +28,8 @@ from .fold_batchnorm import (
     is_float32,
     readers_by_name,
 )
-from .graph import Graph, GraphCopy, Node, Output
+from .graph import Graph, Node, Output
+from .graph_copy import GraphCopy
 from .pad_channels import with_padded_channels
 from .shape_rules import choose, stand_in
 from .substitutions import ALL, find
@@ -134,9 +135,9 @@ def _renamed(graph: Graph) -> Graph:
 
 def _fused_by_mxnet(graph: Graph) -> Graph:
     """Return the graph with oneDNN's fused operators: what MXNet's executors do to it."""
-    symbol = _apart(graph).to_symbol().get_backend_symbol("MKLDNN")
-    graph = Graph.from_symbol(symbol)
-    barriers = [i for i, node in enumerate(graph.nodes) if node.name.endswith(f"_{_APART}")]
+    apart, made = _apart(graph)
+    graph = Graph.from_symbol(apart.to_symbol().get_backend_symbol("MKLDNN"))
+    barriers = [i for i, node in enumerate(graph.nodes) if node.name in made]
     return without(graph, {i: graph.nodes[i].inputs[0][0] for i in barriers})
 
 
@@ -174,16 +175,17 @@ def _with_four_channels(graph: Graph, params: Params, policy: Policy) -> Tuple[G
     for name in names:
         padding = ((0, 0), (0, 1), (0, 0), (0, 0))
         values[name] = float32_array(np.pad(params[name].asnumpy(), padding))
-    copy = GraphCopy(graph)
+    copy = GraphCopy(graph, params)
     images: Dict[Output, Output] = {}
     for i, node in enumerate(graph.nodes):
         inputs = copy.inputs(node)
         if i in weights:
             if node.inputs[0] not in images:
-                name = f"{node.name}_data_four"
-                values[f"{name}_weight"] = float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
-                weight = copy.add(Node("null", f"{name}_weight"))
-                colours = Node("Convolution", name, _TO_FOUR, [inputs[0], weight])
+                name = copy.new_name(f"{node.name}_data_four")
+                weight = copy.new_name(f"{name}_weight")
+                values[weight] = float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
+                reads = [inputs[0], copy.add(Node("null", weight))]
+                colours = Node("Convolution", name, _TO_FOUR, reads)
                 images[node.inputs[0]] = copy.add(colours)
             inputs[0] = images[node.inputs[0]]
         copied = of_any_shape(node) if node.name in names else node
@@ -259,8 +261,8 @@ def _is_on_images(node: Node) -> bool:
 # ---------------------------------------------------------------------- operators put in between
 
 
-def _apart(graph: Graph) -> Graph:
-    """Put operators before what MXNet's pass must not fuse with what it reads.
+def _apart(graph: Graph) -> Tuple[Graph, AbstractSet[str]]:
+    """Put operators before what MXNet's pass must not fuse with what it reads; return their names.
 
     It would fold the BatchNorms that are left in bfloat16. And it takes one that reads an output
     for the only one, wrongly where that is an output of the graph too, or where a sum reads both
@@ -269,15 +271,16 @@ def _apart(graph: Graph) -> Graph:
     read = Counter([i for node in graph.nodes for i, _ in node.inputs])
     read.update(i for i, _ in graph.heads)
     shared = {i for i, count in read.items() if count > 1 and _is_fusible(graph.nodes[i])}
-    copy = GraphCopy(graph)
+    copy, made = GraphCopy(graph), set()
     for i, node in enumerate(graph.nodes):
         inputs = copy.inputs(node)
         for position, (source, _) in enumerate(node.inputs):
             if source in shared or (node.op == "BatchNorm" and position == 0):
-                name = f"{node.name}_{position}_{_APART}"
+                name = copy.new_name(f"{node.name}_{position}_{_APART}")
+                made.add(name)
                 inputs[position] = copy.add(Node("BlockGrad", name, {}, [inputs[position]]))
         copy.add_copy(i, inputs=inputs)
-    return copy.finished()
+    return copy.finished(), made
 
 
 def _is_fusible(node: Node) -> bool:

@@ -7,6 +7,7 @@ depth-first walk over the graph, which casts put between nodes do not change.
 
 import ctypes
 import json
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Type
 
@@ -22,7 +23,6 @@ from ..framework.versions import release
 __all__ = [
     "CASTS",
     "Graph",
-    "GraphCopy",
     "Node",
     "Output",
     "VERSION",
@@ -92,7 +92,8 @@ class Graph:
     @collector_paused()
     def from_symbol(cls, symbol: Symbol) -> "Graph":
         """Read a symbol, casts included."""
-        graph = cls.from_json(json.loads(Symbol.tojson(symbol, remove_amp_cast=False)))
+        text = Symbol.tojson(symbol, remove_amp_cast=False)
+        graph = cls.from_json(json.loads(text, strict=False))  # control characters are as they are
         graph.symbol = symbol
         return graph
 
@@ -155,50 +156,6 @@ class Graph:
         return frozenset(node.op for node in self.nodes if not node.is_variable).union(*inner)
 
 
-class GraphCopy:
-    """A copy of a graph in the making: node by node, with changes on the way.
-
-    Every node of the source is added once, or another is read in its place.
-    """
-
-    def __init__(self, source: Graph) -> None:
-        self.nodes: List[Node] = []
-        self._source = source
-        self._places: Dict[int, int] = {}
-
-    def inputs(self, node: Node) -> List[Output]:
-        """Return what a node of the source reads, by the copy's indices."""
-        return [(self._places[i], k) for i, k in node.inputs]
-
-    def add(self, node: Node) -> Output:
-        """Append a node that the source does not have; return its first output."""
-        self.nodes.append(node)
-        return len(self.nodes) - 1, 0
-
-    def add_copy(self, i: int, inputs: Optional[List[Output]] = None, **changes: Any) -> None:
-        """Append node i of the source, with some of its fields changed."""
-        node = self._source.nodes[i]
-        copied = node.reading(self.inputs(node) if inputs is None else inputs)
-        self._places[i], _ = self.add(replace(copied, **changes) if changes else copied)
-
-    def stand_in(self, i: int, node: Node) -> None:
-        """Append a node that is read in place of node i of the source."""
-        self._places[i], _ = self.add(node)
-
-    def read_instead(self, i: int, other: int) -> None:
-        """Leave node i of the source out; what read it reads `other`, an earlier one."""
-        self._places[i] = self._places[other]
-
-    def read_through(self, i: int, added: Output) -> None:
-        """Let what is going to read node i of the source read the first output of an added node."""
-        self._places[i], _ = added
-
-    def finished(self) -> Graph:
-        """Return the copy."""
-        heads = [(self._places[i], k) for i, k in self._source.heads]
-        return Graph(self.nodes, heads, self._source.attrs)
-
-
 # ---------------------------------------------------------------------- dtypes
 
 #: Answers of MXNet on single nodes, which never change.
@@ -208,6 +165,10 @@ _inferred: Dict[Any, Tuple[str, ...]] = {}
 _OF_SHAPES = frozenset(
     {"kernel", "stride", "pad", "dilate", "num_filter", "num_group", "num_hidden"}
 )
+
+#: Escapes in JSON, and those that MXNet does not know: of control characters.
+_ESCAPE = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
+_UNREAD = re.compile(r"\\(?:u[0-9a-f]{4}|[bf])")
 
 _major, _minor, _patch = release(__version__)
 #: Without it MXNet takes a graph for one of version 0.8 and "upgrades" it.
@@ -294,6 +255,15 @@ def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> D
 
 def _load(data: Mapping[str, Any]) -> SymbolHandle:
     handle = SymbolHandle()
-    text = json.dumps(data, separators=(",", ":"))  # MXNet reads it character by character
+    # MXNet reads it character by character, and knows few escapes.
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    if _UNREAD.search(text):
+        text = _ESCAPE.sub(_unescaped, text)
     check_call(_LIB.MXSymbolCreateFromJSON(c_str(text), ctypes.byref(handle)))
     return handle
+
+
+def _unescaped(escape: "re.Match[str]") -> str:
+    """Return a character for an escape that MXNet does not know."""
+    text = escape.group()
+    return str(json.loads(f'"{text}"')) if _UNREAD.fullmatch(text) else text

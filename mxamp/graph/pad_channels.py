@@ -27,7 +27,8 @@ from .cast_params import of_any_shape
 from .channels import Channels, Runs, elementwise, joined, with_added
 from .equivalents import BLOCK, COLOURS
 from .fold_batchnorm import Params, float32_array, is_float32, readers_by_name
-from .graph import Graph, GraphCopy, Node, Output
+from .graph import Graph, Node, Output
+from .graph_copy import GraphCopy
 from .layouts import NORMS
 
 __all__ = ["with_padded_channels"]
@@ -119,7 +120,7 @@ class _Plan:
     def _sliced(self, copy: GraphCopy, slices: Dict[Output, Output], output: Output) -> Output:
         """Return an output's own channels: one slice for all that read it."""
         if output not in slices:
-            name = f"{self.graph.nodes[output[0]].name}_channels"
+            name = copy.new_name(f"{self.graph.nodes[output[0]].name}_channels")
             attrs = {"axis": "1", "begin": "0", "end": str(self._channels[output].own)}
             node = Node("slice_axis", name, attrs, [output])
             slices[output] = copy.add(replace(node, inputs=copy.inputs(node)))

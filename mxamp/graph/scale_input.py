@@ -8,7 +8,8 @@ no value and multiplies the gradient by the scale.
 from typing import List, Optional
 
 from ..framework.operators import WRITTEN_BY_USERS, starts_backward
-from .graph import Graph, GraphCopy, Node, Output
+from .graph import Graph, Node, Output
+from .graph_copy import GraphCopy
 
 __all__ = ["SCALE_INPUT", "with_scale_input"]
 

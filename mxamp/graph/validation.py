@@ -11,7 +11,7 @@ __all__ = ["check_symbol_json"]
 def check_symbol_json(text: str) -> None:
     """Raise an `ArgumentError` of one sentence where `text` is no symbol's JSON."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, strict=False)  # MXNet writes control characters as they are
         _check_graph(data)
     except json.JSONDecodeError as error:
         raise ArgumentError(f"it is no JSON, or was cut off: {error}") from None

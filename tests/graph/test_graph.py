@@ -5,7 +5,8 @@ import json
 import mxnet as mx
 import pytest
 
-from mxamp.graph.graph import Graph, GraphCopy, Node, infer_outputs, infer_types
+from mxamp.graph.graph import Graph, Node, infer_outputs, infer_types
+from mxamp.graph.graph_copy import GraphCopy
 from nets import NETS, Control, made
 
 

@@ -14,7 +14,8 @@ from mxnet.ndarray.sparse import RowSparseNDArray
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import dtypes_of, flat_view, plain_array
 from ...graph.census import FLOATS, Tensor
-from ...graph.graph import Graph, GraphCopy, Node, Output
+from ...graph.graph import Graph, Node, Output
+from ...graph.graph_copy import GraphCopy
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...scaling.hook import Stage, TrainerHook

@@ -15,7 +15,8 @@ import numpy as np
 from mxnet import autograd
 
 from ...graph.census import Tensor
-from ...graph.graph import Graph, GraphCopy, Node, Output
+from ...graph.graph import Graph, Node, Output
+from ...graph.graph_copy import GraphCopy
 from ...policy.active import suspended
 
 __all__ = ["Seeds", "any_draws", "draws", "drops", "mask_of", "with_masks"]
