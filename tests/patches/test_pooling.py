@@ -1,5 +1,6 @@
 """Pooling with every way to write it that MXNet takes: oneDNN takes some."""
 
+import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon
@@ -23,12 +24,15 @@ WINDOWS = {
 
 
 class Pooled(gluon.HybridBlock):
-    def __init__(self, **options):
+    def __init__(self, axes, **options):
         super().__init__()
         self.options = options
+        convolution = {1: gluon.nn.Conv1D, 2: gluon.nn.Conv2D, 3: gluon.nn.Conv3D}[axes]
+        self.product = convolution(16, 1, in_channels=16, weight_initializer=mx.init.Uniform(1))
+        self.initialize()
 
     def hybrid_forward(self, F, x):  # noqa: N803
-        return F.Pooling(F.tanh(x), **self.options)
+        return F.Pooling(self.product(x), **self.options)
 
 
 def options_of(given, axes):
@@ -57,12 +61,14 @@ def test_pooling_is_right_however_it_is_written(dtype, name, axes, kind):
     options.update({"global_pool": True} if name in GLOBAL else {})
     options.update({"p_value": 2} if kind == "lp" else {})
     data = randn(2, 16, *(6,) * axes)
-    wanted = run(Pooled(**options), data)
+    # One of two values that are nearly equal may be another's maximum, which moves its gradient.
+    limits = 0.02, 0.02, 0.5 if kind == "max" else 0.02
+    block = Pooled(axes, **options)
+    wanted = run(block, data)
     for hybridized in (False, True):
-        block = Pooled(**options)
-        if hybridized:
-            block.hybridize()
+        block.hybridize(hybridized)
         with amp.autocast(dtype):
             found = run(block, data)
-        for got, value in zip(found, wanted):
-            np.testing.assert_allclose(got, value, rtol=0.03, atol=0.03)
+        for got, value, limit in zip(found, wanted, limits):
+            error = np.linalg.norm(got - value) / np.linalg.norm(value)
+            assert error < limit, error
