@@ -23,6 +23,7 @@ from ..graph.graph import Graph
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.rewritten_symbol import rewritten_symbol
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
+from ..graph.separate_biases import weights_beside_biases, with_separate_biases
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy
@@ -113,6 +114,12 @@ class PolicyCachedOp:
         # Without one of these, graphs are the same in training.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
+        weights = weights_beside_biases(self._graph)
+        params = [(self._names[i], p) for i, p in self._parameters]
+        self._weights = [(name, param) for name, param in params if name in weights]
+        # Whether what a caller passes in gets gradients can't be seen from here.
+        self._passed_in = weights.intersection(self._names[i] for i in self._inputs)
+        self._trained: Dict[FrozenSet[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
         self._ops: Dict[Any, _Op] = {}
         self._chosen: Dict[Any, Choices] = {}
@@ -147,13 +154,14 @@ class PolicyCachedOp:
             self._ops.clear()
         self._gradients = gradients
         training = autograd.is_recording()
-        dtypes = dtypes_of(args)
-        choices = self._choices(policy, args, dtypes, training) if policy.chooses else NONE
-        differs = training and (self._loops or self._scalable is not None)
-        key = (policy, dtypes, added, differs, choices)
+        dtypes, graph = dtypes_of(args), self._graph_for(training)
+        choices = self._choices(policy, args, dtypes, graph, training) if policy.chooses else NONE
+        differs = training and (self._loops or graph is not self._graph)
+        key = (policy, dtypes, added, id(graph), differs, choices)
         op = self._ops.get(key)
         if op is None:
-            op = self._ops[key] = self._build(*key)
+            op = self._build(policy, dtypes, added, graph, differs, choices)
+            self._ops[key] = op
         return op
 
     def _recognised(self, policy: Policy) -> Policy:
@@ -164,22 +172,28 @@ class PolicyCachedOp:
         return self._tuned[policy]
 
     def _choices(
-        self, policy: Policy, args: Sequence[NDArray], dtypes: Tuple[str, ...], training: bool
+        self,
+        policy: Policy,
+        args: Sequence[NDArray],
+        dtypes: Tuple[str, ...],
+        graph: Graph,
+        training: bool,
     ) -> Choices:
         """Return what shapes choose: looked for once for each set of the data's shapes.
 
         Beyond so many graphs, data of other shapes shares one for any shape: each graph may hold
         memory of its own.
         """
-        key: Tuple[Any, ...] = (policy, training, dtypes, *[args[i].shape for i in self._inputs])
+        alike = (policy, training, id(graph), dtypes)
+        key: Tuple[Any, ...] = (*alike, *[args[i].shape for i in self._inputs])
         if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
-            key = (policy, training, dtypes)
+            key = alike
         choices = self._chosen.get(key)
         if choices is None:
-            looked_at = range(len(args)) if key[3:] else [i for i, _ in self._parameters]
+            looked_at = range(len(args)) if key != alike else [i for i, _ in self._parameters]
             shapes = {self._names[i]: args[i].shape for i in looked_at}
             usage = Usage(self._given(dtypes), shapes, stored=self._stored, training=training)
-            choices = self._chosen[key] = choose(self._graph_for(training), policy, usage)
+            choices = self._chosen[key] = choose(graph, policy, usage)
         return choices
 
     def _given(self, dtypes: Tuple[str, ...]) -> Dict[str, str]:
@@ -187,14 +201,25 @@ class PolicyCachedOp:
         return {n: d for n, d in zip(self._names, dtypes) if n not in self._stored}
 
     def _graph_for(self, training: bool) -> Graph:
-        """Return the graph that runs: in training, the one that takes the loss scale."""
-        return self._scalable if training and self._scalable is not None else self._graph
+        """Return the graph that runs: in training, the one that takes the loss scale.
+
+        Biases beside weights without gradients are apart there.
+        """
+        if not training:
+            return self._graph
+        frozen = self._passed_in.union(n for n, p in self._weights if p._grad_req == "null")
+        graph = self._trained.get(frozen)
+        if graph is None:
+            graph = with_separate_biases(self._scalable or self._graph, frozen)
+            self._trained[frozen] = graph
+        return graph
 
     def _build(
         self,
         policy: Policy,
         dtypes: Tuple[str, ...],
         added: Tuple[int, ...],
+        graph: Graph,
         training: bool,
         choices: Choices,
     ) -> "_Op":
@@ -205,10 +230,9 @@ class PolicyCachedOp:
             stored=self._stored,
             training=training,
         )
-        graph = self._graph_for(training)
         symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices, reverse=True)
         order = list(range(len(self._names)))
-        if graph is not self._graph:
+        if SCALE_INPUT in graph.input_names:
             order.insert(graph.input_names.index(SCALE_INPUT), SCALE)
         if symbol is not None:
             order.reverse()

@@ -5,7 +5,7 @@ stay the plain ones.
 """
 
 import functools
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
+from typing import AbstractSet, Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
 
 from mxnet.context import Context
 from mxnet.ndarray.ndarray import NDArray
@@ -16,6 +16,7 @@ from ..framework.patching import Patch
 from ..graph.graph import Graph, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.rewritten_symbol import rewritten_symbol
+from ..graph.separate_biases import with_separate_biases
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy
@@ -45,7 +46,9 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         policy, symbol = _policy_for(ctx), self
         if policy is not None:
-            symbol = _rewritten(self, policy, _usage_of_arrays(self, args, args_grad, grad_req))
+            usage = _usage_of_arrays(self, args, args_grad, grad_req)
+            frozen = _without_gradients(self, grad_req, args_grad)
+            symbol = _rewritten(self, policy, usage, frozen)
         executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
         executor._symbol = self
         return executor
@@ -66,7 +69,7 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         policy, symbol = _policy_for(ctx), self
         if policy is not None:
             usage = _usage_of_shapes(self, grad_req, type_dict, options)
-            symbol = _rewritten(self, policy, usage)
+            symbol = _rewritten(self, policy, usage, _without_gradients(self, grad_req))
             if symbol is not self:
                 # Behind a cast MXNet can't infer an argument's dtype any more. It takes no bfloat16
                 # here, which variables say themselves.
@@ -88,14 +91,20 @@ def _policy_for(ctx: Any) -> Optional[Policy]:
     return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
 
 
-def _rewritten(symbol: Symbol, policy: Policy, usage: Usage) -> Symbol:
-    """Return a symbol rewritten for how it is bound; itself where there is nothing to cast."""
-    graph = Graph.from_symbol(symbol)
+def _rewritten(symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]) -> Symbol:
+    """Return a symbol rewritten for how it is bound; itself where there is nothing to do.
+
+    The variables `frozen` get no gradients.
+    """
+    read = Graph.from_symbol(symbol)
+    graph = with_separate_biases(read, frozen) if usage.training else read
     warn_of_way(policy)
     policy = recognised(policy, graph)
     choices = choose(graph, policy, usage)
     rewritten = rewritten_symbol(graph, type(symbol), policy, usage, choices)
-    return symbol if rewritten is None else rewritten
+    if rewritten is None:
+        return symbol if graph is read else graph.to_symbol(type(symbol))
+    return rewritten
 
 
 def _usage_of_arrays(symbol: Symbol, args: Any, args_grad: Any, grad_req: Any) -> Usage:
@@ -136,7 +145,23 @@ def _named_dtypes(arrays: Mapping[str, Any]) -> Dict[str, str]:
 
 def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
     """Return the arguments whose gradients are added up."""
+    return frozenset(name for name, req in _requests(names, grad_req).items() if req == "add")
+
+
+def _without_gradients(symbol: Symbol, grad_req: Any, args_grad: Any = ()) -> FrozenSet[str]:
+    """Return the arguments that get no gradients, where some are given arrays for them or not."""
+    names = symbol.list_arguments()
+    requests = _requests(names, grad_req)
+    given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
+    return frozenset(
+        name
+        for name in names
+        if requests.get(name, "null") == "null" or (given and given.get(name) is None)
+    )
+
+
+def _requests(names: Sequence[str], grad_req: Any) -> Mapping[str, str]:
+    """Return what is asked for each argument's gradient, by name."""
     if isinstance(grad_req, str):
-        return frozenset(names if grad_req == "add" else ())
-    reqs = grad_req.items() if isinstance(grad_req, Mapping) else zip(names, grad_req)
-    return frozenset(name for name, req in reqs if req == "add")
+        return dict.fromkeys(names, grad_req)
+    return grad_req if isinstance(grad_req, Mapping) else dict(zip(names, grad_req))

@@ -13,7 +13,6 @@ from .asking import ask_before_updates
 from .checkpoint import taken_state
 from .finite import all_finite, multiply
 from .float32 import Float32Scaler
-from .frozen import warn_of_frozen_weights
 from .hook import TrainerHook
 from .reduction import check_trainer, fresh_gradients
 from .scaler import LossScaler, NoScaler, Scaler
@@ -92,7 +91,6 @@ def attach_hook(
     if saved is not None:
         hook.load_state_dict(saved)
     left = _take_from_contrib(trainer)
-    warn_of_frozen_weights(trainer._params)
     _attach(trainer, hook)
     if left is not None and not after_backward:
         pending = [g for _, of_one in fresh_gradients(trainer._params) for g in of_one]

@@ -1,0 +1,97 @@
+"""Dense layers whose bias is trained and whose weight is not.
+
+MXNet computes the gradient of a dense layer's bias beside that of the weight alone. Without the
+latter a bias that is read through a cast would be trained on memory that nobody wrote to. Here it
+is added by an operator of its own, whose gradient is right.
+"""
+
+from typing import AbstractSet, Dict, FrozenSet, List, Sequence, Set
+
+from mxnet import autograd
+from mxnet.base import MXNetError
+from mxnet.ndarray.ndarray import NDArray
+
+from ..framework.operators import resolve
+from ..framework.zero_gradients import zero_gradients
+from .graph import Graph, Node
+from .graph_copy import GraphCopy
+
+__all__ = ["is_bias_beside_frozen", "with_separate_biases", "without_bias", "weights_beside_biases"]
+
+#: A dense layer's inputs, with a bias.
+_DATA, _WEIGHT, _BIAS = range(3)
+
+
+def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
+    """Return the variables that the weights of dense layers with biases are computed from."""
+    found: Set[int] = {node.inputs[_WEIGHT][0] for node in graph.nodes if _has_bias(node)}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        if i in found:
+            found.update(source for source, _ in graph.nodes[i].inputs)
+    return frozenset(graph.nodes[i].name for i in found if graph.nodes[i].is_variable)
+
+
+def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
+    """Return a graph that is trained while the variables `frozen` get no gradients.
+
+    It is the same one where no bias is trained beside a weight without a gradient.
+    """
+    biased = [i for i, node in enumerate(graph.nodes) if _has_bias(node)]
+    trained = _trained(graph, frozen) if biased else []
+    apart = {
+        i
+        for i in biased
+        if trained[graph.nodes[i].inputs[_BIAS][0]]
+        and not trained[graph.nodes[i].inputs[_WEIGHT][0]]
+    }
+    if not apart:
+        return graph
+    copy = GraphCopy(graph)
+    for i, node in enumerate(graph.nodes):
+        if i not in apart:
+            copy.add_copy(i)
+            continue
+        inputs = copy.inputs(node)
+        product = Node(node.op, node.name, without_bias(node.attrs), inputs[:_BIAS])
+        reads = [copy.add(product), inputs[_BIAS]]
+        copy.stand_in(i, Node("_npi_add", copy.new_name(f"{node.name}_with_bias"), {}, reads))
+    return copy.finished()
+
+
+def without_bias(attrs: Dict[str, str]) -> Dict[str, str]:
+    """Return a dense layer's attributes as those of one without a bias."""
+    return {**attrs, "no_bias": "True"}
+
+
+def is_bias_beside_frozen(arrays: Sequence[NDArray]) -> bool:
+    """Tell of what a dense layer reads while autograd records whether only a bias is trained.
+
+    A weight that was computed costs a look at how: it is on the tape, or gets no gradient.
+    """
+    if len(arrays) <= _BIAS or arrays[_WEIGHT].grad is not None:
+        return False
+    try:
+        computed = Graph.from_symbol(autograd.get_symbol(arrays[_WEIGHT]))
+    except MXNetError:
+        return True
+    return not any(_trained(computed, frozenset())[i] for i, _ in computed.heads)
+
+
+def _has_bias(node: Node) -> bool:
+    return node.operator == "FullyConnected" and len(node.inputs) > _BIAS
+
+
+def _trained(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
+    """Tell of each node whether gradients go through it to a variable."""
+    trained: List[bool] = []
+    for node in graph.nodes:
+        if node.is_variable:
+            trained.append(node.name not in frozen)
+            continue
+        handle = resolve(node.op).handle
+        stops = zero_gradients().get(handle, frozenset())
+        trained.append(
+            stops is not None
+            and any(trained[i] for k, (i, _) in enumerate(node.inputs) if k not in stops)
+        )
+    return trained

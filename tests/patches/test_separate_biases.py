@@ -1,0 +1,195 @@
+"""Biases beside weights without gradients: MXNet's dense layer computes none for them."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn, rnn
+
+import mxamp as amp
+from helpers import randn, values
+
+DATA = randn(4, 6)
+POLICIES = ["float16", "bfloat16", "in float32"]
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request):
+    if request.param == "in float32":
+        return amp.Policy.default("bfloat16").in_float32()
+    return amp.Policy.default(request.param, "cpu")
+
+
+def biases_only(net, *data, pattern="weight"):
+    net.initialize(mx.init.Uniform(0.5))
+    net(*data)
+    for param in net.collect_params().values():
+        if param.name.endswith(pattern):
+            param.grad_req = "null"
+    return {name: param for name, param in net.collect_params().items() if "bias" in name}
+
+
+def by_hand(net):
+    """Return the gradients of a net of two dense layers."""
+    hidden = DATA.asnumpy() @ net[0].weight.data().asnumpy().T + net[0].bias.data().asnumpy()
+    behind = net[1].weight.data().asnumpy().sum(axis=0)
+    return (np.where(hidden > 0, behind, 0).sum(axis=0), np.full(3, float(len(DATA))))
+
+
+def two_layers():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(5, activation="relu", in_units=6), nn.Dense(3, in_units=5))
+    return net
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_mxnet_leaves_their_gradients_as_they_were(hybrid):
+    net = nn.Dense(2)
+    (bias,) = biases_only(net, DATA).values()
+    net.hybridize(hybrid)
+    bias.grad()[:] = 7
+    with autograd.record():
+        net(DATA).sum().backward()
+    assert bias.grad().asnumpy().tolist() == [7, 7]  # 4, were it computed
+
+
+@pytest.mark.parametrize("static", [None, False, True])
+@pytest.mark.parametrize("request_", ["write", "add"])
+def test_they_get_theirs(policy, static, request_):
+    net = two_layers()
+    biases = biases_only(net, DATA)
+    for bias in biases.values():
+        bias.grad_req = request_
+    wanted, passes = by_hand(net), 2
+    if static is not None:
+        net.hybridize(static_alloc=static, static_shape=static)
+    with amp.autocast(policy=policy):
+        for _ in range(passes):
+            with autograd.record():
+                total = net(DATA).astype("float32").sum()
+            total.backward()
+    times = passes if request_ == "add" else 1
+    for bias, gradient in zip(biases.values(), wanted):
+        np.testing.assert_allclose(bias.grad().asnumpy(), gradient * times, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_freezing_and_thawing_between_steps(policy, hybrid):
+    net = two_layers()
+    biases_only(net, DATA, pattern="nothing")
+    net.hybridize(hybrid)
+    with amp.autocast(policy=policy):
+        for frozen in (False, True, False, True):
+            for layer in net:
+                layer.weight.grad_req = "null" if frozen else "write"
+            with autograd.record():
+                total = net(DATA).astype("float32").sum()
+            total.backward()
+            for layer, gradient in zip(net, by_hand(net)):
+                found = layer.bias.grad().asnumpy()
+                np.testing.assert_allclose(found, gradient, rtol=0.03, atol=0.03)
+            if not frozen:
+                assert net[0].weight.grad().norm().asscalar() > 0
+
+
+WEIGHTS = {
+    "constant": (lambda w: w.detach(), False),
+    "computed of a constant": (lambda w: w.detach() * 2, False),
+    "blocked": (lambda w: nd.BlockGrad(w * 2), False),
+    "a leaf": (lambda w: w, True),
+    "computed": (lambda w: w * 2, True),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("function", ["nd", "npx"])
+def test_eager_calls(policy, name, function):
+    make, trained = WEIGHTS[name]
+    weight, bias = randn(3, 6, seed=1), nd.zeros((3,))
+    weight.attach_grad()
+    bias.attach_grad()
+    with amp.autocast(policy=policy), autograd.record():
+        if function == "nd":
+            out = nd.FullyConnected(DATA, make(weight), bias, num_hidden=3)
+        else:
+            arrays = [a.as_np_ndarray() for a in (DATA, make(weight), bias)]
+            out = mx.npx.fully_connected(*arrays, num_hidden=3, no_bias=False)
+        out.backward()
+    assert bias.grad.asnumpy().tolist() == [4, 4, 4]
+    assert (weight.grad.norm().asscalar() > 0) == trained
+
+
+@pytest.mark.parametrize("way", ["bind", "simple_bind", "module"])
+def test_executors(policy, way):
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
+    symbol = mx.sym.MakeLoss(mx.sym.sum(symbol))
+    requests = {"data": "null", "fc_weight": "null", "fc_bias": "write"}
+    weight = randn(3, 6, seed=1)
+    with amp.autocast(policy=policy):
+        if way == "module":
+            module = mx.mod.Module(symbol, label_names=None, fixed_param_names=["fc_weight"])
+            module.bind([("data", DATA.shape)])
+            module.init_params()
+            module.forward_backward(mx.io.DataBatch([DATA], []))
+            gradient = module._exec_group.execs[0].grad_dict["fc_bias"]
+        else:
+            if way == "bind":
+                args = {"data": DATA, "fc_weight": weight, "fc_bias": nd.zeros((3,))}
+                grads = {"fc_bias": nd.zeros((3,))}
+                executor = symbol.bind(mx.cpu(), args, grads, requests)
+            else:
+                executor = symbol.simple_bind(mx.cpu(), requests, data=DATA.shape)
+            executor.forward(is_train=True)
+            executor.backward()
+            gradient = executor.grad_dict["fc_bias"]
+        nd.waitall()
+    np.testing.assert_allclose(gradient.asnumpy(), [4, 4, 4])
+
+
+def test_axes_that_are_kept(policy):
+    net = nn.Dense(3, flatten=False)
+    (bias,) = biases_only(net, randn(2, 3, 4, 5)).values()
+    net.hybridize()
+    with amp.autocast(policy=policy), autograd.record():
+        net(randn(2, 3, 4, 5)).astype("float32").sum().backward()
+    assert bias.grad().asnumpy().tolist() == [24, 24, 24]
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Conv2D(2, 3), lambda: nn.Conv2DTranspose(2, 3)])
+def test_convolutions_compute_theirs(layer, policy):
+    net, data = layer(), nd.ones((1, 1, 5, 5))
+    (bias,) = biases_only(net, data).values()
+    with amp.autocast(policy=policy), autograd.record():
+        out = net(data)
+        out.astype("float32").sum().backward()
+    assert bias.grad().asnumpy().tolist() == [out.size / 2] * 2
+
+
+def test_fused_recurrent_layers_compute_theirs(policy):
+    net, data = rnn.LSTM(3, input_size=2), nd.ones((2, 1, 2))
+    biases = biases_only(net, data)
+    with amp.autocast(policy=policy), autograd.record():
+        net(data).astype("float32").sum().backward()
+    assert all(bias.grad().norm().asscalar() > 0 for bias in biases.values())
+
+
+def test_training_biases_alone(on):
+    net = two_layers()
+    biases = biases_only(net, DATA)
+    net.hybridize()
+    control = two_layers()
+    biases_only(control, DATA, pattern="nothing")
+    for mine, theirs in zip(control.collect_params().values(), net.collect_params().values()):
+        mine.set_data(theirs.data())
+    for block, params in ((net, biases), (control, {n: p for n, p in control.collect_params().items() if "bias" in n})):  # fmt: skip
+        trainer = gluon.Trainer(list(params.values()), "sgd", {"learning_rate": 0.1})
+        amp.init_trainer(trainer, amp.StaticLossScaler(8))
+        for _ in range(5):
+            with autograd.record():
+                loss = (block(DATA) ** 2).sum()
+                with amp.scale_loss(loss, trainer) as scaled:
+                    scaled.backward()
+            trainer.step(4)
+        assert trainer.amp_steps == 5
+    for mine, theirs in zip(control.collect_params().values(), net.collect_params().values()):
+        np.testing.assert_allclose(values(mine.data()), values(theirs.data()), atol=0.02)
