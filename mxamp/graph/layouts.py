@@ -13,6 +13,7 @@ __all__ = [
     "NORMS",
     "Site",
     "before_norms",
+    "behind_concats",
     "channels",
     "gives_blocks",
     "in_blocks",
@@ -85,6 +86,20 @@ def shapes_layout(node: Node) -> bool:
 def _keeps_layout(node: Node) -> bool:
     # The casts of an earlier conversion are taken out again.
     return node.operator in _KEEP_LAYOUT or is_inserted(node)
+
+
+def behind_concats(nodes: Sequence[Node]) -> FrozenSet[int]:
+    """Return the nodes whose output's gradient reaches a Concat of channels as they pass it on.
+
+    oneDNN cuts a gradient in blocks into that of each part, and fails, or ends the process, where
+    a part ends within a block of channels.
+    """
+    behind: Set[int] = set()
+    for i, node in enumerate(nodes):
+        joins = node.operator == "Concat" and node.attrs.get("dim", "1") == "1"
+        if joins or (_keeps_layout(node) and any(source in behind for source, _ in node.inputs)):
+            behind.add(i)
+    return frozenset(behind)
 
 
 def before_norms(nodes: Sequence[Node]) -> FrozenSet[int]:

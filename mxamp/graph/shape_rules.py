@@ -20,7 +20,15 @@ from .edges import at_the_edge
 from .equivalents import Shapes
 from .graph import Graph, Node, Output
 from .input_shapes import input_shapes
-from .layouts import Site, before_norms, channels, gives_blocks, in_blocks, shapes_layout
+from .layouts import (
+    Site,
+    before_norms,
+    behind_concats,
+    channels,
+    gives_blocks,
+    in_blocks,
+    shapes_layout,
+)
 from .usage import Usage
 from .volumes import readers_of_views, volume_readers
 
@@ -57,6 +65,10 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
         if found is not None and not (i in outer and substitutions.ALL[found[0]].shares_gradients):
             substituted[i] = found
     running = [_as_run(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
+    concats = behind_concats(running) if usage.training else ()
+    for i, (name, _) in list(substituted.items()):
+        if substitutions.ALL[name].blocks_gradients and graph.nodes[i].inputs[0][0] in concats:
+            del substituted[i]
     bodies: Dict[Tuple[int, int], Choices] = {}
     norms, readers = before_norms(running), _cast_readers(graph, usage.stored)
     of_volumes = volume_readers(running, policy, usage)

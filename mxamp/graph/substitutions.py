@@ -41,6 +41,9 @@ class Substitution:
     lowered: Optional[str] = None
     #: Its gradients share memory: in training only where neither is given out, nor is its output.
     shares_gradients: bool = False
+    #: The gradient of its first input comes in blocks of 16 channels, where MXNet's operator has
+    #: it in the plain layout: in training not behind a Concat of channels.
+    blocks_gradients: bool = False
     #: Also in inference by a policy that lowers nothing.
     float32_inference: bool = True
     #: The operator that stands in, where it is a single one: layouts of memory depend on it.
@@ -159,6 +162,7 @@ _SUBSTITUTIONS = (
         by_shape={"Convolution": (1,)},
         answers=frozenset({"odd_channels"}),
         constants=True,
+        blocks_gradients=True,
     ),
     Substitution(
         name="rnn",
