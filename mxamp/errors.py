@@ -43,8 +43,12 @@ class InstallError(AmpError, ImportError):
     """MXNet can't be imported here as it is installed."""
 
 
-def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") -> UnknownNameError:
+def unknown(
+    kind: str, name: object, candidates: Iterable[str], hint: str = "", listed_by: str = ""
+) -> UnknownNameError:
     """Return the error for a `name` that is none of `candidates`: the closest, or what there is.
+
+    `listed_by` names what lists candidates that are too many for a message.
 
     >>> print(unknown("operator", "Convolutoin", ["Convolution", "Pooling"]))
     unknown operator 'Convolutoin'; the closest is 'Convolution'
@@ -56,6 +60,8 @@ def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") 
     found = ""
     if close:
         found = f"; the closest {'is' if len(close) == 1 else 'are'} " + ", ".join(map(repr, close))
+    elif listed_by:
+        found = f"; {listed_by} lists all"
     elif known:
         more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
         found = f"; there {'is' if len(known) == 1 else 'are'} "

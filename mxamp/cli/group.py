@@ -14,6 +14,7 @@ __all__ = [
     "DEVICES",
     "DTYPES",
     "DTYPES_OR_AUTO",
+    "IS_THERE",
     "OneLineErrors",
     "examples",
     "lines",
@@ -35,6 +36,8 @@ class _OneDtype(click.Choice):
 DTYPES = _OneDtype(TARGETS)
 DTYPES_OR_AUTO = click.Choice(TARGETS_OR_AUTO)
 DEVICES = click.Choice(_DEVICES)
+
+IS_THERE = "--out {path!r} is there already: give another --out, or overwrite it with --force"
 
 #: Longer than any summary: the list of commands shows them whole.
 _WHOLE = 1000

@@ -73,7 +73,8 @@ def _found(names: Sequence[str]) -> Sequence[str]:
             if any(_matches(one, pattern) for one in (operator.name, *operator.aliases))
         ]
         if not matching:
-            raise unknown("operator", pattern, registry(), "* and ? stand for any characters")
+            hint = "* and ? stand for any characters"
+            raise unknown("operator", pattern, registry(), hint, listed_by="`mxamp operators`")
         found.update(dict.fromkeys(sorted(matching)))
     return list(found)
 

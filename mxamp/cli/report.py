@@ -1,5 +1,6 @@
 """`mxamp report`: a page of one trace, or of several to compare."""
 
+import os
 from pathlib import Path
 from typing import Sequence
 
@@ -9,7 +10,7 @@ from ..debugging.report.report_page import report_page
 from ..debugging.tracing.reading import read_trace
 from ..framework.files import checked_folder, write_file
 from ..framework.wording import counted
-from .group import examples, usage_error
+from .group import IS_THERE, examples, usage_error
 
 __all__ = ["report"]
 
@@ -17,7 +18,8 @@ __all__ = ["report"]
 @click.command(epilog=examples("mxamp report trace.jsonl --out report.html"))
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The page.")
-def report(traces: Sequence[str], out: str) -> None:
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+def report(traces: Sequence[str], out: str, force: bool) -> None:
     """Make a page of traces: loss, loss scale, skipped steps, and what else they hold.
 
     Traces are written by `amp.debugging.trace`. The charts of several lie over each other.
@@ -26,6 +28,8 @@ def report(traces: Sequence[str], out: str) -> None:
     checked_folder(target)
     if target.exists() and any(_same(target, trace) for trace in traces):
         raise usage_error(f"--out would replace the trace {out!r}: give another file")
+    if os.path.lexists(target) and not force:
+        raise usage_error(IS_THERE.format(path=out))
     found = [read_trace(trace) for trace in traces]
     # Names that are no proper text, which JSON can hold, are no reason to fail.
     write_file(target, report_page(found).encode("utf-8", "replace"))

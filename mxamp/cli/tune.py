@@ -21,7 +21,7 @@ from ..policy.evidence import Evidence
 from ..policy.policy import Policy
 from ..tuning.tune import tune as tune_model
 from ..tuning.tuner import STOPPED
-from .group import DTYPES, examples, usage_error
+from .group import DTYPES, IS_THERE, examples, usage_error
 from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
 from .options import chosen_policy, saved_model_options, stop_status
 from .output import console, table_of
@@ -29,7 +29,6 @@ from .words import in_options
 
 __all__ = ["tune"]
 
-IS_THERE = "--out {path!r} is there already: give another --out, or overwrite it with --force"
 READ_TOO = "--out {path!r} is a file that is read here: give another --out"
 TWO_WAYS = "--data holds batches of all inputs: give --data or --input, not both"
 NO_GPU = (

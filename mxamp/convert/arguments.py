@@ -15,6 +15,7 @@ from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.graph import Graph, argument_dtypes
 from ..policy.policy import Policy
+from ..policy.targets import check_truth
 
 __all__ = [
     "Conversion",
@@ -65,8 +66,8 @@ def as_tuned(
 ) -> Tuple[bool, bool]:
     """Return whether to cast parameters and to fuse: as was measured, where that is not said."""
     for name, given in (("cast_optional_params", cast_optional_params), ("fuse", fuse)):
-        if not (given is None or isinstance(given, (bool, np.bool_, int))):
-            raise ArgumentError(f"{name} must be True or False, not {shown(given)}")
+        if given is not None:
+            check_truth(name, given)
     way = policy.evidence.way if policy.evidence is not None else ""
     cast = way in ("converted", "fused") if cast_optional_params is None else cast_optional_params
     return bool(cast), way == "fused" if fuse is None else bool(fuse)

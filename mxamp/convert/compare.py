@@ -38,6 +38,7 @@ __all__ = [
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
+NO_MODEL = "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}"
 NO_SHAPES = (
     "the shapes of the inputs {inputs} can't be inferred from the parameters: give them, as "
     "name:1,3,224,224"
@@ -129,7 +130,7 @@ def random_inputs(
     `shapes` and `dtypes` are by name; float32 is the default. What follows from other shapes,
     labels say, may be left out.
     """
-    symbol, args, auxs = model
+    symbol, args, auxs = _checked_model(model)
     shapes, dtypes = known_shapes("shapes", shapes), dict(dtypes or {})
     known_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     names = [n for n in symbol.list_inputs() if n not in args and n not in auxs]
@@ -148,6 +149,15 @@ def random_inputs(
         name: _random(random, shape, known_dtype(name, dtypes.get(name, "float32")))
         for name, shape in wanted.items()
     }
+
+
+def _checked_model(model: Model) -> Model:
+    """Return a model that was given; raise an `ArgumentError` for what is none."""
+    kinds = (Symbol, Mapping, Mapping)
+    listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)
+    if not (listed and all(map(isinstance, model, kinds))):
+        raise ArgumentError(NO_MODEL.format(given=shown(model)))
+    return model
 
 
 def _random(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> NDArray:
@@ -181,7 +191,7 @@ def _numbers(name: str, value: Any) -> NDArray:
 
 def outputs_of(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
     """Run a model without mxamp; return its outputs in float32, as NumPy arrays."""
-    symbol, args, auxs = model
+    symbol, args, auxs = _checked_model(model)
     declared = declared_dtypes(symbol)
     names = symbol.list_inputs()
     values = {**args, **auxs}

@@ -165,7 +165,7 @@ def resolve(name: str) -> Operator:
             if name in _of_later_versions():
                 since = _of_later_versions()[name]
                 raise UnknownNameError(CAME_LATER.format(name=name, since=since)) from None
-            raise unknown("operator", name, _by_name()) from None
+            raise unknown("operator", name, _by_name(), listed_by="`mxamp operators`") from None
     raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
 
 

@@ -72,8 +72,7 @@ class _Short(reprlib.Repr):
         if inspect.ismodule(value):
             return f"the module {value.__name__}"
         if hasattr(value, "shape") and hasattr(value, "dtype"):
-            size = "x".join(map(str, value.shape)) or "no axes"
-            return f"{_object(value)} of {size} in {dtype_name(value.dtype)}"
+            return _array(value)
         text = " ".join(repr(value).split())
         return text if len(text) <= _LONGEST and not text.startswith("<") else _object(value)
 
@@ -82,6 +81,14 @@ class _Short(reprlib.Repr):
 
 def _is_number(kind: type) -> bool:
     return issubclass(kind, np.generic)
+
+
+def _array(value: Any) -> str:
+    if isinstance(value, np.generic):
+        return f"{type(value).__name__}({value})"
+    size = "x".join(map(str, value.shape))
+    axes = f"of {size}" if size else "without axes"
+    return f"{_object(value)} {axes} in {dtype_name(value.dtype)}"
 
 
 def _object(value: Any) -> str:

@@ -29,6 +29,8 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+NO_MODULE = "the first argument must be a module, such as an imported one, not {given}"
+
 _MARK = "_amp_registered_as"
 
 
@@ -137,7 +139,9 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    here = getattr(module, "__dict__", {})
+    here = getattr(module, "__dict__", None)
+    if here is None:
+        raise ArgumentError(NO_MODULE.format(given=shown(module)))
     functions = [one for one, value in here.items() if callable(value)]
     if name not in functions:
         raise unknown(f"function of {shown(module)}", name, functions)

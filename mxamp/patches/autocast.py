@@ -19,7 +19,7 @@ from ..policy.auto import chosen_policy
 from ..policy.difference import differing
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
-from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, is_auto
+from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth, is_auto
 from ..scaling import clipping, loss_watch
 from . import cached_op, data_loading, eager, functions, horovod, kvstores, optimizers, symbolic
 from .announcements import announce, announce_float32, announce_off
@@ -235,7 +235,7 @@ class autocast:
         self._policy: Optional[Choice] = None
         if policy is not None:
             self._policy = chosen_policy(self._dtype or DEFAULT_TARGET, policy=policy)
-        self._enabled = bool(enabled)
+        self._enabled = check_truth("enabled", enabled)
 
     def __enter__(self) -> "autocast":
         """Begin the region; the same object may be entered again inside it."""

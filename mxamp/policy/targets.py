@@ -20,8 +20,10 @@ __all__ = [
     "check_class",
     "check_device",
     "check_target",
+    "check_truth",
     "device_type",
     "is_auto",
+    "names_device",
     "one_dtype",
 ]
 
@@ -36,6 +38,13 @@ TARGETS = ("float16", "bfloat16")
 AUTO = "auto"
 TARGETS_OR_AUTO = (*TARGETS, AUTO)
 DEVICES = ("cpu", "gpu")
+
+NO_TARGET = "the target dtype must be {allowed}, not {given}"
+IN_FLOAT32 = (
+    "; float32 is what MXNet computes in without mixed precision: leave init out, or write "
+    "autocast(enabled=False)"
+)
+NO_DEVICE = "; leave the device out, as in autocast('float16')"
 
 ONE_DTYPE = (
     "'auto' is for programs that run here: for init, autocast, initialize and `mxamp run`. What is "
@@ -76,8 +85,22 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
     # An array is no dtype, though NumPy would take its own for one.
     name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name not in TARGETS:
-        raise ArgumentError(f"the target dtype must be {one_of(allowed)}, not {shown(dtype)}")
+        said = NO_TARGET.format(allowed=one_of(allowed), given=shown(dtype))
+        hint = IN_FLOAT32 if name == "float32" else NO_DEVICE if names_device(dtype) else ""
+        raise ArgumentError(said + hint)
     return name
+
+
+def names_device(value: Any) -> bool:
+    """Tell whether a value is the device that PyTorch's functions of these names take first."""
+    return isinstance(value, str) and value.partition(":")[0] in ("cuda", *DEVICES)
+
+
+def check_truth(name: str, value: Any) -> bool:
+    """Return an argument that switches something on or off."""
+    if not isinstance(value, (bool, np.bool_, int)):
+        raise ArgumentError(f"{name} must be True or False, not {shown(value)}")
+    return bool(value)
 
 
 def check_class(name: Any, target_dtype: str) -> str:

@@ -20,6 +20,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
 from ..policy.active import chose_float32
+from ..policy.targets import check_truth, names_device
 from .attach import attach_hook, hook_in_force, hook_of
 from .hook import TrainerHook
 from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict, positive_number
@@ -41,7 +42,10 @@ FOREIGN_TRAINER = (
     "this trainer has a loss scaler of its own, of init_trainer or of another GradScaler: use one"
 )
 
-
+NO_DEVICE = (
+    "the first argument of GradScaler is init_scale, a positive finite number, not {given}; leave "
+    "the device out, as in GradScaler()"
+)
 NOTHING_SCALED = (
     "step is about to divide gradients by the scale of %g, and no loss was scaled since the last "
     "update(): call scaler.scale(loss).backward(), not loss.backward()"
@@ -124,6 +128,8 @@ class GradScaler:
         *,
         enabled: bool = True,
     ) -> None:
+        if names_device(init_scale):
+            raise ArgumentError(NO_DEVICE.format(given=shown(init_scale)))
         self._scaler = LossScaler(
             init_scale,
             growth_factor,
@@ -133,7 +139,7 @@ class GradScaler:
             max_scale,
             hysteresis,
         )
-        self._enabled = bool(enabled)
+        self._enabled = check_truth("enabled", enabled)
         self._finite: List[bool] = []
         self._scaled = False  # a loss, since the last update
         self._losses: List[NDArray] = []  # as they were

@@ -102,8 +102,8 @@ def init_trainer(
         raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {shown(trainer)}")
     if loss_scaler is not None and not isinstance(loss_scaler, Scaler):
         raise ArgumentError(
-            "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not "
-            f"{shown(loss_scaler)}"
+            "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, such as LossScaler() "
+            f"or StaticLossScaler(128), not {shown(loss_scaler)}"
         )
     if max_consecutive_skips is not None:
         max_consecutive_skips = positive_count("max_consecutive_skips", max_consecutive_skips)

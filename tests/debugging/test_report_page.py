@@ -94,6 +94,16 @@ def test_the_page_says_what_the_trace_holds(tmp_path):
     assert page.count('<figure class="chart" data-chart=') == 4
 
 
+def test_a_page_that_is_there_is_replaced_with_force_only(tmp_path):
+    out = tmp_path / "report.html"
+    out.write_text("mine")
+    trace = full(tmp_path / "a.jsonl")
+    assert "is there already: give another --out" in report(trace, "--out", out, status=2).output
+    assert out.read_text() == "mine"
+    report(trace, "--out", out, "--force")
+    assert "layer0_weight" in out.read_text()
+
+
 class Elements(HTMLParser):
     """The elements of a page, which closes each that it opens."""
 

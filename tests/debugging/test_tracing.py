@@ -283,7 +283,7 @@ def test_mistakes_while_it_is_open(act, error, words, path):
         ("twice", "each trainer once"),
         ("folder", "is a folder"),
         ("nowhere", "there is no folder"),
-        ("foreign", "is no trace of mxamp"),
+        ("foreign", "is no trace of mxamp: .* left as it is; give another path"),
         ("json", "is no trace of mxamp"),
         ("newer", "newer mxamp"),
         ("number", "the path of a trace must be a str or a Path, not 3"),
@@ -422,7 +422,7 @@ def test_without_tensorboard(path, monkeypatch):
     [
         (None, "there is no trace"),
         ("", "is empty"),
-        ("hello\n", "is no trace of mxamp"),
+        ("hello\n", "is no trace of mxamp: .* Give a file that amp.debugging.trace has written"),
         ('{"kind": "header", "schema": "x"}\n', "is no trace of mxamp"),
         ('{"kind": "header", "schema": 2, "mxamp": "9.1"}\n', "newer mxamp .9.1, schema 2"),
         ("folder", "is a folder"),

@@ -32,6 +32,7 @@ def test_lists_of_names():
     (BF16, "bfloat16"), (np.float16, "float16"), (np.dtype("int8"), "int8"), ([BF16], "[bfloat16]"),
     (int, "the class int"), (mx.nd.NDArray, "the class NDArray"), (np, "the module numpy"),
     (counted, "the function counted"), (len, "the function len"), (object(), "an object"),
+    (np.float32(1), "float32(1.0)"), ([np.int64(3)], "[int64(3)]"), (np.ones(()), "an ndarray without axes in float64"),
     (mx.cpu(), "cpu(0)"), (float16_policy(), "a Policy"),
 ])  # fmt: skip
 def test_values(value, text):
@@ -50,6 +51,12 @@ def test_arrays_and_what_is_long():
     for value in ("x" * 10_000, list(range(10_000)), {i: i for i in range(10_000)}, b"y" * 10_000):
         assert len(shown(value)) < 100
         assert "\n" not in shown(value)
+
+
+def trainer():
+    net = mx.gluon.nn.Dense(1, in_units=1)
+    net.initialize()
+    return mx.gluon.Trainer(net.collect_params(), "sgd")
 
 
 def sources():
@@ -75,11 +82,18 @@ def sources():
     (lambda: amp.half_function(3), "the decorator takes a function, not 3"),
     (lambda: amp.float_function(BF16), "not bfloat16"),
     (lambda: amp.promote_function(None), "not None"),
-    (lambda: amp.register_half_function(3, "f"), "unknown function of 3 'f'"),
+    (lambda: amp.register_half_function(3, "f"), "the first argument must be a module, .*, not 3"),
+    (lambda: amp.register_half_function("m", "f"), "the first argument must be a module, .*, not 'm'"),
     (lambda: amp.register_float_function(re, "serch"), "the module re 'serch'; the closest .*'search'"),
     (lambda: amp.register_custom_operator(3), "op_type must be the name of a custom operator, not 3"),
     (lambda: amp.register_custom_operator("a", np.float16), "kind must be .* or 'promote', not float16"),
     (lambda: amp.autocast(test_counts), "must be a dtype, not the function test_counts; write @amp.autocast"),
+    (lambda: amp.autocast("cuda"), "not 'cuda'; leave the device out, as in autocast\\('float16'\\)"),
+    (lambda: amp.GradScaler("cuda:0"), "init_scale, .*, not 'cuda:0'; leave the device out, as in GradScaler\\(\\)"),
+    (lambda: amp.init("float32"), "not 'float32'; float32 is .* without mixed precision: leave init out"),
+    (lambda: amp.autocast(enabled="no"), "enabled must be True or False, not 'no'"),
+    (lambda: amp.GradScaler(enabled="no"), "enabled must be True or False, not 'no'"),
+    (lambda: amp.init_trainer(trainer(), "dynamic"), "such as LossScaler\\(\\) or StaticLossScaler\\(128\\), not 'dynamic'"),
     (lambda: amp.init(mx.nd.zeros(2)), "'float16', 'bfloat16' or 'auto', not an NDArray of 2 in float32"),
 ])  # fmt: skip
 def test_bad_input_is_shown_as_readers_know_it(make, words):

@@ -154,6 +154,7 @@ def test_the_whole_of_it_is_right(tmp_path):
         (EVIDENCE, "[trial]", "trial must be written as [[trial]], tables, not as one [table]"),
         # ------------------------------------------------------------------ names of MXNet
         ('"dot"', '"dott"', "[[group]] table 1: unknown operator 'dott'; the closest"),
+        ('"dot"', '"Dense"', "unknown operator 'Dense'; `mxamp operators` lists all"),
         ('"dot"', '"concat"', "[[group]] table 1: 'concat' is an alias; write 'Concat'"),
         ('"dot"', '"dot", "dot"', "operator 'dot' stands twice in [[group]] table 1"),
         (GROUP, GROUP + GROUP, "'dot' stands in [[group]] table 1 and in [[group]] table 2"),

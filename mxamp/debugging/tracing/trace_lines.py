@@ -29,7 +29,6 @@ __all__ = [
     "checked_path",
     "decoded",
     "encoded",
-    "header_of",
     "is_header",
     "plain",
 ]
@@ -46,6 +45,10 @@ IN_USE = (
     "its own, with {{rank}} in the path"
 )
 NO_TRACE = (
+    "{path!r} is no trace of mxamp: its first line is no header. Give a file that "
+    "amp.debugging.trace has written"
+)
+NOT_OVERWRITTEN = (
     "{path!r} is no trace of mxamp: its first line is no header. It is left as it is; give "
     "another path"
 )
@@ -70,7 +73,7 @@ class LineFile:
         if path.is_dir():
             raise ArgumentError(f"a trace is a file, and {str(path)!r} is a folder")
         if path.exists() and path.stat().st_size:
-            header_of(path)
+            _check_resumed(path)
         with writing(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._descriptor: Optional[int] = descriptor
@@ -126,17 +129,17 @@ class LineFile:
             self._descriptor = None
 
 
-def header_of(path: Path) -> Dict[str, Any]:
-    """Return the first line of a trace; raise `ArgumentError` where it is no header."""
+def _check_resumed(path: Path) -> None:
+    """Raise `ArgumentError` where the first line of a file is no header."""
     with path.open(encoding="utf-8", errors="replace") as file:
         # A file of something else may be one long line.
-        return checked_header(decoded(file.readline(2**24)), path)
+        checked_header(decoded(file.readline(2**24)), path, NOT_OVERWRITTEN)
 
 
-def checked_header(found: Any, path: Path) -> Dict[str, Any]:
+def checked_header(found: Any, path: Path, refused: str = NO_TRACE) -> Dict[str, Any]:
     """Return a header that this version knows how to read."""
     if not is_header(found):
-        raise ArgumentError(NO_TRACE.format(path=str(path)))
+        raise ArgumentError(refused.format(path=str(path)))
     header: Dict[str, Any] = found
     if header["schema"] > SCHEMA:
         version = header.get("mxamp", "of an unknown version")
