@@ -3,15 +3,17 @@
 mxamp's own are `lists/float16.toml` and `lists/bfloat16.toml`.
 """
 
+import logging
 import os
 import re
 import sys
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple, Union
 
 from ..errors import ArgumentError, located
-from ..framework.wording import shown
+from ..framework.wording import shortened, shown
 from .custom_operators import CustomClasses
 from .evidence import Evidence, LayerCost, Trial
 from .resolving import ListRules
@@ -25,6 +27,8 @@ else:
     import tomli as tomllib
 
 __all__ = ["OperatorList", "list_of", "lists_folder", "loads", "own_list", "read_list"]
+
+logger = logging.getLogger("mxamp")
 
 Table = Mapping[str, Any]
 
@@ -47,6 +51,10 @@ OTHER_DEVICE = (
     'it is for the {own} alone (device = "{own}"), and the {given} was asked for: load it without '
     "a device, or load a file for the {given}"
 )
+NO_KERNELS = (
+    "%s: MXNet has no %s kernels on a %s of %s, and no [[missing]] table says so: calls fail, or "
+    "give wrong results. Copy the [[missing]] tables of %s"
+)
 SINGLE_BRACKETS = ". Tables of which there are several have two brackets: [[group]]"
 
 
@@ -60,7 +68,9 @@ def own_list(
     dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses
 ) -> OperatorList:
     """Return mxamp's own list for a dtype."""
-    return read_list(lists_folder() / f"{dtype}.toml", device, features, custom)
+    path = lists_folder() / f"{dtype}.toml"
+    with located(path):
+        return list_of(_parsed(path), device, features, custom)
 
 
 def read_list(
@@ -71,11 +81,34 @@ def read_list(
 ) -> OperatorList:
     """Read an operator list; every error names the file.
 
-    `custom` are the classes of the user's own custom operators.
+    `custom` are the classes of the user's own custom operators. A warning names operators that the
+    list lowers, and that have no kernel for that.
     """
     data = _parsed(path)
     with located(path):
-        return list_of(data, device, features, custom)
+        found = list_of(data, device, features, custom)
+    _warn_of_kernels(path, found, features)
+    return found
+
+
+def _warn_of_kernels(path: Union[str, Path], found: OperatorList, features: FrozenSet[str]) -> None:
+    dtype, device = found.target_dtype, found.device
+    without = _without_kernels(dtype, device, features)
+    lacking = [
+        name
+        for name, rule in found.rules.items()
+        if name in without and rule.op_class == "low" and rule.missing is None
+    ]
+    if lacking:
+        own = lists_folder() / f"{dtype}.toml"
+        logger.warning(NO_KERNELS, path, dtype, device.upper(), shortened(lacking), own)
+
+
+@lru_cache(maxsize=None)
+def _without_kernels(dtype: str, device: str, features: FrozenSet[str]) -> FrozenSet[str]:
+    """Return the operators that mxamp's own list knows to have no kernel."""
+    rules = own_list(dtype, device, features, ()).rules
+    return frozenset(name for name, rule in rules.items() if rule.missing is not None)
 
 
 def _parsed(path: Union[str, Path]) -> Table:

@@ -72,7 +72,10 @@ def test_random_inputs():
         (lambda m: amp.random_inputs(m, {"data": (2, 5)}), "don't fit"),
         (lambda m: amp.random_inputs(({}, {}), {}), r"must be \(symbol, .*, not \(\{\}, \{\}\)"),
         (lambda m: amp.random_inputs(m[::-1], {}), r"must be \(symbol, arg_params, aux_params\)"),
-        (lambda m: amp.compare_models(m, m[0], {"data": np.ones((2, 4))}), r"must be \(symbol, .*, not a Symbol"),
+        (
+            lambda m: amp.compare_models(m, m[0], {"data": np.ones((2, 4))}),
+            r"must be \(symbol, .*, not a Symbol",
+        ),
         (lambda m: amp.compare_models(m, m, {}), "inputs without a value: data"),
     ],
 )

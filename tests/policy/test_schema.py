@@ -49,6 +49,18 @@ error = 2
 ALL = HEAD + GROUP + CONDITION + MISSING + SHAPE + EVIDENCE
 
 
+@pytest.mark.parametrize("device, more, warned", [
+    ("cpu", "", True), ("cpu", MISSING, False), ("gpu", "", False),
+])  # fmt: skip
+def test_products_without_a_kernel_are_warned_of(device, more, warned, tmp_path, caplog):
+    path = tmp_path / "own.toml"
+    path.write_text(HEAD + GROUP + more)
+    Policy.load(path, device)
+    assert [(" no float16 kernels on a CPU of dot," in line) for line in caplog.messages] == [
+        True
+    ] * warned
+
+
 def error_of(tmp_path, text):
     path = tmp_path / "own.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
