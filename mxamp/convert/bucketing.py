@@ -33,8 +33,28 @@ def convert_bucketing_module(
 ) -> BucketingModule:
     """Return a bound and initialized `BucketingModule` with the symbol of each bucket converted.
 
-    The parameters are those of `convert_model`. A parameter is cast offline only if every bucket
-    reads it in the target dtype alone.
+    ::
+
+        converted = amp.convert_bucketing_module(module, "bfloat16", fp32_ops=["softmax"])
+
+    Parameters
+    ----------
+    bucketing_mod : BucketingModule
+        A float32 one, bound and with parameters. It is left as it is.
+    target_dtype, target_dtype_ops, fp32_ops, conditional_fp32_ops, widest_dtype_ops
+        The dtype and the operator lists, as of `convert_symbol`, for every bucket.
+    excluded_sym_names, policy, keep_io_types, input_dtypes
+        As of `convert_symbol`, too.
+    cast_optional_params : bool, default False
+        Cast the parameters that are only read in the target dtype: by every bucket, as they share
+        their parameters.
+
+    Raises
+    ------
+    ArgumentError
+        What is given is no `BucketingModule`, and what `convert_symbol` raises.
+    StateError
+        The module is not bound, or has no parameters yet.
     """
     if not isinstance(bucketing_mod, BucketingModule):
         raise ArgumentError(

@@ -102,7 +102,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     cores = max(int(min(cpu.physical, useful)), 1)
     advice = f"set OMP_NUM_THREADS={cores} before Python starts"
     if cpu.threads > max(useful, 1):
-        limit = f"{cpu.processors} processors"
+        limit = counted(cpu.processors, "processor")
         if cpu.quota and cpu.quota < cpu.processors:
             limit = f"{cpu.quota:g} processors' time by the container's limit"
         what = f"MXNet's kernels run on {cpu.threads} threads, and have {limit}: that slows them"

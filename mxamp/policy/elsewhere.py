@@ -6,6 +6,7 @@ from typing import Any, Dict, Optional, Tuple
 import mxnet as mx
 
 from ..framework import machine
+from ..framework.wording import counted
 from .evidence import Evidence
 
 __all__ = ["here", "warn_elsewhere"]
@@ -13,7 +14,7 @@ __all__ = ["here", "warn_elsewhere"]
 logger = logging.getLogger("mxamp")
 
 OTHER_THREADS = (
-    "the policy was tuned with %s threads and runs with %s: it may be slower than float32. Tune it "
+    "the policy was tuned with %s and runs with %s: it may be slower than float32. Tune it "
     "with the threads that it is to run with: OMP_NUM_THREADS=%s"
 )
 OTHER_MACHINE = (
@@ -49,7 +50,13 @@ def warn_elsewhere(evidence: Optional[Evidence], device: str, said: Dict[str, An
     }
     if differences.keys() == {"threads"}:
         tuned, running = differences["threads"]
-        logger.warning(OTHER_THREADS, tuned, running, running)
+        words = [_threads(number) for number in (tuned, running)]
+        logger.warning(OTHER_THREADS, *words, running)
     elif differences:
         listed = (f"{name}: {now} instead of {then}" for name, (then, now) in differences.items())
         logger.warning(OTHER_MACHINE, "; ".join(listed))
+
+
+def _threads(number: str) -> str:
+    # What a file holds of it is text.
+    return counted(int(number), "thread") if number.isdigit() else f"{number} threads"

@@ -48,6 +48,7 @@ class Policy:
     'low'
 
     Make one with `default`, `load`, `override` or `tune`. They never change, and compare by value.
+    `fp32_layers` names layers that stay in float32; `print(policy.evidence)` says how it was tuned.
     """
 
     target_dtype: str
@@ -57,7 +58,6 @@ class Policy:
     fp32_layers: Tuple[str, ...] = ()
     #: the faster equivalents that graphs about to run get: name, and what it was measured to gain
     substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    #: how it was tuned, if it was: `print(policy.evidence)` is a report
     evidence: Optional[Evidence] = None
 
     def rule(self, operator: str) -> Rule:
@@ -93,8 +93,8 @@ class Policy:
 
     def __repr__(self) -> str:
         counts = Counter(rule.shown_class for rule in self.rules.values())
-        low, *others = [f"{counts[name]} {name}" for name in SHOWN_CLASSES if counts[name]]
-        parts = [low.replace(" ", " operators ", 1), *others]
+        (first, most), *others = [(name, counts[name]) for name in SHOWN_CLASSES if counts[name]]
+        parts = [f"{counted(most, 'operator')} {first}", *(f"{n} {name}" for name, n in others)]
         given = sum(rule.given for rule in self.rules.values())
         parts += [counted(given, "override")] if given else []
         layers = len(self.fp32_layers)
@@ -133,8 +133,6 @@ class Policy:
     def caches(self) -> Dict[str, Any]:
         """What others have worked out for this policy: it lives as long as the policy does."""
         return {}
-
-    # ------------------------------------------------------------------ making one
 
     @classmethod
     def default(cls, target_dtype: Any = "float16", device: Optional[str] = None) -> "Policy":
@@ -221,9 +219,11 @@ class Policy:
         >>> policy.rule("Convolution").op_class
         'fp32'
 
-        `conditional` takes (operator, attribute, values) as `mxnet.contrib.amp` does. With
-        `replace_lists`, a list that is given replaces the policy's own, as it does in
-        `mxnet.contrib.amp.init`: what the old list held and no new one names becomes neutral.
+        `low` are to compute in the target dtype, `fp32` in float32, `widest` in the widest dtype of
+        their inputs. `conditional` takes (operator, attribute, values) as `mxnet.contrib.amp` does:
+        float32 where the attribute has one of the values. With `replace_lists`, a list that is
+        given replaces the policy's own, as it does in `mxnet.contrib.amp.init`: what the old list
+        held and no new one names becomes neutral.
 
         `fp32_layers` are names of layers, with * and ?, to keep in float32: those that `explain`
         shows. `substitutions` names those of the policy's own that it is to keep. An operator that

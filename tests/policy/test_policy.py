@@ -82,6 +82,8 @@ def test_policies_show_themselves_in_one_line():
     assert text.endswith(f", {counts['conditional']} conditional>")
     changed = policy.override(fp32=["dot"], fp32_layers=["a", "b*"])
     assert repr(changed).endswith("conditional, 1 override, 2 layer names in float32>")
+    single = Policy.from_lists("float16", ["dot"], policy=None, ctx="gpu")
+    assert repr(single).startswith("<Policy float16 on gpu: 1 operator low, ")
 
 
 @pytest.mark.parametrize(
