@@ -56,8 +56,8 @@ def decorate(
     optimizer : str or Optimizer
         A name comes back as a name, an optimizer as a copy.
     init_loss_scaling, incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio
-        The first scale; so many clean steps before it grows and overflows before it shrinks; and
-        by how much.
+        The first scale; so many clean steps before it grows; from how many overflows on, counted
+        since it last grew, it shrinks; and by how much.
     use_dynamic_loss_scaling : bool, default True
         False keeps the first scale. Steps that overflow are skipped either way.
 

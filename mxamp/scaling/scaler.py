@@ -152,7 +152,7 @@ class LossScaler(Scaler):
     min_scale, max_scale : float, default 1 and 2**24
         The limits of the scale.
     hysteresis : int, default 1
-        The scale backs off at this many overflows; the count starts anew when the scale grows.
+        The scale backs off from this many overflows on; the count starts anew when it grows.
     """
 
     _fields = (

@@ -39,8 +39,8 @@ NOT_LOW = "No policy in {dtype} within the tolerance was found: this one compute
 FLOAT32 = "Nothing that is accurate enough was faster than float32."
 UNDECIDED = "What was measured by then was not enough to choose anything but float32."
 NOT_PAID = (
-    "{dtype} does not pay on this machine: the model had {low:.2f} times float32's speed at best; "
-    "the fastest form without it, {others:.2f} times."
+    "{dtype} does not pay for this model on this machine: it had {low:.2f} times float32's speed "
+    "at best; the fastest form without it, {others:.2f} times."
 )
 STOPPED = "The search was stopped by Ctrl-C."
 OUT_OF_TIME = "The budget was spent before all was tried: a larger one may find a faster policy."
