@@ -29,7 +29,7 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-NO_MODULE = "the first argument must be a module, such as an imported one, not {given}"
+NO_MODULE = "the first argument must be a module, not {given}"
 
 _MARK = "_amp_registered_as"
 

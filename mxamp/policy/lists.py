@@ -52,7 +52,7 @@ OTHER_DEVICE = (
     "a device, or load a file for the {given}"
 )
 NO_KERNELS = (
-    "%s: MXNet has no %s kernels on a %s of %s, and no [[missing]] table says so: calls fail, or "
+    "%s: MXNet has no %s kernel on a %s for %s, and no [[missing]] table says so: calls fail, or "
     "give wrong results. Copy the [[missing]] tables of %s"
 )
 SINGLE_BRACKETS = ". Tables of which there are several have two brackets: [[group]]"

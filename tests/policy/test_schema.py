@@ -56,7 +56,7 @@ def test_products_without_a_kernel_are_warned_of(device, more, warned, tmp_path,
     path = tmp_path / "own.toml"
     path.write_text(HEAD + GROUP + more)
     Policy.load(path, device)
-    assert [(" no float16 kernels on a CPU of dot," in line) for line in caplog.messages] == [
+    assert [(" no float16 kernel on a CPU for dot," in line) for line in caplog.messages] == [
         True
     ] * warned
 

@@ -10,6 +10,7 @@ from mxnet import autograd
 from planted import chain
 
 import mxamp as amp
+from mxamp.framework.wording import counted
 from mxamp.graph.graph import Graph
 from mxamp.graph.recognise import fingerprint, recognised
 from mxamp.policy.elsewhere import here
@@ -288,7 +289,9 @@ def test_another_number_of_threads_says_what_to_set(log):
     for way, warns in (("autocast", True), ("plain", False)):
         evidence = replace(EVIDENCE, machine=machine, way=way)
         amp.autocast(policy=amp.Policy.default("bfloat16").with_evidence(evidence))
-        assert bool(said(log, f"77 threads and runs with {threads}")) == warns
+        assert (
+            bool(said(log, f"77 threads and runs with {counted(int(threads), 'thread')}:")) == warns
+        )
         assert bool(said(log, f"OMP_NUM_THREADS={threads}")) == warns
         log.clear()
 
