@@ -132,6 +132,7 @@ def test_these_are_the_benchmarks():
         "dist",
         "finite",
         "kernels",
+        "memory",
         "models",
         "overhead",
         "plot",
@@ -201,6 +202,22 @@ def test_peak_memory_is_the_process_s_own():
     assert 5e6 < int(done.stdout) < 200e6
 
 
+@pytest.mark.parametrize("limit, wanted", [(999, None), (1000, 1), (3050, 21), (9999, 90)])
+def test_the_largest_batch_is_looked_for(limit, wanted, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = SimpleNamespace(**runpy.run_path(str(BENCH / "memory")))
+    asked = []
+
+    def peak(_contender, model, *_):
+        rows = int(re.fullmatch(r"resnet50-(\d+)@32", model)[1])
+        asked.append(rows)
+        return module.Peak(900 + 100 * rows + (10 if rows % 2 else 0) - 10)
+
+    monkeypatch.setitem(module.largest.__globals__, "peak", peak)
+    assert module.largest("mxamp", "resnet50-8@32", limit, None, "python") == wanted
+    assert len(asked) == len(set(asked)) <= 6
+
+
 def test_plot_draws_what_was_measured(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "speed.png"
@@ -234,6 +251,7 @@ proof = pytest.mark.proof
         pytest.param("convert", ["--rounds", "1"], ["resnet152_v1", "chain 50,000"], marks=proof),
         pytest.param("models", ["--rounds", "1", "--model", "lstm-8"],
                      ["mxamp, fused", "training", "float32"], marks=proof),
+        ("memory", ["--model", "lstm-8", "--only", "mxamp"], ["peak MB", "mxamp", "1.00"]),
         ("trace", ["--rounds", "1", "--steps", "3"], ["with a trace", "scale_loss"]),
         ("startup", ["--rounds", "1"], ["import, s", "first call", "bfloat16"]),
         pytest.param("kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"], marks=proof),
