@@ -139,7 +139,7 @@ class Evidence(_Measured):
     tolerance : float, optional
         The largest relative error of an output that was allowed.
     error : float
-        The largest relative error of an output of what was chosen.
+        The largest relative error of an output of what was chosen, in any batch.
     gradient_error : float, optional
         The same of the gradients.
     metric, min_metric : float, optional

@@ -56,7 +56,8 @@ class Tolerance:
 class Verdict:
     """What a policy does to the model."""
 
-    error: float  #: the largest relative error of an output; Inf where finite elements were lost
+    #: the largest relative error of an output in a batch; Inf where finite elements were lost
+    error: float
     gradient_error: Optional[float]  #: the same of the parameters' gradients
     metric: Optional[float]
     within: bool  #: all of it is within the tolerance
@@ -126,11 +127,15 @@ class Accuracy:
         return [self.subject.run(batch, policy, block) for batch in self.subject.batches]
 
     def _distances(self, runs: Sequence[Results]) -> Dict[str, Distance]:
-        """Return the distance from float32 of each output and each gradient, over all batches."""
+        """Return how far each output and each gradient is from float32, in its worst batch."""
         found: Dict[str, Distance] = {}
         for plain, run in zip(self._plain, runs):
+            there = _named(run)
             for name, values in _named(plain).items():
-                found.setdefault(name, Distance()).add(name, values, _named(run)[name])
+                distance = found.setdefault(name, Distance())
+                if name.startswith(_OUTPUT) or values.any() or not np.isfinite(there[name]).all():
+                    distance.add(name, values, there[name])
+                # Else a gradient is zero for this batch: a relative error says nothing of it.
         return found
 
     def _verdict(self, runs: Sequence[Results]) -> Verdict:

@@ -104,7 +104,7 @@ def tune(
     mode : str, optional
         "training" where a loss is given, else "inference".
     rtol : float, optional
-        The largest relative error (in the L2 norm) of an output over all batches, and of a
+        The largest relative error (in the L2 norm) of an output in any batch, and of a
         parameter's gradient. By default 0.05 for outputs, and 0.5 for gradients. In training the
         default allows for nets that are sensitive: an output may have twice the error that
         rounding the weights makes, and gradients are not compared that this changes by half of

@@ -273,7 +273,21 @@ def test_the_loss_scale_is_lowered_until_nothing_overflows():
     assert compare(net, (*data, None), square, dtype="bfloat16").loss_scale == 1
 
 
-def test_batches_add_up_and_a_loader_will_do():
+def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones():
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize()
+    net.weight.set_data(nd.array([[1, -1]]))
+    # float16 takes the second batch's 1.0002 for 1: an output of 0.
+    batches = [nd.array([[100, 0]]), nd.array([[1.0002, 1]]), nd.array([[200, 0]])]
+    (error,) = compare(net, batches, dtype="float16").outputs
+    assert error.relative == 1
+    assert error.maximum == pytest.approx(2e-4, rel=1e-2)
+    sums = [(batch, nd.zeros(1)) for batch in batches]
+    result = compare(net, sums, lambda output, _: (output**2).sum(), dtype="float16")
+    assert result.gradients[0].relative == 1
+
+
+def test_batches_that_are_alike_and_a_loader():
     net, data = made(perceptron)
     one = compare(net, data[0], dtype="float16")
     for a, b in zip(compare(net, [data[0], data[0]], dtype="float16").outputs, one.outputs):

@@ -380,6 +380,45 @@ def test_a_metric_without_a_value_is_an_error():
         tuned(net, (data, mx.nd.zeros(5)), metric=lambda _label, _prediction: math.nan)
 
 
+def difference():
+    """A net, and batches of which float16 takes the second's outputs for zero."""
+    net = nn.Dense(1, in_units=2, use_bias=False, prefix="difference_")
+    net.initialize()
+    net.weight.set_data(mx.nd.array([[1, -1]]))
+    return net, [mx.nd.array([[100, 0]] * 4), mx.nd.array([[1.0002, 1]] * 4)]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones(training):
+    net, batches = difference()
+    data = [(batch, mx.nd.zeros((4, 1))) for batch in batches] if training else batches
+    loss = mx.gluon.loss.L2Loss() if training else None
+    subject = Subject(net, data, loss, labelled=training)
+    accuracy = Accuracy(subject, "float16", Tolerance(rtol=0.01), Deadline(100), 0)
+    verdict = accuracy.of(amp.Policy.default("float16"))
+    assert verdict.error == 1 and not verdict.within
+    assert verdict.gradient_error == (1 if training else None)
+    policy = tuned(net, data, loss, target_dtype="float16", rtol=0.01)
+    assert policy.evidence.error <= 0.01
+    with amp.autocast(policy=policy):
+        found = net(batches[1]).asnumpy()
+    assert found == pytest.approx(2e-4, rel=1e-2)
+
+
+def test_batches_without_a_gradient_say_nothing_of_it():
+    # The first batch is cut off by relu in float32, and rounding lets a little of it through.
+    net = nn.Dense(1, in_units=2, use_bias=False, activation="relu", prefix="cut_")
+    net.initialize()
+    net.weight.set_data(mx.nd.array([[1.0006, -1]]))
+    batches = [mx.nd.array([[1.0006, 1.0014]]), mx.nd.array([[3.001, 1]])]
+    data = [(batch, mx.nd.zeros((1, 1))) for batch in batches]
+    subject = Subject(net, data, lambda output, label: output + 0 * label, labelled=True)
+    accuracy = Accuracy(subject, "float16", Tolerance(), Deadline(100), 0)
+    verdict = accuracy.of(amp.Policy.default("float16"))
+    assert verdict.error == 1
+    assert 0 < verdict.gradient_error < 0.01
+
+
 def test_batches_of_other_shapes_are_an_error():
     net, data = small()
     with pytest.raises(amp.ArgumentError, match="does not run on this data"):

@@ -18,7 +18,10 @@ _HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "l
 
 @dataclass(frozen=True)
 class TensorError:
-    """How far the output of a layer, or the gradient of a parameter, is from float32's."""
+    """How far the output of a layer, or the gradient of a parameter, is from float32's.
+
+    `relative` and `maximum` are those of the batch where they are largest.
+    """
 
     name: str  #: of the layer or the parameter
     block: str  #: that it belongs to; empty where that is not known
