@@ -11,10 +11,7 @@ from typing import AbstractSet, Dict, FrozenSet, Iterable, Mapping, Tuple
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import ArgumentError
-from ..framework.machine import dtype_name
 from ..framework.versions import has_feature
-from ..framework.wording import shortened
 from ..policy.decision import decide
 from ..policy.policy import Policy
 from ..policy.values import kernel_axes
@@ -28,6 +25,7 @@ from .fold_batchnorm import (
     is_float32,
     readers_by_name,
 )
+from .fusible import FUSED, check_fused, check_fusible
 from .graph import Graph, Node, Output
 from .graph_copy import GraphCopy
 from .pad_channels import with_padded_channels
@@ -36,23 +34,6 @@ from .substitutions import ALL, find
 from .usage import Usage
 
 __all__ = ["FUSED", "fused"]
-
-NOT_HERE = (
-    "fuse=True is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
-    "operators; this policy is for {dtype} on the {device}"
-)
-NO_KERNELS = (
-    "oneDNN has no bfloat16 kernels for this CPU, which has no avx512 (or DNNL_MAX_CPU_ISA hides "
-    "it): convert without fuse"
-)
-
-DOUBLE = (
-    "oneDNN has no float64 kernels, and float64 is the dtype of {names}: cast the model, or leave "
-    "out fuse"
-)
-
-#: oneDNN's fused operators.
-FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
 
 #: What they are made of: a product, and what follows it.
 _PRODUCTS = frozenset({"Convolution", "FullyConnected"})
@@ -70,16 +51,10 @@ def fused(
     """Return a float32 model with fused operators, and a policy that lowers them.
 
     Products that `policy` keeps in float32, by class, shape or name, are kept when they are fused.
-    Raises `ArgumentError` where `policy` is for no fused operators, or a parameter is float64.
+    Raises `ArgumentError` where `policy` is for no fused operators, a parameter is float64, or
+    MXNet has fused operators before in a way that has no bfloat16 kernel.
     """
-    dtype = policy.target_dtype if policy.lowers else "float32"
-    if policy.device != "cpu" or dtype == "float16":
-        raise ArgumentError(NOT_HERE.format(dtype=dtype, device=policy.device))
-    if policy.lowers and policy.rule("Convolution").missing:
-        raise ArgumentError(NO_KERNELS)
-    double = [name for name, array in params.items() if dtype_name(array.dtype) == "float64"]
-    if double:
-        raise ArgumentError(DOUBLE.format(names=shortened(double)))
+    check_fusible(params, policy)
     graph, values = folded(_renamed(_without_dropout(graph)), params, policy)
     graph, values = with_padded_channels(graph, values, policy)
     graph, values = _with_four_channels(graph, values, policy)
@@ -100,6 +75,7 @@ def fused(
     ]
     if not policy.lowers:
         return graph, values, policy.override(fp32=FUSED)
+    check_fused(graph, layers, policy)
     return graph, values, policy.override(low=FUSED, fp32_layers=layers)
 
 
