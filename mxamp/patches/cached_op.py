@@ -19,7 +19,7 @@ from ..framework.patching import Patch
 from ..graph.builder import is_inserted
 from ..graph.choices import NONE, Choices
 from ..graph.control_flow import UNSAFE_LOOPS
-from ..graph.graph import Graph
+from ..graph.graph import Graph, Node
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.rewritten_symbol import rewritten_symbol
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
@@ -42,6 +42,8 @@ FUSED_ALREADY = (
 #: How many graphs a block keeps for data of different shapes.
 _MOST_GRAPHS = 32
 _FUSED_PREFIX = "_sg_mkldnn"
+
+_STATIC_SHAPE = "static_shape"
 
 #: The place of the loss scale among a block's arguments.
 SCALE = -1
@@ -111,6 +113,7 @@ class PolicyCachedOp:
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self._flags = block._flags
+        self._unset = any(map(_reads_unset_flag, self._graph.nodes))
         # Without one of these, graphs are the same in training.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
@@ -253,7 +256,8 @@ class PolicyCachedOp:
             "data_indices": [place for place, i in enumerate(order) if i not in params],
             "param_indices": [place for place, i in enumerate(order) if i in params],
         }
-        return _ArrangedOp(CachedOp(symbol, [*places.items(), *self._flags]), order)
+        flags = [flag for flag in self._flags if flag[0] != _STATIC_SHAPE or not self._unset]
+        return _ArrangedOp(CachedOp(symbol, [*places.items(), *flags]), order)
 
     @property
     def hook(self) -> Optional[Tuple[Any, bool]]:
@@ -264,6 +268,19 @@ class PolicyCachedOp:
         self._hook = (callback, monitor_all) if callback else None
         for op in (self._unchanged, *self._ops.values()):
             op.run._register_op_hook(callback, monitor_all)
+
+
+def _reads_unset_flag(node: Node) -> bool:
+    """Tell whether an operator can't run right with static_shape, which leaves a flag unset.
+
+    MXNet does not tell operators then whether gradients are wanted: RNN reads memory that was never
+    written. Where that says yes, an LSTM with a projection fails in inference, with "No training
+    support", and one with dropout drops elements.
+    """
+    if node.op != "RNN":
+        return False
+    attrs = node.attrs
+    return attrs.get("projection_size", "None") != "None" or float(attrs.get("p", "0")) > 0
 
 
 def _with_scale_input(graph: Graph, symbol_class: Type[Symbol]) -> Optional[Graph]:
