@@ -8,7 +8,7 @@ from ..policy.decision import CASTABLE
 from .graph import CASTS, Graph, Node, Output
 from .graph_copy import Names
 
-__all__ = ["HALVES", "Builder", "Entry", "is_converted", "is_inserted"]
+__all__ = ["HALVES", "Builder", "Entry", "is_converted", "is_inserted", "reads_as_inserted"]
 
 HALVES = CASTABLE - {"float32"}
 
@@ -17,8 +17,23 @@ _INSERTED = re.compile(r"_amp_cast_(float16|bfloat16|float32|float64)\d*$")
 
 
 def is_inserted(node: Node) -> bool:
-    """Tell whether a node is a cast that a conversion has put into its graph, by its name."""
+    """Tell whether a node may be a cast that a conversion has put into its graph, by its name.
+
+    Where the dtype that it reads is known, `reads_as_inserted` tells for sure of more.
+    """
     return node.op in CASTS and _INSERTED.search(node.name) is not None
+
+
+def reads_as_inserted(node: Node, dtype: str) -> bool:
+    """Tell whether conversions insert a cast of this operator from this dtype.
+
+    They never cast integers, and take `Cast` for float64 alone: others are written by hand,
+    whatever their names.
+    """
+    if node.op == "Cast":
+        other = {dtype, node.attrs["dtype"]} - {"float64"}
+        return len(other) == 1 and other <= CASTABLE
+    return dtype in CASTABLE
 
 
 def is_converted(graph: Graph) -> bool:
@@ -64,6 +79,13 @@ class Builder:
     def new_name(self, wanted: str) -> str:
         """Return `wanted`, with a number behind it if a node has that name."""
         return self._names.new(wanted)
+
+    def reserve(self, name: str) -> None:
+        """Leave a name to a cast that is written by hand: one of ours that has it gets another."""
+        taken = [i for i in self._roots if self.nodes[i].name == name]
+        for i in taken:
+            self.nodes[i] = replace(self.nodes[i], name=self.new_name(name))
+        self._names.add(name)
 
     def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:
         """Return `entry` in `dtype`, cast once for all that read it so.

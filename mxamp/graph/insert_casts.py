@@ -12,7 +12,7 @@ from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
 from ..policy.values import is_true
 from . import substitutions
-from .builder import HALVES, Builder, Entry, is_inserted
+from .builder import HALVES, Builder, Entry, is_inserted, reads_as_inserted
 from .choices import NONE, Choices
 from .control_flow import body_usage, rewrites_bodies
 from .graph import Graph, Node, Output, infer_outputs
@@ -73,9 +73,12 @@ class _Rewriter:
             return [self._variable(node)]
         if i in self.substituted and _can_substitute(self.substituted[i][0], inputs):
             return self._substitute(i, node, inputs)
+        behind = _behind_inserted(node, inputs)
+        if behind is not None:
+            return [behind]
         if is_inserted(node):
-            # What an earlier conversion has put in: the policy decides anew.
-            return [_Value(inputs[0].entry, node.attrs["dtype"])]
+            # Written by hand after all.
+            self.builder.reserve(node.name)
         if node.op == "amp_cast" and {inputs[0].entry.dtype, node.attrs["dtype"]} <= CASTABLE:
             # A cast that is written by hand is asked for; by its name a later conversion knows it.
             entry = self.builder.cast(inputs[0].entry, node.attrs["dtype"], node.name)
@@ -250,6 +253,17 @@ class _Rewriter:
             )
             for k, body in enumerate(node.subgraphs)
         ]
+
+
+def _behind_inserted(node: Node, inputs: Sequence[_Value]) -> Optional[_Value]:
+    """Return what stands for a cast that a conversion has put in; None for other nodes."""
+    if not is_inserted(node):
+        return None
+    if reads_as_inserted(node, inputs[0].plain):
+        # The policy decides anew.
+        return _Value(inputs[0].entry, node.attrs["dtype"])
+    # MXNet's own conversion casts integers too, which does nothing to them.
+    return inputs[0] if node.op == "amp_cast" else None
 
 
 def _can_substitute(name: str, values: Sequence[_Value]) -> bool:

@@ -91,6 +91,20 @@ def test_parameters_of_the_other_half_precision_are_cast(dtype):
     assert {kind(array) for array in params.values()} == {other}
 
 
+@pytest.mark.parametrize("way", ["converted", "autocast"])
+@pytest.mark.parametrize(
+    "read, to", [("int32", "float64"), ("int32", "float32"), ("uint8", "float32")]
+)
+def test_casts_of_integers_that_are_written_by_hand_stay(dtype, way, read, to):
+    whole = S.Cast(S.var("data") * 10, dtype=read)
+    net = S.Cast(S.Cast(whole, dtype=to, name=f"i_amp_cast_{to}") * 0.1, dtype="float32")
+    if way == "converted":
+        net = amp.convert_symbol(amp.convert_symbol(net, dtype), dtype)
+    with amp.autocast(dtype, enabled=way == "autocast"):
+        out = net.bind(mx.cpu(), {"data": mx.nd.array([1.5, 2.5])}).forward()[0]
+    assert out.asnumpy().tolist() == pytest.approx([1.5, 2.5], rel=0.01)
+
+
 def test_casts_written_by_hand_stay():
     net = S.softmax(S.amp_cast(S.var("data"), dtype="float16", name="amp_cast0"))
     assert "amp_cast0" in amp.convert_symbol(net, policy=GPU).get_internals().list_outputs()[1]

@@ -445,6 +445,16 @@ def test_autograd_gets_no_gradients_through_a_fused_block(dtype, caplog):
     assert "was fused for inference" in caplog.text
 
 
+@with_avx512
+def test_names_of_the_users_own_mean_nothing():
+    net = S.FullyConnected(S.var("data"), num_hidden=4, name="fc")
+    net = S.relu(S.negative(net, name="fc_0_amp_apart"))
+    args = {"fc_weight": randn(4, 3), "fc_bias": randn(4)}
+    fast = amp.convert_model(net, args, {}, "bfloat16", fuse=True)
+    found = amp.compare_models((net, args, {}), fast, {"data": randn(2, 3)})
+    assert found[0].relative < 0.01
+
+
 def fused_by_mxnet(norm=True, quantized=False):
     """A model that MXNet has fused, and quantized, and its input."""
     net = S.Convolution(S.var("data"), num_filter=16, kernel=(3, 3), name="c")

@@ -1,6 +1,7 @@
 """The rewritten graph, as readable text."""
 
 import mxnet as mx
+import pytest
 
 import mxamp as amp
 from helpers import float16_policy, needs_float16
@@ -165,6 +166,39 @@ def test_names_stay_unique():
     names = [node.name for node in Graph.from_symbol(symbol).nodes]
     assert len(names) == len(set(names))
     assert symbol.list_arguments() == both.list_arguments()
+
+
+@pytest.mark.parametrize("read, dtype", [
+    ("uint8", "float32"), ("int32", "float64"), ("int32", "float16"), ("bool", "float32"),
+    ("float32", "float16"), ("float16", "float32"),
+])  # fmt: skip
+def test_a_cast_by_hand_stays_whatever_its_name(read, dtype):
+    # Conversions never cast integers, and take Cast for float64 alone.
+    name = f"x_amp_cast_{dtype}"
+    by_hand = mx.sym.Cast(var("x"), dtype=dtype, name=name)
+    assert text(by_hand, dtypes={"x": read})[0] == f"{name} = Cast {dtype}(x)"
+
+
+@pytest.mark.parametrize("back", ["amp_cast", "Cast"])
+def test_casts_of_a_conversion_give_way(back):
+    x = mx.sym.amp_cast(var("x"), dtype="float16", name="x_amp_cast_float16")
+    wide = mx.sym.amp_cast(x, dtype="float32", name="x_amp_cast_float32")
+    if back == "Cast":
+        wide = mx.sym.Cast(wide, dtype="float64", name="x_amp_cast_float64")
+        wide = mx.sym.Cast(wide, dtype="float32", name="x_amp_cast_float321")
+    assert text(mx.sym.exp(wide, name="exp")) == ["exp = exp(x)", "return exp"]
+    # MXNet's own conversion has amp_cast before integers as well, where it does nothing.
+    ids = mx.sym.amp_cast(var("ids"), dtype="float16", name="ids_amp_cast_float16")
+    table = mx.sym.Embedding(ids, var("w"), input_dim=4, output_dim=2, name="table")
+    assert text(table, dtypes={"ids": "int32"})[0] == "table = Embedding(ids, w)"
+
+
+def test_casts_make_room_for_the_name_of_one_by_hand():
+    x, y = var("x"), var("y")
+    by_hand = mx.sym.Cast(y, dtype="float32", name="x_amp_cast_float16")
+    lines = text(mx.sym.Group([dense(x, "fc"), by_hand]), dtypes={"y": "uint8"})
+    assert "x_amp_cast_float16 = Cast float32(y)" in lines
+    assert "x_amp_cast_float161 = amp_cast float16(x)" in lines
 
 
 def test_device_groups_are_inherited():
