@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mxnet.base import _LIB, check_call, mx_uint
 
+import mxamp as amp
 from helpers import ROOT, needs
 from mxamp.framework.operators import lacks, needs_one_dtype, registry
 from mxamp.graph.graph import Node, infer_outputs
@@ -197,6 +198,69 @@ def test_indices_lengths_and_coordinates_are_never_lowered(dtype):
             assert index in policy.rule(name).keep_inputs
         for name in ("one_hot", "_ravel_multi_index", "_unravel_index", "_onehot_encode"):
             assert policy.rule(name).op_class == "untouched"
+
+
+# All inputs of these have one dtype in MXNet, or the lengths must be integers.
+ALIKE = {
+    "BilinearSampler", "CTCLoss", "LinearRegressionOutput", "LogisticRegressionOutput",
+    "MAERegressionOutput", "ROIPooling", "SVMOutput", "SoftmaxOutput", "SpatialTransformer",
+    "_contrib_DeformableConvolution", "_contrib_DeformablePSROIPooling",
+    "_contrib_ModulatedDeformableConvolution", "_contrib_MultiBoxDetection",
+    "_contrib_MultiBoxTarget", "_contrib_MultiProposal", "_contrib_PSROIPooling",
+    "_contrib_Proposal", "_contrib_ROIAlign", "_contrib_RROIAlign", "_contrib_box_decode",
+    "_contrib_box_encode", "_contrib_count_sketch", "_contrib_hawkesll", "_contrib_mrcnn_mask_target",
+    "softmax", "softmax_cross_entropy",
+}  # fmt: skip
+
+
+def test_indices_are_kept_in_whatever_class_a_policy_has_their_operators(dtype):
+    policy = Policy.default(dtype, "cpu")
+    found = {
+        name
+        for name, operator in registry().items()
+        if not {one for one in operator.inputs if POSITIONS.search(one) or one == "mask"}
+        <= set(policy.rule(name).keep_inputs)
+    }
+    assert found <= ALIKE
+    # Their names don't tell.
+    for name in ("_onehot_encode", "_ravel_multi_index", "_unravel_index"):
+        assert policy.rule(name).keep_inputs == registry()[name].inputs
+
+
+BEYOND = 2049  # float16 has 2048 and 2050 there, bfloat16 2048 and 2064
+
+
+@pytest.mark.parametrize("name, attrs, answer", [
+    ("one_hot", {"depth": 3000}, lambda out: out[0].argmax()),
+    ("ravel_multi_index", {"shape": (3000,)}, lambda out: out[0]),
+    ("unravel_index", {"shape": (3000,)}, lambda out: out[0, 0]),
+])  # fmt: skip
+@pytest.mark.parametrize("way", ["eager", "hybrid", "symbol", "converted"])
+def test_operators_that_a_user_lowers_read_their_indices_whole(dtype, way, name, attrs, answer):
+    class Indexing(mx.gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return getattr(F, name)(x, **attrs)
+
+    net = Indexing()
+    shape = (1, 1) if name == "ravel_multi_index" else (1,)
+    data = mx.nd.full(shape, BEYOND)
+    policy = Policy.default(dtype, "cpu").override(low=[registry_name(name)])
+    if way != "eager":
+        net.hybridize()
+    if way == "converted":
+        out = amp.convert_hybrid_block(net, policy=policy, example_inputs=data)(data)
+    else:
+        with amp.autocast(policy=policy):
+            if way == "symbol":
+                symbol = net(mx.sym.var("x"))
+                out = symbol.bind(mx.cpu(), {"x": data}, grad_req="null").forward()[0]
+            else:
+                out = net(data)
+    assert answer(out.astype("float32").asnumpy()) == BEYOND
+
+
+def registry_name(name):
+    return name if name in registry() else f"_{name}"
 
 
 def test_samplers_that_take_tensors_take_float32(dtype):
