@@ -85,7 +85,7 @@ class Builder:
         taken = [i for i in self._roots if self.nodes[i].name == name]
         for i in taken:
             self.nodes[i] = replace(self.nodes[i], name=self.new_name(name))
-        self._names.add(name)
+        self._names.take(name)
 
     def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:
         """Return `entry` in `dtype`, cast once for all that read it so.

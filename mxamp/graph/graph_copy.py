@@ -16,6 +16,10 @@ class Names:
         self._taken = set(taken)
         self._counts: Dict[str, int] = {}  #: the number that was last put behind a name
 
+    def take(self, name: str) -> None:
+        """Give a name out no more."""
+        self._taken.add(name)
+
     def new(self, wanted: str) -> str:
         """Return `wanted`, with a number behind it if it is taken; it is from now on."""
         name, count = wanted, self._counts.get(wanted, 0)

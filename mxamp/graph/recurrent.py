@@ -10,6 +10,7 @@ from typing import Callable, Dict, List, Sequence, Tuple
 
 from ..policy.values import is_true
 from .equivalents import Attributes, Call, Detail, Part, Parts
+from .graph import Node
 
 __all__ = [
     "common_width",
@@ -17,6 +18,7 @@ __all__ = [
     "is_large_rnn",
     "joined_parameters",
     "rnn",
+    "reads_unset_flag",
     "sizes_of_data",
 ]
 
@@ -225,3 +227,16 @@ class _Layer:
         attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
         name = f"{self._name}_{name}"
         return self._parts.add("FullyConnected", name, tensor, weight, bias, **attrs)
+
+
+def reads_unset_flag(node: Node) -> bool:
+    """Tell whether an operator can't run right with static_shape, which leaves a flag unset.
+
+    MXNet does not tell operators then whether gradients are wanted: RNN reads memory that was never
+    written. Where that says yes, an LSTM with a projection fails in inference, with "No training
+    support", and one with dropout drops elements.
+    """
+    if node.op != "RNN":
+        return False
+    attrs = node.attrs
+    return attrs.get("projection_size", "None") != "None" or float(attrs.get("p", "0")) > 0

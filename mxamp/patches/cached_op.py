@@ -19,8 +19,9 @@ from ..framework.patching import Patch
 from ..graph.builder import is_inserted
 from ..graph.choices import NONE, Choices
 from ..graph.control_flow import UNSAFE_LOOPS
-from ..graph.graph import Graph, Node
+from ..graph.graph import Graph
 from ..graph.recognise import recognised, warn_of_way
+from ..graph.recurrent import reads_unset_flag
 from ..graph.rewritten_symbol import rewritten_symbol
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..graph.separate_biases import weights_beside_biases, with_separate_biases
@@ -28,7 +29,7 @@ from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
-from ..scaling.loss_outputs import scale_array
+from .arranged_op import SCALE, ArrangedOp
 
 __all__ = ["PolicyCachedOp", "Source", "follow", "patches", "unfollow"]
 
@@ -44,9 +45,6 @@ _MOST_GRAPHS = 32
 _FUSED_PREFIX = "_sg_mkldnn"
 
 _STATIC_SHAPE = "static_shape"
-
-#: The place of the loss scale among a block's arguments.
-SCALE = -1
 
 
 def patches() -> List[Patch]:
@@ -113,7 +111,7 @@ class PolicyCachedOp:
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self._flags = block._flags
-        self._unset = any(map(_reads_unset_flag, self._graph.nodes))
+        self._unset = any(map(reads_unset_flag, self._graph.nodes))
         # Without one of these, graphs are the same in training.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
@@ -141,7 +139,7 @@ class PolicyCachedOp:
     def graph_of(self, args: Sequence[NDArray]) -> "Tuple[Symbol, Sequence[NDArray]]":
         """Return the symbol that a call with these arguments runs, and all that it reads."""
         op = self._op_for(args)
-        return op.symbol, op.run.inputs(args) if isinstance(op.run, _ArrangedOp) else args
+        return op.symbol, op.run.inputs(args) if isinstance(op.run, ArrangedOp) else args
 
     def _op_for(self, args: Sequence[NDArray]) -> "_Op":
         policy = self._policy or current_policy()
@@ -249,7 +247,7 @@ class PolicyCachedOp:
             op._register_op_hook(*self._hook)
         return _Op(op, symbol)
 
-    def _arranged(self, symbol: Symbol, order: List[int]) -> "_ArrangedOp":
+    def _arranged(self, symbol: Symbol, order: List[int]) -> "ArrangedOp":
         """Return the op of a symbol that reads these arguments of the block, in this order."""
         params = {i for i, _ in self._parameters}
         places = {
@@ -257,7 +255,7 @@ class PolicyCachedOp:
             "param_indices": [place for place, i in enumerate(order) if i in params],
         }
         flags = [flag for flag in self._flags if flag[0] != _STATIC_SHAPE or not self._unset]
-        return _ArrangedOp(CachedOp(symbol, [*places.items(), *flags]), order)
+        return ArrangedOp(CachedOp(symbol, [*places.items(), *flags]), order)
 
     @property
     def hook(self) -> Optional[Tuple[Any, bool]]:
@@ -270,44 +268,10 @@ class PolicyCachedOp:
             op.run._register_op_hook(callback, monitor_all)
 
 
-def _reads_unset_flag(node: Node) -> bool:
-    """Tell whether an operator can't run right with static_shape, which leaves a flag unset.
-
-    MXNet does not tell operators then whether gradients are wanted: RNN reads memory that was never
-    written. Where that says yes, an LSTM with a projection fails in inference, with "No training
-    support", and one with dropout drops elements.
-    """
-    if node.op != "RNN":
-        return False
-    attrs = node.attrs
-    return attrs.get("projection_size", "None") != "None" or float(attrs.get("p", "0")) > 0
-
-
 def _with_scale_input(graph: Graph, symbol_class: Type[Symbol]) -> Optional[Graph]:
     """Return a graph that takes the loss scale, with its inputs in MXNet's order; or None."""
     scaled = with_scale_input(graph)
     return None if scaled is None else Graph.from_symbol(scaled.to_symbol(symbol_class))
-
-
-class _ArrangedOp:
-    """A cached op whose graph reads the block's arguments in another order.
-
-    `SCALE` in that order is the loss scale of output operators, one more input.
-    """
-
-    def __init__(self, op: CachedOp, order: Sequence[int]) -> None:
-        self._op, self._order = op, order
-        self._scaled = SCALE in order
-        self._register_op_hook = op._register_op_hook
-
-    def inputs(self, args: Sequence[NDArray]) -> Sequence[NDArray]:
-        """Return what the graph reads in a call with these arguments."""
-        # Behind the arguments, where `SCALE`, -1, finds it.
-        given = (*args, scale_array(args[0].context)) if self._scaled else args
-        return [given[i] for i in self._order]
-
-    def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
-        return self._op(*self.inputs(args), **kwargs)
 
 
 class _Op(NamedTuple):
