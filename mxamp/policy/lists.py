@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import sys
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple, Union
@@ -93,22 +92,16 @@ def read_list(
 
 def _warn_of_kernels(path: Union[str, Path], found: OperatorList, features: FrozenSet[str]) -> None:
     dtype, device = found.target_dtype, found.device
-    without = _without_kernels(dtype, device, features)
+    known = own_list(dtype, device, features, ()).rules
     lacking = [
         name
         for name, rule in found.rules.items()
-        if name in without and rule.op_class == "low" and rule.missing is None
+        if rule.op_class == "low" and rule.missing is None
+        if name in known and known[name].missing is not None
     ]
     if lacking:
         own = lists_folder() / f"{dtype}.toml"
         logger.warning(NO_KERNELS, path, dtype, device.upper(), shortened(lacking), own)
-
-
-@lru_cache(maxsize=None)
-def _without_kernels(dtype: str, device: str, features: FrozenSet[str]) -> FrozenSet[str]:
-    """Return the operators that mxamp's own list knows to have no kernel."""
-    rules = own_list(dtype, device, features, ()).rules
-    return frozenset(name for name, rule in rules.items() if rule.missing is not None)
 
 
 def _parsed(path: Union[str, Path]) -> Table:
