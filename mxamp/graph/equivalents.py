@@ -116,9 +116,13 @@ def is_relu6(call: Call) -> bool:
 
 
 def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return min(max(x, 0), 6), exact in every float dtype."""
+    """Return min(max(x, 0), 6), exact in every float dtype.
+
+    The minimum is in float32, whose kernel is faster. Its gradient reads what the relu gives: with
+    that in float32 too, training keeps one tensor for both.
+    """
     return [
-        Part("Activation", "relu", (0,), {"act_type": "relu"}),
+        Part("Activation", "relu", (0,), {"act_type": "relu"}, float32=True),
         Part("_minimum_scalar", "", (1,), {"scalar": "6"}),
     ]
 

@@ -500,13 +500,14 @@ class Net(gluon.HybridBlock):
         return self.second(F.clip(self.norm(self.first(x)), 0, 6))
 
 
-def test_relu6_between_convolutions_takes_bfloat16_through_its_relu():
+def test_relu6_between_convolutions_keeps_one_tensor_for_its_gradients():
+    """The minimum's gradient reads what the relu gives, in float32."""
     net = Net()
     net.initialize()
     plan = amp.explain(net, "bfloat16", mode="training", example_inputs=randn(2, 16, 8, 8))
     by_operator = {node.operator: node.precision for node in plan.nodes}
-    assert by_operator["Activation"] == by_operator["BatchNorm"] == "bfloat16"
-    assert by_operator["_minimum_scalar"] == "float32"
+    assert by_operator["Activation"] == by_operator["_minimum_scalar"] == "float32"
+    assert by_operator["BatchNorm"] == by_operator["Convolution"] == "bfloat16"
     assert "clip" not in by_operator
 
 
