@@ -7,7 +7,7 @@ from ..policy.values import integers
 from .graph import Node
 from .usage import Shape, Usage
 
-__all__ = ["LOOPS", "UNSAFE_LOOPS", "body_usage", "rewrites_bodies", "step_shapes"]
+__all__ = ["LOOPS", "UNSAFE_LOOPS", "body_inputs", "body_usage", "rewrites_bodies", "step_shapes"]
 
 #: Control flow whose gradients in graphs read memory that MXNet has never written: garbage or
 #: right by luck, in plain float32 too. Any change to their bodies changes the luck.
@@ -34,7 +34,7 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
     of a loop.
     """
     names = node.subgraphs[position].input_names
-    inputs = _body_inputs(node, position)
+    inputs = body_inputs(node, position)
     return replace(
         usage,
         dtypes={names[inner]: dtypes[outer] for inner, outer in inputs.items()},
@@ -54,13 +54,13 @@ def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shap
     names, data = node.subgraphs[0].input_names, len(_places(node, "in_data_locs"))
     return {
         names[inner]: shape[1:] if outer < data else shape
-        for inner, outer in _body_inputs(node, 0).items()
+        for inner, outer in body_inputs(node, 0).items()
         for shape in [shapes[outer]]
         if shape is not None
     }
 
 
-def _body_inputs(node: Node, position: int) -> Dict[int, int]:
+def body_inputs(node: Node, position: int) -> Dict[int, int]:
     """Map the inputs of a body to the node's own inputs, by position."""
     if node.operator == "_foreach":
         # The body's positions of what the node takes, in the node's order.

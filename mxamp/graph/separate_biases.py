@@ -5,7 +5,7 @@ latter a bias that is read through a cast would be trained on memory that nobody
 is added by an operator of its own, whose gradient is right.
 """
 
-from typing import AbstractSet, Dict, FrozenSet, List, Sequence, Set
+from typing import AbstractSet, Dict, FrozenSet, Iterable, List, Sequence, Set, Tuple
 
 from mxnet import autograd
 from mxnet.base import MXNetError
@@ -13,6 +13,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.operators import resolve
 from ..framework.zero_gradients import zero_gradients
+from .control_flow import body_inputs, rewrites_bodies
 from .graph import Graph, Node
 from .graph_copy import GraphCopy
 
@@ -24,7 +25,15 @@ _DATA, _WEIGHT, _BIAS = range(3)
 
 def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
     """Return the variables that the weights of dense layers with biases are computed from."""
-    found: Set[int] = {node.inputs[_WEIGHT][0] for node in graph.nodes if _has_bias(node)}
+    found: Set[int] = set()
+    for node in graph.nodes:
+        if _has_bias(node):
+            found.add(node.inputs[_WEIGHT][0])
+        for k, body in _bodies(node):
+            names, weights = body.input_names, weights_beside_biases(body)
+            for inner, outer in body_inputs(node, k).items():
+                if names[inner] in weights:
+                    found.add(node.inputs[outer][0])
     for i in range(len(graph.nodes) - 1, -1, -1):
         if i in found:
             found.update(source for source, _ in graph.nodes[i].inputs)
@@ -36,26 +45,49 @@ def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
 
     It is the same one where no bias is trained beside a weight without a gradient.
     """
-    biased = [i for i, node in enumerate(graph.nodes) if _has_bias(node)]
-    trained = _trained(graph, frozen) if biased else []
+    if not any(_has_bias(node) for node in graph.all_nodes):
+        return graph
+    trained = _trained(graph, frozen)
     apart = {
         i
-        for i in biased
-        if trained[graph.nodes[i].inputs[_BIAS][0]]
-        and not trained[graph.nodes[i].inputs[_WEIGHT][0]]
+        for i, node in enumerate(graph.nodes)
+        if _has_bias(node)
+        and trained[node.inputs[_BIAS][0]]
+        and not trained[node.inputs[_WEIGHT][0]]
     }
-    if not apart:
+    bodies = _changed_bodies(graph, trained)
+    if not apart and not bodies:
         return graph
     copy = GraphCopy(graph)
     for i, node in enumerate(graph.nodes):
         if i not in apart:
-            copy.add_copy(i)
+            copy.add_copy(i, subgraphs=bodies.get(i, node.subgraphs))
             continue
         inputs = copy.inputs(node)
         product = Node(node.op, node.name, without_bias(node.attrs), inputs[:_BIAS])
         reads = [copy.add(product), inputs[_BIAS]]
         copy.stand_in(i, Node("_npi_add", copy.new_name(f"{node.name}_with_bias"), {}, reads))
     return copy.finished()
+
+
+def _changed_bodies(graph: Graph, trained: Sequence[bool]) -> Dict[int, List[Graph]]:
+    """Return the new bodies of the loops that have other ones, by the index of the loop."""
+    changed = {}
+    for i, node in enumerate(graph.nodes):
+        bodies = list(node.subgraphs)
+        for k, body in _bodies(node):
+            names = body.input_names
+            places = body_inputs(node, k).items()
+            frozen = {names[inner] for inner, outer in places if not trained[node.inputs[outer][0]]}
+            bodies[k] = with_separate_biases(body, frozen)
+        if any(new is not old for new, old in zip(bodies, node.subgraphs)):
+            changed[i] = bodies
+    return changed
+
+
+def _bodies(node: Node) -> Iterable[Tuple[int, Graph]]:
+    """Return the bodies of a loop that are rewritten in training."""
+    return enumerate(node.subgraphs) if rewrites_bodies(node, training=True) else ()
 
 
 def without_bias(attrs: Dict[str, str]) -> Dict[str, str]:

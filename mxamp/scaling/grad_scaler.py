@@ -245,6 +245,7 @@ class GradScaler:
         if not state:
             raise ArgumentError(DISABLED)
         self._scaler.load_state_dict(state)
+        self._resumes = None
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Go on from what a trainer's file held of a `GradScaler`.
@@ -263,7 +264,7 @@ class GradScaler:
         # What trainers have done since the last update stays with the original.
         state = {name: value for name, value in vars(self).items() if name != "_stages"}
         own = {"_scaler": copy.copy(self._scaler), "_finite": list(self._finite)}
-        own.update(_losses=[], _given={})
+        own.update(_losses=[], _given={}, _resumes=copy.copy(self._resumes))
         return {**state, **own}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -146,6 +146,41 @@ def test_executors(policy, way):
     np.testing.assert_allclose(gradient.asnumpy(), [4, 4, 4])
 
 
+class Steps(gluon.HybridBlock):
+    """A dense layer, or one in a loop of its own, that a loop runs over four rows."""
+
+    def __init__(self, nested):
+        super().__init__()
+        self.nested = nested
+        self.dense = nn.Dense(3, in_units=6, flatten=False)
+
+    def hybrid_forward(self, F, x):  # noqa: N803
+        def step(row, state):
+            return self.dense(row), state
+
+        def outer(row, state):
+            return F.contrib.foreach(step, F.expand_dims(row, axis=0), state)
+
+        return F.contrib.foreach(outer if self.nested else step, x, F.ones((1,)))[0]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("static", [None, False, True])
+def test_loops(policy, static, frozen, nested):
+    net, data = Steps(nested), DATA.expand_dims(1)
+    (bias,) = biases_only(net, data, pattern="weight" if frozen else "nothing").values()
+    if static is not None:
+        net.hybridize(static_alloc=static)
+    with amp.autocast(policy=policy):
+        for _ in range(2):
+            bias.grad()[:] = 9
+            with autograd.record():
+                total = net(data).astype("float32").sum()
+            total.backward()
+            assert bias.grad().asnumpy().tolist() == [4, 4, 4]
+
+
 def test_axes_that_are_kept(policy):
     net = nn.Dense(3, flatten=False)
     (bias,) = biases_only(net, randn(2, 3, 4, 5)).values()

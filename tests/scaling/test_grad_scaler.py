@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
@@ -189,6 +191,26 @@ def test_a_program_that_resumes_loads_states_before_any_step(tmp_path, clipping,
     assert_same_weights(other[0], pair[0])
     assert other[1].amp_loss_scale == pair[1].amp_loss_scale
     assert (other[1].amp_steps, other[1].amp_skips) == (pair[1].amp_steps, pair[1].amp_skips)
+
+
+def test_what_waits_for_the_update_is_nobody_else_s(tmp_path):
+    path = str(tmp_path / "states")
+    pair = setup(scaler=amp.LossScaler(init_scale=1024))
+    pair[1].save_states(path)
+    scaler, (net, trainer) = amp.GradScaler(init_scale=8), setup()
+    trainer.load_states(path)
+    train(scaler, [(net, trainer)], batches(1)[0], update=False)
+    other = copy.copy(scaler)
+    scaler.update()
+    other.update(16.0)
+    assert (scaler.get_scale(), other.get_scale()) == (1024, 16)
+
+    scaler, (net, trainer) = amp.GradScaler(init_scale=8), setup()
+    trainer.load_states(path)
+    train(scaler, [(net, trainer)], batches(1)[0], update=False)
+    scaler.load_state_dict(amp.GradScaler(init_scale=64).state_dict())
+    scaler.update()
+    assert scaler.get_scale() == 64
 
 
 @pytest.mark.parametrize("saved", [amp.NoScaler(), amp.StaticLossScaler(8)])
