@@ -233,7 +233,7 @@ class PolicyCachedOp:
         )
         symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices, reverse=True)
         order = list(range(len(self._names)))
-        if SCALE_INPUT in graph.input_names:
+        if self._scalable is not None and graph is not self._graph:
             order.insert(graph.input_names.index(SCALE_INPUT), SCALE)
         if symbol is not None:
             order.reverse()

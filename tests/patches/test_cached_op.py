@@ -508,6 +508,18 @@ def test_a_block_that_a_backend_has_fused_says_that_it_stays_in_float32(caplog):
     assert len([record for record in caplog.records if "optimize_for" in record.message]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Cannot decide type")  # MXNet, of any SymbolBlock
+def test_an_input_of_the_user_s_with_the_loss_scale_s_name(on):
+    data, factor = mx.sym.var("data"), mx.sym.var("amp_loss_scale")
+    symbol = mx.sym.FullyConnected(data * factor, mx.sym.var("w"), num_hidden=3, no_bias=True)
+    net = gluon.SymbolBlock(symbol, [data, factor])
+    net.initialize(mx.init.One())
+    net.hybridize()
+    with autograd.record():
+        out = net(nd.ones((2, 4)), nd.full((2, 4), 3))
+    assert (out.asnumpy() == 12).all()
+
+
 def test_data_of_many_shapes_share_one_graph_at_last(monkeypatch):
     """Each graph of a block with static_alloc holds memory: sequences may have any length."""
     monkeypatch.setattr(cached_op, "_MOST_GRAPHS", 3)
