@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
 
 from ..policy.decision import CASTABLE
+from .edit import Names
 from .graph import CASTS, Graph, Node, Output
-from .graph_copy import Names
 
 __all__ = ["HALVES", "Builder", "Entry", "is_converted", "is_inserted", "reads_as_inserted"]
 

@@ -8,18 +8,16 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import float32_parts
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES
+from .edit import Edit
 from .graph import CASTS, Graph, Node, Output
-from .graph_copy import GraphCopy
 
 __all__ = [
     "cast_offline",
     "count_losses",
-    "of_any_shape",
     "widened",
     "with_copies",
     "with_dtypes",
     "with_single_variables",
-    "without",
     "without_copies",
 ]
 
@@ -59,9 +57,8 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
         for source, _ in node.inputs:
             readers.setdefault(source, []).append(i)
     heads = {node for node, _ in graph.heads}
-    dropped: Dict[int, int] = {}
     cast_variables: Dict[str, str] = {}
-    nodes = list(graph.nodes)
+    nodes, edit = graph.nodes, Edit(graph, {})
 
     def casts(i: int) -> Optional[List[int]]:
         """Return the casts between node i and what reads it in `dtype`; None if not all does."""
@@ -82,10 +79,11 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
     for i, node in enumerate(graph.nodes):
         between = casts(i) if node.is_variable and node.name not in keep else None
         if between is not None:
-            nodes[i] = replace(node, attrs={**node.attrs, "__dtype__": str(DTYPE_CODES[dtype])})
+            edit.change(i, attrs={**node.attrs, "__dtype__": str(DTYPE_CODES[dtype])})
             cast_variables[node.name] = dtype
-            dropped.update(dict.fromkeys(between, i))
-    return without(replace(graph, nodes=nodes), dropped), cast_variables
+            for j in between:
+                edit.alias((j, 0), (i, 0))
+    return edit.applied(), cast_variables
 
 
 def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
@@ -94,16 +92,15 @@ def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
     Behind each stands a cast to what it was, such as a conversion inserts: for the dtypes of
     outputs, until the graph is rewritten.
     """
-    copy = GraphCopy(graph)
+    edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
-        if not node.is_variable or node.name not in names:
-            copy.add_copy(i)
-            continue
-        dtype = DTYPE_NAMES[int(node.attrs["__dtype__"])]
-        variable = copy.add(replace(node, attrs={**node.attrs, "__dtype__": FLOAT32}))
-        cast_node = replace(node, op="amp_cast", name=f"{node.name}_amp_cast_{dtype}")
-        copy.stand_in(i, replace(cast_node, attrs={"dtype": dtype}, inputs=[variable]))
-    return copy.finished()
+        if node.is_variable and node.name in names:
+            dtype = DTYPE_NAMES[int(node.attrs["__dtype__"])]
+            edit.change(i, attrs={**node.attrs, "__dtype__": FLOAT32})
+            name = f"{node.name}_amp_cast_{dtype}"
+            cast_node = Node("amp_cast", name, {"dtype": dtype}, [(i, 0)])
+            edit.alias((i, 0), edit.add_node(cast_node))
+    return edit.applied()
 
 
 def _is_copy(node: Node) -> bool:
@@ -123,64 +120,36 @@ def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
         between = (dtypes.get(variable.name, "float32"), node.attrs.get("dtype"))
         return variable is not node and variable.is_variable and "bfloat16" in between
 
-    casts = {i for i, node in enumerate(graph.nodes) if reads_through_copy(node)}
-    if not casts:
-        return graph
-    copy = GraphCopy(graph)
+    edit = Edit(graph, {})
     made: Dict[int, Output] = {}
     for i, node in enumerate(graph.nodes):
-        inputs = copy.inputs(node)
-        if i in casts:
+        if reads_through_copy(node):
             source = node.inputs[0][0]
-            variable = graph.nodes[source]
             if source not in made:
-                name = copy.new_name(f"{variable.name}{COPY}")
-                made[source] = copy.add(Node("_copy", name, {}, inputs))
-            inputs = [made[source]]
-        copy.add_copy(i, inputs=inputs)
-    return copy.finished()
+                made[source] = edit.add("_copy", f"{graph.nodes[source].name}{COPY}", node.inputs)
+            edit.read(i, 0, made[source])
+    return edit.applied()
 
 
 def without_copies(graph: Graph) -> Graph:
     """Return the graph without what `with_copies` has put into it."""
-    copies = {
-        i: node.inputs[0][0]
-        for i, node in enumerate(graph.nodes)
-        if _is_copy(node) and graph.nodes[node.inputs[0][0]].is_variable
-    }
-    return without(graph, copies) if copies else graph
-
-
-def without(graph: Graph, dropped: Mapping[int, int]) -> Graph:
-    """Return the graph without the nodes `dropped`, each of which maps to what is read instead."""
-    copy = GraphCopy(graph)
-    for i in range(len(graph.nodes)):
-        if i in dropped:
-            copy.read_instead(i, dropped[i])
-        else:
-            copy.add_copy(i)
-    return copy.finished()
+    edit = Edit(graph, {})
+    for i, node in enumerate(graph.nodes):
+        if _is_copy(node) and graph.nodes[node.inputs[0][0]].is_variable:
+            edit.alias((i, 0), node.inputs[0])
+    return edit.applied()
 
 
 def with_single_variables(graph: Graph) -> Graph:
     """Return the graph with one variable where several have a name: they are one parameter."""
+    edit = Edit(graph, {})
     first: Dict[str, int] = {}
-    twins: Dict[int, int] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable and first.setdefault(node.name, i) != i:
-            twins[i] = first[node.name]
-    if not twins:
-        return graph
-    nodes = list(graph.nodes)
-    for i, k in twins.items():
-        nodes[k] = replace(nodes[k], attrs={**nodes[i].attrs, **nodes[k].attrs})
-    return without(replace(graph, nodes=nodes), twins)
-
-
-def of_any_shape(variable: Node) -> Node:
-    """Return a variable without the shape that Gluon records."""
-    attrs = {name: text for name, text in variable.attrs.items() if name != "__shape__"}
-    return replace(variable, attrs=attrs)
+            kept = first[node.name]
+            edit.change(kept, attrs={**node.attrs, **edit.node(kept).attrs})
+            edit.alias((i, 0), (kept, 0))
+    return edit.applied()
 
 
 def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:

@@ -6,20 +6,18 @@ takes longer than the product.
 
 import math
 from dataclasses import replace
-from typing import Callable, Dict, List, Set, Tuple
+from typing import Dict, List, Optional, Set
 
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 
 from ..policy.active import suspended
-from ..policy.policy import Policy
 from ..policy.values import flattens
-from .cast_params import of_any_shape
-from .fold_batchnorm import Params, is_float32, readers_by_name
-from .graph import Graph, Node, Output
-from .graph_copy import GraphCopy
+from .edit import Edit, without_shape
+from .fusible import FusionView
+from .graph import Node, Output
 
-__all__ = ["with_dense_convolutions"]
+__all__ = ["make_dense_convolutions"]
 
 #: Elements of a weight, and its rows and columns. With fewer, turning rows into pixels and back
 #: costs more than is gained.
@@ -38,53 +36,40 @@ _TO_MATRIX = {"shape": "(-3, -3)"}  # and back
 _OF_DENSE = frozenset({"num_hidden", "flatten"})
 
 
-def with_dense_convolutions(
-    graph: Graph, params: Params, policy: Policy, is_kept: Callable[[Node], bool]
-) -> Tuple[Graph, Params]:
-    """Return the graph with convolutions for dense layers with large weights, and its parameters.
+def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
+    """Make convolutions of dense layers with large weights.
 
-    Those stay that `is_kept` in float32, that keep more than one axis of their data, and whose
-    weight others read too. Activations between two of them take the image as it is. In float32,
-    oneDNN's convolution with a sigmoid would make 0 of NaN.
+    A layer stays that is kept in float32, that keeps more than one axis of its data, or whose
+    weight has another consumer. Activations between two of them take the image as it is. In
+    float32, oneDNN's convolution with a sigmoid would make 0 of NaN.
     """
-    given = any(policy.rule(op).given for op in ("Convolution", "FullyConnected"))
-    if "dense_convolution" not in policy.substitutions or given or not policy.lowers:
-        return graph, params
-    layers = {
-        i: name
-        for i, name in _layers(graph, params).items()
-        if not is_kept(graph.nodes[i]) and not is_kept(_convolution(graph.nodes[i]))
-    }
-    values = dict(params)
-    copy = _Copy(graph)
-    for i, node in enumerate(graph.nodes):
-        if i in layers:
-            values[layers[i]] = _with_kernel(params[layers[i]])
-            copy.add_convolution(i, node)
-        elif _is_elementwise(node) and node.inputs[0][0] in copy.images:
-            copy.add_on_image(i, node)
-        elif node.is_variable and node.name in layers.values():
-            copy.add_copy(i, attrs=of_any_shape(node).attrs)
-        else:
-            copy.add_copy(i)
-    return copy.finished(), values
+    given = any(view.policy.rule(op).given for op in ("Convolution", "FullyConnected"))
+    if given or not view.policy.lowers:
+        return
+    made = _Images(view, edit)
+    for i, node in enumerate(view.graph.nodes):
+        name = _weight_of_large(view, node)
+        if name is not None:
+            variable = node.inputs[1][0]
+            edit.params[name] = _with_kernel(view.params[name])
+            edit.change(variable, attrs=without_shape(view.graph.nodes[variable]))
+            made.add_convolution(i, node)
+        elif _is_elementwise(node) and node.inputs[0] in made.images:
+            made.add_on_image(i, node)
+    made.make_matrices()
 
 
-def _layers(graph: Graph, params: Params) -> Dict[int, str]:
-    """Return the dense layers to change, by index, with the names of their weights."""
-    readers = readers_by_name(graph)
-    layers = {}
-    for i, node in enumerate(graph.nodes):
-        if node.op != "FullyConnected" or not flattens(node.attrs):
-            continue
-        variable = graph.nodes[node.inputs[1][0]]
-        weight = params.get(variable.name) if variable.is_variable else None
-        if weight is None or readers[variable.name] > 1:
-            continue
-        large = math.prod(weight.shape) >= _LARGE and min(weight.shape) >= _WIDE
-        if large and is_float32(weight):
-            layers[i] = variable.name
-    return layers
+def _weight_of_large(view: FusionView, node: Node) -> Optional[str]:
+    """Return the name of the weight of a dense layer to change; None for other nodes."""
+    if node.op != "FullyConnected" or not flattens(node.attrs):
+        return None
+    name = view.own_parameter(node, 1)
+    if name is None:
+        return None
+    shape = view.params[name].shape
+    large = math.prod(shape) >= _LARGE and min(shape) >= _WIDE
+    kept = view.stays_float32(node) or view.stays_float32(_convolution(node))
+    return name if large and not kept else None
 
 
 def _convolution(dense: Node) -> Node:
@@ -105,58 +90,45 @@ def _is_elementwise(node: Node) -> bool:
     return node.op in _ELEMENTWISE or (node.op == "LeakyReLU" and kind in _LEAKY)
 
 
-class _Copy(GraphCopy):
-    """A copy in which matrices are images, and matrices again where anything else reads them."""
+class _Images:
+    """Matrices that are images, and matrices again where anything else reads them."""
 
-    def __init__(self, source: Graph) -> None:
-        super().__init__(source)
-        self.images: Dict[int, Output] = {}  #: of nodes of the source
-        self._apart: Set[int] = set()  #: those that nothing has read as a matrix yet
-        self._read: Dict[Output, Output] = {}  #: images of matrices of the source
-
-    def inputs(self, node: Node) -> List[Output]:
-        """Return what a node of the source reads: matrices."""
-        for i, _ in node.inputs:
-            self._make_matrix(i)
-        return super().inputs(node)
+    def __init__(self, view: FusionView, edit: Edit) -> None:
+        self._view, self._edit = view, edit
+        self.images: Dict[Output, Output] = {}  #: outputs of the source that are images
+        self._read: Dict[Output, Output] = {}  # images of matrices of the source
+        self._on_images: Set[int] = set()  # nodes of the source that read an image
 
     def add_convolution(self, i: int, node: Node) -> None:
-        """Append the convolution for a dense layer, node i of the source."""
+        """Put the convolution in the place of a dense layer, node i of the source."""
         data, *parameters = node.inputs
-        read = [self._image(node, data), *super().inputs(node.reading(parameters))]
-        self._add_image(i, _convolution(node).reading(read))
+        self._put(i, _convolution(node), [self._image(node, data), *parameters])
 
     def add_on_image(self, i: int, node: Node) -> None:
-        """Append node i of the source, which reads an image."""
-        self._add_image(i, node.reading([self.images[node.inputs[0][0]]]))
+        """Let node i of the source read an image."""
+        self._put(i, node, [self.images[node.inputs[0]]])
 
-    def finished(self) -> Graph:
-        """Return the copy, its outputs as matrices."""
-        for i, _ in self._source.heads:
-            self._make_matrix(i)
-        return super().finished()
+    def make_matrices(self) -> None:
+        """Turn images into matrices for all that reads one as a matrix."""
+        for output, image in self.images.items():
+            readers = self._view.consumers.get(output, [])
+            if all(i in self._on_images and k == 0 for i, k in readers):
+                continue
+            name = self._view.graph.nodes[output[0]].name
+            matrix = self._edit.add("Reshape", f"{name}_matrix", [image], **_TO_MATRIX)
+            self._edit.alias(output, self._edit.add("transpose", f"{name}_rows", [matrix]))
 
-    def _add_image(self, i: int, node: Node) -> None:
-        self.images[i] = self.add(node)
-        self._apart.add(i)
-
-    def _make_matrix(self, i: int) -> None:
-        if i in self._apart:
-            self._apart.remove(i)
-            name = self._source.nodes[i].name
-            matrix = self._added("Reshape", f"{name}_matrix", self.images[i], **_TO_MATRIX)
-            self.read_through(i, self._added("transpose", f"{name}_rows", matrix))
+    def _put(self, i: int, node: Node, inputs: List[Output]) -> None:
+        self._on_images.add(i)
+        self.images[i, 0] = self._edit.add_node(node.reading(inputs))
+        self._edit.alias((i, 0), self.images[i, 0])
 
     def _image(self, node: Node, data: Output) -> Output:
-        if data[0] in self.images:
-            return self.images[data[0]]
+        if data in self.images:
+            return self.images[data]
         if data not in self._read:
-            [read] = super().inputs(node.reading([data]))
-            rows = self._added("Flatten", f"{node.name}_data_rows", read)
-            columns = self._added("transpose", f"{node.name}_data_columns", rows)
-            image = self._added("Reshape", f"{node.name}_data_image", columns, **_TO_IMAGE)
+            rows = self._edit.add("Flatten", f"{node.name}_data_rows", [data])
+            columns = self._edit.add("transpose", f"{node.name}_data_columns", [rows])
+            image = self._edit.add("Reshape", f"{node.name}_data_image", [columns], **_TO_IMAGE)
             self._read[data] = image
         return self._read[data]
-
-    def _added(self, op: str, name: str, read: Output, **attrs: str) -> Output:
-        return self.add(Node(op, self.new_name(name), attrs, [read]))

@@ -1,17 +1,23 @@
-"""Which models can be fused, and why others can't."""
+"""Which models can be fused, and why others can't; the view that passes of fusion get."""
 
-from typing import Container, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Container, FrozenSet, Iterable, Mapping
 
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened
+from ..policy.decision import decide
 from ..policy.policy import Policy
 from ..policy.values import is_true
+from .edit import View
 from .graph import Graph, Node
+from .shape_rules import choose
+from .usage import Usage
 
-__all__ = ["FUSED", "check_fused", "check_fusible"]
+__all__ = ["FUSED", "FusionView", "check_fused", "check_fusible", "nodes_inside"]
 
 NOT_HERE = (
     "fuse=True is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
@@ -35,6 +41,35 @@ FOUND_FUSED = (
 
 #: oneDNN's fused operators.
 FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
+
+#: What they are made of: a product, and what follows it.
+_PRODUCTS = frozenset({"Convolution", "FullyConnected"})
+
+
+@dataclass(frozen=True)
+class FusionView(View):
+    """A float32 model that is being fused, and the policy that decides what it computes in."""
+
+    policy: Policy
+
+    @cached_property
+    def _kept_by_shape(self) -> FrozenSet[str]:
+        """Return the operators that choices keep in float32, by name: MXNet's pass moves them."""
+        shapes = {name: array.shape for name, array in self.params.items()}
+        choices = choose(self.graph, self.policy, Usage(shapes=shapes, converting=True))
+        return frozenset(self.graph.nodes[i].name for i, _ in choices.kept)
+
+    def stays_float32(self, node: Node) -> bool:
+        """Return whether the policy keeps a product in float32, by class, shape or name."""
+        if node.name in self._kept_by_shape or self.policy.keeps_layer(node.name):
+            return True
+        inputs = ["float32"] * len(node.inputs)
+        return node.op in _PRODUCTS and not decide(node.op, node.attrs, inputs, self.policy).changes
+
+
+def nodes_inside(node: Node) -> Iterable[Node]:
+    """Return the operators that a fused operator was made of."""
+    return (inner for body in node.subgraphs for inner in body.nodes)
 
 
 def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:

@@ -7,7 +7,6 @@ output gets weights of zeros for them. The other channels keep their values: zer
 their sums.
 """
 
-from dataclasses import replace
 from typing import (
     Callable,
     Dict,
@@ -21,17 +20,16 @@ from typing import (
     Tuple,
 )
 
-from ..policy.policy import Policy
 from ..policy.values import flattens
-from .cast_params import of_any_shape
 from .channels import Channels, Runs, elementwise, joined, with_added
+from .edit import Edit, View, without_shape
 from .equivalents import BLOCK, COLOURS
-from .fold_batchnorm import Params, float32_array, is_float32, readers_by_name
+from .fold_batchnorm import float32_array
+from .fusible import FusionView
 from .graph import Graph, Node, Output
-from .graph_copy import GraphCopy
 from .layouts import NORMS
 
-__all__ = ["with_padded_channels"]
+__all__ = ["pad_channels"]
 
 # At most a third more arithmetic: what the slower kernels lose by measurement, without reorders.
 _MOST = 4 / 3
@@ -46,19 +44,19 @@ _REORDERS = frozenset(
 _OF_NORMS = (0.0, 0.0, 0.0, 1.0)
 
 
-def with_padded_channels(graph: Graph, params: Params, policy: Policy) -> Tuple[Graph, Params]:
+def pad_channels(view: FusionView, edit: Edit) -> None:
     """Pad the channels of convolutions to multiples of 16, and the weights that read them.
 
     Outputs of the graph, and operators that reorder axes, read a slice. Where another one can't
     read added channels, the convolutions that they come from stay as they are.
     """
-    rule = policy.rule("Convolution")
-    if "padded_channels" not in policy.substitutions or rule.given or rule.missing is not None:
-        return graph, params
-    plan = _Plan(graph, params)
+    rule = view.policy.rule("Convolution")
+    if rule.given or rule.missing is not None:
+        return
+    plan = _Plan(view)
     while plan.refused:
-        plan = _Plan(graph, params, plan.left | plan.refused)
-    return plan.made()
+        plan = _Plan(view, plan.left | plan.refused)
+    plan.write(edit)
 
 
 Given = Sequence[Optional[Channels]]  #: the channels of a node's inputs, where they are known
@@ -75,55 +73,44 @@ class _Places(NamedTuple):
 class _Plan:
     """Which channels each tensor has, and what of the graph changes for that."""
 
-    def __init__(self, graph: Graph, params: Params, left: FrozenSet[int] = frozenset()) -> None:
-        self.graph, self.params, self.left = graph, params, left
+    def __init__(self, view: View, left: FrozenSet[int] = frozenset()) -> None:
+        self.view, self.graph, self.left = view, view.graph, left
         self.refused: Set[int] = set()  #: convolutions to leave as they are, too
         self._channels: Dict[Output, Channels] = {}
-        self._places: Dict[str, List[_Places]] = {}
+        self._places: Dict[int, List[_Places]] = {}  # by index of the variable
         self._attrs: Dict[int, Dict[str, str]] = {}
         self._cut: Set[Tuple[int, int]] = set()  # inputs that read a slice: (node, position)
-        self._readers = readers_by_name(graph)
-        self._dense = _read_by_dense(graph)
-        read = [output for node in graph.nodes for output in node.inputs] + graph.heads
-        self._statistics_read = {i for i, output in read if output}
-        for i, node in enumerate(graph.nodes):
+        self._dense = _read_by_dense(view.graph)
+        for i, node in enumerate(self.graph.nodes):
             if not node.is_variable:
                 self._visit(i, node)
-        for output in graph.heads:
+        for output in self.graph.heads:
             self._check_cut(output)
 
-    def made(self) -> Tuple[Graph, Params]:
-        """Return the graph and its parameters with the channels that were added."""
-        values = dict(self.params)
-        for name, places in self._places.items():
-            array = values[name].asnumpy()
+    def write(self, edit: Edit) -> None:
+        """Write the channels that are added into the graph and its parameters."""
+        for i, places in self._places.items():
+            variable = self.graph.nodes[i]
+            array = self.view.params[variable.name].asnumpy()
             for axis, runs, fill in places:
                 array = with_added(array, axis, runs, fill)
-            values[name] = float32_array(array)
-        copy = GraphCopy(self.graph)
+            edit.params[variable.name] = float32_array(array)
+            edit.change(i, attrs=without_shape(variable))
+        for i, attrs in self._attrs.items():
+            edit.change(i, attrs={**self.graph.nodes[i].attrs, **attrs})
         slices: Dict[Output, Output] = {}
-        for i, node in enumerate(self.graph.nodes):
-            inputs = copy.inputs(node)
-            for k, output in enumerate(node.inputs):
-                if (i, k) in self._cut:
-                    inputs[k] = self._sliced(copy, slices, output)
-            changed = of_any_shape(node) if node.name in self._places else node
-            attrs = {**changed.attrs, **self._attrs.get(i, {})}
-            copy.add_copy(i, inputs=inputs, attrs=attrs)
-        heads = [
-            self._sliced(copy, slices, output) if self._added(output) else None
-            for output in self.graph.heads
-        ]
-        result = copy.finished()
-        return replace(result, heads=[new or old for new, old in zip(heads, result.heads)]), values
+        for i, k in sorted(self._cut):
+            edit.read(i, k, self._sliced(edit, slices, self.graph.nodes[i].inputs[k]))
+        for place, output in enumerate(self.graph.heads):
+            if self._added(output):
+                edit.give(place, self._sliced(edit, slices, output))
 
-    def _sliced(self, copy: GraphCopy, slices: Dict[Output, Output], output: Output) -> Output:
+    def _sliced(self, edit: Edit, slices: Dict[Output, Output], output: Output) -> Output:
         """Return an output's own channels: one slice for all that read it."""
         if output not in slices:
-            name = copy.new_name(f"{self.graph.nodes[output[0]].name}_channels")
-            attrs = {"axis": "1", "begin": "0", "end": str(self._channels[output].own)}
-            node = Node("slice_axis", name, attrs, [output])
-            slices[output] = copy.add(replace(node, inputs=copy.inputs(node)))
+            name = f"{self.graph.nodes[output[0]].name}_channels"
+            end = str(self._channels[output].own)
+            slices[output] = edit.add("slice_axis", name, [output], axis="1", begin="0", end=end)
         return slices[output]
 
     # ------------------------------------------------------------------ the walk over nodes
@@ -206,7 +193,7 @@ class _Plan:
 
     def _behind_norm(self, i: int, node: Node, given: Given) -> Optional[Channels]:
         data = given[0]
-        changeable = self._weight(node) is not None and i not in self._statistics_read
+        changeable = self._weight(node) is not None and i not in self.view.several_read
         if data is None or node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
             return None
         if data.added:
@@ -232,17 +219,11 @@ class _Plan:
 
     def _weight(self, node: Node) -> Optional[Tuple[int, ...]]:
         """Return the shape of a node's second input, if all but the first may be changed."""
-        names = [self.graph.nodes[i].name for i, _ in node.inputs[1:]]
-        variables = all(self.graph.nodes[i].is_variable for i, _ in node.inputs[1:])
-        own = variables and all(
-            self._readers[name] == 1 and name in self.params and is_float32(self.params[name])
-            for name in names
-        )
-        return self.params[names[0]].shape if own and names else None
+        names = self.view.own_parameters(node)
+        return self.view.params[names[0]].shape if names else None
 
     def _place(self, node: Node, k: int, places: _Places) -> None:
-        name = self.graph.nodes[node.inputs[k][0]].name
-        self._places.setdefault(name, []).append(places)
+        self._places.setdefault(node.inputs[k][0], []).append(places)
 
 
 def _read_by_dense(graph: Graph) -> Set[int]:

@@ -8,8 +8,8 @@ no value and multiplies the gradient by the scale.
 from typing import List, Optional
 
 from ..framework.operators import WRITTEN_BY_USERS, starts_backward
+from .edit import Edit
 from .graph import Graph, Node, Output
-from .graph_copy import GraphCopy
 
 __all__ = ["SCALE_INPUT", "with_scale_input"]
 
@@ -26,15 +26,13 @@ def with_scale_input(graph: Graph) -> Optional[Graph]:
     }
     if not starting:
         return None
-    copy = GraphCopy(graph)
-    scale = copy.add(Node("null", SCALE_INPUT, {"__shape__": "(1,)", "__dtype__": "0"}))
-    for i, node in enumerate(graph.nodes):
-        inputs = copy.inputs(node)
-        if i in starting:
-            for k in _differentiable(graph, node):
-                inputs[k] = _scaled(copy, f"{node.name}{k or ''}", inputs[k], scale)
-        copy.add_copy(i, inputs=inputs)
-    return copy.finished()
+    edit = Edit(graph, {})
+    scale = edit.add_node(Node("null", SCALE_INPUT, {"__shape__": "(1,)", "__dtype__": "0"}))
+    for i in sorted(starting):
+        node = graph.nodes[i]
+        for k in _differentiable(graph, node):
+            edit.read(i, k, _scaled(edit, f"{node.name}{k or ''}", node.inputs[k], scale))
+    return edit.applied()
 
 
 def _differentiable(graph: Graph, node: Node) -> List[int]:
@@ -46,11 +44,11 @@ def _differentiable(graph: Graph, node: Node) -> List[int]:
     return [k for k, is_label in enumerate(labels) if not is_label]
 
 
-def _scaled(copy: GraphCopy, name: str, data: Output, scale: Output) -> Output:
+def _scaled(edit: Edit, name: str, data: Output, scale: Output) -> Output:
     """Add BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)) for an output x."""
 
     def add(op: str, suffix: str, *inputs: Output) -> Output:
-        return copy.add(Node(op, f"{name}_amp_{suffix}", {}, list(inputs)))
+        return edit.add_node(Node(op, f"{name}_amp_{suffix}", {}, list(inputs)))
 
     sign = add("_contrib_sign_ste", "sign", data)
     zero = add("elemwise_sub", "zero", add("BlockGrad", "block", sign), sign)

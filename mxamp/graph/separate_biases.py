@@ -14,8 +14,8 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.operators import resolve
 from ..framework.zero_gradients import zero_gradients
 from .control_flow import body_inputs, rewrites_bodies
+from .edit import Edit
 from .graph import Graph, Node
-from .graph_copy import GraphCopy
 
 __all__ = ["is_bias_beside_frozen", "with_separate_biases", "without_bias", "weights_beside_biases"]
 
@@ -58,16 +58,15 @@ def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
     bodies = _changed_bodies(graph, trained)
     if not apart and not bodies:
         return graph
-    copy = GraphCopy(graph)
-    for i, node in enumerate(graph.nodes):
-        if i not in apart:
-            copy.add_copy(i, subgraphs=bodies.get(i, node.subgraphs))
-            continue
-        inputs = copy.inputs(node)
-        product = Node(node.op, node.name, without_bias(node.attrs), inputs[:_BIAS])
-        reads = [copy.add(product), inputs[_BIAS]]
-        copy.stand_in(i, Node("_npi_add", copy.new_name(f"{node.name}_with_bias"), {}, reads))
-    return copy.finished()
+    edit = Edit(graph, {})
+    for i, changed in bodies.items():
+        edit.change(i, subgraphs=changed)
+    for i in sorted(apart):
+        node = graph.nodes[i]
+        edit.change(i, attrs=without_bias(node.attrs), inputs=node.inputs[:_BIAS])
+        reads = [(i, 0), node.inputs[_BIAS]]
+        edit.alias((i, 0), edit.add("_npi_add", f"{node.name}_with_bias", reads))
+    return edit.applied()
 
 
 def _changed_bodies(graph: Graph, trained: Sequence[bool]) -> Dict[int, List[Graph]]:

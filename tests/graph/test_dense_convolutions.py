@@ -11,13 +11,15 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import exported, operators_of, randn, values, with_avx512
 from mxamp.graph import dense_convolutions
-from mxamp.graph.dense_convolutions import with_dense_convolutions
-from mxamp.graph.fuse import FUSED
+from mxamp.graph.dense_convolutions import make_dense_convolutions
+from mxamp.graph.fuse import FUSED, FusionPass, rewritten
 from mxamp.graph.graph import Graph
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
 B = amp.Policy.default("bfloat16")
+DENSE = FusionPass(make_dense_convolutions, "dense_convolution")
+LAYERS = B.override(fp32_layers=["kept"])
 S = mx.sym
 X = S.var("data")
 
@@ -80,9 +82,9 @@ def run(symbol, params, data):
     return [out.asnumpy() for out in symbol.bind(mx.cpu(), args).forward()]
 
 
-def changed(symbol, params, policy=B):
+def changed(symbol, params, policy=LAYERS):
     graph = Graph.from_symbol(symbol)
-    graph, new = with_dense_convolutions(graph, params, policy, lambda node: node.name == "kept")
+    graph, new = rewritten(DENSE, graph, params, policy)
     return graph.to_symbol(), new
 
 

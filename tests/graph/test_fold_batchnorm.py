@@ -7,10 +7,14 @@ from mxnet import nd
 
 import mxamp as amp
 from helpers import operators_of, same
-from mxamp.graph.fold_batchnorm import folded, folded_forward
+from mxamp.graph.fold_batchnorm import fold_into_consumers, fold_into_producers
+from mxamp.graph.fuse import FusionPass, fused, rewritten
 from mxamp.graph.graph import Graph
 
 B = amp.Policy.default("bfloat16")
+INTO_PRODUCERS = FusionPass(fold_into_producers)
+INTO_CONSUMERS = FusionPass(fold_into_consumers, "folded_norm")
+FLOAT32 = B.override(low=[], replace_lists=True)
 
 
 def params_of(symbol, shape):
@@ -56,7 +60,7 @@ def test_folding_in_float32_keeps_values(name):
     symbol = FOLDED[name]()
     params, data = params_of(symbol, (2, 4, 8, 8))
     kept = {key: value.copy() for key, value in params.items()}
-    graph, values = folded(Graph.from_symbol(symbol), params, B)
+    graph, values = rewritten(INTO_PRODUCERS, Graph.from_symbol(symbol), params, B)
     new = graph.to_symbol()
     assert "BatchNorm" not in operators_of(new)
     assert set(values) == set(new.list_inputs()) - {"data"}
@@ -92,7 +96,7 @@ LEFT = {
 def test_what_can_not_be_folded_stays(name):
     symbol = LEFT[name]()
     params, _ = params_of(symbol, (2, 4, 8, 8))
-    graph, values = folded(Graph.from_symbol(symbol), params, B)
+    graph, values = rewritten(INTO_PRODUCERS, Graph.from_symbol(symbol), params, B)
     assert operators_of(graph.to_symbol()) == operators_of(symbol)
     assert all(same(values[key], params[key]) for key in values)
 
@@ -107,10 +111,6 @@ def dense(data, **more):
 
 def both(data):
     return conv(data, "a", num_filter=3) + conv(data, "b", num_filter=3, no_bias=True)
-
-
-def everything(_node):
-    return True
 
 
 def returned(data):
@@ -132,6 +132,7 @@ FORWARD = {
     "dense": lambda: dense(norm(X)),
     "dense without bias": lambda: dense(norm(X), no_bias=True),
     "two readers": lambda: both(norm(X)),
+    "one of several outputs": lambda: conv(norm(mx.sym.split(X, num_outputs=2, axis=1)[1])),
 }
 #: And those that stay.
 BEHIND = {
@@ -146,7 +147,6 @@ BEHIND = {
     "another": lambda: norm(norm(X)),
     "statistics": lambda: mx.sym.Group(list(norm(X, output_mean_var=True))),
     "shared": lambda: conv(norm(X), weight=W) + conv(X, "b", weight=W),
-    "one of several outputs": lambda: conv(norm(mx.sym.split(X, num_outputs=2, axis=1)[1])),
 }  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_folding_into_what_reads_it(name):
     symbol = {**FORWARD, **BEHIND}[name]()
     params, data = params_of(symbol, (2, 4, 8, 8))
     kept = {key: value.copy() for key, value in params.items()}
-    graph, values = folded_forward(Graph.from_symbol(symbol), params, B, everything)
+    graph, values = rewritten(INTO_CONSUMERS, Graph.from_symbol(symbol), params, FLOAT32)
     new = graph.to_symbol()
     assert ("BatchNorm" in operators_of(new)) == (name in BEHIND)
     assert set(values) == set(new.list_inputs()) - {"data"}
@@ -167,12 +167,13 @@ def test_folding_into_what_reads_it(name):
 
 
 @pytest.mark.parametrize(
-    "policy", [B.untuned(), B.override(fp32=["BatchNorm"]), B.override(fp32_layers=["batchnorm*"])]
+    "changes",
+    [{"substitutions": []}, {"fp32": ["BatchNorm"]}, {"fp32_layers": ["batchnorm*"]}],
 )
-def test_no_folding_into_what_reads_it(policy):
+def test_no_folding_into_what_reads_it(changes):
     symbol = conv(norm(X, name="batchnorm0"))
     params, _ = params_of(symbol, (2, 4, 8, 8))
-    graph, _ = folded_forward(Graph.from_symbol(symbol), params, policy, everything)
+    graph, _, _ = fused(Graph.from_symbol(symbol), params, FLOAT32.override(**changes))
     assert "BatchNorm" in operators_of(graph.to_symbol())
 
 
@@ -182,14 +183,14 @@ def test_data_far_from_zero_keeps_its_norm(mean, stays):
     params, _ = params_of(symbol, (2, 4, 8, 8))
     params["n_moving_mean"] = nd.full((4,), mean)
     params["n_moving_var"] = nd.ones((4,))
-    graph, _ = folded_forward(Graph.from_symbol(symbol), params, B, everything)
+    graph, _ = rewritten(INTO_CONSUMERS, Graph.from_symbol(symbol), params, FLOAT32)
     assert ("BatchNorm" in operators_of(graph.to_symbol())) == stays
 
 
 def test_a_product_in_bfloat16_reads_what_a_norm_gives():
     symbol = conv(norm(X))
     params, _ = params_of(symbol, (2, 4, 8, 8))
-    graph, _ = folded_forward(Graph.from_symbol(symbol), params, B, lambda _node: False)
+    graph, _ = rewritten(INTO_CONSUMERS, Graph.from_symbol(symbol), params, B)
     assert "BatchNorm" in operators_of(graph.to_symbol())
 
 
@@ -202,7 +203,7 @@ def test_other_languages_write_true_otherwise(true, false):
     free = mx.sym.BatchNorm(conv(fixed, name="second", no_bias=false), fix_gamma=false)
     symbol = dense(mx.sym.relu(dense(free, flatten=true)), name="rows", flatten=false)
     params, data = params_of(symbol, (2, 16, 5, 5))
-    graph, new = folded(Graph.from_symbol(symbol), params, B)
+    graph, new = rewritten(INTO_PRODUCERS, Graph.from_symbol(symbol), params, B)
     made = graph.to_symbol()
     assert "BatchNorm" not in operators_of(made)
     same_values = zip(run(symbol, params, data), run(made, new, data))

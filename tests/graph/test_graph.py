@@ -5,8 +5,8 @@ import json
 import mxnet as mx
 import pytest
 
+from mxamp.graph.edit import Edit
 from mxamp.graph.graph import Graph, Node, infer_outputs, infer_types
-from mxamp.graph.graph_copy import GraphCopy
 from nets import NETS, Control, made
 
 
@@ -71,14 +71,12 @@ def test_inputs_are_in_mxnets_order(name):
 
 def test_a_copy_with_changes():
     graph = Graph.from_symbol(mx.sym.exp(mx.sym.relu(var("x"), name="relu"), name="exp"))
-    copy = GraphCopy(graph)
-    copy.add_copy(0)
-    copy.read_instead(1, 0)
-    copy.add(Node("null", "new"))
-    copy.add_copy(2, op="sin")
-    new = copy.finished()
+    edit = Edit(graph, {})
+    edit.alias((1, 0), (0, 0))
+    edit.change(2, op="broadcast_add", inputs=[(1, 0), edit.add("null", "exp")])
+    new = edit.applied()
     assert [(node.op, node.name, node.inputs) for node in new.nodes] == [
-        ("null", "x", []), ("null", "new", []), ("sin", "exp", [(0, 0)]),
+        ("null", "x", []), ("null", "exp1", []), ("broadcast_add", "exp", [(0, 0), (1, 0)]),
     ]  # fmt: skip
     assert new.heads == [(2, 0)]
     assert [node.op for node in graph.nodes] == ["null", "relu", "exp"]

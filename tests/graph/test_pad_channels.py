@@ -13,8 +13,9 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import check_python, exported, kind, operators_of, randn, same, values, with_avx512
 from mxamp.graph.channels import Channels, joined, with_added
+from mxamp.graph.fuse import FusionPass, rewritten
 from mxamp.graph.graph import Graph
-from mxamp.graph.pad_channels import with_padded_channels
+from mxamp.graph.pad_channels import pad_channels
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -56,7 +57,9 @@ def run(symbol, params, data):
 
 
 def padded(symbol, params, policy=B):
-    graph, new = with_padded_channels(Graph.from_symbol(symbol), params, policy)
+    graph, new = rewritten(
+        FusionPass(pad_channels, "padded_channels"), Graph.from_symbol(symbol), params, policy
+    )
     return graph.to_symbol(), new
 
 

@@ -1,6 +1,5 @@
 """How large gradients are: counted as they are now, or by running a net on data."""
 
-from dataclasses import replace
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
@@ -14,8 +13,8 @@ from mxnet.ndarray.sparse import RowSparseNDArray
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import dtypes_of, flat_view, plain_array
 from ...graph.census import FLOATS, Tensor
+from ...graph.edit import Edit, View
 from ...graph.graph import Graph, Node, Output
-from ...graph.graph_copy import GraphCopy
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...scaling.hook import Stage, TrainerHook
@@ -229,17 +228,13 @@ def _with_taps(
 
     Nodes that others read several outputs of are left as they are.
     """
-    several = {i for node in graph.nodes for i, k in node.inputs if k} | {
-        i for i, k in graph.heads if k
-    }
-    made = GraphCopy(graph)
+    several, edit = View(graph, {}).several_read, Edit(graph, {})
     taps: Dict[str, Tuple[str, Tensor]] = {}
     for i, node in enumerate(graph.nodes):
-        made.add_copy(i)
         if node.is_variable or i in several or tensors[i, 0].dtype not in FLOATS:
             continue
         name = f"_mxamp_tap{len(taps)}"
         taps[name] = node.name, tensors[i, 0]
-        reads = [*made.inputs(replace(node, inputs=[(i, 0)])), made.add(Node("null", name))]
-        made.read_through(i, made.add(Node("elemwise_add", f"{name}_sum", {}, reads)))
-    return made.finished(), taps
+        reads = [(i, 0), edit.add_node(Node("null", name))]
+        edit.alias((i, 0), edit.add("elemwise_add", f"{name}_sum", reads))
+    return edit.applied(), taps

@@ -15,8 +15,8 @@ import numpy as np
 from mxnet import autograd
 
 from ...graph.census import Tensor
+from ...graph.edit import Edit
 from ...graph.graph import Graph, Node, Output
-from ...graph.graph_copy import GraphCopy
 from ...policy.active import suspended
 
 __all__ = ["Seeds", "any_draws", "draws", "drops", "mask_of", "with_masks"]
@@ -113,18 +113,17 @@ def with_masks(graph: Graph, tensors: Mapping[Output, Tensor]) -> Tuple[Graph, D
     All shapes have to be known.
     """
     masks: Dict[str, Any] = {}
-    made = GraphCopy(graph)
+    edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.is_variable or node.operator != "Dropout" or not drops(node.attrs):
-            made.add_copy(i)
             continue
         # By its number among them: two may have one name.
         name = f"_mxamp_mask{len(masks)}"
         data = tensors[node.inputs[0]]
         masks[name] = mask_of(f"{node.name} {len(masks)}", node.attrs, data.shape or ())
-        mask = made.add(Node("null", name))
+        mask = edit.add_node(Node("null", name))
         if data.dtype != "float32":
-            mask = made.add(Node("amp_cast", f"{name}_cast", {"dtype": data.dtype}, [mask]))
-        reads = [*made.inputs(node), mask]
-        made.add_copy(i, op="broadcast_mul", attrs={}, inputs=reads, num_outputs=1)
-    return made.finished(), masks
+            mask = edit.add("amp_cast", f"{name}_cast", [mask], dtype=data.dtype)
+        reads = [*node.inputs, mask]
+        edit.change(i, op="broadcast_mul", attrs={}, inputs=reads, num_outputs=1)
+    return edit.applied(), masks
