@@ -1,28 +1,47 @@
-"""The Symbol-level patch: rewrites graphs when they are bound.
+"""The Symbol-level patch: rewrites graphs when they are bound, and again when they are reshaped.
 
 Only when a symbol is bound are its dtypes and device known. The graphs that users hold and save
-stay the plain ones.
+stay the plain ones. An executor whose graph was rewritten keeps how, since a rewrite may have read
+shapes: for others it is made again.
 """
 
+import ctypes
 import functools
+from dataclasses import replace
 from typing import AbstractSet, Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
 
+import mxnet as mx
+from mxnet.base import _LIB, check_call
 from mxnet.context import Context
+from mxnet.executor import Executor
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
+from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.patching import Patch
+from ..graph.barriers import with_barriers
+from ..graph.choices import Choices
 from ..graph.graph import Graph, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.rewritten_symbol import rewritten_symbol
 from ..graph.separate_biases import with_separate_biases
 from ..graph.shape_rules import choose
-from ..graph.usage import Usage
-from ..policy.active import current_policy
+from ..graph.usage import Shape, Usage
+from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 
 __all__ = ["patches"]
+
+UP_SIZED = (
+    "reshape to {new} needs more memory for {name!r} than its {old}: bind the largest shape first, "
+    "or give allow_up_sizing=True"
+)
+UNSPECIFIED = (
+    "reshape changes the shape of {name!r}, which is not among its arguments, from {old} to {new}: "
+    "give its shape, or partial_shaping=True"
+)
+INCOMPLETE = "reshape can't infer the shapes of all arguments from {given}: give more of them"
 
 
 def patches() -> List[Patch]:
@@ -44,14 +63,21 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy, symbol = _policy_for(ctx), self
-        if policy is not None:
-            usage = _usage_of_arrays(self, args, args_grad, grad_req)
-            frozen = _without_gradients(self, grad_req, args_grad)
-            symbol = _rewritten(self, policy, usage, frozen)
-        executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
-        executor._symbol = self
-        return executor
+        policy = _policy_for(ctx)
+        if policy is None:
+            return original(self, ctx, args, args_grad, grad_req, *rest, **options)
+        names = self.list_arguments()
+        arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
+        frozen = _without_gradients(names, grad_req, args_grad)
+        training = args_grad is not None and len(frozen) < len(names)
+        usage = Usage(
+            dtypes=_named_dtypes(arrays),
+            accumulated=_accumulated(names, grad_req),
+            training=training,
+        )
+        binding = _Binding(self, policy, usage, frozen)
+        symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
+        return binding.bound(original(symbol, ctx, args, args_grad, grad_req, *rest, **options))
 
     return bind
 
@@ -66,21 +92,128 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy, symbol = _policy_for(ctx), self
-        if policy is not None:
-            usage = _usage_of_shapes(self, grad_req, type_dict, options)
-            symbol = _rewritten(self, policy, usage, _without_gradients(self, grad_req))
-            if symbol is not self:
-                # Behind a cast MXNet can't infer an argument's dtype any more. It takes no bfloat16
-                # here, which variables say themselves.
-                named = {name: one for name, one in usage.dtypes.items() if one != "bfloat16"}
-                type_dict = {**named, **(type_dict or {})}
-                options = {**_inferred_shapes(self, usage.shapes), **options}
-        executor = original(symbol, ctx, grad_req, type_dict, *rest, **options)
-        executor._symbol = self
-        return executor
+        policy = _policy_for(ctx)
+        if policy is None:
+            return original(self, ctx, grad_req, type_dict, *rest, **options)
+        names = self.list_arguments()
+        frozen = _without_gradients(names, grad_req)
+        usage = Usage(
+            dtypes=argument_dtypes(self, type_dict),
+            accumulated=_accumulated(names, grad_req),
+            training=len(frozen) < len(names),
+        )
+        binding = _Binding(self, policy, usage, frozen)
+        shapes = {name: options[name] for name in names if name in options}
+        symbol = binding.symbol_for(shapes)
+        if symbol is not self:
+            # Behind a cast MXNet can't infer an argument's dtype any more. It takes no bfloat16
+            # here, which variables say themselves.
+            named = {name: one for name, one in usage.dtypes.items() if one != "bfloat16"}
+            type_dict = {**named, **(type_dict or {})}
+            options = {**_inferred_shapes(self, shapes), **options}
+        return binding.bound(original(symbol, ctx, grad_req, type_dict, *rest, **options))
 
     return simple_bind
+
+
+class _Binding:
+    """How a symbol is rewritten for an executor: for its own shapes, and for those of a reshape."""
+
+    def __init__(
+        self, symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]
+    ) -> None:
+        read = Graph.from_symbol(symbol)
+        warn_of_way(policy)
+        self._symbol, self._usage = symbol, usage
+        self._graph = with_separate_biases(read, frozen) if usage.training else read
+        self._is_plain = self._graph is read
+        self._policy = recognised(policy, self._graph)
+        self._symbols: Dict[Choices, Symbol] = {}
+
+    def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
+        """Return the symbol rewritten for arguments of these shapes; itself if nothing changes."""
+        usage = replace(self._usage, shapes=dict(shapes))
+        choices = choose(self._graph, self._policy, usage)
+        if choices not in self._symbols:
+            self._symbols[choices] = self._rewritten(usage, choices)
+        return self._symbols[choices]
+
+    def _rewritten(self, usage: Usage, choices: Choices) -> Symbol:
+        graph, kind = self._graph, type(self._symbol)
+        rewritten = rewritten_symbol(graph, kind, self._policy, usage, choices)
+        if rewritten is not None:
+            graph = Graph.from_symbol(rewritten)
+        # MXNet fuses what an executor without gradients runs.
+        final = graph if usage.training else with_barriers(graph)[0]
+        if final is not graph:
+            return final.to_symbol(kind)
+        if rewritten is not None:
+            return rewritten
+        return self._symbol if self._is_plain else graph.to_symbol(kind)
+
+    def bound(self, executor: Executor) -> Executor:
+        """Return an executor of a rewritten symbol as one of the user's symbol."""
+        executor._symbol = self._symbol
+        executor.__class__ = _RewrittenExecutor
+        executor._binding = self
+        return executor
+
+
+class _RewrittenExecutor(Executor):  # type: ignore[misc]
+    """An executor of a rewritten graph, also after mixed precision was switched off."""
+
+    _binding: _Binding
+
+    def reshape(
+        self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: Any
+    ) -> Executor:
+        """Return an executor for other shapes, as MXNet's does: its graph is rewritten for them."""
+        given = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
+        names, states = self._symbol.list_arguments(), self._symbol.list_auxiliary_states()
+        shapes, _, state_shapes = self._symbol.infer_shape(**given)
+        if shapes is None:
+            raise ArgumentError(INCOMPLETE.format(given=given))
+        new = dict(zip(names, shapes))
+
+        def fitting(name: str, array: NDArray, shape: Shape) -> NDArray:
+            if array.shape == shape:
+                return array
+            words = {"name": name, "old": array.shape, "new": shape}
+            if name not in given and not partial_shaping:
+                raise ArgumentError(UNSPECIFIED.format(**words))
+            made = mx.nd.empty(shape, self._ctx, array.dtype)
+            if made.size > array.size and not allow_up_sizing:
+                raise ArgumentError(UP_SIZED.format(**words))
+            return made
+
+        arrays = [fitting(name, self.arg_dict[name], new[name]) for name in names]
+        gradients = {
+            name: fitting(name, array, new[name])
+            for name, array in zip(names, self.grad_arrays or ())
+            if array is not None
+        }
+        states_now = [
+            fitting(name, self.aux_dict[name], shape) for name, shape in zip(states, state_shapes)
+        ]
+        with suspended():
+            executor = self._binding.symbol_for(new).bind(
+                self._ctx,
+                arrays,
+                gradients or None,
+                self._grad_req,
+                states_now,
+                group2ctx=self._group2ctx,
+                shared_exec=self,
+            )
+        if self._monitor_callback is not None and self._monitor_all is not None:
+            executor._monitor_callback, executor._monitor_all = (
+                self._monitor_callback,
+                self._monitor_all,
+            )
+            monitor_all = ctypes.c_int(self._monitor_all)
+            set_callback = _LIB.MXExecutorSetMonitorCallbackEX
+            check_call(set_callback(executor.handle, self._monitor_callback, None, monitor_all))
+        return self._binding.bound(executor)
 
 
 def _policy_for(ctx: Any) -> Optional[Policy]:
@@ -89,47 +222,6 @@ def _policy_for(ctx: Any) -> Optional[Policy]:
     if policy is None or not isinstance(ctx, Context):
         return None
     return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
-
-
-def _rewritten(symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]) -> Symbol:
-    """Return a symbol rewritten for how it is bound; itself where there is nothing to do.
-
-    The variables `frozen` get no gradients.
-    """
-    read = Graph.from_symbol(symbol)
-    graph = with_separate_biases(read, frozen) if usage.training else read
-    warn_of_way(policy)
-    policy = recognised(policy, graph)
-    choices = choose(graph, policy, usage)
-    rewritten = rewritten_symbol(graph, type(symbol), policy, usage, choices)
-    if rewritten is None:
-        return symbol if graph is read else graph.to_symbol(type(symbol))
-    return rewritten
-
-
-def _usage_of_arrays(symbol: Symbol, args: Any, args_grad: Any, grad_req: Any) -> Usage:
-    """Return how a symbol is used that is bound to these arrays."""
-    names = symbol.list_arguments()
-    arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
-    return Usage(
-        dtypes=_named_dtypes(arrays),
-        shapes={name: array.shape for name, array in arrays.items()},
-        accumulated=_accumulated(names, grad_req),
-        training=args_grad is not None,
-    )
-
-
-def _usage_of_shapes(
-    symbol: Symbol, grad_req: Any, type_dict: Any, options: Mapping[str, Any]
-) -> Usage:
-    """Return how a symbol is used whose arrays MXNet makes, of the shapes in `options`."""
-    names = symbol.list_arguments()
-    return Usage(
-        dtypes=argument_dtypes(symbol, type_dict),
-        shapes={name: options[name] for name in names if name in options},
-        accumulated=_accumulated(names, grad_req),
-        training=grad_req != "null",
-    )
 
 
 def _inferred_shapes(symbol: Symbol, known: Mapping[str, Any]) -> Dict[str, Any]:
@@ -148,9 +240,8 @@ def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
     return frozenset(name for name, req in _requests(names, grad_req).items() if req == "add")
 
 
-def _without_gradients(symbol: Symbol, grad_req: Any, args_grad: Any = ()) -> FrozenSet[str]:
+def _without_gradients(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> FrozenSet[str]:
     """Return the arguments that get no gradients, where some are given arrays for them or not."""
-    names = symbol.list_arguments()
     requests = _requests(names, grad_req)
     given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
     return frozenset(
