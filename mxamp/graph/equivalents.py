@@ -111,8 +111,9 @@ class Parts:
 
 
 def is_relu6(call: Call) -> bool:
-    """Tell whether a clip is min(max(x, 0), 6)."""
-    return (float(call.attrs["a_min"]), float(call.attrs["a_max"])) == (0, 6)
+    """Return whether a clip is min(max(x, 0), 6) of an array that oneDNN takes."""
+    bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
+    return bounds == (0, 6) and has_elements(call)
 
 
 def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:

@@ -17,7 +17,8 @@ _FEW = 1024
 # The longest sum: MXNet's kernels carry the rounding errors of longer ones along, BLAS does not.
 _LONGEST = 2**16
 
-#: Of NumPy's operators, and what makes no difference.
+#: Operators of `mx.np`, and their attributes that rule a product out unless they have these values.
+_OF_NUMPY = frozenset({"_np_sum", "_npi_mean"})
 _UNSET = {"dtype": "None", "initial": "None", "where": "None"}
 
 
@@ -28,6 +29,8 @@ def is_long_sum(call: Call) -> bool:
         return False
     if any(attrs.get(name, unset) != unset for name, unset in _UNSET.items()):
         return False
+    if call.operator in _OF_NUMPY and attrs.get("axis") == "()":
+        return False  # no axis at all, where the older operators take it for all
     span = _span(attrs, len(shape))
     if span is None or math.prod(shape) < _FEW:
         return False

@@ -17,7 +17,13 @@ from .control_flow import body_inputs, rewrites_bodies
 from .edit import Edit
 from .graph import Graph, Node
 
-__all__ = ["is_bias_beside_frozen", "with_separate_biases", "without_bias", "weights_beside_biases"]
+__all__ = [
+    "is_bias_beside_frozen",
+    "trained_nodes",
+    "with_separate_biases",
+    "without_bias",
+    "weights_beside_biases",
+]
 
 #: A dense layer's inputs, with a bias.
 _DATA, _WEIGHT, _BIAS = range(3)
@@ -47,7 +53,7 @@ def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
     """
     if not any(_has_bias(node) for node in graph.all_nodes):
         return graph
-    trained = _trained(graph, frozen)
+    trained = trained_nodes(graph, frozen)
     apart = {
         i
         for i, node in enumerate(graph.nodes)
@@ -105,14 +111,14 @@ def is_bias_beside_frozen(arrays: Sequence[NDArray]) -> bool:
         computed = Graph.from_symbol(autograd.get_symbol(arrays[_WEIGHT]))
     except MXNetError:
         return True
-    return not any(_trained(computed, frozenset())[i] for i, _ in computed.heads)
+    return not any(trained_nodes(computed, frozenset())[i] for i, _ in computed.heads)
 
 
 def _has_bias(node: Node) -> bool:
     return node.operator == "FullyConnected" and len(node.inputs) > _BIAS
 
 
-def _trained(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
+def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
     """Tell of each node whether gradients go through it to a variable."""
     trained: List[bool] = []
     for node in graph.nodes:

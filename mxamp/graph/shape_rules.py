@@ -16,7 +16,7 @@ from ..policy.sums import terms
 from ..policy.values import flattens
 from . import equivalents, substitutions
 from .choices import NONE, Choices, StandIn
-from .edges import at_the_edge
+from .edges import at_the_edge, feeding_products
 from .equivalents import Shapes
 from .graph import Graph, Node, Output
 from .input_shapes import input_shapes
@@ -57,13 +57,18 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
     kept: Dict[int, str] = {}
     substituted: Dict[int, StandIn] = {}
     views = readers_of_views(graph.nodes, policy, usage) if policy.substitutions else ()
-    outer = at_the_edge(graph) if policy.substitutions and usage.training else ()
+    trains = policy.substitutions and usage.training
+    outer = at_the_edge(graph) if trains else ()
+    inner = feeding_products(graph) if trains else range(len(graph.nodes))
     for i, node in enumerate(graph.nodes):
         found = None
         if not node.is_variable and i not in views:
             found = stand_in(node, policy, usage.training, known.get(i, ()))
-        if found is not None and not (i in outer and substitutions.ALL[found[0]].shares_gradients):
-            substituted[i] = found
+        if found is not None:
+            made = substitutions.ALL[found[0]]
+            shared = made.shares_gradients and i in outer
+            if not shared and (i in inner or not made.multiplies_gradients):
+                substituted[i] = found
     running = [_as_run(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     concats = behind_concats(running) if usage.training else ()
     for i, (name, _) in list(substituted.items()):
@@ -98,8 +103,8 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
         blocked[i, 0] = reason is None and (
             bool(answered) or gives_blocks(replace(site, node=running[i]), rule.op_class, blocked)
         )
-    inner = frozenset((key, body) for key, body in bodies.items() if body != NONE)
-    return Choices(frozenset(kept.items()), frozenset(substituted.items()), inner)
+    chosen = frozenset((key, body) for key, body in bodies.items() if body != NONE)
+    return Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
 
 
 def _as_run(node: Node, substitution: Optional[StandIn]) -> Node:

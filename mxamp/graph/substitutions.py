@@ -35,6 +35,8 @@ class Substitution:
     float32: Tuple[bool, bool] = (False, False)
     #: Those of `operators` where `applies` wants shapes, and which inputs': None for those of all.
     by_shape: Mapping[str, Optional[Tuple[int, ...]]] = field(default_factory=dict)
+    #: Also where the shapes that `applies` wants are not known: all but empty arrays fit.
+    guesses_shapes: bool = False
     #: Its parts hold constants in float32: only for calls in float32.
     constants: bool = False
     #: Only where this operator, by its class, computes in the target dtype.
@@ -44,6 +46,9 @@ class Substitution:
     #: The gradient of its first input comes in blocks of 16 channels, where MXNet's operator has
     #: it in the plain layout: in training not behind a Concat of channels.
     blocks_gradients: bool = False
+    #: Where MXNet's gradient is 0 whatever comes in, it is 0 times that: in training only where an
+    #: infinite gradient has reached the weights anyway.
+    multiplies_gradients: bool = False
     #: Also in inference by a policy that lowers nothing.
     float32_inference: bool = True
     #: The operator that stands in, where it is a single one: layouts of memory depend on it.
@@ -116,6 +121,9 @@ _SUBSTITUTIONS = (
         operators=frozenset({"clip"}),
         build=equivalents.relu6,
         applies=equivalents.is_relu6,
+        by_shape={"clip": (0,)},
+        guesses_shapes=True,
+        multiplies_gradients=True,
     ),
     Substitution(
         name="layer_norm",
@@ -217,7 +225,8 @@ def find(
         return None
     wanted = BY_SHAPE.get(operator, ())
     needed = shapes if wanted is None else [(*shapes, None, None)[k] for k in wanted]
-    if None in needed or (wanted is None and not shapes):
+    guessed = all(one.guesses_shapes for one in offered)
+    if (None in needed and not guessed) or (wanted is None and not shapes):
         return None
     call = Call(operator, attrs, shapes, training)
     fitting = next((one for one in offered if one.applies(call)), None)

@@ -24,8 +24,9 @@ from ..graph.recognise import recognised, warn_of_way
 from ..graph.recurrent import reads_unset_flag
 from ..graph.rewritten_symbol import rewritten_symbol
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
-from ..graph.separate_biases import weights_beside_biases, with_separate_biases
+from ..graph.separate_biases import weights_beside_biases
 from ..graph.shape_rules import choose
+from ..graph.trained_graph import trained_graph
 from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
@@ -211,7 +212,7 @@ class PolicyCachedOp:
         frozen = self._passed_in.union(n for n, p in self._weights if p._grad_req == "null")
         graph = self._trained.get(frozen)
         if graph is None:
-            graph = with_separate_biases(self._scalable or self._graph, frozen)
+            graph = trained_graph(self._scalable or self._graph, frozen)
             self._trained[frozen] = graph
         return graph
 

@@ -25,8 +25,8 @@ from ..graph.choices import Choices
 from ..graph.graph import Graph, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.rewritten_symbol import rewritten_symbol
-from ..graph.separate_biases import with_separate_biases
 from ..graph.shape_rules import choose
+from ..graph.trained_graph import trained_graph
 from ..graph.usage import Shape, Usage
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
@@ -125,7 +125,7 @@ class _Binding:
         read = Graph.from_symbol(symbol)
         warn_of_way(policy)
         self._symbol, self._usage = symbol, usage
-        self._graph = with_separate_biases(read, frozen) if usage.training else read
+        self._graph = trained_graph(read, frozen) if usage.training else read
         self._is_plain = self._graph is read
         self._policy = recognised(policy, self._graph)
         self._symbols: Dict[Choices, Symbol] = {}
