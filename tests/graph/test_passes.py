@@ -1,0 +1,354 @@
+"""Every pass against graphs that are made to mislead it, in every way of running."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from adversary import (
+    BFLOAT16,
+    FLOAT32,
+    WAYS,
+    Pattern,
+    Run,
+    S,
+    compared,
+    converted,
+    executor,
+    fused,
+    hybridized,
+    module,
+    surroundings,
+)
+from mxnet import nd
+
+import mxamp as amp
+from helpers import with_avx512
+from mxamp.graph import dense_convolutions, trained_graph
+from mxamp.graph.edit import Edit
+from mxamp.graph.fuse import PASSES
+from mxamp.graph.substitutions import ALL
+from mxamp.patches import symbolic
+from mxamp.patches.cached_op import PolicyCachedOp
+
+pytestmark = with_avx512
+
+IMAGES = (3, 16, 6, 6)
+LOW = {"policy": BFLOAT16, "tolerance": 0.03}
+
+
+def conv(x, p, name="c", kernel=(3, 3), filters=16, **more):
+    return S.Convolution(
+        x, p(f"{name}_weight"), p(f"{name}_bias"), kernel=kernel, num_filter=filters, name=name, **more
+    )  # fmt: skip
+
+
+def dense(x, p, name="d", units=16, **more):
+    return S.FullyConnected(
+        x, p(f"{name}_weight"), p(f"{name}_bias"), num_hidden=units, name=name, **more
+    )
+
+
+def with_bias_apart(x, p):
+    """What MXNet's eager dense layer leaves out: a bias's gradient beside a frozen weight."""
+    product = S.FullyConnected(
+        x, p("d_weight"), no_bias=True, flatten=False, num_hidden=16, name="d"
+    )
+    return S.broadcast_add(product, p("d_bias", shape=(16,)))
+
+
+def norm(x, p, name="n"):
+    return S.BatchNorm(
+        x, p(f"{name}_gamma"), p(f"{name}_beta"), p(f"{name}_mean"), p(f"{name}_var"),
+        fix_gamma=False, eps=1e-3, name=name,
+    )  # fmt: skip
+
+
+def lstm(x, p):
+    return S.RNN(
+        x, p("parameters"), p("state"), p("cell"), state_size=368, num_layers=1, mode="lstm",
+        state_outputs=False, name="rnn",
+    )  # fmt: skip
+
+
+#: A pattern for each substitution. A new one fails `test_every_pass_has_a_pattern` without it.
+SUBSTITUTED = {
+    "relu": Pattern(lambda x, p: S.relu(x), IMAGES, hides_nan=True),
+    "sigmoid": Pattern(lambda x, p: S.sigmoid(x), IMAGES),
+    "tanh": Pattern(lambda x, p: S.tanh(x), IMAGES),
+    "add": Pattern(lambda x, p: S.broadcast_add(S.cos(x), S.sin(x)), IMAGES, BFLOAT16, tolerance=0.03),
+    "broadcast": Pattern(
+        lambda x, p: S.broadcast_mul(x, p("w", shape=(1, 16, 1, 1))), (3, 16, 32, 32),
+        modes=("training",),
+    ),
+    "relu6": Pattern(lambda x, p: S.clip(x * 8, 0, 6), IMAGES),
+    "layer_norm": Pattern(
+        lambda x, p: S.LayerNorm(x, p("gamma"), p("beta")), (3, 4, 16), modes=("training",)
+    ),
+    "mean": Pattern(lambda x, p: S.mean(x, axis=(2, 3)), IMAGES, keeps_shape=False),
+    "sum": Pattern(lambda x, p: S.sum(x, axis=1, keepdims=True), IMAGES, keeps_shape=False),
+    "global_pool": Pattern(
+        lambda x, p: S.contrib.AdaptiveAvgPooling2D(x, output_size=1), IMAGES, keeps_shape=False
+    ),
+    "pool_in_parts": Pattern(
+        lambda x, p: S.Pooling(x, kernel=(1, 1), global_pool=True, pool_type="avg"), IMAGES,
+        modes=("training",), keeps_shape=False,
+    ),
+    "image_convolution": Pattern(
+        lambda x, p: conv(x, p, pad=(1, 1)), (3, 3, 8, 8), keeps_shape=False, **LOW
+    ),
+    "merged_groups": Pattern(
+        lambda x, p: conv(x, p, pad=(1, 1), num_group=4), IMAGES, spreads=True
+    ),
+    "rnn": Pattern(lstm, (3, 2, 16), modes=("inference",), keeps_shape=False, **LOW),
+    "rnn_params": Pattern(
+        lambda x, p: S._internal._rnn_param_concat(
+            S.reshape(x, shape=(-1,)), p("more", shape=(32,)), dim=0
+        ),
+        (3, 4, 16), keeps_shape=False,
+    ),
+    "split": Pattern(lambda x, p: list(S.split(x, num_outputs=2, axis=-1)), (3, 4, 16), keeps_shape=False),
+}  # fmt: skip
+
+#: A pattern for each pass of fusion, by its function.
+FUSED = {
+    "_drop_idle": Pattern(
+        lambda x, p: S.Dropout(S.identity(S.Dropout(x, p=0.5)), p=0.5), IMAGES
+    ),
+    "_rename_activations": Pattern(lambda x, p: S.relu(conv(x, p, pad=(1, 1))), IMAGES),
+    "fold_into_producers": Pattern(lambda x, p: norm(conv(x, p, pad=(1, 1)), p), IMAGES),
+    "pad_channels": Pattern(
+        lambda x, p: conv(S.relu(conv(x, p, pad=(1, 1), filters=24)), p, "e", (1, 1)), IMAGES
+    ),
+    "_add_fourth_channels": Pattern(
+        lambda x, p: conv(x, p, pad=(1, 1)), (3, 3, 8, 8), keeps_shape=False, **LOW
+    ),
+    "fold_into_consumers": Pattern(
+        lambda x, p: conv(norm(S.sin(x), p), p, "c", (1, 1)), IMAGES, tolerance=1e-4
+    ),
+    "_join_norms_and_relu": Pattern(
+        lambda x, p: S.Pooling(S.relu(norm(x, p)), kernel=(3, 3), pad=(1, 1), pool_type="max"), IMAGES
+    ),
+    "make_dense_convolutions": Pattern(
+        lambda x, p: dense(S.relu(dense(x, p)), p, "e"), (3, 16), **LOW
+    ),
+}  # fmt: skip
+
+#: Passes that make gradients right, and the orders of inputs: no policy switches them off.
+ALWAYS = {
+    "prelu": Pattern(lambda x, p: S.LeakyReLU(x, p("slope"), act_type="prelu"), IMAGES),
+    "bias beside a frozen weight": Pattern(
+        lambda x, p: dense(x, p, flatten=False), (3, 4, 16), plain=with_bias_apart
+    ),
+    "scale input": Pattern(
+        lambda x, p: S.LinearRegressionOutput(x, S.BlockGrad(S.sin(x))),
+        (3, 4, 16),
+        keeps_shape=False,
+    ),
+    "input order": Pattern(lambda x, p: norm(conv(x, p, pad=(1, 1)), p), IMAGES),
+}
+PATTERNS = {**SUBSTITUTED, **ALWAYS}
+
+
+@pytest.fixture
+def small_weights_too(monkeypatch):
+    monkeypatch.setattr(dense_convolutions, "_LARGE", 1)
+    monkeypatch.setattr(dense_convolutions, "_WIDE", 1)
+
+
+def test_every_pass_has_a_pattern():
+    assert set(SUBSTITUTED) == set(ALL)
+    assert set(FUSED) == {one.rewrite.__name__ for one in PASSES}
+
+
+def changed_shapes(pattern):
+    """Return the pattern's shape, a smaller batch, larger images, and the first again."""
+    batch, *rest = pattern.shape
+    larger = [rest[0], *(2 * side for side in rest[1:])] if len(rest) == 3 else rest
+    return [pattern.shape, (batch - 1, *rest), (batch, *larger), pattern.shape]
+
+
+def check(pattern, way, surrounding, *what, **more):
+    graphs = [surroundings(pattern, plain)[surrounding]() for plain in (False, True)]
+    found = compared(way, Run(*graphs, *what, **more), pattern)
+    assert not found, "\n".join(found)
+
+
+def cases(patterns):
+    for name, pattern in patterns.items():
+        for surrounding in surroundings(pattern):
+            yield pytest.param(pattern, surrounding, id=f"{name}, {surrounding}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pattern, surrounding", cases(PATTERNS))
+def test_values_and_gradients_whatever_surrounds_it(pattern, surrounding, way):
+    for mode in pattern.modes:
+        training = mode == "training"
+        check(pattern, WAYS[way], surrounding, changed_shapes(pattern), pattern.policy, training)
+
+
+@pytest.mark.parametrize("way", ["hybridized", "executor"])
+@pytest.mark.parametrize("grad_req", ["add", "null", "one"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_gradients_as_they_are_asked_for(name, grad_req, way):
+    pattern = PATTERNS[name]
+    if "training" not in pattern.modes:
+        pytest.skip("made in inference alone")
+    symbol = surroundings(pattern)["alone"]()
+    params = [name for name in symbol.list_arguments() if name != "data"]
+    if grad_req != "add":
+        grad_req = dict.fromkeys(params[:1] if grad_req == "one" else params, "null")
+    check(pattern, WAYS[way], "alone", [pattern.shape], pattern.policy, True, grad_req)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["data", "head gradient"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_is_not_finite_stays_where_it_is(name, where, poison):
+    pattern = PATTERNS[name]
+    if where == "head gradient" and "training" not in pattern.modes:
+        pytest.skip("made in inference alone")
+    if np.isnan(poison) and pattern.hides_nan:
+        pytest.skip("NaN becomes 0, as in MXNet's own Activation")
+    key = "poison" if where == "data" else "head_poison"
+    training = "training" in pattern.modes
+    what = ("of the input", [pattern.shape], pattern.policy, training)
+    check(pattern, hybridized, *what, **{key: poison})
+
+
+@pytest.mark.parametrize("pattern, surrounding", cases(PATTERNS))
+def test_what_is_converted_answers_as_before(pattern, surrounding):
+    check(pattern, converted, surrounding, changed_shapes(pattern), pattern.policy)
+
+
+@pytest.mark.parametrize("pattern, surrounding", cases({**PATTERNS, **FUSED}))
+@pytest.mark.usefixtures("small_weights_too")
+def test_what_is_fused_answers_as_before(pattern, surrounding):
+    check(pattern, fused, surrounding, changed_shapes(pattern), pattern.policy)
+
+
+# ---------------------------------------------------------------------- NumPy's arrays
+
+#: Operators of `mx.np` that passes change: for arrays without elements, without axes, and of few.
+NUMPY = {
+    "relu": lambda F, x: F.npx.relu(x),
+    "sigmoid": lambda F, x: F.npx.sigmoid(x),
+    "tanh": lambda F, x: F.np.tanh(x),
+    "add": lambda F, x: F.np.sin(x) + F.np.cos(x),
+    "multiply": lambda F, x: F.np.sin(x) * F.np.cos(x),
+    "clip": lambda F, x: F.np.clip(x, 0, 6),
+    "sum": lambda F, x: F.np.sum(x),
+    "sum of no axes": lambda F, x: F.np.sum(x, axis=(), keepdims=True),
+    "mean of no axes": lambda F, x: F.np.mean(x, axis=(), keepdims=True),
+    "sum of a clip": lambda F, x: F.np.sum(F.np.clip(x, 0, 6)),
+}
+SIZES = [(), (0,), (0, 3), (3, 0), (1,), (2, 5), (40, 40)]
+
+
+class OfNumPy(mx.gluon.HybridBlock):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def hybrid_forward(self, F, x):
+        return self.call(mx if F is nd else mx.sym, x)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("policy", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("name", NUMPY)
+def test_arrays_of_numpy_of_any_size(name, shape, policy, training):
+    if name.endswith("of no axes") and 0 in shape:
+        pytest.skip("MXNet fails itself")
+    results = []
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        for hybrid in (False, True):
+            block = OfNumPy(NUMPY[name])
+            if hybrid:
+                block.hybridize()
+            x = mx.np.array(np.asarray(np.random.RandomState(3).randn(*shape), "float32"))
+            x.attach_grad()
+            region = amp.autocast(policy=policy) if hybrid else amp.autocast(enabled=False)
+            with region:
+                with mx.autograd.record(training):
+                    out = block(x)
+                if training:
+                    out.backward()
+            results.append((out.asnumpy(), x.grad.asnumpy()))
+    tolerance = 1e-5 if policy is FLOAT32 else 0.02
+    for theirs, mine in zip(*results):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------------- the checker finds defects
+
+
+def choose_once(monkeypatch):
+    """An executor keeps the symbol of its first shapes when it is reshaped."""
+    original = symbolic._Binding.symbol_for
+
+    def first_symbol(self, shapes):
+        self.first = getattr(self, "first", None) or [original(self, shapes)]
+        return self.first[0]
+
+    monkeypatch.setattr(symbolic._Binding, "symbol_for", first_symbol)
+
+
+def no_barriers(monkeypatch):
+    """MXNet's executors fuse products that have more than one consumer."""
+    monkeypatch.setattr(symbolic, "with_barriers", lambda graph: (graph, set()))
+
+
+def first_outputs(monkeypatch):
+    """A consumer of a node that is left out reads the first output of the node before it."""
+    original = Edit.alias
+    monkeypatch.setattr(
+        Edit, "alias", lambda self, output, other: original(self, output, (other[0], 0))
+    )
+
+
+def own_slopes(monkeypatch):
+    """PReLU's slope is trained by MXNet's own gradient."""
+    monkeypatch.setattr(trained_graph, "_write_out", lambda *_node: None)
+
+
+def one_shape_for_all(monkeypatch):
+    """A cached op keeps what it has chosen for the first shapes."""
+    original = PolicyCachedOp._choices
+
+    def first_choices(self, policy, args, dtypes, graph, training):
+        self.firsts = getattr(self, "firsts", {})
+        if training not in self.firsts:
+            self.firsts[training] = original(self, policy, args, dtypes, graph, training)
+        return self.firsts[training]
+
+    monkeypatch.setattr(PolicyCachedOp, "_choices", first_choices)
+
+
+def halves(x):
+    return S.split(S.concat(x, x * 2, dim=1), num_outputs=2, axis=1)
+
+
+BEHIND_A_SPLIT = FUSED["fold_into_consumers"]._replace(
+    build=lambda x, p: conv(norm(halves(x)[1], p), p, kernel=(1, 1))
+)
+
+
+@pytest.mark.parametrize(
+    "plant, pattern, surrounding, way, training",
+    [
+        (choose_once, SUBSTITUTED["sum"], "alone", executor, True),
+        (choose_once, SUBSTITUTED["mean"], "alone", module, False),
+        (no_barriers, SUBSTITUTED["relu"], "a product and this are heads", executor, False),
+        (first_outputs, BEHIND_A_SPLIT, "alone", fused, False),
+        (own_slopes, ALWAYS["prelu"]._replace(shape=(3, 16)), "between products", hybridized, True),
+        (one_shape_for_all, SUBSTITUTED["sum"], "alone", hybridized, False),
+    ],
+)
+def test_planted_defects_are_found(monkeypatch, plant, pattern, surrounding, way, training):
+    what = (surrounding, changed_shapes(pattern), pattern.policy, training)
+    check(pattern, way, *what)
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, mx.base.MXNetError)):
+        check(pattern, way, *what)
