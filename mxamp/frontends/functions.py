@@ -5,9 +5,12 @@ author says what they want. (`frontends.custom_operators` does so for `mx.operat
 """
 
 import functools
+import itertools
 from typing import Any, Callable, Set, TypeVar
 
+import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, unknown
 from ..framework.arrays import cast
@@ -15,8 +18,10 @@ from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..framework.patching import FrontEnd, Patch
 from ..framework.wording import shown
+from ..patches.autocast import autocast
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
+from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE
 
 __all__ = [
     "float_function",
@@ -32,6 +37,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NO_MODULE = "the first argument must be a module, not {given}"
 
 _MARK = "_amp_registered_as"
+#: Numbers the calls of promote_functions that are traced: what one is given is cast together.
+_calls = itertools.count()
 
 
 def half_function(function: Function) -> Function:
@@ -49,6 +56,9 @@ def half_function(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _makes_nodes((args, kwargs)):
+            args, kwargs = _marked_all((args, kwargs), TARGET_INSIDE)
+            return function(*args, **kwargs)
         policy = current_policy()
         if policy is None:
             return function(*args, **kwargs)
@@ -72,6 +82,10 @@ def float_function(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _makes_nodes((args, kwargs)):
+            args, kwargs = _marked_all((args, kwargs), FLOAT32_INSIDE)
+            with autocast(enabled=False):
+                return function(*args, **kwargs)
         if current_policy() is None:
             return function(*args, **kwargs)
         args, kwargs = _cast_all((args, kwargs), "float32")
@@ -96,6 +110,9 @@ def promote_function(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _makes_nodes((args, kwargs)):
+            args, kwargs = _marked_all((args, kwargs), f"{WIDEST_INSIDE} {next(_calls)}")
+            return function(*args, **kwargs)
         if current_policy() is None:
             return function(*args, **kwargs)
         if len(_dtypes((args, kwargs)) & CASTABLE) > 1:
@@ -152,6 +169,27 @@ def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 def _check_function(function: Any) -> None:
     if not callable(function):
         raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
+
+
+def _makes_nodes(value: Any) -> bool:
+    """Tell whether a symbol is among the arguments: a graph is made, and runs later."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_makes_nodes, value))
+    if isinstance(value, dict):
+        return any(map(_makes_nodes, value.values()))
+    return isinstance(value, Symbol)
+
+
+def _marked_all(value: Any, cast: str) -> Any:
+    """Return symbols as copies that are cast where their graph runs in mixed precision."""
+
+    def marked(one: Any) -> Any:
+        if not isinstance(one, Symbol):
+            return one
+        copy = mx.sym.identity(one.as_nd_ndarray(), attr={CAST: cast})
+        return copy.as_np_ndarray() if isinstance(one, mx.sym.np._Symbol) else copy
+
+    return map_arrays(value, lambda array: array, marked)
 
 
 def _marked(wrap: Callable[[Any], Any], function: Any) -> Any:

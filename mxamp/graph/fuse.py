@@ -14,6 +14,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.versions import has_feature
 from ..policy.decision import decide
 from ..policy.policy import Policy
+from ..policy.regions import policy_in
 from ..policy.values import kernel_axes
 from .cast_params import of_any_shape, without
 from .dense_convolutions import with_dense_convolutions
@@ -132,8 +133,12 @@ def _is_kept(node: Node, kept: AbstractSet[str], policy: Policy) -> bool:
     """Tell whether the fused operator that holds a node stays in float32 for it."""
     if node.name in kept or policy.keeps_layer(node.name):
         return True
-    inputs = ["float32"] * len(node.inputs)
-    return node.op in _PRODUCTS and not decide(node.op, node.attrs, inputs, policy).changes
+    if node.op not in _PRODUCTS:
+        return False
+    inside = policy_in(policy, node.attrs)
+    if inside.target_dtype != policy.target_dtype:
+        return policy.lowers  # oneDNN fuses for one half precision alone
+    return not decide(node.op, node.attrs, ["float32"] * len(node.inputs), inside).changes
 
 
 # ---------------------------------------------------------------------- images
@@ -178,7 +183,8 @@ def _weights_of_images(graph: Graph, params: Params, policy: Policy) -> Dict[int
         weight = params.get(name) if readers.get(name) == 1 else None
         if weight is None or not is_float32(weight):
             continue
-        substitution = stand_in(node, policy, training=False, shapes=(None, weight.shape))
+        inside = policy_in(policy, node.attrs)
+        substitution = stand_in(node, inside, training=False, shapes=(None, weight.shape))
         if substitution is not None and substitution[0] == "image_convolution":
             weights[i] = name
     return weights

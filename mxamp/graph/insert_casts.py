@@ -6,10 +6,11 @@ block that is called twice gives two nodes the same name.
 """
 
 from dataclasses import replace
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
+from ..policy.regions import CAST, CAST_WORDS, WIDEST_INSIDE, policy_in, with_words
 from ..policy.values import is_true
 from . import substitutions
 from .builder import HALVES, Builder, Entry, is_inserted, reads_as_inserted
@@ -34,7 +35,15 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE)
 
     The graph stays as it is. `choices` are what `shape_rules.choose` returns for it.
     """
-    return _Rewriter(graph, policy, usage, choices).run()
+    widened: AbstractSet[str] = frozenset()
+    while True:
+        rewriter = _Rewriter(graph, policy, usage, choices, widened)
+        result = rewriter.run()
+        # What a promote_function is given is known when all of it has been seen.
+        mixed = {cast for cast, dtypes in rewriter.given.items() if len(dtypes) > 1}
+        if mixed <= widened:
+            return result
+        widened = mixed | widened
 
 
 class _Value(NamedTuple):
@@ -45,8 +54,18 @@ class _Value(NamedTuple):
 
 
 class _Rewriter:
-    def __init__(self, graph: Graph, policy: Policy, usage: Usage, choices: Choices) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        policy: Policy,
+        usage: Usage,
+        choices: Choices,
+        widened: AbstractSet[str],
+    ) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
+        self.widened = widened
+        #: The dtypes of what each promote_function is given.
+        self.given: Dict[str, Set[str]] = {}
         self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
         self.body_choices = dict(choices.bodies)
         self.builder = Builder(graph, usage.accumulated)
@@ -112,12 +131,14 @@ class _Rewriter:
 
         `kept` is why a choice keeps it in float32, `original` the node that it stands in for.
         """
-        rule = self.policy.rule(node.operator)
+        policy = policy_in(self.policy, node.attrs, self.usage.off)
+        rule = policy.rule(node.operator)
         op_class = rule.op_class
         entries = [value.entry for value in inputs]
         if op_class == "widest":
-            entries = self._lowered(entries)
-        decision = self._decide(node, entries, kept, original)
+            entries = self.builder.lowered(entries, policy.target_dtype)
+        kept = kept or self._widened(node, entries)
+        decision = self._decide(policy, node, entries, kept, original)
         if op_class == "untouched":
             reads = [self._restored(value) for value in inputs]
         else:
@@ -139,29 +160,39 @@ class _Rewriter:
             Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
             for k, dtype in enumerate(after)
         ]
-        return [_Value(*pair) for pair in zip(self._rounded(node, decision, reads, made), plain)]
+        rounded = self._rounded(policy, node, decision, reads, made)
+        return [_Value(*pair) for pair in zip(rounded, plain)]
+
+    def _widened(self, node: Node, entries: Sequence[Entry]) -> Optional[str]:
+        """Return why a copy of what a promote_function is given is float32, if it is."""
+        cast = node.attrs.get(CAST, "")
+        if not cast.startswith(WIDEST_INSIDE):
+            return None
+        self.given.setdefault(cast, set()).update({entry.dtype for entry in entries} & CASTABLE)
+        return CAST_WORDS[WIDEST_INSIDE] if cast in self.widened else None
 
     def _decide(
         self,
+        policy: Policy,
         node: Node,
         entries: Sequence[Entry],
         kept: Optional[str],
         original: Optional[Node],
     ) -> Decision:
         """Return what is decided for a call, once for all calls that are alike."""
-        layer = (original or node).name if self.policy.fp32_layers else None
+        layer = (original or node).name if policy.fp32_layers else None
         dtypes = [entry.dtype for entry in entries]
-        key = (node.call, *dtypes, layer, kept)
+        key = (node.call, *dtypes, layer, kept, policy)
         decision = self.decided.get(key)
         if decision is None:
-            decision = decide(node.operator, node.attrs, dtypes, self.policy, layer, kept)
-            self.decided[key] = decision
+            decision = decide(node.operator, node.attrs, dtypes, policy, layer, kept)
+            decision = self.decided[key] = with_words(decision, node.attrs, self.policy)
         if original is None:
             return decision
         return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
 
     def _rounded(
-        self, node: Node, decision: Decision, reads: Sequence[Entry], made: List[Entry]
+        self, policy: Policy, node: Node, decision: Decision, reads: Sequence[Entry], made: List[Entry]
     ) -> List[Entry]:
         """Return an operator's outputs in the dtype that its decision rounds them to."""
         if decision.through is not None:
@@ -173,28 +204,9 @@ class _Rewriter:
             ]
         if node.operator == "Cast" and reads[0].dtype in HALVES and made[0].dtype == "float32":
             return [made[0]._replace(source=reads[0])]
-        if self.policy.rule(node.operator).op_class == "untouched":
-            return [self._without_other_half(entry) for entry in made]
+        if policy.rule(node.operator).op_class == "untouched":
+            return [self.builder.without_other_half(entry, policy.target_dtype) for entry in made]
         return made
-
-    def _without_other_half(self, entry: Entry) -> Entry:
-        """Widen what an operator gives in the half precision that this policy is not for.
-
-        A model that was fused for bfloat16 computes in it under float16 too. The policy does not
-        know which operators behind can't.
-        """
-        is_other = entry.dtype in HALVES and entry.dtype != self.policy.target_dtype
-        return self.builder.cast(entry, "float32") if is_other else entry
-
-    def _lowered(self, entries: List[Entry]) -> List[Entry]:
-        """Cast what is float32 by choice to the target dtype, where all others have that."""
-        target = self.policy.target_dtype
-        floats = [entry for entry in entries if entry.dtype in CASTABLE]
-        if not any(e.dtype == target for e in floats):
-            return entries
-        if not all(e.dtype == target or e.by_choice for e in floats):
-            return entries
-        return [self.builder.cast(e, target) if e.by_choice else e for e in entries]
 
     def _read(self, entry: Entry, decision: Decision, position: int) -> Entry:
         """Return the entry that the operator reads as input `position`."""

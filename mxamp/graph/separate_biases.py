@@ -66,7 +66,8 @@ def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
         inputs = copy.inputs(node)
         product = Node(node.op, node.name, without_bias(node.attrs), inputs[:_BIAS])
         reads = [copy.add(product), inputs[_BIAS]]
-        copy.stand_in(i, Node("_npi_add", copy.new_name(f"{node.name}_with_bias"), {}, reads))
+        hidden = {key: value for key, value in node.attrs.items() if key.startswith("__")}
+        copy.stand_in(i, Node("_npi_add", copy.new_name(f"{node.name}_with_bias"), hidden, reads))
     return copy.finished()
 
 

@@ -9,19 +9,18 @@ import logging
 from typing import Any, Callable, Iterable, List, Optional, Sequence, TypeVar
 
 from ..errors import ArgumentError, StateError
-from ..framework import machine
 from ..framework.patching import FrontEnd, Patch, PatchSet
 from ..framework.wording import shown
 from ..framework.worker_process import prepare
-from ..policy import active
+from ..policy import active, regions
 from ..policy.active import FLOAT32, Choice
 from ..policy.auto import chosen_policy
 from ..policy.difference import differing
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
-from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth, is_auto
+from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth
 from ..scaling import clipping, loss_watch
-from . import cached_op, data_loading, eager, functions, horovod, kvstores, optimizers, symbolic
+from . import cached_op, data_loading, eager, functions, horovod, kvstores, marks, optimizers, symbolic
 from .announcements import announce, announce_float32, announce_off
 
 __all__ = ["autocast", "init", "policy_for", "shutdown", "switch_off", "switch_on"]
@@ -48,11 +47,12 @@ class _CastingPatches(PatchSet):
     def __init__(self) -> None:
         super().__init__()
         self._users = 0
+        self._is_held = False
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
-        calls += [*functions.patches(_region), *data_loading.patches()]
+        calls += [*marks.patches(), *functions.patches(_region), *data_loading.patches()]
         calls += [*kvstores.patches(), *horovod.patches()]
         return [*calls, *optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
 
@@ -68,6 +68,13 @@ class _CastingPatches(PatchSet):
             self._users -= 1
             if not self._users:
                 self.close()
+
+    def hold(self, wanted: bool) -> None:
+        """Keep them until `shutdown`, for graphs that ask for mixed precision themselves, or not."""
+        with self._lock:
+            if wanted is not self._is_held:
+                self._is_held = wanted
+                (self.acquire if wanted else self.release)()
 
 
 #: One a process: `init` and every `autocast` region use the same patches.
@@ -189,6 +196,7 @@ def switch_off() -> bool:
     """Do what `shutdown` does, without a log line; False where mixed precision is off."""
     FrontEnd.close_all()
     with _casting._lock:
+        _casting.hold(False)
         before, active.process.policy = active.process.policy, None
         if not before:
             return False
@@ -245,21 +253,21 @@ class autocast:
         else:
             _casting.acquire()
         active.enter_region(policy)
+        regions.enter(regions.Region(self._dtype, self._enabled, self._policy))
         return self
 
     def __exit__(self, *_error: Any) -> None:
         """End it; what was in force before is again."""
-        if active.leave_region() is not FLOAT32:
+        region, policy = regions.leave(), active.leave_region()
+        if policy and region is not None and region.has_nodes and not active.is_enabled():
+            _casting.hold(True)
+        if policy is not FLOAT32:
             _casting.release()
 
     def _choose(self) -> Choice:
         if self._policy is not None:
             return self._policy
-        dtype = machine.fast_dtype() if is_auto(self._dtype) else self._dtype
-        around = active.nearest_policy()
-        if around is not None and dtype in (None, around.target_dtype):
-            return around
-        return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or "float16")
+        return regions.policy_inside(self._dtype, active.nearest_policy())
 
     def __call__(self, function: Function) -> Function:
         """Return `function` with a region around each call of it."""

@@ -22,13 +22,14 @@ from ..graph.control_flow import UNSAFE_LOOPS
 from ..graph.graph import Graph
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.recurrent import reads_unset_flag
-from ..graph.rewritten_symbol import rewritten_symbol
+from ..graph.rewritten_symbol import own_marks, rewritten_symbol
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..graph.separate_biases import weights_beside_biases, with_separate_biases
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
+from ..policy.regions import policy_outside
 from .arranged_op import SCALE, ArrangedOp
 
 __all__ = ["PolicyCachedOp", "Source", "follow", "patches", "unfollow"]
@@ -48,8 +49,11 @@ _STATIC_SHAPE = "static_shape"
 
 
 def patches() -> List[Patch]:
-    """Return the patch that makes hybridized blocks follow the policy in force."""
-    return [Patch(HybridBlock, "_call_cached_op", _build_call)]
+    """Return the patches that make hybridized blocks follow the policy in force."""
+    return [
+        Patch(HybridBlock, "_call_cached_op", _build_call),
+        Patch(HybridBlock, "__setattr__", _build_setattr),
+    ]
 
 
 def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +64,18 @@ def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args)
 
     return _call_cached_op
+
+
+def _build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __setattr__(self: HybridBlock, name: str, value: Any) -> None:
+        original(self, name, value)
+        # A block may enter regions itself, and be called where mixed precision is off.
+        if name == "_cached_op" and isinstance(value, CachedOp):
+            if getattr(self, "_source", None) is None and own_marks(self._cached_graph[1]):
+                follow(self, ())
+
+    return __setattr__
 
 
 class Source(NamedTuple):
@@ -106,6 +122,7 @@ class PolicyCachedOp:
         fused = any(name.startswith(_FUSED_PREFIX) for name in self._graph.operators)
         if source is None and fused and not any(map(is_inserted, self._graph.nodes)):
             logger.warning(FUSED_ALREADY, block.name)
+        self._marks = own_marks(symbol)
         self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
@@ -142,7 +159,9 @@ class PolicyCachedOp:
         return op.symbol, op.run.inputs(args) if isinstance(op.run, ArrangedOp) else args
 
     def _op_for(self, args: Sequence[NDArray]) -> "_Op":
-        policy = self._policy or current_policy()
+        policy, off = self._policy or current_policy(), False
+        if policy is None and self._marks:
+            policy, off = policy_outside(self._marks), True
         if policy is None or not on_device(args[:1], policy.device):
             return self._unchanged
         if policy.evidence is not None and self._policy is None:
@@ -156,12 +175,13 @@ class PolicyCachedOp:
         self._gradients = gradients
         training = autograd.is_recording()
         dtypes, graph = dtypes_of(args), self._graph_for(training)
-        choices = self._choices(policy, args, dtypes, graph, training) if policy.chooses else NONE
+        chooses = policy.chooses or graph.marks
+        choices = self._choices(policy, args, dtypes, graph, training, off) if chooses else NONE
         differs = training and (self._loops or graph is not self._graph)
-        key = (policy, dtypes, added, id(graph), differs, choices)
+        key = (policy, dtypes, added, id(graph), differs, choices, off)
         op = self._ops.get(key)
         if op is None:
-            op = self._build(policy, dtypes, added, graph, differs, choices)
+            op = self._build(policy, dtypes, added, graph, differs, choices, off)
             self._ops[key] = op
         return op
 
@@ -179,13 +199,14 @@ class PolicyCachedOp:
         dtypes: Tuple[str, ...],
         graph: Graph,
         training: bool,
+        off: bool,
     ) -> Choices:
         """Return what shapes choose: looked for once for each set of the data's shapes.
 
         Beyond so many graphs, data of other shapes shares one for any shape: each graph may hold
         memory of its own.
         """
-        alike = (policy, training, id(graph), dtypes)
+        alike = (policy, training, id(graph), dtypes, off)
         key: Tuple[Any, ...] = (*alike, *[args[i].shape for i in self._inputs])
         if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
             key = alike
@@ -193,7 +214,9 @@ class PolicyCachedOp:
         if choices is None:
             looked_at = range(len(args)) if key != alike else [i for i, _ in self._parameters]
             shapes = {self._names[i]: args[i].shape for i in looked_at}
-            usage = Usage(self._given(dtypes), shapes, stored=self._stored, training=training)
+            usage = Usage(
+                self._given(dtypes), shapes, stored=self._stored, training=training, off=off
+            )
             choices = self._chosen[key] = choose(graph, policy, usage)
         return choices
 
@@ -223,6 +246,7 @@ class PolicyCachedOp:
         graph: Graph,
         training: bool,
         choices: Choices,
+        off: bool,
     ) -> "_Op":
         usage = Usage(
             dtypes=self._given(dtypes),
@@ -230,6 +254,7 @@ class PolicyCachedOp:
             accumulated=frozenset(self._names[i] for i in (*self._inputs, *added)),
             stored=self._stored,
             training=training,
+            off=off,
         )
         symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices, reverse=True)
         order = list(range(len(self._names)))

@@ -5,6 +5,7 @@ stay the plain ones.
 """
 
 import functools
+from dataclasses import replace
 from typing import AbstractSet, Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
 
 from mxnet.context import Context
@@ -15,12 +16,13 @@ from ..framework.arrays import dtypes_of
 from ..framework.patching import Patch
 from ..graph.graph import Graph, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
-from ..graph.rewritten_symbol import rewritten_symbol
+from ..graph.rewritten_symbol import own_marks, rewritten_symbol
 from ..graph.separate_biases import with_separate_biases
 from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
+from ..policy.regions import policy_outside
 
 __all__ = ["patches"]
 
@@ -44,7 +46,7 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy, symbol = _policy_for(ctx), self
+        policy, symbol = _policy_for(self, ctx), self
         if policy is not None:
             usage = _usage_of_arrays(self, args, args_grad, grad_req)
             frozen = _without_gradients(self, grad_req, args_grad)
@@ -66,7 +68,7 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy, symbol = _policy_for(ctx), self
+        policy, symbol = _policy_for(self, ctx), self
         if policy is not None:
             usage = _usage_of_shapes(self, grad_req, type_dict, options)
             symbol = _rewritten(self, policy, usage, _without_gradients(self, grad_req))
@@ -83,9 +85,12 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
     return simple_bind
 
 
-def _policy_for(ctx: Any) -> Optional[Policy]:
-    """Return the policy in force, if it is for the kind of device that a symbol is bound to."""
-    policy = current_policy()
+def _policy_for(symbol: Symbol, ctx: Any) -> Optional[Policy]:
+    """Return the policy in force, if it is for the kind of device that a symbol is bound to.
+
+    Where mixed precision is off, it is that of the symbol's own regions.
+    """
+    policy = current_policy() or policy_outside(own_marks(symbol))
     if policy is None or not isinstance(ctx, Context):
         return None
     return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
@@ -100,6 +105,7 @@ def _rewritten(symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet
     graph = with_separate_biases(read, frozen) if usage.training else read
     warn_of_way(policy)
     policy = recognised(policy, graph)
+    usage = replace(usage, off=current_policy() is None)
     choices = choose(graph, policy, usage)
     rewritten = rewritten_symbol(graph, type(symbol), policy, usage, choices)
     if rewritten is None:

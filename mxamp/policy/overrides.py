@@ -14,6 +14,7 @@ __all__ = [
     "checked_layers",
     "checked_substitutions",
     "exactly",
+    "following",
     "in_float32",
     "overridden",
     "without_rules_for_speed",
@@ -82,6 +83,27 @@ def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     )
     result["Custom"] = custom.with_custom_operators(custom.by_op_type)
     return result
+
+
+def following(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
+    """Return rules under which operators compute in what their inputs have, as without mxamp.
+
+    Different float inputs are widened, where MXNet would refuse them.
+    """
+    return {
+        name: rule
+        if rule.op_class == "untouched"
+        else replace(
+            rule,
+            op_class="neutral",
+            reason=reason,
+            conditions=(),
+            by_op_type=(),
+            by_shape=tuple(one for one in rule.by_shape if one.is_detour),
+            given=True,
+        )
+        for name, rule in rules.items()
+    }
 
 
 def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> List[str]:

@@ -1,0 +1,260 @@
+"""Regions in graphs: the precision that a model's own code asks for, as attributes of nodes.
+
+`autocast` inside `hybrid_forward`, or around code that builds a symbol, is in force while nodes are
+made, not while they run. So each node made in a region has a mark, from which the policy that
+decides on the node follows wherever its graph is rewritten. Attributes of this form survive in
+files, and MXNet ignores them.
+"""
+
+import hashlib
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
+
+from ..errors import StateError
+from ..framework import machine
+from .active import FLOAT32, Choice, current_policy, nearest_policy
+from .decision import Decision
+from .overrides import following
+from .policy import Policy, _policies
+from .saving import text_of
+from .targets import AUTO, DEFAULT_TARGET, check_target, is_auto
+
+__all__ = [
+    "CAST",
+    "FLOAT32_INSIDE",
+    "REGION",
+    "TARGET_INSIDE",
+    "WIDEST_INSIDE",
+    "Region",
+    "current_region",
+    "enter",
+    "leave",
+    "lowers",
+    "marks_of",
+    "policies_of",
+    "policy_in",
+    "policy_inside",
+    "policy_outside",
+    "with_words",
+]
+
+#: The region that a node was made in.
+REGION = "__mxamp_region__"
+#: Of a copy of what a function is given: the dtype that the function asks for.
+CAST = "__mxamp_cast__"
+FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE = "float32", "target", "widest"
+
+_OFF, _ON, _POLICY = "off", "on", "policy"
+
+UNKNOWN_POLICY = (
+    "a part of this graph was made under autocast(policy=...), and no policy of that value (for "
+    "{dtype}, fingerprint {number}) is held in this process: save that policy with Policy.save, "
+    "and keep what Policy.load returns in a variable while the graph is used"
+)
+OFF_WORDS = "autocast(enabled=False) in the model's code: runs as without mxamp"
+NOT_HERE_WORDS = "autocast({mark!r}) in the model's code, which is not for this device: no casts"
+ON_WORDS = "autocast({mark}) in the model's code: "
+CAST_WORDS = {
+    FLOAT32_INSIDE: "float_function in the model's code",
+    TARGET_INSIDE: "half_function in the model's code",
+    WIDEST_INSIDE: "promote_function in the model's code",
+}
+
+#: Policies of regions, by fingerprint: the graphs made in them may outlive other references.
+_held: Dict[str, Policy] = {}
+
+
+class Region:
+    """What an `autocast` region asks for, and whether a node has been marked with it."""
+
+    __slots__ = ("_choice", "_dtype", "has_nodes")
+
+    def __init__(self, dtype: Optional[str], enabled: bool, choice: Optional[Choice]) -> None:
+        self._dtype = _OFF if not enabled else dtype or _ON
+        self._choice = choice if enabled else None
+        self.has_nodes = False
+
+    @property
+    def mark(self) -> str:
+        """What nodes made in it are marked with."""
+        if self._choice is FLOAT32:
+            return _OFF
+        return _mark_of_policy(self._choice) if isinstance(self._choice, Policy) else self._dtype
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is `autocast()`: what the code around it is under, or was before it was off."""
+        return self._choice is None and self._dtype == _ON
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is cast in it."""
+        return self._choice is None and self._dtype == _OFF
+
+
+_regions: "ContextVar[Tuple[Optional[Region], ...]]" = ContextVar("mxamp_marks", default=())
+
+
+def enter(region: Optional[Region]) -> None:
+    """Begin to mark the nodes that are made; with None, nodes get no marks."""
+    around = _regions.get()
+    if region is not None and region.is_bare:
+        inside = reversed(around)
+        for one in inside:
+            if one is None:
+                break
+            if not one.is_off:
+                region = one
+                break
+    _regions.set((*around, region))
+
+
+def leave() -> Optional[Region]:
+    """End what `enter` began last; return the region."""
+    *around, innermost = _regions.get()
+    _regions.set(tuple(around))
+    return innermost
+
+
+def current_region() -> Optional[Region]:
+    """Return the region that nodes are made in, None for none."""
+    regions = _regions.get()
+    return regions[-1] if regions else None
+
+
+def _mark_of_policy(policy: Policy) -> str:
+    number = _fingerprint(policy)
+    _held[number] = policy
+    return f"{_POLICY} {policy.target_dtype} {number}"
+
+
+def _fingerprint(policy: Policy) -> str:
+    number: Optional[str] = policy.caches.get("fingerprint")
+    if number is None:
+        text = text_of(policy._as_list()).encode()
+        number = policy.caches["fingerprint"] = hashlib.sha256(text).hexdigest()[:16]
+    return number
+
+
+def _policy_marked(mark: str) -> Policy:
+    _, dtype, number = mark.split()
+    if number not in _held:
+        _held.update((_fingerprint(policy), policy) for policy in list(_policies.values()))
+    if number not in _held:
+        raise StateError(UNKNOWN_POLICY.format(dtype=dtype, number=number))
+    return _held[number]
+
+
+# ---------------------------------------------------------------------- policies of nodes
+
+
+def policy_inside(dtype: Optional[str], around: Optional[Choice]) -> Choice:
+    """Return the policy of `autocast(dtype)` in code that is under `around`."""
+    dtype = machine.fast_dtype() if is_auto(dtype) else dtype
+    if around is not None and dtype in (None, around.target_dtype):
+        return around
+    return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or DEFAULT_TARGET)
+
+
+def policy_in(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Policy:
+    """Return the policy that decides on a node with these attributes, in a graph under `policy`.
+
+    With `off`, mixed precision is off around the graph: nodes without a mark are not cast.
+    """
+    mark, cast = attrs.get(REGION, _OFF if off else None), attrs.get(CAST)
+    if mark is None and cast is None:
+        return policy
+    inside: Dict[Any, Policy] = policy.caches.setdefault("regions", {})
+    key = mark, cast
+    if key not in inside:
+        inside[key] = _policy_in(policy, mark, cast)
+    return inside[key]
+
+
+def _policy_in(policy: Policy, mark: Optional[str], cast: Optional[str]) -> Policy:
+    region = policy if mark is None else _policy_of_mark(policy, mark)
+    if region is None:
+        return policy._changed(rules=following(policy.rules, words_of(mark or _OFF, policy)))
+    if cast == TARGET_INSIDE:
+        region = region.override(low=["_copy"])
+    elif cast == FLOAT32_INSIDE:
+        region = region.override(fp32=["_copy"])
+    # Layers that the graph's user names stay in float32, whatever the model's code says.
+    return region.override(fp32_layers=policy.fp32_layers)
+
+
+def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
+    """Return the policy of the nodes marked so in a graph under `policy`; None for no casts."""
+    if mark in (_OFF, _ON):
+        return policy if mark == _ON else None
+    if mark.startswith(_POLICY):
+        given = _policy_marked(mark)
+        return given if given.device == policy.device else None
+    dtype = machine.fast_dtype(policy.device) if mark == AUTO else check_target(mark)
+    if dtype == policy.target_dtype:
+        return policy
+    if dtype == FLOAT32.target_dtype or (dtype, policy.device) == ("bfloat16", "gpu"):
+        return None
+    return Policy.default(dtype, policy.device)
+
+
+def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
+    """Return what was decided on a node, with the region that it was made in as a reason."""
+    mark, cast = attrs.get(REGION, _OFF), attrs.get(CAST)
+    if cast is not None and decision.changes:
+        return replace(decision, reason=CAST_WORDS[cast.split()[0]])
+    if mark == _OFF or _policy_of_mark(policy, mark) is None:
+        return decision
+    return replace(decision, reason=words_of(mark, policy) + decision.reason)
+
+
+def words_of(mark: str, policy: Policy) -> str:
+    """Return what reasons begin with where a region decides."""
+    if mark == _OFF:
+        return OFF_WORDS
+    if mark.startswith(_POLICY):
+        return ON_WORDS.format(mark="policy=...")
+    if _policy_of_mark(policy, mark) is None:
+        return NOT_HERE_WORDS.format(mark=mark)
+    return ON_WORDS.format(mark="" if mark == _ON else repr(mark))
+
+
+# ---------------------------------------------------------------------- marks of graphs
+
+
+def marks_of(attributes: Iterable[Mapping[str, str]]) -> "frozenset[str]":
+    """Return the regions among the attributes of a graph's nodes."""
+    return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
+
+
+def lowers(mark: str) -> bool:
+    """Return whether a region casts where mixed precision is off around it."""
+    return mark != _OFF
+
+
+def policies_of(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
+    """Yield the policies that decide on the nodes of a graph under `policy` with these marks."""
+    yield policy
+    for mark in marks:
+        yield policy_in(policy, {REGION: mark})
+
+
+def policy_outside(marks: "frozenset[str]") -> Optional[Policy]:
+    """Return the policy of a graph whose regions alone are cast; None where there is none.
+
+    Mixed precision is off where it is called.
+    """
+    lowering = sorted(filter(lowers, marks))
+    if not lowering or current_policy() is not None:
+        return None
+    around = nearest_policy()
+    if isinstance(around, Policy):
+        return around
+    if around is FLOAT32 and set(lowering) <= {_ON, AUTO}:
+        return None
+    first = _ON if _ON in lowering else lowering[0]
+    if first.startswith(_POLICY):
+        return _policy_marked(first)
+    choice = policy_inside(None if first == _ON else first, None)
+    return choice if isinstance(choice, Policy) else None
