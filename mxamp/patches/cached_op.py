@@ -49,11 +49,8 @@ _STATIC_SHAPE = "static_shape"
 
 
 def patches() -> List[Patch]:
-    """Return the patches that make hybridized blocks follow the policy in force."""
-    return [
-        Patch(HybridBlock, "_call_cached_op", _build_call),
-        Patch(HybridBlock, "__setattr__", _build_setattr),
-    ]
+    """Return the patch that makes hybridized blocks follow the policy in force."""
+    return [Patch(HybridBlock, "_call_cached_op", _build_call)]
 
 
 def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,18 +61,6 @@ def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args)
 
     return _call_cached_op
-
-
-def _build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __setattr__(self: HybridBlock, name: str, value: Any) -> None:
-        original(self, name, value)
-        # A block may enter regions itself, and be called where mixed precision is off.
-        if name == "_cached_op" and isinstance(value, CachedOp):
-            if getattr(self, "_source", None) is None and own_marks(self._cached_graph[1]):
-                follow(self, ())
-
-    return __setattr__
 
 
 class Source(NamedTuple):

@@ -9,10 +9,13 @@ import functools
 from typing import Any, Callable, List
 
 from mxnet.gluon.block import HybridBlock
+from mxnet.ndarray import CachedOp
 from mxnet.symbol import register as mx_register
 
 from ..framework.patching import Patch
+from ..graph.rewritten_symbol import own_marks
 from ..policy import regions
+from .cached_op import follow
 
 __all__ = ["patches"]
 
@@ -22,6 +25,7 @@ def patches() -> List[Patch]:
     return [
         Patch(mx_register, "_symbol_creator", _build_creator),
         Patch(HybridBlock, "_get_graph", _build_get_graph),
+        Patch(HybridBlock, "__setattr__", _build_setattr),
     ]
 
 
@@ -49,3 +53,16 @@ def _build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:
             regions.leave()
 
     return _get_graph
+
+
+def _build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __setattr__(self: HybridBlock, name: str, value: Any) -> None:
+        original(self, name, value)
+        # A block whose code enters regions follows them where mixed precision is off around it too:
+        # also in the call that traces it, which has passed the patch of calls before.
+        if name == "_cached_op" and isinstance(value, CachedOp):
+            if getattr(self, "_source", None) is None and own_marks(self._cached_graph[1]):
+                follow(self, ())
+
+    return __setattr__
