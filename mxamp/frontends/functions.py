@@ -14,6 +14,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, unknown
 from ..framework.arrays import cast
+from ..framework.decorating import check_runs_at_once
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..framework.patching import FrontEnd, Patch
@@ -79,6 +80,7 @@ def float_function(function: Function) -> Function:
     Inside, mixed precision is off. Arrays may stand in lists, tuples and dicts.
     """
     _check_function(function)
+    check_runs_at_once(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,8 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE)
     """
     widened: AbstractSet[str] = frozenset()
     while True:
-        rewriter = _Rewriter(graph, policy, usage, choices, widened)
+        rewriter = _Rewriter(graph, policy, usage, choices)
+        rewriter.widened = widened
         result = rewriter.run()
         # What a promote_function is given is known when all of it has been seen.
         mixed = {cast for cast, dtypes in rewriter.given.items() if len(dtypes) > 1}
@@ -54,17 +55,10 @@ class _Value(NamedTuple):
 
 
 class _Rewriter:
-    def __init__(
-        self,
-        graph: Graph,
-        policy: Policy,
-        usage: Usage,
-        choices: Choices,
-        widened: AbstractSet[str],
-    ) -> None:
+    def __init__(self, graph: Graph, policy: Policy, usage: Usage, choices: Choices) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
-        self.widened = widened
-        #: The dtypes of what each promote_function is given.
+        #: The promote_functions whose arguments are widened, and what dtypes each is given.
+        self.widened: AbstractSet[str] = frozenset()
         self.given: Dict[str, Set[str]] = {}
         self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
         self.body_choices = dict(choices.bodies)
@@ -160,7 +154,10 @@ class _Rewriter:
             Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
             for k, dtype in enumerate(after)
         ]
-        rounded = self._rounded(policy, node, decision, reads, made)
+        rounded = self._rounded(node, decision, reads, made)
+        if op_class == "untouched":
+            target = policy.target_dtype
+            rounded = [self.builder.without_other_half(entry, target) for entry in rounded]
         return [_Value(*pair) for pair in zip(rounded, plain)]
 
     def _widened(self, node: Node, entries: Sequence[Entry]) -> Optional[str]:
@@ -186,13 +183,14 @@ class _Rewriter:
         decision = self.decided.get(key)
         if decision is None:
             decision = decide(node.operator, node.attrs, dtypes, policy, layer, kept)
-            decision = self.decided[key] = with_words(decision, node.attrs, self.policy)
+            self.decided[key] = decision
+        decision = with_words(decision, node.attrs, self.policy)
         if original is None:
             return decision
         return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
 
     def _rounded(
-        self, policy: Policy, node: Node, decision: Decision, reads: Sequence[Entry], made: List[Entry]
+        self, node: Node, decision: Decision, reads: Sequence[Entry], made: List[Entry]
     ) -> List[Entry]:
         """Return an operator's outputs in the dtype that its decision rounds them to."""
         if decision.through is not None:
@@ -204,8 +202,6 @@ class _Rewriter:
             ]
         if node.operator == "Cast" and reads[0].dtype in HALVES and made[0].dtype == "float32":
             return [made[0]._replace(source=reads[0])]
-        if policy.rule(node.operator).op_class == "untouched":
-            return [self.builder.without_other_half(entry, policy.target_dtype) for entry in made]
         return made
 
     def _read(self, entry: Entry, decision: Decision, position: int) -> Entry:

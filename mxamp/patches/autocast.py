@@ -6,10 +6,11 @@ patched while either is in force, and are its own again after that.
 
 import functools
 import logging
-from typing import Any, Callable, Iterable, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, Iterable, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
-from ..framework.patching import FrontEnd, Patch, PatchSet
+from ..framework.decorating import check_runs_at_once
+from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..framework.worker_process import prepare
 from ..policy import active, regions
@@ -19,9 +20,8 @@ from ..policy.difference import differing
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth
-from ..scaling import clipping, loss_watch
-from . import cached_op, data_loading, eager, functions, horovod, kvstores, marks, optimizers, symbolic
 from .announcements import announce, announce_float32, announce_off
+from .casting import casting as _casting
 
 __all__ = ["autocast", "init", "policy_for", "shutdown", "switch_off", "switch_on"]
 
@@ -39,46 +39,6 @@ CHOSE_FLOAT32 = (
     "init() with another dtype, or use mxamp.autocast() for a part of the program"
 )
 NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
-
-
-class _CastingPatches(PatchSet):
-    """The patches that any policy needs, in place while somebody needs them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._users = 0
-        self._is_held = False
-
-    def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
-        calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
-        calls += [*marks.patches(), *functions.patches(_region), *data_loading.patches()]
-        calls += [*kvstores.patches(), *horovod.patches()]
-        return [*calls, *optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
-
-    def acquire(self) -> None:
-        """Put them in place for one more user."""
-        with self._lock:
-            self.open()
-            self._users += 1
-
-    def release(self) -> None:
-        """Take them off with the last user."""
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self.close()
-
-    def hold(self, wanted: bool) -> None:
-        """Keep them until `shutdown`, for graphs that ask for mixed precision themselves, or not."""
-        with self._lock:
-            if wanted is not self._is_held:
-                self._is_held = wanted
-                (self.acquire if wanted else self.release)()
-
-
-#: One a process: `init` and every `autocast` region use the same patches.
-_casting = _CastingPatches()
 
 
 def init(
@@ -271,6 +231,7 @@ class autocast:
 
     def __call__(self, function: Function) -> Function:
         """Return `function` with a region around each call of it."""
+        check_runs_at_once(function)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -293,7 +254,3 @@ def policy_for(dtype: Any, policy: Optional[Policy]) -> Policy:
     if chosen is None:
         raise ArgumentError(NO_DTYPE)
     return chosen
-
-
-def _region(policy: Optional[Policy]) -> autocast:
-    return autocast(enabled=policy is not None, policy=policy)

@@ -57,12 +57,12 @@ def _build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def __setattr__(self: HybridBlock, name: str, value: Any) -> None:
+    def __setattr__(self: HybridBlock, name: str, value: Any) -> None:  # noqa: N807
         original(self, name, value)
         # A block whose code enters regions follows them where mixed precision is off around it too:
         # also in the call that traces it, which has passed the patch of calls before.
-        if name == "_cached_op" and isinstance(value, CachedOp):
-            if getattr(self, "_source", None) is None and own_marks(self._cached_graph[1]):
-                follow(self, ())
+        made = name == "_cached_op" and isinstance(value, CachedOp)
+        if made and vars(self).get("_source") is None and own_marks(self._cached_graph[1]):
+            follow(self, ())
 
     return __setattr__

@@ -9,6 +9,7 @@ files, and MXNet ignores them.
 import hashlib
 from contextvars import ContextVar
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
 
 from ..errors import StateError
@@ -84,7 +85,7 @@ class Region:
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is `autocast()`: what the code around it is under, or was before it was off."""
+        """Whether it is `autocast()`: under what the code around it is, or was before `off`."""
         return self._choice is None and self._dtype == _ON
 
     @property
@@ -175,11 +176,13 @@ def policy_in(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Po
 def _policy_in(policy: Policy, mark: Optional[str], cast: Optional[str]) -> Policy:
     region = policy if mark is None else _policy_of_mark(policy, mark)
     if region is None:
-        return policy._changed(rules=following(policy.rules, words_of(mark or _OFF, policy)))
-    if cast == TARGET_INSIDE:
-        region = region.override(low=["_copy"])
-    elif cast == FLOAT32_INSIDE:
-        region = region.override(fp32=["_copy"])
+        rules = following(policy.rules, words_of(mark or _OFF, policy))
+        return policy._changed(rules=MappingProxyType(rules))
+    if cast in (TARGET_INSIDE, FLOAT32_INSIDE):
+        op_class = "low" if cast == TARGET_INSIDE else "fp32"
+        copy = replace(region.rule("_copy"), op_class=op_class, reason=CAST_WORDS[cast], given=True)
+        rules = {**region.rules, "_copy": copy}
+        region = region._changed(rules=MappingProxyType(rules))
     # Layers that the graph's user names stay in float32, whatever the model's code says.
     return region.override(fp32_layers=policy.fp32_layers)
 
@@ -201,9 +204,7 @@ def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
 
 def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
     """Return what was decided on a node, with the region that it was made in as a reason."""
-    mark, cast = attrs.get(REGION, _OFF), attrs.get(CAST)
-    if cast is not None and decision.changes:
-        return replace(decision, reason=CAST_WORDS[cast.split()[0]])
+    mark = attrs.get(REGION, _OFF)
     if mark == _OFF or _policy_of_mark(policy, mark) is None:
         return decision
     return replace(decision, reason=words_of(mark, policy) + decision.reason)

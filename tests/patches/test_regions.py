@@ -4,12 +4,10 @@ import contextlib
 
 import mxnet as mx
 import pytest
-from mxnet import nd
 from mxnet.gluon import SymbolBlock, nn
 
 import mxamp as amp
-from helpers import kind, randn, same, values
-from mxamp.policy.regions import REGION
+from helpers import randn, same, values
 
 ROWS, UNITS = 32, 16
 
