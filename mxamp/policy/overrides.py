@@ -6,6 +6,7 @@ from typing import AbstractSet, Dict, Iterable, List, Mapping, Optional, Sequenc
 from ..errors import ArgumentError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
+from .layers import Layers, layer_patterns
 from .rules import UNLISTED, Condition, Rule
 
 __all__ = [
@@ -13,7 +14,6 @@ __all__ = [
     "Names",
     "checked_layers",
     "checked_substitutions",
-    "exactly",
     "following",
     "in_float32",
     "overridden",
@@ -117,22 +117,10 @@ def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> Lis
     return names
 
 
-def exactly(name: str) -> str:
-    """Return the pattern that only this name of a layer fits.
-
-    >>> exactly("stage[0]_conv*")
-    'stage[[]0]_conv[*]'
-    """
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-
-
-def checked_layers(patterns: Iterable[str]) -> Tuple[str, ...]:
-    """Return names of layers to keep in float32, each once."""
-    listed = () if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
-    layers = tuple(dict.fromkeys(listed))
-    if listed is not patterns or not all(isinstance(one, str) for one in layers):
-        raise ArgumentError(f"fp32_layers must be a list of names, not {shown(patterns)}")
-    return layers
+def checked_layers(given: Layers) -> Tuple[str, ...]:
+    """Return patterns of the layers to keep in float32, each once."""
+    patterns = layer_patterns("fp32_layers", given)
+    return tuple(dict.fromkeys(one for few in patterns for one in few))
 
 
 def _canonical(op_class: str, names: Names) -> List[str]:
