@@ -209,6 +209,8 @@ def _dtypes(value: Any) -> Set[str]:
 
 def _cast_all(value: Any, dtype: str) -> Any:
     def cast_one(array: NDArray) -> NDArray:
-        return cast(array, dtype) if dtype_name(array.dtype) in CASTABLE else array
+        if dtype_name(array.dtype) not in CASTABLE:
+            return array
+        return cast(array, dtype, isinstance(array, mx.np.ndarray))
 
     return map_arrays(value, cast_one, lambda other: other)

@@ -12,14 +12,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
 
-from ..errors import StateError
+from ..errors import ArgumentError, StateError
 from ..framework import machine
 from .active import FLOAT32, Choice, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import following
 from .policy import Policy, _policies
 from .saving import text_of
-from .targets import AUTO, DEFAULT_TARGET, check_target, is_auto
+from .targets import AUTO, DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
 __all__ = [
     "CAST",
@@ -52,6 +52,10 @@ UNKNOWN_POLICY = (
     "a part of this graph was made under autocast(policy=...), and no policy of that value (for "
     "{dtype}, fingerprint {number}) is held in this process: save that policy with Policy.save, "
     "and keep what Policy.load returns in a variable while the graph is used"
+)
+UNKNOWN_MARK = (
+    "a node of the graph has the attribute {attribute}={mark!r}, which this version of mxamp does "
+    "not know: was the graph made with a later one?"
 )
 OFF_WORDS = "autocast(enabled=False) in the model's code: runs as without mxamp"
 NOT_HERE_WORDS = "autocast({mark!r}) in the model's code, which is not for this device: no casts"
@@ -194,7 +198,9 @@ def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
     if mark.startswith(_POLICY):
         given = _policy_marked(mark)
         return given if given.device == policy.device else None
-    dtype = machine.fast_dtype(policy.device) if mark == AUTO else check_target(mark)
+    if mark not in TARGETS_OR_AUTO:
+        raise ArgumentError(UNKNOWN_MARK.format(attribute=REGION, mark=mark))
+    dtype = machine.fast_dtype(policy.device) if mark == AUTO else mark
     if dtype == policy.target_dtype:
         return policy
     if dtype == FLOAT32.target_dtype or (dtype, policy.device) == ("bfloat16", "gpu"):
