@@ -10,7 +10,7 @@ from typing import AbstractSet, Any, Dict, List, NamedTuple, Optional, Sequence,
 
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
-from ..policy.regions import CAST, CAST_WORDS, WIDEST_INSIDE, policy_in, with_words
+from ..policy.regions import CAST, WIDEST_INSIDE, dtype_asked, policy_in, with_words
 from ..policy.values import is_true
 from . import substitutions
 from .builder import HALVES, Builder, Entry, is_inserted, reads_as_inserted
@@ -38,9 +38,7 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE)
     widened: AbstractSet[str] = frozenset()
     while True:
         rewriter = _Rewriter(graph, policy, usage, choices)
-        rewriter.widened = widened
-        result = rewriter.run()
-        # What a promote_function is given is known when all of it has been seen.
+        result = rewriter.run(widened)
         mixed = {cast for cast, dtypes in rewriter.given.items() if len(dtypes) > 1}
         if mixed <= widened:
             return result
@@ -57,9 +55,7 @@ class _Value(NamedTuple):
 class _Rewriter:
     def __init__(self, graph: Graph, policy: Policy, usage: Usage, choices: Choices) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
-        #: The promote_functions whose arguments are widened, and what dtypes each is given.
-        self.widened: AbstractSet[str] = frozenset()
-        self.given: Dict[str, Set[str]] = {}
+        self.given: Dict[str, Set[str]] = {}  #: the dtypes of each promote_function's arguments
         self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
         self.body_choices = dict(choices.bodies)
         self.builder = Builder(graph, usage.accumulated)
@@ -68,7 +64,8 @@ class _Rewriter:
         self.decided: Dict[Tuple[Any, ...], Decision] = {}
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
-    def run(self) -> Rewrite:
+    def run(self, widened: AbstractSet[str]) -> Rewrite:
+        self.widened = widened
         for i, node in enumerate(self.graph.nodes):
             inputs = [self.values[output] for output in node.inputs]
             outputs = self._visit(i, node, inputs)
@@ -100,6 +97,8 @@ class _Rewriter:
             # On CPUs it has no kernel for float16 next to float32; casts of ours say the same.
             narrow = is_true(node.attrs.get("cast_narrow", "False"))
             return self._cast_all(inputs, _common([value.plain for value in inputs], narrow))
+        if CAST in node.attrs:
+            inputs = self._as_asked(node, inputs)
         bodies = self._rewrite_bodies(i, node, inputs)
         return self._operator(node, inputs, self.kept.get(i), bodies=bodies)
 
@@ -107,6 +106,17 @@ class _Rewriter:
         plain = self.usage.dtypes.get(node.name, "float32")
         held = self.policy.target_dtype if node.name in self.usage.stored else plain
         return _Value(Entry((self.builder.add(node), 0), held), plain)
+
+    def _as_asked(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
+        """Return an argument in the dtype that a function of the user's own asks for."""
+        dtype, cast = dtype_asked(self.policy, node.attrs, self.usage.off), node.attrs[CAST]
+        if dtype is not None and cast.startswith(WIDEST_INSIDE):
+            given = self.given.setdefault(cast, set())
+            given.update({value.entry.dtype for value in inputs} & CASTABLE)
+            dtype = dtype if cast in self.widened else None
+        if dtype is None or not _castable(inputs):
+            return inputs
+        return [value._replace(entry=self.builder.cast(value.entry, dtype)) for value in inputs]
 
     def _cast_all(self, values: Sequence[_Value], dtype: str) -> List[_Value]:
         return [_Value(self.builder.cast(value.entry, dtype), dtype) for value in values]
@@ -131,7 +141,6 @@ class _Rewriter:
         entries = [value.entry for value in inputs]
         if op_class == "widest":
             entries = self.builder.lowered(entries, policy.target_dtype)
-        kept = kept or self._widened(node, entries)
         decision = self._decide(policy, node, entries, kept, original)
         if op_class == "untouched":
             reads = [self._restored(value) for value in inputs]
@@ -159,14 +168,6 @@ class _Rewriter:
             target = policy.target_dtype
             rounded = [self.builder.without_other_half(entry, target) for entry in rounded]
         return [_Value(*pair) for pair in zip(rounded, plain)]
-
-    def _widened(self, node: Node, entries: Sequence[Entry]) -> Optional[str]:
-        """Return why a copy of what a promote_function is given is float32, if it is."""
-        cast = node.attrs.get(CAST, "")
-        if not cast.startswith(WIDEST_INSIDE):
-            return None
-        self.given.setdefault(cast, set()).update({entry.dtype for entry in entries} & CASTABLE)
-        return CAST_WORDS[WIDEST_INSIDE] if cast in self.widened else None
 
     def _decide(
         self,

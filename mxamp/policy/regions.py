@@ -10,7 +10,7 @@ import hashlib
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Dict, Iterable, Mapping, Optional, Tuple
 
 from ..errors import ArgumentError, StateError
 from ..framework import machine
@@ -29,6 +29,7 @@ __all__ = [
     "WIDEST_INSIDE",
     "Region",
     "current_region",
+    "dtype_asked",
     "enter",
     "leave",
     "lowers",
@@ -167,28 +168,34 @@ def policy_in(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Po
 
     With `off`, mixed precision is off around the graph: nodes without a mark are not cast.
     """
-    mark, cast = attrs.get(REGION, _OFF if off else None), attrs.get(CAST)
-    if mark is None and cast is None:
+    mark = attrs.get(REGION, _OFF if off else None)
+    if mark is None:
         return policy
-    inside: Dict[Any, Policy] = policy.caches.setdefault("regions", {})
-    key = mark, cast
-    if key not in inside:
-        inside[key] = _policy_in(policy, mark, cast)
-    return inside[key]
+    inside: Dict[str, Policy] = policy.caches.setdefault("regions", {})
+    if mark not in inside:
+        inside[mark] = _policy_in(policy, mark)
+    return inside[mark]
 
 
-def _policy_in(policy: Policy, mark: Optional[str], cast: Optional[str]) -> Policy:
-    region = policy if mark is None else _policy_of_mark(policy, mark)
+def _policy_in(policy: Policy, mark: str) -> Policy:
+    region = _policy_of_mark(policy, mark)
     if region is None:
-        rules = following(policy.rules, words_of(mark or _OFF, policy))
+        rules = following(policy.rules, words_of(mark, policy))
         return policy._changed(rules=MappingProxyType(rules))
-    if cast in (TARGET_INSIDE, FLOAT32_INSIDE):
-        op_class = "low" if cast == TARGET_INSIDE else "fp32"
-        copy = replace(region.rule("_copy"), op_class=op_class, reason=CAST_WORDS[cast], given=True)
-        rules = {**region.rules, "_copy": copy}
-        region = region._changed(rules=MappingProxyType(rules))
     # Layers that the graph's user names stay in float32, whatever the model's code says.
     return region.override(fp32_layers=policy.fp32_layers)
+
+
+def dtype_asked(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Optional[str]:
+    """Return the dtype that a copy of a function's argument is cast to, in a graph under `policy`.
+
+    That is None for other nodes, and where mixed precision is off.
+    """
+    cast, mark = attrs.get(CAST), attrs.get(REGION, _OFF if off else _ON)
+    region = _policy_of_mark(policy, mark) if cast is not None else None
+    if region is None:
+        return None
+    return region.target_dtype if cast == TARGET_INSIDE else "float32"
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
@@ -210,8 +217,12 @@ def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
 
 def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
     """Return what was decided on a node, with the region that it was made in as a reason."""
-    mark = attrs.get(REGION, _OFF)
-    if mark == _OFF or _policy_of_mark(policy, mark) is None:
+    mark, cast = attrs.get(REGION), attrs.get(CAST)
+    if mark == _OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
+        return decision
+    if cast is not None:
+        return replace(decision, reason=CAST_WORDS[cast.split()[0]])
+    if mark is None:
         return decision
     return replace(decision, reason=words_of(mark, policy) + decision.reason)
 
