@@ -172,7 +172,8 @@ class autocast:
     ...     amp.is_enabled()
     True
 
-    Regions nest; `enabled=False` turns mixed precision off inside one. `init` is not needed.
+    Regions nest; `enabled=False` turns mixed precision off inside one. `init` is not needed. Inside
+    `hybrid_forward`, and around code that makes a symbol, regions hold in the graph.
 
     Parameters
     ----------

@@ -16,13 +16,13 @@ from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
 from ..framework.patching import Patch
-from ..graph.builder import is_inserted
+from ..graph.builder import is_converted
 from ..graph.choices import NONE, Choices
 from ..graph.control_flow import UNSAFE_LOOPS
 from ..graph.graph import Graph
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.recurrent import reads_unset_flag
-from ..graph.rewritten_symbol import own_marks, rewritten_symbol
+from ..graph.rewritten_symbol import rewritten_symbol
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..graph.separate_biases import weights_beside_biases, with_separate_biases
 from ..graph.shape_rules import choose
@@ -105,9 +105,9 @@ class PolicyCachedOp:
         self._policy = source.policy if source is not None else None
         self._stored = source.stored if source is not None else frozenset()
         fused = any(name.startswith(_FUSED_PREFIX) for name in self._graph.operators)
-        if source is None and fused and not any(map(is_inserted, self._graph.nodes)):
+        if source is None and fused and not is_converted(self._graph):
             logger.warning(FUSED_ALREADY, block.name)
-        self._marks = own_marks(symbol)
+        self._marks = frozenset() if is_converted(self._graph) else self._graph.marks
         self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]

@@ -15,6 +15,7 @@ from mxnet.symbol import register as mx_register
 from ..framework.patching import Patch
 from ..graph.rewritten_symbol import own_marks
 from ..policy import regions
+from ..policy.active import current_policy
 from .cached_op import follow
 
 __all__ = ["patches"]
@@ -61,7 +62,7 @@ def _build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, name, value)
         # A block whose code enters regions follows them where mixed precision is off around it too:
         # also in the call that traces it, which has passed the patch of calls before.
-        made = name == "_cached_op" and isinstance(value, CachedOp)
+        made = name == "_cached_op" and isinstance(value, CachedOp) and not current_policy()
         if made and vars(self).get("_source") is None and own_marks(self._cached_graph[1]):
             follow(self, ())
 

@@ -59,7 +59,7 @@ UNKNOWN_MARK = (
     "not know: was the graph made with a later one?"
 )
 OFF_WORDS = "autocast(enabled=False) in the model's code: runs as without mxamp"
-NOT_HERE_WORDS = "autocast({mark!r}) in the model's code, which is not for this device: no casts"
+NOT_HERE_WORDS = "autocast({mark}) in the model's code, which is not for this device: no casts"
 ON_WORDS = "autocast({mark}) in the model's code: "
 CAST_WORDS = {
     FLOAT32_INSIDE: "float_function in the model's code",
@@ -231,11 +231,9 @@ def words_of(mark: str, policy: Policy) -> str:
     """Return what reasons begin with where a region decides."""
     if mark == _OFF:
         return OFF_WORDS
-    if mark.startswith(_POLICY):
-        return ON_WORDS.format(mark="policy=...")
-    if _policy_of_mark(policy, mark) is None:
-        return NOT_HERE_WORDS.format(mark=mark)
-    return ON_WORDS.format(mark="" if mark == _ON else repr(mark))
+    given = "policy=..." if mark.startswith(_POLICY) else "" if mark == _ON else repr(mark)
+    words = NOT_HERE_WORDS if _policy_of_mark(policy, mark) is None else ON_WORDS
+    return words.format(mark=given)
 
 
 # ---------------------------------------------------------------------- marks of graphs

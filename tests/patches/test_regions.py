@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 
 import mxnet as mx
 import numpy as np
@@ -46,8 +47,8 @@ class Net(nn.HybridBlock):
 def made(body):
     net = Net(body)
     net.initialize(mx.init.Normal(0.5))
-    for name, param in net.collect_params().items():
-        data = randn(*param.shape, seed=len(name), scale=0.4)
+    for seed, param in enumerate(net.collect_params().values()):
+        data = randn(*param.shape, seed=seed, scale=0.4)
         param.set_data(data.as_np_ndarray() if mx.util.is_np_array() else data)
     return net
 
@@ -534,6 +535,58 @@ def test_regions_for_other_devices():
     plan = amp.explain(made(in_bfloat16), policy=policy, example_inputs=randn(ROWS, UNITS))
     (node,) = plan.filter(operator="exp")
     assert "autocast('bfloat16') in the model's code, which is not for this device" in node.reason
+
+
+def test_mixed_inputs_are_widened_in_graphs():
+    def mixed_inputs(F, layer, x):
+        with off():
+            return layer(x)
+
+    def widened(F, layer, x):
+        with off():
+            return layer(F.cast(x, "float32"))
+
+    x, net, around = randn(ROWS, UNITS), made(mixed_inputs), AROUND["bfloat16"]
+    with around(), pytest.raises(mx.MXNetError):
+        net(x).wait_to_read()
+    assert same(hybridized(net, x, around), eager(made(widened), x, around))
+
+
+def test_a_block_traced_again_in_another_region():
+    x, net = randn(ROWS, UNITS), made(in_off)
+    net.hybridize()
+    with amp.autocast("bfloat16"):
+        net(x)
+    net._body = in_float16
+    net.hybridize()
+    with AROUND["float16"]():
+        assert same(net(x), eager(made(in_float16), x, AROUND["float16"]))
+
+
+def test_symbols_hold_their_regions_until_shutdown():
+    with amp.autocast("bfloat16"):
+        symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=UNITS, name="fc")
+    for wanted in ("bfloat16", "float32"):
+        executor = symbol.simple_bind(mx.cpu(), data=(64, UNITS))
+        with amp.debugging.operator_stats() as stats:
+            executor.forward()
+        assert stats["FullyConnected"] == {wanted: 1}
+        amp.shutdown()
+
+
+def test_threads_have_regions_of_their_own():
+    x, found = randn(ROWS, UNITS), {}
+
+    def run(dtype):
+        found[dtype] = hybridized(made(in_bfloat16), x, AROUND[dtype])
+
+    threads = [threading.Thread(target=run, args=(dtype,)) for dtype in DTYPES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for dtype in DTYPES:
+        assert same(found[dtype], eager(made(in_bfloat16), x, AROUND[dtype]))
 
 
 def test_marks_of_nested_regions():
