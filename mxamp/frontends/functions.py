@@ -174,7 +174,7 @@ def _check_function(function: Any) -> None:
 
 
 def _makes_nodes(value: Any) -> bool:
-    """Tell whether a symbol is among the arguments: a graph is made, and runs later."""
+    """Return whether a symbol is among the arguments: a graph is made, and runs later."""
     if isinstance(value, (list, tuple)):
         return any(map(_makes_nodes, value))
     if isinstance(value, dict):

@@ -7,6 +7,7 @@ files, and MXNet ignores them.
 """
 
 import hashlib
+import os
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
@@ -32,7 +33,6 @@ __all__ = [
     "dtype_asked",
     "enter",
     "leave",
-    "lowers",
     "marks_of",
     "policies_of",
     "policy_in",
@@ -138,8 +138,14 @@ def _mark_of_policy(policy: Policy) -> str:
 def _fingerprint(policy: Policy) -> str:
     number: Optional[str] = policy.caches.get("fingerprint")
     if number is None:
-        text = text_of(policy._as_list()).encode()
-        number = policy.caches["fingerprint"] = hashlib.sha256(text).hexdigest()[:16]
+        try:
+            text = text_of(policy._as_list())
+        except ArgumentError:
+            # A file can't hold it: it is known in this process alone.
+            text = f"{os.getpid()} {id(policy)}"
+        number = policy.caches["fingerprint"] = hashlib.sha256(
+            text.encode(errors="replace")
+        ).hexdigest()[:16]
     return number
 
 
@@ -205,14 +211,19 @@ def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
     if mark.startswith(_POLICY):
         given = _policy_marked(mark)
         return given if given.device == policy.device else None
-    if mark not in TARGETS_OR_AUTO:
-        raise ArgumentError(UNKNOWN_MARK.format(attribute=REGION, mark=mark))
-    dtype = machine.fast_dtype(policy.device) if mark == AUTO else mark
+    dtype = machine.fast_dtype(policy.device) if _known(mark) == AUTO else mark
     if dtype == policy.target_dtype:
         return policy
     if dtype == FLOAT32.target_dtype or (dtype, policy.device) == ("bfloat16", "gpu"):
         return None
     return Policy.default(dtype, policy.device)
+
+
+def _known(mark: str) -> str:
+    """Return the dtype of a region, by its mark."""
+    if mark not in TARGETS_OR_AUTO:
+        raise ArgumentError(UNKNOWN_MARK.format(attribute=REGION, mark=mark))
+    return mark
 
 
 def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
@@ -244,11 +255,6 @@ def marks_of(attributes: Iterable[Mapping[str, str]]) -> "frozenset[str]":
     return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
 
 
-def lowers(mark: str) -> bool:
-    """Return whether a region casts where mixed precision is off around it."""
-    return mark != _OFF
-
-
 def policies_of(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
     """Yield the policies that decide on the nodes of a graph under `policy` with these marks."""
     yield policy
@@ -259,18 +265,18 @@ def policies_of(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
 def policy_outside(marks: "frozenset[str]") -> Optional[Policy]:
     """Return the policy of a graph whose regions alone are cast; None where there is none.
 
-    Mixed precision is off where it is called.
+    Mixed precision is off where the graph runs.
     """
-    lowering = sorted(filter(lowers, marks))
-    if not lowering or current_policy() is not None:
+    if marks <= {_OFF} or current_policy() is not None:
         return None
     around = nearest_policy()
     if isinstance(around, Policy):
         return around
-    if around is FLOAT32 and set(lowering) <= {_ON, AUTO}:
-        return None
-    first = _ON if _ON in lowering else lowering[0]
-    if first.startswith(_POLICY):
-        return _policy_marked(first)
-    choice = policy_inside(None if first == _ON else first, None)
-    return choice if isinstance(choice, Policy) else None
+    # `autocast()` alone is for a dtype that the others don't say.
+    for mark in sorted(marks - {_OFF}, key=lambda one: (one != _ON, one)):
+        if mark.startswith(_POLICY):
+            return _policy_marked(mark)
+        choice = policy_inside(None if mark == _ON else _known(mark), around)
+        if isinstance(choice, Policy):
+            return choice
+    return None

@@ -1,6 +1,7 @@
 """Regions of `autocast` in a model's own code: the same in graphs as in eager calls."""
 
 import contextlib
+import dataclasses
 import gc
 import threading
 
@@ -13,6 +14,7 @@ from mxnet.gluon import SymbolBlock, nn
 import mxamp as amp
 from conftest import DTYPES, assert_unpatched
 from helpers import check_python, randn, same, values, with_avx512
+from mxamp.framework import machine
 from mxamp.framework.patching import patched
 from mxamp.graph.graph import Graph
 from mxamp.policy import regions
@@ -512,6 +514,29 @@ def test_a_policy_of_another_process(tmp_path):
     print(amp.explain(symbol, "bfloat16")["fc"].reason)
     """
     assert "given as fp32" in check_python(code.format(folder=tmp_path))
+
+
+def test_a_policy_that_no_file_holds():
+    policy = dataclasses.replace(untuned("bfloat16"), rules={})
+    with amp.autocast(policy=policy):
+        symbol = mx.sym.exp(mx.sym.var("x"))
+    (node,) = amp.explain(symbol, "float16")
+    assert node.reason.startswith("autocast(policy=...) in the model's code: not in the list")
+
+
+@pytest.mark.parametrize(
+    "marks, wanted",
+    [
+        ({"off"}, None), ({"bfloat16", "off"}, "bfloat16"), ({"float16", "bfloat16", "on"}, "float16"),
+        ({"auto", "bfloat16"}, "bfloat16"), ({"auto"}, None), (set(), None),
+    ],
+)  # fmt: skip
+def test_policies_of_graphs_where_mixed_precision_is_off(marks, wanted, monkeypatch):
+    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    found = regions.policy_outside(frozenset(marks))
+    assert (found and found.target_dtype) == wanted
+    with amp.autocast("float16"):
+        assert regions.policy_outside(frozenset(marks)) is None
 
 
 def test_policies_of_regions_live_as_long_as_their_graphs():
