@@ -1,7 +1,8 @@
 """Switching mixed precision on and off: for the process, or for a region of code.
 
 `init` sets the process's policy, `autocast` one for the code inside it. MXNet's functions are
-patched while either is in force, and are its own again after that.
+patched while either is in force, and are its own again after that; where a graph enters a region
+of its own and mixed precision is off around it, after `shutdown`.
 """
 
 import functools
@@ -145,8 +146,8 @@ def switch_on(wanted: Choice) -> bool:
 def shutdown() -> None:
     """Turn mixed precision off for the process, and put MXNet's own functions back.
 
-    Does nothing if it is off. Blocks stay usable, and compute in float32. Regions of
-    `autocast` that are open stay in force until they end.
+    Does nothing if it is off. Blocks stay usable, and compute in float32, but for regions that
+    their own code enters. Regions of `autocast` that are open stay in force until they end.
     """
     if switch_off():
         announce_off()
