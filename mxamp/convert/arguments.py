@@ -4,7 +4,18 @@ import fnmatch
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, FrozenSet, Iterable, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import mxnet as mx
 import numpy as np
@@ -14,6 +25,7 @@ from ..errors import ArgumentError, UnknownNameError, located, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.graph import Graph, argument_dtypes
+from ..policy.layers import Layers, layer_patterns
 from ..policy.policy import Policy
 from ..policy.targets import check_truth
 
@@ -32,6 +44,8 @@ __all__ = [
 logger = logging.getLogger("mxamp")
 
 LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
+
+NO_OPERATORS = "excluded_sym_names: one of the blocks has no operators, and no children"
 
 SHAPE = "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
 TOO_LARGE = (
@@ -52,7 +66,7 @@ class Conversion:
     """
 
     policy: Policy
-    excluded_sym_names: Names = None
+    excluded_sym_names: Layers = None
     data_names: Names = None
     cast_optional_params: bool = False
     keep_io_types: bool = True
@@ -73,18 +87,22 @@ def as_tuned(
     return bool(cast), way == "fused" if fuse is None else bool(fuse)
 
 
-def checked_policy(policy: Policy, excluded: Names, graph: Graph) -> Policy:
-    """Return the policy with layers of `graph` kept in float32 by name.
+def checked_policy(policy: Policy, excluded: Layers, graph: Graph) -> Policy:
+    """Return the policy with layers of `graph` kept in float32, by names or by blocks.
 
     A policy is for several models: of its own names, those that this one lacks are logged.
     """
-    patterns = names_of("excluded_sym_names", excluded)
     layers = list(_layer_names(graph))
-    for error in _unknown_layers(patterns, layers):
-        raise error
+    kept: List[str] = []
+    for patterns in layer_patterns("excluded_sym_names", excluded):
+        # A block's children may not all be called.
+        unknown_ones = list(_unknown_layers(patterns, layers))
+        if len(unknown_ones) == len(patterns):
+            raise unknown_ones[0] if patterns else ArgumentError(NO_OPERATORS)
+        kept += patterns
     for error in _unknown_layers(policy.fp32_layers, layers):
         logger.warning("fp32_layers of the policy: %s", error)
-    return policy.override(fp32_layers=patterns) if patterns else policy
+    return policy.override(fp32_layers=kept) if kept else policy
 
 
 def known_dtypes(

@@ -8,6 +8,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
+from ..policy.layers import Layers
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
@@ -23,7 +24,7 @@ def convert_bucketing_module(
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Names = None,
+    excluded_sym_names: Layers = None,
     cast_optional_params: bool = False,
     *,
     widest_dtype_ops: Names = None,

@@ -14,9 +14,10 @@ from ..errors import ArgumentError, StateError
 from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
 from ..framework.machine import default_device, dtype_name
 from ..framework.wording import counted, shown
+from ..policy.layers import Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
-from .arguments import Names, as_tuned
+from .arguments import as_tuned
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
 from .pairs import replaced_files
@@ -70,7 +71,7 @@ def convert_files(
     out: Union[str, Path],
     epoch: int = 0,
     target_dtype: Any = DEFAULT_TARGET,
-    excluded_sym_names: Names = None,
+    excluded_sym_names: Layers = None,
     cast_optional_params: Optional[bool] = None,
     *,
     policy: Optional[Policy] = None,

@@ -14,6 +14,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError
 from ..framework.wording import shown
 from ..patches.cached_op import Source
+from ..policy.layers import Layers
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
@@ -30,7 +31,7 @@ def convert_symbol(
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Names = None,
+    excluded_sym_names: Layers = None,
     data_names: Names = None,
     cast_optional_params: bool = False,
     *,
@@ -58,8 +59,9 @@ def convert_symbol(
         each replaces the default list, as in `mxnet.contrib.amp`.
     conditional_fp32_ops : list of (str, str, list of str), optional
         (operator, attribute, values): float32 where the attribute has one of the values.
-    excluded_sym_names : list of str, optional
-        Nodes to keep in float32, by name; * and ? stand for any characters.
+    excluded_sym_names : list of str or Block, optional
+        Layers to keep in float32: names of nodes, where * and ? stand for any characters, or the
+        Gluon blocks that the symbol was made of.
     data_names : list of str, optional
         The inputs that are no parameters. Never cast offline.
     cast_optional_params : bool, default False
@@ -104,7 +106,7 @@ def convert_model(
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Names = None,
+    excluded_sym_names: Layers = None,
     cast_optional_params: Optional[bool] = None,
     *,
     widest_dtype_ops: Names = None,
@@ -162,7 +164,7 @@ def convert_hybrid_block(
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Names = None,
+    excluded_sym_names: Layers = None,
     ctx: Optional[Context] = None,
     cast_optional_params: Optional[bool] = None,
     *,

@@ -23,6 +23,7 @@ from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy, suspended
 from ..policy.evidence import LayerCost
+from ..policy.layers import Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .plan import Cast, NodePlan, OfflineCast, Plan
@@ -38,7 +39,7 @@ def explain(
     target_dtype: Any = None,
     *,
     policy: Optional[Policy] = None,
-    excluded_sym_names: Optional[Iterable[str]] = None,
+    excluded_sym_names: Layers = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
     params: Optional[Mapping[str, NDArray]] = None,
     example_inputs: Examples = None,
@@ -64,9 +65,9 @@ def explain(
         By default mxamp's own for `target_dtype` and this machine's kind of device. Where neither
         is given, the one that is on (`init`, `autocast`) for "inference" and "training"; else that
         for float16, as `convert_*` take it.
-    excluded_sym_names : list of str, optional
-        Layers to keep in float32, by the names that the plan shows; * and ? stand for any
-        characters.
+    excluded_sym_names : list of str or Block, optional
+        Layers to keep in float32: Gluon blocks, or names that the plan shows, where * and ? stand
+        for any characters.
     input_dtypes : dict of str to dtype, optional
         Dtypes of inputs that are not float32 and can't be inferred.
     params : dict of str to NDArray, optional

@@ -5,18 +5,24 @@ author says what they want. (`frontends.custom_operators` does so for `mx.operat
 """
 
 import functools
+import itertools
 from typing import Any, Callable, Set, TypeVar
 
+import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, unknown
 from ..framework.arrays import cast
+from ..framework.decorating import check_runs_at_once
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..framework.patching import FrontEnd, Patch
 from ..framework.wording import shown
+from ..patches.autocast import autocast
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
+from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE
 
 __all__ = [
     "float_function",
@@ -32,6 +38,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NO_MODULE = "the first argument must be a module, not {given}"
 
 _MARK = "_amp_registered_as"
+#: Numbers the calls of promote_functions that are traced: what one is given is cast together.
+_calls = itertools.count()
 
 
 def half_function(function: Function) -> Function:
@@ -49,6 +57,9 @@ def half_function(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _makes_nodes((args, kwargs)):
+            args, kwargs = _marked_all((args, kwargs), TARGET_INSIDE)
+            return function(*args, **kwargs)
         policy = current_policy()
         if policy is None:
             return function(*args, **kwargs)
@@ -69,9 +80,14 @@ def float_function(function: Function) -> Function:
     Inside, mixed precision is off. Arrays may stand in lists, tuples and dicts.
     """
     _check_function(function)
+    check_runs_at_once(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _makes_nodes((args, kwargs)):
+            args, kwargs = _marked_all((args, kwargs), FLOAT32_INSIDE)
+            with autocast(enabled=False):
+                return function(*args, **kwargs)
         if current_policy() is None:
             return function(*args, **kwargs)
         args, kwargs = _cast_all((args, kwargs), "float32")
@@ -96,6 +112,9 @@ def promote_function(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _makes_nodes((args, kwargs)):
+            args, kwargs = _marked_all((args, kwargs), f"{WIDEST_INSIDE} {next(_calls)}")
+            return function(*args, **kwargs)
         if current_policy() is None:
             return function(*args, **kwargs)
         if len(_dtypes((args, kwargs)) & CASTABLE) > 1:
@@ -154,6 +173,27 @@ def _check_function(function: Any) -> None:
         raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
 
 
+def _makes_nodes(value: Any) -> bool:
+    """Return whether a symbol is among the arguments: a graph is made, and runs later."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_makes_nodes, value))
+    if isinstance(value, dict):
+        return any(map(_makes_nodes, value.values()))
+    return isinstance(value, Symbol)
+
+
+def _marked_all(value: Any, cast: str) -> Any:
+    """Return symbols as copies that are cast where their graph runs in mixed precision."""
+
+    def marked(one: Any) -> Any:
+        if not isinstance(one, Symbol):
+            return one
+        copy = mx.sym.identity(one.as_nd_ndarray(), attr={CAST: cast})
+        return copy.as_np_ndarray() if isinstance(one, mx.sym.np._Symbol) else copy
+
+    return map_arrays(value, lambda array: array, marked)
+
+
 def _marked(wrap: Callable[[Any], Any], function: Any) -> Any:
     """Return the function wrapped, and marked: a second registration does nothing."""
     wrapped = wrap(function)
@@ -169,6 +209,8 @@ def _dtypes(value: Any) -> Set[str]:
 
 def _cast_all(value: Any, dtype: str) -> Any:
     def cast_one(array: NDArray) -> NDArray:
-        return cast(array, dtype) if dtype_name(array.dtype) in CASTABLE else array
+        if dtype_name(array.dtype) not in CASTABLE:
+            return array
+        return cast(array, dtype, isinstance(array, mx.np.ndarray))
 
     return map_arrays(value, cast_one, lambda other: other)

@@ -112,6 +112,24 @@ class Builder:
             self.nodes[i] = replace(self.nodes[i], name=name)
         return made
 
+    def lowered(self, entries: List[Entry], target: str) -> List[Entry]:
+        """Cast what is float32 by choice to the target dtype, where all others have that."""
+        floats = [entry for entry in entries if entry.dtype in CASTABLE]
+        if not any(e.dtype == target for e in floats):
+            return entries
+        if not all(e.dtype == target or e.by_choice for e in floats):
+            return entries
+        return [self.cast(e, target) if e.by_choice else e for e in entries]
+
+    def without_other_half(self, entry: Entry, target: str) -> Entry:
+        """Widen what an operator gives in the half precision that its policy is not for.
+
+        A model that was fused for bfloat16 computes in it under float16 too. The policy does not
+        know which operators behind can't.
+        """
+        is_other = entry.dtype in HALVES and entry.dtype != target
+        return self.cast(entry, "float32") if is_other else entry
+
     def copied(self, output: Output) -> Output:
         """Return a copy of an output, made once for all that read one."""
         if output not in self._copies:

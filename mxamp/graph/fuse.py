@@ -11,6 +11,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.versions import has_feature
 from ..policy.policy import Policy
+from ..policy.regions import policy_in
 from ..policy.values import kernel_axes
 from .barriers import with_barriers, without_barriers
 from .dense_convolutions import make_dense_convolutions
@@ -152,7 +153,8 @@ def _weight_of_images(view: FusionView, node: Node) -> Optional[str]:
     if name is None:
         return None
     shapes = (None, view.params[name].shape)
-    substitution = stand_in(node, view.policy, training=False, shapes=shapes)
+    inside = policy_in(view.policy, node.attrs)
+    substitution = stand_in(node, inside, training=False, shapes=shapes)
     return name if substitution is not None and substitution[0] == "image_convolution" else None
 
 

@@ -11,6 +11,7 @@ from ..framework.machine import dtype_name
 from ..framework.wording import shortened
 from ..policy.decision import decide
 from ..policy.policy import Policy
+from ..policy.regions import policy_in
 from ..policy.values import is_true
 from .edit import View
 from .graph import Graph, Node
@@ -63,8 +64,13 @@ class FusionView(View):
         """Return whether the policy keeps a product in float32, by class, shape or name."""
         if node.name in self._kept_by_shape or self.policy.keeps_layer(node.name):
             return True
+        if node.op not in _PRODUCTS:
+            return False
+        inside = policy_in(self.policy, node.attrs)
+        if inside.target_dtype != self.policy.target_dtype:
+            return self.policy.lowers  # oneDNN fuses for one half precision alone
         inputs = ["float32"] * len(node.inputs)
-        return node.op in _PRODUCTS and not decide(node.op, node.attrs, inputs, self.policy).changes
+        return not decide(node.op, node.attrs, inputs, inside).changes
 
 
 def nodes_inside(node: Node) -> Iterable[Node]:

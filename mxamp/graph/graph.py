@@ -9,6 +9,7 @@ import ctypes
 import json
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Type
 
 from mxnet import __version__
@@ -19,6 +20,7 @@ from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
 from ..framework.versions import release
+from ..policy.regions import marks_of
 
 __all__ = [
     "CASTS",
@@ -148,6 +150,11 @@ class Graph:
         """Its nodes, and after them those in the bodies of its loops, in order."""
         inner = [one for node in self.nodes for body in node.subgraphs for one in body.all_nodes]
         return [*self.nodes, *inner]
+
+    @cached_property
+    def marks(self) -> FrozenSet[str]:
+        """The regions that its nodes were made in, and those in the bodies of its loops."""
+        return marks_of(node.attrs for node in self.all_nodes if not node.is_variable)
 
     @property
     def operators(self) -> FrozenSet[str]:

@@ -5,6 +5,7 @@ from typing import Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set
 from mxnet.base import MXNetError
 
 from ..policy.policy import Policy
+from ..policy.regions import policy_in
 from . import substitutions
 from .equivalents import Shapes
 from .graph import Graph, Node, Output, alone
@@ -45,7 +46,7 @@ def _looked_at(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
     """Return the positions of the inputs whose shapes a choice for `node` depends on."""
     rows = not usage.converting  # no choice looks at the shapes of data that are not known yet
     positions: Set[int] = set()
-    for rule in policy.rule(node.operator).by_shape:
+    for rule in policy_in(policy, node.attrs, usage.off).rule(node.operator).by_shape:
         if rule.name == "few_rows" and rows:
             positions |= {0, 1}
         elif rule.name == "long_sums" and rows:

@@ -6,10 +6,11 @@ block that is called twice gives two nodes the same name.
 """
 
 from dataclasses import replace
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
+from ..policy.regions import CAST, WIDEST_INSIDE, dtype_asked, policy_in, with_words
 from ..policy.values import is_true
 from . import substitutions
 from .builder import HALVES, Builder, Entry, is_inserted, reads_as_inserted
@@ -34,7 +35,14 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE)
 
     The graph stays as it is. `choices` are what `shape_rules.choose` returns for it.
     """
-    return _Rewriter(graph, policy, usage, choices).run()
+    widened: AbstractSet[str] = frozenset()
+    while True:
+        rewriter = _Rewriter(graph, policy, usage, choices)
+        result = rewriter.run(widened)
+        mixed = {cast for cast, dtypes in rewriter.given.items() if len(dtypes) > 1}
+        if mixed <= widened:
+            return result
+        widened = mixed | widened
 
 
 class _Value(NamedTuple):
@@ -47,6 +55,7 @@ class _Value(NamedTuple):
 class _Rewriter:
     def __init__(self, graph: Graph, policy: Policy, usage: Usage, choices: Choices) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
+        self.given: Dict[str, Set[str]] = {}  #: the dtypes of each promote_function's arguments
         self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
         self.body_choices = dict(choices.bodies)
         self.builder = Builder(graph, usage.accumulated)
@@ -55,7 +64,8 @@ class _Rewriter:
         self.decided: Dict[Tuple[Any, ...], Decision] = {}
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
-    def run(self) -> Rewrite:
+    def run(self, widened: AbstractSet[str]) -> Rewrite:
+        self.widened = widened
         for i, node in enumerate(self.graph.nodes):
             inputs = [self.values[output] for output in node.inputs]
             outputs = self._visit(i, node, inputs)
@@ -87,6 +97,8 @@ class _Rewriter:
             # On CPUs it has no kernel for float16 next to float32; casts of ours say the same.
             narrow = is_true(node.attrs.get("cast_narrow", "False"))
             return self._cast_all(inputs, _common([value.plain for value in inputs], narrow))
+        if CAST in node.attrs:
+            inputs = self._as_asked(node, inputs)
         bodies = self._rewrite_bodies(i, node, inputs)
         return self._operator(node, inputs, self.kept.get(i), bodies=bodies)
 
@@ -94,6 +106,17 @@ class _Rewriter:
         plain = self.usage.dtypes.get(node.name, "float32")
         held = self.policy.target_dtype if node.name in self.usage.stored else plain
         return _Value(Entry((self.builder.add(node), 0), held), plain)
+
+    def _as_asked(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
+        """Return an argument in the dtype that a function of the user's own asks for."""
+        dtype, cast = dtype_asked(self.policy, node.attrs, self.usage.off), node.attrs[CAST]
+        if dtype is not None and cast.startswith(WIDEST_INSIDE):
+            given = self.given.setdefault(cast, set())
+            given.update({value.entry.dtype for value in inputs} & CASTABLE)
+            dtype = dtype if cast in self.widened else None
+        if dtype is None or not _castable(inputs):
+            return inputs
+        return [value._replace(entry=self.builder.cast(value.entry, dtype)) for value in inputs]
 
     def _cast_all(self, values: Sequence[_Value], dtype: str) -> List[_Value]:
         return [_Value(self.builder.cast(value.entry, dtype), dtype) for value in values]
@@ -112,12 +135,13 @@ class _Rewriter:
 
         `kept` is why a choice keeps it in float32, `original` the node that it stands in for.
         """
-        rule = self.policy.rule(node.operator)
+        policy = policy_in(self.policy, node.attrs, self.usage.off)
+        rule = policy.rule(node.operator)
         op_class = rule.op_class
         entries = [value.entry for value in inputs]
         if op_class == "widest":
-            entries = self._lowered(entries)
-        decision = self._decide(node, entries, kept, original)
+            entries = self.builder.lowered(entries, policy.target_dtype)
+        decision = self._decide(policy, node, entries, kept, original)
         if op_class == "untouched":
             reads = [self._restored(value) for value in inputs]
         else:
@@ -139,23 +163,29 @@ class _Rewriter:
             Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
             for k, dtype in enumerate(after)
         ]
-        return [_Value(*pair) for pair in zip(self._rounded(node, decision, reads, made), plain)]
+        rounded = self._rounded(node, decision, reads, made)
+        if op_class == "untouched":
+            target = policy.target_dtype
+            rounded = [self.builder.without_other_half(entry, target) for entry in rounded]
+        return [_Value(*pair) for pair in zip(rounded, plain)]
 
     def _decide(
         self,
+        policy: Policy,
         node: Node,
         entries: Sequence[Entry],
         kept: Optional[str],
         original: Optional[Node],
     ) -> Decision:
         """Return what is decided for a call, once for all calls that are alike."""
-        layer = (original or node).name if self.policy.fp32_layers else None
+        layer = (original or node).name if policy.fp32_layers else None
         dtypes = [entry.dtype for entry in entries]
-        key = (node.call, *dtypes, layer, kept)
+        key = (node.call, *dtypes, layer, kept, policy)
         decision = self.decided.get(key)
         if decision is None:
-            decision = decide(node.operator, node.attrs, dtypes, self.policy, layer, kept)
+            decision = decide(node.operator, node.attrs, dtypes, policy, layer, kept)
             self.decided[key] = decision
+        decision = with_words(decision, node.attrs, self.policy)
         if original is None:
             return decision
         return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
@@ -173,28 +203,7 @@ class _Rewriter:
             ]
         if node.operator == "Cast" and reads[0].dtype in HALVES and made[0].dtype == "float32":
             return [made[0]._replace(source=reads[0])]
-        if self.policy.rule(node.operator).op_class == "untouched":
-            return [self._without_other_half(entry) for entry in made]
         return made
-
-    def _without_other_half(self, entry: Entry) -> Entry:
-        """Widen what an operator gives in the half precision that this policy is not for.
-
-        A model that was fused for bfloat16 computes in it under float16 too. The policy does not
-        know which operators behind can't.
-        """
-        is_other = entry.dtype in HALVES and entry.dtype != self.policy.target_dtype
-        return self.builder.cast(entry, "float32") if is_other else entry
-
-    def _lowered(self, entries: List[Entry]) -> List[Entry]:
-        """Cast what is float32 by choice to the target dtype, where all others have that."""
-        target = self.policy.target_dtype
-        floats = [entry for entry in entries if entry.dtype in CASTABLE]
-        if not any(e.dtype == target for e in floats):
-            return entries
-        if not all(e.dtype == target or e.by_choice for e in floats):
-            return entries
-        return [self.builder.cast(e, target) if e.by_choice else e for e in entries]
 
     def _read(self, entry: Entry, decision: Decision, position: int) -> Entry:
         """Return the entry that the operator reads as input `position`."""

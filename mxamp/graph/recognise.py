@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ..framework.wording import counted, shortened
 from ..policy.evidence import Evidence, LayerCost, Trial
-from ..policy.overrides import exactly
+from ..policy.layers import exactly
 from ..policy.policy import Policy
 from .graph import Graph, Node
 

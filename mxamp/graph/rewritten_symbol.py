@@ -1,6 +1,6 @@
 """A symbol's graph rewritten, as a symbol that is about to run."""
 
-from typing import Optional, Type
+from typing import FrozenSet, Optional, Type
 
 from mxnet.symbol import Symbol
 
@@ -8,18 +8,31 @@ from ..errors import AmpError
 from ..framework.collector import collector_paused
 from ..policy.active import note_precision
 from ..policy.policy import Policy
+from ..policy.regions import REGION
+from .builder import is_converted
 from .choices import NONE, Choices
 from .graph import Graph
 from .input_order import with_reversed_inputs
 from .insert_casts import PRECISION, rewrite
 from .usage import Usage
 
-__all__ = ["rewritten_symbol"]
+__all__ = ["own_marks", "rewritten_symbol"]
 
 OTHER_ORDER = (
     "the rewritten graph takes its inputs in another order; please report this graph: "
     "{before} became {after}"
 )
+
+
+def own_marks(symbol: Symbol) -> FrozenSet[str]:
+    """Return the regions that hold in a graph where mixed precision is off around it.
+
+    A converted graph has its casts, for whoever runs it.
+    """
+    if REGION not in Symbol.tojson(symbol, remove_amp_cast=False):
+        return frozenset()
+    graph = Graph.from_symbol(symbol)
+    return frozenset() if is_converted(graph) else graph.marks
 
 
 @collector_paused()

@@ -71,7 +71,8 @@ def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
         node = graph.nodes[i]
         edit.change(i, attrs=without_bias(node.attrs), inputs=node.inputs[:_BIAS])
         reads = [(i, 0), node.inputs[_BIAS]]
-        edit.alias((i, 0), edit.add("_npi_add", f"{node.name}_with_bias", reads))
+        hidden = {key: value for key, value in node.attrs.items() if key.startswith("__")}
+        edit.alias((i, 0), edit.add("_npi_add", f"{node.name}_with_bias", reads, **hidden))
     return edit.applied()
 
 

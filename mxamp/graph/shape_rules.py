@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import AbstractSet, Callable, Dict, Mapping, Optional, Tuple
 
 from ..policy.policy import Policy
+from ..policy.regions import policies_of, policy_in
 from ..policy.rules import Rule
 from ..policy.sums import terms
 from ..policy.values import flattens
@@ -46,24 +47,24 @@ def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
 
     Rules about speed don't apply where a shape that they need is not known.
     """
-    if not policy.chooses:
+    if not any(one.chooses for one in policies_of(policy, graph.marks)):
         return NONE
-    if usage.converting:
-        policy = policy.override(substitutions=())
     return _choose(graph, policy, usage, input_shapes(graph, policy, usage))
 
 
 def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]) -> Choices:
     kept: Dict[int, str] = {}
     substituted: Dict[int, StandIn] = {}
-    views = readers_of_views(graph.nodes, policy, usage) if policy.substitutions else ()
-    trains = policy.substitutions and usage.training
+    policies = [policy_in(policy, node.attrs, usage.off) for node in graph.nodes]
+    substitutes = any(one.substitutions for one in policies)
+    trains = substitutes and usage.training
+    views = readers_of_views(graph.nodes, policy, usage) if substitutes else ()
     outer = at_the_edge(graph) if trains else ()
     inner = feeding_products(graph) if trains else range(len(graph.nodes))
     for i, node in enumerate(graph.nodes):
         found = None
-        if not node.is_variable and i not in views:
-            found = stand_in(node, policy, usage.training, known.get(i, ()))
+        if not (node.is_variable or i in views or usage.converting):
+            found = stand_in(node, policies[i], usage.training, known.get(i, ()))
         if found is not None:
             made = substitutions.ALL[found[0]]
             shared = made.shares_gradients and i in outer
@@ -84,12 +85,12 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
             continue
         for k, body_graph in enumerate(node.subgraphs):
             bodies[i, k] = _choose(body_graph, policy, unknown, {})
-        rule = policy.rule(node.operator)
+        rule = policies[i].rule(node.operator)
         if not rule.by_shape and i not in substituted and not shapes_layout(node):
             continue
         first = bool(node.inputs) and blocked.get(node.inputs[0], False)
         uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
-        through_cast = _casts_weight(graph, node, uses, policy, usage)
+        through_cast = _casts_weight(graph, node, uses, policies[i], usage)
         shapes = known.get(i, ())
         site = Site(
             node, shapes, usage.training, i in norms, first, uses, through_cast, i in of_volumes

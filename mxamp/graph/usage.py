@@ -31,6 +31,8 @@ class Usage:
     converting : bool
         The graph is saved, for data of any shape: it keeps its operators, and nothing is chosen
         by the shapes of data.
+    off : bool
+        Mixed precision is off around the graph: what its own regions ask for alone is cast.
     """
 
     dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -41,3 +43,4 @@ class Usage:
     training: bool = False
     restore: bool = True
     converting: bool = False
+    off: bool = False

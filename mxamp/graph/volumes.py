@@ -8,6 +8,7 @@ a reorder primitive"; in float32 it reads the view, but no view of that. Fewer a
 from typing import FrozenSet, Sequence, Set
 
 from ..policy.policy import Policy
+from ..policy.regions import policy_in
 from ..policy.values import kernel_axes
 from .builder import is_inserted
 from .graph import Node
@@ -33,7 +34,8 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Froze
             continue
         if any(source in giving for source, _ in node.inputs):
             readers.add(i)
-        if _gives(node, policy) or (i in readers and _passes_on(node, policy)):
+        inside = policy_in(policy, node.attrs, usage.off)
+        if _gives(node, inside) or (i in readers and _passes_on(node, inside)):
             giving.add(i)
     return frozenset(readers)
 
@@ -55,7 +57,7 @@ def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Fro
         sources = [source for source, _ in node.inputs if source in volumes]
         if views.intersection(sources):
             readers.add(i)
-        rule = policy.rule(node.operator)
+        rule = policy_in(policy, node.attrs, usage.off).rule(node.operator)
         if sources and rule.looks_at("volume_views"):
             views.add(i)
         if _is_volume_product(node) or (sources and rule.op_class != "low"):

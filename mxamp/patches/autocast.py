@@ -1,28 +1,28 @@
 """Switching mixed precision on and off: for the process, or for a region of code.
 
 `init` sets the process's policy, `autocast` one for the code inside it. MXNet's functions are
-patched while either is in force, and are its own again after that.
+patched while either is in force, and are its own again after that; where a graph enters a region
+of its own and mixed precision is off around it, after `shutdown`.
 """
 
 import functools
 import logging
-from typing import Any, Callable, Iterable, List, Optional, Sequence, TypeVar
+from typing import Any, Callable, Iterable, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
-from ..framework import machine
-from ..framework.patching import FrontEnd, Patch, PatchSet
+from ..framework.decorating import check_runs_at_once
+from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..framework.worker_process import prepare
-from ..policy import active
+from ..policy import active, regions
 from ..policy.active import FLOAT32, Choice
 from ..policy.auto import chosen_policy
 from ..policy.difference import differing
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
-from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth, is_auto
-from ..scaling import clipping, loss_watch
-from . import cached_op, data_loading, eager, functions, horovod, kvstores, optimizers, symbolic
+from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth
 from .announcements import announce, announce_float32, announce_off
+from .casting import casting as _casting
 
 __all__ = ["autocast", "init", "policy_for", "shutdown", "switch_off", "switch_on"]
 
@@ -40,38 +40,6 @@ CHOSE_FLOAT32 = (
     "init() with another dtype, or use mxamp.autocast() for a part of the program"
 )
 NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
-
-
-class _CastingPatches(PatchSet):
-    """The patches that any policy needs, in place while somebody needs them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._users = 0
-
-    def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
-        calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
-        calls += [*functions.patches(_region), *data_loading.patches()]
-        calls += [*kvstores.patches(), *horovod.patches()]
-        return [*calls, *optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
-
-    def acquire(self) -> None:
-        """Put them in place for one more user."""
-        with self._lock:
-            self.open()
-            self._users += 1
-
-    def release(self) -> None:
-        """Take them off with the last user."""
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self.close()
-
-
-#: One a process: `init` and every `autocast` region use the same patches.
-_casting = _CastingPatches()
 
 
 def init(
@@ -178,8 +146,8 @@ def switch_on(wanted: Choice) -> bool:
 def shutdown() -> None:
     """Turn mixed precision off for the process, and put MXNet's own functions back.
 
-    Does nothing if it is off. Blocks stay usable, and compute in float32. Regions of
-    `autocast` that are open stay in force until they end.
+    Does nothing if it is off. Blocks stay usable, and compute in float32, but for regions that
+    their own code enters. Regions of `autocast` that are open stay in force until they end.
     """
     if switch_off():
         announce_off()
@@ -189,6 +157,7 @@ def switch_off() -> bool:
     """Do what `shutdown` does, without a log line; False where mixed precision is off."""
     FrontEnd.close_all()
     with _casting._lock:
+        _casting.hold(False)
         before, active.process.policy = active.process.policy, None
         if not before:
             return False
@@ -204,7 +173,8 @@ class autocast:
     ...     amp.is_enabled()
     True
 
-    Regions nest; `enabled=False` turns mixed precision off inside one. `init` is not needed.
+    Regions nest; `enabled=False` turns mixed precision off inside one. `init` is not needed. Inside
+    `hybrid_forward`, and around code that makes a symbol, regions hold in the graph.
 
     Parameters
     ----------
@@ -245,24 +215,25 @@ class autocast:
         else:
             _casting.acquire()
         active.enter_region(policy)
+        regions.enter(regions.Region(self._dtype, self._enabled, self._policy))
         return self
 
     def __exit__(self, *_error: Any) -> None:
         """End it; what was in force before is again."""
-        if active.leave_region() is not FLOAT32:
+        region, policy = regions.leave(), active.leave_region()
+        if policy and region is not None and region.has_nodes and not active.is_enabled():
+            _casting.hold(True)
+        if policy is not FLOAT32:
             _casting.release()
 
     def _choose(self) -> Choice:
         if self._policy is not None:
             return self._policy
-        dtype = machine.fast_dtype() if is_auto(self._dtype) else self._dtype
-        around = active.nearest_policy()
-        if around is not None and dtype in (None, around.target_dtype):
-            return around
-        return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or "float16")
+        return regions.policy_inside(self._dtype, active.nearest_policy())
 
     def __call__(self, function: Function) -> Function:
         """Return `function` with a region around each call of it."""
+        check_runs_at_once(function)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -285,7 +256,3 @@ def policy_for(dtype: Any, policy: Optional[Policy]) -> Policy:
     if chosen is None:
         raise ArgumentError(NO_DTYPE)
     return chosen
-
-
-def _region(policy: Optional[Policy]) -> autocast:
-    return autocast(enabled=policy is not None, policy=policy)

@@ -16,7 +16,7 @@ from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
 from ..framework.patching import Patch
-from ..graph.builder import is_inserted
+from ..graph.builder import is_converted
 from ..graph.choices import NONE, Choices
 from ..graph.control_flow import UNSAFE_LOOPS
 from ..graph.graph import Graph
@@ -30,6 +30,7 @@ from ..graph.trained_graph import trained_graph
 from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
+from ..policy.regions import policy_outside
 from .arranged_op import SCALE, ArrangedOp
 
 __all__ = ["PolicyCachedOp", "Source", "follow", "patches", "unfollow"]
@@ -105,8 +106,9 @@ class PolicyCachedOp:
         self._policy = source.policy if source is not None else None
         self._stored = source.stored if source is not None else frozenset()
         fused = any(name.startswith(_FUSED_PREFIX) for name in self._graph.operators)
-        if source is None and fused and not any(map(is_inserted, self._graph.nodes)):
+        if source is None and fused and not is_converted(self._graph):
             logger.warning(FUSED_ALREADY, block.name)
+        self._marks = frozenset() if is_converted(self._graph) else self._graph.marks
         self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
@@ -143,7 +145,9 @@ class PolicyCachedOp:
         return op.symbol, op.run.inputs(args) if isinstance(op.run, ArrangedOp) else args
 
     def _op_for(self, args: Sequence[NDArray]) -> "_Op":
-        policy = self._policy or current_policy()
+        policy, off = self._policy or current_policy(), False
+        if policy is None and self._marks:
+            policy, off = policy_outside(self._marks), True
         if policy is None or not on_device(args[:1], policy.device):
             return self._unchanged
         if policy.evidence is not None and self._policy is None:
@@ -157,12 +161,13 @@ class PolicyCachedOp:
         self._gradients = gradients
         training = autograd.is_recording()
         dtypes, graph = dtypes_of(args), self._graph_for(training)
-        choices = self._choices(policy, args, dtypes, graph, training) if policy.chooses else NONE
+        chooses = policy.chooses or graph.marks
+        choices = self._choices(policy, args, dtypes, graph, training, off) if chooses else NONE
         differs = training and (self._loops or graph is not self._graph)
-        key = (policy, dtypes, added, id(graph), differs, choices)
+        key = (policy, dtypes, added, id(graph), differs, choices, off)
         op = self._ops.get(key)
         if op is None:
-            op = self._build(policy, dtypes, added, graph, differs, choices)
+            op = self._build(policy, dtypes, added, graph, differs, choices, off)
             self._ops[key] = op
         return op
 
@@ -180,13 +185,14 @@ class PolicyCachedOp:
         dtypes: Tuple[str, ...],
         graph: Graph,
         training: bool,
+        off: bool,
     ) -> Choices:
         """Return what shapes choose: looked for once for each set of the data's shapes.
 
         Beyond so many graphs, data of other shapes shares one for any shape: each graph may hold
         memory of its own.
         """
-        alike = (policy, training, id(graph), dtypes)
+        alike = (policy, training, id(graph), dtypes, off)
         key: Tuple[Any, ...] = (*alike, *[args[i].shape for i in self._inputs])
         if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
             key = alike
@@ -194,7 +200,9 @@ class PolicyCachedOp:
         if choices is None:
             looked_at = range(len(args)) if key != alike else [i for i, _ in self._parameters]
             shapes = {self._names[i]: args[i].shape for i in looked_at}
-            usage = Usage(self._given(dtypes), shapes, stored=self._stored, training=training)
+            usage = Usage(
+                self._given(dtypes), shapes, stored=self._stored, training=training, off=off
+            )
             choices = self._chosen[key] = choose(graph, policy, usage)
         return choices
 
@@ -224,6 +232,7 @@ class PolicyCachedOp:
         graph: Graph,
         training: bool,
         choices: Choices,
+        off: bool,
     ) -> "_Op":
         usage = Usage(
             dtypes=self._given(dtypes),
@@ -231,6 +240,7 @@ class PolicyCachedOp:
             accumulated=frozenset(self._names[i] for i in (*self._inputs, *added)),
             stored=self._stored,
             training=training,
+            off=off,
         )
         symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices, reverse=True)
         order = list(range(len(self._names)))

@@ -7,6 +7,7 @@ shapes: for others it is made again.
 
 import ctypes
 import functools
+import inspect
 from dataclasses import replace
 from typing import AbstractSet, Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
 
@@ -24,12 +25,13 @@ from ..graph.barriers import with_barriers
 from ..graph.choices import Choices
 from ..graph.graph import Graph, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
-from ..graph.rewritten_symbol import rewritten_symbol
+from ..graph.rewritten_symbol import own_marks, rewritten_symbol
 from ..graph.shape_rules import choose
 from ..graph.trained_graph import trained_graph
 from ..graph.usage import Shape, Usage
-from ..policy.active import current_policy, suspended
+from ..policy.active import current_policy
 from ..policy.policy import Policy
+from ..policy.regions import policy_outside
 
 __all__ = ["patches"]
 
@@ -63,7 +65,7 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy = _policy_for(ctx)
+        policy = _policy_for(self, ctx)
         if policy is None:
             return original(self, ctx, args, args_grad, grad_req, *rest, **options)
         names = self.list_arguments()
@@ -92,7 +94,7 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy = _policy_for(ctx)
+        policy = _policy_for(self, ctx)
         if policy is None:
             return original(self, ctx, grad_req, type_dict, *rest, **options)
         names = self.list_arguments()
@@ -124,7 +126,8 @@ class _Binding:
     ) -> None:
         read = Graph.from_symbol(symbol)
         warn_of_way(policy)
-        self._symbol, self._usage = symbol, usage
+        self._symbol = symbol
+        self._usage = replace(usage, off=current_policy() is None)
         self._graph = trained_graph(read, frozen) if usage.training else read
         self._is_plain = self._graph is read
         self._policy = recognised(policy, self._graph)
@@ -195,16 +198,17 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         states_now = [
             fitting(name, self.aux_dict[name], shape) for name, shape in zip(states, state_shapes)
         ]
-        with suspended():
-            executor = self._binding.symbol_for(new).bind(
-                self._ctx,
-                arrays,
-                gradients or None,
-                self._grad_req,
-                states_now,
-                group2ctx=self._group2ctx,
-                shared_exec=self,
-            )
+        symbol = self._binding.symbol_for(new)
+        executor = inspect.unwrap(type(symbol).bind)(  # MXNet's own: the symbol is rewritten
+            symbol,
+            self._ctx,
+            arrays,
+            gradients or None,
+            self._grad_req,
+            states_now,
+            group2ctx=self._group2ctx,
+            shared_exec=self,
+        )
         if self._monitor_callback is not None and self._monitor_all is not None:
             executor._monitor_callback, executor._monitor_all = (
                 self._monitor_callback,
@@ -216,9 +220,12 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         return self._binding.bound(executor)
 
 
-def _policy_for(ctx: Any) -> Optional[Policy]:
-    """Return the policy in force, if it is for the kind of device that a symbol is bound to."""
-    policy = current_policy()
+def _policy_for(symbol: Symbol, ctx: Any) -> Optional[Policy]:
+    """Return the policy in force, if it is for the kind of device that a symbol is bound to.
+
+    Where mixed precision is off, it is that of the symbol's own regions.
+    """
+    policy = current_policy() or policy_outside(own_marks(symbol))
     if policy is None or not isinstance(ctx, Context):
         return None
     return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None

@@ -6,6 +6,7 @@ from typing import AbstractSet, Dict, Iterable, List, Mapping, Optional, Sequenc
 from ..errors import ArgumentError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
+from .layers import Layers, layer_patterns
 from .rules import UNLISTED, Condition, Rule
 
 __all__ = [
@@ -13,7 +14,7 @@ __all__ = [
     "Names",
     "checked_layers",
     "checked_substitutions",
-    "exactly",
+    "following",
     "in_float32",
     "overridden",
     "without_rules_for_speed",
@@ -84,6 +85,27 @@ def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     return result
 
 
+def following(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
+    """Return rules under which operators compute in what their inputs have, as without mxamp.
+
+    Different float inputs are widened, where MXNet would refuse them.
+    """
+    return {
+        name: rule
+        if rule.op_class == "untouched"
+        else replace(
+            rule,
+            op_class="neutral",
+            reason=reason,
+            conditions=(),
+            by_op_type=(),
+            by_shape=tuple(one for one in rule.by_shape if one.is_detour),
+            given=True,
+        )
+        for name, rule in rules.items()
+    }
+
+
 def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> List[str]:
     """Return names of substitutions, all of which are `there`."""
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -95,22 +117,10 @@ def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> Lis
     return names
 
 
-def exactly(name: str) -> str:
-    """Return the pattern that only this name of a layer fits.
-
-    >>> exactly("stage[0]_conv*")
-    'stage[[]0]_conv[*]'
-    """
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-
-
-def checked_layers(patterns: Iterable[str]) -> Tuple[str, ...]:
-    """Return names of layers to keep in float32, each once."""
-    listed = () if isinstance(patterns, str) or not isinstance(patterns, Iterable) else patterns
-    layers = tuple(dict.fromkeys(listed))
-    if listed is not patterns or not all(isinstance(one, str) for one in layers):
-        raise ArgumentError(f"fp32_layers must be a list of names, not {shown(patterns)}")
-    return layers
+def checked_layers(given: Layers) -> Tuple[str, ...]:
+    """Return patterns of the layers to keep in float32, each once."""
+    patterns = layer_patterns("fp32_layers", given)
+    return tuple(dict.fromkeys(one for few in patterns for one in few))
 
 
 def _canonical(op_class: str, names: Names) -> List[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Tuple, Union
 
 from ..errors import ArgumentError
 from ..framework import machine
@@ -21,6 +21,7 @@ from . import overrides, targets
 from .custom_operators import CustomClasses, registered_classes
 from .elsewhere import warn_elsewhere
 from .evidence import Evidence, of_changed
+from .layers import Layers
 from .lists import OperatorList, own_list, read_list
 from .overrides import Conditional, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule
@@ -54,7 +55,7 @@ class Policy:
     target_dtype: str
     device: str
     rules: Mapping[str, Rule]
-    #: names (with * and ?) of graph nodes that stay in float32; eager calls have no names
+    #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
     fp32_layers: Tuple[str, ...] = ()
     #: the faster equivalents that graphs about to run get: name, and what it was measured to gain
     substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -210,7 +211,7 @@ class Policy:
         conditional: Optional[Iterable[Conditional]] = None,
         *,
         replace_lists: bool = False,
-        fp32_layers: Sequence[str] = (),
+        fp32_layers: Layers = (),
         substitutions: Optional[Iterable[str]] = None,
     ) -> "Policy":
         """Return a policy with some operators put in other classes, by any of their names.
@@ -225,9 +226,9 @@ class Policy:
         given replaces the policy's own, as it does in `mxnet.contrib.amp.init`: what the old list
         held and no new one names becomes neutral.
 
-        `fp32_layers` are names of layers, with * and ?, to keep in float32: those that `explain`
-        shows. `substitutions` names those of the policy's own that it is to keep. An operator that
-        is given a class has it whatever its shapes are.
+        `fp32_layers` stay in float32: Gluon blocks, or names that `explain` shows, with * and ?.
+        `substitutions` names those of the policy's own that it is to keep. An operator that is
+        given a class has it whatever its shapes are.
 
         A policy that this changes loses its evidence, but for the layers that `tune` has kept.
 
@@ -251,8 +252,7 @@ class Policy:
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
 
-        With it, eager calls, hybridized blocks and converted models agree bit for bit in bfloat16
-        too, as they do in float16 anyway.
+        With it, eager calls, graphs and converted models agree bit for bit in bfloat16 too.
         """
         rules = MappingProxyType(overrides.without_rules_for_speed(self.rules))
         return self._changed(rules=rules, substitutions=MappingProxyType({}))

@@ -8,7 +8,7 @@ from ..graph.graph import Graph
 from ..graph.recognise import fingerprint
 from ..policy.elsewhere import here
 from ..policy.evidence import Evidence, LayerCost
-from ..policy.overrides import exactly
+from ..policy.layers import exactly
 from ..policy.policy import Policy
 from .accuracy import OUTPUTS, Accuracy, Verdict
 from .choosing import Chooser

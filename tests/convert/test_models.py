@@ -147,7 +147,7 @@ def test_excluded_layers():
     [
         ({"excluded_sym_names": ["fc9"]}, amp.UnknownNameError, "'fc'"),
         ({"excluded_sym_names": "fc"}, amp.ArgumentError, "list of names"),
-        ({"excluded_sym_names": [1]}, amp.ArgumentError, "strings"),
+        ({"excluded_sym_names": [1]}, amp.ArgumentError, "Gluon blocks"),
         ({"data_names": ["dat"]}, amp.UnknownNameError, "'data'"),
         ({"target_dtype": "int8"}, amp.ArgumentError, "int8"),
         ({"input_dtypes": {"dta": "int32"}}, amp.UnknownNameError, "'data'"),

@@ -92,7 +92,10 @@ def test_policies_show_themselves_in_one_line():
         ({"low": "dot"}, "the low operators must be a list of names, not 'dot'"),
         ({"low": 3}, "not 3"),
         ({"low": [3]}, "named by a string, not by 3"),
-        ({"fp32_layers": "head_*"}, "fp32_layers must be a list of names, not 'head_.'"),
+        (
+            {"fp32_layers": "head_*"},
+            "fp32_layers must be a list of names or of Gluon blocks, not 'head_.'",
+        ),
         ({"fp32_layers": [3]}, r"not \[3\]"),
         ({"substitutions": "relu"}, "not 'relu'"),
         ({"substitutions": 3}, "not 3"),

@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from mxamp.policy.overrides import exactly
+from mxamp.policy.layers import exactly
 from mxamp.tuning.accuracy import Accuracy, Tolerance
 from mxamp.tuning.deadline import Deadline, seconds_of
 from mxamp.tuning.subject import Subject

@@ -1,0 +1,282 @@
+"""Regions in graphs: the precision that a model's own code asks for, as attributes of nodes.
+
+`autocast` inside `hybrid_forward`, or around code that builds a symbol, is in force while nodes are
+made, not while they run. So each node made in a region has a mark, from which the policy that
+decides on the node follows wherever its graph is rewritten. Attributes of this form survive in
+files, and MXNet ignores them.
+"""
+
+import hashlib
+import os
+from contextvars import ContextVar
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Dict, Iterable, Mapping, Optional, Tuple
+
+from ..errors import ArgumentError, StateError
+from ..framework import machine
+from .active import FLOAT32, Choice, current_policy, nearest_policy
+from .decision import Decision
+from .overrides import following
+from .policy import Policy, _policies
+from .saving import text_of
+from .targets import AUTO, DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
+
+__all__ = [
+    "CAST",
+    "FLOAT32_INSIDE",
+    "REGION",
+    "TARGET_INSIDE",
+    "WIDEST_INSIDE",
+    "Region",
+    "current_region",
+    "dtype_asked",
+    "enter",
+    "leave",
+    "marks_of",
+    "policies_of",
+    "policy_in",
+    "policy_inside",
+    "policy_outside",
+    "with_words",
+]
+
+#: The region that a node was made in.
+REGION = "__mxamp_region__"
+#: Of a copy of what a function is given: the dtype that the function asks for.
+CAST = "__mxamp_cast__"
+FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE = "float32", "target", "widest"
+
+_OFF, _ON, _POLICY = "off", "on", "policy"
+
+UNKNOWN_POLICY = (
+    "a part of this graph was made under autocast(policy=...), and no policy of that value (for "
+    "{dtype}, fingerprint {number}) is held in this process: save that policy with Policy.save, "
+    "and keep what Policy.load returns in a variable while the graph is used"
+)
+UNKNOWN_MARK = (
+    "a node of the graph has the attribute {attribute}={mark!r}, which this version of mxamp does "
+    "not know: was the graph made with a later one?"
+)
+OFF_WORDS = "autocast(enabled=False) in the model's code: runs as without mxamp"
+NOT_HERE_WORDS = "autocast({mark}) in the model's code, which is not for this device: no casts"
+ON_WORDS = "autocast({mark}) in the model's code: "
+CAST_WORDS = {
+    FLOAT32_INSIDE: "float_function in the model's code",
+    TARGET_INSIDE: "half_function in the model's code",
+    WIDEST_INSIDE: "promote_function in the model's code",
+}
+
+#: Policies of regions, by fingerprint: the graphs made in them may outlive other references.
+_held: Dict[str, Policy] = {}
+
+
+class Region:
+    """What an `autocast` region asks for, and whether a node has been marked with it."""
+
+    __slots__ = ("_choice", "_dtype", "has_nodes")
+
+    def __init__(self, dtype: Optional[str], enabled: bool, choice: Optional[Choice]) -> None:
+        self._dtype = _OFF if not enabled else dtype or _ON
+        self._choice = choice if enabled else None
+        self.has_nodes = False
+
+    @property
+    def mark(self) -> str:
+        """What nodes made in it are marked with."""
+        if self._choice is FLOAT32:
+            return _OFF
+        return _mark_of_policy(self._choice) if isinstance(self._choice, Policy) else self._dtype
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is `autocast()`: under what the code around it is, or was before `off`."""
+        return self._choice is None and self._dtype == _ON
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is cast in it."""
+        return self._choice is None and self._dtype == _OFF
+
+
+_regions: "ContextVar[Tuple[Optional[Region], ...]]" = ContextVar("mxamp_marks", default=())
+
+
+def enter(region: Optional[Region]) -> None:
+    """Begin to mark the nodes that are made; with None, nodes get no marks."""
+    around = _regions.get()
+    if region is not None and region.is_bare:
+        inside = reversed(around)
+        for one in inside:
+            if one is None:
+                break
+            if not one.is_off:
+                region = one
+                break
+    _regions.set((*around, region))
+
+
+def leave() -> Optional[Region]:
+    """End what `enter` began last; return the region."""
+    *around, innermost = _regions.get()
+    _regions.set(tuple(around))
+    return innermost
+
+
+def current_region() -> Optional[Region]:
+    """Return the region that nodes are made in, None for none."""
+    regions = _regions.get()
+    return regions[-1] if regions else None
+
+
+def _mark_of_policy(policy: Policy) -> str:
+    number = _fingerprint(policy)
+    _held[number] = policy
+    return f"{_POLICY} {policy.target_dtype} {number}"
+
+
+def _fingerprint(policy: Policy) -> str:
+    number: Optional[str] = policy.caches.get("fingerprint")
+    if number is None:
+        try:
+            text = text_of(policy._as_list())
+        except ArgumentError:
+            # A file can't hold it: it is known in this process alone.
+            text = f"{os.getpid()} {id(policy)}"
+        number = policy.caches["fingerprint"] = hashlib.sha256(
+            text.encode(errors="replace")
+        ).hexdigest()[:16]
+    return number
+
+
+def _policy_marked(mark: str) -> Policy:
+    _, dtype, number = mark.split()
+    if number not in _held:
+        _held.update((_fingerprint(policy), policy) for policy in list(_policies.values()))
+    if number not in _held:
+        raise StateError(UNKNOWN_POLICY.format(dtype=dtype, number=number))
+    return _held[number]
+
+
+# ---------------------------------------------------------------------- policies of nodes
+
+
+def policy_inside(dtype: Optional[str], around: Optional[Choice]) -> Choice:
+    """Return the policy of `autocast(dtype)` in code that is under `around`."""
+    dtype = machine.fast_dtype() if is_auto(dtype) else dtype
+    if around is not None and dtype in (None, around.target_dtype):
+        return around
+    return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or DEFAULT_TARGET)
+
+
+def policy_in(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Policy:
+    """Return the policy that decides on a node with these attributes, in a graph under `policy`.
+
+    With `off`, mixed precision is off around the graph: nodes without a mark are not cast.
+    """
+    mark = attrs.get(REGION, _OFF if off else None)
+    if mark is None:
+        return policy
+    inside: Dict[str, Policy] = policy.caches.setdefault("regions", {})
+    if mark not in inside:
+        inside[mark] = _policy_in(policy, mark)
+    return inside[mark]
+
+
+def _policy_in(policy: Policy, mark: str) -> Policy:
+    region = _policy_of_mark(policy, mark)
+    if region is None:
+        rules = following(policy.rules, words_of(mark, policy))
+        return policy._changed(rules=MappingProxyType(rules))
+    # Layers that the graph's user names stay in float32, whatever the model's code says.
+    return region.override(fp32_layers=policy.fp32_layers)
+
+
+def dtype_asked(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Optional[str]:
+    """Return the dtype that a copy of a function's argument is cast to, in a graph under `policy`.
+
+    That is None for other nodes, and where mixed precision is off.
+    """
+    cast, mark = attrs.get(CAST), attrs.get(REGION, _OFF if off else _ON)
+    region = _policy_of_mark(policy, mark) if cast is not None else None
+    if region is None:
+        return None
+    return region.target_dtype if cast == TARGET_INSIDE else "float32"
+
+
+def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
+    """Return the policy of the nodes marked so in a graph under `policy`; None for no casts."""
+    if mark in (_OFF, _ON):
+        return policy if mark == _ON else None
+    if mark.startswith(_POLICY):
+        given = _policy_marked(mark)
+        return given if given.device == policy.device else None
+    dtype = machine.fast_dtype(policy.device) if _known(mark) == AUTO else mark
+    if dtype == policy.target_dtype:
+        return policy
+    if dtype == FLOAT32.target_dtype or (dtype, policy.device) == ("bfloat16", "gpu"):
+        return None
+    return Policy.default(dtype, policy.device)
+
+
+def _known(mark: str) -> str:
+    """Return the dtype of a region, by its mark."""
+    if mark not in TARGETS_OR_AUTO:
+        raise ArgumentError(UNKNOWN_MARK.format(attribute=REGION, mark=mark))
+    return mark
+
+
+def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
+    """Return what was decided on a node, with the region that it was made in as a reason."""
+    mark, cast = attrs.get(REGION), attrs.get(CAST)
+    if mark == _OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
+        return decision
+    if cast is not None:
+        return replace(decision, reason=CAST_WORDS[cast.split()[0]])
+    if mark is None:
+        return decision
+    return replace(decision, reason=words_of(mark, policy) + decision.reason)
+
+
+def words_of(mark: str, policy: Policy) -> str:
+    """Return what reasons begin with where a region decides."""
+    if mark == _OFF:
+        return OFF_WORDS
+    given = "policy=..." if mark.startswith(_POLICY) else "" if mark == _ON else repr(mark)
+    words = NOT_HERE_WORDS if _policy_of_mark(policy, mark) is None else ON_WORDS
+    return words.format(mark=given)
+
+
+# ---------------------------------------------------------------------- marks of graphs
+
+
+def marks_of(attributes: Iterable[Mapping[str, str]]) -> "frozenset[str]":
+    """Return the regions among the attributes of a graph's nodes."""
+    return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
+
+
+def policies_of(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
+    """Yield the policies that decide on the nodes of a graph under `policy` with these marks."""
+    yield policy
+    for mark in marks:
+        yield policy_in(policy, {REGION: mark})
+
+
+def policy_outside(marks: "frozenset[str]") -> Optional[Policy]:
+    """Return the policy of a graph whose regions alone are cast; None where there is none.
+
+    Mixed precision is off where the graph runs.
+    """
+    if marks <= {_OFF} or current_policy() is not None:
+        return None
+    around = nearest_policy()
+    if isinstance(around, Policy):
+        return around
+    # `autocast()` alone is for a dtype that the others don't say.
+    for mark in sorted(marks - {_OFF}, key=lambda one: (one != _ON, one)):
+        if mark.startswith(_POLICY):
+            return _policy_marked(mark)
+        choice = policy_inside(None if mark == _ON else _known(mark), around)
+        if isinstance(choice, Policy):
+            return choice
+    return None

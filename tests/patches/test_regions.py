@@ -1,0 +1,646 @@
+"""Regions of `autocast` in a model's own code: the same in graphs as in eager calls."""
+
+import contextlib
+import dataclasses
+import gc
+import threading
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd
+from mxnet.gluon import SymbolBlock, nn
+
+import mxamp as amp
+from conftest import DTYPES, assert_unpatched
+from helpers import check_python, randn, same, values, with_avx512
+from mxamp.framework import machine
+from mxamp.framework.patching import patched
+from mxamp.graph.graph import Graph
+from mxamp.policy import regions
+from mxamp.policy.regions import REGION
+
+ROWS, UNITS = 32, 16
+
+
+def untuned(dtype):
+    return amp.Policy.default(dtype, "cpu").untuned()
+
+
+def off():
+    return amp.autocast(enabled=False)
+
+
+class Net(nn.HybridBlock):
+    """A dense layer, what is tested, and a dense layer."""
+
+    def __init__(self, body, **options):
+        super().__init__(**options)
+        self._body = body
+        with self.name_scope():
+            self.first = nn.Dense(UNITS, in_units=UNITS, flatten=False)
+            self.inner = nn.Dense(UNITS, in_units=UNITS, flatten=False)
+            self.last = nn.Dense(UNITS, in_units=UNITS, flatten=False)
+
+    def hybrid_forward(self, F, x):
+        return self.last(self._body(F, self.inner, self.first(x)))
+
+
+def made(body):
+    net = Net(body)
+    net.initialize(mx.init.Normal(0.5))
+    for seed, param in enumerate(net.collect_params().values()):
+        data = randn(*param.shape, seed=seed, scale=0.4)
+        param.set_data(data.as_np_ndarray() if mx.util.is_np_array() else data)
+    return net
+
+
+# What each does to `x`, which the first layer has computed, with a dense layer.
+
+
+def in_off(F, layer, x):
+    with off():
+        return F.exp(layer(F.cast(x, "float32")) * 0.1)
+
+
+def in_off_as_it_comes(F, layer, x):
+    with off():
+        x = F.exp(x * 0.1)
+    return layer(x)
+
+
+def in_float16(F, layer, x):
+    with amp.autocast("float16"):
+        return F.exp(layer(x) * 0.1)
+
+
+def in_bfloat16(F, layer, x):
+    with amp.autocast("bfloat16"):
+        return F.exp(layer(x) * 0.1)
+
+
+def in_bare(F, layer, x):
+    with amp.autocast():
+        return F.exp(layer(x) * 0.1)
+
+
+def in_policy(F, layer, x):
+    policy = untuned("bfloat16").override(fp32=["FullyConnected"], low=["exp"])
+    with amp.autocast(policy=policy):
+        return layer(F.exp(layer(x) * 0.1))
+
+
+def nested(F, layer, x):
+    with amp.autocast("bfloat16"):
+        x = layer(x)
+        with off():
+            x = F.exp(F.cast(x, "float32") * 0.1)
+            with amp.autocast():
+                x = layer(x)
+        return F.exp(layer(x) * 0.1)
+
+
+def again_in_off(F, layer, x):
+    with off(), amp.autocast():
+        x = layer(x)
+    with off():
+        return layer(F.cast(x, "float32"))
+
+
+def twice(F, layer, x):
+    x = layer(x)
+    with off():
+        return layer(F.cast(x, "float32"))
+
+
+@amp.float_function
+def float_loss(F, layer, x):
+    return F.exp(layer(x) * 0.1)
+
+
+@amp.half_function
+def half_scores(F, x, y):
+    return F.exp(x * 0.1) + F.tanh(y)
+
+
+@amp.promote_function
+def mixed(F, x, y):
+    return F.relu(x), F.relu(y[0])
+
+
+def in_half_function(F, layer, x):
+    with off():
+        y = F.exp(F.cast(layer(F.cast(x, "float32")), "float32") * 0.1)
+    return half_scores(F, y, layer(x))
+
+
+def in_promote_function(F, layer, x):
+    with off():
+        y = F.exp(F.cast(layer(F.cast(x, "float32")), "float32") * 0.1)
+    x, y = mixed(F, x, [y])
+    return F.concat(F.relu(x), F.relu(y), dim=1).slice_axis(axis=1, begin=4, end=4 + UNITS)
+
+
+def promoted_alike(F, layer, x):
+    x, y = mixed(F, x, [layer(x)])
+    return F.relu(x) + y
+
+
+class Decorated(nn.HybridBlock):
+    """A block whose code is in a region, all of it."""
+
+    @amp.autocast(enabled=False)
+    def hybrid_forward(self, F, x):
+        return F.exp(F.cast(x, "float32") * 0.1)
+
+
+def in_decorated(F, layer, x):
+    return Decorated(prefix="decorated_")(layer(x))
+
+
+FORMS = [
+    in_decorated, in_off, in_off_as_it_comes, in_float16, in_bfloat16, in_bare, in_policy, nested, again_in_off,
+    twice, float_loss, in_half_function, in_promote_function, promoted_alike,
+]  # fmt: skip
+
+AROUND = {
+    "float16": lambda: amp.autocast(policy=untuned("float16")),
+    "bfloat16": lambda: amp.autocast(policy=untuned("bfloat16")),
+    "nothing": contextlib.nullcontext,
+    "off": off,
+}
+
+
+def eager(net, x, around):
+    with around():
+        return values(net(x)).astype("float32")
+
+
+def hybridized(net, x, around, **flags):
+    net.hybridize(**flags)
+    with around():
+        net(x)
+        return net(x)
+
+
+def static(net, x, around):
+    return hybridized(net, x, around, static_alloc=True, static_shape=True)
+
+
+def traced_before(net, x, around):
+    net.hybridize()
+    net(x)
+    with around():
+        return net(x)
+
+
+def traced_under_another(net, x, around):
+    net.hybridize()
+    with amp.autocast("bfloat16"):
+        net(x)
+    with around():
+        return net(x)
+
+
+def bound(net, x, around):
+    symbol = net(mx.sym.var("data"))
+    arrays = {name: param.data() for name, param in net.collect_params().items()}
+    with around():
+        executor = symbol.bind(mx.cpu(), {**arrays, "data": x})
+        return executor.forward()[0]
+
+
+def module(net, x, around):
+    symbol = net(mx.sym.var("data"))
+    arrays = {name: param.data() for name, param in net.collect_params().items()}
+    with around():
+        model = mx.mod.Module(symbol, label_names=None)
+        model.bind([("data", x.shape)], for_training=False)
+        model.set_params(arrays, {})
+        model.forward(mx.io.DataBatch([x]), is_train=False)
+        return model.get_outputs()[0]
+
+
+def loaded(net, x, around, folder):
+    net.hybridize()
+    net(x)
+    net.export(str(folder / "net"))
+    files = str(folder / "net-symbol.json"), ["data"], str(folder / "net-0000.params")
+    with around():
+        return SymbolBlock.imports(*files)(x)
+
+
+def converted(net, x, around):
+    with around():
+        policy = amp.current_policy()
+    return amp.convert_hybrid_block(net, policy=policy, example_inputs=x)(x)
+
+
+def converted_and_loaded(net, x, around, folder):
+    with around():
+        policy = amp.current_policy()
+    model = amp.convert_hybrid_block(net, policy=policy, example_inputs=x)
+    model.export(str(folder / "net"))
+    files = str(folder / "net-symbol.json"), ["data"], str(folder / "net-0000.params")
+    return SymbolBlock.imports(*files)(x)
+
+
+WAYS = [hybridized, static, traced_before, traced_under_another, bound, module]
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("body", FORMS, ids=lambda form: form.__name__)
+def test_graphs_follow_regions_as_eager_calls_do(body, around, tmp_path):
+    x, net = randn(ROWS, UNITS), made(body)
+    wanted = eager(net, x, AROUND[around])
+    ways = {way.__name__: way(net, x, AROUND[around]) for way in WAYS}
+    if around in DTYPES:
+        ways["converted"] = converted(net, x, AROUND[around])
+        ways["loaded"] = loaded(net, x, AROUND[around], tmp_path)
+        ways["converted and loaded"] = converted_and_loaded(net, x, AROUND[around], tmp_path)
+    wrong = [name for name, found in ways.items() if not same(found, wanted)]
+    assert not wrong
+
+
+COUNTED = ("FullyConnected", "exp", "tanh", "_mul_scalar", "relu")
+
+
+def precisions(net, x, around):
+    with around(), amp.debugging.operator_stats() as stats:
+        net(x)
+    rows = [row for row in stats.operators if row.operator in COUNTED]
+    return {(row.operator, row.dtype): row.calls for row in rows}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("body", FORMS, ids=lambda form: form.__name__)
+def test_operators_have_the_precision_of_eager_calls(body, around):
+    x, net = randn(ROWS, UNITS), made(body)
+    net(x)
+    wanted = precisions(net, x, AROUND[around])
+    net.hybridize()
+    net(x)
+    assert precisions(net, x, AROUND[around]) == wanted
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("body", FORMS, ids=lambda form: form.__name__)
+def test_gradients_go_through_regions(body, around):
+    x, net, found = randn(ROWS, UNITS), made(body), []
+    for hybridize in (False, True):
+        net.hybridize(hybridize)
+        x.attach_grad()
+        with AROUND[around](), autograd.record():
+            loss = mx.nd.cast(net(x), "float32").sum()
+        loss.backward()
+        arrays = [x.grad, *[param.grad() for param in net.collect_params().values()]]
+        found.append([values(array) for array in arrays])
+    for wanted, got in zip(*found):
+        # MXNet's Cast truncates what goes through it eagerly.
+        np.testing.assert_allclose(got, wanted, rtol=2e-2, atol=2e-2 * np.abs(wanted).max())
+
+
+def np_off(F, layer, x):
+    with off():
+        x = layer(x.astype("float32"))
+        return F.np.exp(x * 0.1) + F.np.sum(x.astype("float32"))
+
+
+@amp.float_function
+def np_float(F, layer, x):
+    return F.np.exp(layer(x) * 0.1)
+
+
+def np_half(F, layer, x):
+    with off():
+        y = F.np.exp(layer(x.astype("float32")) * 0.1)
+    return amp.half_function(F.np.tanh)(y)
+
+
+def np_promote(F, layer, x):
+    with off():
+        y = F.np.exp(layer(x.astype("float32")) * 0.1)
+    return amp.promote_function(lambda one, other: F.npx.relu(one) + other)(x, y)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("body", [np_off, np_float, np_half, np_promote], ids=lambda f: f.__name__)
+def test_numpy_operators_follow_regions(body, around):
+    mx.npx.set_np()
+    x, net = randn(ROWS, UNITS).as_np_ndarray(), made(body)
+    wanted = eager(net, x, AROUND[around])
+    for way in (hybridized, static, traced_before):
+        assert same(way(net, x, AROUND[around]), wanted)
+
+
+def in_foreach(F, layer, x):
+    def step(row, states):
+        with off():
+            total = states[0] + layer(F.exp(F.cast(row, "float32") * 0.1))
+        return layer(row), [total]
+
+    rows, states = F.contrib.foreach(step, F.reshape(x, (4, 8, UNITS)), [F.zeros((8, UNITS))])
+    return F.concat(F.reshape(rows, (ROWS, UNITS)), states[0], dim=0)
+
+
+def in_while_loop(F, layer, x):
+    def step(i, x):
+        with off():
+            x = layer(F.cast(x, "float32")) * 0.2
+        return x, [i + 1, layer(x)]
+
+    _, states = F.contrib.while_loop(
+        lambda i, x: i < 3, step, [F.zeros((1,)), F.cast(x, "float32")], max_iterations=3
+    )
+    return F.cast(states[1], "float32")
+
+
+def in_cond(F, layer, x):
+    def then():
+        with off():
+            return layer(F.cast(x, "float32"))
+
+    return F.contrib.cond(F.ones((1,)) > 0, then, lambda: F.cast(layer(x), "float32"))
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("body", [in_foreach, in_while_loop, in_cond], ids=lambda f: f.__name__)
+def test_bodies_of_loops_follow_regions(body, around):
+    x, net = randn(ROWS, UNITS), made(body)
+    wanted = eager(net, x, AROUND[around])
+    ways = [hybridized, traced_before, bound] + ([converted] if around in DTYPES else [])
+    for way in ways:
+        assert same(way(net, x, AROUND[around]), wanted)
+
+
+def test_regions_around_the_call_are_not_the_blocks(tmp_path):
+    x, net = randn(ROWS, UNITS), made(in_off)
+    net.hybridize()
+    with amp.autocast("bfloat16"):
+        net(x)
+    net.export(str(tmp_path / "net"))
+    graph = Graph.from_symbol(mx.sym.load(str(tmp_path / "net-symbol.json")))
+    assert graph.marks == {"off"}
+    assert sum(REGION in node.attrs for node in graph.nodes if not node.is_variable) == 4
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("body", FORMS, ids=lambda form: form.__name__)
+def test_plain_mxnet_takes_no_notice(body, tmp_path):
+    x, net = randn(ROWS, UNITS), made(body)
+    wanted = values(net(x))
+    net.hybridize()
+    net(x)
+    net.export(str(tmp_path / "net"))
+    amp.shutdown()
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    block = SymbolBlock.imports(*files)
+    assert block(x).dtype == np.float32
+    np.testing.assert_allclose(values(block(x)), wanted.astype("float32"), rtol=0.05, atol=0.05)
+
+
+REASONS = [
+    (in_off, "exp", "autocast(enabled=False) in the model's code"),
+    (in_float16, "exp", "autocast('float16') in the model's code: "),
+    (in_policy, "exp", "autocast(policy=...) in the model's code: given as low"),
+    (float_loss, "_copy", "float_function in the model's code"),
+    (in_half_function, "_copy", "half_function in the model's code"),
+    (in_promote_function, "_copy", "promote_function in the model's code"),
+]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training", "converted"])
+@pytest.mark.parametrize("body, operator, reason", REASONS, ids=lambda one: getattr(one, "__name__", one))
+def test_explain_names_the_region(body, operator, reason, mode):
+    plan = amp.explain(made(body), "bfloat16", example_inputs=randn(ROWS, UNITS), mode=mode)
+    assert all(node.reason.startswith(reason) for node in plan.filter(operator=operator))
+
+
+def test_regions_decide_on_what_stands_in():
+    x = mx.sym.var("x")
+    with off():
+        y = mx.sym.relu(x)
+    with amp.autocast("bfloat16"):
+        y = mx.sym.relu(y)
+    with amp.autocast(policy=untuned("bfloat16")):
+        y = mx.sym.relu(y)
+    plan = amp.explain(y, "float16", mode="inference")
+    assert [node.operator for node in plan] == ["relu", "Activation", "relu"]
+    # oneDNN's does not lower what is float32; MXNet's own is no operator for bfloat16.
+    assert [node.precision for node in plan] == ["float32"] * 3
+    assert "autocast('bfloat16') in the model's code" in list(plan)[1].reason
+
+
+def test_user_lists_of_layers_come_before_regions():
+    net, x = made(in_bfloat16), randn(ROWS, UNITS)
+    policy = amp.Policy.default("float16", "cpu").override(fp32_layers=["*dense1_*"])
+    dense = [
+        node for node in amp.explain(net, policy=policy, example_inputs=x) if "dense" in node.name
+    ]
+    assert [node.precision for node in dense] == ["float16", "float32", "float16"]
+
+
+class Convolutions(nn.HybridBlock):
+    def __init__(self, region):
+        super().__init__()
+        self._region = region
+        with self.name_scope():
+            for i in range(3):
+                setattr(self, f"conv{i}", nn.Conv2D(16, 3, in_channels=16))
+                setattr(self, f"norm{i}", nn.BatchNorm(in_channels=16))
+
+    def hybrid_forward(self, F, x):
+        x = F.relu(self.norm0(self.conv0(x)))
+        with self._region():
+            x = F.relu(self.norm1(self.conv1(F.cast(x, "float32"))))
+        return F.relu(self.norm2(self.conv2(x)))
+
+
+@pytest.mark.parametrize(
+    "dtype, reads", [(None, "Cast"), ("float16", "Cast"), ("bfloat16", "amp_cast")]
+)
+@with_avx512
+def test_fused_products_stay_in_the_precision_of_their_region(dtype, reads):
+    x, net = randn(2, 16, 12, 12), Convolutions(off)
+    net.initialize(mx.init.Xavier())
+    wanted = values(net(x))
+    net._region = off if dtype is None else lambda: amp.autocast(dtype)
+    fused = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
+    graph = Graph.from_symbol(fused._cached_graph[1])
+    data = [node.inputs[0][0] for node in graph.nodes if node.op == "_sg_mkldnn_conv"]
+    # The model's own cast to float32, or one to bfloat16 behind it.
+    assert [graph.nodes[i].op for i in data] == [
+        "amp_cast",
+        reads,
+        "amp_cast" if reads == "Cast" else "_sg_mkldnn_conv",
+    ]
+    np.testing.assert_allclose(values(fused(x)), wanted, atol=0.05 * np.abs(wanted).max())
+
+
+def test_patches_stay_for_graphs_that_enter_regions_themselves():
+    x, net = randn(ROWS, UNITS), made(in_off)
+    net.hybridize()
+    net(x)
+    assert_unpatched()
+    lowered = made(in_bfloat16)
+    lowered(x)
+    assert_unpatched()
+    lowered.hybridize()
+    first = lowered(x)
+    assert patched()
+    amp.shutdown()
+    assert_unpatched()
+    assert same(lowered(x), first)
+    assert not amp.is_enabled()
+
+
+def test_a_policy_of_another_process(tmp_path):
+    policy = untuned("bfloat16").override(fp32=["FullyConnected"])
+    policy.save(tmp_path / "policy.toml")
+    with amp.autocast(policy=policy):
+        symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=UNITS, name="fc")
+    symbol.save(str(tmp_path / "symbol.json"))
+    code = """
+    import mxamp as amp, mxnet as mx
+    symbol = mx.sym.load("{folder}/symbol.json")
+    try:
+        amp.explain(symbol, "bfloat16")
+    except amp.StateError as error:
+        assert "Policy.load" in str(error)
+    else:
+        raise SystemExit("no error")
+    policy = amp.Policy.load("{folder}/policy.toml")
+    print(amp.explain(symbol, "bfloat16")["fc"].reason)
+    """
+    assert "given as fp32" in check_python(code.format(folder=tmp_path))
+
+
+def test_a_policy_that_no_file_holds():
+    policy = dataclasses.replace(untuned("bfloat16"), rules={})
+    with amp.autocast(policy=policy):
+        symbol = mx.sym.exp(mx.sym.var("x"))
+    (node,) = amp.explain(symbol, "float16")
+    assert node.reason.startswith("autocast(policy=...) in the model's code: not in the list")
+
+
+@pytest.mark.parametrize(
+    "marks, wanted",
+    [
+        ({"off"}, None), ({"bfloat16", "off"}, "bfloat16"), ({"float16", "bfloat16", "on"}, "float16"),
+        ({"auto", "bfloat16"}, "bfloat16"), ({"auto"}, None), (set(), None),
+    ],
+)  # fmt: skip
+def test_policies_of_graphs_where_mixed_precision_is_off(marks, wanted, monkeypatch):
+    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    found = regions.policy_outside(frozenset(marks))
+    assert (found and found.target_dtype) == wanted
+    with amp.autocast("float16"):
+        assert regions.policy_outside(frozenset(marks)) is None
+
+
+def test_policies_of_regions_live_as_long_as_their_graphs():
+    x, net = randn(ROWS, UNITS), made(in_policy)
+    net.hybridize()
+    net(x)
+    gc.collect()
+    amp.Policy.default("float16", "cpu")
+    with amp.autocast("float16"):
+        assert net(x).dtype == np.float32
+
+
+def test_a_mark_of_a_later_version():
+    symbol = mx.sym.exp(mx.sym.var("x"), attr={REGION: "float8"})
+    with pytest.raises(amp.ArgumentError, match="__mxamp_region__='float8'"):
+        amp.explain(symbol, "bfloat16")
+
+
+def test_regions_for_other_devices():
+    policy = amp.Policy.default("float16", "gpu")
+    plan = amp.explain(made(in_bfloat16), policy=policy, example_inputs=randn(ROWS, UNITS))
+    (node,) = plan.filter(operator="exp")
+    assert "autocast('bfloat16') in the model's code, which is not for this device" in node.reason
+
+
+def test_mixed_inputs_are_widened_in_graphs():
+    def mixed_inputs(F, layer, x):
+        with off():
+            return layer(x)
+
+    def widened(F, layer, x):
+        with off():
+            return layer(F.cast(x, "float32"))
+
+    x, net, around = randn(ROWS, UNITS), made(mixed_inputs), AROUND["bfloat16"]
+    with around(), pytest.raises(mx.MXNetError):
+        net(x).wait_to_read()
+    assert same(hybridized(net, x, around), eager(made(widened), x, around))
+
+
+def test_a_block_traced_again_in_another_region():
+    x, net = randn(ROWS, UNITS), made(in_off)
+    net.hybridize()
+    with amp.autocast("bfloat16"):
+        net(x)
+    net._body = in_float16
+    net.hybridize()
+    with AROUND["float16"]():
+        assert same(net(x), eager(made(in_float16), x, AROUND["float16"]))
+
+
+def test_symbols_hold_their_regions_until_shutdown():
+    with amp.autocast("bfloat16"):
+        symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=UNITS, name="fc")
+    for wanted in ("bfloat16", "float32"):
+        executor = symbol.simple_bind(mx.cpu(), data=(64, UNITS))
+        with amp.debugging.operator_stats() as stats:
+            executor.forward()
+        assert stats["FullyConnected"] == {wanted: 1}
+        amp.shutdown()
+
+
+def test_threads_have_regions_of_their_own():
+    x, found = randn(ROWS, UNITS), {}
+
+    def run(dtype):
+        found[dtype] = hybridized(made(in_bfloat16), x, AROUND[dtype])
+
+    threads = [threading.Thread(target=run, args=(dtype,)) for dtype in DTYPES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for dtype in DTYPES:
+        assert same(found[dtype], eager(made(in_bfloat16), x, AROUND[dtype]))
+
+
+def test_marks_of_nested_regions():
+    x = mx.sym.var("x")
+    marks = []
+    for regions_around in (
+        ["float16"], [None], ["float16", None], ["float16", False, None], [False, None], [False],
+    ):  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            for one in regions_around:
+                entered = off() if one is False else amp.autocast(one)
+                stack.enter_context(entered)
+            marks.append(mx.sym.exp(x).attr(REGION))
+    assert marks == ["float16", "on", "float16", "float16", "on", "off"]
+    assert regions.current_region() is None
+    assert mx.sym.exp(x).attr(REGION) is None
+
+
+LATER = {
+    "generator": "def function(): yield",
+    "coroutine": "async def function(): pass",
+    "async generator": "async def function(): yield",
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.parametrize("decorator", [amp.autocast("bfloat16"), amp.float_function])
+def test_functions_that_run_later_are_not_decorated(kind, decorator):
+    there = {}
+    exec(LATER[kind], there)  # noqa: S102
+    with pytest.raises(amp.ArgumentError, match=f"is an? {kind} function.*with amp.autocast"):
+        decorator(there["function"])

@@ -1,0 +1,109 @@
+"""Layers that stay in float32, given as Gluon blocks."""
+
+import mxnet as mx
+import pytest
+from mxnet.gluon import nn, rnn
+
+import mxamp as amp
+from helpers import exported, randn
+from mxamp.policy.layers import layer_patterns
+
+POLICY = amp.Policy.default("bfloat16")
+
+
+class Head(nn.HybridBlock):
+    """A block with a child that has a name of its own."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.out = nn.Dense(4, prefix="out_")
+
+    def hybrid_forward(self, F, x):
+        return F.tanh(self.out(x))
+
+
+@pytest.fixture
+def net():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for _ in range(12):
+            net.add(nn.Dense(8))
+        two = nn.HybridSequential(prefix="")
+        two.add(nn.Dense(8, prefix="a_"), nn.Dense(8, prefix="aa_"))
+        net.add(two, Head())
+    net.initialize()
+    net(randn(64, 8))
+    return net
+
+
+GIVEN = {
+    "a block": (lambda net: net[1], {"net_dense1_fwd"}),
+    "a list": (lambda net: [net[10], net[0]], {"net_dense10_fwd", "net_dense0_fwd"}),
+    "with a name": (lambda net: [net[1], "*dense2_*"], {"net_dense1_fwd", "net_dense2_fwd"}),
+    "children alone": (lambda net: net[12], {"net_a_fwd", "net_aa_fwd"}),
+    "one child": (lambda net: net[12][0], {"net_a_fwd"}),
+    "with children": (lambda net: net[13], {"net_out_fwd", "net_head0_tanh0"}),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_blocks_stand_for_their_layers(net, case):
+    choose, names = GIVEN[case]
+    x, given = randn(64, 8), choose(net)
+    everywhere = amp.explain(net, POLICY.target_dtype, example_inputs=x)
+    for options in ({"policy": POLICY.override(fp32_layers=given)}, {"excluded_sym_names": given}):
+        target = None if "policy" in options else "bfloat16"
+        plan = amp.explain(net, target, example_inputs=x, **options)
+        kept = {node.name for node in plan if "is kept in float32 by name" in node.reason}
+        assert kept == names
+        others = [node for node in plan if node.name not in names and node.operator != "tanh"]
+        assert all(node.precision == everywhere[node.name].precision for node in others)
+
+
+def test_blocks_in_every_way_of_running(net):
+    x = randn(64, 8)
+    policy = POLICY.untuned().override(fp32_layers=net[1])
+    net.hybridize()
+    with amp.autocast(policy=policy), amp.debugging.operator_stats() as stats:
+        net(x)
+    assert stats["FullyConnected"] == {"bfloat16": 14, "float32": 1}
+    converted = amp.convert_hybrid_block(net, "bfloat16", excluded_sym_names=[net[1]])
+    with amp.debugging.operator_stats() as stats:
+        converted(x)
+    assert stats["FullyConnected"]["float32"] == 1
+
+
+def test_recurrent_layers_and_symbol_blocks(net, tmp_path):
+    assert layer_patterns("here", rnn.LSTM(4, prefix="lstm_")) == [["lstm_*"]]
+    assert layer_patterns("here", rnn.LSTMCell(4, prefix="cell_")) == [["cell_*"]]
+    net.hybridize()
+    net(randn(64, 8))
+    with pytest.warns(UserWarning, match="Cannot decide type"):
+        block = exported(net, tmp_path)
+    (names,) = layer_patterns("here", block)
+    assert {"net_dense0_fwd", "net_head0_tanh0"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        (3, amp.ArgumentError, "must be a list of names or of Gluon blocks, not 3"),
+        ("net_*", amp.ArgumentError, "must be a list of names or of Gluon blocks, not 'net_.'"),
+        ([3], amp.ArgumentError, r"of Gluon blocks, not \[3\]"),
+        (nn.Dense(3, prefix="a"), amp.ArgumentError, "prefix 'a' does not end in '_'"),
+        (nn.Dense(3, prefix="elsewhere_"), amp.UnknownNameError, "'elsewhere_"),
+        (nn.HybridSequential(), amp.ArgumentError, "no operators, and no children"),
+    ],
+)
+def test_what_is_no_layer(net, given, error, words):
+    with pytest.raises(error, match=words):
+        amp.explain(net, "bfloat16", excluded_sym_names=given, example_inputs=randn(64, 8))
+    if error is amp.ArgumentError and "children" not in words:
+        with pytest.raises(error, match=words):
+            POLICY.override(fp32_layers=given)
+
+
+def test_a_layer_in_eager_calls_has_no_name(net):
+    x = mx.nd.ones((64, 8))
+    with amp.autocast(policy=POLICY.override(fp32_layers=net[0])):
+        assert net[0](x).dtype != x.dtype
