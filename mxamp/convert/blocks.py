@@ -18,7 +18,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast, dtypes_of
 from ..framework.files import NOT_THE_SAME
-from ..framework.machine import BFLOAT16, DTYPE_CODES
+from ..framework.machine import BFLOAT16, DTYPE_CODES, device_kind
 from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
 from ..policy.decision import CASTABLE
@@ -81,7 +81,7 @@ class Traced:
 
 def _value(param: Parameter) -> NDArray:
     first, *others = param._data
-    alone = not others and first.stype == "default" and first.context.device_type == "cpu"
+    alone = not others and first.stype == "default" and device_kind(first.context) == "cpu"
     return first if alone else param._reduce()  # a mean, or a copy
 
 

@@ -12,7 +12,7 @@ from mxnet.context import current_context
 
 from ..errors import ArgumentError, StateError
 from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
-from ..framework.machine import default_device, dtype_name
+from ..framework.machine import default_device, device_kind, dtype_name
 from ..framework.wording import counted, shown
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
@@ -186,7 +186,7 @@ def _compared(
         return compare_models(model, converted, inputs)
     except StateError as error:
         device = default_device() if policy is None else policy.device
-        if device == current_context().device_type:
+        if device == device_kind(current_context()):
             raise
         raise StateError(f"{error}. {OTHER_DEVICE.format(device=device.upper())}") from None
 

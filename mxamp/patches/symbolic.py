@@ -12,6 +12,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of
+from ..framework.machine import device_kind
 from ..framework.patching import Patch
 from ..graph.graph import Graph, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
@@ -88,7 +89,7 @@ def _policy_for(ctx: Any) -> Optional[Policy]:
     policy = current_policy()
     if policy is None or not isinstance(ctx, Context):
         return None
-    return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
+    return policy if device_kind(ctx) == policy.device else None
 
 
 def _rewritten(symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]) -> Symbol:
