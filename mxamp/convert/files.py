@@ -19,7 +19,7 @@ from ..policy.targets import DEFAULT_TARGET, check_target
 from .arguments import Names, as_tuned
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
-from .pairs import replaced_files
+from .pairs import renamed, replaced_files, set_apart
 from .saved import files_to_write, load_model, model_files, saved_semantics
 
 __all__ = ["TOLERANCE", "ConvertedFiles", "convert_files"]
@@ -150,7 +150,7 @@ def convert_files(
             _check(errors, tolerance)
         before = sum(path.stat().st_size for path in read)
         logger.info("writing %s", os.fspath(out))
-        _write(converted, written, epoch)
+        _write(converted, written, epoch, force)
     after = sum(path.stat().st_size for path in written)
     if after > before:
         logger.info(LARGER, f"{after:,}", f"{before:,}")
@@ -169,9 +169,14 @@ def _files_to_write(
         checked_folder(path)
         if place_of(path) in read or (path.exists() and _is_one_of(path, read)):
             raise ArgumentError(SAME_FILES.format(out=os.fspath(out), path=str(path)))
+    _check_absent(written, force)
+    return written
+
+
+def _check_absent(files: Sequence[Path], force: bool) -> None:
+    for path in files:
         if path.exists() and not force:
             raise ArgumentError(IS_THERE.format(path=str(path)))
-    return written
 
 
 def _is_one_of(path: Path, others: Any) -> bool:
@@ -202,10 +207,10 @@ def _check(errors: Sequence[OutputError], tolerance: float) -> None:
         raise StateError(FAR_OFF.format(**off))
 
 
-def _write(model: Model, files: Tuple[Path, Path], epoch: int) -> None:
+def _write(model: Model, files: Tuple[Path, Path], epoch: int, force: bool) -> None:
     """Write a model's two files, read them back, and put them in their places as one."""
     prefix = files[0].name[: -len("-symbol.json")]
-    wanted = model[0].tojson(remove_amp_cast=False)
+    wanted, start = model[0].tojson(remove_amp_cast=False), ""
 
     def check(folder: Path) -> None:
         checksum(folder / files[1].name)  # from the disk, into memory
@@ -214,20 +219,24 @@ def _write(model: Model, files: Tuple[Path, Path], epoch: int) -> None:
             _, *params = load_model(folder / prefix, epoch)
         except ArgumentError as error:
             raise OSError(NOT_THE_SAME) from error
-        if text != wanted or [_sums(p) for p in params] != [_sums(p) for p in model[1:]]:
+        same = [_sums(p) for p in params] == [_sums(p, start) for p in model[1:]]
+        if not same or text != renamed(wanted, model[1].keys() | model[2].keys(), start):
             raise OSError(NOT_THE_SAME)
 
-    with replaced_files(files, check) as folder:
+    with replaced_files(files, check) as (folder, is_locked):
+        # Since it was looked for first, another process may have written it.
+        _check_absent(files, force)
         try:
             mx.model.save_checkpoint(str(folder / prefix), epoch, *model, remove_amp_cast=False)
             mx.nd.waitall()
+            start = set_apart(folder, files, is_locked)
         except MXNetError as error:
             raise OSError(str(error).strip().splitlines()[-1]) from error
 
 
-def _sums(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the shape, the dtype and a checksum of each parameter."""
+def _sums(params: Mapping[str, Any], start: str = "") -> Mapping[str, Any]:
+    """Return the shape, the dtype and a checksum of each parameter, by its name after `start`."""
     return {
-        name: (array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes()))
+        start + name: (array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes()))
         for name, array in params.items()
     }

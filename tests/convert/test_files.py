@@ -52,7 +52,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
             Path.replace = dies(Path.replace)
             Path.rmdir = dies(Path.rmdir)
             paths = [Path(path) for path in {[str(path) for path in paths]!r}]
-            with pairs.replaced_files(paths, print) as folder:
+            with pairs.replaced_files(paths, print) as (folder, _):
                 for path in paths:
                     (folder / path.name).write_text("new")
         """
@@ -62,7 +62,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
             load_model(tmp_path / "model")
         found = {path.read_text() for path in paths}
         assert len(found) == 1, stage
-    with replaced_files(paths, print) as folder:
+    with replaced_files(paths, print) as (folder, _):
         for path in paths:
             (folder / path.name).write_text("last")
     assert {path.read_text() for path in paths} == {"last"}
