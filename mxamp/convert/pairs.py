@@ -48,8 +48,8 @@ logger = logging.getLogger("mxamp")
 _READY = ".mxamp-ready"
 
 RENAMED = (
-    "%s may be of another model, and be read while it is replaced: the names of the new parameters "
-    "begin with %s, so that no symbol fits the parameters of another"
+    "%s replaces another symbol: the names of its parameters begin with %s now, so that nobody who "
+    "reads meanwhile takes the parameters of one for those of the other"
 )
 ONE_FILE = (
     "{first!r} and {second!r} lead to one file, {place!r}: remove the link, or give another name"
@@ -134,21 +134,21 @@ def set_apart(folder: Path, files: Sequence[Path], is_locked: bool) -> str:
     the same names each time.
     """
     symbol, params = (folder / path.name for path in files)
-    text = symbol.read_bytes()
-    if files[0].exists():
-        if files[0].read_bytes() == text:
-            return ""
-    elif is_locked:  # else another process may be writing another symbol just now
+    text, old = symbol.read_bytes(), files[0].read_bytes() if files[0].exists() else None
+    # Without a lock another process may be writing another symbol just now.
+    if old == text or (old is None and is_locked):
         return ""
     with mx.util.np_array(False):
         arrays = mx.nd.load(str(params))
         if not arrays:
             return ""
         start = f"amp{hashlib.sha256(text).hexdigest()[:8]}_"
-        symbol.write_bytes(renamed(text.decode(), {key[4:] for key in arrays}, start).encode())
+        new = renamed(text.decode(), {key[4:] for key in arrays}, start).encode()
+        symbol.write_bytes(new)
         mx.nd.save(str(params), {f"{k[:4]}{start}{k[4:]}": a for k, a in arrays.items()})
         mx.nd.waitall()
-    logger.info(RENAMED, files[0], start)
+    if new != old:
+        logger.info(RENAMED, files[0], start)
     return start
 
 
