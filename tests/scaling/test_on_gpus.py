@@ -116,11 +116,12 @@ class Products(gluon.Block):
         return (x * self.a.data()).sum() + (x * self.b.data()).sum()
 
 
-def trained(values, scale):
+def trained(values, scale=None):
     net = Products(values)
     net.initialize()
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
-    amp.init_trainer(trainer, amp.StaticLossScaler(scale))
+    if scale is not None:
+        amp.init_trainer(trainer, amp.StaticLossScaler(scale))
     return net, trainer
 
 
@@ -139,6 +140,20 @@ def test_scaled_steps_and_steps_that_are_skipped(array):
     backward(net, trainer, array([np.inf, 2.0]))
     trainer.step(1)
     assert net.a.data().asnumpy().tolist() == [-1, -2]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_grad_scaler(array, bad):
+    net, trainer = trained((0.0, 0.0))
+    scaler = amp.GradScaler(init_scale=8)
+    with autograd.record():
+        loss = net(array([np.inf if bad else 1.0, 2.0]))
+    scaler.scale(loss).backward()
+    scaler.unscale_(trainer)
+    scaler.step(trainer, 1)
+    scaler.update()
+    assert net.a.data().asnumpy().tolist() == ([0, 0] if bad else [-1, -2])
+    assert scaler.get_scale() == (4 if bad else 8)
 
 
 @pytest.mark.parametrize("large", [1.0, 2e19])
