@@ -88,7 +88,7 @@ def convert_files(
         amp.convert_files("resnet", "resnet-bf16", target_dtype="bfloat16")
 
     The new files load in plain MXNet: `SymbolBlock.imports`, `mx.mod.Module.load`,
-    `mx.model.load_checkpoint`. Both appear at once, complete, or not at all.
+    `mx.model.load_checkpoint`. Either both are written or none is.
 
     Parameters
     ----------
@@ -104,7 +104,8 @@ def convert_files(
         in half precision stay well below: rounding adds up to some hundredths, on random weights
         to less than 0.2. An output that has nothing to do with the original's has 1 and more.
     force : bool, default False
-        Overwrite files that are there. The model's own files are never overwritten.
+        Overwrite files that are there; never the model's own. Where they hold another symbol, the
+        parameters get names of their own, so that nobody can read one file of each pair.
 
     The other parameters are those of `convert_model`.
 
