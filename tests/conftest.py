@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from mxamp.framework import machine
 from mxamp.framework.operators import registry
 from mxamp.framework.patching import FrontEnd, _stacks
 from mxamp.framework.versions import has_feature, lacking, why_not
@@ -138,6 +139,12 @@ def dtype(request):
     if request.param == "float16" and not has_feature("float16_on_cpus"):
         pytest.skip(why_not("float16_on_cpus"))
     return request.param
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch):
+    """Arrays of the CPU that mxamp takes for arrays on GPUs: it runs the operators that it would there."""
+    monkeypatch.setattr(machine, "_CPU_TYPES", frozenset())
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast, dtypes_of
 from ..framework.files import NOT_THE_SAME
-from ..framework.machine import BFLOAT16, DTYPE_CODES
+from ..framework.machine import BFLOAT16, DTYPE_CODES, device_kind
 from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
 from ..policy.decision import CASTABLE
-from .pairs import replaced_files
+from .pairs import replaced_files, set_apart
 from .saved import files_to_write, load_model, saved_alike
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
@@ -81,7 +81,7 @@ class Traced:
 
 def _value(param: Parameter) -> NDArray:
     first, *others = param._data
-    alone = not others and first.stype == "default" and first.context.device_type == "cpu"
+    alone = not others and first.stype == "default" and device_kind(first.context) == "cpu"
     return first if alone else param._reduce()  # a mean, or a copy
 
 
@@ -160,10 +160,14 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
             # MXNet takes the parameters from what the first call makes, and writes none before.
             self._build_cache()
         files = files_to_write(path, epoch)
-        with replaced_files(files, lambda folder: _read_back(folder, files, epoch)) as folder:
+        with replaced_files(files, lambda folder: _read_back(folder, files, epoch)) as (
+            folder,
+            is_locked,
+        ):
             with saved_alike(self.collect_params().values()):
                 super().export(str(folder / Path(path).name), epoch, remove_amp_cast)
             waitall()
+            set_apart(folder, files, is_locked)
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:
         """Return the parameters by the names under which they are saved, and looked for on load.

@@ -12,7 +12,7 @@ from mxnet.context import current_context
 
 from ..errors import ArgumentError, StateError
 from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
-from ..framework.machine import default_device, dtype_name
+from ..framework.machine import default_device, device_kind, dtype_name
 from ..framework.wording import counted, shown
 from ..policy.layers import Layers
 from ..policy.policy import Policy
@@ -20,7 +20,7 @@ from ..policy.targets import DEFAULT_TARGET, check_target
 from .arguments import as_tuned
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
-from .pairs import replaced_files
+from .pairs import renamed, replaced_files, set_apart
 from .saved import files_to_write, load_model, model_files, saved_semantics
 
 __all__ = ["TOLERANCE", "ConvertedFiles", "convert_files"]
@@ -89,7 +89,7 @@ def convert_files(
         amp.convert_files("resnet", "resnet-bf16", target_dtype="bfloat16")
 
     The new files load in plain MXNet: `SymbolBlock.imports`, `mx.mod.Module.load`,
-    `mx.model.load_checkpoint`. Both appear at once, complete, or not at all.
+    `mx.model.load_checkpoint`. Either both are written or none is.
 
     Parameters
     ----------
@@ -105,7 +105,8 @@ def convert_files(
         in half precision stay well below: rounding adds up to some hundredths, on random weights
         to less than 0.2. An output that has nothing to do with the original's has 1 and more.
     force : bool, default False
-        Overwrite files that are there. The model's own files are never overwritten.
+        Overwrite files that are there; never the model's own. Where they hold another symbol, the
+        parameters get names of their own, so that nobody can read one file of each pair.
 
     The other parameters are those of `convert_model`.
 
@@ -151,7 +152,7 @@ def convert_files(
             _check(errors, tolerance)
         before = sum(path.stat().st_size for path in read)
         logger.info("writing %s", os.fspath(out))
-        _write(converted, written, epoch)
+        _write(converted, written, epoch, force)
     after = sum(path.stat().st_size for path in written)
     if after > before:
         logger.info(LARGER, f"{after:,}", f"{before:,}")
@@ -170,9 +171,14 @@ def _files_to_write(
         checked_folder(path)
         if place_of(path) in read or (path.exists() and _is_one_of(path, read)):
             raise ArgumentError(SAME_FILES.format(out=os.fspath(out), path=str(path)))
+    _check_absent(written, force)
+    return written
+
+
+def _check_absent(files: Sequence[Path], force: bool) -> None:
+    for path in files:
         if path.exists() and not force:
             raise ArgumentError(IS_THERE.format(path=str(path)))
-    return written
 
 
 def _is_one_of(path: Path, others: Any) -> bool:
@@ -187,7 +193,7 @@ def _compared(
         return compare_models(model, converted, inputs)
     except StateError as error:
         device = default_device() if policy is None else policy.device
-        if device == current_context().device_type:
+        if device == device_kind(current_context()):
             raise
         raise StateError(f"{error}. {OTHER_DEVICE.format(device=device.upper())}") from None
 
@@ -203,10 +209,10 @@ def _check(errors: Sequence[OutputError], tolerance: float) -> None:
         raise StateError(FAR_OFF.format(**off))
 
 
-def _write(model: Model, files: Tuple[Path, Path], epoch: int) -> None:
+def _write(model: Model, files: Tuple[Path, Path], epoch: int, force: bool) -> None:
     """Write a model's two files, read them back, and put them in their places as one."""
     prefix = files[0].name[: -len("-symbol.json")]
-    wanted = model[0].tojson(remove_amp_cast=False)
+    wanted, start = model[0].tojson(remove_amp_cast=False), ""
 
     def check(folder: Path) -> None:
         checksum(folder / files[1].name)  # from the disk, into memory
@@ -215,20 +221,24 @@ def _write(model: Model, files: Tuple[Path, Path], epoch: int) -> None:
             _, *params = load_model(folder / prefix, epoch)
         except ArgumentError as error:
             raise OSError(NOT_THE_SAME) from error
-        if text != wanted or [_sums(p) for p in params] != [_sums(p) for p in model[1:]]:
+        same = [_sums(p) for p in params] == [_sums(p, start) for p in model[1:]]
+        if not same or text != renamed(wanted, model[1].keys() | model[2].keys(), start):
             raise OSError(NOT_THE_SAME)
 
-    with replaced_files(files, check) as folder:
+    with replaced_files(files, check) as (folder, is_locked):
+        # Since it was looked for first, another process may have written it.
+        _check_absent(files, force)
         try:
             mx.model.save_checkpoint(str(folder / prefix), epoch, *model, remove_amp_cast=False)
             mx.nd.waitall()
+            start = set_apart(folder, files, is_locked)
         except MXNetError as error:
             raise OSError(str(error).strip().splitlines()[-1]) from error
 
 
-def _sums(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the shape, the dtype and a checksum of each parameter."""
+def _sums(params: Mapping[str, Any], start: str = "") -> Mapping[str, Any]:
+    """Return the shape, the dtype and a checksum of each parameter, by its name after `start`."""
     return {
-        name: (array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes()))
+        start + name: (array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes()))
         for name, array in params.items()
     }

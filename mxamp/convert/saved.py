@@ -20,7 +20,7 @@ from ..framework.wording import shortened, shown
 from ..graph.graph import Graph
 from ..graph.validation import check_symbol_json
 from .compare import Model
-from .pairs import finish_replacing
+from .pairs import finish_replacing, pair_state
 
 __all__ = [
     "epochs_of",
@@ -40,6 +40,9 @@ Prefix = Union[str, "os.PathLike[str]"]
 _FIRST_ARRAY = struct.Struct("<QQQI")
 _NUMPY_ARRAY = 0xF993FACA
 
+# As often a pair is read that is replaced meanwhile.
+_TRIES = 100
+
 _PART = re.compile(r"(.+?)(-symbol\.json|-(\d{4})\.params|\.onnx|\.json|\.params)$")
 # How Gluon and Symbol call the parameters of the node in front of these.
 _PARAMETER = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
@@ -57,6 +60,7 @@ NO_LAST_PART = "out must end in a name for the files to write, such as {example!
 NOT_A_FILE = "{path!r} is {what}, and not a file"
 NO_FILE = "there is no file {path!r}{hint}"
 UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
+CHANGES = "{path!r} and its parameters are replaced all the time: read them when that has ended"
 NO_SYMBOL = "{path!r} can't be read as a symbol: {why}"
 NOT_REGISTERED = (
     "{path!r} uses the custom operator {name!r}, which is not registered: import the module that "
@@ -129,14 +133,30 @@ def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
 def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     """Read a saved model: (symbol, arg_params, aux_params).
 
-    Raises `ArgumentError`, with the file's name, where a file is missing or damaged, or where the
-    parameters are not those of the symbol.
+    Reads again where the files are replaced meanwhile. Raises `ArgumentError`, with the file's
+    name, where a file is missing or damaged, or where the parameters are not those of the symbol.
     """
     files = model_files(prefix, epoch)
-    try:
-        finish_replacing(files)
-    except OSError as error:
-        raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
+    for _ in range(_TRIES):
+        try:
+            finish_replacing(files)
+        except OSError as error:
+            raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
+        before = pair_state(files)
+        if before is None:
+            continue
+        try:
+            model = _load(prefix, epoch, files)
+        except ArgumentError:
+            if pair_state(files) == before:
+                raise
+        else:
+            if pair_state(files) == before:
+                return model
+    raise ArgumentError(CHANGES.format(path=str(files[0])))
+
+
+def _load(prefix: Prefix, epoch: int, files: Tuple[Path, Path]) -> Model:
     for path in files:
         if not os.path.exists(path):
             raise _missing(prefix, path)

@@ -11,7 +11,7 @@ from mxnet.base import _LIB, check_call
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import CSRNDArray, RowSparseNDArray
 
-from .machine import DTYPE_CODES, DTYPE_NAMES
+from .machine import DTYPE_CODES, DTYPE_NAMES, device_kind
 from .operators import handle_of
 
 __all__ = [
@@ -36,7 +36,6 @@ _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _FLOAT32, _FLOAT64 = DTYPE_CODES["float32"], DTYPE_CODES["float64"]
 #: Elements of a part of `float32_parts`.
 _PART = 2**22
-_CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 
 #: MXNet's own entry to every operator, as it was before anything was patched: calls that mxamp
 #: makes itself never go through its patch.
@@ -66,8 +65,7 @@ def dtypes_of(arrays: Sequence[NDArray]) -> Tuple[str, ...]:
 
 def on_device(arrays: Sequence[NDArray], device: str) -> bool:
     """Tell whether all arrays are on the policy's kind of device ("cpu" or "gpu")."""
-    wanted = _CPU_TYPES if device == "cpu" else frozenset({"gpu"})
-    return all(array.context.device_type in wanted for array in arrays)
+    return all(device_kind(array.context) == device for array in arrays)
 
 
 def plain_array(array: NDArray) -> NDArray:

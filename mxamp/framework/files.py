@@ -1,5 +1,6 @@
 """Files replaced whole: a killed process or a full disk leaves the old file or the new one."""
 
+import fcntl
 import os
 import shutil
 import threading
@@ -17,6 +18,8 @@ __all__ = [
     "checked_path",
     "checked_writable",
     "checksum",
+    "confirmed",
+    "locked",
     "place_of",
     "remove_orphans",
     "replaced_file",
@@ -36,6 +39,10 @@ A_FOLDER = "{path!r} is a folder: give the name of a file"
 NO_SUCH_NAME = "{path!r} can't be written ({why}): give another name"
 NO_FOLDER = "there is no folder {path!r} to write to: make it, or write elsewhere"
 NOT_WRITTEN = "{path!r} can't be written ({why}); what was there before is unchanged"
+NOT_CONFIRMED = (
+    "{path!r} is replaced, but the disk has not confirmed it ({why}): after a crash the old file "
+    "may be there again"
+)
 NOT_THE_SAME = "what was read back is not what was written"
 
 
@@ -76,7 +83,8 @@ def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iter
         finally:
             if temporary.exists():
                 temporary.unlink()
-        sync_to_disk(place.parent)
+        with confirmed(path):
+            sync_to_disk(place.parent)
 
 
 @contextmanager
@@ -89,6 +97,39 @@ def writing(path: Union[str, Path]) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or str(error)
         raise WriteError(NOT_WRITTEN.format(path=os.fspath(path), why=why)) from error
+
+
+@contextmanager
+def confirmed(path: Union[str, Path]) -> Iterator[None]:
+    """Say of the errors of the operating system that a file is replaced all the same."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise WriteError(NOT_CONFIRMED.format(path=os.fspath(path), why=why)) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Wait until no other thread or process holds the lock of a folder, and hold it.
+
+    Yields False where the file system has no locks for folders, as NFS. A process that ends, or is
+    killed, holds no lock.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            try:
+                yield True
+            finally:
+                # Closing is not enough: a child that was forked meanwhile has the file open too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 def checked_path(path: Any) -> Path:
@@ -164,9 +205,9 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def temporary_beside(path: Path) -> Path:
+def temporary_beside(path: Path, kind: str = "") -> Path:
     """Return the name of this thread's temporary file, or folder, beside `path`."""
-    return path.with_name(f".{path.name}{_MARK}{threading.get_ident()}-{os.getpid()}")
+    return path.with_name(f".{path.name}{_MARK}{kind}{threading.get_ident()}-{os.getpid()}")
 
 
 def remove_orphans(path: Path) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "cpu_name",
     "default_device",
     "default_dtype",
+    "device_kind",
     "dtype_name",
     "fast_dtype",
     "features",
@@ -41,6 +42,8 @@ DTYPE_CODES: Mapping[str, int] = {
 }  # fmt: skip
 DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items()}
 
+# MXNet's device types that are memory of the CPU's: all others are GPUs.
+_CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 # DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
 _BELOW_AVX512 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"}
 _MAX_ISA = "DNNL_MAX_CPU_ISA"
@@ -68,6 +71,14 @@ def dtype_name(dtype: Any) -> str:
 def default_device() -> str:
     """Return "gpu" where MXNet sees one, else "cpu"."""
     return "gpu" if _gpus() else "cpu"
+
+
+def device_kind(ctx: Any) -> str:
+    """Return "cpu" or "gpu" for a context of MXNet's.
+
+    All of mxamp asks here, so that tests can run the paths for GPUs on arrays of the CPU.
+    """
+    return "cpu" if ctx.device_type in _CPU_TYPES else "gpu"
 
 
 def default_dtype(device: Optional[str] = None) -> str:

@@ -4,9 +4,11 @@ import re
 from dataclasses import replace
 from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
 
+from mxnet.util import is_np_shape
+
 from ..policy.decision import CASTABLE
 from .edit import Names
-from .graph import CASTS, Graph, Node, Output
+from .graph import CASTS, TAKES_EMPTY, Graph, Node, Output
 
 __all__ = ["HALVES", "Builder", "Entry", "is_converted", "is_inserted", "reads_as_inserted"]
 
@@ -27,10 +29,10 @@ def is_inserted(node: Node) -> bool:
 def reads_as_inserted(node: Node, dtype: str) -> bool:
     """Tell whether conversions insert a cast of this operator from this dtype.
 
-    They never cast integers, and take `Cast` for float64 alone: others are written by hand,
-    whatever their names.
+    They never cast integers, and take `Cast` for float64 and, with an attribute, for arrays that
+    may be empty: others are written by hand, whatever their names.
     """
-    if node.op == "Cast":
+    if node.op == "Cast" and TAKES_EMPTY not in node.attrs:
         other = {dtype, node.attrs["dtype"]} - {"float64"}
         return len(other) == 1 and other <= CASTABLE
     return dtype in CASTABLE
@@ -57,12 +59,16 @@ class Entry(NamedTuple):
 class Builder:
     """The new graph in the making.
 
-    A cast up is undone by reading what was cast, never by casting down again.
+    A cast up is undone by reading what was cast, never by casting down again. `device` is the kind
+    of device that the graph is for.
     """
 
-    def __init__(self, graph: Graph, accumulated: AbstractSet[str]) -> None:
+    def __init__(self, graph: Graph, accumulated: AbstractSet[str], device: str = "cpu") -> None:
         self.nodes: List[Node] = []
         self._accumulated = accumulated
+        # GPUs launch an empty grid for amp_cast of an empty array, which is an error; `Cast` looks
+        # at the size. Only NumPy's shapes have arrays without elements.
+        self._may_be_empty = device == "gpu" and is_np_shape()
         # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
         self._names = Names(
             node.name for node in graph.nodes if node.op != "amp_cast" and not is_inserted(node)
@@ -102,9 +108,10 @@ class Builder:
         key = (entry.output, dtype)
         if key not in self._casts:
             source = entry if entry.dtype in HALVES and dtype == "float32" else None
-            op = "Cast" if "float64" in (entry.dtype, dtype) else "amp_cast"
+            op = "Cast" if self._may_be_empty or "float64" in (entry.dtype, dtype) else "amp_cast"
+            attrs = {TAKES_EMPTY: "1"} if self._may_be_empty else {}
             read = self._read_by_cast(entry, dtype)
-            added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype})
+            added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype, **attrs})
             self._casts[key] = Entry((added, 0), dtype, source)
         made = self._casts[key]
         if name is not None:

@@ -9,7 +9,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.arrays import float32_parts
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES
 from .edit import Edit
-from .graph import CASTS, Graph, Node, Output
+from .graph import CASTS, TAKES_EMPTY, Graph, Node, Output
 
 __all__ = [
     "cast_offline",
@@ -66,7 +66,8 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
         if i in heads or i not in readers:
             return None
         for j in readers[i]:
-            to = nodes[j].attrs["dtype"] if nodes[j].op == "amp_cast" else None
+            is_amp = nodes[j].op == "amp_cast" or TAKES_EMPTY in nodes[j].attrs
+            to = nodes[j].attrs["dtype"] if is_amp else None
             # A variable that holds the other half precision is cast by way of float32; weights of
             # grouped convolutions are copied before they are cast.
             between = to == "float32" or _is_copy(nodes[j])

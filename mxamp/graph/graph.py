@@ -24,6 +24,7 @@ from ..policy.regions import marks_of
 
 __all__ = [
     "CASTS",
+    "TAKES_EMPTY",
     "Graph",
     "Node",
     "Output",
@@ -36,6 +37,9 @@ __all__ = [
 
 Output = Tuple[int, int]  #: (node, output of it)
 CASTS = frozenset({"amp_cast", "Cast"})
+#: An attribute of a `Cast` that stands where `amp_cast` fails for arrays without elements. MXNet
+#: takes no notice of attributes of this form.
+TAKES_EMPTY = "__mxamp_takes_empty__"
 
 
 @dataclass

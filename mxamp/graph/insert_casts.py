@@ -58,7 +58,7 @@ class _Rewriter:
         self.given: Dict[str, Set[str]] = {}  #: the dtypes of each promote_function's arguments
         self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
         self.body_choices = dict(choices.bodies)
-        self.builder = Builder(graph, usage.accumulated)
+        self.builder = Builder(graph, usage.accumulated, policy.device)
         self.values: Dict[Output, _Value] = {}
         # Graphs call the same operators over and over.
         self.decided: Dict[Tuple[Any, ...], Decision] = {}

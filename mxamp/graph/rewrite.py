@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Dict, Iterator, List, Tuple
 
 from ..policy.decision import Decision
-from .graph import Graph, Node
+from .graph import TAKES_EMPTY, Graph, Node
 
 __all__ = ["Rewrite"]
 
@@ -32,4 +32,4 @@ class Rewrite:
 
 def _count_casts(graph: Graph) -> int:
     inner = sum(_count_casts(body) for node in graph.nodes for body in node.subgraphs)
-    return inner + sum(node.op == "amp_cast" for node in graph.nodes)
+    return inner + sum(node.op == "amp_cast" or TAKES_EMPTY in node.attrs for node in graph.nodes)

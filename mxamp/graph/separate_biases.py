@@ -18,7 +18,7 @@ from .edit import Edit
 from .graph import Graph, Node
 
 __all__ = [
-    "is_bias_beside_frozen",
+    "needs_separate_bias",
     "trained_nodes",
     "with_separate_biases",
     "without_bias",
@@ -101,18 +101,24 @@ def without_bias(attrs: Dict[str, str]) -> Dict[str, str]:
     return {**attrs, "no_bias": "True"}
 
 
-def is_bias_beside_frozen(arrays: Sequence[NDArray]) -> bool:
-    """Tell of what a dense layer reads while autograd records whether only a bias is trained.
+def needs_separate_bias(arrays: Sequence[NDArray]) -> bool:
+    """Return whether a recorded dense call may train its bias and not its weight.
 
-    A weight that was computed costs a look at how: it is on the tape, or gets no gradient.
+    Only a weight with a gradient array gets a gradient for sure. A weight that was computed does if
+    nothing on the way to it stops gradients; finding out takes as long as the tape behind it is.
     """
     if len(arrays) <= _BIAS or arrays[_WEIGHT].grad is not None:
         return False
+    return arrays[_BIAS].grad is not None or _is_recorded(arrays[_BIAS])
+
+
+def _is_recorded(array: NDArray) -> bool:
+    """Return whether autograd knows how an array was computed."""
     try:
-        computed = Graph.from_symbol(autograd.get_symbol(arrays[_WEIGHT]))
+        autograd.get_symbol(array)  # of its node alone, however long the tape is
     except MXNetError:
-        return True
-    return not any(trained_nodes(computed, frozenset())[i] for i, _ in computed.heads)
+        return False
+    return True
 
 
 def _has_bias(node: Node) -> bool:

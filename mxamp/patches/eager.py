@@ -8,7 +8,7 @@ names that user code imported long before are covered too.
 import functools
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from mxnet import autograd
+from mxnet import autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
 from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
@@ -22,7 +22,7 @@ from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.patching import Patch
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..graph.recognise import warn_of_eager
-from ..graph.separate_biases import is_bias_beside_frozen, without_bias
+from ..graph.separate_biases import needs_separate_bias, without_bias
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, Decision, decide
 from ..policy.policy import Policy
@@ -33,7 +33,7 @@ from ..scaling.loss_outputs import scalable_inputs
 __all__ = ["INVOKE_MODULES", "decision_for", "patches"]
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
-_DENSE, _ADD = handle_of("FullyConnected"), handle_of("_npi_add")
+_DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
 _TENSORDOT = handle_of("_npi_tensordot")
 #: What `astype`, `copyto` and assignments to slices call.
 _COPY_TO = handle_of("_copyto")
@@ -76,13 +76,21 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
         if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
             ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
-        if handle == _DENSE and autograd.is_recording() and is_bias_beside_frozen(ndargs):
+        if handle == _DENSE and autograd.is_recording() and needs_separate_bias(ndargs):
             # MXNet would compute no gradient of the bias.
             *reads, bias = ndargs
             attrs = without_bias(dict(zip(keys, vals)))
             given = list(attrs), list(attrs.values())
             product = _imperative_invoke(handle, reads, *given, None, is_np_op, False)
-            return _imperative_invoke(_ADD, [product, bias], (), (), out, is_np_op, output_is_list)
+            # Repeated by a product with ones, whose gradient is a product as well: several times as
+            # fast as the sum that broadcasting needs.
+            ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
+            attrs["flatten"] = "False"
+            given = list(attrs), list(attrs.values())
+            column = bias.reshape((-1, 1))
+            repeated = _imperative_invoke(handle, [ones, column], *given, None, is_np_op, False)
+            both = [product, repeated]
+            return _imperative_invoke(_ADD, both, (), (), out, is_np_op, output_is_list)
         if handle == _COPY_TO and dtype_code(ndargs[0]) == _BFLOAT16:
             ndargs = [_widened_for(out, ndargs[0])]
         operator = _casts_of(policy)[handle]

@@ -92,7 +92,7 @@ def _fits(array: Any) -> bool:
         isinstance(array, NDArray)
         and array.stype == "default"
         and array.dtype is np.float32
-        and array.context.device_type == "cpu"
+        and machine.device_kind(array.context) == "cpu"
         and array.size > 0
     )
 

@@ -20,6 +20,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
+from ..framework.machine import device_kind
 from ..framework.patching import Patch
 from ..graph.barriers import with_barriers
 from ..graph.choices import Choices
@@ -228,7 +229,7 @@ def _policy_for(symbol: Symbol, ctx: Any) -> Optional[Policy]:
     policy = current_policy() or policy_outside(own_marks(symbol))
     if policy is None or not isinstance(ctx, Context):
         return None
-    return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
+    return policy if device_kind(ctx) == policy.device else None
 
 
 def _inferred_shapes(symbol: Symbol, known: Mapping[str, Any]) -> Dict[str, Any]:

@@ -30,11 +30,17 @@ def written(folder, name):
 
 
 @pytest.mark.slow
-def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
-    output = tmp_path.with_name("output")
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, linked):
+    output, places = tmp_path / "output", tmp_path / "places"
     output.mkdir()
+    places.mkdir()
+    tmp_path = tmp_path / "folder"
+    tmp_path.mkdir()
     paths = [tmp_path / f"model-{part}" for part in PART]
-    for stage in range(8):
+    for path in paths if linked else ():
+        path.symlink_to(places / path.name)
+    for stage in range(12):
         for path in paths:
             path.write_text("old")
         code = f"""
@@ -52,21 +58,22 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path):
             Path.replace = dies(Path.replace)
             Path.rmdir = dies(Path.rmdir)
             paths = [Path(path) for path in {[str(path) for path in paths]!r}]
-            with pairs.replaced_files(paths, print) as folder:
+            with pairs.replaced_files(paths, print) as (folder, _):
                 for path in paths:
                     (folder / path.name).write_text("new")
         """
         done = run_forked(textwrap.dedent(code), output)
-        assert done.returncode == -signal.SIGKILL or stage > 6
+        assert done.returncode == -signal.SIGKILL or stage > 8
         with pytest.raises(amp.ArgumentError):  # these are no models, but the pair is put right
             load_model(tmp_path / "model")
         found = {path.read_text() for path in paths}
         assert len(found) == 1, stage
-    with replaced_files(paths, print) as folder:
+    with replaced_files(paths, print) as (folder, _):
         for path in paths:
             (folder / path.name).write_text("last")
     assert {path.read_text() for path in paths} == {"last"}
     assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in paths)
+    assert sorted(os.listdir(places)) == sorted(path.name for path in paths if linked)
 
 
 @pytest.mark.parametrize("way", ["cut off", "no space"])

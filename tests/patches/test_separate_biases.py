@@ -7,7 +7,9 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 
 import mxamp as amp
-from helpers import randn, values
+from helpers import kind, randn, values
+from mxamp.graph.graph import Graph
+from mxamp.patches import eager
 
 DATA = randn(4, 6)
 POLICIES = ["float16", "bfloat16", "in float32"]
@@ -117,6 +119,60 @@ def test_eager_calls(policy, name, function):
         out.backward()
     assert bias.grad.asnumpy().tolist() == [4, 4, 4]
     assert (weight.grad.norm().asscalar() > 0) == trained
+
+
+SHAPES = {
+    "flattened": ((4, 2, 3), True), "not flattened": ((2, 4, 6), False), "plain": ((4, 6), True),
+    "a row": ((6,), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("function", ["nd", "npx"])
+def test_eager_calls_with_computed_weights(policy, shape, dtype, function, monkeypatch):
+    """The tape behind the weight is not read: that would take as long as all that computed it."""
+    monkeypatch.setattr(Graph, "from_symbol", None)
+    shape, flatten = SHAPES[shape]
+    data = randn(*shape).astype(dtype)
+    weight, bias = randn(3, 6, seed=1).astype(dtype), randn(3, seed=2).astype(dtype)
+    if function == "npx":
+        mx.npx.set_np()
+        data, weight, bias = (a.as_np_ndarray() for a in (data, weight, bias))
+    dense = mx.npx.fully_connected if function == "npx" else nd.FullyConnected
+
+    def run():
+        for array in (weight, bias):
+            array.attach_grad()
+        with autograd.record():
+            long = weight
+            for _ in range(20):
+                long = long * 1.0
+            out = dense(data, long, bias, num_hidden=3, flatten=flatten)
+        out.backward()
+        return out, weight.grad, bias.grad
+
+    wanted = [a.asnumpy() for a in run()]
+    with amp.autocast(policy=policy):
+        found = run()
+        assert type(found[0]) is type(data)
+        low = dtype == "float32" and policy.lowers
+        assert kind(found[0]) == (policy.target_dtype if low else dtype)
+        for one, other in zip(found, wanted):
+            assert one.shape == other.shape
+            np.testing.assert_allclose(one.asnumpy(), other, rtol=0.03, atol=0.03)
+
+
+def test_eager_biases_without_gradients_stay_in_the_layer(on, monkeypatch):
+    calls, real = [], eager.without_bias
+    monkeypatch.setattr(eager, "without_bias", lambda attrs: calls.append(attrs) or real(attrs))
+    x, weight, bias = DATA.copy(), randn(3, 6, seed=1), nd.zeros((3,))
+    x.attach_grad()
+    with autograd.record():
+        nd.FullyConnected(x, weight, bias, num_hidden=3)
+        assert not calls
+        nd.FullyConnected(x, weight, bias * x.sum(), num_hidden=3)
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize("way", ["bind", "simple_bind", "module"])

@@ -12,6 +12,7 @@ from mxnet.ndarray.sparse import RowSparseNDArray
 
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import dtypes_of, flat_view, plain_array
+from ...framework.machine import device_kind
 from ...graph.census import FLOATS, Tensor
 from ...graph.edit import Edit, View
 from ...graph.graph import Graph, Node, Output
@@ -169,7 +170,7 @@ def _count(
     array = plain_array(gradient.data if isinstance(gradient, RowSparseNDArray) else gradient)
     found = counts.setdefault(name, ExponentCounts())
     if array.size:
-        array = array.as_in_context(mx.cpu()) if array.context.device_type == "gpu" else array
+        array = array.as_in_context(mx.cpu()) if device_kind(array.context) == "gpu" else array
         found.count(flat_view(array, _VIEWS[dtypes_of([array])[0]]), scale)
 
 

@@ -7,6 +7,7 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
+from ...framework.machine import device_kind
 from ...policy.active import suspended
 
 __all__ = ["mean_of"]
@@ -25,7 +26,7 @@ def mean_of(losses: Sequence[NDArray]) -> float:
 def _sum(loss: NDArray) -> float:
     array = plain_array(loss)
     kind = KIND_NAMES.get(kind_code(array))
-    if kind == "float32" and array.context.device_type == "cpu":
+    if kind == "float32" and device_kind(array.context) == "cpu":
         # As it lies in memory: asnumpy() copies.
         return float(flat_view(array, np.float32).sum(dtype=np.float64)) if array.size else 0.0
     with autograd.pause(), suspended():

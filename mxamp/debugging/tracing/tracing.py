@@ -15,6 +15,7 @@ from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ...errors import ArgumentError, StateError
+from ...framework.machine import device_kind
 from ...framework.memory import gpu_memory_used, resident_memory
 from ...framework.wording import shown
 from ...scaling.report import StepReport
@@ -231,7 +232,7 @@ class _Watched:
     def __init__(self, owner: Trace, trainer: Trainer, number: int, step: int) -> None:
         self._owner, self._number, self.step = owner, number, step
         self._trainer = weakref.ref(trainer)
-        self._gpus = sorted(c.device_id for c in trainer._contexts if c.device_type == "gpu")
+        self._gpus = sorted(c.device_id for c in trainer._contexts if device_kind(c) == "gpu")
         self._gpu_memory: Optional[int] = None
         self._asked = -_GPU_SECONDS
         self._last: Optional[float] = None

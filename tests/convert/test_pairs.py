@@ -1,0 +1,408 @@
+"""Two files replaced as one: errors amid, links, and readers that meet one of each pair."""
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import gluon
+
+import mxamp as amp
+from mxamp.convert import pairs, saved
+from mxamp.convert.saved import load_model
+
+# MXNet's, of any symbol with casts.
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot decide type")
+
+PART = ("symbol.json", "0000.params")
+BFLOAT16 = {"target_dtype": "bfloat16"}
+
+
+def model(number):
+    """Return a model of the same layers, names and shapes each time, whose outputs are number squared."""
+    x = mx.sym.BatchNorm(mx.sym.var("data"), name="bn")
+    symbol = mx.sym.FullyConnected(x, num_hidden=2, no_bias=True, name="fc") * float(number)
+    args = {"fc_weight": mx.nd.full((2, 4), number / 4)}
+    args.update(bn_gamma=mx.nd.ones((4,)), bn_beta=mx.nd.zeros((4,)))
+    return symbol, args, {"bn_moving_mean": mx.nd.zeros((4,)), "bn_moving_var": mx.nd.ones((4,))}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in (3, 5):
+        mx.model.save_checkpoint(str(tmp_path / f"model{number}"), 0, *model(number))
+    mx.nd.waitall()
+    out = tmp_path / "out"
+    out.mkdir()
+    return out
+
+
+def convert(folder, number, **options):
+    amp.convert_files(
+        folder.parent / f"model{number}", folder / "m", force=True, **{**BFLOAT16, **options}
+    )
+
+
+def content(folder):
+    return [(folder / f"m-{part}").read_bytes() for part in PART]
+
+
+def by_block(prefix):
+    net = gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params")
+    return net(mx.nd.ones((1, 4)))
+
+
+def by_module(prefix):
+    module = mx.mod.Module.load(str(prefix), 0, label_names=None)
+    module.bind([("data", (1, 4))], for_training=False)
+    module.forward(mx.io.DataBatch([mx.nd.ones((1, 4))], []), is_train=False)
+    return module.get_outputs()[0]
+
+
+def by_bind(prefix):
+    return bound(*mx.model.load_checkpoint(str(prefix), 0))
+
+
+def by_mxamp(prefix):
+    return bound(*load_model(prefix))
+
+
+def bound(symbol, args, auxs):
+    args = {"data": mx.nd.ones((1, 4)), **args}
+    executor = symbol.bind(mx.cpu(), args, aux_states=auxs, grad_req="null")
+    return executor.forward()[0]
+
+
+READERS = [by_block, by_module, by_bind, by_mxamp]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("before", ["plain", "converted", "fused"])
+def test_one_file_of_each_pair_is_an_error_for_every_reader(folder, before, read):
+    if before == "plain":
+        for part in PART:
+            shutil.copy(folder.parent / f"model3-{part}", folder / f"m-{part}")
+    else:
+        convert(folder, 5)
+        convert(folder, 3, fuse=before == "fused")
+    old = content(folder)
+    convert(folder, 5)
+    new = content(folder)
+    for pair, wanted in ((new, 25), (old, 9)):
+        for part, one in zip(PART, pair):
+            (folder / f"m-{part}").write_bytes(one)
+        np.testing.assert_allclose(read(folder / "m").asnumpy(), [[wanted] * 2], rtol=0.02)
+    for pair in ((old[0], new[1]), (new[0], old[1])):
+        for part, one in zip(PART, pair):
+            (folder / f"m-{part}").write_bytes(one)
+        # AssertionError, ValueError, RuntimeError, ArgumentError: each reader has its own.
+        with pytest.raises(Exception, match="missing|not in the arguments|not presented"):
+            read(folder / "m")
+            mx.nd.waitall()
+
+
+def test_names_stay_where_there_is_nothing_to_mix_with(folder):
+    convert(folder, 3)
+    first, names = content(folder), set(load_model(folder / "m")[1])
+    assert names == {"fc_weight", "bn_gamma", "bn_beta"}
+    convert(folder, 3)
+    assert content(folder) == first
+    convert(folder, 5)
+    second, names = content(folder), set(load_model(folder / "m")[1])
+    assert {name[12:] for name in names} == {"fc_weight", "bn_gamma", "bn_beta"}
+    convert(folder, 5)
+    assert content(folder) == second
+    # What was renamed converts again.
+    amp.convert_files(folder / "m", folder / "again", **BFLOAT16)
+    assert set(load_model(folder / "again")[1]) == names
+
+
+def test_models_of_numpy_are_renamed_too(folder):
+    mx.npx.set_np()
+    for units in (3, 4):
+        net = gluon.nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            net.add(gluon.nn.Dense(units, in_units=4), gluon.nn.BatchNorm(in_channels=units))
+        net.initialize()
+        net.hybridize()
+        out = net(mx.np.ones((1, 4)))
+        net.export(str(folder.parent / f"np{units}"))
+        amp.convert_files(folder.parent / f"np{units}", folder / "m", force=True, **BFLOAT16)
+        found = gluon.SymbolBlock.imports(
+            str(folder / "m-symbol.json"), ["data"], str(folder / "m-0000.params")
+        )(mx.np.ones((1, 4)))
+        np.testing.assert_allclose(found.asnumpy(), out.asnumpy(), rtol=0.03, atol=0.03)
+    assert all(name.startswith("amp") for name in load_model(folder / "m")[1])
+
+
+def test_blocks_that_are_exported_over_another_model(folder):
+    convert(folder, 3)
+    net = gluon.nn.Dense(2, in_units=4, prefix="fc_")
+    net.initialize()
+    x = mx.nd.ones((1, 4))
+    converted = amp.convert_hybrid_block(net, example_inputs=x, **BFLOAT16)
+    converted.export(str(folder / "m"))
+    assert all(name.startswith("amp") for name in load_model(folder / "m")[1])
+    found = gluon.SymbolBlock.imports(
+        str(folder / "m-symbol.json"), ["data"], str(folder / "m-0000.params")
+    )
+    np.testing.assert_allclose(found(x).asnumpy(), converted(x).asnumpy(), rtol=0.02)
+
+
+# ---------------------------------------------------------------------- errors amid
+
+
+def fails_at(monkeypatch, steps, owner=Path, name="replace", error=errno.EIO):
+    """Let calls of a function fail whose numbers are among `steps`."""
+    real, calls = getattr(owner, name), []
+
+    def function(*args, **options):
+        calls.append(args)
+        if len(calls) in steps:
+            raise OSError(error, os.strerror(error))
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, function)
+    return calls
+
+
+@pytest.fixture(params=["files", "links", "link to a folder", "one link"])
+def place(request, folder, tmp_path):
+    """A folder to convert to: of files, or of links that lead elsewhere."""
+    convert(folder, 3)
+    if request.param == "files":
+        return folder
+    place = tmp_path / "place"
+    if request.param == "link to a folder":
+        place.symlink_to(folder)
+        return place
+    place.mkdir()
+    for part in PART:
+        if request.param == "links" or part == PART[0]:
+            (place / f"m-{part}").symlink_to(Path("..") / "out" / f"m-{part}")
+        else:
+            shutil.move(folder / f"m-{part}", place / f"m-{part}")
+    return place
+
+
+def hidden(*folders):
+    return [name for folder in folders for name in os.listdir(folder) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_an_error_while_the_files_are_moved_leaves_the_old_pair(place, folder, step, monkeypatch):
+    before = content(place)
+    with monkeypatch.context() as patch:
+        fails_at(patch, [step])
+        with pytest.raises(amp.WriteError, match="what was there before is unchanged"):
+            convert(place, 5)
+    assert content(place) == before
+    assert not hidden(place, folder)
+    assert by_bind(place / "m").asnumpy().tolist() == [[9, 9]]
+    links = [(place / f"m-{part}").is_symlink() for part in PART]
+    convert(place, 5)
+    assert by_block(place / "m").asnumpy().tolist() == [[25, 25]]
+    assert not hidden(place, folder)
+    assert links == [(place / f"m-{part}").is_symlink() for part in PART]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_an_error_leaves_nothing_where_nothing_was(folder, step, monkeypatch):
+    fails_at(monkeypatch, [step])
+    with pytest.raises(amp.WriteError, match="unchanged"):
+        convert(folder, 5)
+    assert os.listdir(folder) == []
+
+
+def test_an_interrupt_while_the_files_are_moved(folder, monkeypatch):
+    convert(folder, 3)
+    before, real = content(folder), pairs._move
+
+    def interrupted(made, place):
+        if place.name.endswith("symbol.json"):
+            raise KeyboardInterrupt
+        real(made, place)
+
+    monkeypatch.setattr(pairs, "_move", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, 5)
+    assert content(folder) == before
+    assert not hidden(folder)
+
+
+def test_a_disk_that_is_full_when_a_linked_file_is_copied(place, folder, monkeypatch):
+    before = content(place)
+    with monkeypatch.context() as patch:
+        calls = fails_at(patch, [1, 2, 3], pairs.shutil, "copy", errno.ENOSPC)
+        if (place / "m-symbol.json").is_symlink():
+            with pytest.raises(amp.WriteError, match="No space left on device.*unchanged"):
+                convert(place, 5)
+            assert content(place) == before
+        else:
+            convert(place, 5)
+            assert not calls
+    assert not hidden(place, folder)
+
+
+def test_file_systems_without_hard_links(folder, monkeypatch):
+    convert(folder, 3)
+    before = content(folder)
+    with monkeypatch.context() as patch:
+        fails_at(patch, range(9), pairs.os, "link", errno.EPERM)
+        fails_at(patch, [3])
+        with pytest.raises(amp.WriteError, match="unchanged"):
+            convert(folder, 5)
+    assert content(folder) == before
+    assert not hidden(folder)
+
+
+def test_errors_that_can_not_be_undone_are_told(folder, monkeypatch):
+    convert(folder, 3)
+    with monkeypatch.context() as patch:
+        fails_at(patch, range(3, 9))
+        with pytest.raises(amp.WriteError, match="of different models now.*write them again"):
+            convert(folder, 5)
+    with pytest.raises(AssertionError, match="missing"):
+        by_block(folder / "m")
+    convert(folder, 5)
+    assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
+
+
+def test_a_folder_that_is_not_synced_after_all(folder, monkeypatch):
+    convert(folder, 3)
+    real = pairs.sync_to_disk
+    synced = []
+
+    def fails(path):
+        synced.append(path)
+        if synced.count(folder) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr(pairs, "sync_to_disk", fails)
+    with pytest.raises(amp.WriteError, match="is replaced, but the disk has not confirmed it"):
+        convert(folder, 5)
+    assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
+
+
+@pytest.mark.parametrize("link", PART)
+def test_one_file_that_is_a_link_to_the_other(folder, link):
+    convert(folder, 3)
+    (other,) = set(PART) - {link}
+    (folder / f"m-{link}").unlink()
+    (folder / f"m-{link}").symlink_to(f"m-{other}")
+    before = content(folder)
+    with pytest.raises(amp.ArgumentError, match="lead to one file"):
+        convert(folder, 5)
+    assert content(folder) == before
+
+
+def test_hard_links(folder):
+    """Those of the model itself are refused; other names of a file keep what they have."""
+    for part in PART:
+        os.link(folder.parent / f"model3-{part}", folder / f"m-{part}")
+    with pytest.raises(amp.ArgumentError, match="names the files of the model itself"):
+        convert(folder, 3)
+    convert(folder, 5)
+    assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
+    np.testing.assert_allclose(by_block(folder.parent / "model3").asnumpy(), 9, rtol=0.01)
+
+
+# ---------------------------------------------------------------------- several at once
+
+
+def test_a_write_waits_for_another(folder):
+    convert(folder, 3)
+    before = content(folder)
+    with pairs.locked(folder) as is_locked:
+        assert is_locked
+        thread = threading.Thread(target=convert, args=(folder, 5))
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive()
+        assert content(folder) == before
+    thread.join(60)
+    assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
+
+
+def test_where_folders_have_no_locks_all_are_renamed(folder, monkeypatch):
+    fails_at(monkeypatch, range(9), fcntl, "flock", errno.EBADF)
+    convert(folder, 3)
+    assert all(name.startswith("amp") for name in load_model(folder / "m")[1])
+    assert by_block(folder / "m").asnumpy().tolist() == [[9, 9]]
+
+
+def test_files_that_appear_during_a_conversion_are_not_overwritten(folder, monkeypatch):
+    real = pairs.locked
+
+    def late(path):
+        (folder / "m-symbol.json").write_text("another's")
+        return real(path)
+
+    monkeypatch.setattr(pairs, "locked", late)
+    with pytest.raises(amp.ArgumentError, match="is there already"):
+        amp.convert_files(folder.parent / "model3", folder / "m", **BFLOAT16)
+    assert os.listdir(folder) == ["m-symbol.json"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_mxamp_reads_again_what_was_replaced_meanwhile(folder, times, monkeypatch):
+    convert(folder, 3)
+    real, left = saved._read_params, [times]
+
+    def replaced_first(path):
+        if path.parent == folder and left[0]:
+            left[0] -= 1
+            convert(folder, (5, 3)[left[0] % 2])
+        return real(path)
+
+    monkeypatch.setattr(saved, "_read_params", replaced_first)
+    assert by_mxamp(folder / "m").asnumpy().tolist() == [[25, 25]]
+    monkeypatch.setattr(saved, "pair_state", lambda _: None)
+    with pytest.raises(amp.ArgumentError, match="are replaced all the time"):
+        load_model(folder / "m")
+
+
+def value_or_none(read, prefix):
+    """Return what a model computes; None where MXNet refuses to read it."""
+    try:
+        return round(float(read(prefix).asnumpy()[0, 0]))
+    except Exception:
+        if read is by_mxamp:
+            raise
+        return None
+
+
+@pytest.mark.slow
+def test_four_processes_that_convert_into_one_target(folder):
+    code = """
+        import sys
+        import mxamp as amp
+        folder, number = sys.argv[1:]
+        for _ in range(8):
+            source = f"{folder}/../model{number}"
+            amp.convert_files(source, f"{folder}/m", target_dtype="bfloat16", force=True)
+    """
+    convert(folder, 3)
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(folder)]
+    writers = [subprocess.Popen([*command, number]) for number in "3535"]
+    found, refused = {9: 0, 25: 0}, 0
+    while any(writer.poll() is None for writer in writers):
+        for read in READERS:
+            value = value_or_none(read, folder / "m")
+            if value is None:
+                refused += 1
+            else:
+                found[value] += 1
+    assert [writer.returncode for writer in writers] == [0] * 4
+    assert all(found.values())
+    assert refused < sum(found.values())
+    assert not hidden(folder)
