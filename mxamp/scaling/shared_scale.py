@@ -11,7 +11,8 @@ from mxnet.gluon import Trainer
 
 from .attach import attach_hook, hook_in_force, hook_of
 from .hook import Stage, TrainerHook
-from .scaler import Scaler, count
+from .numbers import count
+from .scaler import Scaler
 
 __all__ = ["SharedScale", "TrainerView", "attach", "hook_with_shared_scale", "scale_of"]
 
@@ -81,6 +82,11 @@ class TrainerView(Scaler):
     def loss_scale(self) -> float:
         """The scale of the next backward pass."""
         return self.shared.loss_scale
+
+    @property
+    def origin(self) -> Scaler:
+        """The shared scaler."""
+        return self.shared.scaler.origin
 
     @property
     def checks(self) -> bool:

@@ -1,0 +1,420 @@
+"""Steps on gradients that `scale_loss` has scaled, whichever trainer they were scaled for."""
+
+import logging
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+import mxamp as amp
+from helpers import randn
+from mxamp.scaling.hook import Stage
+from mxamp.scaling.passes import passes
+
+DATA = randn(4, 4)
+
+
+def dense(units=3, in_units=4, **settings):
+    net = gluon.nn.Dense(units, in_units=in_units)
+    net.initialize(mx.init.Constant(0.1))
+    net.hybridize()
+    for param in net.collect_params().values():
+        param.grad_req = settings.get("grad_req", "write")
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+    if settings.get("scaler"):
+        amp.init_trainer(trainer, settings["scaler"])
+    return net, trainer
+
+
+def weight(net):
+    return net.weight.data().asnumpy()
+
+
+def run(program, *scalers, **settings):
+    """The weights of two nets after a program with their trainers, scaled and as it should be."""
+    found = []
+    for given in (scalers, (None, None)):
+        pairs = [dense(3, 4, scaler=given[0], **settings), dense(2, 3, scaler=given[1], **settings)]
+        program(*pairs[0], *pairs[1], bool(given[0]))
+        found.append([weight(pairs[0][0]), weight(pairs[1][0])])
+    return found
+
+
+def assert_right(found):
+    for one, two in zip(*found):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+def backward(loss, trainers, scaled):
+    if not scaled:
+        loss.backward()
+        return
+    with amp.scale_loss(loss, trainers) as product:
+        product.backward()
+
+
+def test_a_step_of_a_trainer_that_the_loss_was_not_scaled_for():
+    encoder, first = dense(3, 4, scaler=amp.StaticLossScaler(2.0**16))
+    decoder, second = dense(2, 3, scaler=amp.StaticLossScaler(2.0**16))
+    before = weight(decoder)
+    for _ in range(2):
+        with autograd.record():
+            loss = (decoder(encoder(DATA)) ** 2).sum()
+            backward(loss, first, True)
+        first.step(4)
+        for step in (second.step, second.update):
+            with pytest.raises(amp.StateError, match="by 65536.*another trainer.*scale_loss"):
+                step(4)
+    np.testing.assert_array_equal(weight(decoder), before)
+
+
+@pytest.mark.parametrize("known", ["made before", "made after"])
+def test_a_plain_trainer_that_the_loss_was_not_scaled_for(known):
+    if known == "made before":
+        decoder, second = dense(2, 3)
+    encoder, first = dense(3, 4, scaler=amp.StaticLossScaler(2.0**16))
+    if known == "made after":
+        decoder, second = dense(2, 3)
+    with autograd.record():
+        backward((decoder(encoder(DATA)) ** 2).sum(), first, True)
+    first.step(4)
+    with pytest.raises(amp.StateError, match="another trainer"):
+        second.step(4)
+    with autograd.record():
+        loss = (decoder(DATA[:, :3]) ** 2).sum()
+    loss.backward()
+    second.step(4)  # on gradients of its own again
+
+
+@pytest.mark.parametrize("scales", [(1024, 1024), (4096, 16), (16, 4096)])
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_a_loss_scaled_for_two_trainers(scales, grad_req):
+    def program(encoder, first, decoder, second, scaled):
+        for i in range(3):
+            with autograd.record():
+                loss = (decoder(encoder(DATA * (i + 1))) ** 2).sum()
+                backward(loss, [first, second], scaled)
+            if scaled:
+                assert first.amp_loss_scale == scales[0]
+                assert first._amp_loss_scaler.loss_scale == min(scales)
+            first.step(4)
+            second.step(4)
+            for net in (encoder, decoder):
+                net.collect_params().zero_grad()
+
+    assert_right(run(program, *map(amp.StaticLossScaler, scales), grad_req=grad_req))
+
+
+def test_each_of_two_trainers_reports_its_own_overflow():
+    encoder, first = dense(3, 4, scaler=amp.LossScaler(2.0**12))
+    decoder, second = dense(2, 3, scaler=amp.LossScaler(2.0**8))
+
+    class Poison(autograd.Function):
+        def forward(self, x):
+            return x * 1
+
+        def backward(self, dy):
+            return dy * np.inf
+
+    with autograd.record():
+        loss = (decoder(Poison()(encoder(DATA))) ** 2).sum()
+        backward(loss, (first, second), True)
+    first.step(4)
+    second.step(4)
+    assert (first.amp_skips, second.amp_skips) == (1, 0)
+    # Where 2**8 was too much, 2**11 would be.
+    assert (first.amp_loss_scale, second.amp_loss_scale) == (2.0**7, 2.0**8)
+
+
+def gan(generator, first, critic, second, scaled):
+    """Each loss writes gradients of both nets, which are thrown away but for one trainer's."""
+    for i in range(3):
+        with autograd.record():
+            fake = generator(DATA * (i + 1))
+            loss = (critic(fake) ** 2).sum()
+        backward(loss, second, scaled)
+        second.step(4)
+        with autograd.record():
+            loss = ((critic(generator(DATA)) - 1) ** 2).sum()
+        backward(loss, first, scaled)
+        first.step(4)
+
+
+def partly_plain(generator, first, critic, second, scaled):
+    """The second trainer's losses are never scaled."""
+    for i in range(3):
+        with autograd.record():
+            loss = (critic(generator(DATA * (i + 1))) ** 2).sum()
+        loss.backward()
+        second.step(4)
+        with autograd.record():
+            loss = ((critic(generator(DATA)) - 1) ** 2).sum()
+        backward(loss, first, scaled)
+        first.step(4)
+
+
+def overwritten(generator, first, critic, second, scaled):
+    """Both steps use the gradients of the last pass, which was scaled for one trainer."""
+    for i in range(3):
+        with autograd.record():
+            loss = (critic(generator(DATA * (i + 1))) ** 2).sum()
+            other = ((critic(generator(DATA)) - 1) ** 2).sum()
+        backward(loss, second, scaled)
+        backward(other, first, scaled)
+        first.step(4)
+        second.step(4)
+
+
+def accumulated(generator, first, critic, second, scaled):
+    """A loss that is not scaled is added to one that is, before it and after it."""
+    for i in range(3):
+        for net in (generator, critic):
+            net.collect_params().zero_grad()
+        with autograd.record():
+            losses = [(generator(DATA * (i + 1 + k)) ** 2).sum() for k in range(3)]
+            other = (critic(DATA[:, :3]) ** 2).sum()
+        losses[0].backward()
+        backward(losses[1], first, scaled)
+        losses[2].backward()
+        backward(other, second, scaled)
+        first.step(4)
+        second.step(4)
+
+
+PROGRAMS = [gan, partly_plain, overwritten, accumulated]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("scales", [(1024, 1024), (4096, 16), (16, 4096)])
+@pytest.mark.parametrize("switched_on", [False, True])
+def test_alternating_losses(program, scales, switched_on):
+    grad_req = "add" if program is accumulated else "write"
+    if switched_on:
+        policy = amp.Policy.default("float16", "cpu").override(fp32=["FullyConnected"])
+        amp.init("float16", ctx=mx.cpu(), policy=policy)
+    assert_right(run(program, *map(amp.StaticLossScaler, scales), grad_req=grad_req))
+
+
+@pytest.mark.parametrize("how", ["exact", "sum", "after it", "sum after it", "twice"])
+def test_the_pass_is_recognized(how):
+    def program(encoder, first, decoder, second, scaled):
+        with autograd.record():
+            loss = (encoder(DATA) ** 2).sum()
+            losses = [loss, (encoder(DATA * 2) ** 2).sum()]
+            if not scaled:
+                autograd.backward(losses)
+            else:
+                with amp.scale_loss(losses, first) as products:
+                    total = products[0] + products[1]
+                    if how == "exact":
+                        autograd.backward(products)
+                    elif how == "sum":
+                        total.backward()
+                    elif how == "twice":
+                        autograd.backward(products, retain_graph=True)
+                if how == "after it":
+                    autograd.backward(products)
+                elif how == "sum after it":
+                    total.backward()
+                elif how == "twice":
+                    autograd.backward(products)
+        first.step(4)
+
+    assert_right(run(program, *[amp.StaticLossScaler(1024)] * 2))
+
+
+def test_scaled_losses_are_let_go_with_the_step():
+    net, trainer = dense(scaler=amp.StaticLossScaler(1024))
+    with autograd.record():
+        loss = (net(DATA) ** 2).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.step(4)
+    assert sys.getrefcount(scaled) == 2
+    assert not passes._losses
+
+
+def test_a_step_past_the_grad_scaler():
+    net, trainer = dense()
+    scaler = amp.GradScaler(init_scale=1024)
+    for plain in (False, True):
+        with autograd.record():
+            loss = (net(DATA) ** 2).sum()
+        scaler.scale(loss).backward()
+        if plain:
+            with pytest.raises(amp.StateError, match=r"scaler\.step"):
+                trainer.step(4)
+        scaler.step(trainer, 4)
+        scaler.update()
+    assert trainer.amp_steps == 2
+
+
+def test_a_grad_scaler_and_a_trainer_with_its_own():
+    encoder, first = dense(3, 4)
+    decoder, second = dense(2, 3, scaler=amp.StaticLossScaler(8))
+    scaler = amp.GradScaler(init_scale=1024)
+    with autograd.record():
+        loss = (decoder(encoder(DATA)) ** 2).sum()
+    scaler.scale(loss).backward()
+    scaler.step(first, 4)
+    with pytest.raises(amp.StateError, match="another trainer"):
+        second.step(4)
+    scaler.update()
+
+
+@pytest.mark.parametrize("wrong", [[], [None], "sgd"])
+def test_lists_of_no_trainers(wrong):
+    with pytest.raises(amp.ArgumentError), amp.scale_loss(nd.ones(1), wrong):
+        pass
+
+
+def test_an_error_with_several_trainers_takes_all_back():
+    _, first = dense(scaler=amp.StaticLossScaler(8))
+    net, second = dense(scaler=amp.StaticLossScaler(8))
+    with autograd.record():
+        loss = (net(DATA) ** 2).sum()
+        backward(loss, second, True)
+    amp.unscale(second)
+    with pytest.raises(amp.StateError, match="been unscaled"):
+        with autograd.record():
+            backward((net(DATA) ** 2).sum(), [first, second], True)
+    assert first._amp_loss_scaler.stage is Stage.NONE
+    second.step(4)
+
+
+@pytest.mark.parametrize("use", [
+    lambda s: s.backward(), autograd.backward, list, len, lambda s: s.mean(),
+], ids=["backward", "autograd", "list", "len", "mean"])  # fmt: skip
+def test_scale_loss_without_with(use):
+    _, trainer = dense(scaler=amp.StaticLossScaler(8))
+    with pytest.raises(amp.StateError, match=r"context manager.*with mxamp\.scale_loss"):
+        use(amp.scale_loss(nd.ones(1), trainer))
+    assert trainer._amp_loss_scaler.stage is Stage.NONE
+
+
+@pytest.mark.parametrize("way", ["init", "autocast", "init_trainer"])
+def test_backward_of_the_unscaled_loss_is_caught(way, caplog):
+    if way == "init":
+        amp.init("float16", ctx=mx.cpu())
+    net, trainer = dense(scaler=amp.StaticLossScaler(8))
+    with autograd.record():
+        if way == "autocast":
+            with amp.autocast("float16"):
+                loss = (net(DATA) ** 2).sum()
+        else:
+            loss = (net(DATA) ** 2).sum()
+        with amp.scale_loss(loss, trainer):
+            loss.backward()
+    assert "as it was given" in caplog.text
+
+
+@pytest.mark.parametrize("scaler, warns", [
+    (None, True), (amp.StaticLossScaler(8), True), (amp.NoScaler(), False),
+], ids=str)  # fmt: skip
+def test_init_trainer_and_no_scale_loss(scaler, warns, caplog):
+    amp.init("float16", ctx=mx.cpu())
+    net, trainer = dense()
+    amp.init_trainer(trainer, scaler)
+    for _ in range(3):
+        with autograd.record():
+            loss = (net(DATA) ** 2).sum()
+        loss.backward()
+        trainer.step(4)
+    assert caplog.text.count("no loss was ever scaled") == int(warns)
+
+
+def test_no_warning_where_losses_are_scaled_or_need_no_scale(caplog):
+    amp.init("bfloat16")
+    net, trainer = dense()
+    amp.init_trainer(trainer)
+    for scaled in (False, True):
+        with autograd.record():
+            backward((net(DATA) ** 2).sum(), trainer, scaled)
+        trainer.step(4)
+    amp.shutdown()
+    net, trainer = dense(scaler=amp.StaticLossScaler(8))
+    for scaled in (True, False):
+        with autograd.record():
+            backward((net(DATA) ** 2).sum(), trainer, scaled)
+        trainer.step(4)
+    net, trainer = dense()
+    scaler = amp.GradScaler()
+    for scaled in (True, False):
+        with autograd.record():
+            loss = (net(DATA) ** 2).sum()
+        if scaled:
+            scaler.scale(loss).backward()
+            scaler.step(trainer, 4)
+            scaler.update()
+        else:
+            loss.backward()
+            trainer.step(4)
+    with caplog.at_level(logging.WARNING, "mxamp"):
+        assert "no loss was ever scaled" not in caplog.text
+
+
+SOCKEYE = ("_loss_scale", "_next_loss_scale", "_unskipped")
+
+
+def test_scripts_keep_the_attributes_of_contribs_scaler():
+    """Sockeye 2.3 reads these into its checkpoints, and assigns them when it resumes."""
+    net, trainer = dense(scaler=amp.LossScaler(2.0**10))
+    trainer._amp_loss_scaler._scale_seq_len = 3
+    for _ in range(2):
+        with autograd.record():
+            backward((net(DATA) ** 2).sum(), trainer, True)
+        trainer.step(4)
+    kept = [getattr(trainer._amp_loss_scaler, name) for name in SOCKEYE]
+    assert kept == [1024, 1024, 2]
+    net, trainer = dense(scaler=amp.LossScaler())
+    scaler = trainer._amp_loss_scaler
+    scaler._scale_seq_len, scaler._max_loss_scale = 3, 2.0**11
+    for name, value in zip(SOCKEYE, kept):
+        setattr(scaler, name, value)
+    assert trainer.amp_loss_scale == scaler.loss_scale == 1024
+    seen = []
+    for _ in range(4):
+        with autograd.record():
+            loss = (net(DATA) ** 2).sum()
+            with amp.scale_loss(loss, trainer) as scaled:
+                seen.append(scaled.asscalar() / loss.asscalar())
+                scaled.backward()
+        trainer.step(4)
+    assert seen == [1024, 2048, 2048, 2048]
+    assert (scaler._scale_seq_len, scaler._max_loss_scale, scaler._unskipped) == (3, 2048, 0)
+
+
+@pytest.mark.parametrize("scaler", [amp.LossScaler(), amp.StaticLossScaler(8), amp.NoScaler()])
+def test_an_assigned_scale_is_used(scaler):
+    net, trainer = dense(scaler=scaler)
+    hook = trainer._amp_loss_scaler
+    hook._scale_seq_len, hook._unskipped = 100, 7
+    for scale in (0.5, 2.0**25):  # outside the limits: contrib's scaler has no lower one
+        hook._loss_scale = scale
+        assert hook._loss_scale == hook._next_loss_scale == trainer.amp_loss_scale == scale
+        with autograd.record():
+            backward((net(DATA) ** 2).sum(), trainer, True)
+        trainer.step(4)
+        assert trainer.amp_last_step.loss_scale == scale
+    with pytest.raises(amp.ArgumentError):
+        hook._loss_scale = 0
+    with pytest.raises(amp.ArgumentError):
+        hook._scale_seq_len = 0
+
+
+def test_contribs_attributes_of_shared_scales():
+    net, trainer = dense()
+    scaler = amp.GradScaler(init_scale=1024)
+    with autograd.record():
+        loss = (net(DATA) ** 2).sum()
+    scaler.scale(loss).backward()
+    scaler.step(trainer, 4)
+    scaler.update()
+    trainer._amp_loss_scaler._loss_scale = 256
+    assert scaler.get_scale() == 256
+    optimizer = amp.decorate(mx.optimizer.SGD(), init_loss_scaling=64)
+    trainer = gluon.Trainer(net.collect_params(), optimizer)
+    trainer._amp_loss_scaler._loss_scale = 32
+    assert optimizer.scaling.loss_scale == 32
