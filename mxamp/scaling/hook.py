@@ -22,6 +22,7 @@ from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
+from ..framework.arrays import as_float
 from .checkpoint import load_states, save_states, saved_state
 from .contrib_names import ContribNames
 from .finite import all_finite, unscale
@@ -198,6 +199,9 @@ class TrainerHook(ContribNames):
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
         """Answer `Trainer._update`: True, and the update is skipped."""
         self._settle()
+        optimizer = self.trainer._optimizer
+        # An array where `step` was given one: MXNet's operators parse its text.
+        optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         stage = self.last_stage = self.stage
         if stage is Stage.NONE:
             if self._may_warn:
@@ -214,7 +218,7 @@ class TrainerHook(ContribNames):
         hidden = any(self._has_overflown(param) for param, _ in fresh)
         finite = not hidden and all_finite(arrays)
         if finite and stage is Stage.SCALED:
-            take_out_scale(self.trainer._optimizer, arrays, scale)
+            take_out_scale(optimizer, arrays, scale)
         report = self._report(finite, scale, fresh)
         self._pending = PendingGradients()
         passes.forget(self.trainer, self)
