@@ -21,7 +21,8 @@ from ..framework.kvstores import is_distributed
 from ..framework.patching import FrontEnd, Patch
 from ..graph.graph import Graph
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
-from ..policy.active import chose_float32, suspended
+from ..patches.symbolic import scaled_executors
+from ..policy.active import chose_float32, current_policy, suspended
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
@@ -37,6 +38,7 @@ ON_KVSTORE = (
     "this module updates its parameters on the kvstore {kind!r}, where a gradient that overflowed "
     "can't be kept out: use a synchronous kvstore, such as 'local', 'device' or 'dist_sync'"
 )
+NOT_DECORATED = "nothing scales this module's losses, which float16 needs: decorate its optimizer"
 
 
 class DecoratedName(str):
@@ -103,7 +105,7 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         scalable = None
         if for_training and (again or not self.binded) and not chose_float32():
             scalable = _with_scale(self._symbol)
-        with _bound_as(self, scalable):
+        with _bound_as(self, scalable), scaled_executors():
             original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
         if scalable is not None:
             module_patches.states[self] = _BoundState(True)
@@ -136,6 +138,9 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = getattr(optimizer, "scaling", None) or scale_of(optimizer)
         shared = asked or module_patches.default
         if shared is None:
+            policy = current_policy()
+            if policy is not None and policy.target_dtype == "float16":
+                logger.warning(NOT_DECORATED)
             original(self, kvstore, optimizer, *args, **kwargs)
             return
         if not shared.checks:
@@ -289,7 +294,6 @@ def _updates_off_kvstore() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_UPDATE_SWITCH]
-        else:
+        del os.environ[_UPDATE_SWITCH]
+        if before is not None:
             os.environ[_UPDATE_SWITCH] = before

@@ -2,10 +2,26 @@
 
 Only when a symbol is bound are its dtypes and device known. The graphs that users hold and save
 stay the plain ones.
+
+An executor's own backward pass scales no loss, and can skip no update: what it would train in
+float16 stays in float32, but where the caller scales (`scaled_executors`).
 """
 
 import functools
-from typing import AbstractSet, Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import (
+    AbstractSet,
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+)
 
 from mxnet.context import Context
 from mxnet.ndarray.ndarray import NDArray
@@ -21,8 +37,12 @@ from ..graph.shape_rules import choose
 from ..graph.usage import Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
+from .announcements import announce_unscaled_executors
 
-__all__ = ["patches"]
+__all__ = ["patches", "scaled_executors"]
+
+#: Whether whoever binds scales the losses of what is bound.
+_scaled: "ContextVar[bool]" = ContextVar("mxamp_scaled_executors", default=False)
 
 
 def patches() -> List[Patch]:
@@ -44,10 +64,10 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy, symbol = _policy_for(ctx), self
+        frozen = _without_gradients(self, grad_req, args_grad)
+        policy, symbol = _policy_for(ctx, self, frozen), self
         if policy is not None:
             usage = _usage_of_arrays(self, args, args_grad, grad_req)
-            frozen = _without_gradients(self, grad_req, args_grad)
             symbol = _rewritten(self, policy, usage, frozen)
         executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
         executor._symbol = self
@@ -66,10 +86,11 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy, symbol = _policy_for(ctx), self
+        frozen = _without_gradients(self, grad_req)
+        policy, symbol = _policy_for(ctx, self, frozen), self
         if policy is not None:
             usage = _usage_of_shapes(self, grad_req, type_dict, options)
-            symbol = _rewritten(self, policy, usage, _without_gradients(self, grad_req))
+            symbol = _rewritten(self, policy, usage, frozen)
             if symbol is not self:
                 # Behind a cast MXNet can't infer an argument's dtype any more. It takes no bfloat16
                 # here, which variables say themselves.
@@ -83,12 +104,31 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
     return simple_bind
 
 
-def _policy_for(ctx: Any) -> Optional[Policy]:
-    """Return the policy in force, if it is for the kind of device that a symbol is bound to."""
+@contextmanager
+def scaled_executors() -> Iterator[None]:
+    """Lower executors that are bound inside in float16 too: the caller scales their losses."""
+    before = _scaled.set(True)
+    try:
+        yield
+    finally:
+        _scaled.reset(before)
+
+
+def _policy_for(ctx: Any, symbol: Symbol, frozen: AbstractSet[str]) -> Optional[Policy]:
+    """Return the policy in force, if it is for the kind of device that a symbol is bound to.
+
+    None too for a symbol that is trained, all but the variables `frozen`, in float16 unscaled.
+    """
     policy = current_policy()
     if policy is None or not isinstance(ctx, Context):
         return None
-    return policy if (ctx.device_type == "gpu") == (policy.device == "gpu") else None
+    if (ctx.device_type == "gpu") != (policy.device == "gpu"):
+        return None
+    trained = policy.target_dtype == "float16" and not frozen >= set(symbol.list_arguments())
+    if trained and policy.lowers and not _scaled.get():
+        announce_unscaled_executors()
+        return None
+    return policy
 
 
 def _rewritten(symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]) -> Symbol:
@@ -149,8 +189,10 @@ def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
 
 
 def _without_gradients(symbol: Symbol, grad_req: Any, args_grad: Any = ()) -> FrozenSet[str]:
-    """Return the arguments that get no gradients, where some are given arrays for them or not."""
+    """Return the arguments that get no gradients: all where `args_grad` is None."""
     names = symbol.list_arguments()
+    if args_grad is None:
+        return frozenset(names)
     requests = _requests(names, grad_req)
     given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
     return frozenset(
