@@ -66,12 +66,12 @@ class TrainerHook(ContribNames):
         max_consecutive_skips: Optional[int] = None,
         scaled_by: str = "init_trainer",
     ) -> None:
-        self.trainer, self.scaler = trainer, scaler
-        self.scaled_by = scaled_by
+        self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
         self.retired = False  #: the API that scaled the losses has ended; another may take over
         self.loaded: Optional[Mapping[str, Any]] = None  #: what a state file held
         self.watch = SkipWatch(max_consecutive_skips)
         self.steps = self.skips = 0
+        self.most_losses = 0  #: that were scaled for one step
         self.reduction = Reduction(trainer)
         self._lock = threading.Lock()
         self._pending = PendingGradients()
@@ -94,6 +94,11 @@ class TrainerHook(ContribNames):
     def stage(self) -> Stage:
         """Whether the gradients carry the scale now."""
         return self._pending.stage
+
+    @property
+    def losses(self) -> int:
+        """How many losses were scaled since the last step, for this trainer or for all."""
+        return self._pending.losses
 
     @contextmanager
     def scaling(self, scale: float, values: Sequence[NDArray]) -> Iterator[None]:
@@ -221,6 +226,7 @@ class TrainerHook(ContribNames):
             take_out_scale(optimizer, arrays, scale)
         report = self._report(finite, scale, fresh)
         self._pending = PendingGradients()
+        self.most_losses = max(self.most_losses, pending.losses)
         passes.forget(self.trainer, self)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
