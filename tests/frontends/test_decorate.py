@@ -363,6 +363,19 @@ def test_states_of_a_decorated_trainer(tmp_path):
     assert (resumed.amp_steps, resumed.amp_skips) == (trainer.amp_steps, trainer.amp_skips)
 
 
+def test_a_decorated_trainer_goes_on_from_the_file_of_another_one(tmp_path):
+    file = str(tmp_path / "states")
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=256))
+    train(net, trainer, batches(1)[0])
+    trainer.save_states(file)
+    optimizer = amp.decorate(mx.optimizer.SGD(), init_loss_scaling=4)
+    trainer = gluon.Trainer(net.collect_params(), optimizer)
+    trainer.load_states(file)
+    scaling = optimizer.scaling
+    assert (scaling.loss_scale, scaling.steps, scaling.skips) == (256, 0, 0)
+    assert trainer.amp_steps == 1
+
+
 @pytest.mark.parametrize("accumulated", [1, 20])
 def test_a_trainer_that_is_not_used_any_more_lowers_no_other_ones_scale(accumulated):
     amp.init("float16", ctx=mx.cpu())
