@@ -113,6 +113,8 @@ class _Passes(FrontEnd):
         if losses.scale != 1:
             self.open()
             self._losses.append(losses)
+            # Copies of trainers too, which no constructor has made.
+            self._trainers.update(one.trainer for one in losses.owners if hasattr(one, "trainer"))
 
     @contextmanager
     def inside(self, losses: ScaledLosses) -> Iterator[None]:
