@@ -10,12 +10,13 @@ whether its gradient is fresh, tells which gradients the pass has written.
 import functools
 import gc
 import logging
+import os
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Sequence
 
 from mxnet import autograd
 from mxnet.gluon import Trainer
@@ -24,6 +25,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import StateError
 from ..framework.patching import FrontEnd, Patch
 from .finite import multiply
+from .gradient_scales import GradientScales, MixedGradients, gradients_of
 
 __all__ = ["ScaledLosses", "passes"]
 
@@ -53,17 +55,6 @@ class ScaledLosses:
     used: bool = False  #: a backward pass has begun with them
 
 
-@dataclass(frozen=True)
-class _Scales:
-    """The scale of a trainer's fresh gradients, but for some, by `id` of the parameters' arrays."""
-
-    scale: float
-    others: Dict[int, float] = field(default_factory=dict)
-
-    def of(self, array: NDArray) -> float:
-        return self.others.get(id(array), self.scale)
-
-
 #: The innermost `scale_loss` around the code.
 _inside: "ContextVar[Optional[ScaledLosses]]" = ContextVar("mxamp_scaled_losses", default=None)
 
@@ -75,8 +66,11 @@ class _Passes(FrontEnd):
         super().__init__()
         self._losses: List[ScaledLosses] = []
         self._trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
-        self._scales: "weakref.WeakKeyDictionary[Trainer, _Scales]" = weakref.WeakKeyDictionary()
-        self._alone = threading.RLock()  #: held by a pass that looks at flags
+        self._scales: "weakref.WeakKeyDictionary[Trainer, GradientScales]" = (
+            weakref.WeakKeyDictionary()
+        )
+        #: Held while flags are read and set: by passes and steps, where there are two trainers.
+        self._alone = threading.RLock()
         self._thread = threading.local()
 
     def patches(self) -> Sequence[Patch]:
@@ -140,7 +134,7 @@ class _Passes(FrontEnd):
         scales = self._scales.get(trainer)
         if scales is None or (scales.scale == 1 and not scales.others):
             return 1.0
-        found = {scales.of(data) for _, data, _ in _gradients(trainer) if data._fresh_grad}
+        found = {scales.of(data) for _, data, _ in gradients_of(trainer) if data._fresh_grad}
         return max(found - {1.0}, default=1.0)
 
     def convert(self, trainer: Trainer, scale: float) -> None:
@@ -148,7 +142,7 @@ class _Passes(FrontEnd):
         scales = self._scales.get(trainer)
         if scales is None or (scales.scale == scale and not scales.others):
             return
-        for _, data, gradient in _gradients(trainer):
+        for _, data, gradient in gradients_of(trainer):
             if data._fresh_grad:
                 multiply([gradient], scale / scales.of(data))
         self.set_scale(trainer, scale)
@@ -156,7 +150,11 @@ class _Passes(FrontEnd):
     def set_scale(self, trainer: Trainer, scale: float) -> None:
         """Take note that all fresh gradients of a trainer carry `scale`."""
         if self.is_open:
-            self._scales[trainer] = _Scales(scale)
+            self._scales[trainer] = GradientScales(scale)
+
+    @property
+    def _several(self) -> bool:
+        return len(self._trainers) > 1
 
     def _begun_with(self, heads: Sequence[NDArray]) -> Sequence[ScaledLosses]:
         """Return the scaled losses that a backward pass from `heads` begins with."""
@@ -175,11 +173,11 @@ class _Passes(FrontEnd):
     @contextmanager
     def _one_pass(self, heads: Sequence[NDArray]) -> Iterator[None]:
         losses = self._begun_with(heads)
-        if not self._mixed_by(losses):
+        if not self._several and not self._mixed_by(losses):
             yield
             return
         with self._alone:
-            mixed = self._mixed_by(losses)  # again: another thread's pass may have ended
+            mixed = self._mixed_by(losses)
             try:
                 for one in mixed:
                     one.begin()
@@ -188,14 +186,14 @@ class _Passes(FrontEnd):
                 for one in mixed:
                     self._scales[one.trainer] = one.end()
 
-    def _mixed_by(self, losses: Sequence[ScaledLosses]) -> "List[_MixedGradients]":
+    def _mixed_by(self, losses: Sequence[ScaledLosses]) -> List[MixedGradients]:
         """Return the gradients to which a pass from `losses` brings another scale."""
-        mixed: List[_MixedGradients] = []
+        mixed: List[MixedGradients] = []
         for trainer in list(self._trainers):
             scale = _scale_for(trainer, losses)
-            before = self._scales.setdefault(trainer, _Scales(scale))
+            before = self._scales.setdefault(trainer, GradientScales(scale))
             if before.scale != scale or before.others:
-                mixed.append(_MixedGradients(trainer, before, scale))
+                mixed.append(MixedGradients(trainer, before, scale))
         return mixed
 
     def _build_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +227,8 @@ class _Passes(FrontEnd):
             hook = getattr(trainer, "_amp_loss_scaler", None)
             if not hasattr(hook, "stage"):  # nothing takes the scale out
                 self.check_own(trainer)
-            original(trainer, *args, **kwargs)
+            with self._alone if self._several else nullcontext():
+                original(trainer, *args, **kwargs)
             self._scales.pop(trainer, None)
 
         return step
@@ -243,36 +242,13 @@ class _Passes(FrontEnd):
 
 #: One a process, as the functions that it patches are.
 passes = _Passes()
-
-
-class _MixedGradients:
-    """The gradients of a trainer around a pass that brings another scale than they carry."""
-
-    def __init__(self, trainer: Trainer, scales: _Scales, scale: float) -> None:
-        self.trainer, self._scales, self._scale = trainer, scales, scale
-        self._fresh: List[NDArray] = []
-        self._changed: List[NDArray] = []
-
-    def begin(self) -> None:
-        """Clear the flags of fresh gradients; rescale those that the pass may add to."""
-        for grad_req, data, gradient in _gradients(self.trainer):
-            if not data._fresh_grad:
-                continue
-            self._fresh.append(data)
-            data._fresh_grad = False
-            if grad_req == "add":
-                multiply([gradient], self._scale / self._scales.of(data))
-                self._changed.append(data)
-
-    def end(self) -> _Scales:
-        """Set the flags again; return the scales of the gradients that are fresh now."""
-        changed = set(map(id, self._changed))
-        kept = [data for data in self._fresh if not data._fresh_grad]
-        for data in kept:
-            data._fresh_grad = True
-        kept = [data for data in kept if id(data) not in changed]
-        others = {id(data): self._scales.of(data) for data in kept}
-        return _Scales(self._scale, {key: x for key, x in others.items() if x != self._scale})
+if hasattr(os, "register_at_fork"):
+    # A child of a process whose other thread holds the lock would wait for ever.
+    os.register_at_fork(
+        before=passes._alone.acquire,
+        after_in_parent=passes._alone.release,
+        after_in_child=passes._alone.release,
+    )
 
 
 def _scale_for(trainer: Trainer, losses: Sequence[ScaledLosses]) -> float:
@@ -281,11 +257,3 @@ def _scale_for(trainer: Trainer, losses: Sequence[ScaledLosses]) -> float:
     own = [one for one in losses if hook in one.owners]
     # Losses of several trainers, scaled differently, in one pass: each has its own.
     return (own or losses)[0].scale if losses else 1.0
-
-
-def _gradients(trainer: Trainer) -> Iterator[Tuple[str, NDArray, NDArray]]:
-    """Yield `grad_req`, array and gradient of a trainer's parameters on each device."""
-    for param in trainer._params:
-        if param.grad_req != "null" and param._grad is not None:
-            for data, gradient in zip(param.list_data(), param.list_grad()):
-                yield param.grad_req, data, gradient

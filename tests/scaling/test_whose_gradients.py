@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 
 import mxnet as mx
 import numpy as np
@@ -497,3 +498,51 @@ print(kept, scaler.loss_scale, scaler._max_loss_scale, type(scaler).__name__)
     on = "float16" if way == "variable" else "off"
     printed = check_python(program, env={"MXNET_ENABLE_AUTO_MIXED_PRECISION": on})
     assert printed.splitlines()[-1] == "(16.0, 16.0, 1) 16.0 16777216.0 TrainerHook"
+
+
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_gradients_that_another_loss_does_not_reach(grad_req):
+    """A plain trainer's own gradients wait while another loss is scaled for another trainer."""
+
+    def program(net, first, other, second, scaled):
+        for i in range(3):
+            with autograd.record():
+                loss = (other(DATA[:, :3] * (i + 1)) ** 2).sum()
+            loss.backward()
+            with autograd.record():
+                loss = (net(DATA * (i + 1)) ** 2).sum()
+            backward(loss, first, scaled)
+            second.step(4)
+            first.step(4)
+            for one in (net, other):
+                one.collect_params().zero_grad()
+
+    assert_right(run(program, amp.StaticLossScaler(1024), None, grad_req=grad_req))
+
+
+def test_threads_that_scale_losses_of_two_trainers():
+    """One thread a trainer, each with its scale; both trainers know of each other's passes."""
+
+    def program(one, first, two, second, scaled):
+        one(DATA), two(DATA[:, :3])  # tracing a block is not for several threads at once
+        errors = []
+
+        def work(net, trainer, data):
+            try:
+                for i in range(20):
+                    with autograd.record():
+                        loss = (net(data * (i % 3 + 1)) ** 2).mean()
+                    backward(loss, trainer, scaled)
+                    trainer.step(4)
+            except Exception as error:  # noqa: BLE001
+                errors.append(error)
+
+        given = [(one, first, DATA), (two, second, DATA[:, :3])]
+        threads = [threading.Thread(target=work, args=arguments) for arguments in given]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+    assert_right(run(program, *map(amp.StaticLossScaler, (4096, 16))))
