@@ -64,7 +64,7 @@ class _Passes(FrontEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        self._losses: List[ScaledLosses] = []
+        self._losses: Dict[int, ScaledLosses] = {}  # by `id`: threads add and take away
         self._trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
         self._scales: "weakref.WeakKeyDictionary[Trainer, GradientScales]" = (
             weakref.WeakKeyDictionary()
@@ -100,13 +100,13 @@ class _Passes(FrontEnd):
 
     def is_scaled(self, losses: Sequence[NDArray]) -> bool:
         """Return whether one of these losses is a scaled one."""
-        return any(id(array) in one.made for one in list(self._losses) for array in losses)
+        return any(id(array) in one.made for one in self._known() for array in losses)
 
     def add(self, losses: ScaledLosses) -> None:
         """Expect backward passes from these losses until `forget`."""
         if losses.scale != 1:
             self.open()
-            self._losses.append(losses)
+            self._losses[id(losses)] = losses
             # Copies of trainers too, which no constructor has made.
             self._trainers.update(one.trainer for one in losses.owners if hasattr(one, "trainer"))
 
@@ -118,14 +118,16 @@ class _Passes(FrontEnd):
         try:
             yield
         except BaseException:
-            self._losses = [one for one in self._losses if one is not losses]
+            self._losses.pop(id(losses), None)
             raise
         finally:
             _inside.reset(before)
 
     def forget(self, trainer: Optional[Trainer], owner: Any) -> None:
         """Forget the gradients of a trainer that has stepped, and the losses of an owner."""
-        self._losses = [one for one in self._losses if owner not in one.owners]
+        for one in self._known():
+            if owner in one.owners:
+                self._losses.pop(id(one), None)
         if trainer is not None:
             self._scales.pop(trainer, None)
 
@@ -152,13 +154,16 @@ class _Passes(FrontEnd):
         if self.is_open:
             self._scales[trainer] = GradientScales(scale)
 
+    def _known(self) -> List[ScaledLosses]:
+        return list(self._losses.values())
+
     @property
     def _several(self) -> bool:
         return len(self._trainers) > 1
 
     def _begun_with(self, heads: Sequence[NDArray]) -> Sequence[ScaledLosses]:
         """Return the scaled losses that a backward pass from `heads` begins with."""
-        inside, known = _inside.get(), list(self._losses)
+        inside, known = _inside.get(), self._known()
         if inside is not None and any(id(head) in inside.given for head in heads):
             logger.warning(UNSCALED)
         found = [one for one in known if any(id(head) in one.made for head in heads)]
@@ -230,6 +235,8 @@ class _Passes(FrontEnd):
             with self._alone if self._several else nullcontext():
                 original(trainer, *args, **kwargs)
             self._scales.pop(trainer, None)
+            if trainer._update_on_kvstore:  # MXNet leaves the flags set then
+                self.set_scale(trainer, 1.0)
 
         return step
 

@@ -546,3 +546,24 @@ def test_threads_that_scale_losses_of_two_trainers():
         assert not errors
 
     assert_right(run(program, *map(amp.StaticLossScaler, (4096, 16))))
+
+
+def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
+    """MXNet does not note that these gradients were used: they stay fresh."""
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    net, trainer = dense(scaler=amp.StaticLossScaler(1024))
+    parts = [gluon.nn.Dense(2, in_units=4) for _ in range(2)]
+    params = gluon.ParameterDict()
+    for part in parts:
+        part.initialize(mx.init.One(), ctx=contexts)
+        params.update(part.collect_params())
+    plain = gluon.Trainer(params, "sgd", {"learning_rate": 0.01})
+    for used in (parts, parts[:1], parts[1:], parts):
+        with autograd.record():
+            backward((net(DATA) ** 2).sum(), trainer, True)
+        trainer.step(4)
+        with autograd.record():
+            losses = [part(DATA.as_in_context(c)).sum() for c in contexts for part in used]
+        autograd.backward(losses)
+        plain.step(4)
+    assert plain._update_on_kvstore
