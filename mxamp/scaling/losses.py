@@ -24,7 +24,7 @@ SCALED_ALREADY = (
     "this loss has been scaled already: scale each loss once, and call backward of what comes back"
 )
 NOT_ENTERED = (
-    "scale_loss is a context manager, and has no {name!r}: write `with mxamp.scale_loss(loss, "
+    "scale_loss returns a context manager, not the scaled loss: write `with mxamp.scale_loss(loss, "
     "trainer) as scaled:` and call autograd.backward(scaled) inside"
 )
 NO_TRAINERS = "scale_loss takes a gluon.Trainer or a list of them, not an empty list"
@@ -75,13 +75,13 @@ class _LossScaling:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise StateError(NOT_ENTERED.format(name=name))
+        raise StateError(NOT_ENTERED)
 
     def __iter__(self) -> NoReturn:
-        raise StateError(NOT_ENTERED.format(name="items"))
+        raise StateError(NOT_ENTERED)
 
     def __len__(self) -> NoReturn:
-        raise StateError(NOT_ENTERED.format(name="length"))
+        raise StateError(NOT_ENTERED)
 
 
 @contextmanager
