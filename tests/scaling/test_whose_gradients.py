@@ -567,3 +567,34 @@ def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
         autograd.backward(losses)
         plain.step(4)
     assert plain._update_on_kvstore
+
+
+@pytest.mark.parametrize("updates", ["once", "after each step"])
+def test_a_grad_scaler_of_a_gan(updates):
+    """The scale grows with each update: gradients that wait for a step keep the one they have."""
+
+    def trained(scaler):
+        (generator, first), (critic, second) = dense(3, 4), dense(2, 3)
+        step = scaler.step if scaler else lambda trainer, size: trainer.step(size)
+        for i in range(4):
+            with autograd.record():
+                loss = (critic(generator(DATA * (i + 1))) ** 2).sum()
+            (scaler.scale(loss) if scaler else loss).backward()
+            if i % 2:  # the other one steps on gradients of the same loss
+                step(first, 4)
+                if scaler and updates != "once":
+                    scaler.update()
+                step(second, 4)
+            else:
+                step(second, 4)
+                if scaler and updates != "once":
+                    scaler.update()
+                with autograd.record():
+                    loss = ((critic(generator(DATA)) - 1) ** 2).sum()
+                (scaler.scale(loss) if scaler else loss).backward()
+                step(first, 4)
+            if scaler:
+                scaler.update()
+        return [weight(generator), weight(critic)]
+
+    assert_right([trained(amp.GradScaler(init_scale=16, growth_interval=1)), trained(None)])
