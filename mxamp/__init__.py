@@ -56,8 +56,9 @@ with _collector_paused():
         from .policy.evidence import Evidence, LayerCost, Trial
         from .policy.policy import Policy
         from .scaling.grad_scaler import GradScaler
+        from .scaling.losses import scale_loss
         from .scaling.scaler import LossScaler, NoScaler, StaticLossScaler
-        from .scaling.trainer import clip_grad_global_norm, init_trainer, scale_loss, unscale
+        from .scaling.trainer import clip_grad_global_norm, init_trainer, unscale
 
         _prepare_launched()
 

@@ -127,6 +127,7 @@ def clean():
     custom_operators._registered.update(classed)
     amp.shutdown()
     _said.speed.clear()
+    _said.executors = False
     mx.nd.waitall()
     mx.npx.reset_np()
     # All that is alive is looked through now and then only: it is more with each test, 50 ms at last.

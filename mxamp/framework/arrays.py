@@ -16,6 +16,7 @@ from .operators import handle_of
 
 __all__ = [
     "KIND_NAMES",
+    "as_float",
     "cast",
     "copy",
     "dtype_code",
@@ -71,6 +72,11 @@ def on_device(arrays: Sequence[NDArray], device: str) -> bool:
 def plain_array(array: NDArray) -> NDArray:
     """Return an array of `mx.np` as one of `mx.nd`, over the same memory; others as they are."""
     return array.as_nd_ndarray() if isinstance(array, mx.np.ndarray) else array
+
+
+def as_float(number: Any) -> float:
+    """Return a number as a float: an array's, where it has one element."""
+    return float(plain_array(number).asscalar() if isinstance(number, NDArray) else number)
 
 
 def copy(array: NDArray, is_np_op: bool = False) -> NDArray:

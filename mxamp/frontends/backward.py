@@ -24,9 +24,9 @@ from ..scaling.hook import TrainerHook
 from ..scaling.loss_outputs import scaled_heads
 from ..scaling.shared_scale import (
     SharedScale,
-    TrainerView,
     attach,
     hook_with_shared_scale,
+    scale_in_force,
     scale_of,
 )
 from .python_functions import RunningPass
@@ -266,21 +266,15 @@ def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, fini
         # All workers hold the same scale, and the others have not seen this.
         logger.info(RUN_AGAIN_ALONE, tried, used)
     elif finite:
-        lowered = _shared(hooks).lower(tried)
+        lowered = scale_in_force(hooks).lower(tried)
         logger.info(RUN_AGAIN, tried, used, lowered)
     else:
         # Float32 would have overflowed too: the scale is not to blame.
         logger.warning(NOT_FINITE)
 
 
-def _shared(hooks: Sequence[TrainerHook]) -> SharedScale:
-    """Return the scale in force: the lowest, where several optimizers have their own."""
-    views = [hook.scaler for hook in hooks if isinstance(hook.scaler, TrainerView)]
-    return min((view.shared for view in views), key=lambda shared: shared.loss_scale)
-
-
 def _scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
-    scale = _shared(hooks).loss_scale
+    scale = scale_in_force(hooks).loss_scale
     if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
         scale = min(scale, _HALF_LIMIT)
     return scale

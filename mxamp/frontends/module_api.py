@@ -21,7 +21,8 @@ from ..framework.kvstores import is_distributed
 from ..framework.patching import FrontEnd, Patch
 from ..graph.graph import Graph
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
-from ..policy.active import chose_float32, suspended
+from ..patches.symbolic import scaled_executors
+from ..policy.active import chose_float32, current_policy, suspended
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
@@ -37,6 +38,7 @@ ON_KVSTORE = (
     "this module updates its parameters on the kvstore {kind!r}, where a gradient that overflowed "
     "can't be kept out: use a synchronous kvstore, such as 'local', 'device' or 'dist_sync'"
 )
+NOT_DECORATED = "nothing scales this module's losses, which float16 needs: decorate its optimizer"
 
 
 class DecoratedName(str):
@@ -53,6 +55,7 @@ class _BoundState:
 
     def __init__(self, scalable: bool) -> None:
         self.scalable = scalable
+        self.scale = 1.0  #: that its graph was given in the last forward
         self.overflown = False  #: a gradient was not finite
         self.counts = True  #: its update is a step; not that of a later module of a sequence
 
@@ -71,6 +74,7 @@ class _ModulePatches(FrontEnd):
         return [
             Patch(Module, "bind", _build_bind),
             Patch(Module, "init_optimizer", _build_init_optimizer),
+            Patch(Module, "forward", _build_forward),
             Patch(Module, "backward", _build_backward),
             Patch(Module, "update", _build_update),
             Patch(SequentialModule, "update", _build_update_of_all),
@@ -101,11 +105,10 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         scalable = None
         if for_training and (again or not self.binded) and not chose_float32():
             scalable = _with_scale(self._symbol)
-        with _bound_as(self, scalable):
+        with _bound_as(self, scalable), scaled_executors():
             original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
         if scalable is not None:
             module_patches.states[self] = _BoundState(True)
-            _set_scale(self, 1.0)
 
     return bind
 
@@ -135,6 +138,9 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = getattr(optimizer, "scaling", None) or scale_of(optimizer)
         shared = asked or module_patches.default
         if shared is None:
+            policy = current_policy()
+            if policy is not None and policy.target_dtype == "float16":
+                logger.warning(NOT_DECORATED)
             original(self, kvstore, optimizer, *args, **kwargs)
             return
         if not shared.checks:
@@ -152,26 +158,40 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_optimizer
 
 
+def _build_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Module, *args: Any, **kwargs: Any) -> None:
+        state = module_patches.states.get(self)
+        if state is not None and state.scalable:
+            shared = _shared_by(self)
+            state.scale = 1.0 if shared is None else shared.loss_scale
+            # Now, not in `backward`: where `group2ctxs` spreads a graph over devices, MXNet copies
+            # inputs to the others in the forward pass.
+            _set_scale(self, state.scale)
+        original(self, *args, **kwargs)
+
+    return forward
+
+
+def _shared_by(module: Module) -> Optional[SharedScale]:
+    """Return the scale of a module's optimizer; None where nothing is to be scaled."""
+    shared = scale_of(module._optimizer) if module.optimizer_initialized else None
+    return shared if shared is not None and shared.checks else None
+
+
 def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(self: Module, out_grads: Any = None) -> None:
-        shared = scale_of(self._optimizer) if self.optimizer_initialized else None
+        shared = _shared_by(self)
         state = module_patches.states.setdefault(self, _BoundState(False))
         state.overflown = False
-        scaled = state.scalable or out_grads is not None
-        if shared is None or not (shared.checks and scaled):
+        if shared is None or not (state.scalable or out_grads is not None):
             original(self, out_grads)
             return
-        scale = shared.loss_scale
+        scale = state.scale if state.scalable else shared.loss_scale
         # What gradients are added to has to carry the same scale as what is added.
         multiply(_gradients(self, adding=True), scale)
-        if state.scalable:
-            _set_scale(self, scale)
-        try:
-            original(self, _times(out_grads, scale))
-        finally:
-            if state.scalable:
-                _set_scale(self, 1.0)
+        original(self, _times(out_grads, scale))
         state.overflown = bool(unscale(_gradients(self), scale))
 
     return backward
@@ -274,7 +294,6 @@ def _updates_off_kvstore() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_UPDATE_SWITCH]
-        else:
+        del os.environ[_UPDATE_SWITCH]
+        if before is not None:
             os.environ[_UPDATE_SWITCH] = before

@@ -6,7 +6,7 @@ from typing import Optional, Set, Tuple
 from ..framework import machine
 from ..policy.policy import Policy
 
-__all__ = ["announce", "announce_float32", "announce_off"]
+__all__ = ["announce", "announce_float32", "announce_off", "announce_unscaled_executors"]
 
 logger = logging.getLogger("mxamp")
 
@@ -25,6 +25,11 @@ ONLY_TRUE = (
 STAYS_OFF = (
     "'auto' is float32 here, and mixed precision stays off: %s. To turn it on all the same, %s"
 )
+UNSCALED_EXECUTORS = (
+    "executors that compute gradients stay in float32: nothing scales their losses, which float16 "
+    "needs. Bind with grad_req='null' for inference. To train in float16, decorate the optimizer "
+    "of a Module before it is bound, use Gluon, or bfloat16, which needs no scale"
+)
 IN_CODE = "give 'bfloat16' in place of 'auto'"
 
 
@@ -34,6 +39,7 @@ class _Said:
     def __init__(self) -> None:
         self.on: Optional[Tuple[str, str]] = None  #: None once they have said that it is off
         self.speed: Set[Tuple[str, str]] = set()
+        self.executors = False  #: that some stay in float32
 
 
 _said = _Said()
@@ -53,7 +59,7 @@ def announce(policy: Policy) -> None:
 
 def announce_off() -> None:
     """Say that mixed precision is off."""
-    _said.on = None
+    _said.on, _said.executors = None, False
     logger.info("mixed precision is off")
 
 
@@ -63,6 +69,13 @@ def announce_float32(advice: str = IN_CODE) -> None:
     if kind not in _said.speed:
         _said.speed.add(kind)
         logger.warning(STAYS_OFF, machine.why_float32(), advice)
+
+
+def announce_unscaled_executors() -> None:
+    """Say, once, that executors in training stay in float32, and why."""
+    if not _said.executors:
+        _said.executors = True
+        logger.warning(UNSCALED_EXECUTORS)
 
 
 def _warn_of_speed(policy: Policy) -> None:

@@ -15,7 +15,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import SGD, Adam
 
 from ..framework import machine
-from ..framework.arrays import flat_view
+from ..framework.arrays import as_float, flat_view
 from ..framework.patching import Patch
 from ..policy.active import current_policy
 
@@ -180,12 +180,14 @@ def _clip_of(optimizer: Any) -> Any:
     return _parsed(bound) if bound and bound > 0 else None
 
 
-@functools.lru_cache(maxsize=256)
-def _parsed(value: float) -> Any:
-    """Return a number as MXNet's operators get it: they parse its text, and miss the last bit.
+def _parsed(value: Any) -> Any:
+    """Return a number as MXNet's operators get it: they parse its text, and miss the last bit."""
+    return _read_by_mxnet(as_float(value))  # `trainer.step(batch_size)` takes arrays of one element
 
-    Asked of an operator (30 us) once a number: sgd_update makes of 0 - value * -1 what it has read.
-    """
+
+@functools.lru_cache(maxsize=256)
+def _read_by_mxnet(value: float) -> Any:
+    """Ask an operator (30 us): sgd_update makes of 0 - value * -1 what it has read."""
     zero = mx.nd.zeros((1,), ctx=mx.cpu())
     minus_one = mx.nd.full((1,), -1, ctx=mx.cpu())
     return _float(mx.nd.sgd_update(zero, minus_one, lr=value).asscalar())

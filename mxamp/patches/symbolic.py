@@ -3,13 +3,29 @@
 Only when a symbol is bound are its dtypes and device known. The graphs that users hold and save
 stay the plain ones. An executor whose graph was rewritten keeps how, since a rewrite may have read
 shapes: for others it is made again.
+
+An executor's own backward pass scales no loss, and can skip no update: what it would train in
+float16 stays in float32, but where the caller scales (`scaled_executors`).
 """
 
 import ctypes
 import functools
 import inspect
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import AbstractSet, Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
+from typing import (
+    AbstractSet,
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+)
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
@@ -33,8 +49,12 @@ from ..graph.usage import Shape, Usage
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside
+from .announcements import announce_unscaled_executors
 
-__all__ = ["patches"]
+__all__ = ["patches", "scaled_executors"]
+
+#: Whether whoever binds scales the losses of what is bound.
+_scaled: "ContextVar[bool]" = ContextVar("mxamp_scaled_executors", default=False)
 
 UP_SIZED = (
     "reshape to {new} needs more memory for {name!r} than its {old}: bind the largest shape first, "
@@ -66,17 +86,16 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy = _policy_for(self, ctx)
+        names = self.list_arguments()
+        frozen = _without_gradients(names, grad_req, args_grad)
+        policy = _policy_for(self, ctx, frozen)
         if policy is None:
             return original(self, ctx, args, args_grad, grad_req, *rest, **options)
-        names = self.list_arguments()
         arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
-        frozen = _without_gradients(names, grad_req, args_grad)
-        training = args_grad is not None and len(frozen) < len(names)
         usage = Usage(
             dtypes=_named_dtypes(arrays),
             accumulated=_accumulated(names, grad_req),
-            training=training,
+            training=len(frozen) < len(names),
         )
         binding = _Binding(self, policy, usage, frozen)
         symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
@@ -95,11 +114,11 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        policy = _policy_for(self, ctx)
-        if policy is None:
-            return original(self, ctx, grad_req, type_dict, *rest, **options)
         names = self.list_arguments()
         frozen = _without_gradients(names, grad_req)
+        policy = _policy_for(self, ctx, frozen)
+        if policy is None:
+            return original(self, ctx, grad_req, type_dict, *rest, **options)
         usage = Usage(
             dtypes=argument_dtypes(self, type_dict),
             accumulated=_accumulated(names, grad_req),
@@ -221,15 +240,30 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         return self._binding.bound(executor)
 
 
-def _policy_for(symbol: Symbol, ctx: Any) -> Optional[Policy]:
+@contextmanager
+def scaled_executors() -> Iterator[None]:
+    """Lower executors that are bound inside in float16 too: the caller scales their losses."""
+    before = _scaled.set(True)
+    try:
+        yield
+    finally:
+        _scaled.reset(before)
+
+
+def _policy_for(symbol: Symbol, ctx: Any, frozen: AbstractSet[str]) -> Optional[Policy]:
     """Return the policy in force, if it is for the kind of device that a symbol is bound to.
 
-    Where mixed precision is off, it is that of the symbol's own regions.
+    Where mixed precision is off, it is that of the symbol's own regions. None too for a symbol that
+    is trained, all but the variables `frozen`, in float16 unscaled.
     """
     policy = current_policy() or policy_outside(own_marks(symbol))
-    if policy is None or not isinstance(ctx, Context):
+    if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:
         return None
-    return policy if device_kind(ctx) == policy.device else None
+    trained = policy.target_dtype == "float16" and not frozen >= set(symbol.list_arguments())
+    if trained and policy.lowers and not _scaled.get():
+        announce_unscaled_executors()
+        return None
+    return policy
 
 
 def _inferred_shapes(symbol: Symbol, known: Mapping[str, Any]) -> Dict[str, Any]:
@@ -249,7 +283,9 @@ def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
 
 
 def _without_gradients(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> FrozenSet[str]:
-    """Return the arguments that get no gradients, where some are given arrays for them or not."""
+    """Return the arguments that get no gradients: all where `args_grad` is None."""
+    if args_grad is None:
+        return frozenset(names)
     requests = _requests(names, grad_req)
     given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
     return frozenset(

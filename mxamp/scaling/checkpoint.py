@@ -19,7 +19,7 @@ from mxnet.gluon import Trainer
 from ..errors import ArgumentError
 from ..framework.files import NOT_THE_SAME, checksum, replaced_file
 from ..framework.wording import shown
-from .scaler import count
+from .numbers import count
 
 __all__ = ["load_states", "save_states", "saved_state", "taken_state"]
 

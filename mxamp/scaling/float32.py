@@ -23,6 +23,9 @@ class Float32Scaler(NoScaler):
         super().resumed(state)
         return self
 
+    def assign_scale(self, scale: float) -> None:
+        """Keep the scale of 1: a script may assign what another machine has saved."""
+
     def state_dict(self) -> Dict[str, Any]:
         """Return the state of a `NoScaler`."""
         return NoScaler().state_dict()

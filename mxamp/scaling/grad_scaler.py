@@ -9,7 +9,6 @@ scaler.update()
 import copy
 import logging
 import weakref
-from enum import Enum
 from functools import cached_property
 from typing import Any, Dict, List, Mapping, Optional
 
@@ -22,9 +21,11 @@ from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_truth, names_device
 from .attach import attach_hook, hook_in_force, hook_of
-from .hook import TrainerHook
-from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict, positive_number
-from .trainer import check_unscaled, map_losses, scaled_loss
+from .hook import Stage, TrainerHook
+from .losses import check_unscaled, map_losses, scaled_loss
+from .numbers import positive_number
+from .passes import ScaledLosses, passes
+from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict
 
 __all__ = ["GradScaler"]
 
@@ -52,12 +53,6 @@ NOTHING_SCALED = (
 )
 
 
-class _Stage(Enum):
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
-
-
 class _Recorder(Scaler):
     """What a trainer of a `GradScaler` has for a scaler: it reports, and changes nothing."""
 
@@ -69,6 +64,11 @@ class _Recorder(Scaler):
     def loss_scale(self) -> float:
         """The scale of the `GradScaler`."""
         return self.owner.get_scale()
+
+    @property
+    def origin(self) -> Scaler:
+        """The scaler of the `GradScaler`."""
+        return self.owner._scaler
 
     @property
     def checks(self) -> bool:
@@ -143,9 +143,8 @@ class GradScaler:
         self._finite: List[bool] = []
         self._scaled = False  # a loss, since the last update
         self._losses: List[NDArray] = []  # as they were
-        self._given: Dict[int, NDArray] = {}  # the scaled ones, by id
         self._resumes: Optional[LossScaler] = None  # from a file, with the next update
-        self._stages: "weakref.WeakKeyDictionary[Trainer, _Stage]" = weakref.WeakKeyDictionary()
+        self._stepped: "weakref.WeakSet[Trainer]" = weakref.WeakSet()  # since the last update
 
     def is_enabled(self) -> bool:
         """Tell whether it was made with `enabled=True`."""
@@ -168,30 +167,33 @@ class GradScaler:
         if not self._enabled:
             return loss
         scale = self.get_scale()
-        check_unscaled(loss, self._given)
+        check_unscaled(loss)
         self._scaled = True
+        losses = ScaledLosses(scale, (self,))
 
         def scaled(array: NDArray) -> NDArray:
             self._losses.append(array.detach())
             made = scaled_loss(array, scale)
             if made is not array:
-                self._given[id(made)] = made
+                losses.made[id(made)] = made
             return made
 
         with autograd.record(train_mode=autograd.is_training()):
-            return map_losses(loss, scaled)
+            result = map_losses(loss, scaled)
+        passes.add(losses)
+        return result
 
     def unscale_(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by the scale, to clip or look at them before `step`."""
         if not self._enabled:
             return
         hook = self._hook(trainer)
-        stage = self._stages.get(trainer, _Stage.READY)
-        if stage is not _Stage.READY:
-            raise StateError(UNSCALED_TWICE if stage is _Stage.UNSCALED else UNSCALED_LATE)
+        if trainer in self._stepped:
+            raise StateError(UNSCALED_LATE)
+        if hook.stage is Stage.UNSCALED:
+            raise StateError(UNSCALED_TWICE)
         hook.mark_scaled()
         hook.unscale()
-        self._stages[trainer] = _Stage.UNSCALED
 
     def step(self, trainer: Trainer, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Do `trainer.step(batch_size)` on unscaled gradients; skip it where one is not finite.
@@ -204,13 +206,13 @@ class GradScaler:
             trainer.step(batch_size, ignore_stale_grad)
             return
         hook = self._hook(trainer)
-        if self._stages.get(trainer) is _Stage.STEPPED:
+        if trainer in self._stepped:
             raise StateError(STEPPED_TWICE)
         if not self._scaled:
             logger.warning(NOTHING_SCALED, self.get_scale())
         hook.mark_scaled(self._losses)
         trainer.step(batch_size, ignore_stale_grad)
-        self._stages[trainer] = _Stage.STEPPED
+        self._stepped.add(trainer)
 
     def update(self, new_scale: Optional[float] = None) -> None:
         """Set the scale for the next losses: by the steps since the last update, or to `new_scale`.
@@ -229,10 +231,10 @@ class GradScaler:
         elif self._scales:
             self._scaler.update(all(self._finite))
         self._finite, self._scaled, self._losses = [], False, []
-        self._given.clear()
-        for trainer in list(self._stages):
+        passes.forget(None, self)
+        for trainer in list(self._stepped):
             trainer.amp_loss_scale = self.get_scale()
-        self._stages.clear()
+        self._stepped.clear()
 
     def state_dict(self) -> Dict[str, Any]:
         """Return everything it takes to go on from here; {} where disabled."""
@@ -262,14 +264,14 @@ class GradScaler:
 
     def __getstate__(self) -> Dict[str, Any]:
         # What trainers have done since the last update stays with the original.
-        state = {name: value for name, value in vars(self).items() if name != "_stages"}
+        state = {name: value for name, value in vars(self).items() if name != "_stepped"}
         own = {"_scaler": copy.copy(self._scaler), "_finite": list(self._finite)}
-        own.update(_losses=[], _given={}, _resumes=copy.copy(self._resumes))
+        own.update(_losses=[], _resumes=copy.copy(self._resumes))
         return {**state, **own}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-        self._stages = weakref.WeakKeyDictionary()
+        self._stepped = weakref.WeakSet()
 
     def _hook(self, trainer: Trainer) -> TrainerHook:
         if hook_in_force(trainer) is None:

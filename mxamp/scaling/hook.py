@@ -10,22 +10,26 @@ Whether gradients carry the scale is a state of the trainer:
       ▲                      │                      │
       └────────── step or update, done or skipped ──┘
 
-A step without `scale_loss` finds "none" and is a plain step of MXNet's.
+A step without `scale_loss` finds "none" and is a plain step of MXNet's. A `StateError`, where its
+gradients come from a loss that was scaled for another trainer (`passes`).
 """
 
 import threading
 from contextlib import contextmanager
-from enum import Enum
-from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import AbstractSet, Any, Dict, Iterator, Mapping, Optional, Sequence
 
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
+from ..framework.arrays import as_float
 from .checkpoint import load_states, save_states, saved_state
+from .contrib_names import ContribNames
 from .finite import all_finite, unscale
+from .passes import passes
+from .pending import PendingGradients, Stage
 from .reduction import Gradients, Reduction, fresh_gradients
-from .report import SkipWatch, StepReport, log_step
+from .report import SkipWatch, StepReport, log_step, warn_of_no_scaling
 from .rescaling import take_out_scale
 from .scaler import Scaler
 from .step_observers import tell_observers
@@ -46,20 +50,13 @@ NOTHING_TO_UNSCALE = (
 UNSCALED_TWICE = "these gradients are unscaled already: unscale, or clip, once before each step"
 
 
-class Stage(Enum):
-    """Whether a trainer's gradients carry the loss scale."""
-
-    NONE = "none"
-    SCALED = "scaled"
-    UNSCALED = "unscaled"
-
-
-class TrainerHook:
+class TrainerHook(ContribNames):
     """One trainer's loss scaling; what `trainer._amp_loss_scaler` is.
 
     `loss_scale` is the scale that the current gradients carry, as scripts written for
     `mxnet.contrib.amp` read it. `steps` and `skips` count updates done and skipped. `scaled_by`
-    names the API that scales this trainer's losses.
+    names the API that scales this trainer's losses. The attributes of contrib's own scaler can be
+    read and assigned too.
     """
 
     def __init__(
@@ -69,27 +66,24 @@ class TrainerHook:
         max_consecutive_skips: Optional[int] = None,
         scaled_by: str = "init_trainer",
     ) -> None:
-        self.trainer, self.scaler = trainer, scaler
-        self.scaled_by = scaled_by
+        self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
         self.retired = False  #: the API that scaled the losses has ended; another may take over
         self.loaded: Optional[Mapping[str, Any]] = None  #: what a state file held
         self.watch = SkipWatch(max_consecutive_skips)
         self.steps = self.skips = 0
+        self.most_losses = 0  #: that were scaled for one step
         self.reduction = Reduction(trainer)
         self._lock = threading.Lock()
-        self._reduced = False
-        self._losses = 0  # scaled since the last update
-        self._loss_values: List[NDArray] = []
-        self._unscaled = False
+        self._pending = PendingGradients()
         self.last_stage = Stage.SCALED  #: what gradients were in the last step
-        self._pass_scale: Optional[float] = None  # of a backward pass that has unscaled
-        self._overflown: AbstractSet[int] = frozenset()  # arrays, found by that pass
+        self._may_warn = scaled_by in ("init_trainer", "initialize")  # of losses never scaled
         self.publish(None)
 
     @property
     def loss_scale(self) -> float:
         """The scale of the current gradients and of the next loss."""
-        return self.scaler.loss_scale
+        scaled = self.stage is Stage.SCALED
+        return self._pending.scale if scaled else self.scaler.loss_scale
 
     def check_scaled_by(self, *allowed: str) -> None:
         """Raise `StateError` where an API that is not `allowed` scales this trainer's losses."""
@@ -99,49 +93,58 @@ class TrainerHook:
     @property
     def stage(self) -> Stage:
         """Whether the gradients carry the scale now."""
-        if not self._losses:
-            return Stage.NONE
-        return Stage.UNSCALED if self._unscaled else Stage.SCALED
+        return self._pending.stage
+
+    @property
+    def losses(self) -> int:
+        """How many losses were scaled since the last step, for this trainer or for all."""
+        return self._pending.losses
 
     @contextmanager
-    def scaling(self, values: Sequence[NDArray]) -> Iterator[float]:
-        """Yield the scale for losses whose gradients will carry it; an error takes that back.
+    def scaling(self, scale: float, values: Sequence[NDArray]) -> Iterator[None]:
+        """Mark the gradients of losses scaled by `scale`; an error inside takes that back.
 
         `values` are the losses before they are scaled, to be looked at if the step overflows.
         """
         with self._lock:
             if self.stage is Stage.UNSCALED:
                 raise StateError(STEP_BEFORE_SCALING)
-            self._losses += 1
-            self._loss_values.extend(values)
-            self._reduced = False
+            pending = self._pending
+            pending.add(scale, values)
+            pending.reduced, self._may_warn = False, False
         try:
-            yield self.loss_scale
+            yield
         except BaseException:
             with self._lock:
-                self._losses = max(self._losses - 1, 0)
-                kept = {id(value) for value in values}
-                self._loss_values = [v for v in self._loss_values if id(v) not in kept]
+                pending.take_back(values)
             raise
 
     def reduce(self) -> None:
         """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
-        if self._reduced:
+        if self._pending.reduced:
             return
+        self._settle()
         self.reduction.wait_for_weights()
         if self.scaler.checks:
             self.reduction.compare_workers(self.scaler)
             if self.reduction.is_compressed and not self._unscale_to_compress():
                 return
             self._follow_others()
-        self.reduction.sum(self._overflown)
-        self._reduced = self.stage is not Stage.NONE
+        self.reduction.sum(self._pending.overflown)
+        self._pending.reduced = self.stage is not Stage.NONE
+
+    def _settle(self) -> None:
+        """Have all gradients carry what this trainer takes them to carry; raise where it can't."""
+        if self.stage is Stage.NONE:
+            passes.check_own(self.trainer)
+        else:
+            own = self._pending.scale if self.stage is Stage.SCALED else 1.0
+            passes.convert(self.trainer, own)
 
     def _follow_others(self) -> None:
         """Take the sum for what it was in the last step, where this worker has computed nothing."""
         if self.stage is Stage.NONE and self.reduction.comes_from_others:
-            self._losses = int(self.last_stage is not Stage.NONE)
-            self._unscaled = self.last_stage is Stage.UNSCALED
+            self._pending.stage, self._pending.scale = self.last_stage, self.loss_scale
 
     def _unscale_to_compress(self) -> bool:
         """Take the scale out of gradients about to be compressed; False where one overflowed.
@@ -160,8 +163,7 @@ class TrainerHook:
         `values` are the losses, as in `scaling`.
         """
         with self._lock:
-            self._losses = self._losses or 1
-            self._loss_values.extend(values)
+            self._pending.add(self.loss_scale, values)
 
     def mark_unscaled(
         self,
@@ -177,11 +179,9 @@ class TrainerHook:
         other trainers', are forgotten.
         """
         with self._lock:
-            self._losses = self._losses or 1
-            self._loss_values = list(values)
-            self._unscaled, self._reduced = True, False
-            self._pass_scale = scale
-            self._overflown = (self._overflown - replaced) | overflown
+            found = (self._pending.overflown - replaced) | overflown
+            losses = self._pending.losses + 1
+            self._pending = PendingGradients(Stage.UNSCALED, scale, losses, list(values), found)
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale, and note which are not finite."""
@@ -189,52 +189,52 @@ class TrainerHook:
             raise StateError(NOTHING_TO_UNSCALE)
         if self.stage is Stage.UNSCALED:
             raise StateError(UNSCALED_TWICE)
+        self._settle()
         pairs = [(p, g) for p, of_one in fresh_gradients(self.trainer._params) for g in of_one]
-        bad = unscale([gradient for _, gradient in pairs], self.loss_scale)
-        if self.scaler.checks:
-            self._overflown |= {id(pairs[i][0].list_data()[0]) for i in bad}
-        self._unscaled = True
+        bad = unscale([gradient for _, gradient in pairs], self._pending.scale)
+        if self._checks:
+            self._pending.overflown |= {id(pairs[i][0].list_data()[0]) for i in bad}
+        self._pending.stage = Stage.UNSCALED
+        passes.set_scale(self.trainer, 1.0)
+
+    @property
+    def _checks(self) -> bool:
+        return self.scaler.checks or self._pending.scale != 1
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
         """Answer `Trainer._update`: True, and the update is skipped."""
+        self._settle()
+        optimizer = self.trainer._optimizer
+        # An array where `step` was given one: MXNet's operators parse its text.
+        optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         stage = self.last_stage = self.stage
         if stage is Stage.NONE:
+            if self._may_warn:
+                warn_of_no_scaling(self.loss_scale)
+            self._may_warn = False
             report = StepReport(True, 1.0, self.loss_scale)
             tell_observers(self.trainer, report, ())
-            self._compare_workers(stage, report)
+            self.reduction.compare_step(self.steps + self.skips, stage.value, report)
             return False
-        scale = self._pass_scale or self.loss_scale
-        fresh = self.reduction.used(params) if self.scaler.checks else []
+        pending, scale = self._pending, self._pending.scale
+        fresh = self.reduction.used(params) if self._checks else []
         arrays = [gradient for _, of_one in fresh for gradient in of_one]
         # A script may have hidden what overflowed since, say by clipping element by element.
         hidden = any(self._has_overflown(param) for param, _ in fresh)
         finite = not hidden and all_finite(arrays)
         if finite and stage is Stage.SCALED:
-            take_out_scale(self.trainer._optimizer, arrays, scale)
+            take_out_scale(optimizer, arrays, scale)
         report = self._report(finite, scale, fresh)
-        losses = self._loss_values
-        self._losses, self._loss_values = 0, []
-        self._unscaled = self._reduced = False
-        self._pass_scale, self._overflown = None, frozenset()
+        self._pending = PendingGradients()
+        self.most_losses = max(self.most_losses, pending.losses)
+        passes.forget(self.trainer, self)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
         log_step(report)
-        tell_observers(self.trainer, report, losses)
-        self._compare_workers(stage, report)
+        tell_observers(self.trainer, report, pending.values)
+        self.reduction.compare_step(self.steps + self.skips, stage.value, report)
         self.watch.see(report)
         return not finite
-
-    def _compare_workers(self, stage: Stage, report: StepReport) -> None:
-        self.reduction.received()
-        if self.reduction.workers is not None:
-            self.reduction.workers.check_step(
-                {
-                    "step": self.steps + self.skips,
-                    "decision": "update" if report.stepped else "skip",
-                    "gradients": stage.value,
-                    "loss scale": report.next_loss_scale,
-                }
-            )
 
     def _report(self, finite: bool, scale: float, fresh: Gradients) -> StepReport:
         if finite:
@@ -248,11 +248,12 @@ class TrainerHook:
         for param, _ in fresh:
             for data in param.list_data():
                 data._fresh_grad = False
-        loss_finite = all_finite(self._loss_values)
+        loss_finite = all_finite(self._pending.values)
+        self.scaler.back_off_from(scale)
         return StepReport(False, scale, self.scaler.update(False), names, loss_finite)
 
     def _has_overflown(self, param: Parameter) -> bool:
-        return any(id(data) in self._overflown for data in param.list_data())
+        return any(id(data) in self._pending.overflown for data in param.list_data())
 
     def publish(self, report: Optional[StepReport]) -> None:
         """Show the state on the trainer."""
@@ -284,8 +285,7 @@ class TrainerHook:
 
     def take_over(self, retired: "TrainerHook") -> None:
         """Go on from a hook that has ended: gradients that wait for their step, states loaded."""
-        self._losses, self._unscaled = retired._losses, retired._unscaled
-        self._pass_scale, self._overflown = retired._pass_scale, retired._overflown
+        self._pending = retired._pending
         self.loaded = retired.loaded
 
     def __repr__(self) -> str:

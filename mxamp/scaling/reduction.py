@@ -15,6 +15,7 @@ from ..framework.kvstores import is_distributed
 from ..framework.transports import PARAMETER_SERVER
 from ..framework.waiting import begin, end
 from ..policy.active import suspended
+from .report import StepReport
 from .scaler import Scaler
 from .workers import GRADIENTS, Workers
 
@@ -131,6 +132,14 @@ class Reduction:
         for data, gradient in stale:
             # Another worker has computed it, and updates with it: so does this one.
             data._fresh_grad = bool(gradient.asnumpy().any())
+
+    def compare_step(self, step: int, gradients: str, report: StepReport) -> None:
+        """Raise where another worker has decided otherwise on a step."""
+        self.received()
+        if self.workers is not None:
+            decision = "update" if report.stepped else "skip"
+            done = {"step": step, "decision": decision, "gradients": gradients}
+            self.workers.check_step({**done, "loss scale": report.next_loss_scale})
 
     def received(self) -> None:
         """Take note that the sum is there: this worker waits for the others no more."""

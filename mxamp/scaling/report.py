@@ -5,8 +5,9 @@ from typing import NamedTuple, Optional, Tuple
 
 from ..errors import StateError
 from ..framework.wording import counted, shortened
+from ..policy.active import current_policy
 
-__all__ = ["SkipWatch", "StepReport", "log_step"]
+__all__ = ["SkipWatch", "StepReport", "log_step", "warn_of_no_scaling"]
 
 logger = logging.getLogger("mxamp")
 
@@ -17,6 +18,11 @@ TOO_MANY_SKIPS = (
     "skipped {steps} in a row, and the loss scale is down to {scale:g}. The first had "
     "gradients that are not finite in {names}.{loss} Look for a learning rate that is too high, a "
     "division by zero or a logarithm of zero."
+)
+NEVER_SCALED = (
+    "a trainer with a loss scale of %g steps, and no loss was ever scaled for it: small gradients "
+    "are lost in float16. Run backward from the scaled loss, "
+    "`with mxamp.scale_loss(loss, trainer) as scaled`"
 )
 NOT_FINITE = " The loss itself was not finite either."
 
@@ -77,3 +83,10 @@ def log_step(report: StepReport) -> None:
         logger.info("step skipped, gradients of %s are not finite; %s", names, change)
     elif report.next_loss_scale != report.loss_scale:
         logger.info(change)
+
+
+def warn_of_no_scaling(scale: float) -> None:
+    """Warn of a first step that no loss was scaled for, but in bfloat16, which needs no scale."""
+    policy = current_policy()
+    if scale != 1 and (policy is None or policy.target_dtype != "bfloat16"):
+        logger.warning(NEVER_SCALED, scale)

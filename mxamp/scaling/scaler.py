@@ -9,12 +9,11 @@ the next backward pass. `LossScaler` adapts, `StaticLossScaler` does not, `NoSca
 """
 
 import logging
-import math
-import numbers
 from typing import Any, Callable, Dict, Mapping, Tuple, Type, TypeVar
 
 from ..errors import ArgumentError
 from ..framework.wording import shown
+from .numbers import positive_count, positive_number
 
 __all__ = ["LossScaler", "NoScaler", "Scaler", "StaticLossScaler"]
 
@@ -54,6 +53,18 @@ class Scaler:
     def set_scale(self, scale: float) -> None:
         """Use another scale from now on."""
         self._loss_scale = positive_number("scale", scale)
+
+    @property
+    def origin(self) -> "Scaler":
+        """The scaler that holds the scale: another one where this one stands for several."""
+        return self
+
+    def assign_scale(self, scale: float) -> None:
+        """Use another scale from now on, and move limits that it is outside of."""
+        self._loss_scale = positive_number("loss_scale", scale)
+
+    def back_off_from(self, scale: float) -> None:
+        """Take note that a step overflowed with `scale`, which may be another scaler's."""
 
     def update(self, finite: bool) -> float:
         """Take note of a step whose gradients were all `finite`, or not; return the new scale."""
@@ -242,6 +253,16 @@ class LossScaler(Scaler):
             )
         self._loss_scale = scale
 
+    def assign_scale(self, scale: float) -> None:
+        """Use another scale from now on, and move limits that it is outside of."""
+        super().assign_scale(scale)
+        self._min_scale = min(self._min_scale, self._loss_scale)
+        self._max_scale = max(self._max_scale, self._loss_scale)
+
+    def back_off_from(self, scale: float) -> None:
+        """Start from `scale` where it is lower: a larger one would have overflowed too."""
+        self._loss_scale = max(min(self._loss_scale, scale), self._min_scale)
+
     def update(self, finite: bool) -> float:
         """Take note of a step whose gradients were all `finite`, or not; return the new scale.
 
@@ -260,29 +281,6 @@ class LossScaler(Scaler):
             if not self._overflows_left:
                 self._loss_scale = max(self._loss_scale * self._backoff_factor, self._min_scale)
         return self._loss_scale
-
-
-def positive_number(name: str, value: Any) -> float:
-    """Return `value` as a positive finite float."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ArgumentError(f"{name} must be a positive finite number, not {shown(value)}")
-    return float(value)
-
-
-def count(name: str, value: Any, least: int = 0) -> int:
-    """Return `value` as an int of at least `least`."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or value < least:
-        raise ArgumentError(
-            f"{name} must be a whole number of at least {least}, not {shown(value)}"
-        )
-    return int(value)
-
-
-def positive_count(name: str, value: Any) -> int:
-    """Return `value` as an int of at least 1."""
-    return count(name, value, least=1)
 
 
 _CLASSES: Dict[str, Callable[[], Scaler]] = {

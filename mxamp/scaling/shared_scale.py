@@ -5,15 +5,26 @@ scale never leaves the backward pass (`frontends.scaled_pass`): gradients are th
 it is, and updates are skipped where the pass has overflowed.
 """
 
-from typing import Any, Dict, Iterable, Mapping, Optional
+from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
 
 from mxnet.gluon import Trainer
 
 from .attach import attach_hook, hook_in_force, hook_of
 from .hook import Stage, TrainerHook
-from .scaler import Scaler, count
+from .numbers import count
+from .scaler import Scaler
 
-__all__ = ["SharedScale", "TrainerView", "attach", "hook_with_shared_scale", "scale_of"]
+__all__ = [
+    "SharedScale",
+    "TrainerView",
+    "attach",
+    "hook_with_shared_scale",
+    "scale_in_force",
+    "scale_of",
+]
+
+#: After so many times the backward passes of a step without one a trainer is not in use.
+_UNUSED = 8
 
 
 class SharedScale:
@@ -83,6 +94,11 @@ class TrainerView(Scaler):
         return self.shared.loss_scale
 
     @property
+    def origin(self) -> Scaler:
+        """The shared scaler."""
+        return self.shared.scaler.origin
+
+    @property
     def checks(self) -> bool:
         """Whether the shared scaler has gradients checked."""
         return self.shared.checks
@@ -120,6 +136,18 @@ def hook_with_shared_scale(trainer: Trainer) -> Optional[TrainerHook]:
     """Return the hook of a trainer with a shared scale; None where it has none."""
     hook = hook_in_force(trainer)
     return hook if hook is not None and isinstance(hook.scaler, TrainerView) else None
+
+
+def scale_in_force(hooks: Sequence[TrainerHook]) -> SharedScale:
+    """Return the lowest scale of the trainers that step now and then.
+
+    One that has not stepped for far more backward passes than steps take here is not in use any
+    more, and its scale does not count.
+    """
+    limit = _UNUSED * max(1, *(hook.most_losses for hook in hooks))
+    used = [hook for hook in hooks if hook.losses <= limit] or hooks
+    views = [hook.scaler for hook in used if isinstance(hook.scaler, TrainerView)]
+    return min((view.shared for view in views), key=lambda shared: shared.loss_scale)
 
 
 def scale_of(optimizer: Any) -> Optional[SharedScale]:

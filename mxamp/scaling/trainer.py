@@ -1,51 +1,31 @@
-"""Loss scaling for Gluon's Trainer: scaled losses in, unscaled and finite updates out.
+"""What users call with a Gluon Trainer: give it loss scaling, unscale and clip its gradients.
 
-What happens inside a trainer is in `hook`; here is what users call.
+What happens inside a trainer is in `hook`, and `scale_loss` is in `losses`.
 """
 
 import logging
 import math
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Optional
 
-from mxnet import autograd
 from mxnet.gluon import Trainer
-from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
-from ..errors import ArgumentError, StateError
-from ..framework.machine import dtype_name
-from ..framework.nested import map_arrays
+from ..errors import ArgumentError
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from .attach import attach_hook, hook_of
 from .finite import multiply, square_sum
 from .hook import Stage
-from .loss_outputs import scaled_heads
-from .loss_watch import watched_losses
+from .numbers import positive_count, positive_number
+from .passes import passes
 from .reduction import fresh_gradients
-from .scaler import Scaler, positive_count, positive_number
+from .scaler import Scaler
 
 logger = logging.getLogger("mxamp")
 
-LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
-SCALED_ALREADY = (
-    "this loss has been scaled already: scale each loss once, and call backward of what comes back"
-)
 UNUSED_SCALER = "'auto' has chosen float32 here, which needs no loss scale: %r is not used"
 
-#: What a `scale_loss` that has not ended has scaled, by id.
-_open: Dict[int, NDArray] = {}
-
-__all__ = [
-    "check_unscaled",
-    "clip_grad_global_norm",
-    "init_trainer",
-    "map_losses",
-    "scale_loss",
-    "scaled_loss",
-    "unscale",
-]
+__all__ = ["clip_grad_global_norm", "init_trainer", "unscale"]
 
 
 def init_trainer(
@@ -111,54 +91,8 @@ def init_trainer(
         logger.info(UNUSED_SCALER, loss_scaler)
         loss_scaler = None
     attach_hook(trainer, loss_scaler, max_consecutive_skips)
-
-
-@contextmanager
-def scale_loss(loss: Any, optimizer_or_trainer: Trainer) -> Iterator[Any]:
-    """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
-
-    ::
-
-        with autograd.record():
-            loss = loss_function(net(data), label)
-            with amp.scale_loss(loss, trainer) as scaled:
-                autograd.backward(scaled)
-        trainer.step(batch_size)
-
-    Parameters
-    ----------
-    loss : NDArray, or lists, tuples and dicts of them
-        Comes back in the same containers. A float16 loss is scaled, and comes back, in float32.
-    optimizer_or_trainer : gluon.Trainer
-        After `init_trainer`.
-
-    Works inside `autograd.record()` and outside. Several losses may be scaled before one step, in
-    several threads too: the scale changes in steps only. An error inside leaves the trainer as it
-    was. A loss that a `scale_loss` around this one has scaled is a `StateError`.
-    """
-    hook = hook_of(optimizer_or_trainer)
-    hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
-    check_unscaled(loss, _open)
-    values: List[NDArray] = []
-    made: Dict[int, NDArray] = {}
-
-    def scaled(array: NDArray) -> NDArray:
-        values.append(array.detach())
-        product = scaled_loss(array, hook.loss_scale)
-        if product is not array:
-            made[id(product)] = product
-        return product
-
-    with autograd.record(train_mode=autograd.is_training()):
-        losses = map_losses(loss, scaled)
-    given = _arrays(loss) if hook.loss_scale != 1 else []
-    with hook.scaling(values) as scale, scaled_heads(scale), watched_losses(given):
-        _open.update(made)
-        try:
-            yield losses
-        finally:
-            for key in made:
-                del _open[key]
+    if hook_of(trainer).loss_scale != 1:
+        passes.open()
 
 
 def unscale(optimizer_or_trainer: Trainer) -> None:
@@ -226,31 +160,3 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     if math.isfinite(norm) and norm > limit:
         multiply(gradients, limit / norm)
     return norm
-
-
-def _arrays(loss: Any) -> List[NDArray]:
-    arrays: List[NDArray] = []
-    map_arrays(loss, arrays.append, _no_loss)
-    return arrays
-
-
-def check_unscaled(loss: Any, scaled: Mapping[int, NDArray]) -> None:
-    """Raise `StateError` where a loss, or one of several, is among those that are scaled."""
-    if any(id(array) in scaled for array in _arrays(loss)):
-        raise StateError(SCALED_ALREADY)
-
-
-def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
-    """Return `loss` with `function` applied to each array, in the same containers."""
-    return map_arrays(loss, function, _no_loss)
-
-
-def _no_loss(value: Any) -> Any:
-    raise ArgumentError(LOSS.format(given=shown(value)))
-
-
-def scaled_loss(loss: NDArray, scale: float) -> NDArray:
-    """Return a loss times `scale`, in float32 where it was in half precision."""
-    if dtype_name(loss.dtype) not in ("float32", "float64"):
-        loss = loss.astype("float32")  # 65504 is float16's largest number
-    return loss * scale if scale != 1 else loss

@@ -14,6 +14,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import randn
 from mxamp.debugging import NumericsError, check_numerics
+from mxamp.patches.symbolic import scaled_executors
 
 DEPTH, FAULT = 50, 17
 
@@ -56,7 +57,8 @@ def executor_of(net, shape):
     net.hybridize()
     net(nd.zeros(shape))
     symbol = net._cached_graph[1]
-    executor = symbol.simple_bind(mx.cpu(), data=shape, grad_req="write")
+    with scaled_executors():
+        executor = symbol.simple_bind(mx.cpu(), data=shape, grad_req="write")
     for name, param in net.collect_params().items():
         executor.arg_dict[name][:] = param.data()
     return executor

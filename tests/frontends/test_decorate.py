@@ -5,7 +5,7 @@ import logging
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon, nd
+from mxnet import autograd, gluon, nd
 from mxnet.module import Module
 
 import digits
@@ -361,3 +361,44 @@ def test_states_of_a_decorated_trainer(tmp_path):
     assert other._amp_scaling.skips > 0
     assert other._amp_scaling.loss_scale == optimizer._amp_scaling.loss_scale
     assert (resumed.amp_steps, resumed.amp_skips) == (trainer.amp_steps, trainer.amp_skips)
+
+
+def test_a_decorated_trainer_goes_on_from_the_file_of_another_one(tmp_path):
+    file = str(tmp_path / "states")
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=256))
+    train(net, trainer, batches(1)[0])
+    trainer.save_states(file)
+    optimizer = amp.decorate(mx.optimizer.SGD(), init_loss_scaling=4)
+    trainer = gluon.Trainer(net.collect_params(), optimizer)
+    trainer.load_states(file)
+    scaling = optimizer.scaling
+    assert (scaling.loss_scale, scaling.steps, scaling.skips) == (256, 0, 0)
+    assert trainer.amp_steps == 1
+
+
+@pytest.mark.parametrize("accumulated", [1, 20])
+def test_a_trainer_that_is_not_used_any_more_lowers_no_other_ones_scale(accumulated):
+    amp.init("float16", ctx=mx.cpu())
+    old, new = (gluon.nn.Dense(1, in_units=4) for _ in range(2))
+    trainers = []
+    for net, scale in ((old, 2.0), (new, 512.0)):
+        net.initialize()
+        net.collect_params().setattr("grad_req", "add")
+        optimizer = amp.decorate(mx.optimizer.SGD(learning_rate=1e-3), init_loss_scaling=scale)
+        trainers.append(gluon.Trainer(net.collect_params(), optimizer))
+
+    def step(net, trainer):
+        for _ in range(accumulated):
+            with autograd.record():
+                loss = net(randn(2, 4)).sum()
+            loss.backward()
+        trainer.step(2)
+        net.collect_params().zero_grad()
+        return trainer.amp_last_step.loss_scale
+
+    assert step(old, trainers[0]) == 2
+    # The old one may be stepped next: its limit holds for a while.
+    scales = [step(new, trainers[1]) for _ in range(20)]
+    assert (scales[0], scales[-1]) == (2, 512)
+    # And again from when it steps again: alternating trainers share the lower scale.
+    assert [step(old, trainers[0]), step(new, trainers[1])] == [512, 2]

@@ -165,3 +165,49 @@ def test_the_number_of_cores(monkeypatch):
     assert threads() == 7
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert threads() >= 1
+
+
+BATCH_SIZES = {
+    "mx.np": lambda: mx.np.array(4.0), "mx.nd": lambda: nd.array([4]), "np.int64": lambda: np.int64(4),
+    "np.float32": lambda: np.float32(4), "np.array": lambda: np.array(4.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate", "plain"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_a_batch_size_may_be_an_array(batch_size, optimizer, way, dtype):
+    if batch_size == "mx.np":
+        mx.npx.set_np()
+    if (batch_size, way) == ("mx.nd", "plain") and (dtype == "float16" or optimizer == "rmsprop"):
+        pytest.skip("MXNet's own operators take no such array")
+    found = []
+    for number in (4, BATCH_SIZES[batch_size]()):
+        amp.init(dtype, ctx=mx.cpu())
+        net = gluon.nn.Dense(2, in_units=3)
+        net.initialize(mx.init.One())
+        given = mx.optimizer.create(optimizer, learning_rate=0.1)
+        given = amp.decorate(given, init_loss_scaling=16) if way == "decorate" else given
+        trainer = gluon.Trainer(net.collect_params(), given)
+        if way == "scale_loss":
+            amp.init_trainer(trainer, amp.StaticLossScaler(16))
+        scaler = amp.GradScaler(init_scale=16) if way == "GradScaler" else None
+        data = (mx.np if mx.util.is_np_array() else nd).ones((4, 3))
+        for step in (trainer.step, trainer.update):
+            with autograd.record():
+                loss = (net(data) ** 2).sum()
+            if way == "scale_loss":
+                with amp.scale_loss(loss, trainer) as scaled:
+                    scaled.backward()
+                step(number)
+            elif scaler is not None:
+                scaler.scale(loss).backward()
+                scaler.step(trainer, number)
+                scaler.update()
+            else:
+                loss.backward()
+                step(number)
+        found.append(net.weight.data().asnumpy())
+        amp.shutdown()
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert found[0].max() < 1

@@ -411,7 +411,9 @@ REASONS = [
 
 
 @pytest.mark.parametrize("mode", ["inference", "training", "converted"])
-@pytest.mark.parametrize("body, operator, reason", REASONS, ids=lambda one: getattr(one, "__name__", one))
+@pytest.mark.parametrize(
+    "body, operator, reason", REASONS, ids=lambda one: getattr(one, "__name__", one)
+)
 def test_explain_names_the_region(body, operator, reason, mode):
     plan = amp.explain(made(body), "bfloat16", example_inputs=randn(ROWS, UNITS), mode=mode)
     assert all(node.reason.startswith(reason) for node in plan.filter(operator=operator))

@@ -10,6 +10,7 @@ import mxamp as amp
 from helpers import kind, randn, values
 from mxamp.graph.graph import Graph
 from mxamp.patches import eager
+from mxamp.patches.symbolic import scaled_executors
 
 DATA = randn(4, 6)
 POLICIES = ["float16", "bfloat16", "in float32"]
@@ -181,7 +182,7 @@ def test_executors(policy, way):
     symbol = mx.sym.MakeLoss(mx.sym.sum(symbol))
     requests = {"data": "null", "fc_weight": "null", "fc_bias": "write"}
     weight = randn(3, 6, seed=1)
-    with amp.autocast(policy=policy):
+    with amp.autocast(policy=policy), scaled_executors():
         if way == "module":
             module = mx.mod.Module(symbol, label_names=None, fixed_param_names=["fc_weight"])
             module.bind([("data", DATA.shape)])

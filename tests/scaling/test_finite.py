@@ -7,7 +7,14 @@ from mxnet import nd
 
 from helpers import down, randn
 from mxamp.framework.arrays import plain_array
-from mxamp.scaling.finite import all_finite, finite_flags, square_sums, unscale
+from mxamp.scaling.finite import (
+    all_finite,
+    finite_flags,
+    multiply,
+    square_sum,
+    square_sums,
+    unscale,
+)
 
 BAD = [np.inf, -np.inf, np.nan]
 
@@ -111,3 +118,18 @@ def test_unscaled_arrays_and_those_that_overflowed(scale):
     assert unscale(arrays, scale) == [1, 3]
     np.testing.assert_array_equal(arrays[0].asnumpy(), values / np.float32(scale))
     np.testing.assert_array_equal(arrays[2].asnumpy(), np.float32(1e30) / np.float32(scale))
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "bfloat16"])
+def test_the_sum_of_squares_in_every_dtype(kind):
+    array = nd.array([1.5, -2, 256])
+    array = down(array, kind) if kind == "bfloat16" else array.astype(kind)
+    assert square_sum([array, array]) == 2 * (1.5**2 + 2**2 + 256**2)
+
+
+@pytest.mark.parametrize("exponent", [-13, -14, -15, -27, -28, -40])
+def test_float16_is_multiplied_by_numbers_that_it_can_not_hold(exponent):
+    array = nd.array([2.0**15, -(2.0**14)], dtype="float16")
+    multiply([array], 2.0**exponent)
+    expected = np.array([2.0**15, -(2.0**14)]) * 2.0**exponent
+    np.testing.assert_array_equal(array.asnumpy(), expected.astype("float16"))

@@ -15,7 +15,7 @@ from ...graph.control_flow import LOOPS
 from ...graph.graph import Graph
 from ...policy.active import suspended
 from ...scaling.loss_outputs import scaled_heads
-from ...scaling.trainer import scaled_loss
+from ...scaling.losses import scaled_loss
 from .isolated import arrays_in, descendants
 
 __all__ = ["Recorded", "gradients_of", "loss_of", "trained_arrays"]

@@ -1,0 +1,145 @@
+"""`scale_loss`: a loss times the scale of the trainers that step on its gradients."""
+
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, ContextManager, Iterator, List, NoReturn, Sequence, Union
+
+from mxnet import autograd
+from mxnet.gluon import Trainer
+from mxnet.ndarray.ndarray import NDArray
+
+from ..errors import ArgumentError, StateError
+from ..framework.machine import dtype_name
+from ..framework.nested import map_arrays
+from ..framework.wording import shown
+from .attach import hook_of
+from .hook import TrainerHook
+from .loss_outputs import scaled_heads
+from .passes import ScaledLosses, passes
+from .scaler import NoScaler
+
+__all__ = ["check_unscaled", "map_losses", "scale_loss", "scaled_loss"]
+
+LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
+SCALED_ALREADY = (
+    "this loss has been scaled already: scale each loss once, and call backward of what comes back"
+)
+NOT_ENTERED = (
+    "scale_loss returns a context manager, not the scaled loss: write `with mxamp.scale_loss(loss, "
+    "trainer) as scaled:` and call autograd.backward(scaled) inside"
+)
+NO_TRAINERS = "scale_loss takes a gluon.Trainer or a list of them, not an empty list"
+
+
+def scale_loss(
+    loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]]
+) -> ContextManager[Any]:
+    """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
+
+    ::
+
+        with autograd.record():
+            loss = loss_function(net(data), label)
+            with amp.scale_loss(loss, trainer) as scaled:
+                autograd.backward(scaled)
+        trainer.step(batch_size)
+
+    Parameters
+    ----------
+    loss : NDArray, or lists, tuples and dicts of them
+        Comes back in the same containers. A float16 loss is scaled, and comes back, in float32.
+    optimizer_or_trainer : gluon.Trainer, or list of gluon.Trainer
+        After `init_trainer`. Every trainer that steps on gradients of this loss: the scale is the
+        smallest of theirs, and each skips its step, and lowers its own scale, where a gradient of
+        its own overflows.
+
+    Works inside `autograd.record()` and outside. Several losses may be scaled before one step, in
+    several threads too: the scale changes in steps only. An error inside leaves the trainer as it
+    was. A loss that has been scaled is a `StateError`, and so is a step of a trainer that was not
+    given here on gradients of the scaled loss.
+    """
+    return _LossScaling(loss, optimizer_or_trainer)
+
+
+class _LossScaling:
+    """The context manager of `scale_loss`; says so to those who take it for the scaled loss."""
+
+    def __init__(self, loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> None:
+        self._scaling = _scaling(loss, trainers)
+
+    def __enter__(self) -> Any:
+        return self._scaling.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._scaling.__exit__(*error)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise StateError(NOT_ENTERED)
+
+    def __iter__(self) -> NoReturn:
+        raise StateError(NOT_ENTERED)
+
+    def __len__(self) -> NoReturn:
+        raise StateError(NOT_ENTERED)
+
+
+@contextmanager
+def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator[Any]:
+    hooks = _hooks_of(trainers)
+    check_unscaled(loss)
+    # The scale of bfloat16 is 1 for want of a need, not of room.
+    scales = [hook.loss_scale for hook in hooks if not isinstance(hook.scaler, NoScaler)]
+    scale = min(scales, default=hooks[0].loss_scale)
+    given = _arrays(loss)
+    values = [array.detach() for array in given]
+    with autograd.record(train_mode=autograd.is_training()):
+        losses = map_losses(loss, lambda array: scaled_loss(array, scale))
+    made = ScaledLosses(scale, hooks)
+    if scale != 1:
+        made.given = frozenset(map(id, given))
+        made.made = {id(array): array for array in _arrays(losses)}
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook.scaling(scale, values))
+        stack.enter_context(scaled_heads(scale))
+        stack.enter_context(passes.inside(made))
+        yield losses
+
+
+def _hooks_of(trainers: Union[Trainer, Sequence[Trainer]]) -> Sequence[TrainerHook]:
+    listed = trainers if isinstance(trainers, (list, tuple)) else [trainers]
+    hooks = list(dict.fromkeys(hook_of(trainer) for trainer in listed))
+    if not hooks:
+        raise ArgumentError(NO_TRAINERS)
+    for hook in hooks:
+        hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
+    return hooks
+
+
+def _arrays(loss: Any) -> List[NDArray]:
+    arrays: List[NDArray] = []
+    map_arrays(loss, arrays.append, _no_loss)
+    return arrays
+
+
+def check_unscaled(loss: Any) -> None:
+    """Raise `StateError` where a loss, or one of several, has been scaled."""
+    if passes.is_scaled(_arrays(loss)):
+        raise StateError(SCALED_ALREADY)
+
+
+def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
+    """Return `loss` with `function` applied to each array, in the same containers."""
+    return map_arrays(loss, function, _no_loss)
+
+
+def _no_loss(value: Any) -> Any:
+    raise ArgumentError(LOSS.format(given=shown(value)))
+
+
+def scaled_loss(loss: NDArray, scale: float) -> NDArray:
+    """Return a loss times `scale`, in float32 where it was in half precision."""
+    if dtype_name(loss.dtype) not in ("float32", "float64"):
+        loss = loss.astype("float32")  # 65504 is float16's largest number
+    return loss * scale if scale != 1 else loss

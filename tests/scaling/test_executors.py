@@ -1,0 +1,192 @@
+"""What executors and modules train is scaled, or stays in float32."""
+
+import os
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+
+import mxamp as amp
+from helpers import randn, run_python
+from mxamp.debugging.operator_counts import operator_stats
+
+DATA = randn(16, 4)
+LABEL = nd.array(np.arange(16) % 2)
+SHAPES = {"data": (16, 4), "softmax_label": (16,)}
+
+
+def network(out="softmax"):
+    """A net of two parts for two devices."""
+    with mx.AttrScope(ctx_group="first"):
+        net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="one")
+        net = mx.sym.Activation(net, act_type="tanh")
+    with mx.AttrScope(ctx_group="second"):
+        net = mx.sym.FullyConnected(net, num_hidden=2, name="two")
+        if out == "softmax":
+            return mx.sym.SoftmaxOutput(net, name="softmax", normalization="batch")
+        return mx.sym.MakeLoss(mx.sym.mean(net**2), name="loss")
+
+
+def values(name, shape):
+    seed = sum(map(ord, name))
+    return nd.array(np.random.RandomState(seed).uniform(-0.5, 0.5, shape))
+
+
+def gradient_of_executor(how):
+    """The gradient of a weight, after one pass of an executor."""
+    symbol = network()
+    names = symbol.list_arguments()
+    shapes = dict(zip(names, symbol.infer_shape(**SHAPES)[0]))
+    arrays = {name: values(name, shape) for name, shape in shapes.items()}
+    arrays.update(data=DATA, softmax_label=LABEL)
+    if how == "bind":
+        grads = {"one_weight": nd.zeros(shapes["one_weight"])}
+        executor = symbol.bind(mx.cpu(), arrays, grads, {"one_weight": "write"})
+    else:
+        executor = symbol.simple_bind(mx.cpu(), **SHAPES)
+        executor.copy_params_from(arrays)
+    executor.forward(is_train=True)
+    executor.backward()
+    return executor.grad_dict["one_weight"].asnumpy()
+
+
+@pytest.mark.parametrize("how", ["bind", "simple_bind"])
+@pytest.mark.parametrize("on", ["init", "autocast"])
+def test_executors_in_training_stay_in_float32(how, on, caplog):
+    plain = gradient_of_executor(how)
+    if on == "init":
+        amp.init("float16", ctx=mx.cpu())
+    for _ in range(2):
+        with amp.autocast("float16"):
+            np.testing.assert_array_equal(gradient_of_executor(how), plain)
+    assert caplog.text.count("stay in float32") == 1
+    caplog.clear()
+    with amp.autocast("bfloat16"):
+        found = gradient_of_executor(how)
+    assert (found != plain).any()
+    np.testing.assert_allclose(found, plain, atol=2e-3)
+    assert "stay in float32" not in caplog.text
+
+
+@pytest.mark.parametrize("how", ["bind", "simple_bind", "module"])
+def test_executors_in_inference_are_lowered(how, caplog):
+    net, args = network("loss"), {}
+    for name, shape in zip(net.list_arguments(), net.infer_shape(data=(16, 4))[0]):
+        args[name] = values(name, shape)
+    results = []
+    for dtype in ("float32", "float16"):
+        with amp.autocast("float16", enabled=dtype == "float16"):
+            if how == "bind":
+                executor = net.bind(mx.cpu(), args)
+            elif how == "simple_bind":
+                executor = net.simple_bind(mx.cpu(), grad_req="null", data=(16, 4))
+                executor.copy_params_from(args)
+            else:
+                module = mx.mod.Module(net, label_names=None)
+                module.bind([("data", (16, 4))], for_training=False)
+                module.init_params(arg_params={k: v for k, v in args.items() if k != "data"})
+                module.forward(mx.io.DataBatch([args["data"]]))
+                results.append(module.get_outputs()[0].asnumpy())
+                continue
+            results.append(executor.forward()[0].asnumpy())
+    assert results[0] != results[1]
+    assert "stay in float32" not in caplog.text
+
+
+@pytest.mark.parametrize("how", ["variable", "init"])
+def test_feed_forward(how):
+    """MXNet's old estimator: it trains as in float32, and says so."""
+    program = """
+        import logging
+        logging.basicConfig(level=logging.WARNING)
+        import mxnet as mx, numpy as np
+        if {own}:
+            import mxamp
+            mxamp.init("float16", ctx=mx.cpu())
+        mx.random.seed(0)
+        np.random.seed(0)
+        data = np.random.randn(64, 4).astype("float32")
+        net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+        net = mx.sym.SoftmaxOutput(net, name="softmax")
+        model = mx.model.FeedForward(
+            net, ctx=mx.cpu(), num_epoch=3, numpy_batch_size=16, learning_rate=0.5,
+            initializer=mx.init.Zero(),
+        )
+        model.fit(data, (data[:, 0] > 0).astype("float32"))
+        print(model.arg_params["fc_weight"].asnumpy().ravel().round(6).tolist())
+    """
+    variable = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
+    plain = run_python(program.format(own=False), env={variable: "off"})
+    on = "float16" if how == "variable" else "off"
+    found = run_python(program.format(own=how == "init"), env={variable: on})
+    assert found.stdout == plain.stdout != ""
+    assert found.stderr.count("executors that compute gradients stay in float32") == 1
+
+
+def trained(out, contexts, *, groups, optimizer, sizes=(16, 16, 16)):
+    """The parameters of a module after some steps."""
+    label = [("softmax_label", (16,))] if out == "softmax" else None
+    names = ["softmax_label"] if label else None
+    group2ctxs = {"first": mx.cpu(0), "second": mx.cpu(1)} if groups else None
+    module = mx.mod.Module(network(out), label_names=names, context=contexts, group2ctxs=group2ctxs)
+    module.bind([("data", (16, 4))], label)
+    args, _, _ = network(out).infer_shape(**{k: SHAPES[k] for k in SHAPES if k == "data" or label})
+    given = zip(network(out).list_arguments(), args)
+    module.init_params(arg_params={k: values(k, s) for k, s in given if k not in SHAPES})
+    settings = {"learning_rate": 0.5, "rescale_grad": 1.0}
+    module.init_optimizer(optimizer=optimizer, optimizer_params=settings)
+    for size in sizes:
+        batch = mx.io.DataBatch([DATA[:size]], [LABEL[:size]] if label else [])
+        module.forward(batch, is_train=True)
+        module.backward()
+        module.update()
+    return {name: array.asnumpy() for name, array in module.get_params()[0].items()}
+
+
+@pytest.mark.parametrize("out", ["softmax", "loss"])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 8, 16)])
+def test_modules_of_a_model_over_two_devices(out, groups, sizes, dtype):
+    plain = trained(out, mx.cpu(), groups=groups, optimizer="sgd", sizes=sizes)
+    amp.init(dtype, ctx=mx.cpu())
+    optimizer = amp.decorate("sgd", init_loss_scaling=256)
+    found = trained(out, mx.cpu(), groups=groups, optimizer=optimizer, sizes=sizes)
+    assert (optimizer.scaling.steps, optimizer.scaling.skips) == (len(sizes), 0)
+    for name, array in plain.items():
+        np.testing.assert_allclose(found[name], array, atol=3e-3)
+
+
+def test_a_module_that_is_decorated_is_lowered():
+    amp.init("float16", ctx=mx.cpu())
+    optimizer = amp.decorate("sgd", init_loss_scaling=256)
+    with operator_stats() as stats:
+        trained("softmax", mx.cpu(), groups=False, optimizer=optimizer)
+    assert "float16" in str(stats)
+
+
+def test_a_module_that_is_not_decorated(caplog):
+    plain = trained("softmax", mx.cpu(), groups=False, optimizer="sgd")
+    amp.init("float16", ctx=mx.cpu())
+    found = trained("softmax", mx.cpu(), groups=False, optimizer="sgd")
+    for name, array in plain.items():
+        np.testing.assert_array_equal(found[name], array)
+    assert "decorate the optimizer" in caplog.text
+    amp.decorate("sgd")
+    trained("softmax", mx.cpu(), groups=False, optimizer="sgd")
+    assert "decorate its optimizer" in caplog.text
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_the_switch_for_kvstores_stays_as_it_was(before, monkeypatch):
+    name = "MXNET_UPDATE_ON_KVSTORE"
+    monkeypatch.delenv(name, raising=False)
+    if before:
+        monkeypatch.setenv(name, before)
+    amp.init("float16", ctx=mx.cpu())
+    two = [mx.cpu(0), mx.cpu(1)]
+    trained("softmax", two, groups=False, optimizer=amp.decorate("sgd"))
+    assert os.environ.get(name) == before
+    with pytest.raises(ValueError, match="[Oo]ptimizer"):
+        trained("softmax", two, groups=False, optimizer=amp.decorate("none"))
+    assert os.environ.get(name) == before
