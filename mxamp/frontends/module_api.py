@@ -22,6 +22,7 @@ from ..framework.patching import FrontEnd, Patch
 from ..graph.graph import Graph
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..policy.active import chose_float32, suspended
+from ..scaling import custom_gradients
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
@@ -168,7 +169,8 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         if state.scalable:
             _set_scale(self, scale)
         try:
-            original(self, _times(out_grads, scale))
+            with custom_gradients.scaled(scale):
+                original(self, _times(out_grads, scale))
         finally:
             if state.scalable:
                 _set_scale(self, 1.0)

@@ -20,7 +20,7 @@ from ..policy.difference import differing
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth, is_auto
-from ..scaling import clipping, loss_watch
+from ..scaling import clipping, custom_gradients, loss_watch
 from . import cached_op, data_loading, eager, functions, horovod, kvstores, optimizers, symbolic
 from .announcements import announce, announce_float32, announce_off
 
@@ -54,7 +54,8 @@ class _CastingPatches(PatchSet):
         calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
         calls += [*functions.patches(_region), *data_loading.patches()]
         calls += [*kvstores.patches(), *horovod.patches()]
-        return [*calls, *optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
+        calls += [*optimizers.patches(), *clipping.patches(), *loss_watch.patches()]
+        return [*calls, custom_gradients.patch()]
 
     def acquire(self) -> None:
         """Put them in place for one more user."""

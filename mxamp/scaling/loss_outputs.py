@@ -22,6 +22,7 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast, dtypes_of, plain_array
+from ..framework.custom import auxiliary_states
 from ..framework.machine import dtype_name
 from ..framework.operators import (
     BACKWARD_STARTERS,
@@ -31,6 +32,7 @@ from ..framework.operators import (
 )
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
+from . import custom_gradients
 
 __all__ = ["HANDLES", "scalable_inputs", "scale_array", "scaled_heads"]
 
@@ -58,7 +60,7 @@ def scalable_inputs(
     name = HANDLES[handle]
     if not starts_backward(name, attributes):
         return list(arrays)
-    count = len(arrays) if name in WRITTEN_BY_USERS else 1
+    count = len(arrays) - auxiliary_states(attributes) if name in WRITTEN_BY_USERS else 1
     return [
         with_scalable_gradient(array) if i < count and kind in CASTABLE else array
         for i, (array, kind) in enumerate(zip(arrays, dtypes_of(arrays)))
@@ -88,13 +90,17 @@ def scale_array(ctx: Any) -> NDArray:
 
 @contextmanager
 def scaled_heads(scale: float) -> Iterator[None]:
-    """Multiply what output operators send back by `scale`, in backward passes inside."""
-    if scale == 1 or not _scales:
+    """Multiply what output operators send back by `scale`, in backward passes inside.
+
+    Waits for those passes where custom operators (`mx.operator.CustomOp`) are in use.
+    """
+    if scale == 1:
         yield
         return
     _set(scale)
     try:
-        yield
+        with custom_gradients.scaled(scale):
+            yield
     finally:
         _set(1)
 

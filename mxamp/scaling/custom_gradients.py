@@ -1,0 +1,148 @@
+"""The user's own operators (`mx.operator.CustomOp`) in scaled backward passes.
+
+What an operator computes in Python need not be in proportion to the gradient that comes to it: it
+may clip that gradient, or never read it. So it is given gradients without the loss scale, and what
+it returns is multiplied by the scale again. Float16 gradients would lose what the scale has kept:
+they stay scaled, and what is returned is multiplied only where none of them was read.
+
+An operator made with `need_top_grad=False` has its scale from `loss_outputs`, in the graph.
+"""
+
+import functools
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, List, Sequence
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.operator import CustomOp, CustomOpProp
+
+from ..framework.machine import dtype_name
+from ..framework.patching import Patch
+from ..policy.active import current_policy, suspended
+from .finite import multiply
+
+__all__ = ["in_unscaled_backward", "patch", "scaled", "set_scale"]
+
+#: The scales of the backward passes that may run, by what has scaled their losses.
+_scales: "weakref.WeakKeyDictionary[Any, float]" = weakref.WeakKeyDictionary()
+_thread = threading.local()
+
+
+def set_scale(owner: Any, scale: float) -> None:
+    """Say which scale the gradients carry that custom operators are going to get; 1 for none."""
+    _scales.pop(owner, None)
+    if scale != 1:
+        _scales[owner] = scale
+
+
+class _Region:
+    """What scales the losses of a region of code."""
+
+
+@contextmanager
+def scaled(scale: float) -> Iterator[None]:
+    """Run backward passes whose gradients carry `scale`; wait for them if operators are custom."""
+    owner = _Region()
+    set_scale(owner, scale)
+    try:
+        yield
+        if scale != 1 and _is_any_alive():
+            mx.nd.waitall()  # MXNet calls Python later, in a thread of its own
+    finally:
+        set_scale(owner, 1.0)
+
+
+def in_unscaled_backward() -> bool:
+    """Return whether the calling thread is in the backward of an operator given no scale."""
+    return bool(getattr(_thread, "unscaled", False))
+
+
+def patch() -> Patch:
+    """Return the patch through which all custom operators are made."""
+    return Patch(CustomOpProp, "__init__", _build_init)
+
+
+def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: CustomOpProp, need_top_grad: bool = True) -> None:  # noqa: N807
+        original(self, need_top_grad)
+        self.create_operator = functools.partial(_create, self)
+
+    return __init__
+
+
+def _create(prop: CustomOpProp, *args: Any, **kwargs: Any) -> Any:
+    op = type(prop).create_operator(prop, *args, **kwargs)
+    scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
+    known = isinstance(getattr(op, "backward", None), functools.partial)
+    if isinstance(op, CustomOp) and not scaled_in_graph and not known:
+        op.backward = functools.partial(_backward, op.backward)
+    return op
+
+
+def _backward(
+    backward: Callable[..., None],
+    req: Sequence[str],
+    out_grad: List[NDArray],
+    in_grad: List[NDArray],
+    **others: Any,
+) -> None:
+    scale = next(reversed(list(_scales.values())), 1.0)
+    if scale == 1:
+        backward(req=req, out_grad=out_grad, in_grad=in_grad, **others)
+        return
+    given = _HeadGradients(out_grad, scale)
+    # What an operator adds to carries the scale already.
+    adding = [i for i, one in enumerate(req) if one == "add"]
+    made = [in_grad[i].zeros_like() if i in adding else in_grad[i] for i in range(len(in_grad))]
+    asked = ["write" if one == "add" else one for one in req]
+    _thread.unscaled = given.unscales
+    try:
+        backward(req=asked, out_grad=given, in_grad=made, **others)
+    finally:
+        _thread.unscaled = False
+    if given.unscales or not given.was_read:
+        multiply([made[i] for i, one in enumerate(asked) if one != "null"], scale)
+    with autograd.pause(), suspended():
+        for i in adding:
+            in_grad[i][:] = in_grad[i] + made[i]
+
+
+class _HeadGradients(List[NDArray]):
+    """The gradients that come to an operator: without the scale once they are read."""
+
+    def __init__(self, gradients: Sequence[NDArray], scale: float) -> None:
+        super().__init__(gradients)
+        self._scale = scale
+        self.was_read = False
+        self.unscales = all(dtype_name(gradient.dtype) != "float16" for gradient in gradients)
+
+    def read(self) -> None:
+        """Take note that the operator reads them."""
+        if self.unscales and not self.was_read:
+            with autograd.pause(), suspended():
+                super().__setitem__(slice(None), [g * (1 / self._scale) for g in super().copy()])
+        self.was_read = True
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    method = getattr(list, name)
+
+    @functools.wraps(method)
+    def noted(self: _HeadGradients, *args: Any) -> Any:
+        self.read()
+        return method(self, *args)
+
+    return noted
+
+
+for _name in ("__getitem__", "__iter__", "__reversed__", "__add__", "__mul__", "copy", "pop"):
+    setattr(_HeadGradients, _name, _noted(_name))
+
+
+def _is_any_alive() -> bool:
+    held = getattr(mx.operator._registry, "ref_holder", {})
+    return any(issubclass(type(value), CustomOp) for value in list(held.values()))
