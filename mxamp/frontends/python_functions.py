@@ -3,12 +3,16 @@
 What a function computes in Python need not be in proportion to the gradient it is given: it may
 clip it, or ignore it. So the scale is taken out before, and put in again after it. A backward pass
 that it runs itself (to compute a part of the net again) scales and unscales for itself.
+
+`scaling.custom_gradients` does the same for operators written in Python.
 """
 
 import functools
+import random
 import threading
-from typing import Any, Callable, Set
+from typing import Any, Callable, Optional, Set, Tuple
 
+import numpy as np
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
@@ -17,6 +21,7 @@ from ..framework.machine import dtype_name
 from ..framework.patching import Patch
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
+from ..scaling.custom_gradients import in_unscaled_backward
 
 __all__ = ["RunningPass"]
 
@@ -28,21 +33,26 @@ class RunningPass:
         self.scale = 1.0
         self.written_inside: Set[int] = set()
         self.overflown_inside: Set[int] = set()
+        self._random: Optional[Tuple[Any, Any]] = None
         self._thread = threading.local()
 
     @property
     def in_function(self) -> bool:
         """Whether the calling thread computes the backward of a function that was unscaled."""
-        return bool(getattr(self._thread, "depth", 0))
+        return bool(getattr(self._thread, "depth", 0)) or in_unscaled_backward()
 
     def begin(self, scale: float) -> None:
-        """Take note of a pass, or of another try of it."""
+        """Take note of a pass, or of another try of it, which draws the same random numbers."""
         self.scale = scale
         self.written_inside.clear()
         self.overflown_inside.clear()
+        if self._random is not None:
+            random.setstate(self._random[0])
+            np.random.set_state(self._random[1])
 
     def end(self) -> None:
         """Take note of its end."""
+        self._random = None
         self.begin(1.0)
 
     def patch(self) -> Patch:
@@ -59,6 +69,8 @@ class RunningPass:
                 scale = self.scale
                 if scale == 1:
                     return backward(*gradients)
+                if self._random is None:
+                    self._random = random.getstate(), np.random.get_state()
                 self._thread.depth = getattr(self._thread, "depth", 0) + 1
                 try:
                     results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))
