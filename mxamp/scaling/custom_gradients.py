@@ -10,9 +10,8 @@ An operator made with `need_top_grad=False` has its scale from `loss_outputs`, i
 
 import functools
 import threading
-import weakref
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -24,35 +23,24 @@ from ..framework.patching import Patch
 from ..policy.active import current_policy, suspended
 from .finite import multiply
 
-__all__ = ["in_unscaled_backward", "patch", "scaled", "set_scale"]
+__all__ = ["in_unscaled_backward", "patch", "scaled"]
 
-#: The scales of the backward passes that may run, by what has scaled their losses.
-_scales: "weakref.WeakKeyDictionary[Any, float]" = weakref.WeakKeyDictionary()
+#: The scales of the backward passes that may run, by the region that they run in.
+_scales: Dict[object, float] = {}
 _thread = threading.local()
-
-
-def set_scale(owner: Any, scale: float) -> None:
-    """Say which scale the gradients carry that custom operators are going to get; 1 for none."""
-    _scales.pop(owner, None)
-    if scale != 1:
-        _scales[owner] = scale
-
-
-class _Region:
-    """What scales the losses of a region of code."""
 
 
 @contextmanager
 def scaled(scale: float) -> Iterator[None]:
     """Run backward passes whose gradients carry `scale`; wait for them if operators are custom."""
-    owner = _Region()
-    set_scale(owner, scale)
+    region = object()
+    _scales[region] = scale
     try:
         yield
         if scale != 1 and _is_any_alive():
             mx.nd.waitall()  # MXNet calls Python later, in a thread of its own
     finally:
-        set_scale(owner, 1.0)
+        del _scales[region]
 
 
 def in_unscaled_backward() -> bool:

@@ -22,8 +22,8 @@ from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_truth, names_device
 from .attach import attach_hook, hook_in_force, hook_of
-from .custom_gradients import set_scale
 from .hook import TrainerHook
+from .loss_outputs import note_scaled
 from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict, positive_number
 from .trainer import check_unscaled, map_losses, scaled_loss
 
@@ -171,7 +171,7 @@ class GradScaler:
         scale = self.get_scale()
         check_unscaled(loss, self._given)
         self._scaled = True
-        set_scale(self, scale)
+        note_scaled(self, self._given, scale)
 
         def scaled(array: NDArray) -> NDArray:
             self._losses.append(array.detach())
@@ -232,7 +232,6 @@ class GradScaler:
             self._scaler.update(all(self._finite))
         self._finite, self._scaled, self._losses = [], False, []
         self._given.clear()
-        set_scale(self, 1.0)
         for trainer in list(self._stages):
             trainer.amp_loss_scale = self.get_scale()
         self._stages.clear()

@@ -14,8 +14,9 @@ infinite, NaN and -0 included, so no value changes. The scale is an array: 1, bu
 import atexit
 import os
 import threading
+import weakref
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -34,11 +35,22 @@ from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from . import custom_gradients
 
-__all__ = ["HANDLES", "scalable_inputs", "scale_array", "scaled_heads"]
+__all__ = [
+    "HANDLES",
+    "note_scaled",
+    "scalable_inputs",
+    "scale_array",
+    "scale_of",
+    "scaled_heads",
+]
 
 #: Of the operators whose eager calls may have to be made scalable.
 HANDLES = {handle_of(name): name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
 
+#: Losses that are scaled and waiting for their backward pass, by who has scaled them.
+_heads: "weakref.WeakKeyDictionary[Any, Tuple[Mapping[int, NDArray], float]]" = (
+    weakref.WeakKeyDictionary()
+)
 #: The scale by context. Recorded graphs hold these arrays, so they are made once a process.
 _scales: Dict[Any, NDArray] = {}
 atexit.register(_scales.clear)  # before MXNet's library goes
@@ -86,6 +98,19 @@ def scale_array(ctx: Any) -> NDArray:
         if ctx not in _scales:
             _scales[ctx] = mx.nd.ones((1,), ctx=ctx)
         return _scales[ctx]
+
+
+def note_scaled(owner: Any, arrays: Mapping[int, NDArray], scale: float) -> None:
+    """Note losses, by `id`, that `owner` has multiplied by `scale` before their backward pass."""
+    _heads[owner] = arrays, scale
+
+
+def scale_of(heads: Sequence[NDArray]) -> float:
+    """Return the scale that one of these heads was noted with; 1 where none was."""
+    for arrays, scale in _heads.values():
+        if any(id(head) in arrays for head in heads):
+            return scale
+    return 1.0
 
 
 @contextmanager

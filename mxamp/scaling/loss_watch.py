@@ -1,4 +1,8 @@
-"""A warning where a script scales its loss, and then runs backward from the one it was given."""
+"""Backward passes that begin with losses which a script scales, or which it forgets to scale.
+
+A warning where a script scales its loss, and then runs backward from the one it was given. Where it
+is the scaled loss of a `GradScaler`, output operators get its scale too.
+"""
 
 import functools
 import logging
@@ -10,6 +14,7 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.patching import Patch
+from .loss_outputs import scale_of, scaled_heads
 
 __all__ = ["patches", "watched_losses"]
 
@@ -47,8 +52,10 @@ def patches() -> List[Patch]:
 def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(heads: Any, *args: Any, **kwargs: Any) -> None:
-        _look_at([heads] if isinstance(heads, NDArray) else heads)
-        original(heads, *args, **kwargs)
+        listed = [heads] if isinstance(heads, NDArray) else heads
+        _look_at(listed)
+        with scaled_heads(scale_of(listed)):
+            original(heads, *args, **kwargs)
 
     return backward
 
@@ -57,7 +64,8 @@ def _build_method(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(self: NDArray, *args: Any, **kwargs: Any) -> None:
         _look_at([self])
-        original(self, *args, **kwargs)
+        with scaled_heads(scale_of([self])):
+            original(self, *args, **kwargs)
 
     return backward
 

@@ -168,9 +168,21 @@ def test_gradients_are_those_of_float32(way, dtype, kind, hybrid):
 @pytest.mark.parametrize("op_type", ["test_no_top_gradient", "test_no_dependency"])
 @pytest.mark.parametrize("way", WAYS)
 def test_operators_that_say_that_they_ignore_it(way, op_type, hybrid):
-    if way == "GradScaler" and op_type == "test_no_top_gradient":
-        pytest.xfail("GradScaler does not reach operators that start the backward pass")
     compared(way, "float16", "ignores", op_type, hybrid=hybrid)
+
+
+class Output(Net):
+    """A net that ends with an output operator of MXNet's."""
+
+    def hybrid_forward(self, F, x, **states):
+        return F.LinearRegressionOutput(self.dense(x), F.ones_like(self.dense(x)))
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@pytest.mark.parametrize("way", WAYS)
+def test_output_operators(monkeypatch, way, hybrid):
+    monkeypatch.setitem(globals(), "Net", Output)
+    compared(way, "float16", "ignores", "none", hybrid=hybrid)
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
