@@ -5,6 +5,7 @@ the shared scale, and take it out of the gradients that come back. Trainers skip
 """
 
 import functools
+import gc
 import logging
 import threading
 import weakref
@@ -56,6 +57,7 @@ class _BackwardPatches(FrontEnd):
         #: For trainers whose optimizer has no scale of its own; None leaves them as they are.
         self.default: Optional[SharedScale] = None
         self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
+        self._is_new = False  # a trainer, since the last backward pass
         self.variables = Variables()
         #: A pass sets what is fresh of all variables: one at a time.
         self._one_pass = threading.RLock()
@@ -94,6 +96,7 @@ class _BackwardPatches(FrontEnd):
         """Let a trainer skip the steps whose backward pass has overflowed."""
         attach(trainer, shared)
         self.trainers.add(trainer)
+        self._is_new = True
 
     @contextmanager
     def running(self) -> Iterator[List[Variable]]:
@@ -120,6 +123,10 @@ class _BackwardPatches(FrontEnd):
 
     def hooks(self) -> List[TrainerHook]:
         """Return the hooks of the attached trainers."""
+        if self._is_new:
+            self._is_new = False
+            # Trainers and their hooks hold each other: those that this one replaces go now.
+            gc.collect()
         found = [hook_with_shared_scale(trainer) for trainer in list(self.trainers)]
         return [hook for hook in found if hook is not None]
 

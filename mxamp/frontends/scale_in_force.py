@@ -53,6 +53,12 @@ def note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, finit
 
 
 def _shared(hooks: Sequence[TrainerHook]) -> SharedScale:
-    """Return the scale in force: the lowest, where several optimizers have their own."""
-    views = [hook.scaler for hook in hooks if isinstance(hook.scaler, TrainerView)]
+    """Return the scale in force: the lowest, where several optimizers have their own.
+
+    A trainer whose parameters all have another one since has no say.
+    """
+    used = [
+        hook for hook in hooks if any(p._trainer is hook.trainer for p in hook.trainer._params)
+    ] or hooks
+    views = [hook.scaler for hook in used if isinstance(hook.scaler, TrainerView)]
     return min((view.shared for view in views), key=lambda shared: shared.loss_scale)

@@ -62,6 +62,7 @@ class Variables:
 
     def find(self) -> None:
         """Add the variables that there are already, as far as Python holds them."""
+        gc.collect()  # arrays that are gone get no gradients
         objects = gc.get_objects()
         # Only parameters know their `grad_req`. Where it is unknown, "add" is the safe guess: what
         # an array held before is scaled with it, and then overwritten or not.

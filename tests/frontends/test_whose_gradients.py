@@ -407,3 +407,19 @@ def test_functions_that_a_script_has_imported_by_name(monkeypatch, name):
     np.testing.assert_allclose(gradient.asnumpy(), 2e-7, rtol=1e-3)
     amp.shutdown()
     assert module.backward is autograd.backward
+
+
+@pytest.mark.parametrize("same_net", [True, False])
+def test_a_trainer_that_is_no_longer_used_does_not_lower_the_scale(same_net):
+    amp.init("float16")
+    before = dense()
+    trainer = gluon.Trainer(before.collect_params(), amp.decorate(mx.optimizer.SGD(), 2.0))
+    net = before if same_net else dense()
+    if not same_net:
+        del before
+    trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.SGD(), FITS))
+    with autograd.record():
+        loss = net(X).sum()
+    loss.backward()
+    trainer.step(1)
+    assert trainer.amp_last_step.loss_scale == FITS
