@@ -262,7 +262,7 @@ def _run_until_finite(
 @contextmanager
 def _scaled(scale: float) -> Iterator[None]:
     """Scale what starts the backward pass inside, until all that is written in Python is done."""
-    with scaled_heads(scale):
+    with scaled_heads(scale, stays_inside=True):
         yield
         mx.nd.waitall()
 

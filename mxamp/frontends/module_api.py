@@ -169,7 +169,7 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         if state.scalable:
             _set_scale(self, scale)
         try:
-            with custom_gradients.scaled(scale):
+            with custom_gradients.scaled(scale, stays_inside=True):
                 original(self, _times(out_grads, scale))
         finally:
             if state.scalable:

@@ -1,9 +1,9 @@
 """The user's own operators (`mx.operator.CustomOp`) in scaled backward passes.
 
-What an operator computes in Python need not be in proportion to the gradient that comes to it: it
-may clip that gradient, or never read it. So it is given gradients without the loss scale, and what
-it returns is multiplied by the scale again. Float16 gradients would lose what the scale has kept:
-they stay scaled, and what is returned is multiplied only where none of them was read.
+An operator that never reads the gradient that comes to it sends back gradients without the loss
+scale. So what it is given is watched, and where it has read none, what it returns is multiplied by
+the scale. Where the scale never leaves the backward pass, it is given gradients without it, in
+whatever way it computes with them; but float16 ones would lose what the scale has kept.
 
 An operator made with `need_top_grad=False` has its scale from `loss_outputs`, in the graph.
 """
@@ -11,7 +11,7 @@ An operator made with `need_top_grad=False` has its scale from `loss_outputs`, i
 import functools
 import threading
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -25,16 +25,19 @@ from .finite import multiply
 
 __all__ = ["in_unscaled_backward", "patch", "scaled"]
 
-#: The scales of the backward passes that may run, by the region that they run in.
-_scales: Dict[object, float] = {}
+#: The scales of the backward passes that may run, and whether they stay inside, by region.
+_scales: Dict[object, Tuple[float, bool]] = {}
 _thread = threading.local()
 
 
 @contextmanager
-def scaled(scale: float) -> Iterator[None]:
-    """Run backward passes whose gradients carry `scale`; wait for them if operators are custom."""
+def scaled(scale: float, stays_inside: bool = False) -> Iterator[None]:
+    """Run backward passes whose gradients carry `scale`; wait for them if operators are custom.
+
+    `stays_inside` says that gradients leave the pass without it.
+    """
     region = object()
-    _scales[region] = scale
+    _scales[region] = scale, stays_inside
     try:
         yield
         if scale != 1 and _is_any_alive():
@@ -78,21 +81,22 @@ def _backward(
     in_grad: List[NDArray],
     **others: Any,
 ) -> None:
-    scale = next(reversed(list(_scales.values())), 1.0)
+    scale, stays_inside = next(reversed(list(_scales.values())), (1.0, False))
     if scale == 1:
         backward(req=req, out_grad=out_grad, in_grad=in_grad, **others)
         return
-    given = _HeadGradients(out_grad, scale)
+    unscales = stays_inside and all(dtype_name(g.dtype) != "float16" for g in out_grad)
+    given = _HeadGradients(out_grad, 1 / scale if unscales else 1.0)
     # What an operator adds to carries the scale already.
     adding = [i for i, one in enumerate(req) if one == "add"]
     made = [in_grad[i].zeros_like() if i in adding else in_grad[i] for i in range(len(in_grad))]
     asked = ["write" if one == "add" else one for one in req]
-    _thread.unscaled = given.unscales
+    _thread.unscaled = unscales
     try:
         backward(req=asked, out_grad=given, in_grad=made, **others)
     finally:
         _thread.unscaled = False
-    if given.unscales or not given.was_read:
+    if unscales or not given.was_read:
         multiply([made[i] for i, one in enumerate(asked) if one != "null"], scale)
     with autograd.pause(), suspended():
         for i in adding:
@@ -100,19 +104,21 @@ def _backward(
 
 
 class _HeadGradients(List[NDArray]):
-    """The gradients that come to an operator: without the scale once they are read."""
+    """The gradients that come to an operator: times `factor` once it takes one.
 
-    def __init__(self, gradients: Sequence[NDArray], scale: float) -> None:
+    The arrays themselves are MXNet's own, whose operators compare types.
+    """
+
+    def __init__(self, gradients: Sequence[NDArray], factor: float) -> None:
         super().__init__(gradients)
-        self._scale = scale
+        self._factor = factor
         self.was_read = False
-        self.unscales = all(dtype_name(gradient.dtype) != "float16" for gradient in gradients)
 
     def read(self) -> None:
-        """Take note that the operator reads them."""
-        if self.unscales and not self.was_read:
+        """Take note that the operator takes one."""
+        if self._factor != 1 and not self.was_read:
             with autograd.pause(), suspended():
-                super().__setitem__(slice(None), [g * (1 / self._scale) for g in super().copy()])
+                super().__setitem__(slice(None), [g * self._factor for g in super().copy()])
         self.was_read = True
 
 

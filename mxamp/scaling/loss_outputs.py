@@ -114,17 +114,18 @@ def scale_of(heads: Sequence[NDArray]) -> float:
 
 
 @contextmanager
-def scaled_heads(scale: float) -> Iterator[None]:
+def scaled_heads(scale: float, stays_inside: bool = False) -> Iterator[None]:
     """Multiply what output operators send back by `scale`, in backward passes inside.
 
-    Waits for those passes where custom operators (`mx.operator.CustomOp`) are in use.
+    `stays_inside` says that gradients leave those passes without the scale. Waits for them where
+    custom operators (`mx.operator.CustomOp`) are in use.
     """
     if scale == 1:
         yield
         return
     _set(scale)
     try:
-        with custom_gradients.scaled(scale):
+        with custom_gradients.scaled(scale, stays_inside):
             yield
     finally:
         _set(1)
