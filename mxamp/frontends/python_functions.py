@@ -21,7 +21,7 @@ from ..framework.machine import dtype_name
 from ..framework.patching import Patch
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
-from ..scaling.custom_gradients import in_unscaled_backward
+from ..scaling.custom_gradients import calls_so_far, in_unscaled_backward
 
 __all__ = ["RunningPass"]
 
@@ -34,6 +34,7 @@ class RunningPass:
         self.written_inside: Set[int] = set()
         self.overflown_inside: Set[int] = set()
         self._random: Optional[Tuple[Any, Any]] = None
+        self._calls = self._custom_calls = 0  # of Python, in this try and up to it
         self._thread = threading.local()
 
     @property
@@ -46,14 +47,18 @@ class RunningPass:
         self.scale = scale
         self.written_inside.clear()
         self.overflown_inside.clear()
-        if self._random is not None:
+        if self._random is None:
+            self._random = random.getstate(), np.random.get_state()
+        elif self._calls or calls_so_far() > self._custom_calls:
             random.setstate(self._random[0])
             np.random.set_state(self._random[1])
+        self._calls, self._custom_calls = 0, calls_so_far()
 
     def end(self) -> None:
         """Take note of its end."""
-        self._random = None
-        self.begin(1.0)
+        self.scale, self._random = 1.0, None
+        self.written_inside.clear()
+        self.overflown_inside.clear()
 
     def patch(self) -> Patch:
         """Return the patch of `autograd.Function`."""
@@ -69,8 +74,7 @@ class RunningPass:
                 scale = self.scale
                 if scale == 1:
                     return backward(*gradients)
-                if self._random is None:
-                    self._random = random.getstate(), np.random.get_state()
+                self._calls += 1
                 self._thread.depth = getattr(self._thread, "depth", 0) + 1
                 try:
                     results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))

@@ -23,11 +23,20 @@ from ..framework.patching import Patch
 from ..policy.active import current_policy, suspended
 from .finite import multiply
 
-__all__ = ["in_unscaled_backward", "patch", "scaled"]
+__all__ = ["calls_so_far", "in_unscaled_backward", "patch", "scaled"]
 
 #: The scales of the backward passes that may run, and whether they stay inside, by region.
 _scales: Dict[object, Tuple[float, bool]] = {}
 _thread = threading.local()
+
+
+class _Calls:
+    """Counts backward passes of operators."""
+
+    total = 0
+
+
+_calls = _Calls()
 
 
 @contextmanager
@@ -44,6 +53,11 @@ def scaled(scale: float, stays_inside: bool = False) -> Iterator[None]:
             mx.nd.waitall()  # MXNet calls Python later, in a thread of its own
     finally:
         del _scales[region]
+
+
+def calls_so_far() -> int:
+    """Return how many backward passes of custom operators have run with a scale."""
+    return _calls.total
 
 
 def in_unscaled_backward() -> bool:
@@ -85,6 +99,7 @@ def _backward(
     if scale == 1:
         backward(req=req, out_grad=out_grad, in_grad=in_grad, **others)
         return
+    _calls.total += 1
     unscales = stays_inside and all(dtype_name(g.dtype) != "float16" for g in out_grad)
     given = _HeadGradients(out_grad, 1 / scale if unscales else 1.0)
     # What an operator adds to carries the scale already.
