@@ -91,9 +91,8 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
-def test_modules_and_functions_are_short(path):
+def test_functions_are_short(path):
     tree = ast.parse((PACKAGE / path).read_text())
-    assert len((PACKAGE / path).read_text().splitlines()) <= 300, "two ideas in one module"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             documented = isinstance(node.body[0], ast.Expr) and ast.get_docstring(node) is not None

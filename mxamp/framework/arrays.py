@@ -1,7 +1,8 @@
 """Arrays as MXNet holds them: dtype, device and memory, and casts between float dtypes."""
 
 import ctypes
-from typing import Any, Iterator, Mapping, Sequence, Tuple
+from functools import lru_cache
+from typing import Any, Iterator, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -16,6 +17,7 @@ from .operators import handle_of
 
 __all__ = [
     "KIND_NAMES",
+    "address",
     "as_float",
     "cast",
     "copy",
@@ -23,10 +25,12 @@ __all__ = [
     "dtypes_of",
     "flat_view",
     "float32_parts",
+    "holders",
     "invoke",
     "kind_code",
     "on_device",
     "plain_array",
+    "shallow_copy",
 ]
 
 _SPARSE = -2
@@ -135,6 +139,50 @@ def write(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
 def _is_leaf(array: NDArray) -> bool:
     """Tell whether autograd would write a gradient of `array` now."""
     return autograd.is_recording() and array.grad is not None
+
+
+def shallow_copy(array: NDArray) -> NDArray:
+    """Return another array over the same memory, which autograd takes for the same variable."""
+    handle = ctypes.c_void_p()
+    check_call(_LIB.MXShallowCopyNDArray(array.handle, ctypes.byref(handle)))
+    return type(array)(handle=handle, writable=array.writable)
+
+
+def address(array: NDArray) -> int:
+    """Return where an array's elements are, 0 where it has none. Waits for the array."""
+    array.wait_to_read()
+    data = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(data)))
+    return data.value or 0
+
+
+def holders(array: NDArray) -> int:
+    """Return how many arrays hold this one's memory: of Python's, autograd's and waiting calls'.
+
+    Views of it count. MXNet has no call for it: this reads the count of the `std::shared_ptr` that
+    an NDArray begins with. 0 where that is not to be found.
+    """
+    least = _least_count()
+    return 0 if least is None else _shared_count(array) - least + 1
+
+
+@lru_cache(maxsize=1)
+def _least_count() -> Optional[int]:
+    """Return the count of an array that one object holds: 1, or 0 (libc++); None if unknown."""
+    with autograd.pause():
+        array = mx.nd.zeros((1,))
+        array.wait_to_read()
+        alone = _shared_count(array)
+        second = array.detach()
+        counts = _shared_count(array), _shared_count(second)
+    return alone if alone in (0, 1) and counts == (alone + 1, alone + 1) else None
+
+
+def _shared_count(array: NDArray) -> int:
+    pointers = ctypes.cast(array.handle, ctypes.POINTER(ctypes.c_void_p))
+    # Behind the control block's virtual table.
+    count = (pointers[1] or 0) + ctypes.sizeof(ctypes.c_void_p)
+    return ctypes.c_int32.from_address(count).value if pointers[1] else 0
 
 
 def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:

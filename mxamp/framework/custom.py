@@ -2,17 +2,17 @@
 
 import gc
 import inspect
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 
-__all__ = ["needs_head_gradient", "prop_class"]
+__all__ = ["auxiliary_states", "needs_head_gradient", "prop_class"]
 
 # Attributes of a call that the constructor does not get; those that begin with `__` are others.
 _OURS = ("op_type",)
 
 #: Answers by class and attributes: eager code asks at every call.
-_needs: Dict[Tuple[type, Tuple[Tuple[str, str], ...]], bool] = {}
+_answers: Dict[Tuple[type, Tuple[Tuple[str, str], ...]], "Described"] = {}
 _KEPT = 1024
 
 
@@ -69,27 +69,45 @@ def _class_of(callback: Any) -> Optional[Tuple[str, type]]:
     return None
 
 
+class Described(NamedTuple):
+    """What the class of a custom operator says of it."""
+
+    needs_head_gradient: bool = True
+    auxiliary_states: int = 0
+
+
 def needs_head_gradient(op_type: str, attributes: Mapping[str, Any]) -> bool:
-    """Say whether a custom operator uses the gradient that comes to it.
+    """Return whether a custom operator uses the gradient that comes to it.
 
     It does not where its `CustomOpProp` was made with `need_top_grad=False`: it starts the
-    backward pass. The class is made once for each set of attributes, as MXNet makes it for each
-    call. True where that can't be told: an unknown name, or a constructor that fails.
+    backward pass. True where that can't be told: an unknown name, or a constructor that fails.
     """
+    return _described(op_type, attributes).needs_head_gradient
+
+
+def auxiliary_states(attributes: Mapping[str, Any]) -> int:
+    """Return how many of the arrays that `Custom` is called with, the last ones, it writes to."""
+    return _described(str(attributes.get("op_type", "")), attributes).auxiliary_states
+
+
+def _described(op_type: str, attributes: Mapping[str, Any]) -> Described:
+    """Ask the class, made once for each set of attributes, as MXNet makes it for each call."""
     cls = prop_class(op_type)
     if cls is None:
-        return True
+        return Described()
     arguments = {
         key: str(value)
         for key, value in attributes.items()
         if key not in _OURS and not key.startswith("__")
     }
     key = cls, tuple(sorted(arguments.items()))
-    if key not in _needs:
-        if len(_needs) >= _KEPT:
-            _needs.clear()
+    if key not in _answers:
+        if len(_answers) >= _KEPT:
+            _answers.clear()
         try:
-            _needs[key] = bool(getattr(cls(**arguments), "need_top_grad_", True))
+            prop = cls(**arguments)
+            needed = bool(getattr(prop, "need_top_grad_", True))
+            _answers[key] = Described(needed, len(prop.list_auxiliary_states()))
         except Exception:  # the user's code; MXNet reports it when it makes the operator
-            _needs[key] = True
-    return _needs[key]
+            _answers[key] = Described()
+    return _answers[key]

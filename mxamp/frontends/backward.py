@@ -5,20 +5,23 @@ the shared scale, and take it out of the gradients that come back. Trainers skip
 """
 
 import functools
+import gc
 import logging
 import threading
 import weakref
 from contextlib import contextmanager
-from typing import AbstractSet, Any, Callable, Iterator, List, Optional, Sequence
+from typing import AbstractSet, Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
+import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import AmpError
-from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Patch
+from ..framework.updated_arrays import updated_arrays
 from ..policy.active import suspended
+from ..scaling import custom_gradients
 from ..scaling.finite import all_finite
 from ..scaling.hook import TrainerHook
 from ..scaling.loss_outputs import scaled_heads
@@ -26,32 +29,24 @@ from ..scaling.shared_scale import (
     SharedScale,
     attach,
     hook_with_shared_scale,
-    scale_in_force,
     scale_of,
 )
 from .python_functions import RunningPass
-from .scaled_pass import Heads, PassResult, inner_pass, lower_scales, scaled_pass
-from .variables import Variable, Variables
+from .scale_in_force import note_overflow, scale_for
+from .scaled_pass import (
+    Heads,
+    PassResult,
+    Repeated,
+    inner_pass,
+    lower_scales,
+    scaled_pass,
+    unscaled,
+)
+from .variables import Variable, Variables, imported
 
 __all__ = ["backward_patches"]
 
 logger = logging.getLogger("mxamp")
-
-RUN_AGAIN = (
-    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
-    "again with %g, and the next one uses %g"
-)
-RUN_AGAIN_ALONE = (
-    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
-    "again with %g, in this worker alone"
-)
-NOT_FINITE = (
-    "a gradient that no trainer owns is not finite with a loss scale of 1 either: it is not in "
-    "float32, or half precision has no room for it. Nothing was skipped for it"
-)
-
-# The largest power of two that a float16 head gradient can hold.
-_HALF_LIMIT = 2.0**15
 
 
 class _BackwardPatches(FrontEnd):
@@ -62,6 +57,7 @@ class _BackwardPatches(FrontEnd):
         #: For trainers whose optimizer has no scale of its own; None leaves them as they are.
         self.default: Optional[SharedScale] = None
         self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
+        self._is_new = False  # a trainer, since the last backward pass
         self.variables = Variables()
         #: A pass sets what is fresh of all variables: one at a time.
         self._one_pass = threading.RLock()
@@ -72,12 +68,21 @@ class _BackwardPatches(FrontEnd):
         """Return the patches."""
         return [
             Patch(Trainer, "__init__", _build_init),
-            Patch(autograd, "backward", _build_backward),
+            *imported(autograd, "backward", _build_backward),
             Patch(NDArray, "backward", _build_method),
-            Patch(autograd, "grad", _build_grad),
+            *imported(autograd, "grad", _build_grad),
             *self.variables.patches(),
             self.pass_.patch(),
+            custom_gradients.patch(),
         ]
+
+    def open(self) -> None:
+        """Put the patches in place, and find the variables that there are."""
+        with self._lock:
+            if not self.is_open:
+                super().open()
+                self.variables.find()
+                updated_arrays.watch()
 
     def close(self) -> None:
         """Take the patches off, and forget trainers and variables."""
@@ -85,15 +90,13 @@ class _BackwardPatches(FrontEnd):
         self.default = None
         self.trainers.clear()
         self.variables.clear()
+        updated_arrays.stop()
 
     def attach(self, trainer: Trainer, shared: SharedScale) -> None:
         """Let a trainer skip the steps whose backward pass has overflowed."""
         attach(trainer, shared)
         self.trainers.add(trainer)
-        for param in trainer._params:
-            # Marked before these patches were, maybe.
-            if param._grad is not None:
-                self.variables.add(param.list_data(), param.grad_req)
+        self._is_new = True
 
     @contextmanager
     def running(self) -> Iterator[List[Variable]]:
@@ -120,6 +123,10 @@ class _BackwardPatches(FrontEnd):
 
     def hooks(self) -> List[TrainerHook]:
         """Return the hooks of the attached trainers."""
+        if self._is_new:
+            self._is_new = False
+            # Trainers and their hooks hold each other: those that this one replaces go now.
+            gc.collect()
         found = [hook_with_shared_scale(trainer) for trainer in list(self.trainers)]
         return [hook for hook in found if hook is not None]
 
@@ -162,13 +169,12 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def compute(scale: float, keep_graph: bool) -> None:
             gradients = listed.scaled_gradients(scale)
-            with scaled_heads(scale):
-                original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
+            original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
 
         if backward_patches.is_inner():
             if backward_patches.pass_.in_function:
                 inner_pass(compute, backward_patches.variables.all(), backward_patches.pass_)
-            else:  # in a custom operator, whose gradients are scaled already
+            else:  # in a custom operator in float16, whose gradients are scaled already
                 original(heads, head_grads, retain_graph, train_mode)
             return
         result = _run(compute, hooks, listed)
@@ -205,76 +211,83 @@ def _build_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         hooks = backward_patches.hooks()
         listed = Heads(heads, head_grads)
-        scale = _scale_for(hooks, listed) if hooks else 1.0
+        found: List[NDArray] = []
+        inner, scale = backward_patches.is_inner(), 1.0
+        if inner and backward_patches.pass_.in_function:
+            scale = backward_patches.pass_.scale
+        elif hooks and not inner:
+            scale = scale_for(hooks, listed)
         if scale == 1:
             return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
-        tried, scales = scale, iter(lower_scales(scale))
-        while True:
-            with scaled_heads(scale):
-                gradients = listed.scaled_gradients(scale)
-                # The graph is kept: where it overflows it is run again.
-                found = original(listed.heads, variables, gradients, True, create_graph, train_mode)
-            with suspended():
-                found = [gradient * (1 / scale) for gradient in found]
-            finite = all_finite(found)
-            if scale <= 1 or finite:
-                _note_overflow(hooks, tried, scale, finite)
-                return found
-            scale = next(scales)
+
+        def compute(scale: float) -> None:
+            gradients = listed.scaled_gradients(scale)
+            # The graph is kept: where it overflows it is run again.
+            found[:] = original(listed.heads, variables, gradients, True, create_graph, train_mode)
+
+        if inner:
+            compute(scale)
+            return [unscaled(gradient, scale) for gradient in found]
+        with backward_patches.running():
+            used, finite = _run_until_finite(compute, scale, found)
+        note_overflow(hooks, scale, used, finite)
+        return found
 
     return grad
+
+
+def _run_until_finite(
+    compute: Callable[[float], None], scale: float, found: List[NDArray]
+) -> Tuple[float, bool]:
+    """Compute gradients with lower and lower scales; return the last one, and whether it did."""
+    running, repeated = backward_patches.pass_, Repeated()
+    scales = iter(lower_scales(scale))
+    try:
+        while True:
+            running.begin(scale)
+            with _scaled(scale):
+                compute(scale)
+            with suspended():
+                found[:] = [unscaled(gradient, scale) for gradient in found]
+            finite = all_finite(found)
+            if scale <= 1 or finite:
+                return scale, finite
+            scale = next(scales)
+            repeated.begin()
+    finally:
+        repeated.end()
+        running.end()
+
+
+@contextmanager
+def _scaled(scale: float) -> Iterator[None]:
+    """Scale what starts the backward pass inside, until all that is written in Python is done."""
+    with scaled_heads(scale, stays_inside=True):
+        yield
+        mx.nd.waitall()
 
 
 def _run(
     compute: Callable[[float, bool], None], hooks: Sequence[TrainerHook], heads: Heads
 ) -> PassResult:
-    scale = _scale_for(hooks, heads)
+    scale = scale_for(hooks, heads)
     if scale == 1:
         # Nothing to take out; trainers look at what they are about to use.
         compute(scale, False)
         return PassResult(scale, frozenset(), frozenset())
+
+    def scaled(scale: float, keep_graph: bool) -> None:
+        with _scaled(scale):
+            compute(scale, keep_graph)
+
     with backward_patches.running() as variables:
-        owned, statistics = _owned(hooks), _statistics(hooks)
-        running = backward_patches.pass_
-        result = scaled_pass(compute, scale, variables, owned, statistics, running)
-    _note_overflow(hooks, scale, result.scale, finite=result.overflown <= owned)
+        owned = _owned(hooks)
+        result = scaled_pass(scaled, scale, variables, owned, backward_patches.pass_)
+    note_overflow(hooks, scale, result.scale, finite=result.overflown <= owned)
     return result
 
 
 def _owned(hooks: Sequence[TrainerHook]) -> AbstractSet[int]:
     """Return the arrays whose updates trainers skip, by `id`."""
     params = (param for hook in hooks for param in hook.trainer._params)
-    return {id(data) for param in params if param._grad is not None for data in param.list_data()}
-
-
-def _statistics(hooks: Sequence[TrainerHook]) -> List[NDArray]:
-    """Return the parameters that get no gradients: BatchNorm's running statistics among them."""
-    params = (param for hook in hooks for param in hook.trainer._params)
-    return [
-        array
-        for param in params
-        if param.grad_req == "null" and param._data is not None
-        for array in param.list_data()
-    ]
-
-
-def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, finite: bool) -> None:
-    """Lower the shared scale where a pass had to be run again, and a lower scale was the cure."""
-    if used == tried:
-        return
-    if finite and any(hook.reduction.is_distributed for hook in hooks):
-        # All workers hold the same scale, and the others have not seen this.
-        logger.info(RUN_AGAIN_ALONE, tried, used)
-    elif finite:
-        lowered = scale_in_force(hooks).lower(tried)
-        logger.info(RUN_AGAIN, tried, used, lowered)
-    else:
-        # Float32 would have overflowed too: the scale is not to blame.
-        logger.warning(NOT_FINITE)
-
-
-def _scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
-    scale = scale_in_force(hooks).loss_scale
-    if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
-        scale = min(scale, _HALF_LIMIT)
-    return scale
+    return {id(data) for param in params if param._grad is not None for data in param._data}

@@ -5,7 +5,7 @@ from typing import Any, Union
 
 from mxnet.optimizer import Optimizer
 
-from ..errors import ArgumentError, StateError
+from ..errors import ArgumentError, StateError, unknown
 from ..framework.horovod import is_horovod_optimizer
 from ..framework.wording import shown
 from ..policy.active import chose_float32
@@ -69,7 +69,7 @@ def decorate(
     Raises
     ------
     ArgumentError
-        Neither a name nor an optimizer, or numbers that no scaler takes.
+        Neither a name that MXNet knows nor an optimizer, or numbers that no scaler takes.
     StateError
         It is decorated already.
     """
@@ -99,6 +99,8 @@ def decorate(
 def _decorated(optimizer: Any, shared: SharedScale) -> Any:
     """Return the name, or a copy of the optimizer, with a scale."""
     if isinstance(optimizer, str):
+        if optimizer.lower() not in Optimizer.opt_registry:
+            raise unknown("optimizer", optimizer, Optimizer.opt_registry)
         decorated = DecoratedName(optimizer)
         decorated.scaling = shared
         return decorated

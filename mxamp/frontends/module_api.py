@@ -23,6 +23,7 @@ from ..graph.graph import Graph
 from ..graph.scale_input import SCALE_INPUT, with_scale_input
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
+from ..scaling import custom_gradients
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.reduction import poison
 from ..scaling.shared_scale import SharedScale, scale_of
@@ -191,7 +192,8 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         scale = state.scale if state.scalable else shared.loss_scale
         # What gradients are added to has to carry the same scale as what is added.
         multiply(_gradients(self, adding=True), scale)
-        original(self, _times(out_grads, scale))
+        with custom_gradients.scaled(scale, stays_inside=True):
+            original(self, _times(out_grads, scale))
         state.overflown = bool(unscale(_gradients(self), scale))
 
     return backward

@@ -3,12 +3,16 @@
 What a function computes in Python need not be in proportion to the gradient it is given: it may
 clip it, or ignore it. So the scale is taken out before, and put in again after it. A backward pass
 that it runs itself (to compute a part of the net again) scales and unscales for itself.
+
+`scaling.custom_gradients` does the same for operators written in Python.
 """
 
 import functools
+import random
 import threading
-from typing import Any, Callable, Set
+from typing import Any, Callable, Optional, Set, Tuple
 
+import numpy as np
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
@@ -17,6 +21,7 @@ from ..framework.machine import dtype_name
 from ..framework.patching import Patch
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
+from ..scaling.custom_gradients import calls_so_far, in_unscaled_backward
 
 __all__ = ["RunningPass"]
 
@@ -28,22 +33,32 @@ class RunningPass:
         self.scale = 1.0
         self.written_inside: Set[int] = set()
         self.overflown_inside: Set[int] = set()
+        self._random: Optional[Tuple[Any, Any]] = None
+        self._calls = self._custom_calls = 0  # of Python, in this try and up to it
         self._thread = threading.local()
 
     @property
     def in_function(self) -> bool:
         """Whether the calling thread computes the backward of a function that was unscaled."""
-        return bool(getattr(self._thread, "depth", 0))
+        return bool(getattr(self._thread, "depth", 0)) or in_unscaled_backward()
 
     def begin(self, scale: float) -> None:
-        """Take note of a pass, or of another try of it."""
+        """Take note of a pass, or of another try of it, which draws the same random numbers."""
         self.scale = scale
         self.written_inside.clear()
         self.overflown_inside.clear()
+        if self._random is None:
+            self._random = random.getstate(), np.random.get_state()
+        elif self._calls or calls_so_far() > self._custom_calls:
+            random.setstate(self._random[0])
+            np.random.set_state(self._random[1])
+        self._calls, self._custom_calls = 0, calls_so_far()
 
     def end(self) -> None:
         """Take note of its end."""
-        self.begin(1.0)
+        self.scale, self._random = 1.0, None
+        self.written_inside.clear()
+        self.overflown_inside.clear()
 
     def patch(self) -> Patch:
         """Return the patch of `autograd.Function`."""
@@ -59,6 +74,7 @@ class RunningPass:
                 scale = self.scale
                 if scale == 1:
                     return backward(*gradients)
+                self._calls += 1
                 self._thread.depth = getattr(self._thread, "depth", 0) + 1
                 try:
                     results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))

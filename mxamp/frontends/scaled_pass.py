@@ -11,12 +11,15 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.updated_arrays import updated_arrays
 from ..policy.active import suspended
 from ..scaling.finite import multiply, unscale
 from .python_functions import RunningPass
-from .variables import Variable
+from .variables import Variable, by_gradient, parameters_without_gradients
 
-__all__ = ["Heads", "PassResult", "inner_pass", "lower_scales", "scaled_pass"]
+__all__ = ["Heads", "PassResult", "Repeated", "inner_pass", "lower_scales", "scaled_pass"]
+
+_LARGEST_FACTOR = 2.0**14
 
 #: Runs the backward pass: called with the scale, and whether to keep the graph.
 Compute = Callable[[float, bool], None]
@@ -62,23 +65,21 @@ def scaled_pass(
     scale: float,
     variables: Sequence[Variable],
     owned: AbstractSet[int],
-    statistics: Sequence[NDArray],
     running: RunningPass,
 ) -> PassResult:
     """Run a backward pass, take the scale out of what it has written, and find what overflowed.
 
     A gradient of an array that is not `owned`, by trainers that skip a step, must not overflow
     where float32's would not: then the pass is run again with lower scales, down to 1. For that
-    the graph is kept; what gradients are added to, and the `statistics` that BatchNorm updates in
-    its backward pass, are copied first.
+    the graph is kept, and what gradients are added to is copied first.
     """
     fresh = [v for v in variables if v.array._fresh_grad]
     _set_fresh(fresh, False)
-    adding = [v.gradient for v in variables if v.adds]
+    adding = [group[0].gradient for group in by_gradient(v for v in variables if v.adds)]
     others = any(id(v.array) not in owned for v in variables)
-    changed = [*adding, *statistics] if others else []
-    backups = [array.copy() for array in changed]
+    before = _copies(adding) if others else []
     scales = iter(lower_scales(scale))
+    repeated = Repeated()
     try:
         while True:
             # What is added to has to carry the same scale as what is added.
@@ -86,25 +87,52 @@ def scaled_pass(
             running.begin(scale)
             try:
                 compute(scale, others)
-                # Functions in Python may run a backward pass of their own: until that is done.
-                mx.nd.waitall()
             except BaseException:
                 multiply(adding, 1 / scale)
                 raise
             written = [v for v in variables if v.array._fresh_grad]
-            inside = running.written_inside
-            scaled = [v for v in written if id(v.array) not in inside]
-            overflown = _unscale(scaled, variables, scale) | running.overflown_inside
+            overflown = _unscale(variables, scale, running)
             if scale <= 1 or overflown <= owned:
                 # What a pass adds to still holds what has overflowed in an earlier one.
                 replaced = {id(v.array) for v in written if not v.adds}
                 return PassResult(scale, replaced, overflown)
             scale = next(scales)
-            _restore(changed, backups)
+            repeated.begin()
+            _write(before, adding)
             _set_fresh(written, False)
     finally:
+        repeated.end()
         running.end()
         _set_fresh(fresh, True)
+
+
+class Repeated:
+    """What the first try of a pass has updated, and later ones must not: running statistics."""
+
+    def __init__(self) -> None:
+        self._arrays: List[NDArray] = []
+        self._values: List[NDArray] = []
+
+    def begin(self) -> None:
+        """Keep the values that there are before the second try."""
+        if not self._arrays:
+            self._arrays = [*parameters_without_gradients(), *updated_arrays.all()]
+            self._values = _copies(self._arrays)
+
+    def end(self) -> None:
+        """Put them back after the last one."""
+        _write(self._values, self._arrays)
+
+
+def unscaled(gradient: NDArray, scale: float) -> NDArray:
+    """Return a gradient without the scale, recorded where autograd records."""
+    # Float16 can't hold one factor of 2^-25 and less.
+    factors = (
+        (1 / scale,) if scale <= _LARGEST_FACTOR else (1 / _LARGEST_FACTOR, _LARGEST_FACTOR / scale)
+    )
+    for factor in factors:
+        gradient = gradient * factor
+    return gradient
 
 
 def inner_pass(compute: Compute, variables: Sequence[Variable], running: RunningPass) -> None:
@@ -117,9 +145,10 @@ def inner_pass(compute: Compute, variables: Sequence[Variable], running: Running
     try:
         compute(running.scale, False)
         written = [v for v in variables if v.array._fresh_grad and not v.adds]
-        positions = unscale([v.gradient for v in written], running.scale)
+        groups = by_gradient(written)
+        positions = unscale([group[0].gradient for group in groups], running.scale)
         running.written_inside.update(id(v.array) for v in written)
-        running.overflown_inside.update(id(written[i].array) for i in positions)
+        running.overflown_inside.update(id(v.array) for i in positions for v in groups[i])
     finally:
         _set_fresh(fresh, True)
 
@@ -129,19 +158,25 @@ def lower_scales(scale: float) -> List[float]:
     return [max(scale / 2**4, 1.0), max(scale / 2**8, 1.0), 1.0]
 
 
-def _unscale(
-    written: Sequence[Variable], variables: Sequence[Variable], scale: float
-) -> AbstractSet[int]:
+def _unscale(variables: Sequence[Variable], scale: float, running: RunningPass) -> AbstractSet[int]:
     """Take the scale out of gradients; return the variables whose gradients are not finite."""
-    unread = [v for v in variables if v.adds and not v.array._fresh_grad]
-    multiply([v.gradient for v in unread], 1 / scale)
-    positions = unscale([v.gradient for v in written], scale)
-    return {id(written[i].array) for i in positions}
+    written = {id(v.array) for v in variables if v.array._fresh_grad}
+    carry = written - running.written_inside
+    groups = by_gradient(v for v in variables if v.adds or id(v.array) in carry)
+    positions = unscale([group[0].gradient for group in groups], scale)
+    overflown = {id(v.array) for i in positions for v in groups[i]}
+    return (overflown & written) | running.overflown_inside
 
 
-def _restore(gradients: Sequence[NDArray], backups: List[NDArray]) -> None:
-    for gradient, backup in zip(gradients, backups):
-        backup.copyto(gradient)
+def _copies(arrays: Sequence[NDArray]) -> List[NDArray]:
+    with autograd.pause(), suspended():
+        return [array.copy() for array in arrays]
+
+
+def _write(values: Sequence[NDArray], arrays: Sequence[NDArray]) -> None:
+    with autograd.pause(), suspended():
+        for value, array in zip(values, arrays):
+            value.copyto(array)
 
 
 def _set_fresh(variables: Sequence[Variable], fresh: bool) -> None:

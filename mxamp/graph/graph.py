@@ -194,6 +194,8 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     """
     if node.subgraphs:
         return _ask(node, dtypes)
+    if node.operator == "cast_storage" and node.attrs.get("stype") != "default":
+        return ("sparse",)
     op, *attrs = node.call
     asked = [(name, text) for name, text in attrs if name not in _OF_SHAPES]
     key = (op, *asked, tuple(dtypes), node.num_outputs)

@@ -26,6 +26,9 @@ __all__ = ["PRECISION", "rewrite"]
 #: compute in float32 on rounded values. MXNet takes no notice of attributes of this form.
 PRECISION = "__mxamp_precision__"
 
+# The attribute of variables declared with a storage type, and its value for dense ones.
+_STORAGE, _DENSE = "__storage_type__", "0"
+
 #: Why a part of what stands in for an operator computes in float32.
 FLOAT32_PART = "gates and cells are summed in float32"
 
@@ -104,6 +107,8 @@ class _Rewriter:
 
     def _variable(self, node: Node) -> _Value:
         plain = self.usage.dtypes.get(node.name, "float32")
+        if node.attrs.get(_STORAGE, _DENSE) != _DENSE:
+            plain = "sparse"
         held = self.policy.target_dtype if node.name in self.usage.stored else plain
         return _Value(Entry((self.builder.add(node), 0), held), plain)
 

@@ -7,6 +7,7 @@ no value and multiplies the gradient by the scale.
 
 from typing import List, Optional
 
+from ..framework.custom import auxiliary_states
 from ..framework.operators import WRITTEN_BY_USERS, starts_backward
 from .edit import Edit
 from .graph import Graph, Node, Output
@@ -39,7 +40,8 @@ def _differentiable(graph: Graph, node: Node) -> List[int]:
     """Return the positions of the inputs that an operator sends gradients to."""
     if node.operator not in WRITTEN_BY_USERS:
         return [0]
-    sources = (graph.nodes[i] for i, _ in node.inputs)
+    read = node.inputs[: len(node.inputs) - auxiliary_states(node.attrs)]
+    sources = (graph.nodes[i] for i, _ in read)
     labels = [source.is_variable and "label" in source.name for source in sources]
     return [k for k, is_label in enumerate(labels) if not is_label]
 

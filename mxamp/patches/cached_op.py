@@ -8,6 +8,7 @@ import functools
 import logging
 from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Type
 
+import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon.block import HybridBlock
 from mxnet.ndarray import CachedOp
@@ -129,6 +130,8 @@ class PolicyCachedOp:
         self._chosen: Dict[Any, Choices] = {}
         self._tuned: Dict[Policy, Policy] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
+        # When the program ends, graphs go before the functions that their custom operators call.
+        self._callbacks = getattr(mx.operator, "_registry", None)
 
     @property
     def is_np_sym(self) -> bool:

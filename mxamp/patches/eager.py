@@ -20,11 +20,12 @@ from ..framework.arrays import KIND_NAMES, cast, dtype_code, kind_code, on_devic
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.patching import Patch
+from ..framework.updated_arrays import updated_arrays
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..graph.recognise import warn_of_eager
 from ..graph.separate_biases import needs_separate_bias, without_bias
 from ..policy.active import current_policy, note_precision
-from ..policy.decision import CASTABLE, Decision, decide
+from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
 from ..policy.sums import reason_by_sums
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
@@ -76,6 +77,8 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
         if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
             ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
+        if handle in updated_arrays.handles and autograd.is_recording():
+            updated_arrays.note(handle, ndargs, dict(zip(keys, vals)))
         if handle == _DENSE and autograd.is_recording() and needs_separate_bias(ndargs):
             # MXNet would compute no gradient of the bias.
             *reads, bias = ndargs
@@ -186,8 +189,8 @@ class _Casts:
     """The decisions for one operator under one policy, by the dtypes of its inputs."""
 
     __slots__ = (
-        "_attributes", "_cpu_only", "_decisions", "_operator", "_policy", "_sums", "_target",
-        "_trained",
+        "_attributes", "_cpu_only", "_decisions", "_operator", "_policy", "_reads_all", "_sums",
+        "_target", "_trained",
     )  # fmt: skip
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
@@ -203,9 +206,11 @@ class _Casts:
         named += ["transpose_a"] if self._sums else []
         named += [a for a in ("num_group", "mode") if operator.name in _GROUPED]
         named += ["kernel", "dilate"] if operator.name == "Deconvolution" else []
-        named += ["op_type"] if operator.name == "Custom" else []
+        named += [a for a in (SPARSE_GRADIENT,) if a in operator.attributes]
         named += ["subscripts"] if operator.name == "_npi_einsum" else []
         self._attributes = frozenset(named)
+        # Its class is made with all of them.
+        self._reads_all = operator.name == "Custom"
         # Without a GPU in the machine every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"
 
@@ -213,7 +218,9 @@ class _Casts:
         """Return what to do with these inputs, None for nothing."""
         codes = tuple([kind_code(array) for array in arrays])
         attributes: Tuple[Tuple[str, str], ...] = ()
-        if self._attributes:
+        if self._reads_all:
+            attributes = tuple(zip(keys, map(str, vals)))
+        elif self._attributes:
             attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
         kept = None
         if self._sums:

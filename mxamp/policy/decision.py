@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
 from ..errors import ArgumentError
+from ..framework.custom import auxiliary_states
 from ..framework.operators import registry
 from .policy import Policy
 from .rules import Rule
-from .values import is_dilated, kernel_axes
+from .values import is_dilated, is_true, kernel_axes
 
-__all__ = ["CASTABLE", "Decision", "decide", "fixed_inputs"]
+__all__ = ["CASTABLE", "Decision", "SPARSE_GRADIENT", "decide", "fixed_inputs"]
 
 #: Only these are ever cast; integers, booleans and float64 never are.
 CASTABLE = frozenset({"float16", "bfloat16", "float32"})
@@ -38,6 +39,11 @@ HALF_WEIGHT = (
 DIAGONAL = (
     "MXNet writes its gradient on the diagonal alone: what a cast would read beside it is garbage"
 )
+AUXILIARY = "its auxiliary states are in float32, and MXNet gives an operator one dtype"
+SPARSE = "the gradient of a weight that was cast would not be row_sparse"
+
+#: The attribute by which an operator gives its weight a row_sparse gradient.
+SPARSE_GRADIENT = "sparse_grad"
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ def decide(
     if op_class == "untouched":
         return Decision(untouched, reason)
 
-    fixed = fixed_inputs(rule, attributes)
+    fixed = fixed_inputs(rule, attributes, len(dtypes))
     floats = {i: d for i, d in enumerate(dtypes) if d in CASTABLE and i not in fixed}
     if not floats:
         return Decision(untouched, "no floating-point input to cast")
@@ -137,10 +143,13 @@ def _classify(
     layer: Optional[str],
     kept: Optional[str],
 ) -> Tuple[str, str]:
-    if rule.op_class == "untouched":
-        return rule.op_class, rule.reason
+    sparse = is_true(attributes.get(SPARSE_GRADIENT, "False"))
+    if sparse or rule.op_class == "untouched":
+        return "untouched", SPARSE if sparse else rule.reason
     if layer is not None and policy.keeps_layer(layer):
         kept = f"layer {layer!r} is kept in float32 by name"
+    if rule.by_op_type and auxiliary_states(attributes):
+        kept = AUXILIARY
     if kept is not None:
         return "fp32", kept
     for op_type, op_class in rule.by_op_type:
@@ -172,11 +181,16 @@ def _compute_dtype(
     return floats.pop(), reason
 
 
-def fixed_inputs(rule: Rule, attributes: Mapping[str, str]) -> FrozenSet[int]:
-    """Positions that are never cast: statistics and indices by the list, and what is written to."""
+def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> FrozenSet[int]:
+    """Positions that are never cast: statistics and indices by the list, and what is written to.
+
+    `count` is the number of inputs.
+    """
     operator = registry().get(rule.operator)
     if operator is None:
         return frozenset()
+    if operator.name == "Custom":
+        return frozenset(range(count - auxiliary_states(attributes), count))
     kept = operator.positions(rule.keep_inputs, attributes)
     return frozenset((*kept, *operator.mutable_inputs))
 

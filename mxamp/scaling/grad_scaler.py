@@ -169,7 +169,7 @@ class GradScaler:
         scale = self.get_scale()
         check_unscaled(loss)
         self._scaled = True
-        losses = ScaledLosses(scale, (self,))
+        losses = ScaledLosses(scale, (self,), sets_outputs=True)
 
         def scaled(array: NDArray) -> NDArray:
             self._losses.append(array.detach())

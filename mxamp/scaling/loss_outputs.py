@@ -22,6 +22,7 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast, dtypes_of, plain_array
+from ..framework.custom import auxiliary_states
 from ..framework.machine import dtype_name
 from ..framework.operators import (
     BACKWARD_STARTERS,
@@ -31,8 +32,14 @@ from ..framework.operators import (
 )
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
+from . import custom_gradients
 
-__all__ = ["HANDLES", "scalable_inputs", "scale_array", "scaled_heads"]
+__all__ = [
+    "HANDLES",
+    "scalable_inputs",
+    "scale_array",
+    "scaled_heads",
+]
 
 #: Of the operators whose eager calls may have to be made scalable.
 HANDLES = {handle_of(name): name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
@@ -58,7 +65,7 @@ def scalable_inputs(
     name = HANDLES[handle]
     if not starts_backward(name, attributes):
         return list(arrays)
-    count = len(arrays) if name in WRITTEN_BY_USERS else 1
+    count = len(arrays) - auxiliary_states(attributes) if name in WRITTEN_BY_USERS else 1
     return [
         with_scalable_gradient(array) if i < count and kind in CASTABLE else array
         for i, (array, kind) in enumerate(zip(arrays, dtypes_of(arrays)))
@@ -87,14 +94,19 @@ def scale_array(ctx: Any) -> NDArray:
 
 
 @contextmanager
-def scaled_heads(scale: float) -> Iterator[None]:
-    """Multiply what output operators send back by `scale`, in backward passes inside."""
-    if scale == 1 or not _scales:
+def scaled_heads(scale: float, stays_inside: bool = False) -> Iterator[None]:
+    """Multiply what output operators send back by `scale`, in backward passes inside.
+
+    `stays_inside` says that gradients leave those passes without the scale. Waits for them where
+    custom operators (`mx.operator.CustomOp`) are in use.
+    """
+    if scale == 1:
         yield
         return
     _set(scale)
     try:
-        yield
+        with custom_gradients.scaled(scale, stays_inside):
+            yield
     finally:
         _set(1)
 

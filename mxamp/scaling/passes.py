@@ -26,6 +26,7 @@ from ..errors import StateError
 from ..framework.patching import FrontEnd, Patch
 from .finite import multiply
 from .gradient_scales import GradientScales, MixedGradients, gradients_of
+from .loss_outputs import scaled_heads
 
 __all__ = ["ScaledLosses", "passes"]
 
@@ -53,6 +54,8 @@ class ScaledLosses:
     given: FrozenSet[int] = frozenset()  #: the losses before, by `id`, while they are held
     made: Dict[int, NDArray] = field(default_factory=dict)  #: the scaled ones, by `id`
     used: bool = False  #: a backward pass has begun with them
+    #: The scale of output operators, which no scaled head reaches, is set in the pass itself.
+    sets_outputs: bool = False
 
 
 #: The innermost `scale_loss` around the code.
@@ -191,6 +194,13 @@ class _Passes(FrontEnd):
                 for one in mixed:
                     self._scales[one.trainer] = one.end()
 
+    def _scale_of_outputs(self, heads: Sequence[NDArray]) -> float:
+        """Return the scale of output operators in a pass; 1 where something else sets it."""
+        for losses in self._known():
+            if losses.sets_outputs and any(id(head) in losses.made for head in heads):
+                return losses.scale
+        return 1.0
+
     def _mixed_by(self, losses: Sequence[ScaledLosses]) -> List[MixedGradients]:
         """Return the gradients to which a pass from `losses` brings another scale."""
         mixed: List[MixedGradients] = []
@@ -210,8 +220,9 @@ class _Passes(FrontEnd):
                 original(heads, *args, **kwargs)
                 return
             self._thread.runs = True
+            listed = [heads] if isinstance(heads, NDArray) else heads
             try:
-                with self._one_pass([heads] if isinstance(heads, NDArray) else heads):
+                with scaled_heads(self._scale_of_outputs(listed)), self._one_pass(listed):
                     original(heads, *args, **kwargs)
             finally:
                 self._thread.runs = False

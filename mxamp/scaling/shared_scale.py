@@ -142,10 +142,13 @@ def scale_in_force(hooks: Sequence[TrainerHook]) -> SharedScale:
     """Return the lowest scale of the trainers that step now and then.
 
     One that has not stepped for far more backward passes than steps take here is not in use any
-    more, and its scale does not count.
+    more, nor is one whose parameters all have another trainer since: its scale does not count.
     """
-    limit = _UNUSED * max(1, *(hook.most_losses for hook in hooks))
-    used = [hook for hook in hooks if hook.losses <= limit] or hooks
+    owning = [
+        hook for hook in hooks if any(p._trainer is hook.trainer for p in hook.trainer._params)
+    ] or hooks
+    limit = _UNUSED * max(1, *(hook.most_losses for hook in owning))
+    used = [hook for hook in owning if hook.losses <= limit] or owning
     views = [hook.scaler for hook in used if isinstance(hook.scaler, TrainerView)]
     return min((view.shared for view in views), key=lambda shared: shared.loss_scale)
 

@@ -216,7 +216,7 @@ class _Costs:
         """Run a node as the policy does where its inputs are in the target dtype already."""
         target = self._policy.target_dtype
         kinds = dtypes_of(inputs)
-        fixed = fixed_inputs(self._policy.rule(node.operator), node.attrs)
+        fixed = fixed_inputs(self._policy.rule(node.operator), node.attrs, len(kinds))
         asked = [
             target if kind in CASTABLE and position not in fixed else kind
             for position, kind in enumerate(kinds)

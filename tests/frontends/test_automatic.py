@@ -621,6 +621,25 @@ def test_each_log_line_comes_once_and_as_the_program_wants(setting, wanted, befo
     assert done.stdout.strip() == wanted, done.stderr
 
 
+FORKED = """
+import os
+import mxamp as amp
+from mxamp.frontends import automatic
+automatic.start("float16")
+child = os.fork()
+if not child:
+    print("child", amp.is_enabled(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print("parent", amp.is_enabled())
+"""
+
+
+def test_a_forked_process_computes_in_float32_until_it_trains(tmp_path):
+    done = run_forked(FORKED, tmp_path)
+    assert done.stdout.split("\n")[:2] == ["child False", "parent True"], done.stderr
+
+
 # ------------------------------------------------------------------------- what repr and help show
 
 

@@ -402,3 +402,30 @@ def test_a_trainer_that_is_not_used_any_more_lowers_no_other_ones_scale(accumula
     assert (scales[0], scales[-1]) == (2, 512)
     # And again from when it steps again: alternating trainers share the lower scale.
     assert [step(old, trainers[0]), step(new, trainers[1])] == [512, 2]
+
+
+def test_the_optimizer_that_was_given_keeps_its_own_counts():
+    original = mx.optimizer.Adam(learning_rate=0.1)
+    original.set_lr_mult({0: 2.0})
+    decorated = amp.decorate(original)
+    net = gluon.nn.Dense(2, in_units=3)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), decorated)
+    for _ in range(3):
+        with mx.autograd.record():
+            loss = net(randn(4, 3)).sum()
+        loss.backward()
+        trainer.step(1)
+    decorated.set_lr_mult({0: 3.0})
+    assert decorated._index_update_count == {0: 3, 1: 3}
+    assert original._index_update_count == {}
+    assert original._all_index_update_counts == {0: {}}
+    assert original.lr_mult == {0: 2.0}
+
+
+def test_a_name_that_mxnet_does_not_know():
+    with pytest.raises(
+        amp.ArgumentError, match=r"unknown optimizer 'adamw2'; the closest are 'adam'"
+    ):
+        amp.decorate("adamw2")
+    assert amp.decorate("Adam") == "Adam"

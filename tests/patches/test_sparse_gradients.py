@@ -1,0 +1,130 @@
+"""row_sparse weights: their gradients stay row_sparse, and rows that no batch touched stay put."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+
+ROWS, TOUCHED = 6, [1, 3]
+CSR = nd.array([[0, 1, 0, 2, 0, 0], [0, 0, 0, 3, 0, 0]]).tostype("csr")
+INDEX = nd.array(TOUCHED)
+
+
+@pytest.fixture(params=["float32", "float16", "bfloat16", "float16 embeddings"])
+def on(request):
+    """Mixed precision, also with embeddings among the operators in half precision; or none."""
+    dtype, *more = request.param.split()
+    if dtype == "float32":
+        return
+    policy = amp.Policy.default(dtype, "cpu")
+    amp.init(policy=policy.override(low=["Embedding", "dot"]) if more else policy)
+
+
+def product(kind):
+    """Return a symbol of a row_sparse weight, and what it reads."""
+    data, weight = mx.sym.var("data"), mx.sym.var("weight", stype="row_sparse", shape=(ROWS, 2))
+    if kind == "embedding":
+        out = mx.sym.Embedding(data, weight, input_dim=ROWS, output_dim=2, sparse_grad=True)
+        return out, INDEX
+    data = mx.sym.var("data", stype="csr")
+    if kind == "made sparse":
+        data = mx.sym.cast_storage(mx.sym.var("data"), stype="csr")
+        weight = mx.sym.var("weight", shape=(ROWS, 2))
+    return mx.sym.sparse.dot(data, weight), CSR if kind == "dot" else CSR.tostype("default")
+
+
+def check(gradient):
+    assert gradient.stype == "row_sparse"
+    assert gradient.indices.asnumpy().tolist() == TOUCHED
+    assert gradient.dtype == np.float32
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_products_of_blocks(on, hybrid):
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.weight = self.params.get("weight", shape=(ROWS, 2), grad_stype="row_sparse")
+
+        def hybrid_forward(self, F, x, weight):
+            return F.dot(x, weight)
+
+    net = Net()
+    net.initialize()
+    if hybrid:
+        net.hybridize()
+    with autograd.record():
+        loss = net(CSR).sum()
+    loss.backward()
+    check(net.weight.grad())
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_embeddings_of_blocks(on, hybrid):
+    net = nn.Embedding(ROWS, 2, sparse_grad=True)
+    net.initialize()
+    if hybrid:
+        net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1, "wd": 0.1})
+    before = net.weight.data().asnumpy()
+    for _ in range(3):
+        with autograd.record():
+            out = net(INDEX)
+            loss = out.sum()
+        assert out.dtype == np.float32
+        loss.backward()
+        check(net.weight.grad())
+        trainer.step(1)
+    moved = np.abs(net.weight.data().asnumpy() - before).sum(1)
+    assert np.flatnonzero(moved).tolist() == TOUCHED
+
+
+@pytest.mark.parametrize("simple", [False, True], ids=["bind", "simple_bind"])
+@pytest.mark.parametrize("kind", ["dot", "embedding", "made sparse"])
+def test_executors(on, kind, simple):
+    symbol, data = product(kind)
+    symbol = mx.sym.make_loss(symbol)
+    requests = {"data": "null", "weight": "write"}
+    stype = "default" if kind == "made sparse" else "row_sparse"
+    weight = nd.ones((ROWS, 2)).tostype(stype)
+    if simple:
+        bound = symbol.simple_bind(mx.cpu(), requests, data=data.shape)
+        data.copyto(bound.arg_dict["data"])
+        weight.copyto(bound.arg_dict["weight"])
+    else:
+        gradients = {"weight": nd.zeros((ROWS, 2)).tostype("row_sparse")}
+        bound = symbol.bind(mx.cpu(), {"data": data, "weight": weight}, gradients, requests)
+    bound.forward(is_train=True)
+    bound.backward()
+    check(bound.grad_dict["weight"])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", ["dot", "embedding"])
+def test_modules_leave_other_rows_alone(on, kind, optimizer):
+    symbol, data = product(kind)
+    module = mx.module.Module(mx.sym.make_loss(symbol, name="loss"), label_names=None)
+    stype = "csr" if kind == "dot" else "default"
+    shape = mx.io.DataDesc("data", data.shape)
+    module.bind([shape])
+    module.init_params(mx.init.One())
+    settings = {"learning_rate": 0.1, "wd": 0.1}
+    module.init_optimizer(optimizer=amp.decorate(optimizer), optimizer_params=settings)
+    assert data.stype == stype
+    for _ in range(2):
+        module.forward_backward(mx.io.DataBatch([data]))
+        check(module._exec_group.execs[0].grad_dict["weight"])
+        module.update()
+    weight = module.get_params()[0]["weight"].asnumpy()
+    assert np.flatnonzero((weight != 1).any(axis=1)).tolist() == TOUCHED
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_converted_symbols_cast_no_sparse_weight(dtype):
+    symbol, _ = product("dot")
+    low, _, _ = amp.convert_model(symbol, {"weight": nd.ones((ROWS, 2))}, {}, dtype)
+    assert "amp_cast" not in low.tojson()

@@ -1,0 +1,275 @@
+"""Custom operators whose gradients are not in proportion to those that come to them."""
+
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import check_python
+from mxamp.frontends import automatic
+from mxamp.policy import custom_operators
+
+SCALE = 2.0**8
+X = nd.array([[1, 2, 3], [4, 5, 6]])
+
+
+def inner_pass(x, dy):
+    """Run a backward pass inside that of an operator."""
+    x = x.copy()
+    x.attach_grad()
+    with autograd.record():
+        y = x * 2
+    y.backward(dy)
+    return x.grad
+
+
+class Op(mx.operator.CustomOp):
+    """A loss: half the sum of squares; or what else `kind` says of its backward pass."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.assign(out_data[0], req[0], in_data[0] * 2)
+        if aux:
+            aux[0][:] = aux[0] + 1
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        gradient = {
+            "ignores": lambda: in_data[0] - 1,
+            "reads": lambda: out_grad[0] * 2,
+            "returns": lambda: out_grad[0],
+            "unpacks": lambda: next(one * 2 for one in out_grad),
+            "clips": lambda: nd.clip(out_grad[0], -1, 1) * 2,
+            "sometimes": lambda: in_data[0] if in_data[0].size == 4 else out_grad[0] * 2,
+            "shape": lambda: in_data[0] + len(out_grad[0].shape),
+            "numpy": lambda: nd.array(out_grad[0].asnumpy()) * 2,
+            "method": lambda: out_grad[0].reshape((-1,)).reshape(out_grad[0].shape) * 2,
+            "inner": lambda: inner_pass(in_data[0], out_grad[0]),
+        }[self.kind]()
+        self.assign(in_grad[0], req[0], gradient)
+        if aux:
+            aux[0][:] = aux[0] + 10
+
+
+class Prop(mx.operator.CustomOpProp):
+    needed, states = True, ()
+
+    def __init__(self, kind="ignores"):
+        super().__init__(need_top_grad=self.needed)
+        self.kind = kind
+
+    def list_auxiliary_states(self):
+        return list(self.states)
+
+    def infer_shape(self, in_shape):
+        return in_shape, [in_shape[0]], [(1,)] * len(self.states)
+
+    def create_operator(self, ctx, shapes, dtypes):
+        return Op(self.kind)
+
+
+@mx.operator.register("test_gradients")
+class Needing(Prop):
+    pass
+
+
+@mx.operator.register("test_no_top_gradient")
+class NotNeeding(Prop):
+    needed = False
+
+
+@mx.operator.register("test_state")
+class WithState(Prop):
+    states = ("count",)
+
+
+@mx.operator.register("test_state_no_top_gradient")
+class WithStateNotNeeding(Prop):
+    needed, states = False, ("count",)
+
+
+@mx.operator.register("test_no_dependency")
+class NoDependency(Prop):
+    def declare_backward_dependency(self, out_grad, in_data, out_data):
+        return in_data
+
+
+class Net(nn.HybridBlock):
+    def __init__(self, kind, op_type, units=2):
+        super().__init__()
+        with self.name_scope():
+            self.dense = nn.Dense(units, in_units=3, use_bias=False)
+            if "state" in op_type:
+                self.count = self.params.get("count", shape=(1,), init="zeros", grad_req="null")
+        self.attributes = {"kind": kind, "op_type": op_type}
+
+    def hybrid_forward(self, F, x, **states):
+        return F.Custom(self.dense(x), *states.values(), **self.attributes)
+
+
+def trained(way, net, passes):
+    """Train with plain MXNet or by one of the ways; return gradients, as the step uses them."""
+    params = net.dense.collect_params()
+    scaler, optimizer = amp.StaticLossScaler(SCALE), mx.optimizer.SGD(learning_rate=1)
+    if way == "decorate":
+        optimizer = amp.decorate(optimizer, SCALE, use_dynamic_loss_scaling=False)
+    trainer = gluon.Trainer(params, optimizer)
+    if way == "scale_loss":
+        amp.init_trainer(trainer, scaler)
+    elif way == "GradScaler":
+        scaler = amp.GradScaler(SCALE, growth_interval=1000)
+    elif way == "automatic":
+        automatic._run.scale.scaler = scaler
+    before = net.dense.weight.data().copy()
+    for _ in range(passes):
+        with autograd.record():
+            loss = net(X).sum() * 3
+        if way == "scale_loss":
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        elif way == "GradScaler":
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+    if way == "GradScaler":
+        scaler.step(trainer, 1)
+        scaler.update()
+    else:
+        trainer.step(1)
+    return before - net.dense.weight.data()
+
+
+WAYS = ("scale_loss", "GradScaler", "decorate", "automatic")
+KINDS = (
+    "ignores", "reads", "returns", "unpacks", "clips", "sometimes", "shape", "numpy", "method", "inner",
+)  # fmt: skip
+
+
+def compared(way, dtype, kind, op_type, units=2, req="write", hybrid=True, passes=1):
+    """Compare one step, and auxiliary states, with plain MXNet's."""
+    steps, counts = [], []
+    for run in (None, way):
+        if run == "automatic":
+            automatic.start(policy=amp.Policy.default(dtype, "cpu"))
+        elif run is not None:
+            amp.init(dtype)
+        net = Net(kind, op_type, units)
+        net.initialize(mx.init.One())
+        net.dense.weight.grad_req = req
+        if hybrid:
+            net.hybridize()
+        steps.append(trained(run, net, passes).asnumpy())
+        counts.append([p.data().asnumpy() for p in net.collect_params(".*count").values()])
+    np.testing.assert_array_equal(steps[1], steps[0])
+    np.testing.assert_array_equal(counts[1], counts[0])
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_float32(way, dtype, kind, hybrid):
+    if kind in ("clips", "shape") and way in ("scale_loss", "GradScaler"):
+        pytest.skip("gradients carry the scale until the step")
+    for units in (2, 4):
+        amp.shutdown()
+        compared(way, dtype, kind, "test_gradients", units, hybrid=hybrid)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@pytest.mark.parametrize("op_type", ["test_no_top_gradient", "test_no_dependency"])
+@pytest.mark.parametrize("way", WAYS)
+def test_operators_that_say_that_they_ignore_it(way, op_type, hybrid):
+    compared(way, "float16", "ignores", op_type, hybrid=hybrid)
+
+
+class Output(Net):
+    """A net that ends with an output operator of MXNet's."""
+
+    def hybrid_forward(self, F, x, **states):
+        return F.LinearRegressionOutput(self.dense(x), F.ones_like(self.dense(x)))
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@pytest.mark.parametrize("way", WAYS)
+def test_output_operators(monkeypatch, way, hybrid):
+    monkeypatch.setitem(globals(), "Net", Output)
+    compared(way, "float16", "ignores", "none", hybrid=hybrid)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@pytest.mark.parametrize("kind", ["ignores", "reads"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_are_added_up(way, kind, hybrid):
+    compared(way, "float16", kind, "test_gradients", req="add", hybrid=hybrid, passes=2)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@pytest.mark.parametrize("op_type", ["test_state", "test_state_no_top_gradient"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("way", ["scale_loss", "decorate"])
+def test_auxiliary_states_are_updated(way, dtype, op_type, hybrid):
+    compared(way, dtype, "ignores", op_type, hybrid=hybrid, passes=2)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@pytest.mark.parametrize("kind", ["ignores", "reads", "unpacks"])
+@pytest.mark.parametrize("way", WAYS)
+def test_operators_registered_in_half_precision(monkeypatch, way, kind, hybrid):
+    monkeypatch.setitem(custom_operators._registered, "test_gradients", "low")
+    compared(way, "float16", kind, "test_gradients", hybrid=hybrid)
+
+
+@pytest.mark.parametrize("op_type", ["test_state", "test_state_no_top_gradient"])
+def test_auxiliary_states_are_never_cast(monkeypatch, op_type):
+    monkeypatch.setitem(custom_operators._registered, op_type, "low")
+    compared("decorate", "float16", "ignores", op_type, hybrid=False)
+
+
+@pytest.mark.parametrize("kind", ["ignores", "reads"])
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+def test_modules(dtype, kind):
+    """One loss that MXNet knows, and a custom operator in another branch."""
+    updates = []
+    for run in (None, dtype) if dtype else (None,):
+        if run:
+            amp.init(run)
+        dense = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, no_bias=True, name="fc")
+        custom = mx.sym.Custom(dense, op_type="test_gradients", kind=kind, name="custom")
+        losses = [mx.sym.LinearRegressionOutput(dense, mx.sym.var("label"), name="known")]
+        losses.append(mx.sym.MakeLoss(custom))
+        module = mx.module.Module(mx.sym.Group(losses), label_names=["label"])
+        module.bind([("data", X.shape)], [("label", (2, 2))])
+        module.init_params(mx.init.One())
+        optimizer = amp.decorate("sgd", SCALE) if run else "sgd"
+        module.init_optimizer(optimizer=optimizer, optimizer_params={"learning_rate": 1})
+        module.forward_backward(mx.io.DataBatch([X], [nd.ones((2, 2))]))
+        module.update()
+        updates.append(module.get_params()[0]["fc_weight"].asnumpy())
+    np.testing.assert_allclose(updates[-1], updates[0], rtol=2**-8 if dtype == "bfloat16" else 0)
+
+
+PROGRAM = """
+import mxamp as amp, mxnet as mx, sys
+sys.path.insert(0, {tests!r})
+from scaling.test_custom_gradients import Net, X
+amp.init("bfloat16")
+net = Net("ignores", {op_type!r})
+net.initialize()
+net.hybridize()
+with mx.autograd.record():
+    net(X).backward()
+mx.nd.waitall()
+"""
+
+
+@pytest.mark.parametrize("op_type", ["test_no_top_gradient", "test_state_no_top_gradient"])
+def test_a_program_ends_with_a_hybridized_net_alive(op_type):
+    tests = str(Path(__file__).parents[1])
+    check_python(PROGRAM.format(tests=tests, op_type=op_type))
