@@ -12,8 +12,9 @@ FOLDER = ROOT / "tests" / "fuzzed"
 PROGRAMS = sorted(FOLDER.glob("*.json"))
 #: Defects that are not cured yet; each that is leaves this list.
 OPEN = frozenset({
-    "executor-relu-beside-its-input", "executor-reshaped-sum", "fused-norm-behind-second-output",
-    "mean-of-no-axes", "module-larger-images-mean",
+    "executor-relu-beside-its-input", "executor-reshaped-broadcast", "executor-reshaped-sum",
+    "fused-norm-behind-second-output", "mean-of-no-axes", "module-larger-images-mean",
+    "prelu-slopes-bfloat16", "prelu-slopes-float16", "region-inside", "root-behind-relu6",
 })  # fmt: skip
 
 sys.path.append(str(ROOT / "scripts"))

@@ -1,7 +1,7 @@
 """Random programs."""
 
 import random
-from typing import Any, Callable, Dict, List
+from typing import Any, Dict, List
 
 from .operators import Builder, Shape, grow
 from .programs import Program, Step, pruned
@@ -38,7 +38,9 @@ def random_program(number: int) -> Program:
         special = {g.pick("data", "head"): g.pick("nan", "inf")}
     steps = _STEPS[way](g, shape, policy)
     front = g.pick("autocast", "autocast", "init")
-    return pruned(Program(way, policy, front, numpy, g.params, g.nodes, heads, steps, 0, special))
+    inside = "enabled=False" if policy != "float32" and g.rarely(12) else None
+    network = numpy, g.params, g.nodes, heads
+    return pruned(Program(way, policy, front, *network, steps, 0, special, inside))
 
 
 def _other_shape(g: Builder, shape: Shape) -> Shape:
@@ -94,7 +96,8 @@ def _block(g: Builder, shape: Shape, policy: str) -> List[Step]:
 
 def _trainer(g: Builder, shape: Shape, policy: str) -> List[Step]:
     optimizer = g.pick("sgd", "adam")
-    steps = [Step("init_trainer", {"shape": shape, "optimizer": optimizer})]
+    kind = g.pick("init_trainer", "decorate")
+    steps = [Step(kind, {"shape": shape, "optimizer": optimizer})]
     if g.flag():
         steps.append(Step("hybridize", {"static_alloc": g.flag()}))
     for _ in range(g.pick(1, 2, 3)):

@@ -1,6 +1,5 @@
 """Looks for programs that differ, and shrinks them."""
 
-import json
 import multiprocessing
 import os
 import threading
@@ -10,12 +9,13 @@ from pathlib import Path
 from typing import Any, FrozenSet, Iterator, List, Optional, Sequence, Tuple
 
 from . import worker_entry
+from .explained import EXPLAINED
 from .generating import random_program
 from .programs import Program
 from .shrinking import shrunk
 from .sources import source
 
-__all__ = ["EXPLAINED", "FAILURES", "Finding", "Harvest", "Runner", "explained", "hunt"]
+__all__ = ["FAILURES", "Finding", "Harvest", "Runner", "explained", "hunt"]
 
 #: What makes a program a finding.
 FAILURES = ("different", "error", "died", "hung")
@@ -23,7 +23,6 @@ LIMIT = 60.0  #: seconds for a program
 LIFE = 300  #: programs of one worker
 TRIALS = 250  #: programs run to shrink one
 FOLDER = Path(__file__).resolve().parents[1]
-EXPLAINED = FOLDER / "fuzzing" / "explained.json"
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,9 @@ class Finding:
         return same and self.features <= program.features
 
 
-def explained(path: Path = EXPLAINED) -> List[Finding]:
+def explained() -> List[Finding]:
     """Return the differences that are known, and no defect of mxamp's."""
-    entries = json.loads(path.read_text())
-    return [Finding("different", one["reason"], frozenset(one["features"])) for one in entries]
+    return [Finding("different", reason, features) for features, reason in EXPLAINED.items()]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Operator families of random programs: how a node is added behind a value, and which shapes result."""
+"""Operator families: how a node is added behind a value, and which shapes result."""
 
 import random
 from typing import Any, Callable, Dict, List, Sequence, Tuple
@@ -201,7 +201,7 @@ def activation(g: Builder, x: str, shape: Shape) -> None:
         if kind == "prelu":
             if len(shape) < 2:
                 return
-            inputs += [g.param("slope", g.pick(1, shape[1]))]
+            inputs += [g.param("slope", g.pick(1, shape[1], shape[1]))]
         g.add(op, inputs, shape, act_type=kind, **({"slope": 0.3} if kind == "leaky" else {}))
     else:
         g.add(op, [x], shape)
@@ -414,8 +414,8 @@ def loop(g: Builder, x: str, shape: Shape) -> None:
     weight = g.param("weight", width, width)
     start = "F.zeros_like(F.squeeze(F.slice_axis({0}, axis=0, begin=0, end=1), axis=0))"
     body = g.pick(
-        "F.tanh(F.FullyConnected(a, {1}, num_hidden=%d, no_bias=True) + s)" % width,
-        "F.relu(F.FullyConnected(a + s, {1}, num_hidden=%d, no_bias=True)) / 2" % width,
+        f"F.tanh(F.FullyConnected(a, {{1}}, num_hidden={width}, no_bias=True) + s)",
+        f"F.relu(F.FullyConnected(a + s, {{1}}, num_hidden={width}, no_bias=True)) / 2",
     )
     text = f"=F.contrib.foreach(lambda a, s: ({body}, a), {{0}}, {start})[0]"
     g.add(text, [x, weight], shape)

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Dict, FrozenSet, List
+from typing import Any, Dict, FrozenSet, List, Optional
 
 __all__ = ["Node", "Program", "Ref", "Step", "pruned"]
 
@@ -44,20 +44,28 @@ class Program:
     seed: int = 0
     #: values that are not finite: where "nan" or "inf" stands, by "data" or "head"
     special: Dict[str, str] = field(default_factory=dict)
+    #: arguments of an `autocast` around the network's own code; None for no such region
+    inside: Optional[str] = None
 
     @property
     def features(self) -> FrozenSet[str]:
         """Operators, steps and way: what a difference is recognized by."""
         ops = {name for node in self.nodes for name in _F.findall(node.op) or [node.op]}
         steps = {f"{step.kind}()" for step in self.steps}
-        more = {"not finite": self.special, "training": any(s.options.get("train") for s in self.steps),
-                "no axes": any(node.attrs.get("axis") in ((), []) for node in self.nodes),
-                "fuse": "fuse" in self.to_json()}  # fmt: skip
+        more = {
+            "not finite": self.special,
+            "training": any(step.options.get("train") for step in self.steps),
+            "inside": self.inside is not None,
+            "no axes": any(node.attrs.get("axis") in ((), []) for node in self.nodes),
+            "fuse": "fuse" in self.to_json(),
+        }
         return frozenset({self.way, *ops, *steps, *(name for name, there in more.items() if there)})
 
     @property
     def precision(self) -> str:
         """The lowest precision in which the program computes."""
+        if self.inside == "enabled=False":
+            return "float32"
         names = {self.policy, *(step.options.get("policy") for step in self.steps)}
         return next(name for name in ("bfloat16", "float16", "float32") if name in names)
 

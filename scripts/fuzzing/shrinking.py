@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import Callable, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 from .programs import Node, Program, Ref, Step, pruned
 
@@ -34,26 +34,34 @@ def shrunk(program: Program, fails: Callable[[Program], bool], trials: int) -> P
 def simpler(program: Program) -> Iterator[Program]:
     """Yield programs that are one change smaller."""
     for k in range(len(program.nodes) - 1):
-        yield pruned(
-            replace(program, heads=[f"v{k}" if program.nodes[k].outputs == 1 else f"v{k}[0]"])
-        )
+        head = f"v{k}" if program.nodes[k].outputs == 1 else f"v{k}[0]"
+        yield pruned(replace(program, heads=[head]))
     for k in reversed(range(len(program.steps))):
-        if program.steps[k].kind not in ("init_trainer", "bind") and len(program.steps) > 1:
+        if program.steps[k].kind not in _NEEDED and len(program.steps) > 1:
             yield replace(program, steps=[*program.steps[:k], *program.steps[k + 1 :]])
     for k in range(len(program.heads)):
         if len(program.heads) > 1:
             yield pruned(replace(program, heads=[*program.heads[:k], *program.heads[k + 1 :]]))
     for k in reversed(range(len(program.nodes))):
         yield from _without(program, k)
-    if program.special:
-        yield replace(program, special={})
-    if program.front != "autocast":
-        yield replace(program, front="autocast")
-    if program.policy != "float32":
-        yield replace(program, policy="float32")
+    for name, value in _SIMPLEST.items():
+        if getattr(program, name) != value:
+            yield replace(program, **{name: value})
     if program.way in ("bucketing", "module", "simple_bind"):
         for way in ("module", "bind"):
             yield replace(program, way=way)
+    yield from _simpler_parts(program)
+
+
+#: Steps that others need.
+_NEEDED = ("init_trainer", "decorate", "bind")
+_SIMPLEST: Dict[str, Any] = {
+    "special": {}, "inside": None, "front": "autocast", "policy": "float32",
+}  # fmt: skip
+
+
+def _simpler_parts(program: Program) -> Iterator[Program]:
+    """Yield programs with one option or attribute less."""
     for k, step in enumerate(program.steps):
         for simple in _simpler_steps(step):
             yield replace(program, steps=[*program.steps[:k], simple, *program.steps[k + 1 :]])
