@@ -51,7 +51,8 @@ class Builder:
         """Return the name of a parameter: a new one, or now and then one that is there already."""
         same = [name for name, one in self.params.items()
                 if one == list(shape) and name.rstrip("0123456789") == role]  # fmt: skip
-        if same and "running" not in role and self.rarely(3):
+        # BatchNorm writes its gamma, with fix_gamma, and its statistics.
+        if same and not role.startswith(("running", "fixed")) and self.rarely(3):
             return same[-1]
         name = f"{role}{len(self.nodes)}"
         self.params[name] = list(shape)
@@ -164,7 +165,9 @@ def dense(g: Builder, x: str, shape: Shape) -> None:
 def batch_norm(g: Builder, x: str, shape: Shape) -> None:
     more: Dict[str, Any] = {"fix_gamma": g.flag()}
     more.update({"use_global_stats": True} if g.rarely() else {})
-    names = [g.param(role, shape[1]) for role in ("gamma", "beta", "running_mean", "running_var")]
+    names = [
+        g.param(role, shape[1]) for role in ("fixed_gamma", "beta", "running_mean", "running_var")
+    ]
     g.add("BatchNorm", [x, *names], shape, **more)
 
 

@@ -1,6 +1,7 @@
 """A program as a Python script: what the worker runs, and what a report shows."""
 
 import re
+from dataclasses import replace
 from typing import Any, Dict, List
 
 from . import templates
@@ -14,6 +15,8 @@ def source(program: Program, noisy: bool = False) -> str:
 
     With `noisy`, values get errors of the size of the global `EPSILON`, or are rounded by `ROUND`.
     """
+    keeps = program.way in ("block", "trainer") and "convert()" not in program.features
+    program = _eager(program) if noisy else program
     nd = "mx.np" if program.numpy else "mx.nd"
     steps = [step.options.get("policy", program.policy) for step in program.steps]
     names = sorted({program.policy, *(name for name in steps if name)})
@@ -34,7 +37,7 @@ def source(program: Program, noisy: bool = False) -> str:
         _net(program, noisy),
         templates.LISTED,
         *_helpers(program),
-        _run(program),
+        _run(program, keeps),
         templates.TAIL,
     ]
     return re.sub(r"\n{3,}(?=\S)", "\n\n\n", "".join(parts))
@@ -61,7 +64,9 @@ def _net(program: Program, noisy: bool) -> str:
             layer = f'gluon.{node.op[1:]}({_attrs(node)}, prefix="layer{k}_")'
             init.append(f"self.layer{k} = {layer}")
     if noisy:
-        floats = ["data", *(name for name in params if not name.startswith("running"))]
+        # MXNet's gradient for a computed weight of Deconvolution writes to wrong memory.
+        leaves = ("running", "deconv")
+        floats = ["data", *(name for name in params if not name.startswith(leaves))]
         body += [f"{name} = noise(F, {name})" for name in floats]
     for k, node in enumerate(program.nodes):
         text = _expression(node, k)
@@ -117,7 +122,19 @@ def _helpers(program: Program) -> List[str]:
     return [*parts, templates.EXECUTE]
 
 
-def _run(program: Program) -> str:
+def _eager(program: Program) -> Program:
+    """Return a program of eager calls that computes the same, in the same order.
+
+    MXNet's memory plans let some operators overwrite what their gradients read.
+    """
+    kept = [s for s in program.steps if s.kind not in ("hybridize", "export", "convert", "cast")]
+    if program.way in ("block", "trainer"):
+        return replace(program, steps=kept)
+    steps = [replace(step, kind="call") for step in kept if step.kind == "execute"]
+    return replace(program, way="block", steps=steps)
+
+
+def _run(program: Program, keeps_params: bool) -> str:
     """Return the function `run`: the steps, those of one policy in one region."""
     lines = _start(program).split("\n")
     region = ""
@@ -127,8 +144,7 @@ def _run(program: Program) -> str:
         lines += [entered] if entered not in ("", region) else []
         region = entered
         lines += [f"    {line}" if region else line for line in _step(step, program).split("\n")]
-    # Conversion casts parameters.
-    if program.way in ("block", "trainer") and not any(s.kind == "convert" for s in program.steps):
+    if keeps_params:
         lines.append("seen += state(net)")
     text = "\n".join(f"    {line}" for line in ["seen = []", *lines, "return seen"])
     if not program.numpy:

@@ -19,7 +19,7 @@ def array(name, shape, seed={seed}):
     if name == "label":
         return {nd}.array(random.randint(0, 4, shape).astype("float32"))
     values = random.uniform(-1, 1, shape).astype("float32")
-    if name.startswith(("gamma", "running_var")):
+    if name.startswith(("gamma", "fixed_gamma", "running_var")):
         values = 1.5 + values
     if "weight" in name:
         values *= (3 / max(np.prod(shape[1:]), 1)) ** 0.5
@@ -100,9 +100,11 @@ def call(net, shape, train, req="write"):
         outs = listed(net(*inputs))
         loss = sum((out.astype("float32") * array("head", out.shape)).sum() for out in outs)
     loss.backward()
-    grads = {{k: p.grad() for k, p in net.collect_params().items() if p.grad_req != "null"}}
-    return [*named("output", outs), *named("gradient of data", data.grad),
-            *((f"gradient of {{k}}", grads[k].asnumpy()) for k in sorted(grads))]
+    params = net.collect_params()
+    grads = {{k: p.grad() for k, p in params.items() if p.grad_req != "null"}}
+    grads["data"] = data.grad
+    aux = [(f"aux {{k}}", params[k].data().asnumpy()) for k in sorted(params) if "running" in k]
+    return named("output", outs) + gradients(grads) + aux
 
 '''
 TRAIN = '''
@@ -151,6 +153,11 @@ def listed(outs):
     return list(outs) if isinstance(outs, (list, tuple)) else [outs]
 
 
+def gradients(grads):
+    names = [k for k in sorted(grads) if grads[k] is not None and k != "label"]
+    return [(f"gradient of {k}", grads[k].asnumpy()) for k in names]
+
+
 def named(name, arrays):
     return [(f"{name} {k}", one.asnumpy()) for k, one in enumerate(listed(arrays))]
 
@@ -163,11 +170,6 @@ def state(net):
 
 '''
 SHAPES = """
-def gradients(grads):
-    names = [k for k in sorted(grads) if grads[k] is not None and k != "label"]
-    return [(f"gradient of {k}", grads[k].asnumpy()) for k in names]
-
-
 def inputs_of(sym, shape):
     known = {"data": shape, "label": shape[:1]}
     return {name: known[name] for name in sym.list_arguments() if name in known}
@@ -205,7 +207,9 @@ def execute_module(mod, shape, train):
     found = named("output", outs)
     if train:
         mod.backward([array("head", out.shape) for out in outs])
-        found += gradients(mod{current}._exec_group.execs[0].grad_dict)
+        exe = mod{current}._exec_group.execs[0]
+        found += gradients(exe.grad_dict)
+        found += [(f"aux {{k}}", exe.aux_dict[k].asnumpy()) for k in sorted(exe.aux_dict)]
     return found
 
 '''

@@ -14,11 +14,11 @@ import numpy as np
 from mxamp.graph import substitutions
 
 #: Relative size of the errors that stand for rounding, by policy.
-EPSILON = {"float32": 2.0**-22, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+EPSILON = {"float32": 2.0**-22, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 #: A float32 is rounded to the policy's bits by the difference of two of its multiples (Veltkamp).
 ROUND = {"float32": 0, "bfloat16": 2**16 + 1, "float16": 2**13 + 1}
 #: Relative L2 error that is allowed anyway.
-ALLOWED = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3}
+ALLOWED = {"float32": 3e-5, "bfloat16": 4e-2, "float16": 1e-2}
 #: How often the error that the noise makes may be exceeded.
 MARGIN = {"float32": 30, "bfloat16": 6, "float16": 6}
 #: Norm below which an error is not looked at: what float16 can't hold, and sums that cancel.
@@ -126,6 +126,7 @@ def unexplained(
     """Return the suspects whose errors are larger than rounding makes them."""
     try:
         words = {"amp_on": False, "EPSILON": EPSILON[policy]}
+        exact = execute(noisy, amp_on=False, ROUND=0, EPSILON=0, PHASE=0)
         noises = [execute(noisy, ROUND=0, PHASE=phase, **words) for phase in (1e3, 7e3)]
         if ROUND[policy]:
             noises.append(execute(noisy, ROUND=ROUND[policy], PHASE=0, **words))
@@ -138,15 +139,17 @@ def unexplained(
         text = suspects.get(f"{k} {name}")
         if text is None:
             continue
-        others = [noise[k][1] for noise in noises]
+        eager, others = exact[k][1], [noise[k][1] for noise in noises]
         if "finite" in text:
-            known = all(np.array_equal(np.isfinite(one), np.isfinite(noise)) for noise in others)
+            counts = all(np.array_equal(np.isfinite(one), np.isfinite(noise)) for noise in others)
         elif "relative" in text:
-            usual = max(norm(one, noise) for noise in others)
-            known = norm(one, other) > MARGIN[policy] * usual + LEAST[policy]
+            usual = max(norm(eager, noise) for noise in others)
+            # Plain MXNet's graphs are wrong now and then, where its eager calls are right.
+            error = min(norm(one, other), norm(eager, other))
+            counts = error > MARGIN[policy] * usual + LEAST[policy]
         else:
-            known = True
-        if known:
+            counts = True
+        if counts:
             left[f"{k} {name}"] = text
     return left
 
