@@ -157,16 +157,17 @@ def _start(program: Program) -> str:
     label = ', mx.sym.var("label")' if reads_label(program) else ""
     made = f'Net()(mx.sym.var("data"){label})'
     shape = next((s.options["shape"] for s in program.steps if "shape" in s.options), ())
-    first = program.steps[0].options
+    first = program.steps[0] if program.steps else Step("nothing")
     words = {
-        "shape": tuple(shape), "main": program.policy, "optimizer": first.get("optimizer", "sgd"),
+        "shape": tuple(shape), "main": program.policy,
+        "optimizer": first.options.get("optimizer", "sgd"),
         "symbol": f"mx.sym.Group({made})" if len(program.heads) > 1 else made,
-        "decorate": templates.DECORATE if program.steps[0].kind == "decorate" else "",
+        "decorate": templates.DECORATE if first.kind == "decorate" else "",
     }  # fmt: skip
     text = templates.START.get(program.way, templates.START["symbol"])
-    if first.get("convert") is not None:
+    if first.options.get("convert") is not None:
         text += templates.CONVERT
-        words["more"] = "".join(f", {k}={v!r}" for k, v in first["convert"].items())
+        words["more"] = "".join(f", {k}={v!r}" for k, v in first.options["convert"].items())
     return text.format(**words)
 
 

@@ -119,7 +119,7 @@ def train(net, trainer, shape, overflow=False):
     params = {{k: p for k, p in net.collect_params().items() if p.grad_req != "null"}}
     grads = [(f"gradient of {{k}}", params[k].grad().asnumpy()) for k in sorted(params)]
     if AMP or all(np.isfinite(grad).all() for _, grad in grads):
-        trainer.step(shape[0])
+        trainer.step(max(shape[0], 1))
     return {grads}
 
 '''
