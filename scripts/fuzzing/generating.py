@@ -80,10 +80,9 @@ def _block(g: Builder, shape: Shape, policy: str) -> List[Step]:
             steps.append(Step(kind, {"policy": None}))
             steps.append(Step("hybridize"))
         elif kind == "convert" and first and not converted and policy != "float16":
-            fuse = g.flag() and not g.numpy
-            options = {"fuse": True} if fuse else {}
+            options = g.pick({}, {"cast_optional_params": True}, {} if g.numpy else {"fuse": True})
             steps.append(Step(kind, {"shape": shape, "policy": None, **options}))
-            train, converted = train and not fuse, True
+            train, converted = train and not options, True
         now = {"shape": _other_shape(g, shape) if kind == "shape" else shape}
         now["train"] = g.flag() if kind == "mode" and not converted else train
         if kind == "off" or converted:
@@ -116,10 +115,11 @@ def _executor(g: Builder, shape: Shape, policy: str) -> List[Step]:
     if not g.rarely(3):
         bound: Dict[str, Any] = {}
     else:
-        fuse = policy != "float16" and g.flag()
-        train = train and not fuse
+        fuse = {} if policy == "float16" else {"fuse": True}
+        options = g.pick({}, {"cast_optional_params": True}, fuse)
+        train = train and not options
         bound = {"policy": None}
-        first = {"shape": shape, "train": train, "convert": {"fuse": True} if fuse else {}}
+        first = {"shape": shape, "train": train, "convert": options}
     steps = [Step("bind", {**first, **bound}), Step("execute", {**first, **bound})]
     for _ in range(g.pick(0, 0, 1, 2)):
         now = _other_shape(g, shape)
