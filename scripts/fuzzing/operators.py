@@ -426,7 +426,7 @@ def loop(g: Builder, x: str, shape: Shape) -> None:
 
 @family(2, numpy=False)
 def custom(g: Builder, x: str, shape: Shape) -> None:
-    g.add("Custom", [x], shape, op_type="twice")
+    g.add("Custom", [x], shape, op_type=g.pick("twice", "loss"))
 
 
 @family(2, 2, numpy=False)
