@@ -81,12 +81,12 @@ Family = Callable[[Builder, str, Shape], None]
 FAMILIES: Dict[int, List[Tuple[Family, bool]]] = {}
 
 
-def family(*ranks: int, numpy: bool = True) -> Callable[[Family], Family]:
-    """Register a family for values of these ranks; all where none is given."""
+def family(*ranks: int, numpy: bool = True, weight: int = 2) -> Callable[[Family], Family]:
+    """Register a family for values of these ranks, all where none is given, so often."""
 
     def register(function: Family) -> Family:
         for rank in ranks or (1, 2, 3, 4, 5):
-            FAMILIES.setdefault(rank, []).append((function, numpy))
+            FAMILIES.setdefault(rank, []).extend([(function, numpy)] * weight)
         return function
 
     return register
@@ -104,7 +104,7 @@ def _size(size: int, kernel: int, stride: int, pad: int, dilate: int = 1) -> int
     return (size + 2 * pad - dilate * (kernel - 1) - 1) // stride + 1
 
 
-@family(3, 4, 4, 4)
+@family(3, 4, weight=8)
 def convolution(g: Builder, x: str, shape: Shape) -> None:
     n, channels, *sizes = shape
     kernel, stride, pad = g.pick(1, 3, 2), g.pick(1, 1, 2), g.pick(0, 1)
@@ -141,7 +141,7 @@ def deconvolution(g: Builder, x: str, shape: Shape) -> None:
               stride=(stride, stride), num_filter=filters, no_bias=not bias)  # fmt: skip
 
 
-@family(2, 3, 4, 2, 2)
+@family(2, 3, 4, weight=5)
 def dense(g: Builder, x: str, shape: Shape) -> None:
     flatten = g.flag() if len(shape) > 2 else True
     width, units = shape[-1], g.pick(4, 8, 16, 3, 1, 32, 64)
@@ -161,7 +161,7 @@ def dense(g: Builder, x: str, shape: Shape) -> None:
     g.add("FullyConnected", inputs, out, num_hidden=units, **more)
 
 
-@family(2, 4, 4, 4)
+@family(2, 4, weight=5)
 def batch_norm(g: Builder, x: str, shape: Shape) -> None:
     more: Dict[str, Any] = {"fix_gamma": g.flag()}
     more.update({"use_global_stats": True} if g.rarely() else {})
@@ -188,29 +188,28 @@ def other_norm(g: Builder, x: str, shape: Shape) -> None:
         g.add(op, [x, g.param("gamma", 1), g.param("beta", 1)], shape, num_groups=1)
 
 
-@family()
-@family()
+@family(weight=8)
 def activation(g: Builder, x: str, shape: Shape) -> None:
-    op = g.pick("relu", "sigmoid", "tanh", "Activation", "clip", "LeakyReLU")
+    op = g.pick("relu", "sigmoid", "tanh", "Activation", "clip", "leaky", "prelu", "other")
     if op == "Activation":
         acts = "relu", "sigmoid", "tanh", "softrelu", "softsign"
         g.add(op, [x], shape, act_type=g.pick(*acts))
     elif op == "clip":
         low, high = g.pick((0, 6), (0, 6), (-1, 1), (0, 1))
         g.add(op, [x], shape, a_min=low, a_max=high)
-    elif op == "LeakyReLU":
-        kind = g.pick("leaky", "prelu", "elu", "selu", "gelu")
-        inputs = [x]
-        if kind == "prelu":
-            if len(shape) < 2:
-                return
-            inputs += [g.param("slope", g.pick(1, shape[1], shape[1]))]
-        g.add(op, inputs, shape, act_type=kind, **({"slope": 0.3} if kind == "leaky" else {}))
+    elif op == "leaky":
+        g.add("LeakyReLU", [x], shape, act_type=op, slope=0.3)
+    elif op == "prelu":
+        if len(shape) > 1:
+            slopes = g.param("slope", g.pick(1, shape[1], shape[1]))
+            g.add("LeakyReLU", [x, slopes], shape, act_type=op)
+    elif op == "other":
+        g.add("LeakyReLU", [x], shape, act_type=g.pick("elu", "selu", "gelu"))
     else:
         g.add(op, [x], shape)
 
 
-@family(4, 4, 3)
+@family(3, 4, weight=3)
 def pooling(g: Builder, x: str, shape: Shape) -> None:
     kind, rank = g.pick("avg", "max", "sum"), len(shape) - 2
     if g.flag():
@@ -242,8 +241,7 @@ def image(g: Builder, x: str, shape: Shape) -> None:
         g.add(op, [x], (n, channels, size, size), output_size=size)
 
 
-@family()
-@family(2, 3, 4)
+@family(weight=4)
 def reduction(g: Builder, x: str, shape: Shape) -> None:
     op = g.pick("sum", "mean", "max", "min") if g.rarely(3) else g.pick("sum", "mean")
     axes = g.pick((1,), (-1,), (0,), (2, 3), (1, 2), (0, 1), (0, 2, 3), (1, 2, 3), ())
@@ -264,7 +262,7 @@ def reduction(g: Builder, x: str, shape: Shape) -> None:
     g.add(op, [x], out, axis=axis, keepdims=keep)
 
 
-@family()
+@family(weight=1)
 def softmax(g: Builder, x: str, shape: Shape) -> None:
     g.add(g.pick("softmax", "log_softmax"), [x], shape, axis=g.pick(-1, 0))
 
@@ -277,14 +275,13 @@ def unary(g: Builder, x: str, shape: Shape) -> None:
     g.add(g.pick("square", "abs", "negative", "exp", *roots), [x], shape)
 
 
-@family()
+@family(weight=1)
 def number(g: Builder, x: str, shape: Shape) -> None:
     text = g.pick("{} * 0.5", "{} + 1", "1 - {}", "{} / 2", "{} ** 2", "{} * 3")
     g.add(f"={text}", [x], shape)
 
 
-@family()
-@family()
+@family(weight=4)
 def binary(g: Builder, x: str, shape: Shape) -> None:
     others = g.older(lambda one: one == shape)
     y, _ = g.pick(*others)
@@ -332,7 +329,7 @@ def join(g: Builder, x: str, shape: Shape) -> None:
     g.add("concat", [x, y], out, **{"axis" if g.numpy else "dim": 1})
 
 
-@family(2, 3, 4)
+@family(2, 3, 4, weight=1)
 def layout(g: Builder, x: str, shape: Shape) -> None:
     kind = g.pick("Flatten", "transpose", "expand_dims", "reshape", "swapaxes")
     rank, total = len(shape), 1
@@ -365,7 +362,7 @@ def slices(g: Builder, x: str, shape: Shape) -> None:
         g.nodes[-1].attrs["end"] = begin + half
 
 
-@family()
+@family(weight=1)
 def nothing(g: Builder, x: str, shape: Shape) -> None:
     op = "Dropout" if g.numpy else g.pick("Dropout", "identity", "BlockGrad")
     g.add(op, [x], shape, **({"p": 0} if op == "Dropout" else {}))
@@ -388,7 +385,7 @@ def indexed(g: Builder, x: str, shape: Shape) -> None:
         g.add(kind, [x, "label"], (n, n, *shape[2:]), axis=1)
 
 
-@family(3, 3)
+@family(3, weight=3)
 def product(g: Builder, x: str, shape: Shape) -> None:
     others = g.older(lambda one: len(one) == 3 and (one[0], one[2]) == (shape[0], shape[2]))
     y, other = g.pick(*others)
@@ -401,7 +398,7 @@ def dot(g: Builder, x: str, shape: Shape) -> None:
     g.add("dot", [x, g.param("weight", width, shape[1])], (shape[0], width), transpose_b=True)
 
 
-@family(3, 3, numpy=False)
+@family(3, numpy=False, weight=3)
 def recurrent(g: Builder, x: str, shape: Shape) -> None:
     kind, width = g.pick("LSTM", "GRU", "RNN"), g.pick(8, 16)
     both = g.flag()
@@ -429,7 +426,7 @@ def custom(g: Builder, x: str, shape: Shape) -> None:
     g.add("Custom", [x], shape, op_type=g.pick("twice", "loss"))
 
 
-@family(2, 2, numpy=False)
+@family(2, numpy=False, weight=3)
 def output(g: Builder, x: str, shape: Shape) -> None:
     op = g.pick("SoftmaxOutput", "LinearRegressionOutput", "LogisticRegressionOutput",
                 "MAERegressionOutput", "MakeLoss", "SVMOutput")  # fmt: skip

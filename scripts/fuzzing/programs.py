@@ -51,10 +51,12 @@ class Program:
     def features(self) -> FrozenSet[str]:
         """Operators, steps and way: what a difference is recognized by."""
         ops = {name for node in self.nodes for name in _F.findall(node.op) or [node.op]}
+        ops |= {str(node.attrs["act_type"]) for node in self.nodes if "act_type" in node.attrs}
         steps = {f"{step.kind}()" for step in self.steps}
         more = {
             "not finite": self.special,
             "training": any(step.options.get("train") for step in self.steps),
+            "static_shape": any(step.options.get("static_shape") for step in self.steps),
             "inside": self.inside is not None,
             "no axes": any(node.attrs.get("axis") in ((), []) for node in self.nodes),
             "fuse": "fuse" in self.to_json(),

@@ -24,6 +24,7 @@ def source(program: Program, noisy: bool = False) -> str:
     parts = [templates.HEAD.format(
         nd=nd, seed=program.seed, imports=imports,
         policies=", ".join(f'"{name}": {templates.POLICIES[name]}' for name in names),
+        noise=templates.NOISY_ARRAY if noisy else "",
         special="".join(_special(*item) for item in program.special.items()),
     )]  # fmt: skip
     parts.append(templates.INIT if program.front == "init" else templates.AUTOCAST)
@@ -63,11 +64,6 @@ def _net(program: Program, noisy: bool) -> str:
         if node.op.startswith("@"):
             layer = f'gluon.{node.op[1:]}({_attrs(node)}, prefix="layer{k}_")'
             init.append(f"self.layer{k} = {layer}")
-    if noisy:
-        # MXNet's gradient for a computed weight of Deconvolution writes to wrong memory.
-        leaves = ("running", "deconv")
-        floats = ["data", *(name for name in params if not name.startswith(leaves))]
-        body += [f"{name} = noise(F, {name})" for name in floats]
     for k, node in enumerate(program.nodes):
         text = _expression(node, k)
         if noisy and node.op != "one_hot":

@@ -23,7 +23,7 @@ def array(name, shape, seed={seed}):
         values = 1.5 + values
     if "weight" in name:
         values *= (3 / max(np.prod(shape[1:]), 1)) ** 0.5
-{special}    return {nd}.array(values)
+{special}{noise}    return {nd}.array(values)
 
 '''
 AUTOCAST = '''
@@ -76,13 +76,17 @@ class LossProp(mx.operator.CustomOpProp):
         return Loss()
 
 """
+NOISY_ARRAY = """\
+    if name != "head" and "running" not in name:
+        values = noise(np, values)
+"""
 NOISE = '''
 def noise(F, value):
     """Return a value with errors of rounding: rounded, or with each element moved up or down."""
     if ROUND:
         large = value * ROUND
         return large - (large - value)
-    F = {nd}
+    F = {nd} if F is not np else np
     return value * (1 + EPSILON * F.sign(F.sin(value * PHASE)))
 
 '''
