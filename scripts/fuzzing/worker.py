@@ -16,13 +16,13 @@ from mxamp.graph import substitutions
 #: Relative size of the errors that stand for rounding, by policy.
 EPSILON = {"float32": 2.0**-22, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 #: A float32 is rounded to the policy's bits by the difference of two of its multiples (Veltkamp).
-ROUND = {"float32": 0, "bfloat16": 2**16 + 1, "float16": 2**13 + 1}
+ROUND = {"float32": 0.0, "bfloat16": 2.0**16 + 1, "float16": 2.0**13 + 1}
 #: Relative L2 error that is allowed anyway.
 ALLOWED = {"float32": 3e-5, "bfloat16": 4e-2, "float16": 1e-2}
 #: How often the error that the noise makes may be exceeded.
 MARGIN = {"float32": 30, "bfloat16": 6, "float16": 6}
-#: Norm below which an error is not looked at: what float16 can't hold, and sums that cancel.
-LEAST = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
+#: Norm below which an error is not looked at, relative to the largest: sums that cancel.
+LEAST = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 2e-3}
 #: Larger values, or their gradients, may overflow in float16.
 LARGE = 100.0
 
