@@ -11,7 +11,7 @@ from pathlib import Path
 
 PYTHON = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "python"
 
-if importlib.util.find_spec("click") is None:
+if any(importlib.util.find_spec(name) is None for name in ("click", "mxnet", "rich")):
     if PYTHON.exists() and Path(sys.prefix).resolve() != PYTHON.parents[1].resolve():
         os.execv(PYTHON, [str(PYTHON), *sys.argv])
     if "--help" in sys.argv:

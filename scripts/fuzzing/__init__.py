@@ -1,0 +1,1 @@
+"""Random programs, run in plain MXNet and with mixed precision: see `scripts/fuzz`."""

@@ -1,0 +1,196 @@
+"""Looks for programs that differ, and shrinks them."""
+
+import multiprocessing
+import os
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, FrozenSet, Iterator, List, Optional, Sequence, Tuple
+
+from . import worker_entry
+from .explained import EXPLAINED
+from .generating import random_program
+from .programs import Program
+from .shrinking import shrunk
+from .sources import source
+
+__all__ = ["FAILURES", "Finding", "Harvest", "Runner", "explained", "hunt"]
+
+#: What makes a program a finding.
+FAILURES = ("different", "error", "died", "hung")
+LIMIT = 60.0  #: seconds for a program
+LIFE = 300  #: programs of one worker
+TRIALS = 250  #: programs run to shrink one
+FOLDER = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A program that fails with mixed precision, shrunk; or what such programs have in common."""
+
+    kind: str
+    text: str
+    features: FrozenSet[str]
+    policy: str = "float32"  #: where that is float32, programs of any policy fail so
+    program: Optional[Program] = None
+    number: int = 0  #: of the program that was shrunk
+
+    def like(self, program: Program) -> bool:
+        """Return whether a program that fails is likely to fail for the reason of this one."""
+        same = self.policy in ("float32", program.precision)
+        return same and self.features <= program.features
+
+
+def explained() -> List[Finding]:
+    """Return the differences that are known, and no defect of mxamp's."""
+    return [Finding("different", reason, features) for features, reason in EXPLAINED.items()]
+
+
+@dataclass
+class Harvest:
+    """What came of the programs so far."""
+
+    counts: "Counter[str]" = field(default_factory=Counter)
+    findings: List[Finding] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def count(self, program: Program, kind: str) -> None:
+        """Count a program that has run."""
+        with self.lock:
+            names = ["programs", kind, f"way {program.way}", f"policy {program.policy}"]
+            self.counts.update(names)
+            self.counts["events"] += len(program.steps) - 1
+            self.counts["operators"] += len(program.nodes)
+
+
+class Runner:
+    """A worker, replaced when it has died, hangs, or has seen an error."""
+
+    def __init__(self, limit: float = LIMIT, planted: str = "") -> None:
+        os.environ["PYTHONPATH"] = str(FOLDER) + os.pathsep + os.environ.get("PYTHONPATH", "")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # Workers are forked from a process that has imported everything, and run nothing.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["fuzzing.worker"])
+        self._limit, self._planted = limit, planted
+        self._process: Any = None
+        self._pipe: Any = None
+        self._asked = 0
+        self._used = False
+        self._clean = True
+
+    def run(self, program: Program) -> Tuple[str, str]:
+        """Return how a program ends; "unstable" where it fails behind other programs alone."""
+        kind, text = self._ask(program)
+        if kind in FAILURES and self._used and not (kind == "different" and self._clean):
+            # Programs before it may have damaged memory: MXNet's own errors do.
+            self.close()
+            again, said = self._ask(program)
+            kind, text = (again, said) if again in FAILURES else ("unstable", text)
+        # After an error in an operator MXNet may compute wrong values, or die.
+        self._clean = self._clean and kind in ("equal", "imprecise", "different", "refused")
+        if kind in FAILURES and kind != "different":
+            self.close()
+        return kind, text
+
+    def _ask(self, program: Program) -> Tuple[str, str]:
+        if self._process is None or self._asked >= LIFE:
+            self._start()
+        self._asked += 1
+        self._used = self._asked > 1
+        # How it ends where the worker says no more: first in plain MXNet, which may die too.
+        end = {"dies": "invalid", "hangs": "invalid"}
+        try:
+            self._pipe.send({
+                "source": source(program), "noisy": source(program, noisy=True),
+                "policy": program.precision, "special": bool(program.special),
+                "dtypes": program.keeps_dtypes,
+            })  # fmt: skip
+            while self._pipe.poll(self._limit):
+                kind, text = self._pipe.recv()
+                if kind == "plain":
+                    end = {"dies": "died", "hangs": "hung"}
+                elif kind == "suspect":
+                    unsure = "different" if program.precision == "float32" else "imprecise"
+                    end = {"dies": unsure, "hangs": unsure}
+                else:
+                    return str(kind), str(text)
+            self.close()
+            return end["hangs"], f"took over {self._limit:g} s"
+        except (EOFError, OSError):
+            self._process.join(5)
+            status = self._process.exitcode
+            self.close()
+            return end["dies"], f"the process died, status {status}"
+
+    def _start(self) -> None:
+        self.close()
+        self._pipe, other = self._context.Pipe()
+        self._process = self._context.Process(
+            target=worker_entry.main, args=(other, self._planted), daemon=True
+        )
+        self._process.start()
+        other.close()
+        try:
+            self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("the worker does not start: its error is above") from None
+        self._asked, self._clean = 0, True
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+        self._process = None
+
+
+def hunt(
+    runner: Runner,
+    numbers: Iterator[int],
+    harvest: Harvest,
+    known: Sequence[Finding],
+) -> None:
+    """Run the random programs of these numbers; shrink the ones that fail."""
+    for number in numbers:
+        program = random_program(number)
+        if not program.nodes:
+            continue
+        kind, text = runner.run(program)
+        if kind in FAILURES:
+            kind, text, program = _shrunk(runner, kind, text, program, [*known, *harvest.findings])
+        if kind in FAILURES:
+            found = Finding(kind, text, program.features, program.precision, program, number)
+            kind = _kept(harvest, found, known)
+        harvest.count(program, kind)
+
+
+def _kept(harvest: Harvest, finding: Finding, known: Sequence[Finding]) -> str:
+    """Keep a finding, if it is like none before; return how its program is counted."""
+    assert finding.program is not None
+    with harvest.lock:
+        if any(one.like(finding.program) for one in (*known, *harvest.findings)):
+            return "again"
+        harvest.findings.append(finding)
+        return finding.kind
+
+
+def _shrunk(
+    runner: Runner, kind: str, text: str, program: Program, known: Sequence[Finding]
+) -> Tuple[str, str, Program]:
+    """Return a program that fails in the same way, small unless it is like a known one."""
+
+    def fails(smaller: Program) -> bool:
+        return runner.run(smaller)[0] == kind and not like_known(smaller)
+
+    def like_known(one: Program) -> bool:
+        return any(finding.like(one) for finding in known)
+
+    if like_known(program):
+        return "again", text, program
+    program = shrunk(program, fails, TRIALS)
+    runner.close()
+    found, said = runner.run(program)
+    return ("unstable", text, program) if found != kind else (kind, said, program)

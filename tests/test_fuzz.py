@@ -1,0 +1,141 @@
+"""`scripts/fuzz`: it finds planted defects and shrinks them; what it has found stays right."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+
+FOLDER = ROOT / "tests" / "fuzzed"
+PROGRAMS = sorted(FOLDER.glob("*.json"))
+#: Defects that are not cured yet, and what random programs that meet them have; each that is
+#: cured leaves this list.
+OPEN = {
+    "executor-add-of-one-convolution": "bind,broadcast_add",
+    "executor-relu-beside-its-input": "bind,relu",
+    "executor-reshaped-broadcast": "reshape()",
+    "executor-reshaped-broadcast-mul": "reshape()",
+    "executor-reshaped-sum": "reshape()",
+    "fused-norm-behind-second-output": "fuse,BatchNorm",
+    "mean-of-no-axes": "no axes",
+    "module-larger-images-mean": "module",
+    "prelu-behind-one-convolution": "prelu,training",
+    "prelu-slopes-bfloat16": "prelu,training",
+    "prelu-slopes-float16": "prelu,training",
+    "region-inside": "inside",
+    "root-behind-relu6": "sqrt",
+}
+
+sys.path.append(str(ROOT / "scripts"))
+from fuzzing.generating import random_program  # noqa: E402
+from fuzzing.hunting import Finding, Harvest, Runner, explained, hunt  # noqa: E402
+from fuzzing.programs import Program  # noqa: E402
+from fuzzing.shrinking import shrunk  # noqa: E402
+from fuzzing.sources import source  # noqa: E402
+
+
+def replayed(path):
+    return Program.from_json(path.read_text())
+
+
+def passed_over():
+    found = [Finding("different", name, frozenset(text.split(","))) for name, text in OPEN.items()]
+    return explained() + found
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "scripts"))
+    runners = []
+
+    def make(planted=""):
+        runners.append(Runner(planted=planted))
+        return runners[-1]
+
+    yield make
+    for one in runners:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    one = Runner()
+    yield one
+    one.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PROGRAMS, ids=[path.stem for path in PROGRAMS])
+def test_what_was_found_is_right(path, shared, request):
+    if path.stem in OPEN:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="not cured yet"))
+    kind, text = shared.run(replayed(path))
+    assert kind in ("equal", "imprecise"), text
+
+
+@pytest.mark.slow
+def test_random_programs(runner):
+    """As `scripts/fuzz --programs 400 --seed 0`, but for defects that are known and open."""
+    harvest = Harvest()
+    hunt(runner(), iter(range(400)), harvest, passed_over())
+    assert not harvest.findings, [source(one.program) for one in harvest.findings]
+    assert harvest.counts["equal"] > 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, other, op", [("relu", "sigmoid", "relu"), ("mean", "sum", "mean")])
+def test_a_planted_defect_is_found_and_shrunk(runner, name, other, op):
+    harvest, planted, sound = Harvest(), runner(f"{name}={other}"), runner()
+    for number in range(2000):
+        program = random_program(number)
+        if op not in program.features or program.special:
+            continue
+        hunt(planted, iter([number]), harvest, passed_over())
+        if harvest.findings:
+            break
+    (finding,) = harvest.findings
+    assert len(finding.program.nodes) <= 2
+    assert any(feature.endswith(op) for feature in finding.features)
+    assert len(finding.program.steps) <= 3
+    assert sound.run(finding.program)[0] == "equal"
+
+
+def test_programs_depend_on_their_number_alone():
+    for number in range(50):
+        one = random_program(number)
+        assert one == random_program(number)
+        assert Program.from_json(one.to_json()).to_json() == one.to_json()
+        compile(source(one), "program", "exec")
+        compile(source(one, noisy=True), "program", "exec")
+
+
+def test_shrinking_keeps_what_matters():
+    programs = (random_program(number) for number in range(1000))
+    program = next(one for one in programs if "softmax" in one.features and len(one.nodes) > 4)
+    small = shrunk(program, lambda one: "softmax" in one.features, trials=300)
+    assert [node.op for node in small.nodes] == ["softmax"]
+    assert len(small.steps) <= 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_replaced(runner):
+    one = runner()
+    program = random_program(1)
+    expected = one.run(program)
+    one._process.kill()
+    one._process.join()
+    assert one._ask(program)[0] in ("died", "invalid")
+    assert one.run(program) == expected
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "fuzz"), "--programs", "20", "--workers", "1",
+         "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "COLUMNS": "100"},
+    )  # fmt: skip
+    assert "20 programs" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == (1 if list(tmp_path.iterdir()) else 0)
