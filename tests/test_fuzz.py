@@ -10,27 +10,10 @@ from helpers import ROOT
 
 FOLDER = ROOT / "tests" / "fuzzed"
 PROGRAMS = sorted(FOLDER.glob("*.json"))
-#: Defects that are not cured yet, and what random programs that meet them have; each that is
-#: cured leaves this list.
-OPEN = {
-    "executor-add-of-one-convolution": "bind,broadcast_add",
-    "executor-relu-beside-its-input": "bind,relu",
-    "executor-reshaped-broadcast": "reshape()",
-    "executor-reshaped-broadcast-mul": "reshape()",
-    "executor-reshaped-sum": "reshape()",
-    "fused-norm-behind-second-output": "fuse,BatchNorm",
-    "mean-of-no-axes": "no axes",
-    "module-larger-images-mean": "module",
-    "prelu-behind-one-convolution": "prelu,training",
-    "prelu-slopes-bfloat16": "prelu,training",
-    "prelu-slopes-float16": "prelu,training",
-    "region-inside": "inside",
-    "root-behind-relu6": "sqrt",
-}
 
 sys.path.append(str(ROOT / "scripts"))
 from fuzzing.generating import random_program  # noqa: E402
-from fuzzing.hunting import Finding, Harvest, Runner, explained, hunt  # noqa: E402
+from fuzzing.hunting import Harvest, Runner, explained, hunt  # noqa: E402
 from fuzzing.programs import Program  # noqa: E402
 from fuzzing.shrinking import shrunk  # noqa: E402
 from fuzzing.sources import source  # noqa: E402
@@ -38,11 +21,6 @@ from fuzzing.sources import source  # noqa: E402
 
 def replayed(path):
     return Program.from_json(path.read_text())
-
-
-def passed_over():
-    found = [Finding("different", name, frozenset(text.split(","))) for name, text in OPEN.items()]
-    return explained() + found
 
 
 @pytest.fixture
@@ -68,18 +46,16 @@ def shared():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PROGRAMS, ids=[path.stem for path in PROGRAMS])
-def test_what_was_found_is_right(path, shared, request):
-    if path.stem in OPEN:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="not cured yet"))
+def test_what_was_found_is_right(path, shared):
     kind, text = shared.run(replayed(path))
     assert kind in ("equal", "imprecise"), text
 
 
 @pytest.mark.slow
 def test_random_programs(runner):
-    """As `scripts/fuzz --programs 400 --seed 0`, but for defects that are known and open."""
+    """As `scripts/fuzz --programs 400 --seed 0`."""
     harvest = Harvest()
-    hunt(runner(), iter(range(400)), harvest, passed_over())
+    hunt(runner(), iter(range(400)), harvest, explained())
     assert not harvest.findings, [source(one.program) for one in harvest.findings]
     assert harvest.counts["equal"] > 300
 
@@ -92,7 +68,7 @@ def test_a_planted_defect_is_found_and_shrunk(runner, name, other, op):
         program = random_program(number)
         if op not in program.features or program.special:
             continue
-        hunt(planted, iter([number]), harvest, passed_over())
+        hunt(planted, iter([number]), harvest, explained())
         if harvest.findings:
             break
     (finding,) = harvest.findings
