@@ -6,19 +6,30 @@ those that its code enters belong to the graph.
 """
 
 import functools
-from typing import Any, Callable, List
+import logging
+from typing import Any, Callable, FrozenSet, List
 
 from mxnet.gluon.block import HybridBlock
 from mxnet.ndarray import CachedOp
 from mxnet.symbol import register as mx_register
 
+from ..framework.operators import WRITTEN_BY_USERS, handle_of
 from ..framework.patching import Patch
 from ..graph.rewritten_symbol import own_marks
 from ..policy import regions
 from ..policy.active import current_policy
+from ..policy.custom_operators import registered_classes
 from .cached_op import follow
 
 __all__ = ["patches"]
+
+logger = logging.getLogger("mxamp")
+
+NOT_REACHED = (
+    "autocast(enabled=False) around the custom operator %r holds in eager calls alone: MXNet "
+    "passes the attributes of a node to the operator's constructor, so the node can't be marked. "
+    "In graphs it computes in half precision, as it was registered"
+)
 
 
 def patches() -> List[Patch]:
@@ -36,12 +47,22 @@ def _build_creator(original: Callable[..., Any]) -> Callable[..., Any]:
         handle: int, args: Any, kwargs: Any, keys: Any, vals: Any, *rest: Any
     ) -> Any:
         region = regions.current_region()
-        if region is not None:
+        if region is not None and handle in _unmarked():
+            # MXNet passes every attribute of such a node to the operator's constructor.
+            op_type = dict(zip(keys, vals)).get("op_type", "")
+            if region.is_off and dict(registered_classes()).get(op_type) == "low":
+                logger.warning(NOT_REACHED, op_type)
+        elif region is not None:
             region.has_nodes = True
             keys, vals = [*keys, regions.REGION], [*vals, region.mark]
         return original(handle, args, kwargs, keys, vals, *rest)
 
     return _symbol_creator
+
+
+@functools.lru_cache(maxsize=None)
+def _unmarked() -> FrozenSet[int]:
+    return frozenset(handle_of(name) for name in WRITTEN_BY_USERS)
 
 
 def _build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:

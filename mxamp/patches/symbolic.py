@@ -11,6 +11,7 @@ float16 stays in float32, but where the caller scales (`scaled_executors`).
 import ctypes
 import functools
 import inspect
+import math
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -191,8 +192,9 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: Any
     ) -> Executor:
         """Return an executor for other shapes, as MXNet's does: its graph is rewritten for them."""
-        given = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         names, states = self._symbol.list_arguments(), self._symbol.list_auxiliary_states()
+        # As MXNet's, which takes no notice of names that the symbol lacks.
+        given = {name: shape for name, shape in kwargs.items() if name in names}
         shapes, _, state_shapes = self._symbol.infer_shape(**given)
         if shapes is None:
             raise ArgumentError(INCOMPLETE.format(given=given))
@@ -204,10 +206,13 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             words = {"name": name, "old": array.shape, "new": shape}
             if name not in given and not partial_shaping:
                 raise ArgumentError(UNSPECIFIED.format(**words))
-            made = mx.nd.empty(shape, self._ctx, array.dtype)
-            if made.size > array.size and not allow_up_sizing:
+            size = math.prod(shape)
+            if size <= array.size:
+                # A view: what is held, or is added to, stays, as with MXNet's.
+                return array.reshape((-1,))[:size].reshape(shape)
+            if not allow_up_sizing:
                 raise ArgumentError(UP_SIZED.format(**words))
-            return made
+            return mx.nd.zeros_like(mx.nd.empty(shape, self._ctx, array.dtype))
 
         arrays = [fitting(name, self.arg_dict[name], new[name]) for name in names]
         gradients = {
@@ -229,6 +234,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             group2ctx=self._group2ctx,
             shared_exec=self,
         )
+        executor.grad_arrays = [gradients.get(name) for name in names]
         if self._monitor_callback is not None and self._monitor_all is not None:
             executor._monitor_callback, executor._monitor_all = (
                 self._monitor_callback,

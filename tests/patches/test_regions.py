@@ -18,6 +18,7 @@ from mxamp.framework import machine
 from mxamp.framework.patching import patched
 from mxamp.graph.graph import Graph
 from mxamp.policy import regions
+from mxamp.policy.custom_operators import register_class
 from mxamp.policy.regions import REGION
 
 ROWS, UNITS = 32, 16
@@ -646,3 +647,42 @@ def test_functions_that_run_later_are_not_decorated(kind, decorator):
     exec(LATER[kind], there)  # noqa: S102
     with pytest.raises(amp.ArgumentError, match=f"is an? {kind} function.*with amp.autocast"):
         decorator(there["function"])
+
+
+class Twice(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.assign(out_data[0], req[0], in_data[0] * 2)
+
+
+@mx.operator.register("regions_twice")
+class TwiceProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Twice()
+
+
+class CustomInside(mx.gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        with amp.autocast(enabled=False):
+            return F.exp(F.Custom(x, op_type="regions_twice"))
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_custom_operators_are_not_marked(hybrid):
+    """MXNet would pass the mark to their constructor, which ends the process."""
+    amp.init("bfloat16")
+    x, net = randn(2, 3), CustomInside()
+    if hybrid:
+        net.hybridize()
+    np.testing.assert_allclose(values(net(x)), np.exp(2 * values(x)), rtol=1e-5)
+    nodes = Graph.from_symbol(net(mx.sym.var("data"))).nodes
+    assert {node.op: REGION in node.attrs for node in nodes[1:]} == {"Custom": False, "exp": True}
+
+
+def test_a_half_custom_operator_in_a_region_is_warned_of(caplog):
+    with amp.autocast("bfloat16"):
+        register_class("regions_twice", "low")
+        try:
+            CustomInside()(mx.sym.var("data"))
+        finally:
+            register_class("regions_twice", "fp32")
+    assert "custom operator 'regions_twice'" in caplog.text

@@ -6,6 +6,7 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
+from conftest import assert_unpatched
 from helpers import as_float32, randn, same, values, with_avx512
 from nets import (
     attention,
@@ -92,3 +93,84 @@ def test_modules_of_stored_bfloat16_bind_under_init(dtype, fuse):
     amp.shutdown()
     exact = nd.FullyConnected(data, *params.values(), num_hidden=16).asnumpy()
     assert abs(found - exact).max() < 0.02 * abs(exact).max()
+
+
+def bound_sum(grad_req="write", shape=(4, 3, 8, 8), **more):
+    """An executor of a graph whose sum is substituted, with a fixed shape in it."""
+    data = mx.sym.var("data")
+    symbol = mx.sym.sum(
+        mx.sym.Convolution(data, num_filter=8, kernel=(3, 3), name="c"), axis=(2, 3)
+    )
+    policy = amp.Policy.default("bfloat16").override(low=[], replace_lists=True)
+    with amp.autocast(policy=policy):
+        executor = symbol.simple_bind(mx.cpu(), grad_req=grad_req, data=shape, **more)
+    for array in executor.arg_arrays:
+        array[:] = randn(*array.shape)
+    return symbol, executor
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (4, 3, 16, 16), (1, 3, 5, 7)])
+def test_a_reshaped_executor_computes_for_its_shapes_whatever_is_on(shape):
+    symbol, executor = bound_sum()
+    executor = executor.reshape(allow_up_sizing=True, data=shape)
+    assert_unpatched()
+    executor.arg_dict["data"][:] = randn(*shape)
+    [out] = executor.forward(is_train=True)
+    executor.backward([mx.nd.ones(out.shape)])
+    plain = symbol.bind(mx.cpu(), executor.arg_dict, {k: mx.nd.zeros(v.shape) for k, v in executor.arg_dict.items()})  # fmt: skip
+    [wanted] = plain.forward(is_train=True)
+    plain.backward([mx.nd.ones(wanted.shape)])
+    np.testing.assert_allclose(values(out), values(wanted), rtol=1e-4, atol=1e-4)
+    for name, grad in plain.grad_dict.items():
+        np.testing.assert_allclose(values(executor.grad_dict[name]), values(grad), rtol=1e-3, atol=1e-3)  # fmt: skip
+
+
+def test_a_reshaped_executor_shares_memory_as_mxnets():
+    _, executor = bound_sum("add")
+    executor.grad_dict["data"][:] = 5
+    smaller = executor.reshape(data=(2, 3, 8, 8))
+    assert same(smaller.arg_dict["data"], executor.arg_dict["data"][:2])
+    assert (values(smaller.grad_dict["data"]) == 5).all()
+    assert smaller.arg_dict["c_weight"] is not None
+    smaller.arg_dict["c_weight"][:] = 3
+    assert (values(executor.arg_dict["c_weight"]) == 3).all()
+    larger = executor.reshape(allow_up_sizing=True, data=(8, 3, 8, 8), nobody=(1,))
+    assert larger.arg_dict["data"].shape == (8, 3, 8, 8)
+    _, executor = bound_sum("null")
+    assert set(executor.reshape(data=(2, 3, 8, 8)).grad_dict.values()) == {None}
+
+
+def test_what_reshape_refuses():
+    _, executor = bound_sum()
+    with pytest.raises(amp.ArgumentError, match=r"needs more memory for 'data'.*allow_up_sizing"):
+        executor.reshape(data=(8, 3, 8, 8))
+    with pytest.raises(amp.ArgumentError, match=r"shape of 'c_weight'.*partial_shaping=True"):
+        executor.reshape(data=(4, 5, 4, 4))
+    changed = executor.reshape(partial_shaping=True, allow_up_sizing=True, data=(4, 5, 4, 4))
+    assert changed.arg_dict["c_weight"].shape == (8, 5, 3, 3)
+
+
+def test_a_reshaped_executor_keeps_its_monitor():
+    seen = []
+    _, executor = bound_sum()
+    executor.set_monitor_callback(lambda name, array: seen.append(name))
+    executor.reshape(data=(2, 3, 8, 8)).forward()[0].wait_to_read()
+    assert b"c_output" in seen  # as MXNet calls it
+
+
+@with_avx512
+def test_products_with_several_consumers_are_not_fused(monkeypatch):
+    """MXNet's executors take one that reads a product for the only one, in inference."""
+    monkeypatch.delenv("MXNET_SUBGRAPH_BACKEND", raising=False)
+    data = mx.sym.var("data")
+    conv = mx.sym.Convolution(data, num_filter=8, kernel=(3, 3), name="c")
+    symbol = mx.sym.Group([mx.sym.relu(conv), conv, mx.sym.broadcast_add(conv, conv)])
+    x = randn(2, 3, 6, 6)
+    with amp.autocast("bfloat16"):
+        executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=x.shape)
+    for name in ("c_weight", "c_bias"):
+        executor.arg_dict[name][:] = randn(*executor.arg_dict[name].shape)
+    relu, features, twice = executor.forward(data=x)
+    assert (values(features) < 0).any()
+    assert same(relu, mx.nd.relu(features))
+    np.testing.assert_allclose(values(twice), 2 * values(features), rtol=0.02, atol=0.02)
