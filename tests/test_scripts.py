@@ -135,6 +135,7 @@ def test_these_are_the_benchmarks():
         "memory",
         "models",
         "overhead",
+        "passes",
         "plot",
         "probe_loss_outputs",
         "probe_operators",

@@ -6,6 +6,7 @@ is an output of the graph it is right, as in eager calls. Written out, each grad
 of its own.
 """
 
+from dataclasses import replace
 from typing import AbstractSet
 
 from .control_flow import rewrites_bodies
@@ -53,9 +54,11 @@ def _write_out(edit: Edit, i: int, node: Node) -> None:
 
     above = add("Activation", "above", data, act_type="relu")
     below = add("_minimum_scalar", "below", data, scalar="0")
-    # Channels are on axis 1; the number of axes is not known here.
-    rows = add("Reshape", "rows", below, shape="(0, 0, -1)")
-    slopes = add("Reshape", "slopes", slope, shape="(1, -1, 1)")
-    scaled = add("broadcast_mul", "scaled", rows, slopes)
-    like = add("reshape_like", "like", scaled, below)
-    edit.change(i, op="elemwise_add", attrs=hidden, inputs=[above, like])
+    # The slopes for each element: those of a PReLU of -1. It sends no gradient to its data, so
+    # there is nothing to write over the one that comes in.
+    minus_one = add("_mul_scalar", "minus_one", add("ones_like", "one", data), scalar="-1")
+    slopes = edit.add_node(
+        replace(node, name=edit.new_name(f"{node.name}_slopes"), inputs=[minus_one, slope])
+    )
+    lowered = add("elemwise_mul", "lowered", below, slopes)
+    edit.change(i, op="elemwise_sub", attrs=hidden, inputs=[above, lowered])

@@ -41,6 +41,7 @@ from ..framework.machine import device_kind
 from ..framework.patching import Patch
 from ..graph.barriers import with_barriers
 from ..graph.choices import Choices
+from ..graph.control_flow import LOOPS
 from ..graph.graph import Graph, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.rewritten_symbol import own_marks, rewritten_symbol
@@ -153,6 +154,7 @@ class _Binding:
         self._is_plain = self._graph is read
         self._policy = recognised(policy, self._graph)
         self._symbols: Dict[Choices, Symbol] = {}
+        self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
     def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
         """Return the symbol rewritten for arguments of these shapes; itself if nothing changes."""
@@ -232,7 +234,8 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             self._grad_req,
             states_now,
             group2ctx=self._group2ctx,
-            shared_exec=self,
+            # Loops in executors that share memory read what the other one has left there.
+            shared_exec=None if self._binding.has_loops else self,
         )
         executor.grad_arrays = [gradients.get(name) for name in names]
         if self._monitor_callback is not None and self._monitor_all is not None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Dict, Iterator, List, Tuple
 
+from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
@@ -34,20 +35,22 @@ class MixedGradients:
     def begin(self) -> None:
         """Clear the flags of fresh gradients; rescale those that the pass may add to."""
         for grad_req, data, gradient in gradients_of(self.trainer):
-            if not data._fresh_grad:
-                continue
-            self._fresh.append(data)
-            data._fresh_grad = False
-            if grad_req == "add":
-                self._added_to.append((data, gradient, gradient.copy()))
+            if data._fresh_grad:
+                self._fresh.append(data)
+                data._fresh_grad = False
+            if grad_req == "add":  # also to what an earlier step has used
+                with autograd.pause():
+                    self._added_to.append((data, gradient, gradient.copy()))
                 multiply([gradient], self._scale / self._scales.of(data))
 
     def end(self) -> GradientScales:
         """Set the flags again; return the scales of the gradients that are fresh now."""
+        others = {}
         for data, gradient, before in self._added_to:
             if not data._fresh_grad:
-                before.copyto(gradient)
-        others = {}
+                with autograd.pause():
+                    before.copyto(gradient)
+                others[id(data)] = self._scales.of(data)
         for data in self._fresh:
             if not data._fresh_grad:
                 data._fresh_grad = True

@@ -15,8 +15,18 @@ import threading
 import weakref
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Sequence
+from dataclasses import dataclass, field, replace
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from mxnet import autograd
 from mxnet.gluon import Trainer
@@ -24,6 +34,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
 from ..framework.patching import FrontEnd, Patch
+from ..policy.active import suspended
 from .finite import multiply
 from .gradient_scales import GradientScales, MixedGradients, gradients_of
 from .loss_outputs import scaled_heads
@@ -132,7 +143,13 @@ class _Passes(FrontEnd):
             if owner in one.owners:
                 self._losses.pop(id(one), None)
         if trainer is not None:
-            self._scales.pop(trainer, None)
+            self._forget_scales(trainer)
+
+    def _forget_scales(self, trainer: Trainer) -> None:
+        """Forget the scales of a trainer's gradients, but of those that passes go on adding to."""
+        scales = self._scales.pop(trainer, None)
+        if scales is not None and any(param.grad_req == "add" for param in trainer._params):
+            self._scales[trainer] = scales
 
     def carried(self, trainer: Trainer) -> float:
         """Return the scale of a trainer's fresh gradients: one other than 1 where they differ."""
@@ -147,8 +164,8 @@ class _Passes(FrontEnd):
         scales = self._scales.get(trainer)
         if scales is None or (scales.scale == scale and not scales.others):
             return
-        for _, data, gradient in gradients_of(trainer):
-            if data._fresh_grad:
+        for grad_req, data, gradient in gradients_of(trainer):
+            if data._fresh_grad or grad_req == "add":
                 multiply([gradient], scale / scales.of(data))
         self.set_scale(trainer, scale)
 
@@ -176,7 +193,9 @@ class _Passes(FrontEnd):
             found = [one for one in known if not one.used][-1:]
         for one in found:
             one.used = True
-        return found
+        # Losses of several scales get the smallest of them: see `_with_one_scale`.
+        scale = min((one.scale for one in found), default=1.0)
+        return [one if one.scale == scale else replace(one, scale=scale) for one in found]
 
     @contextmanager
     def _one_pass(self, heads: Sequence[NDArray]) -> Iterator[None]:
@@ -194,6 +213,34 @@ class _Passes(FrontEnd):
                 for one in mixed:
                     self._scales[one.trainer] = one.end()
 
+    def _with_one_scale(self, heads: Sequence[NDArray], given: Any) -> Any:
+        """Return head gradients that bring losses of several scales to the smallest of these."""
+        scales = [
+            next((one.scale for one in self._known() if id(head) in one.made), None)
+            for head in heads
+        ]
+        found = {scale for scale in scales if scale is not None}
+        if len(found) <= 1:
+            return given
+        grads = [given] if isinstance(given, NDArray) else given or [None] * len(heads)
+        smallest = min(found)
+        with suspended():
+            return [
+                grad
+                if scale is None or scale == smallest
+                else (head.ones_like() if grad is None else grad) * (smallest / scale)
+                for head, grad, scale in zip(heads, grads, scales)
+            ]
+
+    def _brought_together(
+        self, heads: Sequence[NDArray], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    ) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+        """Return the other arguments of a backward pass whose losses get one scale."""
+        if args:
+            return (self._with_one_scale(heads, args[0]), *args[1:]), kwargs
+        grads = self._with_one_scale(heads, kwargs.get("head_grads"))
+        return args, {**kwargs, "head_grads": grads}
+
     def _scale_of_outputs(self, heads: Sequence[NDArray]) -> float:
         """Return the scale of output operators in a pass; 1 where something else sets it."""
         for losses in self._known():
@@ -205,7 +252,7 @@ class _Passes(FrontEnd):
         """Return the gradients to which a pass from `losses` brings another scale."""
         mixed: List[MixedGradients] = []
         for trainer in list(self._trainers):
-            scale = _scale_for(trainer, losses)
+            scale = losses[0].scale if losses else 1.0
             before = self._scales.setdefault(trainer, GradientScales(scale))
             if before.scale != scale or before.others:
                 mixed.append(MixedGradients(trainer, before, scale))
@@ -222,6 +269,8 @@ class _Passes(FrontEnd):
             self._thread.runs = True
             listed = [heads] if isinstance(heads, NDArray) else heads
             try:
+                if not isinstance(heads, NDArray) and len(listed) > 1:
+                    args, kwargs = self._brought_together(listed, args, kwargs)
                 with scaled_heads(self._scale_of_outputs(listed)), self._one_pass(listed):
                     original(heads, *args, **kwargs)
             finally:
@@ -245,7 +294,7 @@ class _Passes(FrontEnd):
                 self.check_own(trainer)
             with self._alone if self._several else nullcontext():
                 original(trainer, *args, **kwargs)
-            self._scales.pop(trainer, None)
+            self._forget_scales(trainer)
             if trainer._update_on_kvstore:  # MXNet leaves the flags set then
                 self.set_scale(trainer, 1.0)
 
@@ -267,11 +316,3 @@ if hasattr(os, "register_at_fork"):
         after_in_parent=passes._alone.release,
         after_in_child=passes._alone.release,
     )
-
-
-def _scale_for(trainer: Trainer, losses: Sequence[ScaledLosses]) -> float:
-    """Return the scale of a trainer's gradients after a pass from these losses."""
-    hook = getattr(trainer, "_amp_loss_scaler", None)
-    own = [one for one in losses if hook in one.owners]
-    # Losses of several trainers, scaled differently, in one pass: each has its own.
-    return (own or losses)[0].scale if losses else 1.0

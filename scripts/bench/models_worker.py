@@ -127,6 +127,34 @@ def mxnet_model(model: str) -> Any:
                 out, _ = self.rnn.unroll(self.steps, x, layout="NTC", merge_outputs=True)
             return self.classifier(F.mean(out, axis=1))
 
+    class Squeeze(nn.HybridBlock):
+        """A residual block with squeeze and excitation, as textbooks write it: by operators."""
+
+        def __init__(self, channels: int, strides: int) -> None:
+            super().__init__()
+            with self.name_scope():
+                self.conv1 = nn.Conv2D(channels, 3, strides, 1, use_bias=False)
+                self.norm1 = nn.BatchNorm()
+                self.conv2 = nn.Conv2D(channels, 3, 1, 1, use_bias=False)
+                self.norm2 = nn.BatchNorm()
+                self.shortcut = nn.Conv2D(channels, 1, strides, use_bias=False)
+                self.pool = nn.GlobalAvgPool2D()
+                self.squeeze = nn.Dense(channels // 4)
+                self.excite = nn.Dense(channels)
+
+        def hybrid_forward(self, F: Any, x: Any) -> Any:  # noqa: N803
+            y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+            gates = F.sigmoid(self.excite(F.relu(self.squeeze(self.pool(y)))))
+            y = F.broadcast_mul(y, F.reshape(gates, shape=(0, 0, 1, 1)))
+            return F.relu(F.broadcast_add(y, self.shortcut(x)))
+
+    if name == "textbook":
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(64, 7, 2, 3), nn.BatchNorm(), nn.MaxPool2D(3, 2, 1))
+        for channels, strides in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            net.add(Squeeze(channels, strides), Squeeze(channels, 1))
+        net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
+        return net
     if name == "mlp":
         net = nn.HybridSequential()
         for _ in range(3):

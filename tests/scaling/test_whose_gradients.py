@@ -10,7 +10,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import check_python, randn
+from helpers import check_python, randn, values
 from mxamp.scaling.hook import Stage
 from mxamp.scaling.passes import passes
 
@@ -598,3 +598,60 @@ def test_a_grad_scaler_of_a_gan(updates):
         return [weight(generator), weight(critic)]
 
     assert_right([trained(amp.GradScaler(init_scale=16, growth_interval=1)), trained(None)])
+
+
+def two_losses(scaled):
+    """Weights after a step of two trainers whose losses have a layer in common."""
+    first, second = gluon.nn.Dense(2, in_units=3), gluon.nn.Dense(1, in_units=2)
+    trainers = []
+    for net in (first, second):
+        net.initialize(mx.init.One())
+        trainers.append(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}))
+    if scaled:
+        amp.init_trainer(trainers[0], amp.LossScaler(init_scale=1024))
+        amp.init_trainer(trainers[1], amp.LossScaler(init_scale=32))
+    with autograd.record():
+        features = first(mx.nd.ones((1, 3)))
+        losses = [features.sum(), second(features).sum()]
+        if not scaled:
+            autograd.backward(losses)
+        else:
+            with amp.scale_loss(losses[0], trainers[0]) as one, amp.scale_loss(losses[1], trainers) as two:  # fmt: skip
+                autograd.backward([one, two])
+    for trainer in trainers:
+        trainer.step(1)
+    return [values(net.weight.data()) for net in (first, second)]
+
+
+def test_one_pass_from_losses_of_several_scales():
+    wanted = two_losses(False)
+    amp.init("float16", ctx=mx.cpu())
+    for mine, theirs in zip(two_losses(True), wanted):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("plain_second", [False, True])
+def test_gradients_that_are_added_to_after_a_step(plain_second):
+    """MXNet goes on adding where nobody has called `zero_grad`."""
+
+    def trained(scaled):
+        net = gluon.nn.Dense(1, in_units=2)
+        net.initialize(mx.init.One())
+        net.collect_params().setattr("grad_req", "add")
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        if scaled:
+            amp.init_trainer(trainer, amp.LossScaler(init_scale=1024, growth_interval=1))
+        for i in range(3):
+            with autograd.record():
+                loss = net(mx.nd.ones((1, 2))).sum()
+                if scaled and not (i == 1 and plain_second):
+                    with amp.scale_loss(loss, trainer) as one:
+                        one.backward()
+                else:
+                    loss.backward()
+            trainer.step(1)
+        return values(net.weight.data())
+
+    wanted = trained(False)
+    amp.init("float16", ctx=mx.cpu())
+    np.testing.assert_array_equal(trained(True), wanted)
