@@ -51,7 +51,8 @@ def _give_way(record: logging.LogRecord) -> bool:
     """Leave log lines to the program's own handlers and levels; asked before each line."""
     if _other_handlers():
         logger.removeHandler(_handler)
-    if not _level_chosen():
+    if not _level_chosen() or _handler in logger.handlers:
+        # Until a handler of the program's takes over, which the first `logging.info` may add.
         return True
     # A new list: logging is going through the old one.
     logger.filters = [other for other in logger.filters if other is not _give_way]

@@ -158,9 +158,13 @@ class PolicyCachedOp:
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         gradients = [p._grad for _, p in self._parameters]
         if any(new is not old for new, old in zip(gradients, self._gradients)):
-            # As after another `grad_req`: with static_shape an op goes on writing to those of the
-            # time when it was made.
+            # `grad_req` changed: an op with static_shape keeps writing to the old gradients. The
+            # plain one has not seen the calls in between that other ops have run.
             self._ops.clear()
+            self._plain = self._cached_op(self._unchanged.symbol, range(len(self._names)))
+            self._unchanged = _Op(self._plain, self._unchanged.symbol)
+            if self._hook is not None:
+                self._plain._register_op_hook(*self._hook)
         self._gradients = gradients
         training = autograd.is_recording()
         dtypes, graph = dtypes_of(args), self._graph_for(training)
@@ -256,20 +260,20 @@ class PolicyCachedOp:
             symbol = graph.to_symbol(self._symbol_class)
         else:
             return self._unchanged
-        op = self._arranged(symbol, order)
+        op = ArrangedOp(self._cached_op(symbol, order), order)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return _Op(op, symbol)
 
-    def _arranged(self, symbol: Symbol, order: List[int]) -> "ArrangedOp":
-        """Return the op of a symbol that reads these arguments of the block, in this order."""
+    def _cached_op(self, symbol: Symbol, order: Sequence[int]) -> CachedOp:
+        """Return MXNet's op of a symbol that reads these arguments of the block, in this order."""
         params = {i for i, _ in self._parameters}
         places = {
             "data_indices": [place for place, i in enumerate(order) if i not in params],
             "param_indices": [place for place, i in enumerate(order) if i in params],
         }
         flags = [flag for flag in self._flags if flag[0] != _STATIC_SHAPE or not self._unset]
-        return ArrangedOp(CachedOp(symbol, [*places.items(), *flags]), order)
+        return CachedOp(symbol, [*places.items(), *flags])
 
     @property
     def hook(self) -> Optional[Tuple[Any, bool]]:

@@ -73,6 +73,9 @@ class Decision:
         return self.through is not None or any(dtype is not None for dtype in self.reads)
 
 
+OTHER_HALF = "MXNet's bfloat16 kernels are not known to a float16 policy, and some end the process"
+
+
 def decide(
     operator: str,
     attributes: Mapping[str, str],
@@ -178,7 +181,10 @@ def _compute_dtype(
         return "float32", f"an input of the user's own half precision is no {target}"
     if op_class == "fp32" or len(floats) > 1:
         return "float32", reason
-    return floats.pop(), reason
+    [dtype] = floats
+    if dtype not in (target, "float32") and policy.device == "cpu" and dtype == "bfloat16":
+        return "float32", OTHER_HALF
+    return dtype, reason
 
 
 def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> FrozenSet[int]:

@@ -97,7 +97,7 @@ def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator
         losses = map_losses(loss, lambda array: scaled_loss(array, scale))
     made = ScaledLosses(scale, hooks)
     if scale != 1:
-        made.given = frozenset(map(id, given))
+        made.given = {id(array): array for array in given}
         made.made = {id(array): array for array in _arrays(losses)}
     with ExitStack() as stack:
         for hook in hooks:

@@ -20,7 +20,6 @@ from typing import (
     Any,
     Callable,
     Dict,
-    FrozenSet,
     Iterator,
     List,
     Optional,
@@ -29,11 +28,13 @@ from typing import (
 )
 
 from mxnet import autograd
+from mxnet.base import MXNetError
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
 from ..framework.patching import FrontEnd, Patch
+from ..graph.graph import Graph
 from ..policy.active import suspended
 from .finite import multiply
 from .gradient_scales import GradientScales, MixedGradients, gradients_of
@@ -44,8 +45,8 @@ __all__ = ["ScaledLosses", "passes"]
 logger = logging.getLogger("mxamp")
 
 UNSCALED = (
-    "inside scale_loss, backward was called on the loss as it was given: its gradients are not "
-    "scaled, and the step will divide them by the scale all the same. Call it on what "
+    "inside scale_loss, backward was called on a loss that is not scaled: the step takes its "
+    "gradients as they are, and small float16 ones may be lost. Call it on what "
     "`with amp.scale_loss(loss, trainer) as scaled` has yielded: autograd.backward(scaled)"
 )
 FOREIGN = (
@@ -62,12 +63,15 @@ class ScaledLosses:
 
     scale: float
     owners: Sequence[Any]  #: whose step it is: hooks of trainers, or a `GradScaler`
-    given: FrozenSet[int] = frozenset()  #: the losses before, by `id`, while they are held
+    given: Dict[int, NDArray] = field(default_factory=dict)  #: the losses before, by `id`
     made: Dict[int, NDArray] = field(default_factory=dict)  #: the scaled ones, by `id`
     used: bool = False  #: a backward pass has begun with them
     #: The scale of output operators, which no scaled head reaches, is set in the pass itself.
     sets_outputs: bool = False
 
+
+#: What multiplies a loss by its scale.
+_TIMES = frozenset({"_mul_scalar", "_npi_multiply_scalar"})
 
 #: The innermost `scale_loss` around the code.
 _inside: "ContextVar[Optional[ScaledLosses]]" = ContextVar("mxamp_scaled_losses", default=None)
@@ -184,13 +188,12 @@ class _Passes(FrontEnd):
     def _begun_with(self, heads: Sequence[NDArray]) -> Sequence[ScaledLosses]:
         """Return the scaled losses that a backward pass from `heads` begins with."""
         inside, known = _inside.get(), self._known()
-        if inside is not None and any(id(head) in inside.given for head in heads):
-            logger.warning(UNSCALED)
         found = [one for one in known if any(id(head) in one.made for head in heads)]
-        if not found and inside is not None:
-            found = [inside]  # such as the sum of scaled losses
-        if not found:
-            found = [one for one in known if not one.used][-1:]
+        if not found and known and not self._are_given(heads):
+            # Such as the sum of scaled losses.
+            found = [one for one in known if _are_scaled(heads, one.scale)][-1:]
+        if not found and inside is not None and inside.scale != 1:
+            logger.warning(UNSCALED)
         for one in found:
             one.used = True
         # Losses of several scales get the smallest of them: see `_with_one_scale`.
@@ -212,6 +215,10 @@ class _Passes(FrontEnd):
             finally:
                 for one in mixed:
                     self._scales[one.trainer] = one.end()
+
+    def _are_given(self, heads: Sequence[NDArray]) -> bool:
+        """Return whether a head is a loss as it was before it was scaled."""
+        return any(id(head) in one.given for one in self._known() for head in heads)
 
     def _with_one_scale(self, heads: Sequence[NDArray], given: Any) -> Any:
         """Return head gradients that bring losses of several scales to the smallest of these."""
@@ -316,3 +323,16 @@ if hasattr(os, "register_at_fork"):
         after_in_parent=passes._alone.release,
         after_in_child=passes._alone.release,
     )
+
+
+def _are_scaled(heads: Sequence[NDArray], scale: float) -> bool:
+    """Return whether one of these heads was computed from a loss times `scale`, by the tape."""
+    for head in heads:
+        try:
+            graph = Graph.from_symbol(autograd.get_symbol(head))
+        except MXNetError:
+            continue  # it is no result of a recorded call
+        for node in graph.nodes:
+            if node.op in _TIMES and float(node.attrs["scalar"]) == scale:
+                return True
+    return False

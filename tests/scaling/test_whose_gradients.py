@@ -308,7 +308,7 @@ def test_backward_of_the_unscaled_loss_is_caught(way, caplog):
             loss = (net(DATA) ** 2).sum()
         with amp.scale_loss(loss, trainer):
             loss.backward()
-    assert "as it was given" in caplog.text
+    assert "a loss that is not scaled" in caplog.text
 
 
 @pytest.mark.parametrize("scaler, warns", [
@@ -655,3 +655,37 @@ def test_gradients_that_are_added_to_after_a_step(plain_second):
     wanted = trained(False)
     amp.init("float16", ctx=mx.cpu())
     np.testing.assert_array_equal(trained(True), wanted)
+
+
+PASSES_FROM = {
+    "the scaled loss": lambda loss, scaled: scaled.backward(),
+    "a sum of it": lambda loss, scaled: (scaled.sum() * 1.0).backward(),
+    "the loss before": lambda loss, scaled: loss.backward(),
+    "a mean of the loss before": lambda loss, scaled: (loss.mean() * loss.size).backward(),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", PASSES_FROM)
+def test_a_step_knows_whether_a_pass_was_scaled(name, inside, caplog):
+    def trained(scaled):
+        net = gluon.nn.Dense(1, in_units=4)
+        net.initialize(mx.init.One())
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        with autograd.record():
+            loss = net(DATA) ** 2
+            if not scaled:
+                loss.backward()
+            else:
+                amp.init_trainer(trainer, amp.LossScaler(init_scale=64))
+                with amp.scale_loss(loss, trainer) as one:
+                    if inside:
+                        PASSES_FROM[name](loss, one)
+                if not inside:
+                    PASSES_FROM[name](loss, one)
+        trainer.step(4)
+        return values(net.weight.data())
+
+    wanted = trained(False)
+    np.testing.assert_allclose(trained(True), wanted, rtol=1e-6)
+    assert ("a loss that is not scaled" in caplog.text) == (inside and "before" in name)
