@@ -72,11 +72,12 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         is_np_op: bool,
         output_is_list: bool,
     ) -> Any:
+        if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
+            # Where mixed precision is off for a region, too: the loss behind it is scaled.
+            ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
         policy = current_policy()
         if policy is None:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
-            ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
         if handle in updated_arrays.handles and autograd.is_recording():
             updated_arrays.note(handle, ndargs, dict(zip(keys, vals)))
         if handle == _DENSE and autograd.is_recording() and needs_separate_bias(ndargs):

@@ -221,23 +221,25 @@ class _Passes(FrontEnd):
         return any(id(head) in one.given for one in self._known() for head in heads)
 
     def _with_one_scale(self, heads: Sequence[NDArray], given: Any) -> Any:
-        """Return head gradients that bring losses of several scales to the smallest of these."""
+        """Return head gradients that bring all losses of a pass to the smallest of their scales."""
+        known = self._known()
         scales = [
-            next((one.scale for one in self._known() if id(head) in one.made), None)
-            for head in heads
+            next((one.scale for one in known if id(head) in one.made), None) for head in heads
         ]
         found = {scale for scale in scales if scale is not None}
-        if len(found) <= 1:
+        if not found or (len(found) == 1 and None not in scales):
             return given
-        grads = [given] if isinstance(given, NDArray) else given or [None] * len(heads)
         smallest = min(found)
-        with suspended():
-            return [
-                grad
-                if scale is None or scale == smallest
-                else (head.ones_like() if grad is None else grad) * (smallest / scale)
-                for head, grad, scale in zip(heads, grads, scales)
-            ]
+        grads = [given] if isinstance(given, NDArray) else given or [None] * len(heads)
+
+        def brought(head: NDArray, grad: Optional[NDArray], scale: Optional[float]) -> Any:
+            if scale is None and any(_are_scaled([head], one) for one in found):
+                return grad  # such as the sum of scaled losses
+            factor = smallest / (scale or 1.0)
+            return grad if factor == 1 else (head.ones_like() if grad is None else grad) * factor
+
+        with suspended(), autograd.pause():
+            return [brought(*one) for one in zip(heads, grads, scales)]
 
     def _brought_together(
         self, heads: Sequence[NDArray], args: Tuple[Any, ...], kwargs: Dict[str, Any]

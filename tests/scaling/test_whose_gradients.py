@@ -689,3 +689,43 @@ def test_a_step_knows_whether_a_pass_was_scaled(name, inside, caplog):
     wanted = trained(False)
     np.testing.assert_allclose(trained(True), wanted, rtol=1e-6)
     assert ("a loss that is not scaled" in caplog.text) == (inside and "before" in name)
+
+
+def test_a_scaled_and_an_unscaled_loss_in_one_pass():
+    def trained(scaled):
+        net = gluon.nn.Dense(1, in_units=4)
+        net.initialize(mx.init.One())
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        with autograd.record():
+            losses = [(net(DATA) ** 2).sum(), net(DATA).sum()]
+            if scaled:
+                amp.init_trainer(trainer, amp.LossScaler(init_scale=64))
+                with amp.scale_loss(losses[0], trainer) as one:
+                    autograd.backward([one, losses[1]])
+            else:
+                autograd.backward(losses)
+        trainer.step(4)
+        return values(net.weight.data())
+
+    np.testing.assert_allclose(trained(True), trained(False), rtol=1e-6)
+
+
+def test_two_grad_scalers_in_one_pass():
+    def trained(scales):
+        nets, trainers, losses, scalers = [], [], [], []
+        for scale in scales:
+            net = gluon.nn.Dense(1, in_units=4)
+            net.initialize(mx.init.One())
+            nets.append(net)
+            trainers.append(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}))
+            scalers.append(amp.GradScaler(init_scale=scale, enabled=scale > 1))
+        with autograd.record():
+            losses = [s.scale((net(DATA) ** 2).sum()) for net, s in zip(nets, scalers)]
+        autograd.backward(losses)
+        for scaler, trainer in zip(scalers, trainers):
+            scaler.step(trainer, 4)
+            scaler.update()
+        return [values(net.weight.data()) for net in nets]
+
+    for mine, theirs in zip(trained((64, 1024)), trained((1, 1))):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
