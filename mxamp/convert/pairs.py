@@ -48,8 +48,8 @@ logger = logging.getLogger("mxamp")
 _READY = ".mxamp-ready"
 
 RENAMED = (
-    "%s replaces another symbol: the names of its parameters begin with %s now, so that nobody who "
-    "reads meanwhile takes the parameters of one for those of the other"
+    "%s replaces another symbol: the names of its parameters begin with %s now, so that the old "
+    "symbol can't be loaded with them"
 )
 ONE_FILE = (
     "{first!r} and {second!r} lead to one file, {place!r}: remove the link, or give another name"

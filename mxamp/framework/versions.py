@@ -35,7 +35,7 @@ FEATURES: Mapping[str, Feature] = {
     "mixed_broadcast_like": Feature("1.8.0", "", one_dtype=("broadcast_like",)),
     "skipped_updates": Feature("1.8.0", ""),  # trainers ask whether gradients overflowed
     "norm_relu": Feature(
-        "1.8.0", "no operator for BatchNorm with relu: fused float32 models run both",
+        "1.8.0", "no operator for BatchNorm with relu",
         ("_contrib_BatchNormWithReLU", "_backward_contrib_BatchNormWithReLU"),
     ),
     "float16_on_cpus": Feature(

@@ -1,10 +1,10 @@
-"""Which operators have an input that a graph is given, or an output that it gives out."""
+"""Nodes whose output reaches weighted products alone, and never a graph's boundary."""
 
-from typing import FrozenSet, Set
+from typing import FrozenSet
 
 from .graph import Graph
 
-__all__ = ["at_the_edge", "feeding_products"]
+__all__ = ["feeding_products"]
 
 #: Where an infinite gradient comes in, that of the weight is not finite either.
 _PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected"})
@@ -15,7 +15,7 @@ _STEADY = frozenset({
     "_plus_scalar", "mean", "sum",
 })  # fmt: skip
 
-#: Their gradients are their output's, in the same memory or a copy of it.
+#: Their gradients are their output's.
 _PASSING = frozenset({
     "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "_np_reshape", "_npx_reshape",
     "_np_squeeze", "_copy", "_np_copy", "_identity_with_attr_like_rhs", "Cast", "amp_cast",
@@ -34,25 +34,3 @@ def feeding_products(graph: Graph) -> FrozenSet[int]:
             continue
         feeding.difference_update(source for source, _ in node.inputs)
     return frozenset(feeding)
-
-
-def at_the_edge(graph: Graph) -> FrozenSet[int]:
-    """Return the nodes that read a variable or are a head, at once or behind what passes it on.
-
-    Where a gradient is that of a variable, MXNet writes it to memory of the caller's, and may add
-    to what is there; the gradient of a head is the caller's too.
-    """
-    given: Set[int] = set()
-    for i, node in enumerate(graph.nodes):
-        if node.is_variable:
-            continue
-        for source, _ in node.inputs:
-            before = graph.nodes[source]
-            if before.is_variable or (source in given and before.operator in _PASSING):
-                given.add(i)
-    out = {i for i, _ in graph.heads}
-    for i in range(len(graph.nodes) - 1, -1, -1):
-        node = graph.nodes[i]
-        if i in out and not node.is_variable and node.operator in _PASSING:
-            out.update(source for source, _ in node.inputs)
-    return frozenset(given | out)

@@ -16,10 +16,8 @@ __all__ = [
     "Part",
     "Parts",
     "Shapes",
-    "add",
     "has_elements",
     "image_convolution",
-    "is_equal_add",
     "is_image_convolution",
     "is_relu6",
     "is_split_of_rows",
@@ -79,16 +77,6 @@ class Call(NamedTuple):
 def has_elements(call: Call) -> bool:
     """Tell whether oneDNN takes the array: NumPy's may be empty or have no axes."""
     return call.shape is None or (bool(call.shape) and all(call.shape))
-
-
-def is_equal_add(call: Call) -> bool:
-    """Tell whether nothing is broadcast."""
-    return call.shape == call.weight and has_elements(call)
-
-
-def add(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return oneDNN's sum, which has bfloat16 and keeps its inputs' layout."""
-    return [Part("elemwise_add", "", (0, 1), {})]
 
 
 class Parts:

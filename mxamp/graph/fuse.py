@@ -1,7 +1,7 @@
 """Fusion for inference on CPUs: oneDNN's fused operators, made by MXNet's own pass.
 
 Before that pass runs the passes of `PASSES`: activations are renamed to those that oneDNN fuses,
-BatchNorm is folded, channels are padded, and what is left of BatchNorm takes in the relu behind it.
+BatchNorm is folded into the product before it, and channels are padded.
 """
 
 from typing import Callable, Dict, Mapping, NamedTuple, Optional, Tuple
@@ -9,14 +9,12 @@ from typing import Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.versions import has_feature
 from ..policy.policy import Policy
 from ..policy.regions import policy_in
-from ..policy.values import kernel_axes
 from .barriers import with_barriers, without_barriers
 from .dense_convolutions import make_dense_convolutions
 from .edit import Edit, Params, without_shape
-from .fold_batchnorm import float32_array, fold_into_consumers, fold_into_producers
+from .fold_batchnorm import float32_array, fold_into_producers
 from .fusible import FUSED, FusionView, check_fused, check_fusible, nodes_inside
 from .graph import Graph, Node, Output
 from .pad_channels import pad_channels
@@ -158,40 +156,6 @@ def _weight_of_images(view: FusionView, node: Node) -> Optional[str]:
     return name if substitution is not None and substitution[0] == "image_convolution" else None
 
 
-# ---------------------------------------------------------------------- BatchNorm and relu
-
-
-def _join_norms_and_relu(view: FusionView, edit: Edit) -> None:
-    """Make one operator of BatchNorms and the relu behind them, which has a float32 kernel only.
-
-    The kernel takes four axes alone: an operator on images must stand before or behind the two.
-    """
-    if not has_feature("norm_relu") or view.policy.lowers or view.policy.rule("BatchNorm").given:
-        return
-    nodes = view.graph.nodes
-    for i, node in enumerate(nodes):
-        if node.op != "Activation" or node.attrs.get("act_type") != "relu":
-            continue
-        source, output = node.inputs[0]
-        norm = nodes[source]
-        if norm.op != "BatchNorm" or output or not view.is_read_once(source):
-            continue
-        behind = [j for j, k in view.consumers.get((i, 0), []) if k == 0 and j >= 0]
-        around = [norm.inputs[0][0], *behind]
-        if norm.attrs.get("axis", "1") == "1" and any(_is_on_images(nodes[j]) for j in around):
-            edit.change(
-                i,
-                op="_contrib_BatchNormWithReLU",
-                attrs=norm.attrs,
-                inputs=norm.inputs,
-                num_outputs=norm.num_outputs,
-            )
-
-
-def _is_on_images(node: Node) -> bool:
-    return node.op in ("Convolution", "Pooling") and kernel_axes(node.attrs) == len("HW")
-
-
 # ---------------------------------------------------------------------- the table
 
 #: In their order: each sees the graph that those before it have made.
@@ -201,7 +165,5 @@ PASSES = (
     FusionPass(fold_into_producers),
     FusionPass(pad_channels, "padded_channels"),
     FusionPass(_add_fourth_channels, "image_convolution"),
-    FusionPass(fold_into_consumers, "folded_norm"),
-    FusionPass(_join_norms_and_relu, "norm_relu"),
     FusionPass(make_dense_convolutions, "dense_convolution"),
 )

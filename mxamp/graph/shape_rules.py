@@ -17,7 +17,7 @@ from ..policy.sums import terms
 from ..policy.values import flattens
 from . import equivalents, substitutions
 from .choices import NONE, Choices, StandIn
-from .edges import at_the_edge, feeding_products
+from .edges import feeding_products
 from .equivalents import Shapes
 from .graph import Graph, Node, Output
 from .input_shapes import input_shapes
@@ -59,17 +59,15 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
     substitutes = any(one.substitutions for one in policies)
     trains = substitutes and usage.training
     views = readers_of_views(graph.nodes, policy, usage) if substitutes else ()
-    outer = at_the_edge(graph) if trains else ()
     inner = feeding_products(graph) if trains else range(len(graph.nodes))
     for i, node in enumerate(graph.nodes):
         found = None
         if not (node.is_variable or i in views or usage.converting):
             found = stand_in(node, policies[i], usage.training, known.get(i, ()))
-        if found is not None:
-            made = substitutions.ALL[found[0]]
-            shared = made.shares_gradients and i in outer
-            if not shared and (i in inner or not made.multiplies_gradients):
-                substituted[i] = found
+        if found is not None and (
+            i in inner or not substitutions.ALL[found[0]].multiplies_gradients
+        ):
+            substituted[i] = found
     running = [_as_run(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     concats = behind_concats(running) if usage.training else ()
     for i, (name, _) in list(substituted.items()):
@@ -158,8 +156,6 @@ def stand_in(node: Node, policy: Policy, training: bool, shapes: Shapes = ()) ->
         product = policy.rule(substitution.lowered)
         if product.op_class != "low" or product.missing or policy.keeps_layer(node.name):
             return None
-    if not substitution.float32_inference and not training and not policy.lowers:
-        return None
     return fitting
 
 

@@ -41,16 +41,12 @@ class Substitution:
     constants: bool = False
     #: Only where this operator, by its class, computes in the target dtype.
     lowered: Optional[str] = None
-    #: Its gradients share memory: in training only where neither is given out, nor is its output.
-    shares_gradients: bool = False
     #: The gradient of its first input comes in blocks of 16 channels, where MXNet's operator has
     #: it in the plain layout: in training not behind a Concat of channels.
     blocks_gradients: bool = False
     #: Where MXNet's gradient is 0 whatever comes in, it is 0 times that: in training only where an
     #: infinite gradient has reached the weights anyway.
     multiplies_gradients: bool = False
-    #: Also in inference by a policy that lowers nothing.
-    float32_inference: bool = True
     #: The operator that stands in, where it is a single one: layouts of memory depend on it.
     single: Optional[str] = None
     #: Rules by shape (`rules.SHAPE_RULES`) whose reason to keep it in float32 is gone with it.
@@ -89,23 +85,12 @@ def _reduction(name: str, build: Callable[..., Sequence[Part]], *operators: str)
     )
 
 
-ADDS = frozenset({"broadcast_add", "_npi_add"})
 SPLITS = frozenset({"SliceChannel", "_split_v2"})
 
 _SUBSTITUTIONS = (
     _activation("relu", "relu", "_npx_relu"),
     _activation("sigmoid", "sigmoid", "_npx_sigmoid"),
     _activation("tanh", "tanh", "_npi_tanh"),
-    Substitution(
-        name="add",
-        operators=ADDS,
-        build=equivalents.add,
-        applies=equivalents.is_equal_add,
-        by_shape=dict.fromkeys(ADDS, (0, 1)),
-        shares_gradients=True,
-        float32_inference=False,
-        single="elemwise_add",
-    ),
     Substitution(
         name="broadcast",
         operators=frozenset(broadcasts.OPERATORS),

@@ -46,9 +46,9 @@ LIMITED = frozenset({"long_sums"})
 #: those that fused models alone have, and the optimizers whose steps `patches.optimizers` makes
 #: faster.
 SUBSTITUTIONS = (
-    "relu", "sigmoid", "tanh", "add", "broadcast", "relu6", "layer_norm", "mean", "sum",
+    "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "global_pool", "pool_in_parts", "image_convolution", "split",
-    "merged_groups", "rnn", "rnn_params", "padded_channels", "folded_norm", "norm_relu",
+    "merged_groups", "rnn", "rnn_params", "padded_channels",
     "dense_convolution",
     "sgd", "adam",
 )  # fmt: skip

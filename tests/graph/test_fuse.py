@@ -11,7 +11,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from digits import arrays, batches
-from helpers import check_python, exported, kind, needs, operators_of, randn, same, with_avx512
+from helpers import check_python, exported, kind, operators_of, randn, same, with_avx512
 from mxamp.cli.main import main
 from mxamp.graph.fuse import FUSED
 from mxamp.graph.graph import Graph
@@ -154,61 +154,6 @@ def test_convolutions_of_one_image_share_its_fourth_channel():
     assert not {"Concat", "zeros_like"} & set(operators_of(graph.to_symbol()))
     plain = net(x).asnumpy()
     assert np.linalg.norm(fast(x).asnumpy() - plain) < 0.02 * np.linalg.norm(plain)
-
-
-class Dense(gluon.HybridBlock):
-    """A layer of a DenseNet: what it reads and what it makes of it, side by side."""
-
-    def __init__(self, ndim=4, **norm):
-        super().__init__()
-        with self.name_scope():
-            self.norm = nn.BatchNorm(in_channels=16, **norm)
-            self.layer = nn.Conv2D(16, 3, in_channels=16) if ndim == 4 else nn.Dense(16)
-
-    def hybrid_forward(self, F, x):
-        return self.layer(F.relu(self.norm(F.concat(x, F.tanh(x), dim=1))))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("on", marks=needs("norm_relu")), "off", "rows", "channels last", "bfloat16"],
-)
-def test_norms_and_relu_in_float32_are_one_operator(name):
-    if name == "bfloat16" and B.rule("Convolution").missing:
-        pytest.skip("no bfloat16 kernels")
-    net = Dense(ndim=2 if name == "rows" else 4, **({"axis": 2} if "last" in name else {}))
-    net.initialize(mx.init.Xavier())
-    net.norm.running_mean.set_data(randn(16, scale=0.3))
-    net.norm.beta.set_data(randn(16, seed=1))
-    x = randn(3, 8) if name == "rows" else randn(2, 8, 16, 7)
-    policy = B if name == "bfloat16" else B.in_float32()
-    if name == "off":
-        policy = policy.override(substitutions=["relu"])
-    fast = amp.convert_hybrid_block(net, policy=policy, example_inputs=x, fuse=True)
-    used = operators_of(fast._cached_graph[1])
-    assert used.count("_contrib_BatchNormWithReLU") == (name == "on")
-    assert used.count("BatchNorm") == (name != "on")
-    tolerance = 0.02 if name == "bfloat16" else 1e-6
-    plain = net(x).asnumpy()
-    assert np.linalg.norm(fast(x).asnumpy() - plain) <= tolerance * np.linalg.norm(plain)
-
-
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_avx512)])
-def test_a_norm_of_images_goes_into_their_fourth_channel(dtype, tmp_path):
-    net, x = nn.HybridSequential(), randn(2, 3, 9, 9)
-    net.add(nn.BatchNorm(scale=False, in_channels=3), nn.Conv2D(16, 3, padding=1, in_channels=3))
-    net.initialize(mx.init.Xavier())
-    net[0].running_mean.set_data(nd.array([1.0, -2.0, 3.0]))
-    net[0].running_var.set_data(nd.array([4.0, 0.5, 1.0]))
-    policy = B if dtype == "bfloat16" else B.in_float32()
-    fast = amp.convert_hybrid_block(net, policy=policy, example_inputs=x, fuse=True)
-    # In float32 the image has three channels, and a convolution with a border does not take it in.
-    assert operators_of(fast._cached_graph[1]).count("BatchNorm") == (dtype == "float32")
-    plain = net(x).asnumpy()
-    tolerance = 0.02 if dtype == "bfloat16" else 1e-6
-    assert np.linalg.norm(fast(x).asnumpy() - plain) <= tolerance * np.linalg.norm(plain)
-    assert same(exported(fast, tmp_path)(x), fast(x))
 
 
 @with_avx512

@@ -94,7 +94,7 @@ def test_values_and_gradients_agree(name):
 
 
 def test_every_substitution_has_its_case_and_its_measurement():
-    elsewhere = {"add", "broadcast", "pool_in_parts", "rnn", "rnn_params"}
+    elsewhere = {"broadcast", "pool_in_parts", "rnn", "rnn_params"}
     here = {*CASES, "split", "image_convolution", "merged_groups", "global_pool"}
     assert here | elsewhere == set(ALL)
     assert set(SUBSTITUTIONS) == set(amp.Policy.default("bfloat16").substitutions)
@@ -103,7 +103,7 @@ def test_every_substitution_has_its_case_and_its_measurement():
 
 def test_single_operators_are_what_is_built():
     singles = {name: one.single for name, one in ALL.items() if one.single}
-    assert set(singles) == {"relu", "sigmoid", "tanh", "add", "global_pool", "pool_in_parts"}
+    assert set(singles) == {"relu", "sigmoid", "tanh", "global_pool", "pool_in_parts"}
     for name, operator in singles.items():
         assert [part.op for part in ALL[name].build({}, ())] == [operator]
 
@@ -286,47 +286,6 @@ def test_explain_shows_them_and_the_switch_takes_them_out(name):
     assert operators(symbol, policy, "converted", **shapes) == plain
 
 
-class Residual(gluon.HybridBlock):
-    """A block of a residual network, with the sum that `add` makes."""
-
-    def __init__(self, add, **options):
-        super().__init__(**options)
-        self.add = add
-        with self.name_scope():
-            self.first = nn.Conv2D(16, 3, padding=1, in_channels=16, use_bias=False)
-            self.second = nn.Conv2D(16, 3, padding=1, in_channels=16, use_bias=False)
-            self.norm = nn.BatchNorm(in_channels=16)
-
-    def hybrid_forward(self, F, x):
-        x = self.first(x)
-        return self.norm(self.add(F, x, self.second(x)))
-
-
-def numpy_add(F, x, y):
-    return (x.as_np_ndarray() + y.as_np_ndarray()).as_nd_ndarray()
-
-
-@with_avx512
-@pytest.mark.parametrize("mode", ["training", "inference"])
-@pytest.mark.parametrize(
-    "add", [lambda F, x, y: F.broadcast_add(x, y), numpy_add], ids=["classic", "NumPy"]
-)
-def test_sums_of_equal_shapes_are_bfloat16_and_leave_the_layout(add, mode):
-    net = Residual(add)
-    net.initialize(mx.init.Uniform(0.1))
-    x = randn(2, 16, 8, 8)
-    options = {"mode": mode, "input_shapes": {"data": x.shape}}
-    plan = amp.explain(net, "bfloat16", example_inputs=x, **options)
-    found = {node.operator: node.precision for node in plan}
-    assert found == dict.fromkeys(("Convolution", "elemwise_add", "BatchNorm"), "bfloat16")
-    for mine, theirs in zip(run(net, x, amp.Policy.default("bfloat16")), run(net, x)):
-        assert np.linalg.norm(mine - theirs) < 0.05 * max(1, np.linalg.norm(theirs))
-    rest = [name for name in amp.Policy.default("bfloat16").substitutions if name != "add"]
-    without = amp.Policy.default("bfloat16").override(substitutions=rest)
-    plan = amp.explain(net, policy=without, example_inputs=x, **options)
-    assert {n.operator: n.precision for n in plan}["BatchNorm"] == "float32"
-
-
 def test_sums_of_numpy_arrays_keep_their_rules():
     """What is broadcast, empty, without axes or not float stays with NumPy's operator."""
     mx.npx.set_np()
@@ -451,16 +410,6 @@ def test_adaptive_pooling_to_one_is_global(size, low):
         assert np.abs(mine - theirs).max() <= (0.01 if low else 1e-6) * np.abs(theirs).max()
     two = mx.sym.contrib.AdaptiveAvgPooling2D(mx.sym.var("data"), output_size=2)
     assert operators(two, policy, **shapes) == ["_contrib_AdaptiveAvgPooling2D"]
-
-
-def test_sums_in_float32_are_faster_in_training_alone():
-    data, shapes = mx.sym.exp(mx.sym.var("data")), {"data": (2, 3)}
-    symbol = mx.sym.exp(mx.sym.broadcast_add(data, mx.sym.exp(data)))
-    for policy in (amp.Policy.default("bfloat16"), amp.Policy.default("bfloat16").in_float32()):
-        for mode in ("training", "inference"):
-            left = operators(symbol, policy, mode, input_shapes=shapes)
-            stays = mode == "inference" and not policy.lowers
-            assert left[2] == ("broadcast_add" if stays else "elemwise_add")
 
 
 def test_what_a_user_has_classed_stays():
