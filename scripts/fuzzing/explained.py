@@ -10,10 +10,13 @@ FOREACH = "loops in graphs with static_shape read memory that was never written,
 FROZEN = "plain MXNet gives no gradient to a dense layer's bias where its weight has none"
 CANCELED = "what is normalized is the rounding error of a difference of equal arrays"
 
+ENLARGED = "plain MXNet leaves parameters unwritten that partial_shaping=True has enlarged"
+
 EXPLAINED: Dict[FrozenSet[str], str] = {
     **{frozenset({op, "not finite"}): NAN for op in _RELU},
     frozenset({"contrib.foreach", "static_shape"}): FOREACH,
     frozenset({"FullyConnected", "grad_req()"}): FROZEN,
     frozenset({"npx.fully_connected", "grad_req()"}): FROZEN,
     frozenset({"BatchNorm", "broadcast_sub"}): CANCELED,
+    frozenset({"BatchNorm", "reshape()"}): ENLARGED,
 }
