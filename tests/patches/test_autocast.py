@@ -73,7 +73,7 @@ def test_a_different_init_is_an_error():
         ({}, {"fp32_ops": ["softmax"]}, "and [0-9,]+ others"),
         (
             {"target_dtype": "bfloat16"}, {"policy": BFLOAT16.override(substitutions=["relu"])},
-            "substitutions: adam, add, broadcast and 19 others instead of relu",
+            "substitutions: adam, broadcast, dense_convolution and 16 others instead of relu",
         ),
         (
             {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},
