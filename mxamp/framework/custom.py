@@ -70,7 +70,7 @@ def _class_of(callback: Any) -> Optional[Tuple[str, type]]:
 
 
 class Described(NamedTuple):
-    """What the class of a custom operator says of it."""
+    """The properties that a custom operator's class declares."""
 
     needs_head_gradient: bool = True
     auxiliary_states: int = 0

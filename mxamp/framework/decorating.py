@@ -1,4 +1,4 @@
-"""Which functions a decorator can put something around."""
+"""Checks that a decorator can wrap a function: its code has to run during the call."""
 
 import inspect
 from typing import Any

@@ -107,7 +107,7 @@ def scaled_pass(
 
 
 class Repeated:
-    """What the first try of a pass has updated, and later ones must not: running statistics."""
+    """Running statistics and states that only the first try of a pass may update."""
 
     def __init__(self) -> None:
         self._arrays: List[NDArray] = []

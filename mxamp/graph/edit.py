@@ -1,4 +1,4 @@
-"""What a pass over a graph sees, and how it says what changes: a view and an edit.
+"""The view of a graph that a pass gets, and the edit that it records.
 
 A pass never counts consumers, copies nodes or makes names by itself. The view has the consumers of
 every output, the graph's outputs among them, and the edit is applied in one walk: an output that is

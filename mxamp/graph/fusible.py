@@ -1,4 +1,4 @@
-"""Which models can be fused, and why others can't; the view that passes of fusion get."""
+"""Checks that a model can be fused, and the view that passes of fusion get."""
 
 from dataclasses import dataclass
 from functools import cached_property

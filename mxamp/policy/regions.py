@@ -72,7 +72,7 @@ _held: Dict[str, Policy] = {}
 
 
 class Region:
-    """What an `autocast` region asks for, and whether a node has been marked with it."""
+    """One `autocast` region: its policy or dtype, and whether it has marked a node."""
 
     __slots__ = ("_choice", "_dtype", "has_nodes")
 
@@ -83,7 +83,7 @@ class Region:
 
     @property
     def mark(self) -> str:
-        """What nodes made in it are marked with."""
+        """The mark of nodes that are made in it."""
         if self._choice is FLOAT32:
             return _OFF
         return _mark_of_policy(self._choice) if isinstance(self._choice, Policy) else self._dtype
