@@ -8,7 +8,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import float32_parts
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES
-from .edit import Edit
+from .edit import Edit, View
 from .graph import CASTS, TAKES_EMPTY, Graph, Node, Output
 
 __all__ = [
@@ -52,20 +52,16 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
     The variable takes the dtype itself, recorded in its `__dtype__`. Returns the graph, and the
     dtype by name of each such variable; those named in `keep` stay as they are.
     """
-    readers: Dict[int, List[int]] = {}
-    for i, node in enumerate(graph.nodes):
-        for source, _ in node.inputs:
-            readers.setdefault(source, []).append(i)
-    heads = {node for node, _ in graph.heads}
+    view = View(graph, {})
     cast_variables: Dict[str, str] = {}
     nodes, edit = graph.nodes, Edit(graph, {})
 
     def casts(i: int) -> Optional[List[int]]:
         """Return the casts between node i and what reads it in `dtype`; None if not all does."""
         found: List[int] = []
-        if i in heads or i not in readers:
+        if i in view.outputs or (i, 0) not in view.consumers:
             return None
-        for j in readers[i]:
+        for j, _ in view.consumers[i, 0]:
             is_amp = nodes[j].op == "amp_cast" or TAKES_EMPTY in nodes[j].attrs
             to = nodes[j].attrs["dtype"] if is_amp else None
             # A variable that holds the other half precision is cast by way of float32; weights of

@@ -65,7 +65,6 @@ class ScaledLosses:
     owners: Sequence[Any]  #: whose step it is: hooks of trainers, or a `GradScaler`
     given: Dict[int, NDArray] = field(default_factory=dict)  #: the losses before, by `id`
     made: Dict[int, NDArray] = field(default_factory=dict)  #: the scaled ones, by `id`
-    used: bool = False  #: a backward pass has begun with them
     #: The scale of output operators, which no scaled head reaches, is set in the pass itself.
     sets_outputs: bool = False
 
@@ -194,8 +193,6 @@ class _Passes(FrontEnd):
             found = [one for one in known if _are_scaled(heads, one.scale)][-1:]
         if not found and inside is not None and inside.scale != 1:
             logger.warning(UNSCALED)
-        for one in found:
-            one.used = True
         # Losses of several scales get the smallest of them: see `_with_one_scale`.
         scale = min((one.scale for one in found), default=1.0)
         return [one if one.scale == scale else replace(one, scale=scale) for one in found]
