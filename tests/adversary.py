@@ -16,8 +16,8 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import values
-from mxamp.graph.graph import Graph
-from mxamp.graph.interpret import interpret, run_node
+from mxamp.graph.inspect import interpret, run_node
+from mxamp.graph.ir import Graph
 
 S = mx.sym
 BFLOAT16 = amp.Policy.default("bfloat16")

@@ -17,7 +17,7 @@ import pytest
 import mxamp as amp
 from mxamp.framework.machine import dtype_name
 from mxamp.framework.versions import FEATURES, has_feature, why_not
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = np.dtype([("bfloat16", np.uint16)])

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mxamp.diagnosis.facts import Build, Cpu, Facts, Gpu, Speed, Wheel
+from mxamp.tools.doctor.facts import Build, Cpu, Facts, Gpu, Speed, Wheel
 
 CPU = Cpu(
     name="AMD EPYC 9R45", instructions=("avx2", "avx512", "avx512_bf16"),

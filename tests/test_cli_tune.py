@@ -17,7 +17,7 @@ from helpers import ROOT, randn
 from mxamp.cli.main import main
 from mxamp.cli.words import in_options
 from mxamp.policy.policy import Policy
-from mxamp.tuning import tuner
+from mxamp.tools.tuning import tuner
 
 S = mx.sym
 NET = S.FullyConnected(S.var("data"), num_hidden=32, name="fc")
@@ -337,7 +337,7 @@ PROGRAM = """
 import os, signal, sys
 import mxamp
 from mxamp.cli.main import main
-from mxamp.tuning.deadline import Deadline
+from mxamp.tools.tuning.deadline import Deadline
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in jobs
 phase = Deadline.phase

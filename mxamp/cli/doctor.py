@@ -8,12 +8,12 @@ from typing import Dict, Iterable, List, Sequence, Tuple
 
 import click
 
-from ..diagnosis.collect import collect
-from ..diagnosis.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
-from ..diagnosis.finding import Finding
-from ..diagnosis.findings import findings
-from ..diagnosis.gpus import runs_on
 from ..framework.cuda import NEWEST_WHEEL
+from ..tools.doctor.collect import collect
+from ..tools.doctor.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
+from ..tools.doctor.finding import Finding
+from ..tools.doctor.findings import findings
+from ..tools.doctor.gpus import runs_on
 from .group import examples
 
 __all__ = ["as_json", "as_text", "doctor", "info"]

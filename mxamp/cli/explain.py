@@ -7,15 +7,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..convert.saved import load_model, saved_semantics
-from ..debugging.colours import BY
-from ..debugging.drawing import draw
-from ..debugging.explain import MODES
-from ..debugging.explain import explain as explain_symbol
-from ..debugging.plan import PRECISIONS, Plan
 from ..errors import ArgumentError
 from ..framework.tables import cell_text
-from ..graph.builder import is_converted
-from ..graph.graph import Graph
+from ..graph.casts.builder import is_converted
+from ..graph.ir import Graph
+from ..tools.debugging.colours import BY
+from ..tools.debugging.drawing import draw
+from ..tools.debugging.explain import MODES
+from ..tools.debugging.explain import explain as explain_symbol
+from ..tools.debugging.plan import PRECISIONS, Plan
 from .group import DTYPES, examples, usage_error
 from .inputs import inputs_of
 from .options import chosen_policy, saved_model_options

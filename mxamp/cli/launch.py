@@ -7,7 +7,7 @@ from typing import Sequence
 import click
 
 from ..errors import AmpError
-from ..launching.parameter_server import ParameterServerRun
+from ..tools.launch.parameter_server import ParameterServerRun
 from .group import examples, lines
 
 __all__ = ["launch"]

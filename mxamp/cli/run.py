@@ -7,12 +7,12 @@ from typing import Iterator, List, Optional, Sequence
 
 import click
 
-from ..debugging.operator_counts import operator_stats
 from ..errors import AmpError
 from ..frontends import automatic
 from ..frontends.log_lines import show_log
 from ..frontends.own_amp import OWN_AMP, imports_mxamp
 from ..policy.policy import Policy
+from ..tools.debugging.operator_counts import operator_stats
 from .group import DTYPES_OR_AUTO, examples
 from .script import execute, find_module, find_script
 

@@ -16,11 +16,11 @@ from ..convert.saved import load_model, model_files, saved_semantics
 from ..errors import ArgumentError, StateError
 from ..framework.files import checked_writable
 from ..framework.tables import cell_text
-from ..graph.graph import Graph
+from ..graph.ir import Graph
 from ..policy.evidence import Evidence
 from ..policy.policy import Policy
-from ..tuning.tune import tune as tune_model
-from ..tuning.tuner import STOPPED
+from ..tools.tuning.tune import tune as tune_model
+from ..tools.tuning.tuner import STOPPED
 from .group import DTYPES, IS_THERE, examples, usage_error
 from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
 from .options import chosen_policy, saved_model_options, stop_status

@@ -24,7 +24,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, UnknownNameError, located, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
-from ..graph.graph import Graph, argument_dtypes
+from ..graph.ir import Graph, argument_dtypes
 from ..policy.layers import Layers, layer_patterns
 from ..policy.policy import Policy
 from ..policy.targets import check_truth

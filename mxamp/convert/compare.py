@@ -18,7 +18,7 @@ from ..framework.arrays import cast
 from ..framework.machine import DTYPE_NAMES, dtype_name
 from ..framework.nested import as_list
 from ..framework.wording import counted, shown
-from ..graph.graph import Graph
+from ..graph.ir import Graph
 from ..policy.active import suspended
 from .arguments import known_dtype, known_names, known_shapes
 from .distance import Distance

@@ -9,8 +9,8 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.arrays import float32_parts
 from ..framework.machine import dtype_name
 from ..framework.wording import counted
-from ..graph.cast_params import count_losses
-from ..graph.graph import CASTS, Graph
+from ..graph.casts.offline import count_losses
+from ..graph.ir import CASTS, Graph
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..policy.values import INFINITE_FROM

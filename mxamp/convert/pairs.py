@@ -39,7 +39,7 @@ from ..framework.files import (
     temporary_beside,
     writing,
 )
-from ..graph.graph import Graph
+from ..graph.ir import Graph
 
 __all__ = ["finish_replacing", "pair_state", "renamed", "replaced_files", "set_apart"]
 

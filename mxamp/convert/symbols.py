@@ -10,8 +10,9 @@ from ..framework.arrays import cast, copy
 from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
-from ..graph.builder import HALVES, is_converted
-from ..graph.cast_params import (
+from ..graph.casts.builder import HALVES, is_converted
+from ..graph.casts.insert import rewrite
+from ..graph.casts.offline import (
     cast_offline,
     widened,
     with_copies,
@@ -19,12 +20,10 @@ from ..graph.cast_params import (
     with_single_variables,
     without_copies,
 )
-from ..graph.fuse import fused
-from ..graph.graph import Graph
-from ..graph.insert_casts import rewrite
+from ..graph.ir import Graph, Usage
 from ..graph.recognise import recognised
-from ..graph.shape_rules import choose
-from ..graph.usage import Usage
+from ..graph.speed.fuse import fused
+from ..graph.speed.shape_rules import choose
 from ..policy.active import suspended
 from ..policy.policy import Policy
 from .arguments import Conversion, checked_policy, known_dtypes, known_names, names_of

@@ -9,7 +9,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..framework.machine import DTYPE_CODES, dtype_name
-from ..graph.graph import Graph
+from ..graph.ir import Graph
 
 __all__ = ["save_in_float32"]
 

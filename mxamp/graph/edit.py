@@ -13,7 +13,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.machine import dtype_name
-from .graph import Graph, Node, Output
+from .ir import Graph, Node, Output
 
 __all__ = ["Edit", "Names", "Params", "View", "without_shape"]
 

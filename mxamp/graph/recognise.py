@@ -13,7 +13,7 @@ from ..framework.wording import counted, shortened
 from ..policy.evidence import Evidence, LayerCost, Trial
 from ..policy.layers import exactly
 from ..policy.policy import Policy
-from .graph import Graph, Node
+from .ir import Graph, Node
 
 __all__ = ["fingerprint", "layer_costs", "recognised", "warn_of_eager", "warn_of_way"]
 

@@ -17,18 +17,15 @@ from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
 from ..framework.patching import Patch
-from ..graph.builder import is_converted
-from ..graph.choices import NONE, Choices
-from ..graph.control_flow import UNSAFE_LOOPS
-from ..graph.graph import Graph
+from ..graph.casts.builder import is_converted
+from ..graph.casts.scale_input import SCALE_INPUT, with_scale_input
+from ..graph.casts.symbol import rewritten_symbol
+from ..graph.gradients import trained_graph, weights_beside_biases
+from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.recognise import recognised, warn_of_way
-from ..graph.recurrent import reads_unset_flag
-from ..graph.rewritten_symbol import rewritten_symbol
-from ..graph.scale_input import SCALE_INPUT, with_scale_input
-from ..graph.separate_biases import weights_beside_biases
-from ..graph.shape_rules import choose
-from ..graph.trained_graph import trained_graph
-from ..graph.usage import Usage
+from ..graph.speed.choices import NONE, Choices
+from ..graph.speed.recurrent import reads_unset_flag
+from ..graph.speed.shape_rules import choose
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside

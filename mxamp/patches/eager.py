@@ -22,8 +22,8 @@ from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.patching import Patch
 from ..framework.updated_arrays import updated_arrays
 from ..framework.zero_gradients import kept_safe, zero_gradients
+from ..graph.gradients import needs_separate_bias, without_bias
 from ..graph.recognise import warn_of_eager
-from ..graph.separate_biases import needs_separate_bias, without_bias
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy

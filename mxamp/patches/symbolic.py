@@ -39,15 +39,13 @@ from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
 from ..framework.patching import Patch
-from ..graph.barriers import with_barriers
-from ..graph.choices import Choices
-from ..graph.control_flow import LOOPS
-from ..graph.graph import Graph, argument_dtypes
+from ..graph.casts.symbol import own_marks, rewritten_symbol
+from ..graph.gradients import trained_graph
+from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
-from ..graph.rewritten_symbol import own_marks, rewritten_symbol
-from ..graph.shape_rules import choose
-from ..graph.trained_graph import trained_graph
-from ..graph.usage import Shape, Usage
+from ..graph.speed.barriers import with_barriers
+from ..graph.speed.choices import Choices
+from ..graph.speed.shape_rules import choose
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside

@@ -34,7 +34,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
 from ..framework.patching import FrontEnd, Patch
-from ..graph.graph import Graph
+from ..graph.ir import Graph
 from ..policy.active import suspended
 from .finite import multiply
 from .gradient_scales import GradientScales, MixedGradients, gradients_of

@@ -11,7 +11,7 @@ import mxamp as amp  # before mxnet: makes it importable on newer Python and Num
 import mxnet as mx
 import numpy as np
 
-from mxamp.graph import substitutions
+from mxamp.graph.speed import substitutions
 
 #: Relative size of the errors that stand for rounding, by policy.
 EPSILON = {"float32": 2.0**-22, "bfloat16": 2.0**-9, "float16": 2.0**-11}

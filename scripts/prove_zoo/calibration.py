@@ -11,8 +11,8 @@ from typing import Any, Dict, List, Sequence
 
 import mxnet as mx
 
-from mxamp.graph.graph import Graph, Node
-from mxamp.graph.interpret import interpret, run_node
+from mxamp.graph.inspect import interpret, run_node
+from mxamp.graph.ir import Graph, Node
 
 _NORMS = ("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm")
 _SUMS = ("elemwise_add", "broadcast_add", "_npi_add", "_Plus", "_plus")

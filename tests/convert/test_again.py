@@ -9,7 +9,7 @@ from mxnet.contrib import amp as stock
 import mxamp as amp
 from helpers import kind, randn, with_avx512
 from models import GPU
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from nets import Control, convolutional, made
 
 S = mx.sym

@@ -12,7 +12,7 @@ import mxamp as amp
 from helpers import BF16, check_python, down, kind, randn, same, values
 from models import GPU, model, policy_for
 from mxamp.framework.machine import features
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from nets import Attention, Control, convolutional, decoder, made, perceptron
 
 pytestmark = pytest.mark.usefixtures("unfused")

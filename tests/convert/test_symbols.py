@@ -13,7 +13,7 @@ from mxnet.contrib import amp as stock
 import mxamp as amp
 from handcast import evaluate
 from helpers import BF16, kind, mx_dtype, randn, same
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from nets import Control
 
 pytestmark = pytest.mark.usefixtures("unfused")

@@ -9,9 +9,9 @@ from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 
 import mxamp as amp
-from mxamp.convert.to_onnx import exportable
-from mxamp.graph.census import tensors_of
-from mxamp.graph.graph import Graph
+from mxamp.graph.inspect import tensors_of
+from mxamp.graph.ir import Graph
+from mxamp.tools.onnx import exportable
 
 
 def model_of(net, data):
@@ -255,7 +255,7 @@ def test_what_the_exporter_lacks_is_named(runtime, tmp_path):
 
 def test_wrong_values_are_not_written(runtime, tmp_path, monkeypatch):
     """Say an operator that MXNet's exporter writes wrongly."""
-    from mxamp.convert import to_onnx
+    from mxamp.tools import onnx as to_onnx
 
     monkeypatch.setattr(to_onnx, "_run", lambda *_: [np.zeros((2, 2), np.float32)])
     symbol = mx.sym.relu(mx.sym.var("data"))

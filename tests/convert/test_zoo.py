@@ -47,7 +47,7 @@ logging.disable(logging.CRITICAL)
 import mxamp as amp
 import mxnet as mx
 from mxnet.contrib import amp as stock
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from mxamp.framework.machine import BFLOAT16
 
 origin, name = NAME.split(":")

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 import mxamp as amp
 from helpers import float16_policy, needs_float16, randn
 from mxamp.cli.main import main
-from mxamp.debugging.colours import scale_of
-from mxamp.debugging.drawing import to_dot
-from mxamp.debugging.plan import NodePlan, Plan
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from mxamp.graph.recognise import fingerprint
 from mxamp.policy.evidence import LayerCost
+from mxamp.tools.debugging.colours import scale_of
+from mxamp.tools.debugging.drawing import to_dot
+from mxamp.tools.debugging.plan import NodePlan, Plan
 from tuned import EVIDENCE
 
 S = mx.sym

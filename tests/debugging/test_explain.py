@@ -9,7 +9,7 @@ from mxnet import nd
 import mxamp as amp
 from helpers import randn
 from models import GPU, model
-from mxamp.debugging.drawing import to_dot
+from mxamp.tools.debugging.drawing import to_dot
 from nets import Control, convolutional, made, perceptron
 
 

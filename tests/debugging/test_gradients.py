@@ -15,8 +15,8 @@ from mxnet.gluon import nn
 import digits
 import mxamp as amp
 from helpers import BF16, randn
-from mxamp.debugging.comparing.exponents import ExponentCounts
-from mxamp.debugging.comparing.histogram import MARGIN, GradientHistogram
+from mxamp.tools.debugging.comparing.exponents import ExponentCounts
+from mxamp.tools.debugging.comparing.histogram import MARGIN, GradientHistogram
 from nets import NETS, made, masked, perceptron
 from training import batches, setup
 

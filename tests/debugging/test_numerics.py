@@ -13,8 +13,8 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import randn
-from mxamp.debugging import NumericsError, check_numerics
 from mxamp.patches.symbolic import scaled_executors
+from mxamp.tools.debugging import NumericsError, check_numerics
 
 DEPTH, FAULT = 50, 17
 

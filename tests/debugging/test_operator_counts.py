@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import randn
-from mxamp.debugging import operator_stats
+from mxamp.tools.debugging import operator_stats
 from nets import Control, convolutional, made, masked
 
 

@@ -12,7 +12,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import operators_of, randn, same, values
 from models import model
-from mxamp.debugging.comparing import pictures
+from mxamp.tools.debugging.comparing import pictures
 from nets import (
     NETS,
     Control,

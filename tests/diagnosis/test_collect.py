@@ -10,12 +10,12 @@ import pytest
 
 import mxamp as amp
 from helpers import ROOT
-from mxamp.diagnosis import collect as module
-from mxamp.diagnosis.collect import collect, cpu_quota, kernel_threads, probe, probed, reason
-from mxamp.diagnosis.facts import MARK, Speed
-from mxamp.diagnosis.probe import main, report
 from mxamp.framework.compat import BROKEN
 from mxamp.framework.versions import has_feature
+from mxamp.tools.doctor import collect as module
+from mxamp.tools.doctor.collect import collect, cpu_quota, kernel_threads, probe, probed, reason
+from mxamp.tools.doctor.facts import MARK, Speed
+from mxamp.tools.doctor.probe import main, report
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_process_in_mixed_precision_is_seen():
 
 
 def test_products_are_timed(capsys, monkeypatch):
-    from mxamp.diagnosis import probe as inner
+    from mxamp.tools.doctor import probe as inner
 
     monkeypatch.setattr(inner, "_SECONDS", 0)
     monkeypatch.setattr(inner, "_SIZES", {"cpu": (8, 16, 16)})

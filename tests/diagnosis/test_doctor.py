@@ -17,9 +17,9 @@ from installations import CU112, H100, HEALTHY, SEES_ONE, T4, cpu, speeds
 from mxamp.cli import doctor as module
 from mxamp.cli.main import main
 from mxamp.cli.starting import without_mxnet
-from mxamp.diagnosis.collect import collect
-from mxamp.diagnosis.facts import PolicyCounts, Setting
-from mxamp.diagnosis.findings import findings
+from mxamp.tools.doctor.collect import collect
+from mxamp.tools.doctor.facts import PolicyCounts, Setting
+from mxamp.tools.doctor.findings import findings
 
 WITHOUT_MXNET = """
 import importlib.util

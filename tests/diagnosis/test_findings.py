@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from installations import BUILD, CU112, H100, HEALTHY, SEES_ONE, T4, cpu, speeds
-from mxamp.diagnosis.facts import Gpu, Setting, Wheel
-from mxamp.diagnosis.findings import findings
-from mxamp.diagnosis.variables import AUTOMATIC
 from mxamp.framework.versions import lacking
+from mxamp.tools.doctor.facts import Gpu, Setting, Wheel
+from mxamp.tools.doctor.findings import findings
+from mxamp.tools.doctor.variables import AUTOMATIC
 
 
 def test_nothing_is_found_where_nothing_is_wrong():

@@ -1,6 +1,6 @@
 import pytest
 
-from mxamp.diagnosis.variables import EMPTY, GPU_ONLY, UNKNOWN, VARIABLES, settings
+from mxamp.tools.doctor.variables import EMPTY, GPU_ONLY, UNKNOWN, VARIABLES, settings
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mxamp.framework.operators import (
     starts_backward,
 )
 from mxamp.framework.versions import FEATURES
-from mxamp.graph.graph import VERSION, Graph, Node
+from mxamp.graph.ir import VERSION, Graph, Node
 
 
 def test_the_whole_registry_is_there():

@@ -12,8 +12,8 @@ import digits
 import mxamp as amp
 from helpers import randn
 from mxamp.framework import machine
-from mxamp.graph.graph import Graph
-from mxamp.graph.scale_input import SCALE_INPUT, with_scale_input
+from mxamp.graph.casts.scale_input import SCALE_INPUT, with_scale_input
+from mxamp.graph.ir import Graph
 from training import assert_same_weights, batches, poisoned, setup, train
 
 pytestmark = pytest.mark.usefixtures("unfused")

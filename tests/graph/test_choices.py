@@ -8,10 +8,9 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import randn
-from mxamp.graph.choices import NONE
-from mxamp.graph.graph import Graph
-from mxamp.graph.shape_rules import choose
-from mxamp.graph.usage import Usage
+from mxamp.graph.ir import Graph, Usage
+from mxamp.graph.speed.choices import NONE
+from mxamp.graph.speed.shape_rules import choose
 
 B = amp.Policy.default("bfloat16")
 

@@ -4,11 +4,9 @@ import mxnet as mx
 import pytest
 
 from helpers import float16_policy
-from mxamp.graph.control_flow import UNSAFE_LOOPS
-from mxamp.graph.graph import Graph
-from mxamp.graph.insert_casts import rewrite
-from mxamp.graph.rewritten_symbol import rewritten_symbol
-from mxamp.graph.usage import Usage
+from mxamp.graph.casts.insert import rewrite
+from mxamp.graph.casts.symbol import rewritten_symbol
+from mxamp.graph.ir import UNSAFE_LOOPS, Graph, Usage
 from nets import Control
 
 CPU = float16_policy()

@@ -10,10 +10,10 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import exported, operators_of, randn, values, with_avx512
-from mxamp.graph import dense_convolutions
-from mxamp.graph.dense_convolutions import make_dense_convolutions
-from mxamp.graph.fuse import FUSED, FusionPass, rewritten
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
+from mxamp.graph.speed import dense_convolutions
+from mxamp.graph.speed.dense_convolutions import make_dense_convolutions
+from mxamp.graph.speed.fuse import FUSED, FusionPass, rewritten
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

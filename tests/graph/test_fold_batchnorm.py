@@ -7,9 +7,9 @@ from mxnet import nd
 
 import mxamp as amp
 from helpers import operators_of, same
-from mxamp.graph.fold_batchnorm import fold_into_producers
-from mxamp.graph.fuse import FusionPass, rewritten
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
+from mxamp.graph.speed.fold_batchnorm import fold_into_producers
+from mxamp.graph.speed.fuse import FusionPass, rewritten
 
 B = amp.Policy.default("bfloat16")
 INTO_PRODUCERS = FusionPass(fold_into_producers)

@@ -13,8 +13,8 @@ import mxamp as amp
 from digits import arrays, batches
 from helpers import check_python, exported, kind, operators_of, randn, same, with_avx512
 from mxamp.cli.main import main
-from mxamp.graph.fuse import FUSED
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
+from mxamp.graph.speed.fuse import FUSED
 
 S = mx.sym
 B = amp.Policy.default("bfloat16")

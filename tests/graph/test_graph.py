@@ -6,7 +6,7 @@ import mxnet as mx
 import pytest
 
 from mxamp.graph.edit import Edit
-from mxamp.graph.graph import Graph, Node, infer_outputs, infer_types
+from mxamp.graph.ir import Graph, Node, infer_outputs, infer_types
 from nets import NETS, Control, made
 
 

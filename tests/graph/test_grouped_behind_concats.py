@@ -5,9 +5,8 @@ import pytest
 
 import mxamp as amp
 from helpers import check_python
-from mxamp.graph.graph import Graph
-from mxamp.graph.shape_rules import choose
-from mxamp.graph.usage import Usage
+from mxamp.graph.ir import Graph, Usage
+from mxamp.graph.speed.shape_rules import choose
 
 S = mx.sym
 X = S.var("data")

@@ -7,8 +7,8 @@ from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import check_python
-from mxamp.graph.graph import Graph
-from mxamp.graph.input_order import with_reversed_inputs
+from mxamp.graph.casts.symbol import with_reversed_inputs
+from mxamp.graph.ir import Graph
 
 
 def layers(count=4, width=8):

@@ -3,8 +3,8 @@
 import mxnet as mx
 import pytest
 
-from mxamp.graph.graph import Graph
-from mxamp.graph.input_shapes import _infer, _visible_outputs
+from mxamp.graph.ir import Graph
+from mxamp.graph.speed.input_shapes import _infer, _visible_outputs
 
 S = mx.sym
 X = {"x": (6, 8, 4, 4)}

@@ -5,10 +5,9 @@ import pytest
 
 import mxamp as amp
 from helpers import float16_policy, needs_float16
-from mxamp.graph.graph import Graph
-from mxamp.graph.insert_casts import rewrite
-from mxamp.graph.rewritten_symbol import rewritten_symbol
-from mxamp.graph.usage import Usage
+from mxamp.graph.casts.insert import rewrite
+from mxamp.graph.casts.symbol import rewritten_symbol
+from mxamp.graph.ir import Graph, Usage
 
 GPU = amp.Policy.default("float16", "gpu")
 CPU = float16_policy()

@@ -12,10 +12,9 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import check_python, exported, kind, operators_of, randn, same, values, with_avx512
-from mxamp.graph.channels import Channels, joined, with_added
-from mxamp.graph.fuse import FusionPass, rewritten
-from mxamp.graph.graph import Graph
-from mxamp.graph.pad_channels import pad_channels
+from mxamp.graph.ir import Graph
+from mxamp.graph.speed.fuse import FusionPass, rewritten
+from mxamp.graph.speed.pad_channels import Channels, joined, pad_channels, with_added
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

@@ -22,10 +22,11 @@ from mxnet import nd
 
 import mxamp as amp
 from helpers import with_avx512
-from mxamp.graph import dense_convolutions, trained_graph
+from mxamp.graph import gradients as trained_graph
 from mxamp.graph.edit import Edit
-from mxamp.graph.fuse import PASSES
-from mxamp.graph.substitutions import ALL
+from mxamp.graph.speed import dense_convolutions
+from mxamp.graph.speed.fuse import PASSES
+from mxamp.graph.speed.substitutions import ALL
 from mxamp.patches import symbolic
 from mxamp.patches.cached_op import PolicyCachedOp
 

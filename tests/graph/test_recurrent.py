@@ -10,10 +10,9 @@ from mxnet.gluon import rnn
 
 import mxamp as amp
 from helpers import operators_of, randn, values, with_avx512
-from mxamp.graph.choices import Choices
-from mxamp.graph.graph import Graph
-from mxamp.graph.insert_casts import rewrite
-from mxamp.graph.usage import Usage
+from mxamp.graph.casts.insert import rewrite
+from mxamp.graph.ir import Graph, Usage
+from mxamp.graph.speed.choices import Choices
 
 MODES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 STEPS, ROWS, WIDTH, SIZE = 5, 3, 4, 6

@@ -9,10 +9,9 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import kind, needs, randn, same, values, with_avx512
 from mxamp.framework.machine import BFLOAT16
-from mxamp.graph.choices import NONE
-from mxamp.graph.graph import Graph
-from mxamp.graph.shape_rules import RULES, choose
-from mxamp.graph.usage import Usage
+from mxamp.graph.ir import Graph, Usage
+from mxamp.graph.speed.choices import NONE
+from mxamp.graph.speed.shape_rules import RULES, choose
 from mxamp.policy.rules import SHAPE_RULES
 
 B = amp.Policy.default("bfloat16")

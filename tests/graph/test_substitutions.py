@@ -11,8 +11,8 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import randn, same, values, with_avx512
 from mxamp.errors import UnknownNameError
-from mxamp.graph.graph import Graph
-from mxamp.graph.substitutions import ALL
+from mxamp.graph.ir import Graph
+from mxamp.graph.speed.substitutions import ALL
 from mxamp.policy.rules import SUBSTITUTIONS
 
 #: Substitutions made, and everything in float32.

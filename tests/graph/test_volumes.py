@@ -8,9 +8,8 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import down, exported, kind, needs, operators_of, randn, same, values, with_avx512
-from mxamp.graph.graph import Graph
-from mxamp.graph.shape_rules import choose
-from mxamp.graph.usage import Usage
+from mxamp.graph.ir import Graph, Usage
+from mxamp.graph.speed.shape_rules import choose
 
 B = amp.Policy.default("bfloat16")
 UNTUNED = B.untuned()

@@ -10,7 +10,7 @@ from mxnet.gluon import nn, rnn
 
 import mxamp as amp
 from helpers import BF16, as_float32, check_python, kind, randn, same, values
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from mxamp.patches import cached_op
 from nets import (
     NETS,

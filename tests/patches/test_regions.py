@@ -16,7 +16,7 @@ from conftest import DTYPES, assert_unpatched
 from helpers import check_python, randn, same, values, with_avx512
 from mxamp.framework import machine
 from mxamp.framework.patching import patched
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from mxamp.policy import regions
 from mxamp.policy.custom_operators import register_class
 from mxamp.policy.regions import REGION

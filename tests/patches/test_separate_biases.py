@@ -8,7 +8,7 @@ from mxnet.gluon import nn, rnn
 
 import mxamp as amp
 from helpers import kind, randn, values
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from mxamp.patches import eager
 from mxamp.patches.symbolic import scaled_executors
 

@@ -13,7 +13,7 @@ from mxnet.base import _LIB, check_call, mx_uint
 import mxamp as amp
 from helpers import ROOT, needs
 from mxamp.framework.operators import lacks, needs_one_dtype, registry
-from mxamp.graph.graph import Node, infer_outputs
+from mxamp.graph.ir import Node, infer_outputs
 from mxamp.policy.lists import lists_folder
 from mxamp.policy.policy import Policy
 from mxamp.policy.rules import CLASSES

@@ -10,10 +10,9 @@ import mxamp as amp
 from helpers import mx_dtype, same, values
 from mxamp.framework.operators import registry
 from mxamp.framework.versions import has_feature
-from mxamp.graph.graph import Graph
-from mxamp.graph.insert_casts import rewrite
-from mxamp.graph.shape_rules import choose
-from mxamp.graph.usage import Usage
+from mxamp.graph.casts.insert import rewrite
+from mxamp.graph.ir import Graph, Usage
+from mxamp.graph.speed.shape_rules import choose
 from mxamp.policy import custom_operators
 from mxamp.policy.decision import decide
 from mxamp.policy.policy import Policy

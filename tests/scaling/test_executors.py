@@ -9,7 +9,7 @@ from mxnet import nd
 
 import mxamp as amp
 from helpers import randn, run_python
-from mxamp.debugging.operator_counts import operator_stats
+from mxamp.tools.debugging.operator_counts import operator_stats
 
 DATA = randn(16, 4)
 LABEL = nd.array(np.arange(16) % 2)

@@ -7,9 +7,9 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import with_avx512
-from mxamp.tuning import optimizers, trials, tuner
-from mxamp.tuning.accuracy import Accuracy, Verdict
-from mxamp.tuning.deadline import Deadline, OutOfTimeError, watched
+from mxamp.tools.tuning import optimizers, trials, tuner
+from mxamp.tools.tuning.accuracy import Accuracy, Verdict
+from mxamp.tools.tuning.deadline import Deadline, OutOfTimeError, watched
 
 
 def net_with_relu():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxamp.tuning.search import Search
+from mxamp.tools.tuning.search import Search
 
 
 def brute_force(works, n):

@@ -15,9 +15,9 @@ from planted import chain
 
 import mxamp as amp
 from mxamp.policy.layers import exactly
-from mxamp.tuning.accuracy import Accuracy, Tolerance
-from mxamp.tuning.deadline import Deadline, seconds_of
-from mxamp.tuning.subject import Subject
+from mxamp.tools.tuning.accuracy import Accuracy, Tolerance
+from mxamp.tools.tuning.deadline import Deadline, seconds_of
+from mxamp.tools.tuning.subject import Subject
 
 KINDS = {"overflow": "float16", "cancellation": "bfloat16"}
 

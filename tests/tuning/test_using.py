@@ -11,7 +11,7 @@ from planted import chain
 
 import mxamp as amp
 from mxamp.framework.wording import counted
-from mxamp.graph.graph import Graph
+from mxamp.graph.ir import Graph
 from mxamp.graph.recognise import fingerprint, recognised
 from mxamp.policy.elsewhere import here
 from tuned import EVIDENCE

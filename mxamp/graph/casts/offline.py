@@ -1,0 +1,158 @@
+"""Variables of a converted graph: recorded dtypes, and casts made once instead of each run."""
+
+from dataclasses import replace
+from typing import AbstractSet, Dict, List, Mapping, Optional, Set, Tuple
+
+import numpy as np
+from mxnet.ndarray.ndarray import NDArray
+
+from ...framework.arrays import float32_parts
+from ...framework.machine import DTYPE_CODES, DTYPE_NAMES
+from ..edit import Edit, View
+from ..ir import CASTS, TAKES_EMPTY, Graph, Node, Output
+
+__all__ = [
+    "cast_offline",
+    "count_losses",
+    "widened",
+    "with_copies",
+    "with_dtypes",
+    "with_single_variables",
+    "without_copies",
+]
+
+COPY = "_amp_copy"
+FLOAT32 = str(DTYPE_CODES["float32"])
+
+
+def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
+    """Record the dtype of each variable that MXNet can't infer any more: those before casts.
+
+    MXNet infers dtypes backwards too, but not through a cast, be it in the body of a loop.
+    """
+    nodes = list(graph.nodes)
+    before: Set[int] = set()
+    for i in range(len(nodes) - 1, -1, -1):
+        node, code = nodes[i], DTYPE_CODES.get(dtypes.get(nodes[i].name, "float32"))
+        if i in before or _casts(node):
+            before.update(source for source, _ in node.inputs)
+        if i in before and node.is_variable and "__dtype__" not in node.attrs and code is not None:
+            nodes[i] = replace(node, attrs={**node.attrs, "__dtype__": str(code)})
+    return replace(graph, nodes=nodes)
+
+
+def _casts(node: Node) -> bool:
+    inner = any(_casts(one) for body in node.subgraphs for one in body.nodes)
+    return inner or node.op in CASTS
+
+
+def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Graph, Dict[str, str]]:
+    """Drop the casts of variables that are only read through a cast to `dtype`.
+
+    The variable takes the dtype itself, recorded in its `__dtype__`. Returns the graph, and the
+    dtype by name of each such variable; those named in `keep` stay as they are.
+    """
+    view = View(graph, {})
+    cast_variables: Dict[str, str] = {}
+    nodes, edit = graph.nodes, Edit(graph, {})
+
+    def casts(i: int) -> Optional[List[int]]:
+        """Return the casts between node i and what reads it in `dtype`; None if not all does."""
+        found: List[int] = []
+        if i in view.outputs or (i, 0) not in view.consumers:
+            return None
+        for j, _ in view.consumers[i, 0]:
+            is_amp = nodes[j].op == "amp_cast" or TAKES_EMPTY in nodes[j].attrs
+            to = nodes[j].attrs["dtype"] if is_amp else None
+            # A variable that holds the other half precision is cast by way of float32; weights of
+            # grouped convolutions are copied before they are cast.
+            between = to == "float32" or _is_copy(nodes[j])
+            behind = casts(j) if between else [] if to == dtype else None
+            if behind is None:
+                return None
+            found += [j, *behind]
+        return found
+
+    for i, node in enumerate(graph.nodes):
+        between = casts(i) if node.is_variable and node.name not in keep else None
+        if between is not None:
+            edit.change(i, attrs={**node.attrs, "__dtype__": str(DTYPE_CODES[dtype])})
+            cast_variables[node.name] = dtype
+            for j in between:
+                edit.alias((j, 0), (i, 0))
+    return edit.applied(), cast_variables
+
+
+def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
+    """Return a converted graph whose variables `names`, in half precision, are float32 ones.
+
+    Behind each stands a cast to what it was, such as a conversion inserts: for the dtypes of
+    outputs, until the graph is rewritten.
+    """
+    edit = Edit(graph, {})
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable and node.name in names:
+            dtype = DTYPE_NAMES[int(node.attrs["__dtype__"])]
+            edit.change(i, attrs={**node.attrs, "__dtype__": FLOAT32})
+            name = f"{node.name}_amp_cast_{dtype}"
+            cast_node = Node("amp_cast", name, {"dtype": dtype}, [(i, 0)])
+            edit.alias((i, 0), edit.add_node(cast_node))
+    return edit.applied()
+
+
+def _is_copy(node: Node) -> bool:
+    """Tell whether a conversion has put a copy before casts."""
+    return node.op == "_copy" and COPY in node.name
+
+
+def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
+    """Put a copy between each variable and its casts to or from bfloat16.
+
+    On CPUs the gradient of such a cast is lost under grad_req="add" (`Builder.cast`), and a saved
+    graph doesn't know how its gradients will be written.
+    """
+
+    def reads_through_copy(node: Node) -> bool:
+        variable = graph.nodes[node.inputs[0][0]] if node.op in CASTS else node
+        between = (dtypes.get(variable.name, "float32"), node.attrs.get("dtype"))
+        return variable is not node and variable.is_variable and "bfloat16" in between
+
+    edit = Edit(graph, {})
+    made: Dict[int, Output] = {}
+    for i, node in enumerate(graph.nodes):
+        if reads_through_copy(node):
+            source = node.inputs[0][0]
+            if source not in made:
+                made[source] = edit.add("_copy", f"{graph.nodes[source].name}{COPY}", node.inputs)
+            edit.read(i, 0, made[source])
+    return edit.applied()
+
+
+def without_copies(graph: Graph) -> Graph:
+    """Return the graph without what `with_copies` has put into it."""
+    edit = Edit(graph, {})
+    for i, node in enumerate(graph.nodes):
+        if _is_copy(node) and graph.nodes[node.inputs[0][0]].is_variable:
+            edit.alias((i, 0), node.inputs[0])
+    return edit.applied()
+
+
+def with_single_variables(graph: Graph) -> Graph:
+    """Return the graph with one variable where several have a name: they are one parameter."""
+    edit = Edit(graph, {})
+    first: Dict[str, int] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable and first.setdefault(node.name, i) != i:
+            kept = first[node.name]
+            edit.change(kept, attrs={**node.attrs, **edit.node(kept).attrs})
+            edit.alias((i, 0), (kept, 0))
+    return edit.applied()
+
+
+def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:
+    """Return how many finite values a cast has made infinite, and how many others zero."""
+    overflown = vanished = 0
+    for old, new in zip(float32_parts(before), float32_parts(after)):
+        overflown += int((np.isfinite(old) & np.isinf(new)).sum())
+        vanished += int(((old != 0) & (new == 0)).sum())
+    return overflown, vanished

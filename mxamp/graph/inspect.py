@@ -1,0 +1,227 @@
+"""A graph run node by node, as eager calls, by code that wants to see every value."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from mxnet import autograd
+from mxnet.base import MXNetError
+from mxnet.ndarray import CachedOp
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+from mxnet.symbol.numpy import _Symbol
+from mxnet.util import is_np_shape
+
+from ..framework.arrays import dtypes_of, invoke
+from ..framework.nested import as_list
+from ..framework.operators import resolve
+from ..framework.zero_gradients import kept_safe, zero_gradients
+from .casts.insert import PRECISION
+from .ir import (
+    CASTS,
+    Graph,
+    Node,
+    Output,
+    Shape,
+    Usage,
+    alone,
+    body_usage,
+    infer_types,
+    step_shapes,
+)
+
+__all__ = [
+    "Census",
+    "FLOATS",
+    "Tensor",
+    "count",
+    "interpret",
+    "is_cast",
+    "precision_at",
+    "precision_of",
+    "run_node",
+    "tensors_of",
+]
+
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
+    "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class Tensor(NamedTuple):
+    """What is known of a tensor."""
+
+    dtype: str
+    shape: Optional[Shape]  #: None where it depends on values: after `boolean_mask`, or a loop
+
+    @property
+    def size(self) -> int:
+        """How many elements it has, as far as that is known."""
+        return 0 if self.shape is None else prod(self.shape)
+
+
+class Census(NamedTuple):
+    """Counts: of operators by (operator, dtype), of casts and their bytes by (from, to)."""
+
+    operators: "Counter[Tuple[str, str]]"
+    casts: "Counter[Tuple[str, str]]"
+    bytes: "Counter[Tuple[str, str]]"
+
+    @classmethod
+    def empty(cls) -> "Census":
+        """Return one that has counted nothing."""
+        return cls(Counter(), Counter(), Counter())
+
+    def add(self, other: "Census", times: int = 1) -> None:
+        """Add another's counts, each `times` times."""
+        for mine, theirs in zip(self, other):
+            for key, number in theirs.items():
+                mine[key] += number * times
+
+    def add_cast(self, source: str, target: str, size: int) -> None:
+        """Count a cast of `size` elements."""
+        self.casts[source, target] += 1
+        self.bytes[source, target] += size * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
+
+
+def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) -> Census:
+    """Return what one run of a graph with inputs of these dtypes and shapes counts.
+
+    Bodies of `foreach` count once a step. Those of `while_loop` and `cond` do not count: which of
+    them run, and how often, is known only to MXNet. Where a shape depends on values, casts count
+    without their bytes, and bodies of `foreach` do not count.
+    """
+    census = Census.empty()
+    values = tensors_of(graph, dtypes, shapes)
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            continue
+        inputs, output = [values[entry] for entry in node.inputs], values[i, 0]
+        if node.op in CASTS and is_cast(inputs[0].dtype, output.dtype):
+            census.add_cast(inputs[0].dtype, output.dtype, inputs[0].size)
+            continue
+        census.operators[node.operator, precision_at(graph, i, values)] += 1
+        if node.operator == "_foreach" and inputs[0].shape is not None:
+            census.add(_one_step(node, inputs), times=inputs[0].shape[0])
+    return census
+
+
+def is_cast(source: str, target: str) -> bool:
+    """Tell whether a conversion between these dtypes counts as a cast: between float dtypes."""
+    return source != target and {source, target} <= FLOATS
+
+
+def precision_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """Return the dtype that a call is counted under: that of its first floating-point tensor."""
+    dtypes = [tensor.dtype for tensor in (*inputs, *outputs)]
+    return next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
+
+
+def precision_at(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> str:
+    """Return the dtype that node i computes in, of a graph whose outputs are these."""
+    node = graph.nodes[i]
+    inputs = [values[entry] for entry in node.inputs]
+    return node.attrs.get(PRECISION) or precision_of(inputs, [values[i, 0]])
+
+
+def _one_step(node: Node, inputs: Sequence[Tensor]) -> Census:
+    body = node.subgraphs[0]
+    usage = body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
+    return count(body, usage.dtypes, step_shapes(node, [tensor.shape for tensor in inputs]))
+
+
+def tensors_of(
+    graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
+) -> Dict[Output, Tensor]:
+    """Return dtype and shape of every output of every node, as far as MXNet can infer them."""
+    entries = [(i, k) for i, node in enumerate(graph.nodes) for k in range(node.num_outputs)]
+    symbol = replace(graph, heads=entries).to_symbol()
+    arguments = set(symbol.list_arguments())
+    inferred = infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})
+    types = inferred[1] if inferred is not None else ("float32",) * len(entries)
+    try:
+        known = {name: shape for name, shape in shapes.items() if name in arguments}
+        _, found, _ = symbol.infer_shape_partial(**known)
+    except MXNetError:
+        found = None  # shapes that do not fit: MXNet says why when the graph runs
+    listed = found or [None] * len(entries)
+    return {e: Tensor(dtype, _known(shape)) for e, dtype, shape in zip(entries, types, listed)}
+
+
+def _known(shape: Optional[Shape]) -> Optional[Shape]:
+    """Return a shape that MXNet has inferred, None where a part of it is not known."""
+    if shape is None:
+        return None
+    # NumPy semantics write -1 for what is unknown, classic ones 0, and () for the whole shape.
+    known = min(shape, default=0) >= 0 if is_np_shape() else min(shape, default=0) > 0
+    return tuple(shape) if known else None
+
+
+#: A dimension that MXNet is to find out.
+_UNKNOWN = re.compile(r"(?<!\d)(0|-1)(?!\d)")
+
+#: Runs a node on its inputs, and returns its outputs.
+Runner = Callable[[Node, Sequence[NDArray]], Sequence[NDArray]]
+
+
+def interpret(graph: Graph, inputs: Mapping[str, NDArray], run: Runner) -> List[NDArray]:
+    """Return the outputs of a graph for inputs by name, each node having been run by `run`.
+
+    Autograd records the nodes, not the graph, and the results are those of the graph: the same
+    kernels run on the same values. Bodies of loops are run by MXNet as one.
+    """
+    values: Dict[Output, NDArray] = {}
+    shapes = _inferred_shapes(graph, inputs)
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            values[i, 0] = inputs[node.name]
+            continue
+        if i in shapes:
+            node = replace(node, attrs={**node.attrs, "shape": str(shapes[i])})  # noqa: PLW2901
+        outputs = run(node, [values[entry] for entry in node.inputs])
+        values.update({(i, k): array for k, array in enumerate(outputs)})
+    return [values[head] for head in graph.heads]
+
+
+def run_node(
+    node: Node, inputs: Sequence[NDArray], context: Any, is_np: bool = False
+) -> Sequence[NDArray]:
+    """Run one node on these arrays, in this context where there are none."""
+    if node.subgraphs:
+        return as_list(_alone(node, len(inputs), is_np)(*inputs))
+    operator = resolve(node.op)
+    attrs = {key: value for key, value in node.attrs.items() if not key.startswith("__")}
+    if not inputs and "ctx" in operator.defaults:
+        attrs["ctx"] = str(context)
+    zero = zero_gradients()
+    if operator.handle in zero and autograd.is_recording():
+        inputs = kept_safe(inputs, zero[operator.handle], is_np)
+    outputs = invoke(
+        operator.handle, list(inputs), list(attrs), list(attrs.values()), None, is_np, True
+    )
+    return as_list(outputs)
+
+
+def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, Shape]:
+    """Return the shapes of nodes that make arrays of a shape that others know: first states."""
+    open_ones = [
+        i
+        for i, node in enumerate(graph.nodes)
+        if not node.inputs and _UNKNOWN.search(node.attrs.get("shape", ""))
+    ]
+    if not open_ones:
+        return {}
+    dtypes = dict(zip(inputs, dtypes_of(list(inputs.values()))))
+    found = tensors_of(graph, dtypes, {name: array.shape for name, array in inputs.items()})
+    shapes = {i: found[i, 0].shape for i in open_ones}
+    return {i: shape for i, shape in shapes.items() if shape is not None}
+
+
+def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
+    """Return a loop, or operators that were fused, as a graph of its own."""
+    symbol_class = _Symbol if is_np else Symbol
+    return CachedOp(alone(node, [{}] * count, node.num_outputs, symbol_class))

@@ -1,0 +1,230 @@
+"""How operators are computed by others that have faster kernels on CPUs, and where they can be.
+
+Each equivalent is a function that returns its parts, and one that tells which calls it fits.
+"""
+
+from typing import List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from ...policy.values import integers, is_true
+
+__all__ = [
+    "BLOCK",
+    "COLOURS",
+    "Attributes",
+    "Call",
+    "Detail",
+    "Part",
+    "Parts",
+    "Shapes",
+    "has_elements",
+    "image_convolution",
+    "is_image_convolution",
+    "is_relu6",
+    "is_split_of_rows",
+    "is_trained_layer_norm",
+    "layer_norm",
+    "planar_weight",
+    "relu6",
+    "split",
+    "split_bounds",
+]
+
+Attributes = Mapping[str, str]
+Detail = Tuple[int, ...]
+#: Of an operator's inputs; None for those that nobody looks at, or that are not known.
+Shapes = Sequence[Optional[Tuple[int, ...]]]
+
+#: The channels of a first layer; with one more oneDNN has a blocked kernel for it.
+COLOURS = 3
+#: oneDNN's bfloat16 convolutions work on blocks of so many channels.
+BLOCK = 16
+# Beyond it the fourth channel's products cost more than the layout saves.
+_LARGEST_KERNEL = 7
+
+
+class Part(NamedTuple):
+    """One operator of what stands in for another.
+
+    `inputs` count the inputs of the operator that is replaced first, and after them the parts.
+    """
+
+    op: str
+    suffix: str  #: of its name; the last part has the replaced operator's name
+    inputs: Tuple[int, ...]
+    attrs: Attributes
+    float32: bool = False  #: whatever class its operator has
+
+
+class Call(NamedTuple):
+    """What is known of a call that may be replaced."""
+
+    operator: str  #: by its canonical name
+    attrs: Attributes
+    shapes: Shapes  #: of its inputs
+    training: bool  #: gradients will be computed
+
+    @property
+    def shape(self) -> Optional[Tuple[int, ...]]:
+        """The shape of its first input, where that is known."""
+        return self.shapes[0] if self.shapes else None
+
+    @property
+    def weight(self) -> Optional[Tuple[int, ...]]:
+        """The shape of its second input, where that is known."""
+        return self.shapes[1] if self.shapes[1:] else None
+
+
+def has_elements(call: Call) -> bool:
+    """Tell whether oneDNN takes the array: NumPy's may be empty or have no axes."""
+    return call.shape is None or (bool(call.shape) and all(call.shape))
+
+
+class Parts:
+    """A list of parts that grows."""
+
+    def __init__(self, inputs: int) -> None:
+        self.inputs = inputs
+        self.made: List[Part] = []
+
+    def add(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
+        """Append a part; return the number by which later ones read it."""
+        self.made.append(Part(op, suffix, inputs, attrs))
+        return self.inputs + len(self.made) - 1
+
+    def add_float32(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
+        """Append a part that computes in float32 whatever class its operator has."""
+        position = self.add(op, suffix, *inputs, **attrs)
+        self.made[-1] = self.made[-1]._replace(float32=True)
+        return position
+
+
+def is_relu6(call: Call) -> bool:
+    """Return whether a clip is min(max(x, 0), 6) of an array that oneDNN takes."""
+    bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
+    return bounds == (0, 6) and has_elements(call)
+
+
+def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return min(max(x, 0), 6), exact in every float dtype.
+
+    The minimum is in float32, whose kernel is faster. Its gradient reads what the relu gives: with
+    that in float32 too, training keeps one tensor for both.
+    """
+    return [
+        Part("Activation", "relu", (0,), {"act_type": "relu"}, float32=True),
+        Part("_minimum_scalar", "", (1,), {"scalar": "6"}),
+    ]
+
+
+def is_trained_layer_norm(call: Call) -> bool:
+    """Tell whether gradients of it will be computed, over the last axis."""
+    attrs = call.attrs
+    plain = attrs.get("axis", "-1") == "-1"
+    return call.training and plain and not is_true(attrs.get("output_mean_var", "False"))
+
+
+def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return row sums and broadcasts as products with vectors: their gradients are products too.
+
+    The gradients of MXNet's own kernel, and of its broadcasts, are reductions that it does one
+    element at a time.
+    """
+    x, gamma, beta = 0, 1, 2
+    parts = Parts(inputs=3)
+    add = parts.add
+    ones = add("ones_like", "ones", gamma)
+    row = add("Reshape", "row", ones, shape="(1, -1)")
+    share = add("broadcast_div", "share", ones, add("sum", "count", ones))
+    weights = add("Reshape", "weights", share, shape="(-1, 1)")
+    mean = add("dot", "mean", x, weights)
+    centred = add("elemwise_sub", "centred", x, add("dot", "means", mean, row))
+    variance = add("dot", "variance", add("square", "square", centred), weights)
+    padded = add("_plus_scalar", "padded", variance, scalar=attrs.get("eps", "1e-05"))
+    inverse = add("rsqrt", "inverse", padded)
+    scale = add("dot", "scale", inverse, add("Reshape", "gammas", gamma, shape="(1, -1)"))
+    one = add("ones_like", "one", inverse)
+    shift = add("dot", "shift", one, add("Reshape", "betas", beta, shape="(1, -1)"))
+    add("elemwise_add", "", add("elemwise_mul", "scaled", centred, scale), shift)
+    return parts.made
+
+
+def planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
+    """Return the shape of the weight of a 2-D convolution in the layout NCHW; None of others."""
+    plain = call.attrs.get("layout", "None") in ("None", "NCHW")
+    return call.weight if plain and len(call.weight or ()) == len("OIHW") else None
+
+
+def is_image_convolution(call: Call) -> bool:
+    """Tell whether it is a first layer that reads colours, with a blocked kernel for four."""
+    weight = planar_weight(call)
+    return (
+        weight is not None
+        and weight[1] == COLOURS
+        and weight[0] % BLOCK == 0
+        and max(weight[2:]) <= _LARGEST_KERNEL
+        and call.attrs.get("num_group", "1") == "1"
+    )
+
+
+def image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return the convolution with a fourth channel of zeros, in the image and in the weight.
+
+    oneDNN's bfloat16 convolution works on pairs of channels: for three of them it falls back to
+    a matrix product per image, whose output has the plain layout.
+    """
+    bias = () if is_true(attrs.get("no_bias", "False")) else (2,)
+    parts = Parts(inputs=2 + len(bias))
+    padded = [_add_fourth(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))]
+    parts.add("Convolution", "", *padded, *bias, **attrs)
+    return parts.made
+
+
+def _add_fourth(parts: Parts, tensor: int, name: str) -> int:
+    channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
+    zeros = parts.add("zeros_like", f"{name}_zeros", channel)
+    return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")
+
+
+def is_split_of_rows(call: Call) -> bool:
+    """Tell whether it splits the last axis, where MXNet's kernel copies element by element."""
+    shape, attrs = call.shape, call.attrs
+    if shape is None or not all(shape) or is_true(attrs.get("squeeze_axis", "False")):
+        return False
+    if int(attrs.get("axis", "1")) not in (-1, len(shape) - 1):
+        return False
+    # MXNet has no slices without elements, and NumPy's parts may be empty.
+    _, *bounds = split_bounds(call)
+    return all(a < b for a, b in zip(bounds, bounds[1:]))
+
+
+def split_bounds(call: Call) -> Detail:
+    """Return the number of axes where one kernel can do it, else 0; then the bounds of the parts.
+
+    In training, equal parts are split along an axis of their own before the last: the gradient
+    is then copied together row by row. That of slices is a sum of arrays that are mostly zeros.
+    """
+    shape, attrs = call.shape or (0,), call.attrs
+    sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
+    if sections:
+        # As NumPy's array_split: the first parts are one longer where they can't be equal.
+        size, longer = divmod(shape[-1], sections)
+        axes = len(shape) if call.training and not longer else 0
+        return (axes, *(size * i + min(i, longer) for i in range(sections + 1)))
+    starts = integers(attrs["indices"])
+    return (0, *starts, shape[-1])
+
+
+def split(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return slices, or a split along an axis of its own: see `split_bounds`."""
+    axes, *bounds = detail
+    if not axes:
+        return [
+            Part("slice_axis", f"slice{i}", (0,), {"axis": "-1", "begin": str(a), "end": str(b)})
+            for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
+        ]
+    parts = Parts(inputs=1)
+    count = str(len(bounds) - 1)
+    shape = ", ".join(["0"] * (axes - 1) + ["-4", count, "-1"])
+    rows = parts.add("Reshape", "parts", 0, shape=f"({shape})")
+    parts.add("SliceChannel", "", rows, axis=str(axes - 1), num_outputs=count, squeeze_axis="True")
+    return parts.made

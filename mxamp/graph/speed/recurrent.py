@@ -1,0 +1,242 @@
+"""MXNet's fused `RNN` operator, written out: for large states in inference.
+
+MXNet's own has no bfloat16. Written out, the products of the inputs of all steps are one product,
+and those of the state one a step; gates and cells are computed in float32.
+"""
+
+import math
+from functools import reduce
+from typing import Callable, Dict, List, Sequence, Tuple
+
+from ...policy.values import is_true
+from ..ir import Node
+from .equivalents import Attributes, Call, Detail, Part, Parts
+
+__all__ = [
+    "common_width",
+    "have_common_width",
+    "is_large_rnn",
+    "joined_parameters",
+    "rnn",
+    "reads_unset_flag",
+    "sizes_of_data",
+]
+
+#: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
+#: GRU reset, update and new.
+_GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
+# The weight that a step multiplies its state by has to have so many elements, as 363 units of an
+# LSTM have. With fewer, the operators beside the product take longer than bfloat16 saves, whatever
+# the number of rows is (avx512_bf16; 1 to 256 rows, 128 to 1,500 units).
+_LARGE_WEIGHT = 2**19
+# Beyond so many steps in all layers the graph, 15 operators a step, takes seconds to make.
+_MOST_STEPS = 256
+_DATA, _PARAMETERS, _STATE = range(3)
+# Rows of so many elements are copied as a whole.
+_WIDE_ROW = 16
+
+
+def is_large_rnn(call: Call) -> bool:
+    """Tell whether it pays to write a call out: inference, with large states and not too long."""
+    attrs, shape = call.attrs, call.shape
+    if call.training or shape is None or not all(shape):
+        return False
+    special = any(
+        attrs.get(name, "None") != "None"
+        for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max")
+    )
+    if special or is_true(attrs.get("use_sequence_length", "False")):
+        return False
+    layers = int(attrs["num_layers"]) * _directions(attrs)
+    weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
+    return weight >= _LARGE_WEIGHT and shape[0] * layers <= _MOST_STEPS
+
+
+def sizes_of_data(call: Call) -> Detail:
+    """Return the number of steps, of rows, and the width of the data."""
+    return tuple(call.shape or (0, 0, 0))
+
+
+def have_common_width(call: Call) -> bool:
+    """Tell whether vectors that are joined can be matrices of the same wide rows."""
+    vectors = all(shape is not None and len(shape) == 1 for shape in call.shapes)
+    return vectors and call.attrs.get("dim") == "0" and common_width(call)[0] >= _WIDE_ROW
+
+
+def common_width(call: Call) -> Detail:
+    """Return the greatest width that all vectors are multiples of."""
+    return (reduce(math.gcd, (shape[0] for shape in call.shapes if shape), 0),)
+
+
+def joined_parameters(attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return the vector of all parameters: MXNet joins vectors one element after the other."""
+    count = int(attrs["num_args"])
+    parts = Parts(inputs=count)
+    rows = f"(-1, {detail[0]})"
+    matrices = [parts.add("Reshape", f"rows{k}", k, shape=rows) for k in range(count)]
+    joined = _joined(parts, "rows", matrices, axis=0)
+    parts.add("Reshape", "", joined, shape="(-1,)")
+    return parts.made
+
+
+def _directions(attrs: Attributes) -> int:
+    return 2 if is_true(attrs.get("bidirectional", "False")) else 1
+
+
+def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return layers of steps; `detail` is the data's shape: steps, rows, width."""
+    steps, rows, width = detail
+    mode, size = attrs["mode"], int(attrs["state_size"])
+    directions, layers = _directions(attrs), int(attrs["num_layers"])
+    parts = Parts(inputs=4 if mode == "lstm" else 3)
+    weights = _Weights(parts, size, _GATES[mode])
+    widths = [width] + [size * directions] * (layers - 1)
+    matrices = [weights.matrices(widths[k // directions]) for k in range(layers * directions)]
+    biases = [weights.biases() for _ in matrices]
+    # Begin states are often zeros whose shape MXNet finds from what reads them: slices don't say.
+    shape = f"({layers * directions}, {rows}, {size})"
+    begins = [
+        parts.add("Reshape", f"begins{k}", k, shape=shape) for k in range(_STATE, parts.inputs)
+    ]
+    below, ends = _DATA, []  # type: int, List[Sequence[int]]
+    for layer in range(layers):
+        sides = []
+        for k in range(layer * directions, (layer + 1) * directions):
+            order = range(steps)[:: -1 if k % directions else 1]
+            run = _Layer(parts, f"l{k}", mode, size, [*matrices[k], *biases[k]])
+            begin = [run.one(f"begin{n}", states, k) for n, states in enumerate(begins)]
+            states, end = run.steps(below, order, begin)
+            sides.append(_joined(parts, f"l{k}", states, axis=0))
+            ends.append(end)
+        below = _joined(parts, f"l{layer}_sides", sides, axis=2)
+    if not is_true(attrs.get("state_outputs", "False")):
+        parts.add("_copy", "", below)
+        return parts.made
+    joined = [_joined(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
+    # What the operator returns comes last.
+    parts.add("_copy", "out", below)
+    for k, tensor in enumerate(joined):
+        parts.add("_copy", f"end{k}", tensor)
+    return parts.made
+
+
+def _joined(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> int:
+    if len(tensors) == 1:
+        return tensors[0]
+    return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
+
+
+class _Weights:
+    """Cuts weights, in MXNet's order, out of the one vector that holds them all."""
+
+    def __init__(self, parts: Parts, size: int, gates: int) -> None:
+        self._parts, self._size, self._rows = parts, size, size * gates
+        self._position = self._count = 0
+
+    def matrices(self, width: int) -> Tuple[int, int]:
+        """Return a layer's weights, for its input of this width and for its state."""
+        read = self._cut(self._rows * width, f"({self._rows}, {width})")
+        return read, self._cut(self._rows * self._size, f"({self._rows}, {self._size})")
+
+    def biases(self) -> Tuple[int, int]:
+        """Return a layer's biases; those of all layers follow the weights."""
+        shape = f"({self._rows},)"
+        return self._cut(self._rows, shape), self._cut(self._rows, shape)
+
+    def _cut(self, length: int, shape: str) -> int:
+        begin, end = str(self._position), str(self._position + length)
+        name = f"weight{self._count}"
+        self._position, self._count = self._position + length, self._count + 1
+        piece = self._parts.add(
+            "slice_axis", f"{name}_of_all", _PARAMETERS, axis="0", begin=begin, end=end
+        )
+        return self._parts.add("Reshape", name, piece, shape=shape)
+
+
+class _Layer:
+    """One direction of a layer. Tensors of a step have three axes, of which the first is 1."""
+
+    def __init__(
+        self, parts: Parts, name: str, mode: str, size: int, weights: Sequence[int]
+    ) -> None:
+        self._parts, self._name, self._mode, self._size = parts, name, mode, size
+        self._read, self._recur, self._read_bias, self._bias = weights
+        self._step: Dict[str, Callable[[int, int, Sequence[int]], Sequence[int]]] = {
+            "lstm": self._lstm,
+            "gru": self._gru,
+        }
+
+    def steps(
+        self, below: int, order: Sequence[int], begin: Sequence[int]
+    ) -> Tuple[List[int], Sequence[int]]:
+        """Return the state of each step, in time, and the state (and cell) after the last."""
+        gates = self._product("reads", below, self._read, self._read_bias)
+        state = begin
+        states = {}
+        for t in order:
+            before = self._product(f"recurs{t}", state[0], self._recur, self._bias)
+            state = self._step.get(self._mode, self._simple)(
+                self.one(f"step{t}", gates, t, float32=True), before, state
+            )
+            states[t] = state[0]
+        return [states[t] for t in sorted(states)], state
+
+    def one(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
+        """Return the part of a tensor at one position of its first axis."""
+        add = self._parts.add_float32 if float32 else self._parts.add
+        begin, end = str(position), str(position + 1)
+        return add("slice_axis", f"{self._name}_{name}", tensor, axis="0", begin=begin, end=end)
+
+    def _lstm(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
+        gates = self._add("elemwise_add", "gates", read, before)
+        open_gates = self._activated(gates, "sigmoid")
+        into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
+        new = self._activated(self._gate(gates, 2), "tanh")
+        kept = self._add("elemwise_mul", "kept", forget, state[1])
+        cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
+        return self._add("elemwise_mul", "state", out, self._activated(cell, "tanh")), cell
+
+    def _gru(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
+        gates = self._activated(self._add("elemwise_add", "gates", read, before), "sigmoid")
+        reset, update = self._gate(gates, 0), self._gate(gates, 1)
+        read_new, before_new = self._gate(read, 2), self._gate(before, 2)
+        part = self._add("elemwise_mul", "reset", reset, before_new)
+        new = self._activated(self._add("elemwise_add", "sum", read_new, part), "tanh")
+        # new + update * (state - new)
+        change = self._add("elemwise_sub", "change", state[0], new)
+        part = self._add("elemwise_mul", "update", update, change)
+        return [self._add("elemwise_add", "state", new, part)]
+
+    def _simple(self, read: int, before: int, _state: Sequence[int]) -> Sequence[int]:
+        total = self._add("elemwise_add", "sum", read, before)
+        return [self._activated(total, self._mode.replace("rnn_", ""))]
+
+    # ------------------------------------------------------------------ parts
+
+    def _add(self, op: str, name: str, *inputs: int, **attrs: str) -> int:
+        return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
+
+    def _activated(self, tensor: int, act_type: str) -> int:
+        return self._add("Activation", act_type, tensor, act_type=act_type)
+
+    def _gate(self, tensor: int, k: int) -> int:
+        begin, end = str(k * self._size), str((k + 1) * self._size)
+        return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
+
+    def _product(self, name: str, tensor: int, weight: int, bias: int) -> int:
+        attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
+        name = f"{self._name}_{name}"
+        return self._parts.add("FullyConnected", name, tensor, weight, bias, **attrs)
+
+
+def reads_unset_flag(node: Node) -> bool:
+    """Tell whether an operator can't run right with static_shape, which leaves a flag unset.
+
+    MXNet does not tell operators then whether gradients are wanted: RNN reads memory that was never
+    written. Where that says yes, an LSTM with a projection fails in inference, with "No training
+    support", and one with dropout drops elements.
+    """
+    if node.op != "RNN":
+        return False
+    attrs = node.attrs
+    return attrs.get("projection_size", "None") != "None" or float(attrs.get("p", "0")) > 0

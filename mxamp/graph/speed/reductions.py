@@ -1,0 +1,157 @@
+"""Sums and means over axes next to each other, as products with a row of ones.
+
+MXNet's own kernels sum one element after the other: BLAS is some 20 times as fast. The gradient is
+a product too, where MXNet's is a broadcast.
+"""
+
+import math
+from typing import Optional, Sequence, Tuple
+
+from ...policy.values import integers, is_true
+from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts, has_elements
+
+__all__ = [
+    "global_pool",
+    "is_global_pool",
+    "is_long_sum",
+    "is_slow_pool",
+    "mean",
+    "parts_of_map",
+    "span_and_shape",
+    "total",
+]
+
+# Of fewer elements, the operators that stand in take longer to start than one takes to sum.
+_FEW = 1024
+# The longest sum: MXNet's kernels carry the rounding errors of longer ones along, BLAS does not.
+_LONGEST = 2**16
+
+#: Operators of `mx.np`, and their attributes that rule a product out unless they have these values.
+_OF_NUMPY = frozenset({"_np_sum", "_npi_mean"})
+_UNSET = {"dtype": "None", "initial": "None", "where": "None"}
+
+
+def is_long_sum(call: Call) -> bool:
+    """Tell whether it sums over axes next to each other, of an array that is worth it."""
+    attrs, shape = call.attrs, call.shape
+    if not shape or not all(shape) or is_true(attrs.get("exclude", "False")):
+        return False
+    if any(attrs.get(name, unset) != unset for name, unset in _UNSET.items()):
+        return False
+    if call.operator in _OF_NUMPY and attrs.get("axis") == "()":
+        return False  # no axis at all, where the older operators take it for all
+    span = _span(attrs, len(shape))
+    if span is None or math.prod(shape) < _FEW:
+        return False
+    first, last = span
+    # An output without axes is no shape that Reshape can write.
+    some_left = last - first < len(shape) or is_true(attrs.get("keepdims", "False"))
+    return some_left and 1 < math.prod(shape[first:last]) <= _LONGEST
+
+
+def span_and_shape(call: Call) -> Detail:
+    """Return the first axis, the one behind the last, and the shape: 0 for a batch of any size."""
+    shape = call.shape or ()
+    first, last = _span(call.attrs, len(shape)) or (0, len(shape))
+    return (first, last, 0 if first else shape[0], *shape[1:])
+
+
+def _span(attrs: Attributes, axes: int) -> Optional[Tuple[int, int]]:
+    """Return the axes that are summed over as a range; None where they are none."""
+    summed = sorted(axis % axes for axis in integers(attrs.get("axis", "()")))
+    if not summed:
+        return 0, axes
+    first, last = summed[0], summed[-1] + 1
+    return (first, last) if summed == list(range(first, last)) else None
+
+
+def total(attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return the sum over the axes."""
+    parts = Parts(inputs=1)
+    _restored(parts, _product(parts, detail), attrs, detail)
+    return parts.made
+
+
+def mean(attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return the mean over the axes."""
+    first, last, *shape = detail
+    parts = Parts(inputs=1)
+    summed = _product(parts, detail)
+    count = str(math.prod(shape[first:last]))
+    _restored(parts, parts.add("_div_scalar", "mean", summed, scalar=count), attrs, detail)
+    return parts.made
+
+
+def _product(parts: Parts, detail: Detail) -> int:
+    first, last, *shape = detail
+    summed, inner = math.prod(shape[first:last]), math.prod(shape[last:])
+    outer = "-1" if first else "1"
+    if inner == 1:
+        rows = parts.add("Reshape", "rows", 0, shape=f"({outer}, {summed})")
+        row = parts.add("slice_axis", "row", rows, axis="0", begin="0", end="1")
+        ones = parts.add("ones_like", "ones", row)
+        return parts.add("dot", "sums", rows, ones, transpose_b="True")
+    planes = parts.add("Reshape", "planes", 0, shape=f"({outer}, {summed}, {inner})")
+    column = parts.add("slice_axis", "column", planes, axis="2", begin="0", end="1")
+    ones = parts.add("ones_like", "ones", column)
+    return parts.add("batch_dot", "sums", ones, planes, transpose_a="True")
+
+
+def _restored(parts: Parts, summed: int, attrs: Attributes, detail: Detail) -> None:
+    first, last, *shape = detail
+    before = [-1, *shape[1:first]] if first else []
+    kept = [1] * (last - first) if is_true(attrs.get("keepdims", "False")) else []
+    after = [*before, *kept, *shape[last:]] or [1]
+    parts.add("Reshape", "", summed, shape=str(tuple(after)))
+
+
+_GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
+
+
+def is_global_pool(call: Call) -> bool:
+    """Tell whether AdaptiveAvgPooling2D leaves one average of each map."""
+    size = integers(call.attrs.get("output_size", "()"))
+    return size in ([], [1], [1, 1]) and has_elements(call)
+
+
+def is_slow_pool(call: Call) -> bool:
+    """Tell whether the gradient of a global average by Pooling is slow."""
+    attrs = call.attrs
+    if not is_true(attrs.get("global_pool", "False")) or attrs.get("pool_type", "max") != "avg":
+        return False
+    planar = call.shape is not None and len(call.shape) == len("NCHW") and has_elements(call)
+    return planar and attrs.get("layout", "None") in ("None", "NCHW") and bool(parts_of_map(call))
+
+
+def global_pool(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return oneDNN's average, which has bfloat16 and reads its input's layout."""
+    if not detail:
+        return [Part("Pooling", "", (0,), _GLOBAL)]
+    if len(detail) == len("CHW"):
+        parts = mean({"axis": "(2, 3)", "keepdims": "True"}, (2, 4, 0, *detail))
+        return [part._replace(float32=True) for part in parts]
+    size = f"({detail[0]}, {detail[1]})"
+    first = {"kernel": size, "stride": size, "pool_type": "avg"}
+    return [Part("Pooling", "parts", (0,), first), Part("Pooling", "", (1,), _GLOBAL)]
+
+
+def parts_of_map(call: Call) -> Detail:
+    """Return height and width of the parts that are averaged first, () for one step.
+
+    Where parts are of no help, the shape without the batch is returned, for a product.
+    """
+    if not call.training or call.shape is None:
+        return ()
+    _, channels, *sides = call.shape
+    blocks = channels // BLOCK
+    if channels % BLOCK or max(sides) <= blocks:
+        return ()
+    fewest = [_divisor(side) for side in sides]
+    if max(fewest) > blocks:
+        return call.shape[1:]
+    return tuple([side // count for side, count in zip(sides, fewest)])
+
+
+def _divisor(side: int) -> int:
+    """Return the least divisor but 1."""
+    return next((count for count in range(2, side) if side % count == 0), side)

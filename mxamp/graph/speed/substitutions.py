@@ -1,0 +1,219 @@
+"""Equivalent operators with faster kernels on CPUs, for graphs that are about to run.
+
+MXNet's own kernels are slow where oneDNN or BLAS has a fast one for the same function: `relu`
+against `Activation`, `clip(0, 6)`, LayerNorm in training, the mean over an axis. A substitution
+puts the fast form in the place of the slow one. Graphs that users hold, convert and save keep the
+operators that they have. Which substitutions a policy makes, and what each was measured to gain,
+stands in its operator list.
+"""
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
+
+from . import broadcasts, equivalents, grouped, recurrent, reductions
+from . import reductions as pooling
+from .equivalents import Attributes, Call, Detail, Part, Shapes
+
+__all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """What stands in for calls of `operators`, where `applies` says so.
+
+    `build` gets the attributes, and of the shapes only what `detail` returns: shapes that agree
+    in it share a graph. The outputs are those of a last part without a suffix; else each part is
+    an output.
+    """
+
+    name: str
+    operators: FrozenSet[str]
+    build: Callable[[Attributes, Detail], Sequence[Part]]
+    applies: Callable[[Call], bool] = lambda _call: True
+    detail: Callable[[Call], Detail] = lambda _call: ()
+    #: Its parts compute in float32, whatever class their operators have: when training, always.
+    float32: Tuple[bool, bool] = (False, False)
+    #: Those of `operators` where `applies` wants shapes, and which inputs': None for those of all.
+    by_shape: Mapping[str, Optional[Tuple[int, ...]]] = field(default_factory=dict)
+    #: Also where the shapes that `applies` wants are not known: all but empty arrays fit.
+    guesses_shapes: bool = False
+    #: Its parts hold constants in float32: only for calls in float32.
+    constants: bool = False
+    #: Only where this operator, by its class, computes in the target dtype.
+    lowered: Optional[str] = None
+    #: The gradient of its first input comes in blocks of 16 channels, where MXNet's operator has
+    #: it in the plain layout: in training not behind a Concat of channels.
+    blocks_gradients: bool = False
+    #: Where MXNet's gradient is 0 whatever comes in, it is 0 times that: in training only where an
+    #: infinite gradient has reached the weights anyway.
+    multiplies_gradients: bool = False
+    #: The operator that stands in, where it is a single one: layouts of memory depend on it.
+    single: Optional[str] = None
+    #: Rules by shape (`rules.SHAPE_RULES`) whose reason to keep it in float32 is gone with it.
+    answers: FrozenSet[str] = frozenset()
+
+    def why_float32(self, training: bool) -> Optional[str]:
+        """Return why its parts compute in float32, None if they need not."""
+        when_training, always = self.float32
+        if always:
+            return "float32 sums"
+        return "its gradient is faster in float32" if when_training and training else None
+
+
+def _activation(act_type: str, operator: str, numpy: str) -> Substitution:
+    parts = [Part("Activation", "", (0,), {"act_type": act_type})]
+    names = frozenset({operator, numpy})
+    return Substitution(
+        name=act_type,
+        operators=names,
+        build=lambda *_: parts,
+        applies=equivalents.has_elements,
+        by_shape={numpy: (0,)},
+        single="Activation",
+    )
+
+
+def _reduction(name: str, build: Callable[..., Sequence[Part]], *operators: str) -> Substitution:
+    return Substitution(
+        name=name,
+        operators=frozenset(operators),
+        build=build,
+        applies=reductions.is_long_sum,
+        detail=reductions.span_and_shape,
+        float32=(True, True),
+        by_shape=dict.fromkeys(operators, (0,)),
+    )
+
+
+SPLITS = frozenset({"SliceChannel", "_split_v2"})
+
+_SUBSTITUTIONS = (
+    _activation("relu", "relu", "_npx_relu"),
+    _activation("sigmoid", "sigmoid", "_npx_sigmoid"),
+    _activation("tanh", "tanh", "_npi_tanh"),
+    Substitution(
+        name="broadcast",
+        operators=frozenset(broadcasts.OPERATORS),
+        build=broadcasts.of_repeated,
+        applies=broadcasts.is_long_broadcast,
+        detail=broadcasts.repeats,
+        float32=(True, True),
+        by_shape=dict.fromkeys(broadcasts.OPERATORS, (0, 1)),
+        constants=True,
+    ),
+    Substitution(
+        name="relu6",
+        operators=frozenset({"clip"}),
+        build=equivalents.relu6,
+        applies=equivalents.is_relu6,
+        by_shape={"clip": (0,)},
+        guesses_shapes=True,
+        multiplies_gradients=True,
+    ),
+    Substitution(
+        name="layer_norm",
+        operators=frozenset({"LayerNorm"}),
+        build=equivalents.layer_norm,
+        applies=equivalents.is_trained_layer_norm,
+        float32=(True, True),
+    ),
+    _reduction("mean", reductions.mean, "mean", "_npi_mean"),
+    _reduction("sum", reductions.total, "sum", "_np_sum"),
+    Substitution(
+        name="global_pool",
+        operators=frozenset({"_contrib_AdaptiveAvgPooling2D"}),
+        build=pooling.global_pool,
+        applies=pooling.is_global_pool,
+        detail=pooling.parts_of_map,
+        by_shape={"_contrib_AdaptiveAvgPooling2D": (0,)},
+        single="Pooling",
+    ),
+    Substitution(
+        name="pool_in_parts",
+        operators=frozenset({"Pooling"}),
+        build=pooling.global_pool,
+        applies=pooling.is_slow_pool,
+        detail=pooling.parts_of_map,
+        by_shape={"Pooling": (0,)},
+        single="Pooling",
+    ),
+    Substitution(
+        name="image_convolution",
+        operators=frozenset({"Convolution"}),
+        build=equivalents.image_convolution,
+        applies=equivalents.is_image_convolution,
+        by_shape={"Convolution": (1,)},
+        lowered="Convolution",
+        answers=frozenset({"odd_channels"}),
+    ),
+    Substitution(
+        name="merged_groups",
+        operators=frozenset({"Convolution"}),
+        build=grouped.merged_groups,
+        applies=grouped.is_narrow_grouped,
+        detail=grouped.widths,
+        by_shape={"Convolution": (1,)},
+        answers=frozenset({"odd_channels"}),
+        constants=True,
+        blocks_gradients=True,
+    ),
+    Substitution(
+        name="rnn",
+        operators=frozenset({"RNN"}),
+        build=recurrent.rnn,
+        applies=recurrent.is_large_rnn,
+        detail=recurrent.sizes_of_data,
+        by_shape={"RNN": (0,)},
+        lowered="FullyConnected",
+    ),
+    Substitution(
+        name="rnn_params",
+        operators=frozenset({"_rnn_param_concat"}),
+        build=recurrent.joined_parameters,
+        applies=recurrent.have_common_width,
+        detail=recurrent.common_width,
+        float32=(True, True),
+        by_shape={"_rnn_param_concat": None},
+    ),
+    Substitution(
+        name="split",
+        operators=SPLITS,
+        build=equivalents.split,
+        applies=equivalents.is_split_of_rows,
+        detail=equivalents.split_bounds,
+        float32=(True, False),
+        by_shape=dict.fromkeys(SPLITS, (0,)),
+    ),
+)
+
+#: All of them, by name.
+ALL: Mapping[str, Substitution] = MappingProxyType({one.name: one for one in _SUBSTITUTIONS})
+
+#: Operators whose substitutions depend on shapes, and which inputs': all alike for an operator.
+BY_SHAPE = {name: which for one in ALL.values() for name, which in one.by_shape.items()}
+
+_BY_OPERATOR = {
+    name: tuple(one for one in _SUBSTITUTIONS if name in one.operators)
+    for name in sorted({name for one in _SUBSTITUTIONS for name in one.operators})
+}
+
+
+def find(
+    operator: str,
+    attrs: Attributes,
+    training: bool,
+    shapes: Shapes = (),
+) -> Optional[Tuple[str, Detail]]:
+    """Return the substitution for a call of `operator`, with its detail; None if there is none."""
+    offered = _BY_OPERATOR.get(operator)
+    if offered is None:
+        return None
+    wanted = BY_SHAPE.get(operator, ())
+    needed = shapes if wanted is None else [(*shapes, None, None)[k] for k in wanted]
+    guessed = all(one.guesses_shapes for one in offered)
+    if (None in needed and not guessed) or (wanted is None and not shapes):
+        return None
+    call = Call(operator, attrs, shapes, training)
+    fitting = next((one for one in offered if one.applies(call)), None)
+    return (fitting.name, fitting.detail(call)) if fitting is not None else None

@@ -1,0 +1,203 @@
+"""Seeing what runs: every eager call, every cast of mxamp's, every graph, as it happens.
+
+An `Observer` is a set of patches that lie above those of mixed precision. What is not observed
+costs nothing: the patches are in place only while an observer is open.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from typing import Any, Callable, ClassVar, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+from mxnet.executor import Executor
+from mxnet.gluon.block import HybridBlock
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray.numpy import _api_internal
+from mxnet.symbol import Symbol
+
+from ...framework import arrays
+from ...framework.operators import Operator, by_handle, resolve
+from ...framework.patching import Patch, PatchSet
+from ...patches.cached_op import PolicyCachedOp, follow, unfollow
+from ...patches.eager import INVOKE_MODULES, decision_for
+from ...policy.active import current_policy
+from ...policy.decision import Decision
+
+__all__ = ["Call", "Observer"]
+
+
+class Call(NamedTuple):
+    """An eager call of an operator, before it is made."""
+
+    operator: Operator
+    inputs: Sequence[NDArray]
+    keys: Sequence[str] = ()
+    values: Sequence[Any] = ()
+    out: Any = None
+
+    def decision(self) -> Optional[Decision]:
+        """Return what mixed precision does to the call; None for nothing."""
+        return decision_for(self.operator.handle, self.inputs, self.keys, self.values)
+
+
+#: Makes the call that is observed, with these inputs, and returns its outputs.
+Run = Callable[[Sequence[NDArray]], Any]
+
+
+class Observer(PatchSet):
+    """Sees everything that runs between `open` and `close`, in all threads of the process.
+
+    A subclass overrides the methods for what it wants to see. Each is given what makes the call,
+    `run`, and returns what that returns; the ones here do nothing else.
+    """
+
+    _opened_ones: ClassVar[List["Observer"]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: `op`, by thread: whose graph `on_graph` is given.
+        self.current = threading.local()
+        # Blocks that follow policies only because they are observed.
+        self._followed: "weakref.WeakSet[HybridBlock]" = weakref.WeakSet()
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches."""
+        places: List[Tuple[Any, str, Callable[..., Any]]] = [
+            *((module, "_imperative_invoke", self._build_invoke) for module in INVOKE_MODULES),
+            (_api_internal, "tensordot", self._build_tensordot),
+            (arrays, "invoke", self._build_cast),
+            (HybridBlock, "_call_cached_op", self._build_block),
+            (PolicyCachedOp, "__call__", self._build_graph),
+            (Executor, "forward", self._build_forward),
+            (Executor, "backward", self._build_backward),
+        ]
+        return [Patch(*place, on_top=True) for place in places]
+
+    def open(self) -> None:
+        """Put the patches in place, above those of observers that are open."""
+        with self._lock:
+            super().open()
+            if self not in self._opened_ones:
+                self._opened_ones.append(self)
+
+    def close(self) -> None:
+        """Take the patches off; blocks are as they were."""
+        with self._lock:
+            super().close()
+            if self in self._opened_ones:
+                self._opened_ones.remove(self)
+        for block in list(self._followed):
+            unfollow(block)
+        self._followed.clear()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Observe what runs inside."""
+        self.open()
+        try:
+            yield
+        finally:
+            self.close()
+
+    # ------------------------------------------------------------------ for subclasses
+
+    def on_call(self, call: Call, run: Run) -> Any:
+        """See an eager call of the program's."""
+        return run(call.inputs)
+
+    def on_cast(self, call: Call, run: Run) -> Any:
+        """See a cast, or a copy, of mxamp's own around such a call."""
+        return run(call.inputs)
+
+    def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
+        """See a hybridized block's graph, with the casts in it, and all that it reads.
+
+        It may be run in another way than by `run`: then other observers have to be told of it, by
+        `tell_others`.
+        """
+        return run()
+
+    def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
+        """See a forward pass of a bound symbol, a module's among them."""
+        return run()
+
+    def on_backward(self, executor: Executor, heads: Any, run: Callable[[], Any]) -> Any:
+        """See its backward pass from these gradients of its outputs."""
+        return run()
+
+    def note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
+        """Take note of a graph that another observer runs in its own way."""
+
+    def tell_others(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
+        """Tell observers below this one of a graph that is not run by `run`."""
+        with self._lock:
+            below = self._opened_ones[: self._opened_ones.index(self)]
+        for observer in below:
+            observer.note_graph(symbol, inputs)
+
+    # ------------------------------------------------------------------ the patches
+
+    def _build_invoke(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._observed(original, self.on_call)
+
+    def _build_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._observed(original, self.on_cast)
+
+    @staticmethod
+    def _observed(
+        original: Callable[..., Any], see: Callable[[Call, Run], Any]
+    ) -> Callable[..., Any]:
+        operators = by_handle()
+
+        def _imperative_invoke(
+            handle: int, inputs: Sequence[NDArray], keys: Any, values: Any, out: Any, *rest: Any
+        ) -> Any:
+            call = Call(operators[handle], inputs, keys, values, out)
+            return see(call, lambda given: original(handle, given, keys, values, out, *rest))
+
+        return _imperative_invoke
+
+    def _build_tensordot(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
+            call = Call(resolve("_npi_tensordot"), [a, b])
+            return self.on_call(call, lambda given: original(*given, axes))
+
+        return tensordot
+
+    def _build_block(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _call_cached_op(block: HybridBlock, *args: Any) -> Any:
+            if current_policy() is None and not isinstance(block._cached_op, PolicyCachedOp):
+                follow(block, args)
+                self._followed.add(block)
+            return original(block, *args)
+
+        return _call_cached_op
+
+    def _build_graph(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(op: PolicyCachedOp, *args: NDArray, **options: Any) -> Any:
+            symbol, inputs = op.graph_of(args)
+            self.current.op = op
+            return self.on_graph(symbol, inputs, lambda: original(op, *args, **options))
+
+        return call
+
+    def _build_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(executor: Executor, is_train: bool = False, **inputs: Any) -> Any:
+            return self.on_forward(
+                executor, bool(is_train), lambda: original(executor, is_train, **inputs)
+            )
+
+        return forward
+
+    def _build_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(executor: Executor, out_grads: Any = None, *args: Any, **options: Any) -> Any:
+            return self.on_backward(
+                executor, out_grads, lambda: original(executor, out_grads, *args, **options)
+            )
+
+        return backward

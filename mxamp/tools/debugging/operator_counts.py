@@ -1,0 +1,273 @@
+"""Counting what runs: operators by dtype, and the bytes that casts move."""
+
+import contextlib
+import json
+import threading
+import weakref
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+from mxnet.executor import Executor
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ...errors import ArgumentError, InstallError, unknown
+from ...framework.arrays import dtypes_of
+from ...framework.nested import as_list
+from ...framework.tables import html_table, text_table
+from ...framework.wording import counted, one_of, shown
+from ...graph.inspect import FLOATS, Census, Tensor, count, is_cast, precision_of
+from ...graph.ir import CASTS, Graph
+from .observing import Call, Observer, Run
+
+__all__ = ["CastCount", "OperatorCount", "OperatorStats", "operator_stats"]
+
+NO_PANDAS = "to_dataframe() needs pandas: pip install pandas, or use to_json()"
+#: `astype` of an array copies it into a new one.
+_CASTS = CASTS | {"_copyto"}
+_ORDERS = ("calls", "operator", "dtype")
+
+
+@dataclass(frozen=True)
+class OperatorCount:
+    """How often an operator ran in a dtype."""
+
+    operator: str
+    dtype: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class CastCount:
+    """How often values were cast from one dtype to another, and the bytes read and written."""
+
+    source: str
+    target: str
+    casts: int
+    bytes: int
+
+
+class OperatorStats:
+    """What has run: `str(stats)` is a table, `stats["dot"]` the calls of an operator by dtype.
+
+    It may be read while the context is open, and is final after it.
+    """
+
+    def __init__(self, census: Optional[Census] = None) -> None:
+        self._census = census or Census.empty()
+        self._graphs: Dict[Any, _Runs] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def operators(self) -> Tuple[OperatorCount, ...]:
+        """The operators, the most frequent first."""
+        counts = self._counted().operators.items()
+        rows = [OperatorCount(*key, calls) for key, calls in counts if calls]
+        return tuple(sorted(rows, key=lambda row: (-row.calls, row.operator, row.dtype)))
+
+    @property
+    def casts(self) -> Tuple[CastCount, ...]:
+        """The casts, those that move most bytes first."""
+        census = self._counted()
+        rows = [CastCount(*key, n, census.bytes[key]) for key, n in census.casts.items() if n]
+        return tuple(sorted(rows, key=lambda row: (-row.bytes, row.source, row.target)))
+
+    def __getitem__(self, operator: str) -> Dict[str, int]:
+        """Return the calls of an operator by dtype."""
+        rows = self.operators
+        found = {row.dtype: row.calls for row in rows if row.operator == operator}
+        if not found:
+            raise unknown("operator", operator, sorted({row.operator for row in rows}))
+        return found
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def filter(
+        self, operator: Optional[str] = None, dtype: Optional[str] = None
+    ) -> "OperatorStats":
+        """Return the statistics of one operator, of one dtype, or of both."""
+        census = self._counted()
+        kept = Counter(
+            {
+                key: calls
+                for key, calls in census.operators.items()
+                if operator in (None, key[0]) and dtype in (None, key[1])
+            }
+        )
+        return OperatorStats(census._replace(operators=kept))
+
+    def sorted(self, by: str = "calls") -> Tuple[OperatorCount, ...]:
+        """Return the operators ordered by "calls" (most first), "operator" or "dtype"."""
+        if by not in _ORDERS:
+            raise ArgumentError(f"the order must be {one_of(_ORDERS)}, not {shown(by)}")
+        # Sorting keeps the order of equals: most calls first.
+        return (
+            self.operators
+            if by == "calls"
+            else tuple(sorted(self.operators, key=lambda row: str(getattr(row, by))))
+        )
+
+    def to_json(self) -> str:
+        """Return it all as JSON: lists under "operators" and "casts"."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_dict(self) -> Dict[str, List[Dict[str, Any]]]:
+        """Return it all as lists of dicts, under "operators" and "casts"."""
+        return {
+            "operators": [asdict(row) for row in self.operators],
+            "casts": [asdict(row) for row in self.casts],
+        }
+
+    def to_dataframe(self) -> Any:
+        """Return the operators as a pandas data frame; pandas is not installed with mxamp."""
+        try:
+            import pandas
+        except ImportError:
+            raise InstallError(NO_PANDAS) from None
+        columns = ["operator", "dtype", "calls"]
+        return pandas.DataFrame([asdict(row) for row in self.operators], columns=columns)
+
+    def __str__(self) -> str:
+        return "\n".join([text_table(*self._operator_rows()), "", text_table(*self._cast_rows())])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._operator_rows()) + html_table(*self._cast_rows())
+
+    def __repr__(self) -> str:
+        calls = sum(row.calls for row in self.operators)
+        casts = sum(row.casts for row in self.casts)
+        return f"<OperatorStats: {counted(calls, 'call')}, {counted(casts, 'cast')}>"
+
+    def _operator_rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        rows = [(row.operator, row.dtype, row.calls) for row in self.operators]
+        return ("operator", "dtype", "calls"), rows
+
+    def _cast_rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        rows = [(f"{c.source} to {c.target}", c.casts, c.bytes) for c in self.casts]
+        return ("cast", "calls", "bytes"), rows
+
+    # ------------------------------------------------------------------ while it counts
+
+    def note_call(self, call: Call, outputs: Any) -> None:
+        """Count an eager call that was made."""
+        inputs, results = _tensors(call.inputs), _tensors(as_list(outputs))
+        with self._lock:
+            if call.operator.name in _CASTS and is_cast(inputs[0].dtype, results[0].dtype):
+                self._census.add_cast(inputs[0].dtype, results[0].dtype, inputs[0].size)
+                return
+            decision = call.decision()
+            decided = decision.precision if decision is not None else None
+            dtype = decided if decided in FLOATS else precision_of(inputs, results)
+            self._census.operators[call.operator.name, dtype] += 1
+
+    def note_graph(self, symbol: Symbol, inputs: Mapping[str, NDArray]) -> None:
+        """Count a graph that runs; what that is, is worked out when somebody asks."""
+        dtypes = dtypes_of(list(inputs.values()))
+        key = (id(symbol), dtypes, tuple([array.shape for array in inputs.values()]))
+        with self._lock:
+            runs = self._graphs.get(key)
+            if runs is None:
+                shapes = {name: array.shape for name, array in inputs.items()}
+                runs = self._graphs[key] = _Runs(symbol, dict(zip(inputs, dtypes)), shapes)
+            runs.waiting += 1
+
+    def _counted(self) -> Census:
+        """Return the counts, with graphs that have run since they were last asked for."""
+        with self._lock:
+            for runs in self._graphs.values():
+                if runs.waiting:
+                    self._census.add(runs.each(), runs.waiting)
+                    runs.waiting = 0
+            return self._census
+
+
+class _Runs:
+    """Runs of one graph on inputs of one kind, and what each of them counts."""
+
+    def __init__(
+        self, symbol: Symbol, dtypes: Mapping[str, str], shapes: Mapping[str, Any]
+    ) -> None:
+        self.symbol = symbol  # kept alive: it is known by its id
+        self._dtypes, self._shapes = dtypes, shapes
+        self._each: Optional[Census] = None
+        self.waiting = 0
+
+    def each(self) -> Census:
+        """Return what one run counts."""
+        if self._each is None:
+            self._each = count(Graph.from_symbol(self.symbol), self._dtypes, self._shapes)
+        return self._each
+
+
+class _Counting(Observer):
+    """Tells statistics of what runs."""
+
+    def __init__(self, stats: OperatorStats) -> None:
+        super().__init__()
+        self._stats = stats
+        self._symbols: "weakref.WeakKeyDictionary[Executor, Symbol]" = weakref.WeakKeyDictionary()
+
+    def on_call(self, call: Call, run: Run) -> Any:
+        outputs = run(call.inputs)
+        self._stats.note_call(call, outputs)
+        return outputs
+
+    on_cast = on_call
+
+    def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
+        self.note_graph(symbol, inputs)
+        return run()
+
+    def note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
+        self._stats.note_graph(symbol, dict(zip(symbol.list_inputs(), inputs)))
+
+    def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
+        symbol = self._symbols.get(executor)
+        if symbol is None:
+            # As it runs: with casts, and with what oneDNN has fused.
+            symbol = self._symbols[executor] = executor.get_optimized_symbol()
+        held = {**executor.arg_dict, **executor.aux_dict}
+        self._stats.note_graph(symbol, {n: held[n] for n in symbol.list_inputs()})
+        return run()
+
+
+@contextlib.contextmanager
+def operator_stats() -> Iterator[OperatorStats]:
+    """Count the operators that run inside, by dtype, and the casts, with the bytes they move.
+
+    >>> import mxnet as mx, mxamp as amp
+    >>> with amp.autocast("bfloat16"), amp.debugging.operator_stats() as stats:
+    ...     _ = mx.nd.FullyConnected(
+    ...         mx.nd.ones((4, 8)), mx.nd.ones((2, 8)), num_hidden=2, no_bias=True
+    ...     )
+    >>> stats["FullyConnected"]
+    {'bfloat16': 1}
+    >>> stats.casts[0].source, stats.casts[0].target, stats.casts[0].casts
+    ('float32', 'bfloat16', 2)
+
+    Counted are forward computations of all threads: eager calls, hybridized blocks and bound
+    symbols (modules), those of MXNet's optimizers and of mxamp among them. MXNet derives backward
+    passes itself; their casts mirror the forward ones. In a graph that oneDNN has fused, fused
+    operators count as one. Bodies of `foreach` count once a step; those of `while_loop` and
+    `cond` in graphs do not. In graphs, casts of arrays whose shape depends on values, as after
+    `boolean_mask`, count without their bytes.
+
+    The dtype is the precision that `explain` names: float16 on a CPU counts as float16 where
+    values are rounded to it, though a float32 kernel computes with them.
+
+    Cost: about 30 us an eager call and 40 us a graph that runs, on a 2.5 GHz Xeon; nothing when it
+    is off.
+    """
+    stats = OperatorStats()
+    observer = _Counting(stats)
+    observer.open()
+    try:
+        yield stats
+    finally:
+        observer.close()
+
+
+def _tensors(arrays: Sequence[NDArray]) -> Sequence[Tensor]:
+    return [Tensor(*pair) for pair in zip(dtypes_of(arrays), (array.shape for array in arrays))]

@@ -1,0 +1,236 @@
+"""Looking at the machine and at what is installed: all facts, without importing MXNet.
+
+What MXNet has to say is found by a process of its own (`probe`).
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ..._version import __version__
+from ...framework import machine
+from ...framework.compat import BROKEN
+from ...framework.cuda import missing_libraries
+from . import gpus
+from .facts import MARK, Build, Cpu, Facts, PolicyCounts, Speed, Wheel, without_folders
+from .variables import settings
+
+__all__ = ["Probed", "collect", "cpu_quota", "kernel_threads", "probe", "probed", "reason"]
+
+#: Of all that MXNet needs to import and measure, in seconds: a few, or 15 on a busy machine.
+PROBE_LIMIT = 60
+#: As programs import MXNet: first of all, where the start-up hook is asked to switch on, else
+#: after mxamp, which makes it importable.
+_PROBE = """
+import os, sys
+if "mxamp_startup" in sys.modules and os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION"):
+    import mxnet
+import mxamp
+from mxamp.tools.doctor.probe import main
+main()
+"""
+#: The instructions that kernels for 16 bits use, and avx2, below which MXNet is slow.
+_INSTRUCTIONS = ("avx2", "f16c", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16")
+
+DIED = "the process died of {signal}"
+TOO_LONG = "it took longer than {limit} s"
+NO_REASON = "it ended with status {status}, and no word"
+
+
+class Probed(NamedTuple):
+    """What the process that imports MXNet has found."""
+
+    mxnet: Optional[Build] = None
+    speed: Tuple[Speed, ...] = ()
+    error: str = ""  #: why it came to no end
+
+
+def collect(measure: bool = True) -> Facts:
+    """Look at this machine and installation.
+
+    `measure` times products for two seconds for each device. All takes 80 s at most, where the
+    driver or MXNet gives no answer.
+    """
+    found, gpu_error = gpus.query()
+    wheels = tuple(_wheels())
+    cuda = next((wheel.cuda for wheel in wheels if wheel.cuda), None)
+    known = probe(measure)
+    return Facts(
+        mxamp=__version__,
+        python=platform.python_version(),
+        numpy=np.__version__,
+        system=_system(),
+        cpu=_cpu(),
+        wheels=wheels,
+        mxnet=known.mxnet,
+        mxnet_error=known.error if known.mxnet is None else "",
+        gpus=found,
+        gpu_error=gpu_error,
+        missing_libraries=tuple(missing_libraries()) if cuda else (),
+        fast_dtype=machine.fast_dtype("gpu" if known.mxnet and known.mxnet.gpus else "cpu"),
+        start_up_hook="mxamp_startup" in sys.modules,
+        variables=settings(os.environ, cuda),
+        speed=known.speed,
+        speed_error=known.error if measure and known.mxnet is not None else "",
+    )
+
+
+# ---------------------------------------------------------------------- MXNet, from outside
+
+
+def probe(measure: bool, limit: float = PROBE_LIMIT) -> Probed:
+    """Import MXNet in another process, and return what that finds within `limit` seconds."""
+    command = [sys.executable, "-c", _PROBE, *([] if measure else ["--no-measure"])]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        return probed(_decoded(late.stdout), TOO_LONG.format(limit=f"{limit:g}"))
+    error = reason(done.returncode, _decoded(done.stderr)) if done.returncode else ""
+    return probed(_decoded(done.stdout), error)
+
+
+def _decoded(output: Optional[bytes]) -> str:
+    return (output or b"").decode(errors="replace")
+
+
+def probed(output: str, error: str) -> Probed:
+    """Return what the probe's output says, as far as it goes."""
+    build, speeds = None, {}
+    for line in output.splitlines():
+        if line.startswith(MARK):
+            found: Dict[str, Any] = json.loads(line[len(MARK) :])
+            if "mxnet" in found:
+                given = found["mxnet"]
+                given["policies"] = tuple(PolicyCounts(**counts) for counts in given["policies"])
+                build = Build(**{**given, "patched": tuple(given["patched"])})
+            else:
+                device, dtype, gflops = found["speed"]
+                speeds[device, dtype] = Speed(device, dtype, gflops)
+    return Probed(build, tuple(speeds.values()), error)
+
+
+def reason(status: int, errors: str) -> str:
+    """Return in one line why a process that ended with an error did, from what it printed."""
+    # mxamp's own line is the last, but for those that start the process again or clean up after it.
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    said = [
+        line for line in lines if re.match(r"what\(\): |([\w.]+\.)?\w*(Error|Exception): ", line)
+    ]
+    text = re.sub(r"^(what\(\):|[\w.]+:) +", "", said[-1]) if said else ""
+    if not text and status > 0:
+        text = lines[-1] if lines else NO_REASON.format(status=status)
+    if not text:
+        text = DIED.format(signal=_signal(-status))
+    wrapped = re.fullmatch(re.escape(BROKEN).replace(re.escape("{error}"), "(.*)"), text)
+    return without_folders(wrapped[1] if wrapped else text).rstrip(".")[:500]
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# ---------------------------------------------------------------------- what is installed
+
+
+def _wheels() -> List[Wheel]:
+    """Return the distributions that hold a package `mxnet`."""
+    found = {}
+    for distribution in metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if re.fullmatch(r"mxnet(-(cu\d+|mkl|native|nightly))*", name):
+            found[name] = Wheel(name, distribution.version)
+    return [found[name] for name in sorted(found)]
+
+
+def _system() -> str:
+    libc = " ".join(platform.libc_ver()).strip()
+    parts = (f"{platform.system()} {platform.release()} {platform.machine()}", libc)
+    return ", ".join(part for part in parts if part)
+
+
+# ---------------------------------------------------------------------- the CPU
+
+
+def _cpu() -> Cpu:
+    flags = machine.cpu_flags()
+    processors = machine.processors()
+    has = (flags | machine.cpu_features()) & set(_INSTRUCTIONS)
+    x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
+    return Cpu(
+        name=machine.cpu_name(),
+        instructions=tuple(name for name in _INSTRUCTIONS if name in has),
+        usable=tuple(name for name in _INSTRUCTIONS if name in machine.features()),
+        processors=processors,
+        physical=math.ceil(processors / machine.threads_per_core()),
+        quota=cpu_quota(),
+        threads=kernel_threads(os.environ, processors, x86),
+        virtual="hypervisor" in flags,
+    )
+
+
+def kernel_threads(environ: Mapping[str, str], processors: int, x86: bool) -> int:
+    """Return how many threads MXNet's CPU kernels run on (MXNet 1.9.1, src/engine/openmp.cc)."""
+    wanted, most = (
+        int(value) if value.isdigit() else 0
+        for value in (environ.get(n, "") for n in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
+    )
+    if wanted:
+        return wanted
+    if most:
+        return min(most, processors)
+    return max(processors // 2, 1) if x86 else processors
+
+
+def cpu_quota(root: Path = Path("/")) -> Optional[float]:
+    """Return how many processors' time the process's control groups allow; None for no limit."""
+    quotas = (_quota(folder) for folder in _groups(root))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _groups(root: Path) -> Sequence[Path]:
+    """Return the folders of the process's control groups, with those above them."""
+    base = root / "sys" / "fs" / "cgroup"
+    folders = [base, base / "cpu"]
+    try:
+        lines = (root / "proc" / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, path = line.split(":", maxsplit=2)
+        if not controllers or "cpu" in controllers.split(","):
+            start = base / "cpu" if controllers else base
+            inner = start / path.strip("/")
+            folders += [inner, *(folder for folder in inner.parents if start in folder.parents)]
+    return folders
+
+
+def _quota(folder: Path) -> Optional[float]:
+    """Return the limit of one group, of version 2 or 1: processors, or None."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text()
+    except (OSError, ValueError):
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)

@@ -1,0 +1,159 @@
+"""A run on MXNet's parameter server: scheduler, servers and workers on this machine."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+from ...framework.worker_process import LAUNCHED
+from .guard import Guard
+from .processes import Process
+
+__all__ = ["ParameterServerRun"]
+
+_HOST = "127.0.0.1"
+#: Importing MXNet serves, by the role that the environment gives; mxamp makes it importable.
+_SERVE = "import sys; sys.tracebacklimit = 0; import mxamp"
+_POLL = 0.05
+
+FAILED = "{ending}: ending the other processes"
+STOPPED = "{name}: ending all processes"
+
+
+class ParameterServerRun:
+    """Starts scheduler, servers and workers, watches them, and ends them all.
+
+    `say` is called with a line for the user. Once one process fails, the others have `grace`
+    seconds to end, and are killed then.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        workers: int,
+        servers: int,
+        say: Callable[[str], None],
+        grace: float = 5.0,
+    ) -> None:
+        self._command, self._say, self._grace = list(command), say, grace
+        self._counts = {"server": servers, "worker": workers}
+        self._signals: List[int] = []
+        self._workers: List[Process] = []
+        self._others: List[Process] = []
+
+    def run(self) -> int:
+        """Run until all workers have ended; return the status of the first that failed, or 0."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._take) for number in numbers}
+        guard = Guard()
+        try:
+            self._start(guard)
+            return self._watch()
+        finally:
+            for process in self._all():
+                process.finish()
+            guard.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, _: Optional[FrameType]) -> None:
+        self._signals.append(number)
+
+    def _all(self) -> List[Process]:
+        return [*self._workers, *self._others]
+
+    def _start(self, guard: Guard) -> None:
+        ports = _free_ports(1 + sum(self._counts.values()))
+        serve = [sys.executable, "-W", "ignore", "-c", _SERVE]
+        shared = self._variables(ports.pop(0))
+        for role, count, command, into in (
+            ("scheduler", 1, serve, self._others),
+            ("server", self._counts["server"], serve, self._others),
+            ("worker", self._counts["worker"], self._command, self._workers),
+        ):
+            for rank in range(count):
+                if self._signals:
+                    return
+                own = {} if role == "scheduler" else _ranked(role, rank, ports.pop(0))
+                variables = {**shared, "DMLC_ROLE": role, **own}
+                name = role if role == "scheduler" else f"{role} {rank}"
+                into.append(Process(name, command, variables))
+                guard.add(into[-1].group)
+
+    def _variables(self, port: int) -> Dict[str, str]:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = max(cores // self._counts["worker"], 1)
+        return {
+            "DMLC_PS_ROOT_URI": _HOST,
+            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_NUM_SERVER": str(self._counts["server"]),
+            "DMLC_NUM_WORKER": str(self._counts["worker"]),
+            "DMLC_NODE_HOST": _HOST,
+            "DMLC_INTERFACE": "lo",
+            # Lines are to be seen when they are printed, not when a buffer is full.
+            "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
+            # The workers share the cores: with a thread a core in each, all would be slower.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        }
+
+    def _watch(self) -> int:
+        while True:
+            if self._signals:
+                number = self._signals[0]
+                self._say(STOPPED.format(name=signal.Signals(number).name))
+                self._end(number)
+                return 128 + number
+            failed = next((p for p in self._all() if p.status()), None)
+            if failed is not None:
+                status = failed.status() or 1
+                self._say(FAILED.format(ending=failed.ending()))
+                self._end(signal.SIGTERM)
+                return status
+            if all(process.status() == 0 for process in self._workers):
+                # Scheduler and servers are ended as what is left: no worker has told them to.
+                return 0
+            time.sleep(_POLL)
+
+    def _end(self, number: int) -> None:
+        """Send a signal to the workers, and end the others without a traceback.
+
+        Returns when all have ended, or after the time of grace.
+        """
+        for process in self._all():
+            process.send(number if process in self._workers else signal.SIGTERM)
+        told = len(self._signals)
+        # A second Ctrl-C ends the wait.
+        self._wait(lambda: len(self._signals) > told, self._grace)
+
+    def _wait(self, enough: Callable[[], Any], seconds: float) -> None:
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit and not enough():
+            if all(process.status() is not None for process in self._all()):
+                return
+            time.sleep(_POLL)
+
+
+def _ranked(role: str, rank: int, port: int) -> Dict[str, str]:
+    """Return the variables that give a process its rank.
+
+    The scheduler sorts the processes of a host by the port that they listen on, which MXNet reads
+    from this variable.
+    """
+    variables = {"PORT": str(port)}
+    own = {"DMLC_WORKER_ID": str(rank), LAUNCHED: "1"}
+    return {**variables, **own} if role == "worker" else variables
+
+
+def _free_ports(count: int) -> List[int]:
+    """Return ports that nobody listens on, in ascending order."""
+    with contextlib.ExitStack() as probes:
+        found = []
+        for _ in range(count):
+            probe = probes.enter_context(socket.socket())
+            probe.bind((_HOST, 0))
+            found.append(probe.getsockname()[1])
+        return sorted(found)
