@@ -21,6 +21,7 @@ from mxamp.framework.versions import NEWEST
 
 PARTS = (
     ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md",
+    "SECURITY.md",
     "LICENSE", "MANIFEST.in", "Makefile", "README.md", "docs", "examples", "lists", "mkdocs.yml",
     "mxamp", "noxfile.py", "pyproject.toml", "scripts", "setup.cfg", "setup.py", "tests",
 )  # fmt: skip
