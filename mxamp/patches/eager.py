@@ -23,7 +23,6 @@ from ..framework.patching import Patch
 from ..framework.updated_arrays import updated_arrays
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..graph.gradients import needs_separate_bias, without_bias
-from ..graph.recognise import warn_of_eager
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
@@ -249,8 +248,6 @@ class _Casts:
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
         decision = decide(self._operator.name, attributes, dtypes, self._policy, kept=kept)
         note_precision(self._operator.name, decision.precision)
-        if decision.precision == self._policy.target_dtype:
-            warn_of_eager(self._policy, self._operator.name)
         return decision if decision.changes else None
 
 

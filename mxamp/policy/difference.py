@@ -21,13 +21,7 @@ def differing(old: Choice, new: Choice) -> str:
     if isinstance(old, Policy) and isinstance(new, Policy):
         values += _of_policies(old, new)
     parts = [f"{name}: {here} instead of {there}" for name, here, there in values if here != there]
-    if not parts and _without_evidence(old) == _without_evidence(new):
-        return "the evidence of how they were tuned"
     return shortened(parts) or "the conditions of some operators"
-
-
-def _without_evidence(choice: Choice) -> Any:
-    return choice.with_evidence(None) if isinstance(choice, Policy) else choice
 
 
 def _of_policies(old: Policy, new: Policy) -> List[Difference]:

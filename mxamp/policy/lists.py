@@ -7,14 +7,14 @@ import logging
 import os
 import re
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, FrozenSet, Mapping, Optional, Tuple, Union
 
 from ..errors import ArgumentError, located
 from ..framework.wording import shortened, shown
 from .custom_operators import CustomClasses
-from .evidence import Evidence, LayerCost, Trial
 from .resolving import ListRules
 from .rules import Rule
 from .schema import check_list
@@ -32,20 +32,20 @@ logger = logging.getLogger("mxamp")
 Table = Mapping[str, Any]
 
 
-class OperatorList(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class OperatorList:
     """A list resolved against MXNet's registry, for one kind of device and set of CPU features."""
 
     target_dtype: str
     device: str
     rules: Mapping[str, Rule]  #: by canonical operator name
-    fp32_layers: Tuple[str, ...]
-    substitutions: Mapping[str, str]  #: name, and what it was measured to gain
-    evidence: Optional[Evidence]  #: how it was tuned, if it was
+    #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
+    fp32_layers: Tuple[str, ...] = ()
+    #: the faster equivalents that graphs about to run get: name, and its measured gain
+    substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
-_ONE_OF_SEVERAL = re.compile(
-    r"^ *\[(group|conditional|missing|by_shape|exempt|trial|layer)\]", re.MULTILINE
-)
+_ONE_OF_SEVERAL = re.compile(r"^ *\[(group|conditional|missing|by_shape|exempt)\]", re.MULTILINE)
 OTHER_DEVICE = (
     'it is for the {own} alone (device = "{own}"), and the {given} was asked for: load it without '
     "a device, or load a file for the {given}"
@@ -154,22 +154,4 @@ def list_of(
         MappingProxyType(rules.by_name),
         tuple(dict.fromkeys(data.get("fp32_layers", ()))),
         MappingProxyType(dict(data.get("substitutions", {}))),
-        _evidence_of(data),
     )
-
-
-def _evidence_of(data: Table) -> Optional[Evidence]:
-    if "evidence" not in data:
-        return None
-    trials = (Trial(**_frozen(table)) for table in data.get("trial", ()))
-    layers = (LayerCost(**_frozen(table)) for table in data.get("layer", ()))
-    optional = ("tolerance", "gradient_error", "metric", "min_metric")
-    measured: Dict[str, Any] = {**dict.fromkeys(optional), **_frozen(data["evidence"])}
-    return Evidence(**measured, trials=tuple(trials), layers=tuple(layers))
-
-
-def _frozen(value: Any) -> Any:
-    """Return a table with tuples in place of its lists."""
-    if isinstance(value, dict):
-        return {key: _frozen(one) for key, one in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -7,11 +7,11 @@ your own), resolved against MXNet's registry and one kind of device, and never c
 import fnmatch
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 
 from ..errors import ArgumentError
 from ..framework import machine
@@ -19,8 +19,6 @@ from ..framework.files import write_file
 from ..framework.wording import counted, shown
 from . import overrides, targets
 from .custom_operators import CustomClasses, registered_classes
-from .elsewhere import warn_elsewhere
-from .evidence import Evidence, of_changed
 from .layers import Layers
 from .lists import OperatorList, own_list, read_list
 from .overrides import Conditional, Names
@@ -34,6 +32,7 @@ NO_POLICY = (
     "policy must be an mxamp.Policy, not {given}; Policy.default, Policy.load and Policy.override "
     "make one"
 )
+TUNING = "; give the policy of the tuning: policy=tuning.policy"
 BESIDE_LISTS = (
     "a policy has operator lists of its own: give it without other lists, or change it with "
     "policy.override"
@@ -41,25 +40,16 @@ BESIDE_LISTS = (
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Policy:
+class Policy(OperatorList):
     """Which precision every operator computes in, on one kind of device.
 
     >>> policy = Policy.default("float16", device="cpu")
     >>> policy.rule("Convolution").op_class
     'low'
 
-    Make one with `default`, `load`, `override` or `tune`. They never change, and compare by value.
-    `fp32_layers` names layers that stay in float32; `print(policy.evidence)` says how it was tuned.
+    Make one with `default`, `load` or `override`, or take that of a `tune`. Policies never change,
+    and compare by value. `fp32_layers` names layers that stay in float32.
     """
-
-    target_dtype: str
-    device: str
-    rules: Mapping[str, Rule]
-    #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
-    fp32_layers: Tuple[str, ...] = ()
-    #: the faster equivalents that graphs about to run get: name, and what it was measured to gain
-    substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    evidence: Optional[Evidence] = None
 
     def rule(self, operator: str) -> Rule:
         """Return what the policy says of an operator, by canonical name."""
@@ -100,7 +90,6 @@ class Policy:
         parts += [counted(given, "override")] if given else []
         layers = len(self.fp32_layers)
         parts += [f"{counted(layers, 'layer name')} in float32"] if layers else []
-        parts += [f"tuned for {self.evidence.mode}"] if self.evidence is not None else []
         return f"<Policy {self.target_dtype} on {self.device}: {', '.join(parts)}>"
 
     def __eq__(self, other: object) -> bool:
@@ -117,7 +106,7 @@ class Policy:
     @cached_property
     def _head(self) -> Tuple[Any, ...]:
         names = frozenset(self.substitutions)
-        return self.target_dtype, self.device, self.fp32_layers, names, self.evidence
+        return self.target_dtype, self.device, self.fp32_layers, names
 
     @cached_property
     def _hash(self) -> int:
@@ -125,10 +114,9 @@ class Policy:
 
     def __reduce__(self) -> Tuple[Any, ...]:
         rules, substitutions = dict(self.rules), dict(self.substitutions)
-        return _unpickled, tuple(self._as_list()._replace(rules=rules, substitutions=substitutions))
-
-    def _as_list(self) -> OperatorList:
-        return OperatorList(*(getattr(self, field.name) for field in fields(self)))
+        return _unpickled, (
+            self.target_dtype, self.device, rules, self.fp32_layers, substitutions,
+        )  # fmt: skip
 
     @cached_property
     def caches(self) -> Dict[str, Any]:
@@ -152,7 +140,9 @@ class Policy:
         `device` is "cpu" or "gpu"; the default is the file's, else that of `default`. Raises
         `ArgumentError`, with the file and the table, for whatever is wrong in it.
         """
-        return _interned(Policy(*read_list(path, device, machine.features(), registered_classes())))
+        return _interned(
+            Policy(**vars(read_list(path, device, machine.features(), registered_classes())))
+        )
 
     def save(self, path: Union[str, Path]) -> None:
         """Write the policy to a TOML file, from which `load` makes the same policy.
@@ -167,7 +157,7 @@ class Policy:
 
         Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing fails.
         """
-        write_file(path, text_of(self._as_list()).encode())
+        write_file(path, text_of(self).encode())
 
     @classmethod
     def from_lists(
@@ -192,11 +182,10 @@ class Policy:
         lists = (low, fp32, widest, conditional)
         if policy is not None:
             if not isinstance(policy, Policy):
-                raise ArgumentError(NO_POLICY.format(given=shown(policy)))
+                raise _no_policy(policy)
             if any(given is not None for given in lists):
                 raise ArgumentError(BESIDE_LISTS)
             targets.check_beside(policy.target_dtype, policy.device, target_dtype, ctx)
-            warn_elsewhere(policy.evidence, policy.device, policy.caches)
             return policy
         base = cls.default(targets.check_target(target_dtype), targets.device_type(ctx))
         if all(given is None for given in lists):
@@ -229,8 +218,6 @@ class Policy:
         `fp32_layers` stay in float32: Gluon blocks, or names that `explain` shows, with * and ?.
         `substitutions` names those of the policy's own that it is to keep. An operator that is
         given a class has it whatever its shapes are.
-
-        A policy that this changes loses its evidence, but for the layers that `tune` has kept.
 
         Raises `UnknownNameError` for a name MXNet does not know, `ArgumentError` for one that
         stands in two lists.
@@ -268,20 +255,19 @@ class Policy:
         """
         return self._changed(rules=MappingProxyType(overrides.in_float32(self.rules)))
 
-    def with_evidence(self, evidence: Optional[Evidence]) -> "Policy":
-        """Return the policy with what was measured of it, or, for None, without."""
-        return _interned(replace(self, evidence=evidence))
-
     def _changed(self, **fields: Any) -> "Policy":
-        """Return the policy with other fields; where they differ, what was measured is void."""
-        changed = replace(self, **fields)
-        return self if changed == self else changed.with_evidence(of_changed(self.evidence))
+        return _interned(replace(self, **fields))
+
+
+def _no_policy(given: Any) -> ArgumentError:
+    hint = TUNING if isinstance(getattr(given, "policy", None), Policy) else ""
+    return ArgumentError(NO_POLICY.format(given=shown(given)) + hint)
 
 
 @lru_cache(maxsize=None)
 def _default(dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses) -> Policy:
     # Cached: caches of graphs and casts are kept by policy, and equal ones share them.
-    return _interned(Policy(*own_list(dtype, device, features, custom)))
+    return _interned(Policy(**vars(own_list(dtype, device, features, custom))))
 
 
 #: One policy for each value that somebody holds: graphs and casts are cached by policy, and code
@@ -294,7 +280,12 @@ def _interned(policy: Policy) -> Policy:
     return _policies.setdefault(policy, policy)
 
 
-def _unpickled(target_dtype: str, device: str, *fields: Any) -> Policy:
-    rules, fp32_layers, substitutions, evidence = fields
-    frozen = MappingProxyType(rules), fp32_layers, MappingProxyType(substitutions), evidence
-    return _interned(Policy(target_dtype, device, *frozen))
+def _unpickled(
+    dtype: str,
+    device: str,
+    rules: Dict[str, Rule],
+    layers: Tuple[str, ...],
+    substitutions: Dict[str, str],
+) -> Policy:
+    frozen = MappingProxyType(rules), layers, MappingProxyType(substitutions)
+    return _interned(Policy(dtype, device, *frozen))

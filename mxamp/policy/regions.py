@@ -139,7 +139,7 @@ def _fingerprint(policy: Policy) -> str:
     number: Optional[str] = policy.caches.get("fingerprint")
     if number is None:
         try:
-            text = text_of(policy._as_list())
+            text = text_of(policy)
         except ArgumentError:
             # A file can't hold it: it is known in this process alone.
             text = f"{os.getpid()} {id(policy)}"

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count, groupby
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
@@ -20,11 +20,6 @@ HEAD = f"""\
 # A policy: which precision each of MXNet's operators computes in. Written by Policy.save of mxamp
 # {__version__}, for Policy.load on any machine. Comments and the order of the tables mean nothing
 # to it. docs/policy-files.md describes all tables and keys.
-"""
-TUNED = """\
-#
-# The policy was tuned: [evidence], [[trial]] and [[layer]] at the end say what was measured, and
-# change nothing. They are about the policy as it was saved: take them out if you change it.
 """
 
 NO_TEXT = (
@@ -53,7 +48,7 @@ def text_of(policy: OperatorList) -> str:
 
     Raises `ArgumentError` where none can: for a name that is no text, and rules that no file makes.
     """
-    text = "\n".join([_head(policy), *_rules(policy), *_exceptions(policy), *_evidence(policy)])
+    text = "\n".join([_head(policy), *_rules(policy), *_exceptions(policy)])
     _check(text, policy)
     return text
 
@@ -65,10 +60,11 @@ def _check(text: str, policy: OperatorList) -> None:
     except UnicodeEncodeError as error:
         line = text[: error.end].rpartition("\n")[2]
         raise ArgumentError(NO_TEXT.format(line=shown(line))) from None
-    read = list_of(loads(text), policy.device, frozenset(CPU_FEATURES))
-    for field, here, there in zip(policy._fields, _portable(policy), _portable(read)):
-        if here != there:
-            raise ArgumentError(NOT_THE_SAME.format(what=field))
+    read = _portable(list_of(loads(text), policy.device, frozenset(CPU_FEATURES)))
+    written = _portable(policy)
+    for field in fields(OperatorList):
+        if getattr(read, field.name) != getattr(written, field.name):
+            raise ArgumentError(NOT_THE_SAME.format(what=field.name))
 
 
 def _portable(policy: OperatorList) -> OperatorList:
@@ -77,7 +73,7 @@ def _portable(policy: OperatorList) -> OperatorList:
         name: replace(rule, missing=None, computes="float32", by_op_type=())
         for name, rule in policy.rules.items()
     }
-    return policy._replace(rules=rules, substitutions=dict(policy.substitutions))
+    return replace(policy, rules=rules)
 
 
 # ---------------------------------------------------------------------- what a policy holds
@@ -90,7 +86,7 @@ def _head(policy: OperatorList) -> str:
         "fp32_layers": policy.fp32_layers or None,
         "lower_custom_operators": None if custom is None or custom.lowers_custom else False,
     })  # fmt: skip
-    return "\n".join([HEAD + (TUNED if policy.evidence is not None else ""), *lines, ""])
+    return "\n".join([HEAD, *lines, ""])
 
 
 def _rules(policy: OperatorList) -> Iterator[str]:
@@ -189,18 +185,6 @@ def _exceptions(policy: OperatorList) -> Iterator[str]:
             yield _table(kind, {name: kept or None for name, kept in exceptions.items()})
     if policy.substitutions:
         yield _table("substitutions", dict(sorted(policy.substitutions.items())))
-
-
-def _evidence(policy: OperatorList) -> Iterator[str]:
-    evidence = policy.evidence
-    if evidence is not None:
-        for name, several in (
-            ("evidence", [evidence]),
-            ("trial", evidence.trials),
-            ("layer", evidence.layers),
-        ):
-            for one in several:
-                yield _table(name, {key: getattr(one, key) for key in TABLES[name].keys})
 
 
 # ---------------------------------------------------------------------- TOML

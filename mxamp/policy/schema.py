@@ -4,21 +4,17 @@
 inputs, which MXNet's registry knows, are checked where they are looked up, in `lists`.
 """
 
-from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Tuple
 
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.wording import one_of, shown
-from .evidence import MODES, WAYS, Evidence, LayerCost, Trial
 from .rules import CLASSES, SHAPE_RULES, SUBSTITUTIONS
 from .targets import TARGETS
 
 __all__ = ["CPU_FEATURES", "FORMAT", "TABLES", "check_list", "place"]
 
 FORMAT = 1
-
-NO_EVIDENCE = "[[{name}]] tables belong to an [evidence] table, which is not there: add it"
 
 Keys = Mapping[str, "Key"]
 
@@ -44,12 +40,11 @@ class Table(NamedTuple):
     keys: Keys = MappingProxyType({})
     entry: Key = Key(Kind("", bool))
     names: Tuple[str, ...] = ()  #: that may stand in it; any, where there are none here
-    alone: bool = False  #: there is [one] of these `keys`
 
     @property
     def several(self) -> bool:
         """Whether there may be several of it."""
-        return bool(self.keys) and not self.alone
+        return bool(self.keys)
 
     def header(self, name: str) -> str:
         """Return how a table of this name begins."""
@@ -68,23 +63,10 @@ def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(holds, value))
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
 def _is_string(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _row_of(*kinds: Kind) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list)
-        and len(value) == len(kinds)
-        and all(kind.holds(one) for kind, one in zip(kinds, value))
-    )
-
-
-STRING = Kind("a string", _is_string)
 STRINGS = Kind("a list of strings", _list_of(_is_string))
 TEXT = Kind("a string that is not empty", _is_text)
 TEXTS = Kind("a list of strings", _list_of(_is_text))
@@ -93,10 +75,6 @@ SOME_TEXTS = Kind(
 )
 COUNT = Kind("a whole number from 0", _is_count)
 COUNTS = Kind("a list of whole numbers from 0", _list_of(_is_count))
-WHOLE = Kind("a whole number", lambda value: type(value) is int)
-NUMBER = Kind("a number", _is_number)
-PAIRS = Kind("a list of [name, value]", _list_of(_row_of(STRING, STRING)))
-INPUTS = Kind("a list of [name, dtype, [sizes]]", _list_of(_row_of(STRING, STRING, COUNTS)))
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT_OR_TEXTS = Kind(
     "a string or a list of strings", lambda value: TEXT.holds(value) or SOME_TEXTS.holds(value)
@@ -106,25 +84,6 @@ DEVICES = ("cpu", "gpu")
 
 #: Instructions of CPUs that kernels may need.
 CPU_FEATURES = ("avx512", "avx512_bf16", "amx_bf16")
-
-#: What the fields of evidence are in a file.
-_KINDS: Mapping[Any, Kind] = {
-    str: STRING, bool: TRUTH, int: COUNT, float: NUMBER, Optional[float]: NUMBER,
-    Tuple[str, ...]: STRINGS, Tuple[Tuple[str, str], ...]: PAIRS,
-    Tuple[Tuple[str, str, Tuple[int, ...]], ...]: INPUTS,
-}  # fmt: skip
-
-
-def _keys_of(measured: Any, **special: Key) -> Keys:
-    """Return the keys of a table for a class of `evidence`: its fields, but those with tables."""
-    return {
-        field.name: special.get(
-            field.name, Key(_KINDS[field.type], required=field.type != Optional[float])
-        )
-        for field in fields(measured)
-        if field.type in _KINDS
-    }
-
 
 TOP: Keys = {
     "format": Key(COUNT, allowed=(FORMAT,)), "dtype": Key(TEXT, allowed=TARGETS),
@@ -158,13 +117,6 @@ TABLES: Mapping[str, Table] = {
     "keep_outputs": Table(entry=Key(COUNTS)),
     "slower": Table(entry=Key(TEXT)),
     "substitutions": Table(entry=Key(TEXT), names=SUBSTITUTIONS),
-    "evidence": Table(_keys_of(
-        Evidence, mode=Key(TEXT, allowed=MODES), way=Key(TEXT, allowed=WAYS), seed=Key(WHOLE),
-    ), alone=True),
-    "trial": Table(_keys_of(
-        Trial, way=Key(TEXT, allowed=WAYS), precision=Key(TEXT, allowed=("float32", *TARGETS)),
-    )),
-    "layer": Table(_keys_of(LayerCost)),
 }  # fmt: skip
 
 
@@ -194,9 +146,6 @@ def check_list(data: Mapping[str, Any]) -> None:
             "it has no [[group]] and no [[conditional]] table, so nothing would be computed in "
             f"{data['dtype']}: add a [[group]] table with class = \"low\""
         )
-    for name in ("trial", "layer"):
-        if name in data and "evidence" not in data:
-            raise ArgumentError(NO_EVIDENCE.format(name=name))
 
 
 def _tables(name: str, table: Table, value: Any) -> Iterator[Tuple[str, Mapping[str, Any]]]:

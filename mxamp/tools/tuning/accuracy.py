@@ -16,7 +16,7 @@ from ...framework.wording import counted, shortened
 from ...policy.policy import Policy
 from ..debugging.comparing.isolated import arrays_in
 from .deadline import Deadline
-from .subject import Results, Subject, next_numbers, rounded
+from .model import Results, Subject, next_numbers, rounded
 
 __all__ = ["Accuracy", "Tolerance", "Verdict"]
 

@@ -2,7 +2,18 @@
 
 import contextlib
 import itertools
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import mxnet as mx
 import numpy as np
@@ -15,6 +26,8 @@ from ...convert.blocks import trace
 from ...errors import ArgumentError
 from ...framework.arrays import cast, dtypes_of, plain_array
 from ...framework.machine import dtype_name
+from ...graph.inspect import Tensor
+from ...graph.ir import Graph, Output, Usage
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...policy.policy import Policy
@@ -25,9 +38,54 @@ from ..debugging.comparing.batches import Batch, batches_of
 from ..debugging.comparing.isolated import IsolatedRun, arrays_in, copied, dense_values
 from ..debugging.comparing.randomness import Seeds
 from ..debugging.comparing.saved_models import block_of
-from .traced import Traced, TracedRun
 
-__all__ = ["MOST_BATCHES", "Results", "Subject", "next_numbers", "rounded"]
+__all__ = [
+    "MOST_BATCHES",
+    "Results",
+    "Subject",
+    "Traced",
+    "TracedRun",
+    "next_numbers",
+    "rounded",
+]
+
+
+class Traced(NamedTuple):
+    """The graph of a run in float32, and all that it read."""
+
+    graph: Graph
+    symbol_class: Any
+    tensors: Mapping[Output, Tensor]
+    values: Dict[str, NDArray]
+    context: Context
+
+    def usage(self, training: bool) -> Usage:
+        """Return how the graph is used."""
+        dtypes = dict(zip(self.values, dtypes_of(list(self.values.values()))))
+        shapes = {name: array.shape for name, array in self.values.items()}
+        accumulated = frozenset(self.values)
+        return Usage(dtypes, shapes, accumulated=accumulated, training=training)
+
+
+class TracedRun(IsolatedRun):
+    """Notes the graph of the block that is run."""
+
+    def __init__(self, seeds: Seeds) -> None:
+        super().__init__(seeds)
+        self.traced: Optional[Traced] = None
+
+    def run_graph(
+        self,
+        graph: Graph,
+        symbol_class: Any,
+        tensors: Mapping[Output, Tensor],
+        values: Dict[str, NDArray],
+        context: Context,
+    ) -> List[NDArray]:
+        """Run a graph, and note it."""
+        self.traced = Traced(graph, symbol_class, tensors, dict(values), context)
+        return super().run_graph(graph, symbol_class, tensors, values, context)
+
 
 #: So many batches of `data` are used.
 MOST_BATCHES = 16
@@ -65,6 +123,8 @@ class Subject:
 
     def __init__(self, model: Any, data: Any, loss: Optional[Loss], labelled: bool) -> None:
         self.loss, self.training = loss, loss is not None
+        #: What Gluon puts before the names of the model's layers.
+        self.prefix: str = model.prefix if isinstance(model, Block) else ""
         batches = batches_of(data, labelled)
         if not isinstance(model, Block):
             if labelled:
