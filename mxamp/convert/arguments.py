@@ -25,7 +25,7 @@ from ..errors import ArgumentError, UnknownNameError, located, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
-from ..policy.layers import Layers, layer_patterns
+from ..policy.overrides import Layers, layer_patterns
 from ..policy.policy import Policy
 from ..policy.targets import check_truth
 

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, StateError
 from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
 from ..framework.machine import default_device, device_kind, dtype_name
 from ..framework.wording import counted, shown
-from ..policy.layers import Layers
+from ..policy.overrides import Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .compare import Model, OutputError, compare_models

@@ -14,8 +14,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError
 from ..framework.wording import shown
 from ..patches.cached_op import Source
-from ..policy.layers import Layers
-from ..policy.overrides import Conditional
+from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .arguments import Conversion, Names

@@ -26,7 +26,7 @@ from ..graph.gradients import needs_separate_bias, without_bias
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
-from ..policy.sums import reason_by_sums
+from ..policy.rules import reason_by_sums
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
 from ..scaling.loss_outputs import scalable_inputs
 

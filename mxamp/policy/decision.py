@@ -64,7 +64,7 @@ class Decision:
     guards: FrozenSet[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
-        """Tell whether an output that came out in `dtype` is to be rounded."""
+        """Return whether an output that came out in `dtype` is to be rounded."""
         return self.through is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
@@ -211,7 +211,7 @@ def _leading(rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str
 
 
 def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
-    """Tell whether an einsum names an axis of one operand twice."""
+    """Return whether an einsum names an axis of one operand twice."""
     if operator != "_npi_einsum":
         return False
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
@@ -220,7 +220,7 @@ def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
 
 
 def _needs_onednn(attributes: Mapping[str, str]) -> bool:
-    """Tell whether MXNet's own kernel of a transposed convolution can't compute it."""
+    """Return whether MXNet's own kernel of a transposed convolution can't compute it."""
     return kernel_axes(attributes) == len("DHW") or is_dilated(attributes)
 
 

@@ -18,11 +18,9 @@ from ..framework import machine
 from ..framework.files import write_file
 from ..framework.wording import counted, shown
 from . import overrides, targets
-from .custom_operators import CustomClasses, registered_classes
-from .layers import Layers
 from .lists import OperatorList, own_list, read_list
-from .overrides import Conditional, Names
-from .rules import SHOWN_CLASSES, UNLISTED, Rule
+from .overrides import Conditional, Layers, Names
+from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule, registered_classes
 from .saving import text_of
 from .targets import DEFAULT_TARGET
 
@@ -56,7 +54,7 @@ class Policy(OperatorList):
         return self.rules.get(operator, UNLISTED)
 
     def keeps_layer(self, name: str) -> bool:
-        """Tell whether a graph node called `name` stays in float32 by its name."""
+        """Return whether a graph node called `name` stays in float32 by its name."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.fp32_layers)
 
     @cached_property

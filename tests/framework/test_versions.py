@@ -10,8 +10,7 @@ from mxamp.errors import ArgumentError, UnknownNameError
 from mxamp.framework import operators, versions
 from mxamp.framework.operators import lacks, needs_one_dtype, registry, resolve
 from mxamp.policy.decision import decide
-from mxamp.policy.lists import lists_folder, loads, read_list
-from mxamp.policy.resolving import ListRules
+from mxamp.policy.lists import ListRules, lists_folder, loads, read_list
 
 NEW = {name: one.since for one in versions.FEATURES.values() for name in one.operators}
 
@@ -29,7 +28,7 @@ def loaded(monkeypatch):
         monkeypatch.setattr(operators, "registry", lambda: kept)
         for cached in (operators._by_name, operators._of_later_versions):
             cached.cache_clear()
-        monkeypatch.setattr("mxamp.policy.resolving.registry", lambda: kept)
+        monkeypatch.setattr("mxamp.policy.lists.registry", lambda: kept)
         return kept
 
     yield load

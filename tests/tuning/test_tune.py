@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from mxamp.policy.layers import exactly
+from mxamp.policy.overrides import exactly
 from mxamp.tools.tuning.accuracy import Accuracy, Tolerance
 from mxamp.tools.tuning.deadline import Deadline, seconds_of
 from mxamp.tools.tuning.model import Subject

@@ -18,7 +18,7 @@ from ...graph.casts.offline import cast_offline, count_losses
 from ...graph.ir import CASTS, Graph, Node, Usage
 from ...graph.speed.shape_rules import choose
 from ...policy.active import current_policy, suspended
-from ...policy.layers import Layers
+from ...policy.overrides import Layers
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET
 from .plan import Cast, NodePlan, OfflineCast, Plan

@@ -186,7 +186,7 @@ class Accuracy:
         return limits
 
     def _is_zero(self, name: str) -> bool:
-        """Tell whether a tensor is zero in float32: then a relative error says nothing of it."""
+        """Return whether a tensor is zero in float32: then a relative error says nothing of it."""
         return not any(np.any(_named(run)[name]) for run in self._plain)
 
     def _unstable(self, what: str, noise: float, limit: float) -> StateError:

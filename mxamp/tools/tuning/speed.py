@@ -146,7 +146,7 @@ class Trials:
         return statistics.median(ratios) if ratios else 0.0
 
     def is_faster(self, form: Form) -> bool:
-        """Tell whether a form was faster than float32, by more than chance."""
+        """Return whether a form was faster than float32, by more than chance."""
         ratios = self._runners[form].ratios
         return self.speedup(form) >= MARGIN and _quartiles(ratios)[0] >= 1.0
 
@@ -288,7 +288,7 @@ class Chooser:
         return [*forms, Form("fused", policy)]
 
     def was_timed(self, forms: Sequence[Form]) -> bool:
-        """Tell whether any of some forms was."""
+        """Return whether any of some forms was."""
         return any(form in self.trials.timed() for form in forms)
 
     def best(self, forms: Sequence[Form]) -> float:
@@ -318,7 +318,7 @@ class Chooser:
             left.remove(form)
 
     def _is_within(self, form: Form) -> bool:
-        """Tell whether a form is accurate enough.
+        """Return whether a form is accurate enough.
 
         Where the time is over, so many are looked at all the same: else all that was timed would
         be lost.

@@ -15,7 +15,7 @@ from ...framework.machine import default_dtype
 from ...framework.wording import counted, one_of, shown
 from ...graph.ir import Graph
 from ...policy.active import suspended
-from ...policy.layers import exactly
+from ...policy.overrides import exactly
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, check_target
 from ...scaling.numbers import count, positive_number
