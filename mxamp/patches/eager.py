@@ -154,12 +154,12 @@ def decision_for(
     return operator.decide(arrays, keys, vals) if operator is not None else None
 
 
-def _casts_of(policy: Policy) -> "_OperatorCasts":
-    """Return what was decided under a policy so far."""
-    casts: Optional[_OperatorCasts] = policy.caches.get("eager")
-    if casts is None:
-        casts = policy.caches["eager"] = _OperatorCasts(policy)
-    return casts
+def _casts_of(policy: Policy) -> "Dict[int, Optional[_Casts]]":
+    """Return the policy's casts by operator handle."""
+    caches = policy.caches
+    if caches.eager is None:
+        caches.eager = _OperatorCasts(policy)
+    return caches.eager
 
 
 class _OperatorCasts(Dict[int, Optional["_Casts"]]):

@@ -37,6 +37,22 @@ BESIDE_LISTS = (
 )
 
 
+class Caches:
+    """Results derived from one policy, by the module that keeps them."""
+
+    __slots__ = ("eager", "fingerprint", "regions", "workers")
+
+    def __init__(self) -> None:
+        #: `patches.eager`: the casts of each operator, by its handle.
+        self.eager: Optional[Dict[int, Any]] = None
+        #: `policy.regions`: the policies of regions in graphs under this one, by mark.
+        self.regions: Dict[str, Policy] = {}
+        #: `policy.regions`: a hash of the policy's file.
+        self.fingerprint: Optional[str] = None
+        #: `scaling.workers`: a number that is the same in all processes.
+        self.workers: Optional[int] = None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Policy(OperatorList):
     """Which precision every operator computes in, on one kind of device.
@@ -117,9 +133,9 @@ class Policy(OperatorList):
         )  # fmt: skip
 
     @cached_property
-    def caches(self) -> Dict[str, Any]:
-        """What others have worked out for this policy: it lives as long as the policy does."""
-        return {}
+    def caches(self) -> Caches:
+        """Results that other modules keep for this policy; freed with it."""
+        return Caches()
 
     @classmethod
     def default(cls, target_dtype: Any = "float16", device: Optional[str] = None) -> "Policy":

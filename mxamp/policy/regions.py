@@ -136,17 +136,15 @@ def _mark_of_policy(policy: Policy) -> str:
 
 
 def _fingerprint(policy: Policy) -> str:
-    number: Optional[str] = policy.caches.get("fingerprint")
-    if number is None:
+    if policy.caches.fingerprint is None:
         try:
             text = text_of(policy)
         except ArgumentError:
             # A file can't hold it: it is known in this process alone.
             text = f"{os.getpid()} {id(policy)}"
-        number = policy.caches["fingerprint"] = hashlib.sha256(
-            text.encode(errors="replace")
-        ).hexdigest()[:16]
-    return number
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        policy.caches.fingerprint = digest[:16]
+    return policy.caches.fingerprint
 
 
 def _policy_marked(mark: str) -> Policy:
@@ -177,10 +175,10 @@ def policy_in(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Po
     mark = attrs.get(REGION, _OFF if off else None)
     if mark is None:
         return policy
-    inside: Dict[str, Policy] = policy.caches.setdefault("regions", {})
-    if mark not in inside:
-        inside[mark] = _policy_in(policy, mark)
-    return inside[mark]
+    regions = policy.caches.regions
+    if mark not in regions:
+        regions[mark] = _policy_in(policy, mark)
+    return regions[mark]
 
 
 def _policy_in(policy: Policy, mark: str) -> Policy:
