@@ -1,8 +1,4 @@
-"""A policy: which precision each operator computes in, as a value.
-
-A policy is read from an operator list (`lists/float16.toml`, `lists/bfloat16.toml`, or a file of
-your own), resolved against MXNet's registry and one kind of device, and never changes after that.
-"""
+"""A policy: which precision each operator computes in, as an immutable value."""
 
 import fnmatch
 import weakref
@@ -61,26 +57,26 @@ class Policy(OperatorList):
     >>> policy.rule("Convolution").op_class
     'low'
 
-    Make one with `default`, `load` or `override`, or take that of a `tune`. Policies never change,
-    and compare by value. `fp32_layers` names layers that stay in float32.
+    `default`, `load` and `override` make policies, and `tune` finds one. Policies are immutable
+    and compare by value. `fp32_layers` names the layers that stay in float32.
     """
 
     def rule(self, operator: str) -> Rule:
-        """Return what the policy says of an operator, by canonical name."""
+        """Return the rule of an operator, by its canonical name."""
         return self.rules.get(operator, UNLISTED)
 
     def keeps_layer(self, name: str) -> bool:
-        """Return whether a graph node called `name` stays in float32 by its name."""
+        """Return whether `fp32_layers` keep the graph node `name` in float32."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.fp32_layers)
 
     @cached_property
     def chooses(self) -> bool:
-        """Whether shapes and neighbours of operators decide anything (`graph.shape_rules`)."""
+        """Whether shapes and neighbors of operators affect graphs (`graph.shape_rules`)."""
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     @cached_property
     def lowers(self) -> bool:
-        """Whether anything is computed in the target dtype; not so after `in_float32`."""
+        """Whether any operator computes in the target dtype; False after `in_float32`."""
         return any(rule.lowers for rule in self.rules.values())
 
     def operators(self, op_class: str) -> List[str]:
@@ -109,7 +105,7 @@ class Policy(OperatorList):
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        # Comparing mappings is fast where they share their rules, as policies mostly do.
+        # Fast: most policies share the `Rule` objects, which compare by identity first.
         return isinstance(other, Policy) and (
             self._head == other._head and dict(self.rules) == dict(other.rules)
         )
@@ -139,7 +135,7 @@ class Policy(OperatorList):
 
     @classmethod
     def default(cls, target_dtype: Any = "float16", device: Optional[str] = None) -> "Policy":
-        """Return mxamp's own policy for a dtype and a device type ("cpu" or "gpu").
+        """Return mxamp's own policy for a dtype and a kind of device ("cpu" or "gpu").
 
         The default device is the GPU if there is one, else the CPU.
         """
@@ -149,10 +145,10 @@ class Policy(OperatorList):
 
     @classmethod
     def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
-        """Read a policy from a TOML file, one that `save` wrote or an operator list of your own.
+        """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
-        `device` is "cpu" or "gpu"; the default is the file's, else that of `default`. Raises
-        `ArgumentError`, with the file and the table, for whatever is wrong in it.
+        `device` is "cpu" or "gpu"; the default is the file's, else that of `default`. A mistake in
+        the file raises `ArgumentError`, which names the file and the table.
         """
         return _interned(
             Policy(**vars(read_list(path, device, machine.features(), registered_classes())))
@@ -166,8 +162,8 @@ class Policy(OperatorList):
             policy.save("my.toml")
             policy = amp.Policy.load("my.toml")
 
-        A file that is there is replaced whole, or not at all. Classes of custom operators
-        (`register_custom_operator`) are not in it: they are those of the process that loads it.
+        An existing file is replaced whole, or not at all. Classes of custom operators
+        (`register_custom_operator`) belong to a process and are not saved.
 
         Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing fails.
         """
@@ -187,11 +183,11 @@ class Policy(OperatorList):
     ) -> "Policy":
         """Return the policy that the arguments of `init` and `convert_*` describe.
 
-        That is `policy` itself where it is given; else the default one for `target_dtype` and the
-        kind of device of `ctx`, with each operator list that is given in place of its own.
+        That is `policy` if given; else the default policy for `target_dtype` and the kind of device
+        of `ctx`, with each given operator list in place of the policy's own.
 
-        Raises `ArgumentError` where `policy` is no policy, stands beside operator lists, or is for
-        another dtype or device than is given beside it, and what `override` raises.
+        Raises `ArgumentError` if `policy` is no policy, is given beside operator lists, or is for
+        another dtype or device than the one beside it; and the errors of `override`.
         """
         lists = (low, fp32, widest, conditional)
         if policy is not None:
@@ -217,24 +213,23 @@ class Policy(OperatorList):
         fp32_layers: Layers = (),
         substitutions: Optional[Iterable[str]] = None,
     ) -> "Policy":
-        """Return a policy with some operators put in other classes, by any of their names.
+        """Return a policy with some operators in other classes, given by any of their names.
 
         >>> policy = Policy.default("float16", "cpu").override(fp32=["Convolution"])
         >>> policy.rule("Convolution").op_class
         'fp32'
 
-        `low` are to compute in the target dtype, `fp32` in float32, `widest` in the widest dtype of
-        their inputs. `conditional` takes (operator, attribute, values) as `mxnet.contrib.amp` does:
-        float32 where the attribute has one of the values. With `replace_lists`, a list that is
-        given replaces the policy's own, as it does in `mxnet.contrib.amp.init`: what the old list
-        held and no new one names becomes neutral.
+        Operators in `low` compute in the target dtype, in `fp32` in float32, in `widest` in the
+        widest dtype of their inputs, whatever their shapes. `conditional` takes (operator,
+        attribute, values) as `mxnet.contrib.amp` does: float32 where the attribute has one of the
+        values. With `replace_lists`, a given list replaces the policy's own, as in
+        `mxnet.contrib.amp.init`: operators of the old list that no new list names become neutral.
 
         `fp32_layers` stay in float32: Gluon blocks, or names that `explain` shows, with * and ?.
-        `substitutions` names those of the policy's own that it is to keep. An operator that is
-        given a class has it whatever its shapes are.
+        `substitutions` names the policy's substitutions to keep.
 
-        Raises `UnknownNameError` for a name MXNet does not know, `ArgumentError` for one that
-        stands in two lists.
+        Raises `UnknownNameError` for a name that MXNet does not know, `ArgumentError` for a name in
+        two lists.
         """
         given = {"low": low, "fp32": fp32, "widest": widest}
         rules = overrides.overridden(
@@ -248,12 +243,12 @@ class Policy(OperatorList):
         return self._changed(rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
 
     def untuned(self) -> "Policy":
-        """Return the policy without substitutions and without the choices by shape made for speed.
+        """Return the policy without substitutions and without rules by shape for speed.
 
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
 
-        With it, eager calls, graphs and converted models agree bit for bit in bfloat16 too.
+        Under it, eager calls, graphs and converted models agree bit for bit in bfloat16 too.
         """
         rules = MappingProxyType(overrides.without_rules_for_speed(self.rules))
         return self._changed(rules=rules, substitutions=MappingProxyType({}))
@@ -280,17 +275,17 @@ def _no_policy(given: Any) -> ArgumentError:
 
 @lru_cache(maxsize=None)
 def _default(dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses) -> Policy:
-    # Cached: caches of graphs and casts are kept by policy, and equal ones share them.
+    # Cached: the caches of graphs and casts belong to a policy object.
     return _interned(Policy(**vars(own_list(dtype, device, features, custom))))
 
 
-#: One policy for each value that somebody holds: graphs and casts are cached by policy, and code
-#: that makes its policy anew in each step has to find them.
+#: One policy object for each value in use: code that makes its policy anew in each step finds the
+#: cached graphs and casts.
 _policies: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
 
 
 def _interned(policy: Policy) -> Policy:
-    """Return the policy of this value that is there already, or this one."""
+    """Return the existing policy of this value, or this one."""
     return _policies.setdefault(policy, policy)
 
 
