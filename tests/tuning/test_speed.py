@@ -126,7 +126,7 @@ def lost(first_race):
     def run(self):
         first_race(self)
         base = self.base
-        self.unpaid = self.chooser.forms(base), self.chooser.forms(base.in_float32())
+        self.unpaid = self.race.forms(base), self.race.forms(base.in_float32())
         return False
 
     return run
@@ -135,7 +135,7 @@ def lost(first_race):
 @with_avx512
 def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
     clock.update({("fused", "low", "relu"): 4, ("fused", "float32", "relu"): 6})
-    rounds, race = [], speed.Trials._round
+    rounds, race = [], speed.Race._round
 
     def interrupted(self, forms):
         race(self, forms)
@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
         if len(rounds) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(speed.Trials, "_round", interrupted)
+    monkeypatch.setattr(speed.Race, "_round", interrupted)
     net, data = net_with_relu()
     tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
     assert not tuning.complete

@@ -24,7 +24,7 @@ from .deadline import Deadline, OutOfTimeError, seconds_of, stoppable, watched
 from .layers import costs_of, lowered_layers, substitutions_in
 from .model import MOST_BATCHES, Subject
 from .search import Search
-from .speed import MARGIN, PLAIN, Chooser, Form, step_speedups
+from .speed import MARGIN, PLAIN, Form, Race, step_speedups
 from .tuning import MODES, LayerCost, Tuning, machine_of
 
 __all__ = ["STOPPED", "USED", "WAYS", "Tuner", "tune"]
@@ -264,7 +264,7 @@ class Tuner:
         elif not timed:
             self.notes.append(NOT_TIMED)
         self.timed = timed
-        self.chooser: Optional[Chooser] = None
+        self.race: Optional[Race] = None
         #: The layers that stay in float32; None until some are known to be enough.
         self.kept: Optional[FrozenSet[str]] = None
         #: The forms of the first race in low precision and in float32, where float32 won it.
@@ -282,8 +282,8 @@ class Tuner:
         except KeyboardInterrupt:
             self.deadline.stopped = True
             self._ended()
-        if self.chooser is not None:
-            self.chooser.choose(self._policies())
+        if self.race is not None:
+            self.race.choose(self._policies())
         return self._result()
 
     def _policies(self) -> List[Policy]:
@@ -300,7 +300,7 @@ class Tuner:
     def _measure(self) -> None:
         if self.timed and self.base.rule("Convolution").missing:
             self.notes.append(NO_KERNELS)
-            self.chooser = Chooser(self.accuracy, self.applied, self.deadline)
+            self.race = Race(self.accuracy, self.applied, self.deadline)
             self._choose(pays=False)
             return
         self.deadline.phase(self.base.target_dtype)
@@ -316,9 +316,9 @@ class Tuner:
             self._choose(pays)
         if within or not pays:
             self._look_at_layers(1.0)
-        if self.chooser is not None:
+        if self.race is not None:
             self.deadline.phase("accuracy of all forms")
-            self.chooser.verify()
+            self.race.verify()
 
     def _look_at_layers(self, until: float) -> None:
         arguments = self.base, self.subject.training, self.seed, self.deadline, until
@@ -373,32 +373,32 @@ class Tuner:
     def _first_race(self) -> bool:
         """Time all forms a few times; return whether low precision may be the fastest."""
         self.deadline.phase("forms of the model")
-        self.chooser = chooser = Chooser(self.accuracy, self.applied, self.deadline)
-        low, others = chooser.forms(self.base), chooser.forms(self.base.in_float32())
+        self.race = race = Race(self.accuracy, self.applied, self.deadline)
+        low, others = race.forms(self.base), race.forms(self.base.in_float32())
         try:
-            chooser.trials.race([*low, *others], _FEW, _FIRST_RACE)
+            race.run([*low, *others], _FEW, _FIRST_RACE)
         except OutOfTimeError:
             self._ended()
-        speeds = chooser.best(low), max(chooser.best(others), 1.0)
-        if speeds[0] * MARGIN >= speeds[1] or not chooser.was_timed(low):
+        speeds = race.best(low), max(race.best(others), 1.0)
+        if speeds[0] * MARGIN >= speeds[1] or not race.was_timed(low):
             return True
         self.unpaid = low, others
         return False
 
     def _choose(self, pays: bool) -> None:
         """Choose the fastest form that is accurate enough."""
-        chooser = self.chooser
-        if chooser is None:
+        race = self.race
+        if race is None:
             return
         policies = self._policies()
         try:
             self.deadline.phase("the fastest forms")
             raced = [policy for policy in policies if pays or not policy.lowers]
-            forms = [form for policy in raced for form in chooser.forms(policy)]
-            chooser.trials.race(forms, _MORE, _SECOND_RACE)
-            chooser.choose(policies)
+            forms = [form for policy in raced for form in race.forms(policy)]
+            race.run(forms, _MORE, _SECOND_RACE)
+            race.choose(policies)
             self.deadline.phase("switches")
-            chooser.try_switches(_MORE, _SWITCHES)
+            race.try_switches(_MORE, _SWITCHES)
             if self.subject.training:
                 self.deadline.phase("optimizer steps")
                 self.step_speedups = step_speedups(self.subject, self.base, self.deadline)
@@ -412,9 +412,9 @@ class Tuner:
         if not self.timed and self.kept is not None:
             policy = self._low(self.kept)
             return "autocast", policy, self.accuracy.of(policy)
-        winner = PLAIN if self.chooser is None else self.chooser.winner
-        if self.chooser is not None and winner.policy is not None:
-            return winner.way, winner.policy, self.chooser.verdict(winner)
+        winner = PLAIN if self.race is None else self.race.winner
+        if self.race is not None and winner.policy is not None:
+            return winner.way, winner.policy, self.race.verdict(winner)
         if not self.timed:
             self.notes.append(NOT_LOW.format(dtype=self.base.target_dtype))
         else:
@@ -430,7 +430,7 @@ class Tuner:
         slower = {name for name, ratio in self.step_speedups.items() if ratio < 1}
         policy = policy.override(substitutions=sorted({*policy.substitutions} - slower))
         self._note_use(way)
-        accuracy, chooser = self.accuracy, self.chooser
+        accuracy, race = self.accuracy, self.race
         by_metric = accuracy.metric is not None and accuracy.tolerance.rtol is None
         return Tuning(
             policy=policy,
@@ -450,16 +450,16 @@ class Tuner:
             seed=self.seed,
             complete=self.complete,
             notes=tuple(self.notes),
-            chosen=chooser.trial(chooser.winner) if chooser is not None else None,
-            trials=tuple(map(chooser.trial, chooser.trials.timed())) if chooser is not None else (),
+            chosen=race.trial(race.winner) if race is not None else None,
+            trials=race.trials() if race is not None else (),
             layers=self._layer_costs(policy),
         )
 
     def _note_unpaid(self) -> None:
         """Note that float32 won the first race, as far as later measurements confirm it."""
-        if self.chooser is None or self.unpaid is None:
+        if self.race is None or self.unpaid is None:
             return
-        low, others = (self.chooser.best(forms) for forms in self.unpaid)
+        low, others = (self.race.best(forms) for forms in self.unpaid)
         if low < max(others, 1.0):
             dtype = self.base.target_dtype
             self.notes.append(NOT_PAID.format(dtype=dtype, low=low, others=max(others, 1.0)))
