@@ -1,4 +1,10 @@
-"""The layers of a model that a policy computes in its target dtype."""
+"""The layers of a model in low precision: what each costs in accuracy, and gains in time.
+
+Each layer is measured alone, in one float32 run. It computes in both precisions from the same
+inputs. The difference, times the gradient of the model's outputs with respect to the layer's, is to
+first order the error that it causes in them. Gradients are taken of random combinations of the
+outputs, whose mean square is the size of the change of all of them.
+"""
 
 import contextlib
 import logging
@@ -41,12 +47,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that a policy lowers; nodes of one name are one layer, for a policy knows names."""
+    """A layer in low precision. Nodes of one name are one layer, since policies go by names."""
 
     name: str
     operator: str
     position: int  #: the first node's in `Graph.all_nodes`
-    error: Optional[float] = None  #: relative, of the outputs, to first order; None: not known
+    error: Optional[float] = None  #: relative, of the outputs, to first order; None: not measured
     gain: Optional[float] = None  #: seconds, forward
 
 
@@ -59,7 +65,7 @@ def lowered_layers(traced: Traced, policy: Policy, training: bool) -> List[Layer
         for _, node, decision in rewrite(traced.graph, policy, usage, choices).decided()
         if decision.precision == policy.target_dtype
     }
-    # Of what is substituted, parts with names of their own may be low.
+    # Parts of a substituted node have names of their own.
     substituted = {i for i, _ in choices.substituted}
     layers: Dict[str, Layer] = {}
     for i, node in enumerate(traced.graph.all_nodes):
@@ -81,7 +87,7 @@ _NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU", "_contrib_SyncBat
 
 
 def with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Output, str]]:
-    """Return a graph in which an input is added to each of these entries, and the inputs' names."""
+    """Return a graph with an input added to each of these entries, and the names of the inputs."""
     wanted = set(entries)
     nodes: List[Node] = []
     places: Dict[Output, Output] = {}
@@ -104,7 +110,7 @@ def with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Ou
 
 
 def differentiable(graph: Graph) -> Graph:
-    """Return a graph that computes in training mode what this one computes in inference."""
+    """Return a graph that computes in training mode as this one does in inference."""
     return replace(graph, nodes=[_as_in_inference(node) for node in graph.nodes])
 
 
@@ -125,13 +131,13 @@ def _as_in_inference(node: Node) -> Node:
 
 
 def zeros_like(array: NDArray) -> NDArray:
-    """Return zeros of an array's shape, of its kind."""
+    """Return zeros of an array's shape and class."""
     zeros = mx.nd.zeros(array.shape, ctx=array.context)
     return zeros.as_np_ndarray() if isinstance(array, mx.np.ndarray) else zeros
 
 
 def random_signs(output: NDArray, random: np.random.RandomState) -> NDArray:
-    """Return a combination of an output's elements, relative to their norm."""
+    """Return random signs for an output's elements, divided by the output's norm."""
     values = output.asnumpy()
     signs = random.choice([-1.0, 1.0], size=values.shape) / (np.linalg.norm(values) or 1.0)
     heads = mx.nd.array(signs, ctx=output.context, dtype="float32")
@@ -140,10 +146,10 @@ def random_signs(output: NDArray, random: np.random.RandomState) -> NDArray:
 
 logger = logging.getLogger("mxamp")
 
-#: How many random combinations of the outputs gradients are taken of.
+#: The number of random combinations of the outputs.
 _PROBES = 2
 _REPEATS = 2
-#: Elements of activations that are looked at together: of each, four copies are held (0.5 GB).
+#: Elements of activations that are measured together; four copies of each are held (0.5 GB).
 _TOGETHER = 2**25
 
 
@@ -156,10 +162,9 @@ def costs_of(
     deadline: Deadline,
     until: float,
 ) -> List[Layer]:
-    """Return the layers with what low precision costs and gains in each.
+    """Return the layers with the error and the gain of low precision in each.
 
-    Those that are not reached within the share `until` of the budget, and those inside loops, come
-    back as they are.
+    Layers inside loops, and those not reached within the share `until` of the budget, have none.
     """
     deadline.phase("layers")
     found = {layer.position: layer for layer in layers}
@@ -175,7 +180,7 @@ def costs_of(
 
 
 class _Costs:
-    """Looks at layers, a group at a time: their activations are many."""
+    """Measures layers, a group at a time: their activations are many."""
 
     def __init__(
         self,
@@ -189,13 +194,13 @@ class _Costs:
         self._context, self._class = traced.context, traced.symbol_class
         self._is_np = traced.symbol_class is _Symbol
         self._random = np.random.RandomState(seed)
-        self.seconds = 0.0  #: what a group took, at most
+        self.seconds = 0.0  #: of the longest group
         with self._mode():
             self._graph, masks = with_masks(traced.graph, traced.tensors)
         made = {name: mx.nd.array(mask, ctx=traced.context) for name, mask in masks.items()}
-        # Detached: nobody asks for the gradients of parameters.
+        # Detached: gradients of parameters are not needed.
         self._values = {n: array.detach() for n, array in {**traced.values, **made}.items()}
-        # What stands for masks comes in between.
+        # The inputs for masks are inserted in between.
         own = (i for i, node in enumerate(self._graph.nodes) if node.name not in masks)
         places = dict(enumerate(own))
         #: The layers, by node of the graph with masks.
@@ -208,12 +213,12 @@ class _Costs:
         return autograd.pause(train_mode=self._training)
 
     def _outputs(self, i: int) -> List[Output]:
-        """Return the float32 outputs of a node that are read, or come out."""
+        """Return the float32 outputs of a node that are read, or are outputs of the model."""
         entries = [(i, k) for k in range(self._graph.nodes[i].num_outputs)]
         return [e for e in entries if e in self._read and self._tensors[e].dtype == "float32"]
 
     def groups(self) -> Iterator[List[int]]:
-        """Yield the layers' nodes, so many at a time as fit into memory."""
+        """Yield the nodes of the layers in groups that fit into memory."""
         group: List[int] = []
         size = 0
         for i in self._positions:
@@ -254,7 +259,7 @@ class _Costs:
     def _moved(
         self, i: int, known: Mapping[Output, NDArray]
     ) -> Optional[Tuple[float, Dict[Output, Any]]]:
-        """Return what low precision gains at a node, and how it moves the outputs."""
+        """Return the seconds that low precision gains at a node, and the change of its outputs."""
         node = self._graph.nodes[i]
         given = [
             self._rounded(known[entry]) if entry[0] in self._positions else known[entry]
@@ -271,14 +276,14 @@ class _Costs:
             values, there = dense_values(plain[entry[1]]), dense_values(other[entry[1]])
             with np.errstate(invalid="ignore"):
                 moves[entry] = there - values
-            # What is not finite in float32 either is no loss.
+            # Elements that are not finite in float32 either are not lost.
             moves[entry][~np.isfinite(values)] = 0.0
         return slow - fast, moves
 
     def _errors(
         self, moves: Mapping[Output, Any], known: Mapping[Output, NDArray]
     ) -> Dict[int, float]:
-        """Return what moves of nodes' outputs do to the outputs of the model, by node."""
+        """Return the errors that changes of nodes' outputs cause in the model's, by node."""
         sums: Dict[int, List[float]] = {i: [0.0] * _PROBES for i, _ in moves}
         lost = {entry[0] for entry, move in moves.items() if not np.isfinite(move).all()}
         finite = {entry: move for entry, move in moves.items() if entry[0] not in lost}
@@ -289,7 +294,7 @@ class _Costs:
         for probe in probes.values():
             probe.attach_grad()
         try:
-            # MaxPool has a gradient after a pass in training mode only: elsewhere it is garbage.
+            # MaxPool has a right gradient only after a pass in training mode.
             with autograd.record(train_mode=True):
                 outputs = outputs_of(graph, self._class, {**self._values, **probes})
             outputs = [one for one in outputs if dtypes_of([one])[0] == "float32"]
@@ -300,7 +305,7 @@ class _Costs:
                     gradient = dense_values(probes[name].grad)
                     sums[entry[0]][number] += float(np.vdot(gradient, finite[entry]))
         except MXNetError as error:
-            # An operator without a gradient: layers are ranked by their own errors then.
+            # An operator has no gradient: layers are ranked by their own errors.
             logger.debug("tune: no gradients of the outputs: %s", error)
             sums = {i: [0.0] for i in sums}
             for entry, move in finite.items():
@@ -316,7 +321,7 @@ class _Costs:
             return list(run_node(node, inputs, self._context, self._is_np))
 
     def _run_low(self, node: Node, inputs: Sequence[NDArray]) -> List[NDArray]:
-        """Run a node as the policy does where its inputs are in the target dtype already."""
+        """Run a node as the policy does if its inputs are in the target dtype already."""
         target = self._policy.target_dtype
         kinds = dtypes_of(inputs)
         fixed = fixed_inputs(self._policy.rule(node.operator), node.attrs, len(kinds))
@@ -341,7 +346,7 @@ class _Costs:
             ]
 
     def _rounded(self, array: NDArray) -> NDArray:
-        """Return an input as a lowered layer gives it; as it is where that would not be finite."""
+        """Return an input rounded as by a layer in low precision, unless that is not finite."""
         if dtypes_of([array])[0] != "float32":
             return array
         there = cast(cast(array, self._policy.target_dtype, self._is_np), "float32", self._is_np)
