@@ -59,18 +59,19 @@ def main():
         batches = [{"data": mx.nd.random.normal(shape=SHAPE)} for _ in range(2)]
         model = mx.model.load_checkpoint(original, 0)
         start = amp.Policy.default(options.dtype, device="cpu")  # or "gpu"
-        policy = amp.tune(model, batches, policy=start, budget=options.budget)
-        policy.save(file)
-        amp.convert_files(original, tuned, policy=amp.Policy.load(file), check_inputs=batches[0])
+        tuning = amp.tune(model, batches, policy=start, budget=options.budget)
+        tuning.save(file)
+        policy = amp.Policy.load(file)
+        as_measured = tuning.convert_options
+        amp.convert_files(original, tuned, policy=policy, check_inputs=batches[0], **as_measured)
 
         data = batches[0]["data"]
         wanted, served = serve(original, data), serve(tuned, data)
-    evidence = policy.evidence
-    kept = [layer.name for layer in evidence.layers if layer.kept]
+    kept = [layer.name for layer in tuning.layers if layer.kept]
     same = (wanted.argmax(1) == served.argmax(1)).sum().asscalar()
-    print(f"{options.dtype}: {evidence.way}, relative error {evidence.error:.4f}")
+    print(f"{options.dtype}: {tuning.way}, relative error {tuning.error:.4f}")
     print(f"in float32: {', '.join(kept) or 'no layer by name'}")
-    print(f"tried {evidence.evaluations} policies, timed {len(evidence.trials)} ways")
+    print(f"tried {tuning.evaluations} policies, timed {len(tuning.trials)} ways")
     print(f"{same:.0f} of {len(data)} predictions the same")
 
 

@@ -89,9 +89,6 @@ from .patches.autocast import init as init
 from .patches.autocast import shutdown as shutdown
 from .policy.active import current_policy as current_policy
 from .policy.active import is_enabled as is_enabled
-from .policy.evidence import Evidence as Evidence
-from .policy.evidence import LayerCost as LayerCost
-from .policy.evidence import Trial as Trial
 from .policy.policy import Policy as Policy
 from .scaling.grad_scaler import GradScaler as GradScaler
 from .scaling.losses import scale_loss as scale_loss
@@ -118,3 +115,6 @@ from .tools.debugging.explain import explain as explain
 from .tools.debugging.plan import Plan as Plan
 from .tools.onnx import export_onnx as export_onnx
 from .tools.tuning.tune import tune as tune
+from .tools.tuning.tuning import LayerCost as LayerCost
+from .tools.tuning.tuning import Trial as Trial
+from .tools.tuning.tuning import Tuning as Tuning

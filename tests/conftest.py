@@ -22,7 +22,7 @@ from mxamp.framework.patching import FrontEnd, _stacks
 from mxamp.framework.versions import has_feature, lacking, why_not
 from mxamp.patches.announcements import _said
 from mxamp.patches.autocast import _casting
-from mxamp.policy import custom_operators
+from mxamp.policy import rules as custom_operators
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)

@@ -76,14 +76,14 @@ def convert(
         out,
         epoch,
         excluded_sym_names=keep_fp32,
-        cast_optional_params=cast_params or None,
+        cast_optional_params=cast_params,
         policy=policy.override(fp32=fp32_op),
         keep_io_types=not cast_io,
         input_dtypes=input_dtypes,
         check_inputs=_check_inputs(prefix, epoch, inputs, input_dtypes) if check else None,
         tolerance=TOLERANCE if tolerance is None else tolerance,
         force=force,
-        fuse=fuse or None,
+        fuse=fuse,
     )
     if check:
         console().print(_errors_table(done.errors))

@@ -8,14 +8,13 @@ from rich.table import Table
 
 from ..convert.saved import load_model, saved_semantics
 from ..errors import ArgumentError
-from ..framework.tables import cell_text
 from ..graph.casts.builder import is_converted
 from ..graph.ir import Graph
-from ..tools.debugging.colours import BY
 from ..tools.debugging.drawing import draw
 from ..tools.debugging.explain import MODES
 from ..tools.debugging.explain import explain as explain_symbol
 from ..tools.debugging.plan import PRECISIONS, Plan
+from ..tools.tables import cell_text
 from .group import DTYPES, examples, usage_error
 from .inputs import inputs_of
 from .options import chosen_policy, saved_model_options
@@ -26,7 +25,6 @@ __all__ = ["explain"]
 
 _MODE_HELP = "Explain the converted model, or what runs while mxamp is on."
 _NAME_HELP = "Only operators of this name; * and ? stand for any characters."
-_COLOUR_HELP = "What the colours stand for; error and gain need a policy that was tuned."
 _INPUT_HELP = "Shape of an input, such as data:1,3,224,224, for the modes inference and training."
 CONVERTED = "This model was converted before. Above is what another conversion would make of it."
 _EXAMPLES = examples(
@@ -44,9 +42,6 @@ _EXAMPLES = examples(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--graph", metavar="FILE", help="Draw it too, as .svg, .png, .pdf or .dot.")
 @click.option(
-    "--colour", type=click.Choice(BY), default=BY[0], show_default=True, help=_COLOUR_HELP
-)
-@click.option(
     "--mode", type=click.Choice(MODES), default=MODES[0], show_default=True, help=_MODE_HELP
 )
 @click.option("--input", "inputs", multiple=True, metavar="NAME:SHAPE", help=_INPUT_HELP)
@@ -60,7 +55,6 @@ def explain(
     precision: Optional[str],
     as_json: bool,
     graph: Optional[str],
-    colour: str,
     mode: str,
     inputs: Sequence[str],
 ) -> None:
@@ -72,8 +66,6 @@ def explain(
     """
     symbol, args, auxs = load_model(prefix, epoch)
     shapes, _ = inputs_of(inputs)
-    if colour != BY[0] and graph is None:
-        raise usage_error("--colour is for --graph; give that too")
     if inputs and mode == MODES[0]:
         raise usage_error(f"--input is for --mode {' and '.join(MODES[1:])}; give that too")
     with saved_semantics(prefix, epoch):
@@ -87,7 +79,7 @@ def explain(
         )
     shown = _filtered(plan, name, precision)
     if graph is not None:
-        draw(plan, graph, colour)
+        draw(plan, graph)
     if as_json:
         click.echo(shown.to_json())
         return

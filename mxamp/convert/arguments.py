@@ -25,14 +25,13 @@ from ..errors import ArgumentError, UnknownNameError, located, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
-from ..policy.layers import Layers, layer_patterns
+from ..policy.overrides import Layers, layer_patterns
 from ..policy.policy import Policy
 from ..policy.targets import check_truth
 
 __all__ = [
     "Conversion",
     "Names",
-    "as_tuned",
     "checked_policy",
     "known_dtype",
     "known_dtypes",
@@ -74,17 +73,9 @@ class Conversion:
     fuse: bool = False
     not_offline: FrozenSet[str] = frozenset()
 
-
-def as_tuned(
-    policy: Policy, cast_optional_params: Optional[bool], fuse: Optional[bool]
-) -> Tuple[bool, bool]:
-    """Return whether to cast parameters and to fuse: as was measured, where that is not said."""
-    for name, given in (("cast_optional_params", cast_optional_params), ("fuse", fuse)):
-        if given is not None:
-            check_truth(name, given)
-    way = policy.evidence.way if policy.evidence is not None else ""
-    cast = way in ("converted", "fused") if cast_optional_params is None else cast_optional_params
-    return bool(cast), way == "fused" if fuse is None else bool(fuse)
+    def __post_init__(self) -> None:
+        for name in ("cast_optional_params", "fuse"):
+            check_truth(name, getattr(self, name))
 
 
 def checked_policy(policy: Policy, excluded: Layers, graph: Graph) -> Policy:

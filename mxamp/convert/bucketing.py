@@ -8,8 +8,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
-from ..policy.layers import Layers
-from ..policy.overrides import Conditional
+from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .arguments import Conversion, Names

@@ -14,10 +14,9 @@ from ..errors import ArgumentError, StateError
 from ..framework.files import NOT_THE_SAME, checked_folder, checksum, place_of
 from ..framework.machine import default_device, device_kind, dtype_name
 from ..framework.wording import counted, shown
-from ..policy.layers import Layers
+from ..policy.overrides import Layers
 from ..policy.policy import Policy
-from ..policy.targets import DEFAULT_TARGET, check_target
-from .arguments import as_tuned
+from ..policy.targets import DEFAULT_TARGET
 from .compare import Model, OutputError, compare_models
 from .models import convert_model
 from .pairs import renamed, replaced_files, set_apart
@@ -72,7 +71,7 @@ def convert_files(
     epoch: int = 0,
     target_dtype: Any = DEFAULT_TARGET,
     excluded_sym_names: Layers = None,
-    cast_optional_params: Optional[bool] = None,
+    cast_optional_params: bool = False,
     *,
     policy: Optional[Policy] = None,
     keep_io_types: bool = True,
@@ -80,7 +79,7 @@ def convert_files(
     check_inputs: Optional[Mapping[str, Any]] = None,
     tolerance: float = TOLERANCE,
     force: bool = False,
-    fuse: Optional[bool] = None,
+    fuse: bool = False,
 ) -> ConvertedFiles:
     """Convert the saved model `prefix` to mixed precision and save it as `out`.
 
@@ -127,10 +126,8 @@ def convert_files(
     logger.info("reading %s", os.fspath(prefix))
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        dtype = check_target(policy.target_dtype if policy is not None else target_dtype)
-        if policy is not None:
-            cast_optional_params, fuse = as_tuned(policy, cast_optional_params, fuse)
-        lowers = policy is None or policy.lowers
+        policy = Policy.from_lists(target_dtype, policy=policy)
+        dtype, lowers = policy.target_dtype, policy.lowers
         offline = lowers and dtype == "bfloat16" and (cast_optional_params or fuse)
         if offline and mx.util.is_np_shape():
             raise ArgumentError(NUMPY_BFLOAT16.format(prefix=str(prefix)))

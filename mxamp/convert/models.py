@@ -14,11 +14,10 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError
 from ..framework.wording import shown
 from ..patches.cached_op import Source
-from ..policy.layers import Layers
-from ..policy.overrides import Conditional
+from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
-from .arguments import Conversion, Names, as_tuned
+from .arguments import Conversion, Names
 from .blocks import Examples, contexts_of, rebuilt, trace
 from .symbols import Params, cast_params, convert
 
@@ -107,13 +106,13 @@ def convert_model(
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
     excluded_sym_names: Layers = None,
-    cast_optional_params: Optional[bool] = None,
+    cast_optional_params: bool = False,
     *,
     widest_dtype_ops: Names = None,
     policy: Optional[Policy] = None,
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
-    fuse: Optional[bool] = None,
+    fuse: bool = False,
 ) -> Tuple[Symbol, Params, Params]:
     """Return a float32 model's symbol and parameters, converted as by `convert_symbol`.
 
@@ -129,8 +128,7 @@ def convert_model(
     `fuse=True` is for inference on CPUs, in bfloat16 or float32: BatchNorms are folded, in float32,
     into the products before them, and oneDNN's fused operators take the place of products with
     activations and sums behind them. The model runs on MXNet's CPU builds only then, and does not
-    train; parameters are cast as with `cast_optional_params`. Both are off by default, but for a
-    policy that `tune` has found: with that the model is converted as it was measured.
+    train; parameters are cast as with `cast_optional_params`.
     """
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
@@ -143,7 +141,6 @@ def convert_model(
         conditional_fp32_ops,
         policy=policy,
     )
-    cast_optional_params, fuse = as_tuned(policy, cast_optional_params, fuse)
     conversion = Conversion(
         policy,
         excluded_sym_names,
@@ -166,14 +163,14 @@ def convert_hybrid_block(
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
     excluded_sym_names: Layers = None,
     ctx: Optional[Context] = None,
-    cast_optional_params: Optional[bool] = None,
+    cast_optional_params: bool = False,
     *,
     widest_dtype_ops: Names = None,
     policy: Optional[Policy] = None,
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
     example_inputs: Examples = None,
-    fuse: Optional[bool] = None,
+    fuse: bool = False,
 ) -> SymbolBlock:
     """Return a mixed-precision block that is called as `block` is.
 
@@ -204,7 +201,7 @@ def convert_hybrid_block(
         Where the new block's parameters are; by default on the current context.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, to trace a block that has no graph yet.
-    fuse : bool, optional
+    fuse : bool, default False
         As of `convert_model`. The new block's parameters are all frozen then.
 
     The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
@@ -225,7 +222,6 @@ def convert_hybrid_block(
     )
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
-    cast_optional_params, fuse = as_tuned(policy, cast_optional_params, fuse)
     conversion = Conversion(
         policy,
         excluded_sym_names,

@@ -21,7 +21,6 @@ from ..graph.casts.offline import (
     without_copies,
 )
 from ..graph.ir import Graph, Usage
-from ..graph.recognise import recognised
 from ..graph.speed.fuse import fused
 from ..graph.speed.shape_rules import choose
 from ..policy.active import suspended
@@ -95,8 +94,7 @@ def convert(
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     read = Graph.from_symbol(symbol)
     graph = without_copies(with_single_variables(read))
-    policy = recognised(conversion.policy, read)
-    policy = checked_policy(policy, conversion.excluded_sym_names, graph)
+    policy = checked_policy(conversion.policy, conversion.excluded_sym_names, graph)
     data = _data_names(graph, conversion, params)
     held = dict(params or {})
     dtypes = known_dtypes(

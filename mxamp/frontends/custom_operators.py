@@ -3,7 +3,7 @@
 from ..errors import ArgumentError, StateError
 from ..framework.wording import one_of, shown
 from ..policy.active import is_enabled
-from ..policy.custom_operators import register_class, registered_classes
+from ..policy.rules import register_class, registered_classes
 
 __all__ = ["register_custom_operator"]
 

@@ -24,7 +24,7 @@ from ..framework.wording import shown
 from ..patches.announcements import announce_float32
 from ..patches.autocast import init, switch_on
 from ..policy.active import FLOAT32, chose_float32, current_policy
-from ..policy.auto import chosen_policy
+from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
 from ..scaling.attach import attach_hook, hook_in_force
 from ..scaling.float32 import Float32Scaler

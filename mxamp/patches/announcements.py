@@ -51,8 +51,7 @@ def announce(policy: Policy) -> None:
     if _said.on != kind:
         logger.info("mixed precision is on: %s on %s", *kind)
     _said.on = kind
-    # Of a policy that was tuned it is known how fast it is.
-    if kind not in _said.speed and policy.lowers and policy.evidence is None:
+    if kind not in _said.speed and policy.lowers:
         _warn_of_speed(policy)
         _said.speed.add(kind)
 

@@ -16,8 +16,7 @@ from ..framework.wording import shown
 from ..framework.worker_process import prepare
 from ..policy import active, regions
 from ..policy.active import FLOAT32, Choice
-from ..policy.auto import chosen_policy
-from ..policy.difference import differing
+from ..policy.choice import chosen_policy, differing
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth

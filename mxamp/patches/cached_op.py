@@ -22,7 +22,6 @@ from ..graph.casts.scale_input import SCALE_INPUT, with_scale_input
 from ..graph.casts.symbol import rewritten_symbol
 from ..graph.gradients import trained_graph, weights_beside_biases
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
-from ..graph.recognise import recognised, warn_of_way
 from ..graph.speed.choices import NONE, Choices
 from ..graph.speed.recurrent import reads_unset_flag
 from ..graph.speed.shape_rules import choose
@@ -125,7 +124,6 @@ class PolicyCachedOp:
         self._gradients: Sequence[Any] = ()
         self._ops: Dict[Any, _Op] = {}
         self._chosen: Dict[Any, Choices] = {}
-        self._tuned: Dict[Policy, Policy] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
         # When the program ends, graphs go before the functions that their custom operators call.
         self._callbacks = getattr(mx.operator, "_registry", None)
@@ -150,8 +148,6 @@ class PolicyCachedOp:
             policy, off = policy_outside(self._marks), True
         if policy is None or not on_device(args[:1], policy.device):
             return self._unchanged
-        if policy.evidence is not None and self._policy is None:
-            policy = self._recognised(policy)
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         gradients = [p._grad for _, p in self._parameters]
         if any(new is not old for new, old in zip(gradients, self._gradients)):
@@ -174,13 +170,6 @@ class PolicyCachedOp:
             op = self._build(policy, dtypes, added, graph, differs, choices, off)
             self._ops[key] = op
         return op
-
-    def _recognised(self, policy: Policy) -> Policy:
-        """Return a policy that was tuned, by the names that layers have here."""
-        if policy not in self._tuned:
-            warn_of_way(policy)
-            self._tuned[policy] = recognised(policy, self._graph)
-        return self._tuned[policy]
 
     def _choices(
         self,

@@ -23,11 +23,10 @@ from ..framework.patching import Patch
 from ..framework.updated_arrays import updated_arrays
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..graph.gradients import needs_separate_bias, without_bias
-from ..graph.recognise import warn_of_eager
 from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
-from ..policy.sums import reason_by_sums
+from ..policy.rules import reason_by_sums
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
 from ..scaling.loss_outputs import scalable_inputs
 
@@ -155,12 +154,12 @@ def decision_for(
     return operator.decide(arrays, keys, vals) if operator is not None else None
 
 
-def _casts_of(policy: Policy) -> "_OperatorCasts":
-    """Return what was decided under a policy so far."""
-    casts: Optional[_OperatorCasts] = policy.caches.get("eager")
-    if casts is None:
-        casts = policy.caches["eager"] = _OperatorCasts(policy)
-    return casts
+def _casts_of(policy: Policy) -> "Dict[int, Optional[_Casts]]":
+    """Return the policy's casts by operator handle."""
+    caches = policy.caches
+    if caches.eager is None:
+        caches.eager = _OperatorCasts(policy)
+    return caches.eager
 
 
 class _OperatorCasts(Dict[int, Optional["_Casts"]]):
@@ -249,8 +248,6 @@ class _Casts:
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
         decision = decide(self._operator.name, attributes, dtypes, self._policy, kept=kept)
         note_precision(self._operator.name, decision.precision)
-        if decision.precision == self._policy.target_dtype:
-            warn_of_eager(self._policy, self._operator.name)
         return decision if decision.changes else None
 
 

@@ -18,7 +18,7 @@ from ..framework.patching import Patch
 from ..graph.casts.symbol import own_marks
 from ..policy import regions
 from ..policy.active import current_policy
-from ..policy.custom_operators import registered_classes
+from ..policy.rules import registered_classes
 from .cached_op import follow
 
 __all__ = ["patches"]

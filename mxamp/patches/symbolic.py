@@ -42,7 +42,6 @@ from ..framework.patching import Patch
 from ..graph.casts.symbol import own_marks, rewritten_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
-from ..graph.recognise import recognised, warn_of_way
 from ..graph.speed.barriers import with_barriers
 from ..graph.speed.choices import Choices
 from ..graph.speed.shape_rules import choose
@@ -145,12 +144,11 @@ class _Binding:
         self, symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]
     ) -> None:
         read = Graph.from_symbol(symbol)
-        warn_of_way(policy)
         self._symbol = symbol
         self._usage = replace(usage, off=current_policy() is None)
         self._graph = trained_graph(read, frozen) if usage.training else read
         self._is_plain = self._graph is read
-        self._policy = recognised(policy, self._graph)
+        self._policy = policy
         self._symbols: Dict[Choices, Symbol] = {}
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 

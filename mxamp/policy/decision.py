@@ -21,8 +21,8 @@ CASTABLE = frozenset({"float16", "bfloat16", "float32"})
 
 _WIDE = frozenset({"float32", "float64"})
 
-# Where one of these comes in, the call is the user's own business: it gets what it would have
-# got without mxamp. amp_cast knows no float64 and no sparse storage.
+# A call with one of these inputs runs as without mxamp: amp_cast knows no float64 and no sparse
+# storage.
 _FOREIGN = frozenset({"float64", "sparse"})
 
 
@@ -40,7 +40,7 @@ DIAGONAL = (
     "MXNet writes its gradient on the diagonal alone: what a cast would read beside it is garbage"
 )
 AUXILIARY = "its auxiliary states are in float32, and MXNet gives an operator one dtype"
-SPARSE = "the gradient of a weight that was cast would not be row_sparse"
+SPARSE = "the gradient of a cast weight would not be row_sparse"
 
 #: The attribute by which an operator gives its weight a row_sparse gradient.
 SPARSE_GRADIENT = "sparse_grad"
@@ -48,28 +48,27 @@ SPARSE_GRADIENT = "sparse_grad"
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done to one call of an operator.
+    """The casts around one call of an operator.
 
-    `reads[i]` is the dtype that input i is cast to, None where it stays as it is. With `through`
-    set, inputs and outputs are rounded to that dtype while the operator itself computes in a
-    wider one: inputs go down to it before they come up, and its outputs go down to it.
-    `guards` are inputs that are copied before they are cast (see `_guards`).
+    `reads[i]` is the dtype that input i is cast to, None for no cast. With `through` set, the
+    operator computes in a wider dtype on rounded values: inputs are cast to `through` and then to
+    `reads`, and outputs to `through`. `guards` are inputs to copy before the cast (see `_guards`).
     """
 
     reads: Tuple[Optional[str], ...]
     reason: str
-    precision: str = "as is"  #: the dtype it computes in, for a reader
+    precision: str = "as is"  #: the dtype of the computation, for readers
     through: Optional[str] = None
     keep_outputs: Tuple[int, ...] = ()
     guards: FrozenSet[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
-        """Tell whether an output that came out in `dtype` is to be rounded."""
+        """Return whether to round an output of this dtype."""
         return self.through is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether the call needs a cast."""
         return self.through is not None or any(dtype is not None for dtype in self.reads)
 
 
@@ -84,21 +83,21 @@ def decide(
     layer: Optional[str] = None,
     kept: Optional[str] = None,
 ) -> Decision:
-    """Return what `policy` does to a call of `operator` with inputs of these `dtypes`.
+    """Return the casts of `policy` for a call of `operator` with inputs of these `dtypes`.
 
     Parameters
     ----------
     operator : str
-        Its canonical name.
+        The canonical name.
     attributes : mapping of str to str
-        The attributes that were set, as MXNet writes them.
+        The attributes that are set, as MXNet writes them.
     dtypes : sequence of str
-        One an input: a dtype's name, or "sparse" for an array of sparse storage.
+        The dtype's name of each input, or "sparse" for sparse storage.
     layer : str, optional
         The graph node's name, for the policy's `fp32_layers`.
     kept : str, optional
-        Why this call stays in float32, or has no kernel in the target dtype, if its shapes or its
-        neighbours say so.
+        Why shapes or neighbors keep this call in float32, or leave it no kernel in the target
+        dtype.
 
     Example
     -------
@@ -111,7 +110,7 @@ def decide(
     if rule.is_detour(kept):
         missing, kept = kept, None
     if operator == "Deconvolution" and missing and _needs_onednn(attributes):
-        # A float32 weight is read as it is, by oneDNN; it has no gradient for one that was cast.
+        # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
         kept = NO_FLOAT64
     op_class, reason = _classify(rule, attributes, policy, layer, kept)
     untouched = (None,) * len(dtypes)
@@ -171,14 +170,14 @@ def _classify(
 def _compute_dtype(
     op_class: str, reason: str, floats: "set[str]", dtypes: "set[str]", policy: Policy
 ) -> Tuple[str, str]:
-    """Return the dtype that an operator of this class computes in, given these inputs."""
+    """Return the dtype of the computation for an operator of this class and these inputs."""
     target = policy.target_dtype
     if dtypes & _FOREIGN:
         return "float32", "next to float64 or sparse inputs nothing is lowered"
     if op_class == "low":
         if floats <= {target, "float32"}:
             return target, reason
-        return "float32", f"an input of the user's own half precision is no {target}"
+        return "float32", f"an input has a half precision other than {target}"
     if op_class == "fp32" or len(floats) > 1:
         return "float32", reason
     [dtype] = floats
@@ -188,10 +187,7 @@ def _compute_dtype(
 
 
 def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> FrozenSet[int]:
-    """Positions that are never cast: statistics and indices by the list, and what is written to.
-
-    `count` is the number of inputs.
-    """
+    """Return the positions of inputs that are never cast: statistics, indices, mutable inputs."""
     operator = registry().get(rule.operator)
     if operator is None:
         return frozenset()
@@ -202,7 +198,7 @@ def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> Froze
 
 
 def _leading(rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str]) -> Set[str]:
-    """Return the dtypes of the inputs that decide on the others'."""
+    """Return the dtypes of all inputs that do not follow the other inputs."""
     operator = registry().get(rule.operator)
     if operator is None or not rule.follow_inputs:
         return set(floats.values())
@@ -211,7 +207,7 @@ def _leading(rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str
 
 
 def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
-    """Tell whether an einsum names an axis of one operand twice."""
+    """Return whether an einsum names an axis of one operand twice."""
     if operator != "_npi_einsum":
         return False
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
@@ -220,7 +216,7 @@ def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
 
 
 def _needs_onednn(attributes: Mapping[str, str]) -> bool:
-    """Tell whether MXNet's own kernel of a transposed convolution can't compute it."""
+    """Return whether only oneDNN can compute a transposed convolution."""
     return kernel_axes(attributes) == len("DHW") or is_dilated(attributes)
 
 
@@ -232,11 +228,11 @@ def _detour(
     dtype: str,
     policy: Policy,
 ) -> Optional[Tuple[str, str]]:
-    """Return the dtype to compute in where the kernel of `dtype` won't do, and why."""
+    """Return the dtype to compute in, and why, where the kernel of `dtype` is missing or wrong."""
     if dtype == policy.target_dtype and missing is not None:
         return rule.computes, missing
     casts = {*dtypes[1:2]} & (CASTABLE - {dtype})
-    # By the list's own rule, `cast_weight`, no gradient is computed where the weight is cast.
+    # The rule `cast_weight` keeps calls with a gradient in float32.
     guarded = dtype == policy.target_dtype and rule.looks_at("cast_weight")
     if rule.operator == "Deconvolution" and policy.device == "cpu" and casts and not guarded:
         if is_dilated(attributes):
@@ -249,7 +245,7 @@ def _detour(
 def _guards(
     operator: str, attributes: Mapping[str, str], dtype: str, reads: Tuple[Optional[str], ...]
 ) -> FrozenSet[int]:
-    """Return the inputs that need a copy before the cast.
+    """Return the inputs to copy before the cast.
 
     After a float32 inference pass, oneDNN leaves the weight of a grouped convolution in a blocked
     layout that it can't reorder to bfloat16; a copy has the plain layout.

@@ -1,23 +1,29 @@
-"""Operator lists: TOML files that say what a policy does with each operator.
+"""Operator lists: TOML files, read as one rule for each operator of MXNet's registry.
 
-mxamp's own are `lists/float16.toml` and `lists/bfloat16.toml`.
+mxamp's own lists are `lists/float16.toml` and `lists/bfloat16.toml`.
 """
 
 import logging
 import os
 import re
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
 
 from ..errors import ArgumentError, located
+from ..framework.operators import (
+    Operator,
+    lacks,
+    needs_one_dtype,
+    registry,
+    resolve,
+    without_bfloat16,
+)
 from ..framework.wording import shortened, shown
-from .custom_operators import CustomClasses
-from .evidence import Evidence, LayerCost, Trial
-from .resolving import ListRules
-from .rules import Rule
-from .schema import check_list
+from .rules import LIMITED, UNLISTED, Condition, CustomClasses, MissingKernel, Rule, ShapeRule
+from .schema import check_list, place
 from .targets import check_device
 
 if sys.version_info >= (3, 11):
@@ -31,21 +37,6 @@ logger = logging.getLogger("mxamp")
 
 Table = Mapping[str, Any]
 
-
-class OperatorList(NamedTuple):
-    """A list resolved against MXNet's registry, for one kind of device and set of CPU features."""
-
-    target_dtype: str
-    device: str
-    rules: Mapping[str, Rule]  #: by canonical operator name
-    fp32_layers: Tuple[str, ...]
-    substitutions: Mapping[str, str]  #: name, and what it was measured to gain
-    evidence: Optional[Evidence]  #: how it was tuned, if it was
-
-
-_ONE_OF_SEVERAL = re.compile(
-    r"^ *\[(group|conditional|missing|by_shape|exempt|trial|layer)\]", re.MULTILINE
-)
 OTHER_DEVICE = (
     'it is for the {own} alone (device = "{own}"), and the {given} was asked for: load it without '
     "a device, or load a file for the {given}"
@@ -55,10 +46,37 @@ NO_KERNELS = (
     "give wrong results. Copy the [[missing]] tables of %s"
 )
 SINGLE_BRACKETS = ". Tables of which there are several have two brackets: [[group]]"
+NOT_THE_SAME = (
+    "{where}: operator {name!r} {key} {here} here and {there} in {first}; write the same in both"
+)
+OTHER_DETOUR = (
+    "operator {name!r} computes in {here} here and in {there} in another [[missing]] table"
+)
+
+_ONE_OF_SEVERAL = re.compile(r"^ *\[(group|conditional|missing|by_shape|exempt)\]", re.MULTILINE)
+
+#: An operator of the lists that CPU builds of MXNet lack.
+_GPU_ONLY = "CuDNNBatchNorm"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OperatorList:
+    """A list resolved against MXNet's registry, for one kind of device and set of CPU features."""
+
+    target_dtype: str
+    device: str
+    rules: Mapping[str, Rule]  #: by canonical operator name
+    #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
+    fp32_layers: Tuple[str, ...] = ()
+    #: the faster equivalents that graphs about to run get: name, and its measured gain
+    substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+# ---------------------------------------------------------------------- files
 
 
 def lists_folder() -> Path:
-    """Return where mxamp's own lists are: in the package, or beside it in a clone."""
+    """Return the folder of mxamp's own lists: in the package, or beside it in a clone."""
     package = Path(__file__).resolve().parent.parent
     return next(path for path in (package / "lists", package.parent / "lists") if path.is_dir())
 
@@ -80,8 +98,8 @@ def read_list(
 ) -> OperatorList:
     """Read an operator list; every error names the file.
 
-    `custom` are the classes of the user's own custom operators. A warning names operators that the
-    list lowers, and that have no kernel for that.
+    `custom` are the classes of registered custom operators. Lowered operators that have no kernel
+    are a warning.
     """
     data = _parsed(path)
     with located(path):
@@ -123,53 +141,205 @@ def _parsed(path: Union[str, Path]) -> Table:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: it is no UTF-8 text") from None
     except RecursionError:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: nested too deeply") from None
-    except ValueError as error:  # TOML's, with line and column, or a path that no file can have
+    except ValueError as error:  # of TOML, with line and column, or of a path with a null byte
         hint = SINGLE_BRACKETS if _ONE_OF_SEVERAL.search(text) else ""
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}{hint}") from None
 
 
 def loads(text: str) -> Table:
-    """Return what TOML says; raise a `ValueError` for what is none."""
+    """Parse TOML; raise `ValueError` for any other text."""
     data: Table = tomllib.loads(text)
     return data
+
+
+# ---------------------------------------------------------------------- rules
 
 
 def list_of(
     data: Table, device: Optional[str], features: FrozenSet[str], custom: CustomClasses = ()
 ) -> OperatorList:
-    """Return the list that the data of a file are."""
+    """Return the list in the data of a file; raise `ArgumentError` for any mistake in it."""
     check_list(data)
     dtype, own = data["dtype"], data.get("device")
     found = check_device(dtype, device or own)
     if own not in (None, found):
         raise ArgumentError(OTHER_DEVICE.format(own=own, given=found))
-    rules = ListRules(data)
-    rules.add_missing(found, features)
-    rules.add_shape_rules(found)
-    rules.keep_later_kernels(found)
-    rules.add_custom_operators(custom)
     return OperatorList(
         dtype,
         found,
-        MappingProxyType(rules.by_name),
+        MappingProxyType(_Rules(data, found, features, custom).by_name),
         tuple(dict.fromkeys(data.get("fp32_layers", ()))),
         MappingProxyType(dict(data.get("substitutions", {}))),
-        _evidence_of(data),
     )
 
 
-def _evidence_of(data: Table) -> Optional[Evidence]:
-    if "evidence" not in data:
-        return None
-    trials = (Trial(**_frozen(table)) for table in data.get("trial", ()))
-    layers = (LayerCost(**_frozen(table)) for table in data.get("layer", ()))
-    optional = ("tolerance", "gradient_error", "metric", "min_metric")
-    measured: Dict[str, Any] = {**dict.fromkeys(optional), **_frozen(data["evidence"])}
-    return Evidence(**measured, trials=tuple(trials), layers=tuple(layers))
+class _Rules:
+    """The rules of a list under construction, with the table that gave each its class."""
+
+    def __init__(
+        self, data: Table, device: str, features: FrozenSet[str], custom: CustomClasses
+    ) -> None:
+        self._data, self._device, self._features = data, device, features
+        self._given_by: Dict[str, str] = {}
+        self.by_name: Dict[str, Rule] = {}
+        for kind, add in (
+            ("group", self._add_group),
+            ("conditional", self._add_conditional),
+            ("missing", self._add_missing),
+            ("by_shape", self._add_by_shape),
+        ):
+            for i, table in enumerate(data.get(kind, ())):
+                with located(place(kind, i)):
+                    names = _expand(table["operators"])
+                add(table, names, place(kind, i))
+        self._add_exceptions()
+        if (data["dtype"], device) == ("bfloat16", "cpu"):
+            self._keep_later_kernels()
+        if not data.get("lower_custom_operators", True):
+            self._amend("Custom", lowers_custom=False)
+        if custom:
+            self._amend("Custom")
+            self.by_name["Custom"] = self.by_name["Custom"].with_custom_operators(custom)
+
+    def _add_group(self, table: Table, names: List[str], where: str) -> None:
+        for name in names:
+            given = table.get("override", False)
+            self._add(Rule(name, table["class"], table["reason"], given=given), where)
+
+    def _add_conditional(self, table: Table, names: List[str], where: str) -> None:
+        with located(where):
+            ranged, values = table.get("beyond_range", False), table.get("values")
+            if bool(values) if ranged else values is None:
+                raise ArgumentError("give either values or beyond_range = true")
+            added = {name: self._conditions(registry()[name], table) for name in names}
+        for name, conditions in added.items():
+            self._add_conditions(name, conditions, table, where)
+
+    def _conditions(self, operator: Operator, table: Table) -> Tuple[Condition, ...]:
+        attributes, there = table["attribute"], self.by_name.get(operator.name, UNLISTED)
+        own_reason = bool(there.conditions) and table["reason"] != there.reason
+        return tuple(
+            Condition(
+                operator.attribute(attribute),
+                values=operator.values(attribute, table.get("values", ())),
+                beyond_range=table.get("beyond_range", False),
+                default=operator.defaults.get(attribute),
+                dtype=self._data["dtype"],
+                reason=table["reason"] if own_reason else None,
+            )
+            for attribute in ([attributes] if isinstance(attributes, str) else attributes)
+        )
+
+    def _add_conditions(
+        self, name: str, conditions: Tuple[Condition, ...], table: Table, where: str
+    ) -> None:
+        there, given = self.by_name.get(name, UNLISTED), table.get("override", False)
+        otherwise = table["otherwise"]
+        if not there.conditions:
+            self._add(Rule(name, otherwise, table["reason"], conditions, given=given), where)
+            return
+        for key, here, before in (
+            ("is otherwise", repr(otherwise), repr(there.op_class)),
+            ("has override =", str(given).lower(), str(there.given).lower()),
+        ):
+            if here != before:
+                first = self._given_by[name]
+                raise ArgumentError(
+                    NOT_THE_SAME.format(
+                        where=where, name=name, key=key, here=here, there=before, first=first
+                    )
+                )
+        self._amend(name, conditions=(*there.conditions, *conditions))
+
+    def _add_missing(self, table: Table, names: List[str], where: str) -> None:
+        if table["device"] == "gpu" and "unless" in table:
+            raise ArgumentError(f"{where}: unless names instructions of CPUs, not of gpu")
+        if table["device"] != self._device:
+            return
+        unless, computes = table.get("unless"), table.get("computes", "float32")
+        kernel = MissingKernel(table["reason"], unless, computes)
+        for name in names:
+            there = self.by_name.get(name, UNLISTED)
+            self._amend(name, missing_kernels=(*there.missing_kernels, kernel))
+            if unless in self._features:
+                continue
+            if there.missing is not None and there.computes != computes:
+                why = OTHER_DETOUR.format(name=name, here=computes, there=there.computes)
+                raise ArgumentError(f"{where}: {why}")
+            self._amend(name, missing=kernel.reason, computes=computes)
+
+    def _add_by_shape(self, table: Table, names: List[str], where: str) -> None:
+        limited, limit = table["rule"] in LIMITED, table.get("limit")
+        if limited != (limit is not None):
+            wrong = "needs the key 'limit'" if limited else "takes no 'limit'; long_sums does"
+            raise ArgumentError(f"{where}: rule {table['rule']!r} {wrong}")
+        rule = ShapeRule(table["rule"], table["reason"], limit or 0)
+        for name in names:
+            if name not in self.by_name:
+                raise ArgumentError(
+                    f"{where}: operator {name!r} has no class; name it in a [[group]] or "
+                    "[[conditional]] table too"
+                )
+            if table.get("device", self._device) == self._device:
+                self._amend(name, by_shape=(*self.by_name[name].by_shape, rule))
+
+    def _add_exceptions(self) -> None:
+        for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
+            for name, kept in self._data.get(kind, {}).items():
+                if (name == _GPU_ONLY and name not in registry()) or lacks(name):
+                    continue
+                if kind == "keep_inputs" and needs_one_dtype(name):
+                    continue
+                with located(f"[{kind}]"):
+                    operator = _canonical(name)
+                    for one in kept if kind != "keep_outputs" else ():
+                        operator.input(one)
+                    followed = self._data.get("follow_inputs", {}).get(name, ())
+                    both = sorted(set(kept) & set(followed)) if kind == "keep_inputs" else []
+                    if both:
+                        raise ArgumentError(f"input {both[0]!r} of {name} is in [follow_inputs]")
+                self._amend(name, **{kind: tuple(kept)})
+        with located("[slower]"):
+            _expand(self._data.get("slower", {}))
+
+    def _keep_later_kernels(self) -> None:
+        """Keep operators in float32 whose bfloat16 kernels came with a later MXNet."""
+        for name, since in without_bfloat16().items():
+            reason = f"its bfloat16 kernel came with MXNet {since}"
+            self._amend(name, missing=reason, computes="float64")
+            if self.by_name[name].op_class == "low":
+                self._amend(name, op_class="fp32", reason=reason, by_shape=())
+
+    def _add(self, rule: Rule, where: str) -> None:
+        first = self._given_by.setdefault(rule.operator, where)
+        if rule.operator in self.by_name:
+            where = f"twice in {where}" if first == where else f"in {first} and in {where}"
+            raise ArgumentError(f"operator {rule.operator!r} stands {where}; leave it in one place")
+        self.by_name[rule.operator] = rule
+
+    def _amend(self, name: str, **changes: Any) -> None:
+        there = self.by_name.get(name, replace(UNLISTED, operator=name))
+        self.by_name[name] = replace(there, **changes)
 
 
-def _frozen(value: Any) -> Any:
-    """Return a table with tuples in place of its lists."""
-    if isinstance(value, dict):
-        return {key: _frozen(one) for key, one in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _expand(patterns: Iterable[str]) -> List[str]:
+    """Return the operators with these names, or that match these patterns ending in *.
+
+    Operators of later MXNet versions are left out: no program can call them here.
+    """
+    return [name for pattern in patterns for name in _matching(pattern)]
+
+
+def _matching(pattern: str) -> Iterator[str]:
+    if pattern.endswith("*"):
+        yield from (name for name in registry() if name.startswith(pattern[:-1]))
+    elif not lacks(pattern):
+        yield _canonical(pattern).name
+
+
+def _canonical(name: str) -> Operator:
+    """Return the operator of this canonical name; raise for an alias."""
+    operator = resolve(name)
+    if operator.name != name:
+        raise ArgumentError(f"{name!r} is an alias; write {operator.name!r}")
+    return operator

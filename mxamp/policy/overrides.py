@@ -1,24 +1,94 @@
-"""Changing operators of a policy: the checks, and the rules that come out."""
+"""Changes of a policy: checks of operators and layers that users give, and the new rules."""
 
 from dataclasses import replace
-from typing import AbstractSet, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+
+from mxnet.gluon import SymbolBlock
+from mxnet.gluon.block import Block
+from mxnet.gluon.nn import HybridSequential, Sequential
 
 from ..errors import ArgumentError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
-from .layers import Layers, layer_patterns
-from .rules import UNLISTED, Condition, Rule
+from .rules import UNLISTED, Condition, Rule, ShapeRule
 
 __all__ = [
     "Conditional",
+    "Layers",
     "Names",
     "checked_layers",
     "checked_substitutions",
+    "exactly",
     "following",
     "in_float32",
+    "layer_patterns",
     "overridden",
     "without_rules_for_speed",
 ]
+
+#: Names of layers, with * and ?, and Gluon blocks; or one block.
+Layers = Union[None, Block, Iterable[Union[str, Block]]]
+
+NO_LAYERS = "{argument} must be a list of names or of Gluon blocks, not {given}"
+NO_NAMES = (
+    "{argument}: the operators of block {name} can't be told from others by their names, as its "
+    "prefix {prefix!r} does not end in '_'. Give the block a prefix that does, or the names of its "
+    "layers, which explain shows"
+)
+
+
+def exactly(name: str) -> str:
+    """Return the pattern that matches this name alone.
+
+    >>> exactly("stage[0]_conv*")
+    'stage[[]0]_conv[*]'
+    """
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def layer_patterns(argument: str, given: Any) -> List[Sequence[str]]:
+    """Return the patterns of each given layer: one for a name, several for a block."""
+    if isinstance(given, Block):
+        given = [given]
+    if given is None:
+        return []
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(given)))
+    listed = list(given)
+    if not all(isinstance(one, (str, Block)) for one in listed):
+        raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(listed)))
+    return [[one] if isinstance(one, str) else _patterns_of(argument, one) for one in listed]
+
+
+def _patterns_of(argument: str, block: Block) -> Sequence[str]:
+    """Return patterns for the names of the operators of a block and its children.
+
+    Gluon names an operator after the block whose code calls it: its prefix comes first.
+    """
+    if isinstance(block, SymbolBlock):
+        # Operators have the names of the symbol, whatever the block's name is.
+        nodes = block._cached_graph[1].get_internals()
+        names = dict.fromkeys(node.name for node in nodes)
+        return [exactly(name) for name in names]
+    inner = [_patterns_of(argument, child) for child in block._children.values()]
+    patterns = [pattern for few in inner for pattern in few]
+    if _calls_nothing_itself(block):
+        return patterns
+    prefix = block.prefix
+    if not prefix.endswith("_"):
+        raise ArgumentError(
+            NO_NAMES.format(argument=argument, name=repr(block.name), prefix=prefix)
+        )
+    own = exactly(prefix)
+    return [f"{own}*", *(one for one in patterns if not one.startswith(own))]
+
+
+def _calls_nothing_itself(block: Block) -> bool:
+    """Return whether a block only calls its children in sequence."""
+    forward: Tuple[Any, ...] = (Sequential.forward, HybridSequential.hybrid_forward)
+    own = getattr(type(block), "hybrid_forward", None), type(block).forward
+    return isinstance(block, (Sequential, HybridSequential)) and any(one in forward for one in own)
+
 
 #: (operator, attribute, values): fp32 where the attribute has one of the values.
 Conditional = Tuple[str, str, Sequence[str]]
@@ -38,7 +108,7 @@ def overridden(
     replace_lists: bool,
     dtype: str,
 ) -> Dict[str, Rule]:
-    """Return rules for a dtype with operators put in other classes, as `Policy.override` says.
+    """Return rules with operators in other classes, as `Policy.override` says.
 
     `given` maps a class to operators by any of their names, or to None.
     """
@@ -60,7 +130,7 @@ def overridden(
 
 
 def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
-    """Return rules without the choices by shape that are about speed alone."""
+    """Return rules without the rules by shape that are for speed alone."""
     return {
         name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
         for name, rule in rules.items()
@@ -68,27 +138,23 @@ def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
 
 
 def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
-    """Return rules under which no operator is computed in the target dtype unless its inputs are.
-
-    What is left of the rules is what `override` would take for a user's wish: it stays the list's.
-    """
+    """Return rules under which operators compute in the target dtype only if their inputs do."""
     result = without_rules_for_speed(rules)
     for name, rule in result.items():
         if rule.op_class == "low":
             result[name] = replace(
                 rule, op_class="fp32", reason=NOT_LOWERED, conditions=(), by_shape=()
             )
-    custom = replace(
-        result.get("Custom", replace(UNLISTED, operator="Custom")), lowers_custom=False
-    )
+    unlisted = replace(UNLISTED, operator="Custom")
+    custom = replace(result.get("Custom", unlisted), lowers_custom=False)
     result["Custom"] = custom.with_custom_operators(custom.by_op_type)
     return result
 
 
 def following(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
-    """Return rules under which operators compute in what their inputs have, as without mxamp.
+    """Return rules under which operators compute in the dtype of their inputs, as without mxamp.
 
-    Different float inputs are widened, where MXNet would refuse them.
+    Inputs of different float dtypes, which MXNet would refuse, are widened.
     """
     return {
         name: rule
@@ -99,15 +165,19 @@ def following(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
             reason=reason,
             conditions=(),
             by_op_type=(),
-            by_shape=tuple(one for one in rule.by_shape if one.is_detour),
+            by_shape=_detours(rule),
             given=True,
         )
         for name, rule in rules.items()
     }
 
 
+def _detours(rule: Rule) -> Tuple[ShapeRule, ...]:
+    return tuple(one for one in rule.by_shape if one.is_detour)
+
+
 def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> List[str]:
-    """Return names of substitutions, all of which are `there`."""
+    """Return names of substitutions as a list; raise unless all are in `there`."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ArgumentError(f"substitutions must be a list of names, not {shown(given)}")
     names = list(given)
@@ -118,13 +188,12 @@ def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> Lis
 
 
 def checked_layers(given: Layers) -> Tuple[str, ...]:
-    """Return patterns of the layers to keep in float32, each once."""
+    """Return the patterns of layers to keep in float32, without repetitions."""
     patterns = layer_patterns("fp32_layers", given)
     return tuple(dict.fromkeys(one for few in patterns for one in few))
 
 
 def _canonical(op_class: str, names: Names) -> List[str]:
-    """Return the canonical names of operators given by any name."""
     if names is None:
         return []
     if isinstance(names, str) or not isinstance(names, Iterable):
@@ -166,7 +235,7 @@ def _conditions(
 def _emptied(
     rules: Mapping[str, Rule], replaced: AbstractSet[str], keep_conditions: bool
 ) -> Dict[str, Rule]:
-    """Return rules where the classes in `replaced` have become neutral."""
+    """Return rules with the classes in `replaced` emptied: their operators become neutral."""
     result = {}
     for name, rule in rules.items():
         kept = rule.conditions if keep_conditions else ()
@@ -183,7 +252,7 @@ def _put(
     classes: Mapping[str, str],
     conditions: Mapping[str, Tuple[Condition, ...]],
 ) -> None:
-    """Put operators in these classes, and under these conditions."""
+    """Set the classes and conditions of operators."""
     for name, op_class in classes.items():
         old = rules.get(name, UNLISTED)
         rules[name] = replace(
@@ -193,10 +262,10 @@ def _put(
             reason=f"given as {op_class}",
             given=True,
             conditions=(),
-            by_shape=tuple(one for one in old.by_shape if one.is_detour),
+            by_shape=_detours(old),
         )
     for name, of_one in conditions.items():
         old = rules.get(name, UNLISTED)
-        # fp32 otherwise would make the condition void: the operator follows its input then.
+        # Not fp32, which would make the condition void: the operator follows its input.
         op_class = "neutral" if old.op_class in ("fp32", "untouched") else old.op_class
         rules[name] = replace(old, operator=name, op_class=op_class, conditions=of_one)

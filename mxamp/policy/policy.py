@@ -1,30 +1,22 @@
-"""A policy: which precision each operator computes in, as a value.
-
-A policy is read from an operator list (`lists/float16.toml`, `lists/bfloat16.toml`, or a file of
-your own), resolved against MXNet's registry and one kind of device, and never changes after that.
-"""
+"""A policy: which precision each operator computes in, as an immutable value."""
 
 import fnmatch
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 
 from ..errors import ArgumentError
 from ..framework import machine
 from ..framework.files import write_file
 from ..framework.wording import counted, shown
 from . import overrides, targets
-from .custom_operators import CustomClasses, registered_classes
-from .elsewhere import warn_elsewhere
-from .evidence import Evidence, of_changed
-from .layers import Layers
 from .lists import OperatorList, own_list, read_list
-from .overrides import Conditional, Names
-from .rules import SHOWN_CLASSES, UNLISTED, Rule
+from .overrides import Conditional, Layers, Names
+from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule, registered_classes
 from .saving import text_of
 from .targets import DEFAULT_TARGET
 
@@ -34,49 +26,57 @@ NO_POLICY = (
     "policy must be an mxamp.Policy, not {given}; Policy.default, Policy.load and Policy.override "
     "make one"
 )
+TUNING = "; give the policy of the tuning: policy=tuning.policy"
 BESIDE_LISTS = (
     "a policy has operator lists of its own: give it without other lists, or change it with "
     "policy.override"
 )
 
 
+class Caches:
+    """Results derived from one policy, by the module that keeps them."""
+
+    __slots__ = ("eager", "fingerprint", "regions", "workers")
+
+    def __init__(self) -> None:
+        #: `patches.eager`: the casts of each operator, by its handle.
+        self.eager: Optional[Dict[int, Any]] = None
+        #: `policy.regions`: the policies of regions in graphs under this one, by mark.
+        self.regions: Dict[str, Policy] = {}
+        #: `policy.regions`: a hash of the policy's file.
+        self.fingerprint: Optional[str] = None
+        #: `scaling.workers`: a number that is the same in all processes.
+        self.workers: Optional[int] = None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Policy:
+class Policy(OperatorList):
     """Which precision every operator computes in, on one kind of device.
 
     >>> policy = Policy.default("float16", device="cpu")
     >>> policy.rule("Convolution").op_class
     'low'
 
-    Make one with `default`, `load`, `override` or `tune`. They never change, and compare by value.
-    `fp32_layers` names layers that stay in float32; `print(policy.evidence)` says how it was tuned.
+    `default`, `load` and `override` make policies, and `tune` finds one. Policies are immutable
+    and compare by value. `fp32_layers` names the layers that stay in float32.
     """
 
-    target_dtype: str
-    device: str
-    rules: Mapping[str, Rule]
-    #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
-    fp32_layers: Tuple[str, ...] = ()
-    #: the faster equivalents that graphs about to run get: name, and what it was measured to gain
-    substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    evidence: Optional[Evidence] = None
-
     def rule(self, operator: str) -> Rule:
-        """Return what the policy says of an operator, by canonical name."""
+        """Return the rule of an operator, by its canonical name."""
         return self.rules.get(operator, UNLISTED)
 
     def keeps_layer(self, name: str) -> bool:
-        """Tell whether a graph node called `name` stays in float32 by its name."""
+        """Return whether `fp32_layers` keep the graph node `name` in float32."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.fp32_layers)
 
     @cached_property
     def chooses(self) -> bool:
-        """Whether shapes and neighbours of operators decide anything (`graph.shape_rules`)."""
+        """Whether shapes and neighbors of operators affect graphs (`graph.shape_rules`)."""
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     @cached_property
     def lowers(self) -> bool:
-        """Whether anything is computed in the target dtype; not so after `in_float32`."""
+        """Whether any operator computes in the target dtype; False after `in_float32`."""
         return any(rule.lowers for rule in self.rules.values())
 
     def operators(self, op_class: str) -> List[str]:
@@ -100,13 +100,12 @@ class Policy:
         parts += [counted(given, "override")] if given else []
         layers = len(self.fp32_layers)
         parts += [f"{counted(layers, 'layer name')} in float32"] if layers else []
-        parts += [f"tuned for {self.evidence.mode}"] if self.evidence is not None else []
         return f"<Policy {self.target_dtype} on {self.device}: {', '.join(parts)}>"
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        # Comparing mappings is fast where they share their rules, as policies mostly do.
+        # Fast: most policies share the `Rule` objects, which compare by identity first.
         return isinstance(other, Policy) and (
             self._head == other._head and dict(self.rules) == dict(other.rules)
         )
@@ -117,7 +116,7 @@ class Policy:
     @cached_property
     def _head(self) -> Tuple[Any, ...]:
         names = frozenset(self.substitutions)
-        return self.target_dtype, self.device, self.fp32_layers, names, self.evidence
+        return self.target_dtype, self.device, self.fp32_layers, names
 
     @cached_property
     def _hash(self) -> int:
@@ -125,19 +124,18 @@ class Policy:
 
     def __reduce__(self) -> Tuple[Any, ...]:
         rules, substitutions = dict(self.rules), dict(self.substitutions)
-        return _unpickled, tuple(self._as_list()._replace(rules=rules, substitutions=substitutions))
-
-    def _as_list(self) -> OperatorList:
-        return OperatorList(*(getattr(self, field.name) for field in fields(self)))
+        return _unpickled, (
+            self.target_dtype, self.device, rules, self.fp32_layers, substitutions,
+        )  # fmt: skip
 
     @cached_property
-    def caches(self) -> Dict[str, Any]:
-        """What others have worked out for this policy: it lives as long as the policy does."""
-        return {}
+    def caches(self) -> Caches:
+        """Results that other modules keep for this policy; freed with it."""
+        return Caches()
 
     @classmethod
     def default(cls, target_dtype: Any = "float16", device: Optional[str] = None) -> "Policy":
-        """Return mxamp's own policy for a dtype and a device type ("cpu" or "gpu").
+        """Return mxamp's own policy for a dtype and a kind of device ("cpu" or "gpu").
 
         The default device is the GPU if there is one, else the CPU.
         """
@@ -147,12 +145,14 @@ class Policy:
 
     @classmethod
     def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
-        """Read a policy from a TOML file, one that `save` wrote or an operator list of your own.
+        """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
-        `device` is "cpu" or "gpu"; the default is the file's, else that of `default`. Raises
-        `ArgumentError`, with the file and the table, for whatever is wrong in it.
+        `device` is "cpu" or "gpu"; the default is the file's, else that of `default`. A mistake in
+        the file raises `ArgumentError`, which names the file and the table.
         """
-        return _interned(Policy(*read_list(path, device, machine.features(), registered_classes())))
+        return _interned(
+            Policy(**vars(read_list(path, device, machine.features(), registered_classes())))
+        )
 
     def save(self, path: Union[str, Path]) -> None:
         """Write the policy to a TOML file, from which `load` makes the same policy.
@@ -162,12 +162,12 @@ class Policy:
             policy.save("my.toml")
             policy = amp.Policy.load("my.toml")
 
-        A file that is there is replaced whole, or not at all. Classes of custom operators
-        (`register_custom_operator`) are not in it: they are those of the process that loads it.
+        An existing file is replaced whole, or not at all. Classes of custom operators
+        (`register_custom_operator`) belong to a process and are not saved.
 
         Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing fails.
         """
-        write_file(path, text_of(self._as_list()).encode())
+        write_file(path, text_of(self).encode())
 
     @classmethod
     def from_lists(
@@ -183,20 +183,19 @@ class Policy:
     ) -> "Policy":
         """Return the policy that the arguments of `init` and `convert_*` describe.
 
-        That is `policy` itself where it is given; else the default one for `target_dtype` and the
-        kind of device of `ctx`, with each operator list that is given in place of its own.
+        That is `policy` if given; else the default policy for `target_dtype` and the kind of device
+        of `ctx`, with each given operator list in place of the policy's own.
 
-        Raises `ArgumentError` where `policy` is no policy, stands beside operator lists, or is for
-        another dtype or device than is given beside it, and what `override` raises.
+        Raises `ArgumentError` if `policy` is no policy, is given beside operator lists, or is for
+        another dtype or device than the one beside it; and the errors of `override`.
         """
         lists = (low, fp32, widest, conditional)
         if policy is not None:
             if not isinstance(policy, Policy):
-                raise ArgumentError(NO_POLICY.format(given=shown(policy)))
+                raise _no_policy(policy)
             if any(given is not None for given in lists):
                 raise ArgumentError(BESIDE_LISTS)
             targets.check_beside(policy.target_dtype, policy.device, target_dtype, ctx)
-            warn_elsewhere(policy.evidence, policy.device, policy.caches)
             return policy
         base = cls.default(targets.check_target(target_dtype), targets.device_type(ctx))
         if all(given is None for given in lists):
@@ -214,26 +213,23 @@ class Policy:
         fp32_layers: Layers = (),
         substitutions: Optional[Iterable[str]] = None,
     ) -> "Policy":
-        """Return a policy with some operators put in other classes, by any of their names.
+        """Return a policy with some operators in other classes, given by any of their names.
 
         >>> policy = Policy.default("float16", "cpu").override(fp32=["Convolution"])
         >>> policy.rule("Convolution").op_class
         'fp32'
 
-        `low` are to compute in the target dtype, `fp32` in float32, `widest` in the widest dtype of
-        their inputs. `conditional` takes (operator, attribute, values) as `mxnet.contrib.amp` does:
-        float32 where the attribute has one of the values. With `replace_lists`, a list that is
-        given replaces the policy's own, as it does in `mxnet.contrib.amp.init`: what the old list
-        held and no new one names becomes neutral.
+        Operators in `low` compute in the target dtype, in `fp32` in float32, in `widest` in the
+        widest dtype of their inputs, whatever their shapes. `conditional` takes (operator,
+        attribute, values) as `mxnet.contrib.amp` does: float32 where the attribute has one of the
+        values. With `replace_lists`, a given list replaces the policy's own, as in
+        `mxnet.contrib.amp.init`: operators of the old list that no new list names become neutral.
 
         `fp32_layers` stay in float32: Gluon blocks, or names that `explain` shows, with * and ?.
-        `substitutions` names those of the policy's own that it is to keep. An operator that is
-        given a class has it whatever its shapes are.
+        `substitutions` names the policy's substitutions to keep.
 
-        A policy that this changes loses its evidence, but for the layers that `tune` has kept.
-
-        Raises `UnknownNameError` for a name MXNet does not know, `ArgumentError` for one that
-        stands in two lists.
+        Raises `UnknownNameError` for a name that MXNet does not know, `ArgumentError` for a name in
+        two lists.
         """
         given = {"low": low, "fp32": fp32, "widest": widest}
         rules = overrides.overridden(
@@ -247,12 +243,12 @@ class Policy:
         return self._changed(rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
 
     def untuned(self) -> "Policy":
-        """Return the policy without substitutions and without the choices by shape made for speed.
+        """Return the policy without substitutions and without rules by shape for speed.
 
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
 
-        With it, eager calls, graphs and converted models agree bit for bit in bfloat16 too.
+        Under it, eager calls, graphs and converted models agree bit for bit in bfloat16 too.
         """
         rules = MappingProxyType(overrides.without_rules_for_speed(self.rules))
         return self._changed(rules=rules, substitutions=MappingProxyType({}))
@@ -268,33 +264,37 @@ class Policy:
         """
         return self._changed(rules=MappingProxyType(overrides.in_float32(self.rules)))
 
-    def with_evidence(self, evidence: Optional[Evidence]) -> "Policy":
-        """Return the policy with what was measured of it, or, for None, without."""
-        return _interned(replace(self, evidence=evidence))
-
     def _changed(self, **fields: Any) -> "Policy":
-        """Return the policy with other fields; where they differ, what was measured is void."""
-        changed = replace(self, **fields)
-        return self if changed == self else changed.with_evidence(of_changed(self.evidence))
+        return _interned(replace(self, **fields))
+
+
+def _no_policy(given: Any) -> ArgumentError:
+    hint = TUNING if isinstance(getattr(given, "policy", None), Policy) else ""
+    return ArgumentError(NO_POLICY.format(given=shown(given)) + hint)
 
 
 @lru_cache(maxsize=None)
 def _default(dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses) -> Policy:
-    # Cached: caches of graphs and casts are kept by policy, and equal ones share them.
-    return _interned(Policy(*own_list(dtype, device, features, custom)))
+    # Cached: the caches of graphs and casts belong to a policy object.
+    return _interned(Policy(**vars(own_list(dtype, device, features, custom))))
 
 
-#: One policy for each value that somebody holds: graphs and casts are cached by policy, and code
-#: that makes its policy anew in each step has to find them.
+#: One policy object for each value in use: code that makes its policy anew in each step finds the
+#: cached graphs and casts.
 _policies: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
 
 
 def _interned(policy: Policy) -> Policy:
-    """Return the policy of this value that is there already, or this one."""
+    """Return the existing policy of this value, or this one."""
     return _policies.setdefault(policy, policy)
 
 
-def _unpickled(target_dtype: str, device: str, *fields: Any) -> Policy:
-    rules, fp32_layers, substitutions, evidence = fields
-    frozen = MappingProxyType(rules), fp32_layers, MappingProxyType(substitutions), evidence
-    return _interned(Policy(target_dtype, device, *frozen))
+def _unpickled(
+    dtype: str,
+    device: str,
+    rules: Dict[str, Rule],
+    layers: Tuple[str, ...],
+    substitutions: Dict[str, str],
+) -> Policy:
+    frozen = MappingProxyType(rules), layers, MappingProxyType(substitutions)
+    return _interned(Policy(dtype, device, *frozen))

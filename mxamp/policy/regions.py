@@ -1,9 +1,8 @@
-"""Regions in graphs: the precision that a model's own code asks for, as attributes of nodes.
+"""Regions in graphs: `autocast` in a model's own code, as attributes of nodes.
 
 `autocast` inside `hybrid_forward`, or around code that builds a symbol, is in force while nodes are
-made, not while they run. So each node made in a region has a mark, from which the policy that
-decides on the node follows wherever its graph is rewritten. Attributes of this form survive in
-files, and MXNet ignores them.
+made, not while they run. So each node made in a region has a mark, which says under which policy
+the node is cast when its graph is rewritten. Such attributes survive in files; MXNet ignores them.
 """
 
 import hashlib
@@ -41,18 +40,18 @@ __all__ = [
     "with_words",
 ]
 
-#: The region that a node was made in.
+#: The attribute with the mark of the region that a node was made in.
 REGION = "__mxamp_region__"
-#: Of a copy of what a function is given: the dtype that the function asks for.
+#: The attribute of a copied function argument with the dtype that the function needs.
 CAST = "__mxamp_cast__"
 FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE = "float32", "target", "widest"
 
 _OFF, _ON, _POLICY = "off", "on", "policy"
 
 UNKNOWN_POLICY = (
-    "a part of this graph was made under autocast(policy=...), and no policy of that value (for "
-    "{dtype}, fingerprint {number}) is held in this process: save that policy with Policy.save, "
-    "and keep what Policy.load returns in a variable while the graph is used"
+    "a part of this graph was made under autocast(policy=...), and this process holds no equal "
+    "policy (for {dtype}, fingerprint {number}): save that policy with Policy.save, and keep the "
+    "result of Policy.load in a variable while the graph is used"
 )
 UNKNOWN_MARK = (
     "a node of the graph has the attribute {attribute}={mark!r}, which this version of mxamp does "
@@ -67,7 +66,7 @@ CAST_WORDS = {
     WIDEST_INSIDE: "promote_function in the model's code",
 }
 
-#: Policies of regions, by fingerprint: the graphs made in them may outlive other references.
+#: Policies of regions by fingerprint, kept since graphs may outlive other references to them.
 _held: Dict[str, Policy] = {}
 
 
@@ -83,19 +82,19 @@ class Region:
 
     @property
     def mark(self) -> str:
-        """The mark of nodes that are made in it."""
+        """The mark of nodes that are made in the region."""
         if self._choice is FLOAT32:
             return _OFF
         return _mark_of_policy(self._choice) if isinstance(self._choice, Policy) else self._dtype
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is `autocast()`: under what the code around it is, or was before `off`."""
+        """Whether the region is `autocast()` alone, which takes the policy around it."""
         return self._choice is None and self._dtype == _ON
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is cast in it."""
+        """Whether the region turns casts off."""
         return self._choice is None and self._dtype == _OFF
 
 
@@ -103,7 +102,7 @@ _regions: "ContextVar[Tuple[Optional[Region], ...]]" = ContextVar("mxamp_marks",
 
 
 def enter(region: Optional[Region]) -> None:
-    """Begin to mark the nodes that are made; with None, nodes get no marks."""
+    """Begin to mark new nodes with a region; with None, nodes get no marks."""
     around = _regions.get()
     if region is not None and region.is_bare:
         inside = reversed(around)
@@ -117,14 +116,14 @@ def enter(region: Optional[Region]) -> None:
 
 
 def leave() -> Optional[Region]:
-    """End what `enter` began last; return the region."""
+    """End the region that `enter` began last; return it."""
     *around, innermost = _regions.get()
     _regions.set(tuple(around))
     return innermost
 
 
 def current_region() -> Optional[Region]:
-    """Return the region that nodes are made in, None for none."""
+    """Return the region of new nodes, None for no marks."""
     regions = _regions.get()
     return regions[-1] if regions else None
 
@@ -136,17 +135,15 @@ def _mark_of_policy(policy: Policy) -> str:
 
 
 def _fingerprint(policy: Policy) -> str:
-    number: Optional[str] = policy.caches.get("fingerprint")
-    if number is None:
+    if policy.caches.fingerprint is None:
         try:
-            text = text_of(policy._as_list())
+            text = text_of(policy)
         except ArgumentError:
-            # A file can't hold it: it is known in this process alone.
+            # No file can hold the policy: only this process knows it.
             text = f"{os.getpid()} {id(policy)}"
-        number = policy.caches["fingerprint"] = hashlib.sha256(
-            text.encode(errors="replace")
-        ).hexdigest()[:16]
-    return number
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        policy.caches.fingerprint = digest[:16]
+    return policy.caches.fingerprint
 
 
 def _policy_marked(mark: str) -> Policy:
@@ -162,7 +159,7 @@ def _policy_marked(mark: str) -> Policy:
 
 
 def policy_inside(dtype: Optional[str], around: Optional[Choice]) -> Choice:
-    """Return the policy of `autocast(dtype)` in code that is under `around`."""
+    """Return the policy of `autocast(dtype)` in code under the policy `around`."""
     dtype = machine.fast_dtype() if is_auto(dtype) else dtype
     if around is not None and dtype in (None, around.target_dtype):
         return around
@@ -170,17 +167,17 @@ def policy_inside(dtype: Optional[str], around: Optional[Choice]) -> Choice:
 
 
 def policy_in(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Policy:
-    """Return the policy that decides on a node with these attributes, in a graph under `policy`.
+    """Return the policy for a node with these attributes, in a graph under `policy`.
 
     With `off`, mixed precision is off around the graph: nodes without a mark are not cast.
     """
     mark = attrs.get(REGION, _OFF if off else None)
     if mark is None:
         return policy
-    inside: Dict[str, Policy] = policy.caches.setdefault("regions", {})
-    if mark not in inside:
-        inside[mark] = _policy_in(policy, mark)
-    return inside[mark]
+    regions = policy.caches.regions
+    if mark not in regions:
+        regions[mark] = _policy_in(policy, mark)
+    return regions[mark]
 
 
 def _policy_in(policy: Policy, mark: str) -> Policy:
@@ -188,14 +185,14 @@ def _policy_in(policy: Policy, mark: str) -> Policy:
     if region is None:
         rules = following(policy.rules, words_of(mark, policy))
         return policy._changed(rules=MappingProxyType(rules))
-    # Layers that the graph's user names stay in float32, whatever the model's code says.
+    # The layers that the user keeps in float32 stay there under the model's own regions too.
     return region.override(fp32_layers=policy.fp32_layers)
 
 
 def dtype_asked(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Optional[str]:
-    """Return the dtype that a copy of a function's argument is cast to, in a graph under `policy`.
+    """Return the dtype to cast a copied function argument to, in a graph under `policy`.
 
-    That is None for other nodes, and where mixed precision is off.
+    None for any other node, and where mixed precision is off.
     """
     cast, mark = attrs.get(CAST), attrs.get(REGION, _OFF if off else _ON)
     region = _policy_of_mark(policy, mark) if cast is not None else None
@@ -205,7 +202,7 @@ def dtype_asked(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> 
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
-    """Return the policy of the nodes marked so in a graph under `policy`; None for no casts."""
+    """Return the policy for nodes with this mark, in a graph under `policy`; None for no casts."""
     if mark in (_OFF, _ON):
         return policy if mark == _ON else None
     if mark.startswith(_POLICY):
@@ -220,14 +217,14 @@ def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
 
 
 def _known(mark: str) -> str:
-    """Return the dtype of a region, by its mark."""
+    """Return a mark that is a dtype; raise for an unknown one."""
     if mark not in TARGETS_OR_AUTO:
         raise ArgumentError(UNKNOWN_MARK.format(attribute=REGION, mark=mark))
     return mark
 
 
 def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
-    """Return what was decided on a node, with the region that it was made in as a reason."""
+    """Return the decision with the region that the node was made in as its reason."""
     mark, cast = attrs.get(REGION), attrs.get(CAST)
     if mark == _OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
         return decision
@@ -239,7 +236,7 @@ def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> 
 
 
 def words_of(mark: str, policy: Policy) -> str:
-    """Return what reasons begin with where a region decides."""
+    """Return the words for a region at the start of reasons."""
     if mark == _OFF:
         return OFF_WORDS
     given = "policy=..." if mark.startswith(_POLICY) else "" if mark == _ON else repr(mark)
@@ -251,28 +248,28 @@ def words_of(mark: str, policy: Policy) -> str:
 
 
 def marks_of(attributes: Iterable[Mapping[str, str]]) -> "frozenset[str]":
-    """Return the regions among the attributes of a graph's nodes."""
+    """Return the marks among the attributes of a graph's nodes."""
     return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
 
 
 def policies_of(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
-    """Yield the policies that decide on the nodes of a graph under `policy` with these marks."""
+    """Yield the policies for the nodes of a graph under `policy` with these marks."""
     yield policy
     for mark in marks:
         yield policy_in(policy, {REGION: mark})
 
 
 def policy_outside(marks: "frozenset[str]") -> Optional[Policy]:
-    """Return the policy of a graph whose regions alone are cast; None where there is none.
+    """Return the policy of a graph that runs while mixed precision is off, for its regions alone.
 
-    Mixed precision is off where the graph runs.
+    None where no region casts anything.
     """
     if marks <= {_OFF} or current_policy() is not None:
         return None
     around = nearest_policy()
     if isinstance(around, Policy):
         return around
-    # `autocast()` alone is for a dtype that the others don't say.
+    # Marks with a dtype come first; `autocast()` without arguments names none.
     for mark in sorted(marks - {_OFF}, key=lambda one: (one != _ON, one)):
         if mark.startswith(_POLICY):
             return _policy_marked(mark)

@@ -1,50 +1,50 @@
-"""What a policy says of one operator: its class, the exceptions to it, and the reason."""
+"""Rules: the class of each operator, its exceptions, and the reasons."""
 
 from dataclasses import dataclass, replace
-from typing import Mapping, NamedTuple, Optional, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Tuple
 
 from .values import out_of_range, same_value
 
 __all__ = [
     "CLASSES",
-    "DETOURS",
-    "EXACT_RULES",
     "LIMITED",
     "SHAPE_RULES",
     "SHOWN_CLASSES",
     "SUBSTITUTIONS",
     "UNLISTED",
     "Condition",
+    "CustomClasses",
     "MissingKernel",
     "Rule",
     "ShapeRule",
+    "reason_by_sums",
+    "register_class",
+    "registered_classes",
+    "terms",
 ]
 
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
 
-#: What readers see: a class, or that it depends on an attribute.
+#: The classes that readers see; "conditional" depends on an attribute.
 SHOWN_CLASSES = (*CLASSES, "conditional")
 
-#: Names of rules by shapes and neighbours, which operator lists use: functions of
-#: `graph.shape_rules`.
+#: Names of rules by shapes and neighbors in operator lists: functions of `graph.shape_rules`.
 SHAPE_RULES = (
     "few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight", "volume_views",
 )  # fmt: skip
 
-#: Those without which results are wrong, or none. The others are about speed, and hold in tuned
-#: graphs alone.
-EXACT_RULES = frozenset({"long_sums", "cast_weight", "volume_views"})
+#: Shape rules that results depend on. The others are for speed, and hold in tuned graphs alone.
+_EXACT = frozenset({"long_sums", "cast_weight", "volume_views"})
 
-#: Those by which an operator computes in float32 on values of the target dtype, as where a kernel
-#: is missing. By the others it stays in float32.
-DETOURS = frozenset({"volume_views"})
+#: Shape rules by which an operator computes in float32 on values of the target dtype, as without
+#: a kernel. By the others it stays in float32.
+_DETOURS = frozenset({"volume_views"})
 
-#: Those that have a limit.
+#: Shape rules that have a limit.
 LIMITED = frozenset({"long_sums"})
 
-#: Names of substitutions, which operator lists and policies use: those of `graph.substitutions`,
-#: those that fused models alone have, and the optimizers whose steps `patches.optimizers` makes
-#: faster.
+#: Names of substitutions in operator lists and policies: those of `graph.substitutions`, those of
+#: fused models, and the optimizers with faster steps (`patches.optimizers`).
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "global_pool", "pool_in_parts", "image_convolution", "split",
@@ -63,10 +63,10 @@ class Condition:
     beyond_range: bool = False
     default: Optional[str] = None
     dtype: str = "float16"
-    reason: Optional[str] = None  #: of its own; else the rule's
+    reason: Optional[str] = None  #: None: the rule's reason
 
     def holds(self, attributes: Mapping[str, str]) -> bool:
-        """Tell whether it holds for a call with `attributes` (unset ones have their default)."""
+        """Return whether the condition holds for a call; unset attributes have their default."""
         value = attributes.get(self.attribute, self.default)
         if value is None:
             return False
@@ -76,7 +76,7 @@ class Condition:
 
 
 class ShapeRule(NamedTuple):
-    """A rule by shape that looks at an operator."""
+    """A rule by shape for one operator."""
 
     name: str  #: one of `SHAPE_RULES`
     reason: str
@@ -84,69 +84,120 @@ class ShapeRule(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether results depend on it, and not speed alone."""
-        return self.name in EXACT_RULES
+        """Whether results depend on the rule, and not speed alone."""
+        return self.name in _EXACT
 
     @property
     def is_detour(self) -> bool:
-        """Whether it says that a kernel is missing, whatever the operator's class is."""
-        return self.name in DETOURS
+        """Whether the rule stands for a missing kernel, whatever the operator's class is."""
+        return self.name in _DETOURS
 
 
 class MissingKernel(NamedTuple):
-    """A kind of device has no kernel in the target dtype."""
+    """A kernel in the target dtype that a kind of device does not have."""
 
     reason: str
-    unless: Optional[str] = None  #: the CPU feature that has the kernel after all
-    computes: str = "float32"  #: what the operator runs in then
+    unless: Optional[str] = None  #: the CPU feature with which there is a kernel
+    computes: str = "float32"  #: the dtype to compute in without the kernel
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a policy says of one operator."""
+    """The class of one operator, and its exceptions."""
 
     operator: str
     op_class: str  #: one of `CLASSES`
     reason: str
     conditions: Tuple[Condition, ...] = ()
-    keep_inputs: Tuple[str, ...] = ()
-    follow_inputs: Tuple[str, ...] = ()  #: they get the others' dtype, and don't decide on it
+    keep_inputs: Tuple[str, ...] = ()  #: inputs that are never cast
+    follow_inputs: Tuple[str, ...] = ()  #: inputs that get the dtype that the other inputs decide
     keep_outputs: Tuple[int, ...] = ()
-    missing: Optional[str] = None  #: why there is no kernel in the target dtype, if there is none
-    computes: str = "float32"  #: what it runs in where the kernel is missing
-    missing_kernels: Tuple[MissingKernel, ...] = ()  #: those two on any CPU: the last that holds
-    by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of the user's own custom operators
-    lowers_custom: bool = True  #: whether those that were registered as low are
+    missing: Optional[str] = None  #: why there is no kernel in the target dtype; None: there is one
+    computes: str = "float32"  #: the dtype to compute in where the kernel is missing
+    missing_kernels: Tuple[MissingKernel, ...] = ()  #: `missing` and `computes` on any CPU
+    by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of registered custom operators
+    lowers_custom: bool = True  #: False: custom operators registered as low are in class fp32
     by_shape: Tuple[ShapeRule, ...] = ()
-    given: bool = False  #: by a user, who wants this operator: nothing is substituted for it
+    given: bool = False  #: given by the user: nothing is substituted for the operator
 
     def with_custom_operators(self, classes: Tuple[Tuple[str, str], ...]) -> "Rule":
-        """Return the rule with the classes of the user's own custom operators."""
+        """Return the rule with the classes of registered custom operators."""
         lowest = "low" if self.lowers_custom else "fp32"
         by_op_type = tuple((name, lowest if one == "low" else one) for name, one in classes)
         return replace(self, by_op_type=by_op_type)
 
     @property
     def lowers(self) -> bool:
-        """Whether the operator may be computed in the target dtype for its own sake."""
+        """Whether the operator may compute in the target dtype where its inputs do not."""
         return self.op_class == "low" or any(one == "low" for _, one in self.by_op_type)
 
     @property
     def shown_class(self) -> str:
-        """What readers see of the class."""
+        """The class, or "conditional"."""
         return "conditional" if self.conditions else self.op_class
 
     def looks_at(self, shape_rule: str) -> bool:
-        """Tell whether this rule by shape looks at the operator."""
+        """Return whether the operator has this rule by shape."""
         return any(one.name == shape_rule for one in self.by_shape)
 
     def is_detour(self, reason: Optional[str]) -> bool:
-        """Tell whether `reason` is that of a rule by shape that says that a kernel is missing."""
+        """Return whether `reason` is that of a shape rule that stands for a missing kernel."""
         return any(one.is_detour and one.reason == reason for one in self.by_shape)
 
     def is_exact(self, reason: Optional[str]) -> bool:
-        """Tell whether `reason`, why a call stays in float32, is that of an exact shape rule."""
+        """Return whether `reason`, why a call stays in float32, is that of an exact shape rule."""
         return any(one.exact and one.reason == reason for one in self.by_shape)
 
 
 UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
+
+
+# ---------------------------------------------------------------------- long sums
+
+Shape = Tuple[int, ...]
+
+
+def terms(operator: str, attributes: Mapping[str, str], first: Optional[Shape]) -> Optional[int]:
+    """Return how many products an element of the result sums; None without the input's shape.
+
+    >>> terms("batch_dot", {"transpose_a": "True"}, (8, 64, 32))
+    64
+    """
+    if not first:
+        return None
+    transposed = operator == "batch_dot" and same_value(attributes.get("transpose_a", "0"), "1")
+    return first[-2] if transposed else first[-1]
+
+
+def reason_by_sums(
+    rule: Rule, attributes: Mapping[str, str], first: Optional[Shape]
+) -> Optional[str]:
+    """Return why a product stays in float32 for the length of its sums; None if it does not.
+
+    Some kernels sum in half precision.
+    """
+    for one in rule.by_shape:
+        if one.name == "long_sums":
+            count = terms(rule.operator, attributes, first)
+            if count is None or count > one.limit:
+                return one.reason
+    return None
+
+
+# ---------------------------------------------------------------------- custom operators
+
+#: (registered name, class) of each custom operator.
+CustomClasses = Tuple[Tuple[str, str], ...]
+
+#: Class by registered name. One a process, as MXNet's registry of custom operators is.
+_registered: Dict[str, str] = {}
+
+
+def register_class(op_type: str, op_class: str) -> None:
+    """Give a custom operator a class, for the policies that are made from now on."""
+    _registered[op_type] = op_class
+
+
+def registered_classes() -> CustomClasses:
+    """Return the class of each custom operator, sorted by name."""
+    return tuple(sorted(_registered.items()))

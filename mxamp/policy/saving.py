@@ -1,17 +1,17 @@
-"""Policies as files: operator lists in TOML, which `lists` reads as the same policies."""
+"""Writing a policy to a TOML file, which `lists` reads as an equal policy."""
 
 import json
 import re
-from dataclasses import replace
-from itertools import count, groupby
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from dataclasses import fields, replace
+from itertools import groupby
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .._version import __version__
 from ..errors import ArgumentError
 from ..framework.operators import registry
 from ..framework.wording import shown
 from .lists import OperatorList, list_of, loads
-from .rules import CLASSES, LIMITED, Condition, Rule
+from .rules import CLASSES, LIMITED, Rule
 from .schema import CPU_FEATURES, FORMAT, TABLES
 
 __all__ = ["text_of"]
@@ -20,11 +20,6 @@ HEAD = f"""\
 # A policy: which precision each of MXNet's operators computes in. Written by Policy.save of mxamp
 # {__version__}, for Policy.load on any machine. Comments and the order of the tables mean nothing
 # to it. docs/policy-files.md describes all tables and keys.
-"""
-TUNED = """\
-#
-# The policy was tuned: [evidence], [[trial]] and [[layer]] at the end say what was measured, and
-# change nothing. They are about the policy as it was saved: take them out if you change it.
 """
 
 NO_TEXT = (
@@ -39,8 +34,8 @@ NOT_THE_SAME = (
 _WIDTH = 100
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
-# Operators that are written as one pattern where all of them are in a table: gradients, and what
-# MXNet's GPU builds alone have, so that CPU builds can read the file.
+# Operators written as one pattern where all of them are in a table: gradients, and operators of GPU
+# builds alone, so that CPU builds can read the file.
 _PATTERNS = (
     "_backward_", "CuDNNBatchNorm", "_FusedOp", "_TensorRT", "_contrib_mrcnn_mask_target",
 )  # fmt: skip
@@ -49,38 +44,34 @@ Table = Dict[str, Any]
 
 
 def text_of(policy: OperatorList) -> str:
-    """Return the text of the file that holds a policy.
+    """Return the text of the policy's file.
 
-    Raises `ArgumentError` where none can: for a name that is no text, and rules that no file makes.
+    Raises `ArgumentError` if a name is no text, or if no file can hold the policy's rules.
     """
-    text = "\n".join([_head(policy), *_rules(policy), *_exceptions(policy), *_evidence(policy)])
-    _check(text, policy)
-    return text
-
-
-def _check(text: str, policy: OperatorList) -> None:
-    """Raise where another policy would be read from a file than was to be written."""
+    text = "\n".join([_head(policy), *_rules(policy), *_exceptions(policy)])
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         line = text[: error.end].rpartition("\n")[2]
         raise ArgumentError(NO_TEXT.format(line=shown(line))) from None
-    read = list_of(loads(text), policy.device, frozenset(CPU_FEATURES))
-    for field, here, there in zip(policy._fields, _portable(policy), _portable(read)):
-        if here != there:
-            raise ArgumentError(NOT_THE_SAME.format(what=field))
+    read = _portable(list_of(loads(text), policy.device, frozenset(CPU_FEATURES)))
+    written = _portable(policy)
+    for field in fields(OperatorList):
+        if getattr(read, field.name) != getattr(written, field.name):
+            raise ArgumentError(NOT_THE_SAME.format(what=field.name))
+    return text
 
 
 def _portable(policy: OperatorList) -> OperatorList:
-    """Return a policy without what belongs to a machine or a process, and is in no file."""
+    """Return a policy without the parts that belong to a machine or a process."""
     rules = {
         name: replace(rule, missing=None, computes="float32", by_op_type=())
         for name, rule in policy.rules.items()
     }
-    return policy._replace(rules=rules, substitutions=dict(policy.substitutions))
+    return replace(policy, rules=rules)
 
 
-# ---------------------------------------------------------------------- what a policy holds
+# ---------------------------------------------------------------------- tables of a policy
 
 
 def _head(policy: OperatorList) -> str:
@@ -90,34 +81,21 @@ def _head(policy: OperatorList) -> str:
         "fp32_layers": policy.fp32_layers or None,
         "lower_custom_operators": None if custom is None or custom.lowers_custom else False,
     })  # fmt: skip
-    return "\n".join([HEAD + (TUNED if policy.evidence is not None else ""), *lines, ""])
+    return "\n".join([HEAD, *lines, ""])
 
 
 def _rules(policy: OperatorList) -> Iterator[str]:
-    """Yield the tables of classes, conditions, missing kernels and shapes."""
-    for items, name in (
-        (_group_of, "group"),
-        (_conditionals_of, "conditional"),
-        (lambda rule: _missing_of(rule, policy.device), "missing"),
-        (_shapes_of, "by_shape"),
-    ):
-        for table, operators in _grouped(policy.rules, items):
-            yield _table(name, {**table, "operators": _listed(operators)})
-
-
-def _grouped(
-    rules: Mapping[str, Rule], tables_of: Callable[[Rule], Sequence[Table]]
-) -> Iterator[Tuple[Table, Sequence[str]]]:
-    """Yield tables with the operators that have them: each operator's in their order."""
-    of_each = {name: tables_of(rule) for name, rule in rules.items()}
-    for place in count():
-        found: Dict[str, Tuple[Table, List[str]]] = {}
-        for name, tables in of_each.items():
-            if place < len(tables):
-                found.setdefault(repr(tables[place]), (tables[place], []))[1].append(name)
-        if not found:
-            return
-        yield from sorted(found.values(), key=lambda one: _rank(one[0]))
+    """Yield the tables of rules: operators with equal tables share one, in each one's order."""
+    of_each = {name: _tables_of(rule, policy.device) for name, rule in policy.rules.items()}
+    for kind in ("group", "conditional", "missing", "by_shape"):
+        of_kind = {name: tables[kind] for name, tables in of_each.items()}
+        for place in range(max(map(len, of_kind.values()), default=0)):
+            found: Dict[str, Tuple[Table, List[str]]] = {}
+            for name, tables in of_kind.items():
+                if place < len(tables):
+                    found.setdefault(repr(tables[place]), (tables[place], []))[1].append(name)
+            for table, names in sorted(found.values(), key=lambda one: _rank(one[0])):
+                yield _table(kind, {**table, "operators": _listed(names)})
 
 
 def _rank(table: Table) -> Tuple[int, str]:
@@ -125,54 +103,46 @@ def _rank(table: Table) -> Tuple[int, str]:
     return CLASSES.index(op_class) if op_class else 0, str(list(table.values()))
 
 
-def _group_of(rule: Rule) -> Sequence[Table]:
-    table = {"class": rule.op_class, "override": rule.given or None, "reason": rule.reason}
-    return [] if rule.conditions else [table]
-
-
-def _conditionals_of(rule: Rule) -> Sequence[Table]:
-    tables = []
-    for shared, conditions in groupby(rule.conditions, _without_attribute):
+def _tables_of(rule: Rule, device: str) -> Dict[str, List[Table]]:
+    """Return the tables of one rule, without the operator; keys that are None are left out."""
+    given = rule.given or None
+    conditional: List[Table] = []
+    for shared, conditions in groupby(
+        rule.conditions, lambda condition: replace(condition, attribute="", default=None)
+    ):
         names = [condition.attribute for condition in conditions]
-        tables.append({
+        conditional.append({
             "attribute": names[0] if len(names) == 1 else names,
             "beyond_range": shared.beyond_range or None,
             "values": None if shared.beyond_range else shared.values,
-            "otherwise": rule.op_class, "override": rule.given or None,
+            "otherwise": rule.op_class, "override": given,
             "reason": shared.reason or rule.reason,
         })  # fmt: skip
-    return tables
-
-
-def _without_attribute(condition: Condition) -> Condition:
-    return replace(condition, attribute="", default=None)
-
-
-def _missing_of(rule: Rule, device: str) -> Sequence[Table]:
-    return [
+    group: Table = {"class": rule.op_class, "override": given, "reason": rule.reason}
+    missing: List[Table] = [
         {
-            "device": device,
-            "unless": kernel.unless,
+            "device": device, "unless": kernel.unless,
             "computes": None if kernel.computes == "float32" else kernel.computes,
             "reason": kernel.reason,
         }
         for kernel in rule.missing_kernels
-    ]
-
-
-def _shapes_of(rule: Rule) -> Sequence[Table]:
-    return [
+    ]  # fmt: skip
+    by_shape: List[Table] = [
         {
             "rule": one.name,
             "limit": one.limit if one.name in LIMITED else None,
             "reason": one.reason,
         }
         for one in rule.by_shape
-    ]
+    ]  # fmt: skip
+    return {
+        "group": [] if rule.conditions else [group],
+        "conditional": conditional, "missing": missing, "by_shape": by_shape,
+    }  # fmt: skip
 
 
 def _listed(names: Sequence[str]) -> Sequence[str]:
-    """Return names of operators, sorted, with patterns for those that belong together."""
+    """Return operators, sorted, with a pattern in place of all operators that match it."""
     left, patterns = set(names), []
     for start in _PATTERNS:
         alike = {name for name in registry() if name.startswith(start)}
@@ -191,28 +161,16 @@ def _exceptions(policy: OperatorList) -> Iterator[str]:
         yield _table("substitutions", dict(sorted(policy.substitutions.items())))
 
 
-def _evidence(policy: OperatorList) -> Iterator[str]:
-    evidence = policy.evidence
-    if evidence is not None:
-        for name, several in (
-            ("evidence", [evidence]),
-            ("trial", evidence.trials),
-            ("layer", evidence.layers),
-        ):
-            for one in several:
-                yield _table(name, {key: getattr(one, key) for key in TABLES[name].keys})
-
-
 # ---------------------------------------------------------------------- TOML
 
 
 def _table(name: str, values: Mapping[str, Any]) -> str:
-    """Return a table with its header, and an empty line behind it."""
+    """Return a table with its header and an empty line."""
     return "\n".join([TABLES[name].header(name), *_lines(values), ""])
 
 
 def _lines(values: Mapping[str, Any]) -> Sequence[str]:
-    """Return keys with their values; None has no line."""
+    """Return a line for each key whose value is not None."""
     return [_line(key, value) for key, value in values.items() if value is not None]
 
 

@@ -1,37 +1,36 @@
-"""The format of policy files: every table and key, what it may hold, and the check of a file.
+"""The format of policy files: every table and key, its allowed values, and the check of a file.
 
-`TABLES` is the format; docs/policy-files.md describes it. The names of operators, attributes and
-inputs, which MXNet's registry knows, are checked where they are looked up, in `lists`.
+`TABLES` is the format; docs/policy-files.md describes it. Names of operators, attributes and
+inputs, which MXNet's registry knows, are checked in `lists`.
 """
 
-from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Tuple
 
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.wording import one_of, shown
-from .evidence import MODES, WAYS, Evidence, LayerCost, Trial
 from .rules import CLASSES, SHAPE_RULES, SUBSTITUTIONS
-from .targets import TARGETS
+from .targets import DEVICES, TARGETS
 
-__all__ = ["CPU_FEATURES", "FORMAT", "TABLES", "check_list", "place"]
+__all__ = ["CPU_FEATURES", "FORMAT", "TABLES", "TOP", "check_list", "place"]
 
 FORMAT = 1
 
-NO_EVIDENCE = "[[{name}]] tables belong to an [evidence] table, which is not there: add it"
+#: Instructions of CPUs that kernels may need.
+CPU_FEATURES = ("avx512", "avx512_bf16", "amx_bf16")
 
 Keys = Mapping[str, "Key"]
 
 
 class Kind(NamedTuple):
-    """A type that a value has in TOML."""
+    """A type of a TOML value."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 class Key(NamedTuple):
-    """What a key may hold."""
+    """The type of a key, and its allowed values."""
 
     kind: Kind
     required: bool = True
@@ -43,17 +42,11 @@ class Table(NamedTuple):
 
     keys: Keys = MappingProxyType({})
     entry: Key = Key(Kind("", bool))
-    names: Tuple[str, ...] = ()  #: that may stand in it; any, where there are none here
-    alone: bool = False  #: there is [one] of these `keys`
-
-    @property
-    def several(self) -> bool:
-        """Whether there may be several of it."""
-        return bool(self.keys) and not self.alone
+    names: Tuple[str, ...] = ()  #: the allowed names; empty: any
 
     def header(self, name: str) -> str:
-        """Return how a table of this name begins."""
-        return f"[[{name}]]" if self.several else f"[{name}]"
+        """Return the first line of a table of this name."""
+        return f"[[{name}]]" if self.keys else f"[{name}]"
 
 
 def _is_text(value: Any) -> bool:
@@ -68,24 +61,7 @@ def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(holds, value))
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_string(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _row_of(*kinds: Kind) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list)
-        and len(value) == len(kinds)
-        and all(kind.holds(one) for kind, one in zip(kinds, value))
-    )
-
-
-STRING = Kind("a string", _is_string)
-STRINGS = Kind("a list of strings", _list_of(_is_string))
+STRINGS = Kind("a list of strings", _list_of(lambda value: isinstance(value, str)))
 TEXT = Kind("a string that is not empty", _is_text)
 TEXTS = Kind("a list of strings", _list_of(_is_text))
 SOME_TEXTS = Kind(
@@ -93,38 +69,10 @@ SOME_TEXTS = Kind(
 )
 COUNT = Kind("a whole number from 0", _is_count)
 COUNTS = Kind("a list of whole numbers from 0", _list_of(_is_count))
-WHOLE = Kind("a whole number", lambda value: type(value) is int)
-NUMBER = Kind("a number", _is_number)
-PAIRS = Kind("a list of [name, value]", _list_of(_row_of(STRING, STRING)))
-INPUTS = Kind("a list of [name, dtype, [sizes]]", _list_of(_row_of(STRING, STRING, COUNTS)))
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT_OR_TEXTS = Kind(
     "a string or a list of strings", lambda value: TEXT.holds(value) or SOME_TEXTS.holds(value)
 )
-
-DEVICES = ("cpu", "gpu")
-
-#: Instructions of CPUs that kernels may need.
-CPU_FEATURES = ("avx512", "avx512_bf16", "amx_bf16")
-
-#: What the fields of evidence are in a file.
-_KINDS: Mapping[Any, Kind] = {
-    str: STRING, bool: TRUTH, int: COUNT, float: NUMBER, Optional[float]: NUMBER,
-    Tuple[str, ...]: STRINGS, Tuple[Tuple[str, str], ...]: PAIRS,
-    Tuple[Tuple[str, str, Tuple[int, ...]], ...]: INPUTS,
-}  # fmt: skip
-
-
-def _keys_of(measured: Any, **special: Key) -> Keys:
-    """Return the keys of a table for a class of `evidence`: its fields, but those with tables."""
-    return {
-        field.name: special.get(
-            field.name, Key(_KINDS[field.type], required=field.type != Optional[float])
-        )
-        for field in fields(measured)
-        if field.type in _KINDS
-    }
-
 
 TOP: Keys = {
     "format": Key(COUNT, allowed=(FORMAT,)), "dtype": Key(TEXT, allowed=TARGETS),
@@ -158,18 +106,16 @@ TABLES: Mapping[str, Table] = {
     "keep_outputs": Table(entry=Key(COUNTS)),
     "slower": Table(entry=Key(TEXT)),
     "substitutions": Table(entry=Key(TEXT), names=SUBSTITUTIONS),
-    "evidence": Table(_keys_of(
-        Evidence, mode=Key(TEXT, allowed=MODES), way=Key(TEXT, allowed=WAYS), seed=Key(WHOLE),
-    ), alone=True),
-    "trial": Table(_keys_of(
-        Trial, way=Key(TEXT, allowed=WAYS), precision=Key(TEXT, allowed=("float32", *TARGETS)),
-    )),
-    "layer": Table(_keys_of(LayerCost)),
 }  # fmt: skip
+
+NOTHING_LOWERED = (
+    "it has no [[group]] and no [[conditional]] table, so nothing would be computed in {dtype}: "
+    'add a [[group]] table with class = "low"'
+)
 
 
 def place(table: str, number: int) -> str:
-    """Return what errors call a table of a list of tables; they count from 1, as readers do.
+    """Return the name of a table in errors, which count from 1 as readers do.
 
     >>> place("group", 0)
     '[[group]] table 1'
@@ -178,7 +124,7 @@ def place(table: str, number: int) -> str:
 
 
 def check_list(data: Mapping[str, Any]) -> None:
-    """Check the keys of a policy file and the types of their values; raise `ArgumentError`."""
+    """Raise `ArgumentError` unless the keys of a policy file and the types of values are right."""
     _check_keys({name: data[name] for name in data if name not in TABLES}, TOP, "", tuple(TABLES))
     for name, table in TABLES.items():
         for where, value in _tables(name, table, data.get(name)):
@@ -190,35 +136,23 @@ def check_list(data: Mapping[str, Any]) -> None:
                     raise unknown(name.rstrip("s"), key, table.names)
                 _check_value(key, entry, table.entry, where)
     if not (data.get("group") or data.get("conditional")):
-        raise ArgumentError(
-            "it has no [[group]] and no [[conditional]] table, so nothing would be computed in "
-            f"{data['dtype']}: add a [[group]] table with class = \"low\""
-        )
-    for name in ("trial", "layer"):
-        if name in data and "evidence" not in data:
-            raise ArgumentError(NO_EVIDENCE.format(name=name))
+        raise ArgumentError(NOTHING_LOWERED.format(dtype=data["dtype"]))
 
 
 def _tables(name: str, table: Table, value: Any) -> Iterator[Tuple[str, Mapping[str, Any]]]:
-    """Yield the tables of one name, and what errors call them."""
-    header, listed = table.header(name), table.several
-    tables = value if listed else [value]
+    """Yield the tables of one name, with their names in errors."""
+    header = table.header(name)
     if value is None:
         return
-    several = "tables" if listed else "one table"
-    if not isinstance(tables, list):
-        raise ArgumentError(
-            f"{name} must be written as {header}, {several}, not as {_as_given(value)}"
-        )
+    tables = value if table.keys else [value]
+    if not (isinstance(tables, list) and all(isinstance(one, dict) for one in tables)):
+        several = "tables" if table.keys else "one table"
+        raise ArgumentError(f"{name} must be written as {header}, {several}, not as {_form(value)}")
     for i, one in enumerate(tables):
-        if not isinstance(one, dict):
-            raise ArgumentError(
-                f"{name} must be written as {header}, {several}, not as {_as_given(one)}"
-            )
-        yield (place(name, i) if listed else header), one
+        yield (place(name, i) if table.keys else header), one
 
 
-def _as_given(value: Any) -> str:
+def _form(value: Any) -> str:
     if isinstance(value, dict):
         return "one [table]"
     several = isinstance(value, list) and any(isinstance(one, dict) for one in value)
@@ -228,27 +162,17 @@ def _as_given(value: Any) -> str:
 def _check_keys(
     given: Mapping[str, Any], keys: Keys, where: str, others: Tuple[str, ...] = ()
 ) -> None:
-    """Check one table; `others` are names that may stand there too."""
+    """Check one table; `others` are names that are allowed beside its keys."""
     prefix = f"{where}: " if where else ""
     for name, value in given.items():
         if name not in keys:
-            error = unknown("key", name, (*keys, *others), _where_it_belongs(name))
-            raise UnknownNameError(f"{prefix}{error}")
+            raise UnknownNameError(f"{prefix}{unknown('key', name, (*keys, *others))}")
         _check_value(name, value, keys[name], where)
     for name, key in keys.items():
         if key.required and name not in given:
             needed = one_of(key.allowed) if key.allowed else key.kind.words
             above = "" if where else ", above the first table"
             raise ArgumentError(f"{prefix}the key {name!r} is missing; it must be {needed}{above}")
-
-
-def _where_it_belongs(name: str) -> str:
-    """Return a hint for a key that some other table has."""
-    homes = [one.header(table) for table, one in TABLES.items() if name in one.keys]
-    homes += ["the top of the file"] if name in TOP else []
-    *others, last = homes or [""]
-    listed = f"{', '.join(others)} and {last}" if others else last
-    return f"It is a key of {listed}" if homes else ""
 
 
 def _check_value(name: str, value: Any, key: Key, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Target dtypes, kinds of devices and classes of operators, as users give them."""
+"""Checks of arguments: target dtypes, kinds of devices, classes of operators."""
 
 from typing import Any, Optional, Sequence
 
@@ -34,7 +34,7 @@ OTHER_POLICY = (
 )
 
 TARGETS = ("float16", "bfloat16")
-#: Stands for the dtype that is fast on the machine, where a program is about to run.
+#: The target dtype that stands for the fast one of this machine.
 AUTO = "auto"
 TARGETS_OR_AUTO = (*TARGETS, AUTO)
 DEVICES = ("cpu", "gpu")
@@ -47,36 +47,35 @@ IN_FLOAT32 = (
 NO_DEVICE = "; leave the device out, as in autocast('float16')"
 
 ONE_DTYPE = (
-    "'auto' is for programs that run here: for init, autocast, initialize and `mxamp run`. What is "
-    "wanted here, a policy or a file, has one dtype: give {targets} ({fast} is the fast one on "
-    "this machine)"
+    "'auto' is for programs that run here: for init, autocast, initialize and `mxamp run`. A "
+    "policy or a file has one dtype: give {targets} ({fast} is the fast one on this machine)"
 )
 
 
 class _Default(str):
-    """A default that can be told from the same string given by a caller."""
+    """A default that differs by identity from the same string given by a caller."""
 
     __slots__ = ()
 
 
-#: The default of arguments called `target_dtype`: float16, or what a policy beside it is for.
+#: The default of `target_dtype` arguments: float16, or the dtype of a policy given beside it.
 DEFAULT_TARGET: str = _Default("float16")
 
 
 def is_auto(dtype: Any) -> bool:
-    """Tell whether a target dtype stands for the fast one of the machine."""
+    """Return whether a target dtype is "auto"."""
     return isinstance(dtype, str) and dtype == AUTO
 
 
 def one_dtype() -> ArgumentError:
-    """Return the error for "auto" where one dtype is wanted, with the fast one."""
+    """Return the error for "auto" where it is not allowed; it names the fast dtype."""
     return ArgumentError(ONE_DTYPE.format(targets=one_of(TARGETS), fast=fast_dtype()))
 
 
 def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
-    """Return the target dtype's name; strings, NumPy types and MXNet's bfloat16 are taken.
+    """Return the name of a target dtype, given as a string, a NumPy type or MXNet's bfloat16.
 
-    "auto" comes back as it is where it is `allowed`.
+    "auto" is returned as it is where it is `allowed`.
     """
     if is_auto(dtype) and AUTO not in allowed:
         raise one_dtype()
@@ -92,19 +91,19 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
 
 
 def names_device(value: Any) -> bool:
-    """Tell whether a value is the device that PyTorch's functions of these names take first."""
+    """Return whether a value is a device, which PyTorch's `autocast` takes first."""
     return isinstance(value, str) and value.partition(":")[0] in ("cuda", *DEVICES)
 
 
 def check_truth(name: str, value: Any) -> bool:
-    """Return an argument that switches something on or off."""
+    """Return a switch as a bool; raise unless it is True, False or an integer."""
     if not isinstance(value, (bool, np.bool_, int)):
         raise ArgumentError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
 def check_class(name: Any, target_dtype: str) -> str:
-    """Return a class of operators that was given by its name or by the dtype it computes in."""
+    """Return the class of operators with this name, or that computes in this dtype."""
     known = {one: one for one in SHOWN_CLASSES}
     known.update({target_dtype: "low", "float32": "fp32"})
     wanted = dtype_name(name) if isinstance(name, (type, np.dtype)) else name
@@ -114,7 +113,7 @@ def check_class(name: Any, target_dtype: str) -> str:
 
 
 def check_device(dtype: str, device: Optional[str]) -> str:
-    """Return the kind of device that a policy for `dtype` is made for."""
+    """Return the kind of device of a policy for `dtype`; raise where it lacks that dtype."""
     if device is None:
         # MXNet has no bfloat16 kernel on GPUs, so bfloat16 always means the CPU.
         device = default_device() if dtype == "float16" else "cpu"
@@ -146,7 +145,7 @@ def device_type(ctx: Any) -> Optional[str]:
 
 
 def check_beside(own_dtype: str, own_device: str, target_dtype: Any, ctx: Any) -> None:
-    """Raise where a policy is for another dtype or device than was given beside it."""
+    """Raise if the dtype or device given beside a policy is not the policy's own."""
     dtype = own_dtype if target_dtype is DEFAULT_TARGET else check_target(target_dtype)
     for given, own in ((dtype, own_dtype), (device_type(ctx) or own_device, own_device)):
         if given != own:

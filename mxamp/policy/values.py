@@ -1,4 +1,4 @@
-"""Values of operators' attributes, which MXNet keeps as text: compared, and held to a dtype."""
+"""Attribute values of operators, which MXNet keeps as text, and the ranges of dtypes."""
 
 import ast
 import math
@@ -31,20 +31,20 @@ RANGES: Mapping[str, _Range] = {
     "float32": _Range((2 - 2.0**-23) * 2.0**127, 2.0**-126),
 }
 
-#: From here on numbers are rounded to infinity: half a step above the largest.
+#: Numbers from here on are rounded to infinity: half a step above the largest.
 INFINITE_FROM: Mapping[str, float] = {
     "float16": 65520.0,
     "bfloat16": (2 - 2.0**-8) * 2.0**127,
 }
 
-# Of Python 2, in the files of old models: (3L, 3L).
+# Old models, saved by Python 2, have (3L, 3L).
 _LONG = re.compile(r"(?<=\d)L")
 
 _WORDS: Mapping[str, Any] = {"true": 1, "false": 0, "none": None}
 
 
 def same_value(one: str, other: str) -> bool:
-    """Tell whether two spellings are one value to MXNet.
+    """Return whether two texts are the same value to MXNet.
 
     >>> same_value("True", "1"), same_value("(1, 1)", "[1,1]"), same_value("0.1", "0.100000001")
     (True, True, True)
@@ -53,7 +53,7 @@ def same_value(one: str, other: str) -> bool:
 
 
 def is_true(text: str) -> bool:
-    """Tell whether MXNet takes a text for true: other languages than Python write it otherwise.
+    """Return whether a text is true to MXNet, whose other languages write "true" or "1".
 
     >>> is_true("True"), is_true("true"), is_true("1"), is_true("False")
     (True, True, True, False)
@@ -62,15 +62,15 @@ def is_true(text: str) -> bool:
 
 
 def flattens(attrs: Mapping[str, str]) -> bool:
-    """Tell whether a dense layer makes a matrix of its data."""
+    """Return whether a dense layer flattens its data to a matrix."""
     return is_true(attrs.get("flatten", "True"))
 
 
 def out_of_range(text: str, dtype: str) -> bool:
-    """Tell whether a dtype can't hold a number: it becomes infinite or zero, or loses digits.
+    """Return whether a number becomes infinite or zero in a dtype, or loses digits.
 
-    Digits are lost below the smallest normal number (float16 makes 1.19e-7 of 1e-7). Infinity
-    itself is held, and so is zero. What is no number is none that is lost.
+    Below the smallest normal number, digits are lost: float16 makes 1.19e-7 of 1e-7. Infinity,
+    zero and texts that are no number are not out of range.
     """
     value = _parsed(text)
     if not isinstance(value, (int, float)):
@@ -80,7 +80,7 @@ def out_of_range(text: str, dtype: str) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """Return what text says: None, a number (booleans are 0 and 1), a tuple, or the text."""
+    """Return a text's value: None, a number (booleans are 0 and 1), a tuple, or the text."""
     text = text.strip()
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -97,7 +97,7 @@ def _parsed(text: str) -> Any:
 
 
 def _flat(value: Any) -> Any:
-    """Return lists as tuples; what stands alone in one is that to MXNet."""
+    """Return lists as tuples; to MXNet, a list of one item is the item."""
     if not isinstance(value, (list, tuple)):
         return value
     items = tuple(_flat(item) for item in value)
@@ -113,7 +113,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _single(value: float) -> float:
-    """Return a number as MXNet's `float` parameters hold it; it prints 0.1 as 0.100000001."""
+    """Return a number as MXNet's `float` parameters hold it, which print 0.1 as 0.100000001."""
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
@@ -121,7 +121,7 @@ def _single(value: float) -> float:
 
 
 def kernel_axes(attributes: Mapping[str, Any]) -> int:
-    """Return how many axes a convolution's or a pooling's kernel has, 0 where it is not given.
+    """Return how many axes the kernel of a convolution or a pooling has; 0 without one.
 
     >>> kernel_axes({"kernel": "(3, 3, 3)"})
     3
@@ -130,7 +130,7 @@ def kernel_axes(attributes: Mapping[str, Any]) -> int:
 
 
 def is_dilated(attributes: Mapping[str, Any]) -> bool:
-    """Tell whether a convolution's kernel has gaps.
+    """Return whether the kernel of a convolution is dilated.
 
     >>> is_dilated({"dilate": "(2, 2)"})
     True
@@ -139,7 +139,7 @@ def is_dilated(attributes: Mapping[str, Any]) -> bool:
 
 
 def integers(text: str) -> List[int]:
-    """Return the numbers of a shape or a list of axes, of which None is an empty one.
+    """Return the numbers of a shape or a list of axes; none for "None".
 
     >>> integers("(0, 1)"), integers("[2L,]"), integers("None")
     ([0, 1], [2], [])

@@ -9,7 +9,7 @@ which costs a message a step.
 import itertools
 import os
 import zlib
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, List, Mapping, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -155,13 +155,12 @@ def _described(policy: Optional[Policy]) -> Optional[int]:
     """Return a number for what results depend on, the same in all processes."""
     if policy is None:
         return None
-    cache: Dict[str, int] = policy.caches
-    if "workers" not in cache:
+    if policy.caches.workers is None:
         rules = [
             (name, [getattr(rule, field) for field in _DECISIVE])
             for name, rule in sorted(policy.rules.items())
         ]
         layers, substitutions = policy.fp32_layers, sorted(policy.substitutions)
         whole = repr((policy.target_dtype, policy.device, layers, substitutions, rules))
-        cache["workers"] = zlib.crc32(whole.encode())
-    return cache["workers"]
+        policy.caches.workers = zlib.crc32(whole.encode())
+    return policy.caches.workers

@@ -200,10 +200,11 @@ def switched_on(contender: str, dtype: str) -> Any:
 def as_tuned(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) -> Any:
     """Return a net as `tune` has measured it, and what that has chosen."""
     batch = (*data, labels) if loss is not None else tuple(data)
-    policy = amp.tune(net, batch, loss, target_dtype=dtype, budget="60s")
-    chosen = policy.evidence.chosen
+    tuning = amp.tune(net, batch, loss, target_dtype=dtype, budget="60s")
+    policy, chosen = tuning.policy, tuning.chosen
     if chosen.way in ("converted", "fused"):
-        net = amp.convert_hybrid_block(net, policy=policy, example_inputs=data)
+        options = tuning.convert_options
+        net = amp.convert_hybrid_block(net, policy=policy, example_inputs=data, **options)
         net.hybridize(static_alloc=True, static_shape=True)
     steps = loss is not None and {"sgd", "adam"} & {*policy.substitutions}
     if chosen.way == "autocast" or (chosen.way == "plain" and steps):

@@ -7,18 +7,14 @@ from dataclasses import replace
 
 import mxnet as mx
 import pytest
-from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import float16_policy, needs_float16, randn
-from mxamp.cli.main import main
-from mxamp.graph.ir import Graph
-from mxamp.graph.recognise import fingerprint
-from mxamp.policy.evidence import LayerCost
+from helpers import float16_policy
 from mxamp.tools.debugging.colours import scale_of
 from mxamp.tools.debugging.drawing import to_dot
 from mxamp.tools.debugging.plan import NodePlan, Plan
-from tuned import EVIDENCE
+from mxamp.tools.tuning.tuning import LayerCost
+from tuned import TUNING
 
 S = mx.sym
 BASE = float16_policy()
@@ -32,29 +28,22 @@ def net(prefix="", hidden=4):
 
 
 def tuned(symbol, **costs):
-    """A policy with evidence: an error and a gain by layer, those with a star kept in float32."""
-    graph = Graph.from_symbol(symbol)
-    places = {
-        node.name: (i, node.operator) for i, node in enumerate(graph.nodes) if not node.is_variable
-    }
+    """A plan with an error and a gain by layer, those with a third True kept in float32."""
     layers = tuple(
-        LayerCost(name, places[name][1], places[name][0], kept, error, gain)
-        for name, (error, gain, kept) in costs.items()
+        LayerCost(name, "any", kept, error, gain) for name, (error, gain, kept) in costs.items()
     )
-    kept = [layer.name for layer in layers if layer.kept]
-    policy = BASE.override(fp32_layers=kept)
-    return policy.with_evidence(replace(EVIDENCE, model=fingerprint(graph), layers=layers))
+    policy = BASE.override(fp32_layers=[layer.name for layer in layers if layer.kept])
+    return replace(TUNING, layers=layers).annotated(amp.explain(symbol, policy=policy))
 
 
 COSTS = {
     "fc": (2e-3, 1.5, True), "act": (0.0, -0.25, False), "last": (math.inf, 0.75, False),
 }  # fmt: skip
-POLICY = tuned(net(), **COSTS)
 
 
 @pytest.fixture
 def plan():
-    return amp.explain(net(), policy=POLICY)
+    return tuned(net(), **COSTS)
 
 
 def test_a_plan_has_what_was_measured(plan):
@@ -71,17 +60,8 @@ def test_a_plan_has_what_was_measured(plan):
     ]  # fmt: skip
 
 
-def test_it_is_found_by_place_whatever_layers_are_called():
-    plan = amp.explain(net("other_"), policy=POLICY)
-    assert [(node.name, node.error) for node in plan][:2] == [("other_fc", 2e-3), ("other_act", 0)]
-    assert plan["other_fc"].precision == "float32"
-
-
-@pytest.mark.parametrize(
-    "policy, symbol", [(POLICY, net(hidden=5)), (BASE, net()), (POLICY.with_evidence(None), net())]
-)
-def test_plans_of_other_policies_and_models_are_as_before(policy, symbol):
-    plan = amp.explain(symbol, policy=policy)
+def test_plans_without_measurements_have_no_columns_for_them():
+    plan = tuned(net("other_"), **COSTS)
     assert not plan.is_tuned
     assert str(plan).splitlines()[0].split() == ["name", "operator", "precision", "reason"]
     keys = {"name", "operator", "precision", "reason", "inputs"}
@@ -90,10 +70,9 @@ def test_plans_of_other_policies_and_models_are_as_before(policy, symbol):
 
 
 def test_layers_that_were_not_reached_have_no_error():
-    policy = tuned(
+    plan = tuned(
         net(), fc=(math.nan, None, False), act=(math.nan, 0.5, False), last=(0.5, None, True)
     )
-    plan = amp.explain(net(), policy=policy)
     assert [(node.error, node.gain) for node in plan][:3] == [
         (None, None),
         (None, 0.5),
@@ -180,27 +159,3 @@ def test_without_costs_it_says_to_tune_first(colour, tmp_path):
     with pytest.raises(amp.ArgumentError, match="'precision', 'error' or 'gain', not 'hue'"):
         amp.draw(plan, tmp_path / "net.dot", colour="hue")
     assert not list(tmp_path.iterdir())
-
-
-@needs_float16
-def test_the_command_shows_and_draws_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    params = {
-        "fc_weight": randn(4, 8), "fc_bias": randn(4), "last_weight": randn(3, 4), "last_bias": randn(3),
-    }  # fmt: skip
-    mx.model.save_checkpoint("m", 0, net(), params, {})
-    mx.nd.waitall()
-    POLICY.with_evidence(replace(POLICY.evidence, machine=())).save("p.toml")
-
-    def run(*arguments):
-        return CliRunner().invoke(main, ["explain", "m", *arguments])
-
-    output = run("--policy", "p.toml", "--graph", "net.dot", "--colour", "error").output
-    assert "gain ms" in output
-    assert re.search(r"fc +│ FullyConnected │ float32 +│ 0.002 +│ 1.5 ", output)
-    assert "error 1e-3 to 1e-2" in (tmp_path / "net.dot").read_text()
-    wrong = run("--policy", "p.toml", "--colour", "error")
-    assert (wrong.exit_code, "--colour is for --graph" in wrong.output) == (2, True)
-    wrong = run("--device", "cpu", "--graph", "no.dot", "--colour", "gain")
-    assert (wrong.exit_code, "tune the model" in wrong.output) == (2, True)
-    assert not (tmp_path / "no.dot").exists()

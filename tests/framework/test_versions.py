@@ -10,8 +10,7 @@ from mxamp.errors import ArgumentError, UnknownNameError
 from mxamp.framework import operators, versions
 from mxamp.framework.operators import lacks, needs_one_dtype, registry, resolve
 from mxamp.policy.decision import decide
-from mxamp.policy.lists import lists_folder, loads, read_list
-from mxamp.policy.resolving import ListRules
+from mxamp.policy.lists import list_of, lists_folder, loads, read_list
 
 NEW = {name: one.since for one in versions.FEATURES.values() for name in one.operators}
 
@@ -29,7 +28,7 @@ def loaded(monkeypatch):
         monkeypatch.setattr(operators, "registry", lambda: kept)
         for cached in (operators._by_name, operators._of_later_versions):
             cached.cache_clear()
-        monkeypatch.setattr("mxamp.policy.resolving.registry", lambda: kept)
+        monkeypatch.setattr("mxamp.policy.lists.registry", lambda: kept)
         return kept
 
     yield load
@@ -60,10 +59,8 @@ def test_every_feature_came_with_a_version_that_mxamp_runs_on():
 def test_lists_load_without_the_operators_that_came_later(version, dtype, loaded):
     kept = loaded(version)
     data = own_list(dtype)
-    rules = ListRules(data)
-    rules.add_missing("cpu", frozenset())
-    rules.add_shape_rules("cpu")
-    assert set(rules.by_name) == set(kept)
+    device = "gpu" if dtype == "float16" else "cpu"
+    assert set(list_of(data, device, frozenset()).rules) == set(kept)
 
 
 def own_list(dtype):
@@ -73,11 +70,12 @@ def own_list(dtype):
 def test_unknown_names_stay_errors(loaded):
     loaded("1.7.0")
     data = {
-        "dtype": "float16",
+        "format": 1,
+        "dtype": "bfloat16",
         "group": [{"class": "low", "operators": ["Convolutoin"], "reason": "r"}],
     }
     with pytest.raises(UnknownNameError, match="unknown operator 'Convolutoin'; the closest"):
-        ListRules(data)
+        list_of(data, "cpu", frozenset())
 
 
 def test_operators_of_later_versions_are_named(loaded):
@@ -105,7 +103,7 @@ def test_float16_on_cpus_is_an_error_where_it_has_no_casts(loaded):
 def test_inputs_of_one_dtype(loaded):
     loaded("1.7.0")
     assert needs_one_dtype("broadcast_like")
-    rules = ListRules(own_list("float16")).by_name
+    rules = list_of(own_list("float16"), "gpu", frozenset()).rules
     assert rules["broadcast_like"].keep_inputs == ()
     assert rules["reshape_like"].keep_inputs == ("rhs",)
 

@@ -10,7 +10,6 @@ import mxamp as amp
 from conftest import assert_unpatched
 from helpers import check_python, float16_policy, kind, needs_float16, randn
 from mxamp.framework import machine
-from tuned import EVIDENCE
 
 FLOAT16, BFLOAT16 = float16_policy(), amp.Policy.default("bfloat16")
 
@@ -79,7 +78,6 @@ def test_a_different_init_is_an_error():
             {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},
             {"conditional_fp32_ops": [("Activation", "act_type", ["tanh"])]}, "the conditions of some operators",
         ),
-        ({"policy": FLOAT16.with_evidence(EVIDENCE)}, {"policy": FLOAT16}, "the evidence of how they were tuned"),
     ],
 )  # fmt: skip
 def test_a_second_init_says_what_differs(first, second, words):

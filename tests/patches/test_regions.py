@@ -18,8 +18,8 @@ from mxamp.framework import machine
 from mxamp.framework.patching import patched
 from mxamp.graph.ir import Graph
 from mxamp.policy import regions
-from mxamp.policy.custom_operators import register_class
 from mxamp.policy.regions import REGION
+from mxamp.policy.rules import register_class
 
 ROWS, UNITS = 32, 16
 

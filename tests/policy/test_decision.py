@@ -9,7 +9,7 @@ from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import CASTABLE, decide
 from mxamp.policy.policy import Policy
-from mxamp.policy.sums import reason_by_sums
+from mxamp.policy.rules import reason_by_sums
 
 H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
 

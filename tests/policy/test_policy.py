@@ -1,6 +1,5 @@
 import pickle
 from contextlib import nullcontext
-from dataclasses import replace
 
 import mxnet as mx
 import numpy as np
@@ -13,12 +12,11 @@ from mxamp.framework.versions import has_feature
 from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import choose
-from mxamp.policy import custom_operators
+from mxamp.policy import rules
 from mxamp.policy.decision import decide
 from mxamp.policy.policy import Policy
 from mxamp.policy.rules import Condition
 from nets import attention, convolutional, decoder, embedded, made, perceptron, separable
-from tuned import EVIDENCE
 
 
 def test_policies_are_values():
@@ -227,39 +225,8 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
     assert policy.override(substitutions=["relu6"]) != policy
 
 
-@pytest.mark.parametrize("change", [
-    {"low": ["exp"]}, {"fp32_layers": ["a"]}, {"substitutions": []}, {"conditional": [("softmax", "axis", [0])]},
-])  # fmt: skip
-def test_what_was_measured_belongs_to_the_policy_that_was_measured(change):
-    plain = Policy.default("bfloat16")
-    tuned = plain.with_evidence(EVIDENCE)
-    assert tuned != plain and hash(tuned) != hash(plain)
-    assert tuned is plain.with_evidence(pickle.loads(pickle.dumps(EVIDENCE)))  # noqa: S301
-    assert tuned is pickle.loads(pickle.dumps(tuned))  # noqa: S301
-    assert tuned.evidence == EVIDENCE and plain.evidence is None
-    assert tuned.with_evidence(None) is plain
-    assert tuned.override() is tuned
-    changed = tuned.override(**change)
-    assert changed.with_evidence(None) is plain.override(**change)
-    # Of what was measured, only the places of the layers that stay in float32 still hold.
-    assert [layer.name for layer in changed.evidence.layers] == ["b<i>", "d"]
-    assert (changed.evidence.way, changed.evidence.trials, changed.evidence.machine) == (
-        "plain",
-        (),
-        (),
-    )
-    none_kept = plain.with_evidence(replace(EVIDENCE, layers=EVIDENCE.layers[:1]))
-    assert none_kept.override(**change) is plain.override(**change)
-    untuned = plain.untuned().with_evidence(EVIDENCE)
-    assert untuned.untuned() is untuned
-    assert tuned.untuned().with_evidence(None) is plain.untuned()
-    assert tuned.in_float32().with_evidence(None) is plain.in_float32()
-    in_float32 = plain.in_float32().with_evidence(EVIDENCE)
-    assert in_float32.in_float32() is in_float32
-
-
 def test_nothing_is_lowered_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr(custom_operators, "_registered", {"mine": "low", "sum": "widest"})
+    monkeypatch.setattr(rules, "_registered", {"mine": "low", "sum": "widest"})
     policy = Policy.default(dtype, "cpu").override(
         low=["exp", "Activation"],
         conditional=[("Activation", "act_type", ["relu"])],

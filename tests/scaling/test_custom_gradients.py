@@ -11,7 +11,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import check_python
 from mxamp.frontends import automatic
-from mxamp.policy import custom_operators
+from mxamp.policy import rules as custom_operators
 
 SCALE = 2.0**8
 X = nd.array([[1, 2, 3], [4, 5, 6]])

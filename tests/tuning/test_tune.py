@@ -14,10 +14,10 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from mxamp.policy.layers import exactly
+from mxamp.policy.overrides import exactly
 from mxamp.tools.tuning.accuracy import Accuracy, Tolerance
 from mxamp.tools.tuning.deadline import Deadline, seconds_of
-from mxamp.tools.tuning.subject import Subject
+from mxamp.tools.tuning.model import Subject
 
 KINDS = {"overflow": "float16", "cancellation": "bfloat16"}
 
@@ -26,8 +26,8 @@ def tuned(net, data, loss=None, budget=120, timed=False, **options):
     return amp.tune(net, data, loss, budget=budget, timed=timed, progress=False, **options)
 
 
-def kept(policy):
-    return {layer.name for layer in policy.evidence.layers if layer.kept}
+def kept(tuning):
+    return {layer.name for layer in tuning.layers if layer.kept}
 
 
 def small(prefix="small_"):
@@ -58,29 +58,29 @@ def small(prefix="small_"):
 )
 def test_planted_layers_are_found_and_they_alone(kind, layers, bad):
     net, data, names = chain(layers, bad, kind)
-    policy = tuned(net, data, target_dtype=KINDS[kind])
-    assert kept(policy) == names
-    assert policy.evidence.complete
-    assert any("no smaller set" in note for note in policy.evidence.notes)
+    tuning = tuned(net, data, target_dtype=KINDS[kind])
+    assert kept(tuning) == names
+    assert tuning.complete
+    assert any("no smaller set" in note for note in tuning.notes)
     count = len(names)
-    assert policy.evidence.evaluations <= 4 * math.log2(layers) + 4 * count
-    with amp.autocast(policy=policy):
+    assert tuning.evaluations <= 4 * math.log2(layers) + 4 * count
+    with amp.autocast(policy=tuning.policy):
         net.hybridize()
         outputs = net(data)
     with amp.autocast(enabled=False):
         plain = net(data)
     error = np.linalg.norm((outputs - plain).asnumpy()) / np.linalg.norm(plain.asnumpy())
     assert error <= 0.05
-    assert error == pytest.approx(policy.evidence.error, rel=1e-3)
+    assert error == pytest.approx(tuning.error, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_kept_where_nothing_is_broken(kind):
     net, data, _ = chain(12, [], kind)
-    policy = tuned(net, data, target_dtype=KINDS[kind])
-    assert not kept(policy)
-    assert policy.evidence.evaluations == 1
-    assert policy.with_evidence(None) == amp.Policy.default(KINDS[kind])
+    tuning = tuned(net, data, target_dtype=KINDS[kind])
+    assert not kept(tuning)
+    assert tuning.evaluations == 1
+    assert tuning.policy == amp.Policy.default(KINDS[kind])
 
 
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
@@ -100,11 +100,11 @@ def test_the_set_is_as_small_as_brute_force_finds(seed):
     sizes = set()
     for rtol in (0.001, 0.003, 0.004, 0.005):
         least = min(len(some) for some, found in every.items() if found <= rtol)
-        policy = tuned(net, data, target_dtype="bfloat16", rtol=rtol)
-        assert policy.evidence.error <= rtol
+        tuning = tuned(net, data, target_dtype="bfloat16", rtol=rtol)
+        assert tuning.error <= rtol
         # With all of them in float32 it is a policy for that.
-        assert len(kept(policy)) == (least if policy.lowers else 0)
-        assert policy.lowers == (least < 5)
+        assert len(kept(tuning)) == (least if tuning.policy.lowers else 0)
+        assert tuning.policy.lowers == (least < 5)
         sizes.add(least)
     assert len(sizes) > 2
 
@@ -115,10 +115,10 @@ def test_gradients_count_in_training():
     net[5].weight.set_data(net[5].weight.data() * 3e-5)
     net[6].weight.set_data(net[6].weight.data() / 3e-5)
     loss = mx.gluon.loss.L2Loss()
-    policy = tuned(net, (data, mx.nd.zeros_like(data)), loss, target_dtype="float16")
-    assert policy.evidence.mode == "training"
-    assert policy.evidence.gradient_error <= 0.5
-    with amp.autocast(policy=policy), autograd.record():
+    tuning = tuned(net, (data, mx.nd.zeros_like(data)), loss, target_dtype="float16")
+    assert tuning.mode == "training"
+    assert tuning.gradient_error <= 0.5
+    with amp.autocast(policy=tuning.policy), autograd.record():
         net.hybridize()
         found = loss(net(data), mx.nd.zeros_like(data))
     found.backward()
@@ -144,8 +144,8 @@ def test_nodes_of_one_name_are_one_layer():
 
     net = Net(prefix="net_")
     net.register_child(layer)
-    policy = tuned(net, mx.nd.random.normal(shape=(4, 8)), target_dtype="float16")
-    names = [one.name for one in policy.evidence.layers]
+    tuning = tuned(net, mx.nd.random.normal(shape=(4, 8)), target_dtype="float16")
+    names = [one.name for one in tuning.layers]
     assert names.count("twice_fwd") == 1
 
 
@@ -161,9 +161,9 @@ def test_a_metric_in_place_of_a_tolerance():
         seen.append(prediction.dtype)
         return float((prediction.argmax(1) == label).mean())
 
-    policy = tuned(net, (data, labels), target_dtype="float16", metric=accuracy, min_metric=1.0)
-    assert kept(policy) == names
-    assert policy.evidence.metric == 1.0
+    tuning = tuned(net, (data, labels), target_dtype="float16", metric=accuracy, min_metric=1.0)
+    assert kept(tuning) == names
+    assert tuning.metric == 1.0
     assert set(seen) == {np.dtype("float32")}
     metric = mx.metric.Accuracy()
     again = tuned(net, [(data, labels)] * 2, target_dtype="float16", metric=metric)
@@ -218,9 +218,9 @@ def test_gradients_that_float32_does_not_know_are_left_out():
     net = Net()
     net.initialize(mx.init.Xavier())
     data = mx.nd.random.normal(shape=(32, 6))
-    policy = tuned(net, (data, data), mx.gluon.loss.L1Loss(), target_dtype="bfloat16")
+    tuning = tuned(net, (data, data), mx.gluon.loss.L1Loss(), target_dtype="bfloat16")
     # A bias before a BatchNorm has no gradient but rounding errors.
-    [note] = [note for note in policy.evidence.notes if "could not be compared" in note]
+    [note] = [note for note in tuning.notes if "could not be compared" in note]
     assert "bias" in note
 
 
@@ -229,10 +229,10 @@ def test_gradients_that_float32_does_not_know_are_left_out():
 
 def test_a_budget_that_is_too_short_gives_float32():
     net, data, _ = chain(30, [4], "overflow")
-    policy = tuned(net, data, target_dtype="float16", budget=1e-6)
-    assert not policy.lowers
-    assert not policy.evidence.complete
-    assert any("budget" in note for note in policy.evidence.notes)
+    tuning = tuned(net, data, target_dtype="float16", budget=1e-6)
+    assert not tuning.policy.lowers
+    assert not tuning.complete
+    assert any("budget" in note for note in tuning.notes)
 
 
 @pytest.mark.parametrize("after", [3, 5])
@@ -247,10 +247,10 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
         return of(self, policy, block, forced)
 
     monkeypatch.setattr(Accuracy, "of", interrupted)
-    policy = tuned(net, data, target_dtype="float16")
-    assert not policy.evidence.complete
-    assert any("Ctrl-C" in note for note in policy.evidence.notes)
-    assert not policy.lowers or kept(policy) >= names
+    tuning = tuned(net, data, target_dtype="float16")
+    assert not tuning.complete
+    assert any("Ctrl-C" in note for note in tuning.notes)
+    assert not tuning.policy.lowers or kept(tuning) >= names
     assert amp.current_policy() is None
 
 
@@ -268,13 +268,13 @@ def test_a_signal_ends_it_between_two_measurements(monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         monkeypatch.setattr(Accuracy, "of", signalled)
-        policy = tuned(net, data, target_dtype="float16")
+        tuning = tuned(net, data, target_dtype="float16")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not policy.evidence.complete
-    assert any("Ctrl-C" in note for note in policy.evidence.notes)
-    assert not policy.lowers or kept(policy) >= names
+    assert not tuning.complete
+    assert any("Ctrl-C" in note for note in tuning.notes)
+    assert not tuning.policy.lowers or kept(tuning) >= names
     assert len(calls) < 8
 
 
@@ -306,8 +306,8 @@ def test_other_modes_around_it_do_not_matter():
     net, data, names = chain(10, [4], "overflow")
     amp.init("bfloat16")
     with amp.autocast("float16"):
-        policy = tuned(net, data, target_dtype="float16")
-    assert kept(policy) == names
+        tuning = tuned(net, data, target_dtype="float16")
+    assert kept(tuning) == names
     assert amp.current_policy().target_dtype == "bfloat16"
 
 
@@ -398,9 +398,9 @@ def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones(training):
     verdict = accuracy.of(amp.Policy.default("float16"))
     assert verdict.error == 1 and not verdict.within
     assert verdict.gradient_error == (1 if training else None)
-    policy = tuned(net, data, loss, target_dtype="float16", rtol=0.01)
-    assert policy.evidence.error <= 0.01
-    with amp.autocast(policy=policy):
+    tuning = tuned(net, data, loss, target_dtype="float16", rtol=0.01)
+    assert tuning.error <= 0.01
+    with amp.autocast(policy=tuning.policy):
         found = net(batches[1]).asnumpy()
     assert found == pytest.approx(2e-4, rel=1e-2)
 
@@ -445,12 +445,12 @@ def test_costs_are_those_of_layers_alone(training):
     net.norm.running_var.set_data(mx.nd.full(8, 1e-2))
     data, labels = mx.nd.random.normal(shape=(16, 4, 8, 8)), mx.nd.zeros((16, 5))
     arguments = ((data, labels), mx.gluon.loss.L2Loss()) if training else (data,)
-    policies = [tuned(net, *arguments, target_dtype="float16") for _ in range(2)]
-    layers, again = (policy.evidence.layers for policy in policies)
+    tunings = [tuned(net, *arguments, target_dtype="float16") for _ in range(2)]
+    layers, again = (tuning.layers for tuning in tunings)
     assert [one.error for one in layers] == [one.error for one in again]
     assert {one.gain for one in layers} == {None}  # nothing was timed
     total = math.sqrt(sum(layer.error**2 for layer in layers))
-    assert 0.4 < total / policies[0].evidence.error < 2.5
+    assert 0.4 < total / tunings[0].error < 2.5
     # Each alone, with all others kept in float32.
     accuracy = Accuracy(
         Subject(net, *(arguments if training else (data, None)), labelled=training),
@@ -465,14 +465,14 @@ def test_costs_are_those_of_layers_alone(training):
 
 def test_batches_beyond_the_first_are_counted_out():
     net, data = small()
-    policy = tuned(net, (data for _ in range(40)))
-    assert any("first 16 batches" in note for note in policy.evidence.notes)
+    tuning = tuned(net, (data for _ in range(40)))
+    assert any("first 16 batches" in note for note in tuning.notes)
 
 
 def test_it_says_why_nothing_was_timed(caplog):
     net, data = small()
     caplog.set_level(logging.INFO, "mxamp")
-    policy = amp.tune(net, data, target_dtype="float16", progress=False)
-    assert "accuracy alone" in str(policy.evidence)
-    assert policy.lowers
-    assert not policy.evidence.trials
+    tuning = amp.tune(net, data, target_dtype="float16", progress=False)
+    assert "accuracy alone" in str(tuning)
+    assert tuning.policy.lowers
+    assert not tuning.trials

@@ -12,8 +12,7 @@ from typing import AbstractSet, Callable, Dict, Mapping, Optional, Tuple
 
 from ...policy.policy import Policy
 from ...policy.regions import policies_of, policy_in
-from ...policy.rules import Rule
-from ...policy.sums import terms
+from ...policy.rules import Rule, terms
 from ...policy.values import flattens
 from ..ir import Graph, Node, Output, Usage
 from . import equivalents, substitutions

@@ -5,8 +5,8 @@ from typing import Iterable, Optional, Union
 
 from ...errors import ArgumentError, StateError
 from ...framework.files import checked_folder, checked_path, write_file
-from ...framework.tables import cell_text
 from ...framework.wording import shown
+from ..tables import cell_text
 from .colours import Colour, Scale, scale_of
 from .plan import NodePlan, Plan
 
@@ -54,9 +54,9 @@ def draw(plan: Plan, path: Union[str, Path], colour: str = "precision") -> None:
 
         amp.draw(amp.explain(net, "bfloat16"), "net.svg")
 
-    Boxes are operators, coloured by their precision; labels on edges are casts. Under a policy
-    that `tune` has found for the model, layers that stay in float32 have a thick border. All kinds
-    but .dot need Graphviz's program `dot`.
+    Boxes are operators, coloured by their precision; labels on edges are casts. In a plan
+    of `Tuning.annotated`, layers that stay in float32 have a thick border. All kinds but .dot need
+    Graphviz's program `dot`.
 
     Parameters
     ----------
@@ -65,9 +65,9 @@ def draw(plan: Plan, path: Union[str, Path], colour: str = "precision") -> None:
     path : str or Path
         The file to write; its suffix says which kind. A file that is there is replaced.
     colour : str, default "precision"
-        What colours stand for: "precision"; for tuned policies also "error", what low precision
-        costs in accuracy, on a log scale, or "gain", the milliseconds that it saves. Darker is
-        more; the picture has a legend.
+        What colours stand for: "precision"; for a plan of `Tuning.annotated` also "error", what
+        low precision costs in accuracy, on a log scale, or "gain", the milliseconds that it saves.
+        Darker is more; the picture has a legend.
 
     Raises
     ------

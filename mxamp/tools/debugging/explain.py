@@ -1,7 +1,6 @@
 """How a plan is made: what a policy does to a graph, node by node, and why."""
 
 import math
-from dataclasses import replace
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.gluon import HybridBlock
@@ -17,11 +16,9 @@ from ...framework.wording import one_of, shown
 from ...graph.casts.insert import Rewrite, rewrite
 from ...graph.casts.offline import cast_offline, count_losses
 from ...graph.ir import CASTS, Graph, Node, Usage
-from ...graph.recognise import layer_costs, recognised
 from ...graph.speed.shape_rules import choose
 from ...policy.active import current_policy, suspended
-from ...policy.evidence import LayerCost
-from ...policy.layers import Layers
+from ...policy.overrides import Layers
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET
 from .plan import Cast, NodePlan, OfflineCast, Plan
@@ -105,8 +102,7 @@ def explain(
         policy = current_policy() if mode != "converted" else None
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
     graph = Graph.from_symbol(symbol)
-    costs = layer_costs(policy, graph)
-    policy = checked_policy(recognised(policy, graph), excluded_sym_names, graph)
+    policy = checked_policy(policy, excluded_sym_names, graph)
     with located("input_shapes"):
         known_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in held.items()}
@@ -119,7 +115,7 @@ def explain(
         converting=mode == "converted",
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
-    return _with_costs(_plan_of(result, policy, graph.input_names, held), costs)
+    return _plan_of(result, policy, graph.input_names, held)
 
 
 def _plan_of(
@@ -145,21 +141,6 @@ def _plan_of(
     return Plan(
         policy.target_dtype, policy.device, nodes, casts, data, before, before - saved, offline
     )
-
-
-def _with_costs(plan: Plan, costs: Mapping[str, LayerCost]) -> Plan:
-    """Return a plan with what was measured of its operators."""
-
-    def with_cost(node: NodePlan) -> NodePlan:
-        cost = costs.get(node.name)
-        if cost is None:
-            return node
-        # What the search did not reach is NaN.
-        error = None if math.isnan(cost.error) else cost.error
-        gain = None if cost.gain is None or math.isnan(cost.gain) else cost.gain
-        return replace(node, error=error, gain=gain)
-
-    return replace(plan, nodes=tuple(map(with_cost, plan.nodes))) if costs else plan
 
 
 def _size(array: NDArray) -> int:

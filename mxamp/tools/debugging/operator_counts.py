@@ -15,10 +15,10 @@ from mxnet.symbol import Symbol
 from ...errors import ArgumentError, InstallError, unknown
 from ...framework.arrays import dtypes_of
 from ...framework.nested import as_list
-from ...framework.tables import html_table, text_table
 from ...framework.wording import counted, one_of, shown
 from ...graph.inspect import FLOATS, Census, Tensor, count, is_cast, precision_of
 from ...graph.ir import CASTS, Graph
+from ..tables import html_table, text_table
 from .observing import Call, Observer, Run
 
 __all__ = ["CastCount", "OperatorCount", "OperatorStats", "operator_stats"]

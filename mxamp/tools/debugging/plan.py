@@ -9,9 +9,9 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ...errors import ArgumentError, UnknownNameError, unknown
 from ...framework.operators import resolve
-from ...framework.tables import html_table, text_table
 from ...framework.wording import counted, one_of, shortened, shown
 from ...policy.targets import TARGETS
+from ..tables import html_table, text_table
 
 __all__ = ["PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan"]
 
@@ -65,8 +65,8 @@ class Plan:
         plan["dense0_fwd"].reason  # Gluon adds _fwd to the name of a layer
         plan.filter(precision="float32")
 
-    Plans count and iterate over their operators. Under a policy that `tune` has found for this
-    model, operators have an `error` and a `gain`, and the table has columns for them.
+    Plans count and iterate over their operators. In a plan that `Tuning.annotated` returns,
+    operators have an `error` and a `gain`, and the table has columns for them.
 
     `inputs` are the model's inputs without the parameters that were given.
     `bytes_before` and `bytes_after` are those of the parameters, the latter with

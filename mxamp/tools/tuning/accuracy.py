@@ -1,4 +1,4 @@
-"""How far a policy takes a model from float32, and whether that is within what was asked."""
+"""The error of a model under a policy, and whether it is within the tolerance."""
 
 import math
 from dataclasses import dataclass
@@ -16,36 +16,33 @@ from ...framework.wording import counted, shortened
 from ...policy.policy import Policy
 from ..debugging.comparing.isolated import arrays_in
 from .deadline import Deadline
-from .subject import Results, Subject, next_numbers, rounded
+from .model import Results, Subject, next_numbers, rounded
 
 __all__ = ["Accuracy", "Tolerance", "Verdict"]
 
 #: The relative errors that are allowed by default: of outputs, and of gradients.
 OUTPUTS, GRADIENTS = 0.05, 0.5
-#: In training, an output's error may be so many times what rounding the weights makes of float32.
+#: In training, an output may have so many times the error that rounding the weights causes.
 _TIMES_ROUNDED = 2.0
-#: A tolerance can't be told from noise that is more than this share of it.
+#: The largest share of the tolerance that noise may have.
 _NOISE = 0.25
 
 NOT_MEASURED = "the model does not run on this data: {why}"
 NOT_FINITE = (
     "the model can't be tuned: in float32 already, {elements} of its {what} are Inf or NaN. "
-    "mxamp.tools.debugging.check_numerics finds the operator that they come from"
+    "mxamp.debugging.check_numerics finds the operator that they come from"
 )
 UNSTABLE = (
-    "the model can't be tuned: its {what} change by {noise:.1e} when each weight moves to the next "
-    "number of float32, which is too much to tell errors of {limit:.1e} from. Give other data{more}"
+    "the model can't be tuned: its outputs change by {noise:.1e} when each weight moves to the "
+    "next number of float32, which hides errors of {limit:.1e}. Give other data{more}"
 )
 NO_NUMBER = "the metric of the float32 model is {found}: give one that has a finite value for it"
-BELOW = (
-    "no policy satisfies min_metric={wanted:g}: the float32 model itself has {found:g}, and is "
-    "what came closest"
-)
+BELOW = "no policy satisfies min_metric={wanted:g}: the float32 model itself has {found:g}"
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What was asked for: relative errors up to `rtol`, or a metric of at least `min_metric`."""
+    """The tolerance: relative errors up to `rtol`, or a metric of at least `min_metric`."""
 
     rtol: Optional[float] = None
     metric: Optional[Callable[[Sequence[Any], Sequence[Any]], float]] = None
@@ -54,7 +51,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a policy does to the model."""
+    """The errors of the model under a policy."""
 
     #: the largest relative error of an output in a batch; Inf where finite elements were lost
     error: float
@@ -64,10 +61,10 @@ class Verdict:
 
 
 class Accuracy:
-    """Compares runs of a model with those in float32, which are made once.
+    """Compares runs of a model with float32 baseline runs, which are made once.
 
-    Raises `StateError` where float32 itself is no measure: outputs that are not finite, or that
-    one rounding of the weights changes about as much as the tolerance.
+    Raises `StateError` if float32 can't be the baseline: its outputs are not finite, or one
+    rounding of the weights changes them about as much as the tolerance.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class Accuracy:
     ) -> None:
         self.subject, self.tolerance, self.deadline = subject, tolerance, deadline
         self.evaluations = 0
-        self.seconds = 0.0  #: what an evaluation took, at most
+        self.seconds = 0.0  #: of the longest evaluation
         self._known: Dict[Policy, Verdict] = {}
         deadline.phase("float32")
         try:
@@ -92,17 +89,17 @@ class Accuracy:
         if subject.training and tolerance.rtol is None:
             with subject.with_weights(rounded(dtype)):
                 moved = self._distances(self._runs(None))
-        #: The relative errors that are allowed, of what float32 is a measure for.
+        #: The allowed relative error of each output, and of each gradient that can be compared.
         self.limits = self._limits(noise, moved)
-        #: Gradients that are left out: float32 does not know them either.
+        #: Gradients that are left out: rounding changes them in float32 too.
         self.unknown = sorted(set(noise) - set(self.limits))
 
     def of(
         self, policy: Policy, block: Optional[HybridBlock] = None, forced: bool = False
     ) -> Verdict:
-        """Return what a policy does to the model, or to another form of it.
+        """Return the errors of the model under a policy, or of a converted form of it.
 
-        Raises `OutOfTimeError` where there is no time left, unless it is `forced`.
+        Raises `OutOfTimeError` if there is no time left, unless it is `forced`.
         """
         if block is None and policy in self._known:
             return self._known[policy]
@@ -118,7 +115,7 @@ class Accuracy:
         return verdict
 
     def of_plain(self) -> Verdict:
-        """Return what no policy at all does to the model: nothing."""
+        """Return the errors without a policy: none."""
         return Verdict(0.0, 0.0 if self.subject.training else None, self.metric, within=True)
 
     # ------------------------------------------------------------------ runs and their errors
@@ -127,7 +124,7 @@ class Accuracy:
         return [self.subject.run(batch, policy, block) for batch in self.subject.batches]
 
     def _distances(self, runs: Sequence[Results]) -> Dict[str, Distance]:
-        """Return how far each output and each gradient is from float32, in its worst batch."""
+        """Return the distance of each output and gradient from float32, in its worst batch."""
         found: Dict[str, Distance] = {}
         for plain, run in zip(self._plain, runs):
             there = _named(run)
@@ -135,7 +132,7 @@ class Accuracy:
                 distance = found.setdefault(name, Distance())
                 if name.startswith(_OUTPUT) or values.any() or not np.isfinite(there[name]).all():
                     distance.add(name, values, there[name])
-                # Else a gradient is zero for this batch: a relative error says nothing of it.
+                # A gradient that is zero for this batch has no relative error.
         return found
 
     def _verdict(self, runs: Sequence[Results]) -> Verdict:
@@ -154,7 +151,7 @@ class Accuracy:
             within,
         )
 
-    # ------------------------------------------------------------------ float32 as the measure
+    # ------------------------------------------------------------------ the float32 baseline
 
     def _check_finite(self) -> None:
         for what, is_output in (("outputs", True), ("gradients", False)):
@@ -173,27 +170,25 @@ class Accuracy:
     ) -> Dict[str, float]:
         limits: Dict[str, float] = {}
         for name, distance in noise.items():
-            is_output = name.startswith(_OUTPUT)
-            limit = self.tolerance.rtol or (OUTPUTS if is_output else GRADIENTS)
+            size = _size(distance)
             rounding = moved[name].relative if name in moved else 0.0
-            if is_output:
-                limit = max(limit, _TIMES_ROUNDED * rounding)
-            if is_output and _size(distance) > limit * _NOISE:
-                raise self._unstable("outputs", _size(distance), limit)
-            known = max(_size(distance), rounding * _NOISE) <= limit * _NOISE
-            if is_output or (known and not self._is_zero(name)):
+            if name.startswith(_OUTPUT):
+                limits[name] = self._output_limit(size, rounding)
+                continue
+            limit = self.tolerance.rtol or GRADIENTS
+            known = max(size, rounding * _NOISE) <= limit * _NOISE
+            # A gradient that is zero in float32 has no relative error.
+            if known and any(np.any(run.gradients[name]) for run in self._plain):
                 limits[name] = limit
         return limits
 
-    def _is_zero(self, name: str) -> bool:
-        """Tell whether a tensor is zero in float32: then a relative error says nothing of it."""
-        return not any(np.any(_named(run)[name]) for run in self._plain)
-
-    def _unstable(self, what: str, noise: float, limit: float) -> StateError:
-        more = (
-            "" if self.tolerance.rtol is None else f", or an rtol of {noise / _NOISE:.1e} or more"
-        )
-        return StateError(UNSTABLE.format(what=what, noise=noise, limit=limit, more=more))
+    def _output_limit(self, noise: float, rounding: float) -> float:
+        rtol = self.tolerance.rtol
+        limit = max(rtol or OUTPUTS, _TIMES_ROUNDED * rounding)
+        if noise > limit * _NOISE:
+            more = "" if rtol is None else f", or an rtol of {noise / _NOISE:.1e} or more"
+            raise StateError(UNSTABLE.format(noise=noise, limit=limit, more=more))
+        return limit
 
     # ------------------------------------------------------------------ the user's metric
 
@@ -205,7 +200,7 @@ class Accuracy:
         return float(self.tolerance.metric(labels, predictions))
 
     def _min_metric(self) -> Optional[float]:
-        """Return the metric that is asked for; by default 99 % of what float32 has."""
+        """Return the least metric; by default 99 % of float32's."""
         wanted = self.tolerance.min_metric
         if self.metric is None:
             return None
@@ -218,9 +213,7 @@ class Accuracy:
         return wanted
 
     def said_of_unknown(self) -> str:
-        """Return a sentence on the gradients that are left out; none where there are none."""
-        if not self.unknown:
-            return ""
+        """Return a sentence on the gradients that are left out."""
         names = shortened(self.unknown)
         return (
             f"{counted(len(self.unknown), 'gradient')} could not be compared: they are zero, or "

@@ -1,4 +1,4 @@
-"""The time that a search may take, and what people see of it while it runs."""
+"""The time budget of a search: deadline, Ctrl-C, progress bar."""
 
 import contextlib
 import logging
@@ -41,11 +41,11 @@ def seconds_of(budget: Any) -> float:
 
 
 class OutOfTimeError(Exception):
-    """What is left of the budget is not enough for the next step."""
+    """The rest of the budget is not enough for the next step."""
 
 
 class Deadline:
-    """A budget of seconds that is running, and the phase that it is spent on."""
+    """A running budget of seconds, and the current phase of the search."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()
@@ -56,23 +56,23 @@ class Deadline:
 
     @property
     def spent(self) -> float:
-        """The seconds since it began."""
+        """The seconds since the start."""
         return self._clock() - self._began
 
     @property
     def left(self) -> float:
-        """The seconds that are left; below 0 where it has passed."""
+        """The seconds that are left; negative after the deadline."""
         return self.seconds - self.spent
 
     def phase(self, name: str) -> None:
-        """Note what is done from now on."""
+        """Begin a phase."""
         if name != self._phase:
             logger.debug("tune: %s, %.1f s left", name, self.left)
         self._phase = name
         self.tick()
 
     def tick(self) -> None:
-        """Show the time."""
+        """Update the progress bar."""
         self._tell(self._phase, min(self.spent, self.seconds))
 
     def check(self, needed: float = 0.0, until: float = 1.0) -> None:
@@ -84,9 +84,9 @@ class Deadline:
 
 @contextlib.contextmanager
 def stoppable(deadline: Deadline) -> Iterator[None]:
-    """Let Ctrl-C end what asks the deadline, between two measurements; a second one is as always.
+    """Let Ctrl-C end the search between two measurements; a second one raises KeyboardInterrupt.
 
-    An exception in the middle of a measurement could get lost, in a destructor say.
+    An exception in the middle of a measurement could be lost, say in a destructor.
     """
     before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
@@ -107,7 +107,7 @@ def stoppable(deadline: Deadline) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(deadline: Deadline, show: bool) -> Iterator[None]:
-    """Show a bar with the time left on standard error, if that is a terminal and it is wanted."""
+    """Show a bar with the time left on standard error, if `show` and that is a terminal."""
     if not (show and sys.stderr.isatty()):
         yield
         return

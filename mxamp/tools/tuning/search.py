@@ -1,8 +1,8 @@
-"""The smallest set of layers that has to stay in float32, found with few evaluations.
+"""Search for the smallest set of layers that has to stay in float32, with few evaluations.
 
-The search knows layers by number, and asks one question: does the model work with these kept? It
-takes for granted that keeping more never hurts, and is right without that too: what it returns
-has been tried.
+Layers are numbers, and an evaluation answers one question: does the model work with this set kept?
+The search assumes that keeping more layers never hurts. Without that its result may be larger than
+needed, but it has always been tried.
 
 Bisection finds, one by one, layers that can't be done without: the last layer of the shortest
 prefix that works is one. With layers in the order of what they cost in accuracy, the prefix is
@@ -16,19 +16,19 @@ from typing import Callable, Dict, FrozenSet, List, Sequence
 
 __all__ = ["EXHAUSTIVE", "Search"]
 
-#: With so few layers, all smaller sets are tried.
+#: With up to so many layers, all smaller sets are tried.
 EXHAUSTIVE = 10
-#: With more, so many of each size, where a smaller set is not ruled out.
+#: With more layers, so many sets of each size are tried, if a smaller set is not ruled out.
 _TRIES = 66
 
 Layers = FrozenSet[int]
 
 
 class Search:
-    """A search among the layers of `order`, those that probably have to be kept first.
+    """A search among the layers of `order`, the most probable ones first.
 
-    `works` tells whether the model is accurate enough with a set of layers in float32; with all
-    of them it is. It may raise, to end the search: `best` is the smallest set that worked so far.
+    `works` returns whether the model is accurate enough with a set of layers in float32; it is with
+    all of them. It may raise to end the search: `best` is the smallest set that worked so far.
     """
 
     def __init__(self, works: Callable[[Layers], bool], order: Sequence[int]) -> None:
@@ -40,11 +40,11 @@ class Search:
 
     @property
     def evaluations(self) -> int:
-        """How often the model was asked."""
+        """The number of evaluations."""
         return len(self._known) - 1
 
     def run(self) -> Layers:
-        """Search to the end; return the set that was found."""
+        """Search to the end; return the smallest set found."""
         if self._try([]):
             self.proven = True
             return self.best
@@ -73,9 +73,9 @@ class Search:
         return self._known[layers]
 
     def _shortest(self, found: List[int], rest: Sequence[int], gallop: bool) -> int:
-        """Return the length of the shortest prefix of `rest` that works beside what was found.
+        """Return the length of the shortest prefix of `rest` that works together with `found`.
 
-        None of length 0 does; one of full length does. To `gallop` is to try 1, 2, 4 and so on.
+        The empty prefix fails, the full one works. With `gallop`, lengths 1, 2, 4, ... come first.
         """
         fails, works = 0, len(rest)
         while gallop and 2 * fails + 1 < works:
@@ -93,15 +93,15 @@ class Search:
         return works
 
     def _shrink(self) -> None:
-        """Leave out what can be left out after all."""
+        """Remove the layers that are not needed."""
         for one in sorted(self.best, key=self._order.index, reverse=True):
             if len(self.best) > 1 and one in self.best:
                 self._try(self.best - {one})
 
     def _try_smaller(self, layers: Sequence[int], most: float = math.inf) -> None:
-        """Try smaller sets, the smallest first: of each size at most so many, of the first layers.
+        """Try smaller sets, the smallest first, at most `most` of each size.
 
-        Where errors add up, bisection gets stuck in a set that none of its layers can leave.
+        Where errors add up, bisection can end in a set that needs each of its layers.
         """
         for size in range(1, len(self.best)):
             first = next(n for n in range(len(layers), -1, -1) if math.comb(n, size) <= most)

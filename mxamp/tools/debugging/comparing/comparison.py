@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
-from ....framework.tables import html_table, text_table
 from ....framework.wording import counted
+from ...tables import html_table, text_table
 from .pictures import comparison_figure, png_html, written
 
 __all__ = ["Comparison", "TensorError"]

@@ -22,10 +22,10 @@ from ....convert.arguments import names_of
 from ....errors import ArgumentError, StateError
 from ....framework.operators import resolve
 from ....framework.patching import Patch
-from ....framework.tables import html_table, text_table
 from ....framework.wording import one_of, shown
 from ....policy.policy import Policy
 from ....policy.targets import check_target
+from ...tables import html_table, text_table
 from .findings import Finding, NumericsError
 from .gradient_watch import GradientWatch
 from .inspection import Inspection, Site

@@ -5,8 +5,8 @@ from collections import Counter
 from datetime import datetime, timezone
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from ....framework.tables import html_table
 from ....framework.wording import counted, shortened
+from ...tables import html_table
 from ..tracing.reading import TraceFile
 from ..tracing.trace_steps import TraceRecord
 from .charts import text

@@ -7,9 +7,10 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import with_avx512
-from mxamp.tools.tuning import optimizers, trials, tuner
+from mxamp.tools.tuning import speed
 from mxamp.tools.tuning.accuracy import Accuracy, Verdict
 from mxamp.tools.tuning.deadline import Deadline, OutOfTimeError, watched
+from mxamp.tools.tuning.tune import Tuner
 
 
 def net_with_relu():
@@ -38,13 +39,13 @@ def clock(monkeypatch):
         self.step()
         return times.get(described(self.form), 10.0) / 1e3
 
-    monkeypatch.setattr(trials._Runner, "turn", turn)
-    monkeypatch.setattr(optimizers._Steps, "take", lambda _self, policy: 2.0 if policy else 1.0)
+    monkeypatch.setattr(speed._Runner, "turn", turn)
+    monkeypatch.setattr(speed._Steps, "take", lambda _self, policy: 2.0 if policy else 1.0)
     return times
 
 
-def chosen(policy):
-    trial = policy.evidence.chosen
+def chosen(tuning):
+    trial = tuning.chosen
     if trial.way == "plain":
         return ("plain",)
     low = "float32" if trial.precision == "float32" else "low"
@@ -71,13 +72,13 @@ def chosen(policy):
 def test_the_fastest_form_is_chosen(clock, times, expected):
     clock.update(times)
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    assert chosen(policy) == expected
-    assert policy.evidence.complete
-    assert policy.lowers == (expected[1:2] == ("low",))
-    speeds = [trial.speedup for trial in policy.evidence.trials if trial.within]
-    assert policy.evidence.chosen.speedup >= 1
-    assert policy.evidence.chosen.speedup * 1.02 >= max(speeds)
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(tuning) == expected
+    assert tuning.complete
+    assert tuning.policy.lowers == (expected[1:2] == ("low",))
+    speeds = [trial.speedup for trial in tuning.trials if trial.within]
+    assert tuning.chosen.speedup >= 1
+    assert tuning.chosen.speedup * 1.02 >= max(speeds)
 
 
 @with_avx512
@@ -93,9 +94,9 @@ def test_what_is_not_accurate_enough_is_not_chosen(clock, monkeypatch):
 
     monkeypatch.setattr(Accuracy, "of", of_fused)
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    assert chosen(policy) == ("converted", "low", "relu")
-    [fused] = [t for t in policy.evidence.trials if t.way == "fused" and t.precision == "bfloat16"]
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(tuning) == ("converted", "low", "relu")
+    [fused] = [t for t in tuning.trials if t.way == "fused" and t.precision == "bfloat16"]
     assert (fused.error, fused.within) == (0.9, False)
 
 
@@ -104,28 +105,28 @@ def test_low_precision_that_does_not_pay_is_not_searched(clock):
     clock.update({("autocast", "low", "relu"): 30, ("converted", "low", "relu"): 30})
     clock.update({("fused", "low", "relu"): 30})
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", rtol=1e-4, budget=100, progress=False)
-    assert chosen(policy) == ("plain",)
-    assert any("does not pay" in note for note in policy.evidence.notes)
-    assert not any(layer.kept for layer in policy.evidence.layers)
+    tuning = amp.tune(net, data, target_dtype="bfloat16", rtol=1e-4, budget=100, progress=False)
+    assert chosen(tuning) == ("plain",)
+    assert any("does not pay" in note for note in tuning.notes)
+    assert not any(layer.kept for layer in tuning.layers)
 
 
 @with_avx512
 def test_it_is_not_said_not_to_pay_where_it_was_chosen(clock, monkeypatch):
     """The first race has few rounds: on a busy machine it may be lost by what wins in the end."""
     clock.update({("fused", "low", "relu"): 4, ("fused", "float32", "relu"): 6})
-    monkeypatch.setattr(tuner.Tuner, "_first_race", lost(tuner.Tuner._first_race))
+    monkeypatch.setattr(Tuner, "_first_race", lost(Tuner._first_race))
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    assert chosen(policy) == ("fused", "low", "relu")
-    assert not any("does not pay" in note for note in policy.evidence.notes)
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(tuning) == ("fused", "low", "relu")
+    assert not any("does not pay" in note for note in tuning.notes)
 
 
 def lost(first_race):
     def run(self):
         first_race(self)
         base = self.base
-        self.unpaid = self.chooser.forms(base), self.chooser.forms(base.in_float32())
+        self.unpaid = self.race.forms(base), self.race.forms(base.in_float32())
         return False
 
     return run
@@ -134,7 +135,7 @@ def lost(first_race):
 @with_avx512
 def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
     clock.update({("fused", "low", "relu"): 4, ("fused", "float32", "relu"): 6})
-    rounds, race = [], trials.Trials._round
+    rounds, race = [], speed.Race._round
 
     def interrupted(self, forms):
         race(self, forms)
@@ -142,18 +143,18 @@ def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
         if len(rounds) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(trials.Trials, "_round", interrupted)
+    monkeypatch.setattr(speed.Race, "_round", interrupted)
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    assert not policy.evidence.complete
-    assert chosen(policy) in [("fused", "low", "relu"), ("fused", "float32", "relu")]
-    assert policy.evidence.error <= 0.05
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert not tuning.complete
+    assert chosen(tuning) in [("fused", "low", "relu"), ("fused", "float32", "relu")]
+    assert tuning.error <= 0.05
 
 
 def test_nothing_is_claimed_of_what_was_not_timed(clock):
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=1e-6, progress=False)
-    said = " ".join(policy.evidence.notes)
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=1e-6, progress=False)
+    said = " ".join(tuning.notes)
     assert "does not pay" not in said
     assert "Nothing that is accurate enough" not in said
     assert "not enough to choose" in said
@@ -164,31 +165,31 @@ def test_training_steps(clock):
     clock.update({("autocast", "low", "relu"): 5})
     net, data = net_with_relu()
     loss, labels = mx.gluon.loss.L2Loss(), mx.nd.zeros((32, 4))
-    policy = amp.tune(
+    tuning = amp.tune(
         net, (data, labels), loss, target_dtype="bfloat16", budget=100, progress=False
     )
-    assert chosen(policy) == ("autocast", "low", "relu")
-    assert {trial.way for trial in policy.evidence.trials} == {"plain", "autocast"}
+    assert chosen(tuning) == ("autocast", "low", "relu")
+    assert {trial.way for trial in tuning.trials} == {"plain", "autocast"}
     # The steps are slower than MXNet's, by the times that were made up.
-    assert not {"sgd", "adam"} & {*policy.substitutions}
-    assert policy.evidence.gradient_error is not None
+    assert not {"sgd", "adam"} & {*tuning.policy.substitutions}
+    assert tuning.gradient_error is not None
 
 
 def test_forms_that_do_not_run_are_left_out(clock, monkeypatch):
     def fails(*_args, **_options):
         raise amp.ArgumentError("no kernels")
 
-    monkeypatch.setattr(trials, "convert_hybrid_block", fails)
+    monkeypatch.setattr(speed, "convert_hybrid_block", fails)
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    assert {trial.way for trial in policy.evidence.trials} <= {"plain", "autocast"}
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert {trial.way for trial in tuning.trials} <= {"plain", "autocast"}
 
 
 def test_what_is_far_too_slow_is_timed_once(clock):
     clock.update({("autocast", "low", "relu"): 500})
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    slow = [t for t in policy.evidence.trials if t.speedup < 0.1]
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    slow = [t for t in tuning.trials if t.speedup < 0.1]
     assert all(trial.spread == 0 for trial in slow)
 
 
@@ -203,20 +204,20 @@ def test_ratios_are_those_of_one_round(clock, monkeypatch):
         fast = self.form.way == "fused" and not self.form.policy.lowers
         return (1 + len(turns) / 10) * (5.0 if fast else 10.0)
 
-    monkeypatch.setattr(trials._Runner, "turn", turn)
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    assert chosen(policy) == ("fused", "float32", "relu")
-    assert policy.evidence.chosen.speedup == pytest.approx(2, rel=0.2)
+    monkeypatch.setattr(speed._Runner, "turn", turn)
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(tuning) == ("fused", "float32", "relu")
+    assert tuning.chosen.speedup == pytest.approx(2, rel=0.2)
 
 
 def test_no_kernels_no_low_precision(clock, monkeypatch):
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
     clock.update({("fused", "float32", "relu"): 5})
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    assert chosen(policy) == ("fused", "float32", "relu")
-    assert all(trial.precision == "float32" for trial in policy.evidence.trials)
-    assert any("no bfloat16 kernels" in note for note in policy.evidence.notes)
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(tuning) == ("fused", "float32", "relu")
+    assert all(trial.precision == "float32" for trial in tuning.trials)
+    assert any("no bfloat16 kernels" in note for note in tuning.notes)
 
 
 # ---------------------------------------------------------------------- what is chosen, used
@@ -225,8 +226,10 @@ def test_no_kernels_no_low_precision(clock, monkeypatch):
 def test_what_was_chosen_is_what_runs(clock):
     clock.update({("fused", "float32", "relu"): 5})
     net, data = net_with_relu()
-    policy = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
-    fast = amp.convert_hybrid_block(net, policy=policy, example_inputs=data)
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    fast = amp.convert_hybrid_block(
+        net, policy=tuning.policy, example_inputs=data, **tuning.convert_options
+    )
     assert any(name.startswith("_sg_mkldnn") for name in fast._source.graph.operators)
     np.testing.assert_allclose(fast(data).asnumpy(), net(data).asnumpy(), rtol=1e-4, atol=1e-5)
 

@@ -6,7 +6,7 @@ from mxnet.gluon import nn, rnn
 
 import mxamp as amp
 from helpers import exported, randn
-from mxamp.policy.layers import layer_patterns
+from mxamp.policy.overrides import layer_patterns
 
 POLICY = amp.Policy.default("bfloat16")
 

@@ -1,8 +1,19 @@
-"""The model that is tuned: a copy of the user's, with batches and a loss, run as a measurement."""
+"""The model under tuning: a copy of the user's model, run in isolation on a few batches."""
 
 import contextlib
 import itertools
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import mxnet as mx
 import numpy as np
@@ -15,6 +26,8 @@ from ...convert.blocks import trace
 from ...errors import ArgumentError
 from ...framework.arrays import cast, dtypes_of, plain_array
 from ...framework.machine import dtype_name
+from ...graph.inspect import Tensor
+from ...graph.ir import Graph, Output, Usage
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...policy.policy import Policy
@@ -25,13 +38,58 @@ from ..debugging.comparing.batches import Batch, batches_of
 from ..debugging.comparing.isolated import IsolatedRun, arrays_in, copied, dense_values
 from ..debugging.comparing.randomness import Seeds
 from ..debugging.comparing.saved_models import block_of
-from .traced import Traced, TracedRun
 
-__all__ = ["MOST_BATCHES", "Results", "Subject", "next_numbers", "rounded"]
+__all__ = [
+    "MOST_BATCHES",
+    "Results",
+    "Subject",
+    "Traced",
+    "TracedRun",
+    "next_numbers",
+    "rounded",
+]
 
-#: So many batches of `data` are used.
+
+class Traced(NamedTuple):
+    """The graph of a float32 run, and all arrays that it read."""
+
+    graph: Graph
+    symbol_class: Any
+    tensors: Mapping[Output, Tensor]
+    values: Dict[str, NDArray]
+    context: Context
+
+    def usage(self, training: bool) -> Usage:
+        """Return the graph's usage: dtypes, shapes, and whether it trains."""
+        dtypes = dict(zip(self.values, dtypes_of(list(self.values.values()))))
+        shapes = {name: array.shape for name, array in self.values.items()}
+        accumulated = frozenset(self.values)
+        return Usage(dtypes, shapes, accumulated=accumulated, training=training)
+
+
+class TracedRun(IsolatedRun):
+    """A run that records the graph of the block."""
+
+    def __init__(self, seeds: Seeds) -> None:
+        super().__init__(seeds)
+        self.traced: Optional[Traced] = None
+
+    def run_graph(
+        self,
+        graph: Graph,
+        symbol_class: Any,
+        tensors: Mapping[Output, Tensor],
+        values: Dict[str, NDArray],
+        context: Context,
+    ) -> List[NDArray]:
+        """Run a graph, and record it."""
+        self.traced = Traced(graph, symbol_class, tensors, dict(values), context)
+        return super().run_graph(graph, symbol_class, tensors, values, context)
+
+
+#: The number of batches of `data` that are used.
 MOST_BATCHES = 16
-#: How many characters of another library's error a message shows.
+#: The number of characters that a message shows of another library's error.
 _LONGEST = 200
 
 NO_GRAPH = (
@@ -50,21 +108,22 @@ Loss = Callable[[Any, Any], Any]
 
 
 class Results(NamedTuple):
-    """What a run computes, in float32 and as NumPy arrays."""
+    """The results of a run, as float32 NumPy arrays."""
 
     outputs: List[Any]
     gradients: Dict[str, Any]  #: of the loss, by parameter; none without a loss
 
 
 class Subject:
-    """A model that is run again and again; `model` itself stays as it is.
+    """A copy of the model, `block`, with its own parameters; the user's model does not change.
 
-    `block` is a copy with parameters of its own. With a `loss` it is run as in training, and
-    without one in inference.
+    It runs in training mode with a `loss`, and in inference without one.
     """
 
     def __init__(self, model: Any, data: Any, loss: Optional[Loss], labelled: bool) -> None:
         self.loss, self.training = loss, loss is not None
+        #: What Gluon puts before the names of the model's layers.
+        self.prefix: str = model.prefix if isinstance(model, Block) else ""
         batches = batches_of(data, labelled)
         if not isinstance(model, Block):
             if labelled:
@@ -81,7 +140,7 @@ class Subject:
             if "float" in dtype and dtype != "float32":
                 raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
         self.seeds = Seeds()
-        self.scale = LossScaler().loss_scale  #: where the search for float16's loss scale goes on
+        self.scale = LossScaler().loss_scale  #: the last loss scale of a float16 run
 
     def _why_untraced(self, model: Any) -> str:
         if not isinstance(model, HybridBlock):
@@ -98,7 +157,7 @@ class Subject:
 
     @property
     def context(self) -> Context:
-        """Where the data of the first batch is."""
+        """The device of the first batch."""
         arrays = self.arrays()
         return arrays[0].context if arrays else current_context()
 
@@ -112,7 +171,7 @@ class Subject:
     def run(
         self, batch: Batch, policy: Optional[Policy], block: Optional[HybridBlock] = None
     ) -> Results:
-        """Run a batch under a policy, or in float32; on another form of the block if one is given.
+        """Run a batch under a policy, or in float32, on the model or on a converted `block`.
 
         Random numbers are the same in each run. In float16 the loss is scaled by the largest
         power of two up to 2**16 at which all gradients are finite.
@@ -137,7 +196,7 @@ class Subject:
         return Results([dense_values(array) for array in arrays_in(outputs)], gradients)
 
     def trace(self) -> Traced:
-        """Return the graph that runs in float32, and what it reads, of the first batch."""
+        """Run the first batch in float32; return its graph."""
         run = TracedRun(self.seeds)
         self.seeds.begin_run()
         training = self.training
@@ -161,7 +220,7 @@ class Subject:
     ) -> Tuple[Sequence[NDArray], float]:
         """Return gradients times the largest loss scale that keeps them finite, and the scale.
 
-        Where the search ended the last time is the best guess: backward passes are expensive.
+        The search starts from the last scale, since backward passes are expensive.
         """
         most, scale = LossScaler().loss_scale, self.scale
         if all_finite(loss.gradients(arrays, scale)):
@@ -177,7 +236,7 @@ class Subject:
 
     @contextlib.contextmanager
     def with_weights(self, change: Callable[[NDArray], NDArray]) -> Iterator[None]:
-        """Run with other values of the parameters that are trained."""
+        """Change the trained parameters inside the context."""
         arrays = [plain_array(array) for array in trained_arrays(self.block).values()]
         with suspended(), autograd.pause():
             kept = [array.copy() for array in arrays]
@@ -192,19 +251,19 @@ class Subject:
 
 
 def rounded(dtype: str) -> Callable[[NDArray], NDArray]:
-    """Return a change of weights: to the values that a dtype has for them."""
+    """Return a change of weights that rounds them to a dtype."""
     return lambda array: cast(cast(array, dtype), "float32")
 
 
 def next_numbers(seed: int) -> Callable[[NDArray], NDArray]:
-    """Return a change of weights: each to the next number of float32, above it or below it."""
+    """Return a change of weights that moves each to the next float32, up or down at random."""
     generator = np.random.RandomState(seed)
 
     def change(array: NDArray) -> NDArray:
         values = array.asnumpy()
         towards = np.where(generator.random_sample(values.shape) < 0.5, -np.inf, np.inf)  # noqa: PLR2004
         moved = np.nextafter(values, towards.astype(values.dtype))
-        # What is zero stays: the next number is a denormal, which is no rounding of anything.
+        # Zeros stay: the next number is a denormal, which no rounding gives.
         moved = np.where(values == 0, values, moved)
         return mx.nd.array(moved, ctx=array.context, dtype=array.dtype)
 

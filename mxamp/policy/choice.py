@@ -1,0 +1,88 @@
+"""The choice that `init` makes: the policy that its arguments describe, or float32 for "auto"."""
+
+from typing import Any, Iterable, Iterator, List, Optional, Tuple
+
+from ..errors import ArgumentError
+from ..framework import machine
+from ..framework.wording import shortened
+from .active import FLOAT32, Choice
+from .overrides import Conditional, Names
+from .policy import Policy
+from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, device_type, is_auto
+
+__all__ = ["chosen_policy", "differing"]
+
+OTHER_POLICY = (
+    "'auto' is {chosen} here, and the policy is for {own}: leave 'auto' out to use the policy as "
+    "it is, or give ctx for the kind of device that you mean"
+)
+
+
+def chosen_policy(
+    target_dtype: Any,
+    low: Names = None,
+    fp32: Names = None,
+    widest: Names = None,
+    conditional: Optional[Iterable[Conditional]] = None,
+    *,
+    policy: Optional[Policy] = None,
+    ctx: Any = None,
+) -> Choice:
+    """Return the policy that the arguments of `init` describe, or `FLOAT32`.
+
+    As `Policy.from_lists`, and "auto" is allowed too. Wrong arguments are errors even where "auto"
+    means float32 and they are not used.
+    """
+    if policy is None or target_dtype is not DEFAULT_TARGET:
+        target_dtype = check_target(target_dtype, TARGETS_OR_AUTO)
+    lists = (low, fp32, widest, conditional)
+    if not is_auto(target_dtype):
+        return Policy.from_lists(target_dtype, *lists, policy=policy, ctx=ctx)
+    device = device_type(ctx) or machine.default_device()
+    dtype = machine.fast_dtype(device)
+    if policy is None:
+        wanted = Policy.from_lists(machine.default_dtype(device), *lists, ctx=device)
+    else:
+        wanted = Policy.from_lists(DEFAULT_TARGET, *lists, policy=policy, ctx=ctx)
+    if dtype == "float32":
+        return FLOAT32
+    if (wanted.target_dtype, wanted.device) != (dtype, device):
+        own = f"{wanted.target_dtype} on the {wanted.device.upper()}"
+        chosen = f"{dtype} on the {device.upper()}"
+        raise ArgumentError(OTHER_POLICY.format(chosen=chosen, own=own))
+    return wanted
+
+
+#: A name, and its values in two policies.
+_Values = Tuple[str, Any, Any]
+
+
+def differing(old: Choice, new: Choice) -> str:
+    """Return how two policies differ: "target_dtype: bfloat16 instead of float16"."""
+    for values in _compared(old, new):
+        parts = [f"{name}: {one} instead of {other}" for name, one, other in values if one != other]
+        if parts:
+            return shortened(parts)
+    return "the conditions of some operators"
+
+
+def _compared(old: Choice, new: Choice) -> Iterator[List[_Values]]:
+    """Yield values to compare, the most general first: other dtypes imply other operators."""
+    dtypes = ("target_dtype", old.target_dtype, new.target_dtype)
+    if not (isinstance(old, Policy) and isinstance(new, Policy)):
+        yield [dtypes]
+        return
+    yield [dtypes, ("device", old.device, new.device)]
+    layers = _listed(old.fp32_layers), _listed(new.fp32_layers)
+    yield [
+        ("tuned", old != old.untuned(), new != new.untuned()),
+        ("layers kept in float32", *layers),
+    ]
+    names = sorted({*old.rules, *new.rules})
+    classes = [(name, old.rule(name).shown_class, new.rule(name).shown_class) for name in names]
+    substitutions = _listed(sorted(old.substitutions)), _listed(sorted(new.substitutions))
+    yield [*classes, ("substitutions", *substitutions)]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return shortened(list(names)) or "none"

@@ -1,0 +1,326 @@
+"""What `tune` returns: a policy, and all that was measured to find it."""
+
+import html
+import math
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import mxnet as mx
+
+from ...framework import machine
+from ...framework.files import write_file
+from ...framework.wording import counted
+from ...policy.policy import Policy
+from ...policy.saving import text_of
+from ..debugging.plan import NodePlan, Plan
+from ..tables import html_table, text_table
+
+__all__ = ["MODES", "LayerCost", "Trial", "Tuning", "machine_of"]
+
+MODES = ("inference", "training")
+
+#: How many layers a report lists.
+_LISTED = 20
+_HEADER = """\
+# Tuned by mxamp.tune on {date}. Comments alone say so: the policy below is like any other.
+# It may be slower than float32 for another model, machine or number of threads.
+#
+{report}
+#
+"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One timed way to run the model.
+
+    Parameters
+    ----------
+    way : str
+        "plain" (hybridized, mixed precision off), "autocast" (hybridized under the policy),
+        "converted" or "fused".
+    precision : str
+        "float32", "bfloat16" or "float16".
+    substitutions : tuple of str
+        The faster equivalents of operators that it used.
+    kept : int
+        The number of layers that stayed in float32.
+    milliseconds : float
+        The median time of a run.
+    spread : float
+        The interquartile range of that time, in milliseconds.
+    speedup : float
+        Plain float32's time over this one's, the median over rounds.
+    error : float
+        The largest relative error of an output; infinite where finite elements were lost, NaN
+        where it was not measured.
+    within : bool
+        Whether that error is within the tolerance.
+    """
+
+    way: str
+    precision: str
+    substitutions: Tuple[str, ...]
+    kept: int
+    milliseconds: float
+    spread: float
+    speedup: float
+    error: float
+    within: bool
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What low precision costs and saves in one layer.
+
+    Parameters
+    ----------
+    name : str
+        The name of the graph node.
+    operator : str
+        Its operator.
+    kept : bool
+        Whether the layer stays in float32.
+    error : float
+        The relative error of the outputs that low precision in this layer causes; NaN where it was
+        not measured.
+    gain : float, optional
+        The milliseconds that low precision saves there; None where that was not measured.
+    """
+
+    name: str
+    operator: str
+    kept: bool
+    error: float
+    gain: Optional[float] = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A policy tuned for one model on one machine, and the measurements behind it.
+
+    ::
+
+        tuning = amp.tune(net, batches)
+        print(tuning)  # the report
+        fast = amp.convert_hybrid_block(net, policy=tuning.policy, **tuning.convert_options)
+        tuning.save("net.toml")  # Policy.load("net.toml") reads the policy
+
+    Parameters
+    ----------
+    policy : Policy
+        The policy: as fast and as accurate as was asked for, and like any other.
+    way : str
+        How to run the model with it: "plain", "autocast", "converted" or "fused"; see `Trial`.
+    mode : str
+        "inference" or "training".
+    operators : int
+        The number of operators in the model.
+    inputs : tuple of (str, str, tuple of int)
+        Names, dtypes and shapes of the inputs.
+    machine : tuple of (str, str)
+        The machine that was timed, such as ("cpu", "...") and ("threads", "2").
+    tolerance : float, optional
+        The largest relative error of an output that was allowed.
+    error : float
+        The largest relative error of an output in any batch, under `policy`.
+    gradient_error : float, optional
+        The same of the gradients.
+    metric, min_metric : float, optional
+        Your own metric under `policy`, and the least value that was allowed.
+    evaluations : int
+        The number of policies and forms whose accuracy was measured.
+    seconds : float
+        The time that tuning took.
+    seed : int
+        The seed of the random numbers.
+    complete : bool
+        False where the time budget or Ctrl-C ended the search.
+    notes : tuple of str
+        Sentences on the search and its result.
+    chosen : Trial, optional
+        The trial of `policy`; None where nothing was timed.
+    trials : tuple of Trial
+        All trials.
+    layers : tuple of LayerCost
+        The layers, in the order of the graph.
+    """
+
+    policy: Policy
+    way: str
+    mode: str
+    operators: int
+    inputs: Tuple[Tuple[str, str, Tuple[int, ...]], ...]
+    machine: Tuple[Tuple[str, str], ...]
+    tolerance: Optional[float]
+    error: float
+    gradient_error: Optional[float]
+    metric: Optional[float]
+    min_metric: Optional[float]
+    evaluations: int
+    seconds: float
+    seed: int
+    complete: bool
+    notes: Tuple[str, ...] = ()
+    chosen: Optional[Trial] = None
+    trials: Tuple[Trial, ...] = ()
+    layers: Tuple[LayerCost, ...] = ()
+
+    @property
+    def ranking(self) -> Tuple[LayerCost, ...]:
+        """The layers, largest error first (NaN is the largest), then largest gain."""
+        return tuple(sorted(self.layers, key=_rank))
+
+    @property
+    def convert_options(self) -> Dict[str, bool]:
+        """The arguments of `convert_*` that convert the model as it was measured."""
+        return {
+            "cast_optional_params": self.way in ("converted", "fused"),
+            "fuse": self.way == "fused",
+        }
+
+    def annotated(self, plan: Plan) -> Plan:
+        """Return a plan of the tuned model with the measured error and gain of each layer.
+
+        ::
+
+            plan = tuning.annotated(amp.explain(net, policy=tuning.policy))
+            amp.draw(plan, "net.svg", colour="error")
+        """
+        costs = {layer.name: layer for layer in self.layers}
+
+        def measured(node: NodePlan) -> NodePlan:
+            layer = costs.get(node.name)
+            if layer is None:
+                return node
+            return replace(node, error=_known(layer.error), gain=_known(layer.gain))
+
+        return replace(plan, nodes=tuple(map(measured, plan.nodes)))
+
+    def save(self, path: Union[str, Path]) -> None:
+        """Write the policy to a TOML file, under comments that say how it was tuned.
+
+        `Policy.load` reads the policy back, and ignores the comments. An existing file is replaced
+        whole. Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing
+        fails.
+        """
+        lines = [*self.sentences(), *(f"{name}: {value}" for name, value in self.machine)]
+        lines += [f"Input {name}: {dtype} {list(shape)}" for name, dtype, shape in self.inputs]
+        report = "\n".join(f"# {_printable(line)}" for line in (*lines, *self.notes))
+        date = datetime.now().astimezone().isoformat(" ", "minutes")
+        write_file(path, (_HEADER.format(date=date, report=report) + text_of(self.policy)).encode())
+
+    def __str__(self) -> str:
+        blocks = ["\n".join(self.sentences())]
+        blocks += [f"{title}\n{text_table(head, rows)}" for title, head, rows in self.tables()]
+        blocks += ["\n".join(["Notes", *self.notes])] if self.notes else []
+        return "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.sentences())
+        tables = "".join(html_table(head, rows, title) for title, head, rows in self.tables())
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return said + tables + (f"<ul>{notes}</ul>" if notes else "")
+
+    def sentences(self) -> Sequence[str]:
+        """Return the sentences at the head of the report."""
+        limit = "without a tolerance"
+        if self.tolerance is not None:
+            limit = f"within a relative error of {self.tolerance:.4g}"
+        said = [f"Tuned for {self.mode}, {limit}.", self._choice()]
+        kept = sum(layer.kept for layer in self.layers)
+        stay = f"{counted(kept, 'layer')} {'stays' if kept == 1 else 'stay'} in float32"
+        if not self.policy.lowers:
+            stay = "All layers compute in float32"
+        said.append(f"{stay}, of a model with {counted(self.operators, 'operator')}.")
+        gradients = ""
+        if self.gradient_error is not None:
+            gradients = f", and of a gradient {self.gradient_error:.4g}"
+        said.append(f"The largest relative error of an output is {self.error:.4g}{gradients}.")
+        if self.metric is not None:
+            least = "" if self.min_metric is None else f", of at least {self.min_metric:.4g}"
+            said.append(f"The metric is {self.metric:.4g}{least}.")
+        tried = counted(self.evaluations, "accuracy test")
+        said.append(f"{tried}; {self.seconds:.4g} seconds in all, with seed {self.seed}.")
+        if not self.complete:
+            said.append("The search ended early: there may be a better policy.")
+        return said
+
+    def _choice(self) -> str:
+        trial = self.chosen
+        if trial is None:
+            return f"Chosen: {self.way}."
+        if trial.way == "plain":
+            return f"Chosen: float32 as it is, {trial.milliseconds:.4g} ms a run."
+        using = f" with {', '.join(trial.substitutions)}" if trial.substitutions else ""
+        times = f"{trial.milliseconds:.4g} ms a run, interquartile range {trial.spread:.4g} ms"
+        speed = f"{trial.speedup:.4g} times as fast as plain float32 ({times})"
+        return f"Chosen: {self.way} in {trial.precision}{using}, {speed}."
+
+    def tables(self) -> Sequence[Tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
+        """Return title, headings and rows of each table of the report that has rows."""
+        listed, left = self.ranking[:_LISTED], len(self.layers) - _LISTED
+        title = "Layers" if left <= 0 else f"Layers: the first {_LISTED} of {len(self.layers):,}"
+        timed = any(layer.gain is not None for layer in listed)
+        inputs = [(name, dtype, "x".join(map(str, shape))) for name, dtype, shape in self.inputs]
+        tables = (
+            (
+                "Trials",
+                "way precision substitutions kept ms spread speedup error within".split(),
+                [_trial_row(trial) for trial in self.trials],
+            ),
+            (
+                f"{title}, largest error first",
+                ["layer", "operator", "float32", "error", *(["gain ms"] if timed else [])],
+                [_layer_row(layer, timed) for layer in listed],
+            ),
+            ("Machine", ["what", "value"], self.machine),
+            ("Inputs", ["name", "dtype", "shape"], inputs),
+        )
+        return [table for table in tables if table[2]]
+
+
+def machine_of(device: str) -> Tuple[Tuple[str, str], ...]:
+    """Return what times depend on: the machine, and MXNet's version."""
+    return (
+        ("device", device),
+        ("cpu", machine.cpu_name()),
+        ("instructions", ", ".join(sorted(machine.features())) or "no avx512"),
+        ("threads", str(machine.threads())),
+        ("mxnet", mx.__version__),
+    )
+
+
+def _rank(layer: LayerCost) -> Tuple[float, float]:
+    error, gain = _known(layer.error), _known(layer.gain)
+    return -math.inf if error is None else -error, math.inf if gain is None else -gain
+
+
+def _known(value: Optional[float]) -> Optional[float]:
+    return None if value is None or math.isnan(value) else value
+
+
+def _printable(line: str) -> str:
+    """Return text that a comment of TOML may hold: metrics and inputs have names of any kind."""
+    return "".join(letter if letter.isprintable() else " " for letter in line)
+
+
+def _trial_row(trial: Trial) -> List[Any]:
+    return [
+        trial.way,
+        trial.precision,
+        ", ".join(trial.substitutions),
+        trial.kept,
+        trial.milliseconds,
+        trial.spread or "",  # a single turn has none
+        trial.speedup,
+        trial.error,
+        "yes" if trial.within else "no",
+    ]
+
+
+def _layer_row(layer: LayerCost, timed: bool) -> List[Any]:
+    row = [layer.name, layer.operator, "kept" if layer.kept else "", layer.error]
+    return [*row, layer.gain] if timed else row
