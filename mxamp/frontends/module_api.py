@@ -19,7 +19,7 @@ from mxnet.symbol import Symbol
 from ..errors import StateError
 from ..framework.kvstores import is_distributed
 from ..framework.patching import FrontEnd, Patch
-from ..graph.casts.scale_input import SCALE_INPUT, with_scale_input
+from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended

@@ -7,22 +7,25 @@ of its own.
 """
 
 from dataclasses import replace
-from typing import AbstractSet, Dict, FrozenSet, Iterable, List, Sequence, Set, Tuple
+from typing import AbstractSet, Dict, FrozenSet, Iterable, List, Optional, Sequence, Set, Tuple
 
 from mxnet import autograd
 from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.operators import resolve
+from ..framework.custom import auxiliary_states
+from ..framework.operators import WRITTEN_BY_USERS, resolve, starts_backward
 from ..framework.zero_gradients import zero_gradients
 from .edit import Edit
 from .ir import Graph, Node, Output, body_inputs, rewrites_bodies
 
 __all__ = [
+    "SCALE_INPUT",
     "needs_separate_bias",
     "trained_graph",
     "trained_nodes",
     "weights_beside_biases",
+    "with_scale_input",
     "with_separate_biases",
     "without_bias",
 ]
@@ -188,3 +191,47 @@ def _write_out(edit: Edit, i: int, node: Node) -> None:
     )
     lowered = add("elemwise_mul", "lowered", below, slopes)
     edit.change(i, op="elemwise_sub", attrs=hidden, inputs=[above, lowered])
+
+
+#: The input's name.
+SCALE_INPUT = "amp_loss_scale"
+
+
+def with_scale_input(graph: Graph) -> Optional[Graph]:
+    """Return `graph` with the input `SCALE_INPUT`; None where no operator needs it."""
+    starting = {
+        i
+        for i, node in enumerate(graph.nodes)
+        if not node.is_variable and starts_backward(node.operator, node.attrs)
+    }
+    if not starting:
+        return None
+    edit = Edit(graph, {})
+    scale = edit.add_node(Node("null", SCALE_INPUT, {"__shape__": "(1,)", "__dtype__": "0"}))
+    for i in sorted(starting):
+        node = graph.nodes[i]
+        for k in _differentiable(graph, node):
+            edit.read(i, k, _scaled(edit, f"{node.name}{k or ''}", node.inputs[k], scale))
+    return edit.applied()
+
+
+def _differentiable(graph: Graph, node: Node) -> List[int]:
+    """Return the positions of the inputs that an operator sends gradients to."""
+    if node.operator not in WRITTEN_BY_USERS:
+        return [0]
+    read = node.inputs[: len(node.inputs) - auxiliary_states(node.attrs)]
+    sources = (graph.nodes[i] for i, _ in read)
+    labels = [source.is_variable and "label" in source.name for source in sources]
+    return [k for k, is_label in enumerate(labels) if not is_label]
+
+
+def _scaled(edit: Edit, name: str, data: Output, scale: Output) -> Output:
+    """Add BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)) for an output x."""
+
+    def add(op: str, suffix: str, *inputs: Output) -> Output:
+        return edit.add_node(Node(op, f"{name}_amp_{suffix}", {}, list(inputs)))
+
+    sign = add("_contrib_sign_ste", "sign", data)
+    zero = add("elemwise_sub", "zero", add("BlockGrad", "block", sign), sign)
+    scaled = add("broadcast_mul", "scaled", zero, scale)
+    return add("elemwise_sub", "input", add("BlockGrad", "values", data), scaled)

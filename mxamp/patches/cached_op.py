@@ -18,13 +18,11 @@ from mxnet.symbol import Symbol
 from ..framework.arrays import dtypes_of, on_device
 from ..framework.patching import Patch
 from ..graph.casts.builder import is_converted
-from ..graph.casts.scale_input import SCALE_INPUT, with_scale_input
-from ..graph.casts.symbol import rewritten_symbol
-from ..graph.gradients import trained_graph, weights_beside_biases
+from ..graph.casts.insert import rewritten_symbol
+from ..graph.gradients import SCALE_INPUT, trained_graph, weights_beside_biases, with_scale_input
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
-from ..graph.speed.choices import NONE, Choices
 from ..graph.speed.recurrent import reads_unset_flag
-from ..graph.speed.shape_rules import choose
+from ..graph.speed.shape_rules import NONE, Choices, choose
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside

@@ -15,7 +15,7 @@ from mxnet.symbol import register as mx_register
 
 from ..framework.operators import WRITTEN_BY_USERS, handle_of
 from ..framework.patching import Patch
-from ..graph.casts.symbol import own_marks
+from ..graph.casts.insert import own_marks
 from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.rules import registered_classes

@@ -39,12 +39,12 @@ from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
 from ..framework.patching import Patch
-from ..graph.casts.symbol import own_marks, rewritten_symbol
+from ..graph.casts.insert import own_marks, rewritten_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
-from ..graph.speed.barriers import with_barriers
-from ..graph.speed.choices import Choices
 from ..graph.speed.shape_rules import choose
+from ..graph.speed.fusible import with_barriers
+from ..graph.speed.shape_rules import Choices
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside

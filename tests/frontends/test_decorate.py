@@ -12,7 +12,7 @@ import digits
 import mxamp as amp
 from helpers import randn
 from mxamp.framework import machine
-from mxamp.graph.casts.scale_input import SCALE_INPUT, with_scale_input
+from mxamp.graph.gradients import SCALE_INPUT, with_scale_input
 from mxamp.graph.ir import Graph
 from training import assert_same_weights, batches, poisoned, setup, train
 

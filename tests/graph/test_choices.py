@@ -9,8 +9,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import randn
 from mxamp.graph.ir import Graph, Usage
-from mxamp.graph.speed.choices import NONE
-from mxamp.graph.speed.shape_rules import choose
+from mxamp.graph.speed.shape_rules import NONE, choose
 
 B = amp.Policy.default("bfloat16")
 

@@ -4,8 +4,7 @@ import mxnet as mx
 import pytest
 
 from helpers import float16_policy
-from mxamp.graph.casts.insert import rewrite
-from mxamp.graph.casts.symbol import rewritten_symbol
+from mxamp.graph.casts.insert import rewrite, rewritten_symbol
 from mxamp.graph.ir import UNSAFE_LOOPS, Graph, Usage
 from nets import Control
 

@@ -8,8 +8,7 @@ from mxnet import nd
 import mxamp as amp
 from helpers import operators_of, same
 from mxamp.graph.ir import Graph
-from mxamp.graph.speed.fold_batchnorm import fold_into_producers
-from mxamp.graph.speed.fuse import FusionPass, rewritten
+from mxamp.graph.speed.fuse import FusionPass, fold_into_producers, rewritten
 
 B = amp.Policy.default("bfloat16")
 INTO_PRODUCERS = FusionPass(fold_into_producers)

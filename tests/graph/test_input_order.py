@@ -7,7 +7,7 @@ from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import check_python
-from mxamp.graph.casts.symbol import with_reversed_inputs
+from mxamp.graph.casts.insert import with_reversed_inputs
 from mxamp.graph.ir import Graph
 
 

@@ -4,7 +4,7 @@ import mxnet as mx
 import pytest
 
 from mxamp.graph.ir import Graph
-from mxamp.graph.speed.input_shapes import _infer, _visible_outputs
+from mxamp.graph.speed.shapes import _infer, _visible_outputs
 
 S = mx.sym
 X = {"x": (6, 8, 4, 4)}

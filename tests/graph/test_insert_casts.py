@@ -5,8 +5,7 @@ import pytest
 
 import mxamp as amp
 from helpers import float16_policy, needs_float16
-from mxamp.graph.casts.insert import rewrite
-from mxamp.graph.casts.symbol import rewritten_symbol
+from mxamp.graph.casts.insert import rewrite, rewritten_symbol
 from mxamp.graph.ir import Graph, Usage
 
 GPU = amp.Policy.default("float16", "gpu")

@@ -12,7 +12,7 @@ import mxamp as amp
 from helpers import operators_of, randn, values, with_avx512
 from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
-from mxamp.graph.speed.choices import Choices
+from mxamp.graph.speed.shape_rules import Choices
 
 MODES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 STEPS, ROWS, WIDTH, SIZE = 5, 3, 4, 6

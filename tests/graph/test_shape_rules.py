@@ -10,8 +10,7 @@ import mxamp as amp
 from helpers import kind, needs, randn, same, values, with_avx512
 from mxamp.framework.machine import BFLOAT16
 from mxamp.graph.ir import Graph, Usage
-from mxamp.graph.speed.choices import NONE
-from mxamp.graph.speed.shape_rules import RULES, choose
+from mxamp.graph.speed.shape_rules import NONE, RULES, choose
 from mxamp.policy.rules import SHAPE_RULES
 
 B = amp.Policy.default("bfloat16")

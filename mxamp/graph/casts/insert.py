@@ -10,6 +10,7 @@ from typing import (
     AbstractSet,
     Any,
     Dict,
+    FrozenSet,
     Iterator,
     List,
     NamedTuple,
@@ -17,21 +18,30 @@ from typing import (
     Sequence,
     Set,
     Tuple,
+    Type,
 )
 
+from mxnet.symbol import Symbol
+
+from ...errors import AmpError
+from ...framework.collector import collector_paused
+from ...policy.active import note_precision
 from ...policy.decision import CASTABLE, Decision, decide
 from ...policy.policy import Policy
-from ...policy.regions import CAST, WIDEST_INSIDE, dtype_asked, policy_in, with_words
+from ...policy.regions import CAST, REGION, WIDEST_INSIDE, dtype_asked, policy_in, with_words
 from ...policy.values import is_true
 from ..ir import TAKES_EMPTY, Graph, Node, Output, Usage, body_usage, infer_outputs, rewrites_bodies
 from ..speed import substitutions
-from ..speed.choices import NONE, Choices
-from .builder import HALVES, Builder, Entry, is_inserted, reads_as_inserted
+from ..speed.shape_rules import NONE, Choices
+from .builder import HALVES, Builder, Entry, is_converted, is_inserted, reads_as_inserted
 
 __all__ = [
     "PRECISION",
     "Rewrite",
+    "own_marks",
     "rewrite",
+    "rewritten_symbol",
+    "with_reversed_inputs",
 ]
 
 
@@ -342,3 +352,72 @@ def _common(dtypes: Sequence[str], narrow: bool) -> str:
     if len(set(dtypes)) == 1 or (narrow and len(halves) == 1):
         return halves[0] if halves else "float32"
     return "float32"
+
+
+def with_reversed_inputs(graph: Graph) -> Graph:
+    """Return a graph that computes the same, whose symbol lists its inputs in reverse.
+
+    `graph` has its inputs in the order of its symbol's `list_inputs`, which follows from a
+    depth-first walk. The first comes last once all others are among its dependencies, which the
+    walk visits and nothing reads.
+    """
+    inputs = [i for i, node in enumerate(graph.nodes) if node.is_variable]
+    operators = [i for i, node in enumerate(graph.nodes) if not node.is_variable]
+    places = {old: new for new, old in enumerate([*reversed(inputs), *operators])}
+    nodes = [
+        graph.nodes[old].reading([(places[i], k) for i, k in graph.nodes[old].inputs])
+        for old in places
+    ]
+    if len(inputs) > 1:
+        last = len(inputs) - 1
+        nodes[last].control_deps = list(range(last))
+    return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
+
+
+OTHER_ORDER = (
+    "the rewritten graph takes its inputs in another order; please report this graph: "
+    "{before} became {after}"
+)
+
+
+def own_marks(symbol: Symbol) -> FrozenSet[str]:
+    """Return the regions that hold in a graph where mixed precision is off around it.
+
+    A converted graph has its casts, for whoever runs it.
+    """
+    if REGION not in Symbol.tojson(symbol, remove_amp_cast=False):
+        return frozenset()
+    graph = Graph.from_symbol(symbol)
+    return frozenset() if is_converted(graph) else graph.marks
+
+
+@collector_paused()
+def rewritten_symbol(
+    graph: Graph,
+    symbol_class: Type[Symbol],
+    policy: Policy,
+    usage: Usage,
+    choices: Choices = NONE,
+    reverse: bool = False,
+) -> Optional[Symbol]:
+    """Return a symbol's graph rewritten, as a symbol of that class that is about to run.
+
+    None where there is nothing to cast. Inputs and outputs keep names, order and dtypes; inputs
+    that are to `reverse` come in the reverse order.
+    """
+    result = rewrite(graph, policy, usage, choices)
+    for _, node, decision in result.decided():
+        note_precision(node.operator, decision.precision)
+    if result.graph == graph:
+        return None
+    for _, node, decision in result.decided():
+        if decision.through is not None:
+            node.attrs = {**node.attrs, PRECISION: decision.precision}
+    rewritten = with_reversed_inputs(result.graph) if reverse else result.graph
+    symbol = rewritten.to_symbol(symbol_class)
+    before, after = graph.input_names, symbol.list_inputs()
+    if reverse:
+        before = before[::-1]
+    if after != before:
+        raise AmpError(OTHER_ORDER.format(before=before, after=after))
+    return symbol

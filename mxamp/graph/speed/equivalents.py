@@ -9,7 +9,7 @@ from ...policy.values import integers, is_true
 
 __all__ = [
     "BLOCK",
-    "COLOURS",
+    "COLORS",
     "Attributes",
     "Call",
     "Detail",
@@ -17,13 +17,10 @@ __all__ = [
     "Parts",
     "Shapes",
     "has_elements",
-    "image_convolution",
-    "is_image_convolution",
     "is_relu6",
     "is_split_of_rows",
     "is_trained_layer_norm",
     "layer_norm",
-    "planar_weight",
     "relu6",
     "split",
     "split_bounds",
@@ -35,11 +32,9 @@ Detail = Tuple[int, ...]
 Shapes = Sequence[Optional[Tuple[int, ...]]]
 
 #: The channels of a first layer; with one more oneDNN has a blocked kernel for it.
-COLOURS = 3
+COLORS = 3
 #: oneDNN's bfloat16 convolutions work on blocks of so many channels.
 BLOCK = 16
-# Beyond it the fourth channel's products cost more than the layout saves.
-_LARGEST_KERNEL = 7
 
 
 class Part(NamedTuple):
@@ -146,43 +141,6 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     shift = add("dot", "shift", one, add("Reshape", "betas", beta, shape="(1, -1)"))
     add("elemwise_add", "", add("elemwise_mul", "scaled", centred, scale), shift)
     return parts.made
-
-
-def planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
-    """Return the shape of the weight of a 2-D convolution in the layout NCHW; None of others."""
-    plain = call.attrs.get("layout", "None") in ("None", "NCHW")
-    return call.weight if plain and len(call.weight or ()) == len("OIHW") else None
-
-
-def is_image_convolution(call: Call) -> bool:
-    """Tell whether it is a first layer that reads colours, with a blocked kernel for four."""
-    weight = planar_weight(call)
-    return (
-        weight is not None
-        and weight[1] == COLOURS
-        and weight[0] % BLOCK == 0
-        and max(weight[2:]) <= _LARGEST_KERNEL
-        and call.attrs.get("num_group", "1") == "1"
-    )
-
-
-def image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return the convolution with a fourth channel of zeros, in the image and in the weight.
-
-    oneDNN's bfloat16 convolution works on pairs of channels: for three of them it falls back to
-    a matrix product per image, whose output has the plain layout.
-    """
-    bias = () if is_true(attrs.get("no_bias", "False")) else (2,)
-    parts = Parts(inputs=2 + len(bias))
-    padded = [_add_fourth(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))]
-    parts.add("Convolution", "", *padded, *bias, **attrs)
-    return parts.made
-
-
-def _add_fourth(parts: Parts, tensor: int, name: str) -> int:
-    channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
-    zeros = parts.add("zeros_like", f"{name}_zeros", channel)
-    return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")
 
 
 def is_split_of_rows(call: Call) -> bool:

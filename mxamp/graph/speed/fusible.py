@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Container, FrozenSet, Iterable, Mapping
+from typing import AbstractSet, Any, Container, FrozenSet, Iterable, Mapping, Set, Tuple
 
+import mxnet as mx
+import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ...errors import ArgumentError
@@ -13,11 +15,20 @@ from ...policy.decision import decide
 from ...policy.policy import Policy
 from ...policy.regions import policy_in
 from ...policy.values import is_true
-from ..edit import View
+from ..edit import Edit, View
 from ..ir import Graph, Node, Usage
 from .shape_rules import choose
 
-__all__ = ["FUSED", "FusionView", "check_fused", "check_fusible", "nodes_inside"]
+__all__ = [
+    "FUSED",
+    "FusionView",
+    "check_fused",
+    "check_fusible",
+    "float32_array",
+    "nodes_inside",
+    "with_barriers",
+    "without_barriers",
+]
 
 NOT_HERE = (
     "fuse=True is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
@@ -72,6 +83,11 @@ class FusionView(View):
         return not decide(node.op, node.attrs, inputs, inside).changes
 
 
+def float32_array(values: Any) -> NDArray:
+    """Return NumPy values as a float32 array on the CPU."""
+    return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
+
+
 def nodes_inside(node: Node) -> Iterable[Node]:
     """Return the operators that a fused operator was made of."""
     return (inner for body in node.subgraphs for inner in body.nodes)
@@ -108,3 +124,38 @@ def _has_no_bfloat16(node: Node) -> bool:
     # MXNet's pass gets no BatchNorm to fold and nothing quantized from `fuse`.
     ways = [node.attrs.get(name, "False") for name in ("with_bn", "quantized")]
     return node.op in FUSED and any(map(is_true, ways))
+
+
+_BARRIER = "BlockGrad"
+
+
+def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, AbstractSet[str]]:
+    """Return a graph for inference with barriers, and their names.
+
+    They stand behind each output that is read more than once, and `before_norms`, which MXNet would
+    fold into weights in the dtype that these have.
+    """
+    view, edit = View(graph, {}), Edit(graph, {})
+    made: Set[str] = set()
+    for i, node in enumerate(graph.nodes):
+        for position, output in enumerate(node.inputs):
+            source = graph.nodes[output[0]]
+            shared = _is_fusible(source) and view.reads(output[0]) > 1
+            if shared or (before_norms and node.op == "BatchNorm" and position == 0):
+                name = edit.new_name(f"{node.name}_{position}_amp_apart")
+                made.add(name)
+                edit.read(i, position, edit.add_node(Node(_BARRIER, name, {}, [output])))
+    return edit.applied(), made
+
+
+def without_barriers(graph: Graph, made: AbstractSet[str]) -> Graph:
+    """Return a graph without the barriers of these names."""
+    edit = Edit(graph, {})
+    for i, node in enumerate(graph.nodes):
+        if node.name in made:
+            edit.alias((i, 0), node.inputs[0])
+    return edit.applied()
+
+
+def _is_fusible(node: Node) -> bool:
+    return not node.is_variable and node.num_outputs == 1

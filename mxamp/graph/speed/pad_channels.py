@@ -27,10 +27,9 @@ import numpy as np
 from ...policy.values import flattens, integers
 from ..edit import Edit, View, without_shape
 from ..ir import Graph, Node, Output
-from .equivalents import BLOCK, COLOURS
-from .fold_batchnorm import float32_array
-from .fusible import FusionView
-from .layouts import NORMS
+from .equivalents import BLOCK, COLORS
+from .fusible import FusionView, float32_array
+from .shapes import NORMS
 
 __all__ = [
     "Channels",
@@ -191,7 +190,7 @@ def elementwise(node: Node, given: Sequence[Channels]) -> Optional[Channels]:
 # At most a third more arithmetic: what the slower kernels lose by measurement, without reorders.
 _MOST = 4 / 3
 # What oneDNN's kernels read besides multiples of 16.
-_FEW = frozenset({2, COLOURS, 4, 8, 12})
+_FEW = frozenset({2, COLORS, 4, 8, 12})
 
 #: They leave the blocked layout anyway, so that a slice before them costs little.
 _REORDERS = frozenset(

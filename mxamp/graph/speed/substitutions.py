@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
 
-from . import broadcasts, equivalents, grouped, recurrent, reductions
-from . import reductions as pooling
+from . import convolutions, equivalents, recurrent, reductions
 from .equivalents import Attributes, Call, Detail, Part, Shapes
 
 __all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
@@ -94,12 +93,12 @@ _SUBSTITUTIONS = (
     _activation("tanh", "tanh", "_npi_tanh"),
     Substitution(
         name="broadcast",
-        operators=frozenset(broadcasts.OPERATORS),
-        build=broadcasts.of_repeated,
-        applies=broadcasts.is_long_broadcast,
-        detail=broadcasts.repeats,
+        operators=frozenset(reductions.OPERATORS),
+        build=reductions.of_repeated,
+        applies=reductions.is_long_broadcast,
+        detail=reductions.repeats,
         float32=(True, True),
-        by_shape=dict.fromkeys(broadcasts.OPERATORS, (0, 1)),
+        by_shape=dict.fromkeys(reductions.OPERATORS, (0, 1)),
         constants=True,
     ),
     Substitution(
@@ -123,26 +122,26 @@ _SUBSTITUTIONS = (
     Substitution(
         name="global_pool",
         operators=frozenset({"_contrib_AdaptiveAvgPooling2D"}),
-        build=pooling.global_pool,
-        applies=pooling.is_global_pool,
-        detail=pooling.parts_of_map,
+        build=reductions.global_pool,
+        applies=reductions.is_global_pool,
+        detail=reductions.parts_of_map,
         by_shape={"_contrib_AdaptiveAvgPooling2D": (0,)},
         single="Pooling",
     ),
     Substitution(
         name="pool_in_parts",
         operators=frozenset({"Pooling"}),
-        build=pooling.global_pool,
-        applies=pooling.is_slow_pool,
-        detail=pooling.parts_of_map,
+        build=reductions.global_pool,
+        applies=reductions.is_slow_pool,
+        detail=reductions.parts_of_map,
         by_shape={"Pooling": (0,)},
         single="Pooling",
     ),
     Substitution(
         name="image_convolution",
         operators=frozenset({"Convolution"}),
-        build=equivalents.image_convolution,
-        applies=equivalents.is_image_convolution,
+        build=convolutions.image_convolution,
+        applies=convolutions.is_image_convolution,
         by_shape={"Convolution": (1,)},
         lowered="Convolution",
         answers=frozenset({"odd_channels"}),
@@ -150,9 +149,9 @@ _SUBSTITUTIONS = (
     Substitution(
         name="merged_groups",
         operators=frozenset({"Convolution"}),
-        build=grouped.merged_groups,
-        applies=grouped.is_narrow_grouped,
-        detail=grouped.widths,
+        build=convolutions.merged_groups,
+        applies=convolutions.is_narrow_grouped,
+        detail=convolutions.widths,
         by_shape={"Convolution": (1,)},
         answers=frozenset({"odd_channels"}),
         constants=True,

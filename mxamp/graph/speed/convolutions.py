@@ -6,13 +6,21 @@ float32 too. Groups of 16 channels, with zeros in the weight between what were d
 cost no more time: the narrow kernels leave most of each vector unused.
 """
 
-from typing import Sequence
+from typing import Optional, Sequence, Tuple
 
 from ...policy.values import is_true
-from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts, planar_weight
+from .equivalents import BLOCK, COLORS, Attributes, Call, Detail, Part, Parts
 
-__all__ = ["is_narrow_grouped", "merged_groups", "widths"]
+__all__ = [
+    "image_convolution",
+    "is_image_convolution",
+    "is_narrow_grouped",
+    "merged_groups",
+    "widths",
+]
 
+# Beyond it the fourth channel's products cost more than the layout saves.
+_LARGEST_KERNEL = 7
 # Channels a group. Without gradients those of 8 have kernels as fast, and a fast BatchNorm.
 _NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
 
@@ -59,3 +67,40 @@ def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
         "Convolution", "", 0, masked, *range(2, inputs), **{**attrs, "num_group": str(groups)}
     )
     return parts.made
+
+
+def planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
+    """Return the shape of the weight of a 2-D convolution in the layout NCHW; None of others."""
+    plain = call.attrs.get("layout", "None") in ("None", "NCHW")
+    return call.weight if plain and len(call.weight or ()) == len("OIHW") else None
+
+
+def is_image_convolution(call: Call) -> bool:
+    """Tell whether it is a first layer that reads colours, with a blocked kernel for four."""
+    weight = planar_weight(call)
+    return (
+        weight is not None
+        and weight[1] == COLORS
+        and weight[0] % BLOCK == 0
+        and max(weight[2:]) <= _LARGEST_KERNEL
+        and call.attrs.get("num_group", "1") == "1"
+    )
+
+
+def image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return the convolution with a fourth channel of zeros, in the image and in the weight.
+
+    oneDNN's bfloat16 convolution works on pairs of channels: for three of them it falls back to
+    a matrix product per image, whose output has the plain layout.
+    """
+    bias = () if is_true(attrs.get("no_bias", "False")) else (2,)
+    parts = Parts(inputs=2 + len(bias))
+    padded = [_add_fourth(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))]
+    parts.add("Convolution", "", *padded, *bias, **attrs)
+    return parts.made
+
+
+def _add_fourth(parts: Parts, tensor: int, name: str) -> int:
+    channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
+    zeros = parts.add("zeros_like", f"{name}_zeros", channel)
+    return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")

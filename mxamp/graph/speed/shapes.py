@@ -1,0 +1,324 @@
+"""Shapes, channels and memory layouts of a graph's tensors, as far as speed depends on them.
+
+`shape_rules` decides by them which operators stay in float32 and which get a faster equivalent.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
+
+from mxnet.base import MXNetError
+
+from ...policy.policy import Policy
+from ...policy.regions import policy_in
+from ...policy.values import kernel_axes
+from ..casts.builder import is_inserted
+from ..ir import Graph, Node, Output, Shape, Usage, alone
+from . import substitutions
+from .equivalents import BLOCK, COLORS, Shapes
+
+__all__ = [
+    "CONVOLUTIONS",
+    "NORMS",
+    "Site",
+    "before_norms",
+    "behind_concats",
+    "channels",
+    "feeding_products",
+    "gives_blocks",
+    "in_blocks",
+    "input_shapes",
+    "readers_of_views",
+    "shapes_layout",
+    "volume_readers",
+]
+
+NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
+
+# oneDNN's kernels for these operators write their output in the layout of their input.
+_KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
+
+# oneDNN's kernels for these operators write a blocked output, where the channels allow it.
+CONVOLUTIONS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
+
+_VOLUME_AXES = 5  # of a batch of volumes, NCDHW
+_VOLUME_KERNEL_AXES = 3
+
+
+@dataclass
+class Site:
+    """An operator and its surroundings in the graph. Unknown shapes are None."""
+
+    node: Node
+    shapes: Shapes  #: of its inputs
+    training: bool
+    feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
+    blocked: bool  #: its first input is in oneDNN's blocked layout
+    uses: int  #: how often the graph reads its second input; 0 where that needs no cast
+    casts_weight: bool  #: gradients may be computed, and its second input would be cast
+    reads_volume: bool  #: an input may be a 3-D convolution's output, in the blocked layout
+    limit: int = 0  #: of the rule that is asked
+
+
+# ---------------------------------------------------------------------- blocked layouts
+
+
+def channels(site: Site) -> Optional[Tuple[int, int]]:
+    """Return the numbers of input and output channels of a convolution."""
+    weight = site.shapes[1] if site.shapes[1:] else None
+    if weight is None:
+        return None
+    per_group = weight[1] * int(site.node.attrs.get("num_group", "1"))
+    transposed = site.node.operator == "Deconvolution"
+    return (weight[0], per_group) if transposed else (per_group, weight[0])
+
+
+def in_blocks(site: Site, both: Tuple[int, int]) -> bool:
+    """Return whether oneDNN has a blocked kernel for these input and output channels."""
+    read, written = both
+    groups = int(site.node.attrs.get("num_group", "1"))
+    if groups not in (1, read, written):
+        # Half blocks are as fast as whole ones, except for the gradient of a BatchNorm.
+        block = BLOCK if site.training else BLOCK // 2
+        return all(channel % groups == 0 and channel // groups % block == 0 for channel in both)
+    return (read % BLOCK == 0 or read == COLORS + 1) and written % BLOCK == 0
+
+
+def gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
+    """Return whether an operator that is not kept in float32 has a blocked bfloat16 output."""
+    operator = site.node.operator
+    if operator in CONVOLUTIONS:
+        found = channels(site)
+        return op_class == "low" and (found is None or in_blocks(site, found))
+    if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
+        return False
+    tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
+    return all(blocked.get(output, False) for output in tensors)
+
+
+def shapes_layout(node: Node) -> bool:
+    """Return whether the operator's output may be in blocks."""
+    return node.operator in CONVOLUTIONS or _keeps_layout(node)
+
+
+def _keeps_layout(node: Node) -> bool:
+    # The rewrite removes the casts of an earlier conversion.
+    return node.operator in _KEEP_LAYOUT or is_inserted(node)
+
+
+def behind_concats(nodes: Sequence[Node]) -> FrozenSet[int]:
+    """Return the nodes whose gradient is, unchanged in layout, that of a Concat of channels.
+
+    oneDNN splits a blocked gradient among the inputs of a Concat. It fails, or ends the process,
+    where an input ends within a block of channels.
+    """
+    behind: Set[int] = set()
+    for i, node in enumerate(nodes):
+        joins = node.operator == "Concat" and node.attrs.get("dim", "1") == "1"
+        if joins or (_keeps_layout(node) and any(source in behind for source, _ in node.inputs)):
+            behind.add(i)
+    return frozenset(behind)
+
+
+def before_norms(nodes: Sequence[Node]) -> FrozenSet[int]:
+    """Return the nodes whose output reaches a BatchNorm in an unchanged layout."""
+    reaching: Set[int] = set()
+    for i in range(len(nodes) - 1, -1, -1):
+        node = nodes[i]
+        keeps = i in reaching and _keeps_layout(node)
+        if not node.is_variable and (node.operator in NORMS or keeps):
+            reaching.update(source for source, _ in node.inputs)
+    return frozenset(reaching)
+
+
+# ---------------------------------------------------------------------- gradients
+
+#: An infinite gradient of the output makes the gradient of the weight infinite or NaN too.
+_PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected"})
+#: The gradient of the data is finite where the data and the gradient of the output are.
+_STEADY = frozenset({
+    "BatchNorm", "Pooling", "_contrib_AdaptiveAvgPooling2D", "Activation", "relu", "clip",
+    "Dropout", "Concat", "elemwise_mul", "broadcast_mul", "_mul_scalar", "_div_scalar",
+    "_plus_scalar", "mean", "sum",
+})  # fmt: skip
+
+#: The gradient of an input is the gradient of the output.
+_PASSING = frozenset({
+    "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "_np_reshape", "_npx_reshape",
+    "_np_squeeze", "_copy", "_np_copy", "_identity_with_attr_like_rhs", "Cast", "amp_cast",
+    "amp_multicast", "elemwise_add", "elemwise_sub", "broadcast_add", "broadcast_sub", "_npi_add",
+    "_npi_subtract", "_grad_add", "add_n",
+})  # fmt: skip
+
+
+def feeding_products(graph: Graph) -> FrozenSet[int]:
+    """Return the nodes whose consumers all lead to weighted products, never to a graph output."""
+    feeding = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        passes = node.operator in _PASSING or node.operator in _STEADY
+        if node.is_variable or node.operator in _PRODUCTS or (passes and i in feeding):
+            continue
+        feeding.difference_update(source for source, _ in node.inputs)
+    return frozenset(feeding)
+
+
+# ---------------------------------------------------------------------- views of volumes
+# In a graph, a view of a 3-D convolution's output keeps the blocked layout of five axes under a
+# shape of other axes. In bfloat16 oneDNN's next operator can't read it: "could not create a
+# primitive descriptor for a reorder primitive". In float32 it reads the view, but no view of that
+# view.
+
+
+def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
+    """Return the nodes that may read a 3-D convolution's output in oneDNN's blocked layout.
+
+    Operators that follow their inputs may keep the layout, whatever the shape. An input of five
+    axes may be the result of an eager call.
+    """
+    readers: Set[int] = set()
+    giving: Set[int] = set()
+    for i, node in enumerate(nodes):
+        if node.is_variable:
+            held_low = usage.dtypes.get(node.name) == policy.target_dtype
+            if held_low and _is_volume(usage.shapes.get(node.name)):
+                giving.add(i)
+            continue
+        if any(source in giving for source, _ in node.inputs):
+            readers.add(i)
+        inside = policy_in(policy, node.attrs, usage.off)
+        product = _is_volume_product(node) and not inside.rule(node.operator).missing
+        if product or (i in readers and _keeps_volume_layout(node, inside)):
+            giving.add(i)
+    return frozenset(readers)
+
+
+def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
+    """Return the nodes that may read a view of a 3-D convolution's output, in any dtype.
+
+    An equivalent that begins with a view can't replace these nodes.
+    """
+    readers: Set[int] = set()
+    volumes: Set[int] = set()
+    views: Set[int] = set()
+    for i, node in enumerate(nodes):
+        if node.is_variable:
+            if _is_volume(usage.shapes.get(node.name)):
+                volumes.add(i)
+            continue
+        sources = [source for source, _ in node.inputs if source in volumes]
+        if views.intersection(sources):
+            readers.add(i)
+        rule = policy_in(policy, node.attrs, usage.off).rule(node.operator)
+        if sources and rule.looks_at("volume_views"):
+            views.add(i)
+        if _is_volume_product(node) or (sources and rule.op_class != "low"):
+            volumes.add(i)
+    return frozenset(readers)
+
+
+def _is_volume(shape: Optional[Shape]) -> bool:
+    return shape is not None and len(shape) == _VOLUME_AXES
+
+
+def _is_volume_product(node: Node) -> bool:
+    if node.operator not in CONVOLUTIONS:
+        return False
+    # An operator fused by oneDNN holds its convolution in a subgraph.
+    inner = [one for body in node.subgraphs for one in body.nodes]
+    return any(kernel_axes(one.attrs) == _VOLUME_KERNEL_AXES for one in (node, *inner))
+
+
+def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
+    # The rewrite removes the casts of an earlier conversion.
+    if node.operator in CONVOLUTIONS or is_inserted(node):
+        return is_inserted(node)
+    rule = policy.rule(node.operator)
+    return rule.op_class in ("neutral", "widest") and not rule.looks_at("volume_views")
+
+
+# ---------------------------------------------------------------------- shapes of inputs
+
+#: The inputs whose shapes each rule reads. Conversions don't know the shapes of data.
+_READ_BY_RULE = {"few_rows": {0, 1}, "long_sums": {0}, "odd_channels": {1}}
+_READ_IN_CONVERSIONS = frozenset({"odd_channels"})
+
+#: How many outputs an operator shows, by call.
+_shown: Dict[Any, int] = {}
+
+
+def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes]:
+    """Return the shapes of the operators' inputs that a rule or a substitution reads."""
+    shapes: Dict[Output, Optional[Shape]] = {
+        (i, 0): usage.shapes.get(node.name)
+        for i, node in enumerate(graph.nodes)
+        if node.is_variable
+    }
+    wanted: Dict[int, Sequence[Optional[Output]]] = {}
+    for i, node in enumerate(graph.nodes):
+        positions = () if node.is_variable else _positions_read(node, policy, usage)
+        if positions:
+            wanted[i] = [
+                output if k in positions else None
+                for k, output in enumerate(node.inputs[: max(positions) + 1])
+            ]
+    asked = {o for few in wanted.values() for o in few if o is not None and shapes.get(o) is None}
+    if asked and any(shapes.values()):
+        # With the operators' outputs, since the shapes of parameters follow from other inputs.
+        shapes.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
+    return {
+        i: tuple([None if output is None else shapes.get(output) for output in outputs])
+        for i, outputs in wanted.items()
+    }
+
+
+def _positions_read(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
+    """Return the positions of the inputs whose shapes a choice for `node` depends on."""
+    positions: Set[int] = set()
+    for rule in policy_in(policy, node.attrs, usage.off).rule(node.operator).by_shape:
+        if not usage.converting or rule.name in _READ_IN_CONVERSIONS:
+            positions |= _READ_BY_RULE.get(rule.name, set())
+    if not usage.converting and node.operator in substitutions.BY_SHAPE:
+        wanted = substitutions.BY_SHAPE[node.operator]
+        positions.update(range(len(node.inputs)) if wanted is None else wanted)
+    return frozenset(positions)
+
+
+def _infer(
+    graph: Graph, outputs: Sequence[Output], shapes: Mapping[str, Shape]
+) -> Dict[Output, Shape]:
+    """Return the shapes of `outputs` that MXNet can infer."""
+    if graph.symbol is not None:
+        outputs, symbol = _visible_outputs(graph), graph.symbol.get_internals()
+    else:
+        symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
+    inputs = set(symbol.list_inputs())
+    try:
+        known = {name: shape for name, shape in shapes.items() if name in inputs}
+        _, inferred, _ = symbol.infer_shape_partial(**known)
+    except MXNetError:
+        return {}  # the graph can't run on these shapes; MXNet says why when it runs
+    return {output: shape for output, shape in zip(outputs, inferred or ()) if _known(shape)}
+
+
+def _visible_outputs(graph: Graph) -> Sequence[Output]:
+    """Return the outputs that `get_internals` of the graph's symbol lists, in their order.
+
+    Hidden outputs, such as the mean and the variance of `BatchNorm`, are not listed.
+    """
+    return [(i, k) for i, node in enumerate(graph.nodes) for k in range(_visible(node))]
+
+
+def _visible(node: Node) -> int:
+    """Return how many outputs an operator shows, as MXNet says for a graph of that operator."""
+    if node.num_outputs == 1:
+        return 1
+    key = (*node.call, len(node.inputs))
+    if key not in _shown:
+        symbol = alone(node, [{}] * len(node.inputs))
+        _shown[key] = len(symbol.get_internals().list_outputs()) - len(node.inputs)
+    return _shown[key]
+
+
+def _known(shape: Optional[Shape]) -> bool:
+    # Classic semantics write 0 for unknown dimensions, NumPy's -1.
+    return bool(shape) and min(shape or ()) > 0
