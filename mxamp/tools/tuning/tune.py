@@ -15,7 +15,7 @@ from ...policy.active import suspended
 from ...policy.evidence import MODES
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, check_target
-from ...scaling.numbers import count, positive_number
+from ...scaling.scaler import count, positive_number
 from .accuracy import Accuracy, Tolerance
 from .deadline import Deadline, seconds_of, watched
 from .subject import Subject

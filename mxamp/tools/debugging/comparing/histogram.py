@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 from ....errors import ArgumentError, StateError
 from ....framework.tables import html_table, text_table
 from ....framework.wording import counted, shown
-from ....scaling.numbers import positive_number
+from ....scaling.scaler import positive_number
 from .exponents import NORMAL, VANISHES, ExponentCounts
 from .pictures import histogram_figure, png_html, written
 
