@@ -34,8 +34,8 @@ __all__ = ["GRADIENTS", "VARIABLE", "Reduction", "Workers", "check_trainer", "po
 
 VARIABLE = "MXAMP_CHECK_WORKERS"
 
-#: Bits of each compared number.
-_BITS = 32
+#: Checksums have this many bits: float32 holds them exactly.
+_CHECKSUM = 2**24 - 1
 #: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
 #: takes a new key, because a key can be initialized only once.
 _keys = itertools.count(2**30)
@@ -43,14 +43,9 @@ _keys = itertools.count(2**30)
 #: The fields of a `Rule` that results depend on. Missing kernels are not among them: the values are
 #: the same without the kernels.
 _DECISIVE = (
-    "op_class",
-    "conditions",
-    "keep_inputs",
-    "follow_inputs",
-    "keep_outputs",
-    "by_op_type",
+    "op_class", "conditions", "keep_inputs", "follow_inputs", "keep_outputs", "by_op_type",
     "by_shape",
-)
+)  # fmt: skip
 
 DIFFERENT = (
     "worker {other} differs from worker 0 in {what}: start all workers with the same script, "
@@ -110,7 +105,7 @@ class Workers:
         }
         shown = {**values, "policy": repr(current_policy()), "loss scaler": others.get("kind")}
         with waiting(WAITING, self.rank):
-            self._compare(DIFFERENT, self._new_key(len(values) * _BITS), values, shown)
+            self._compare(DIFFERENT, self._new_key(len(values)), values, shown)
 
     def check_step(self, values: Mapping[str, Any]) -> None:
         """Raise `StateError` in all workers if `values`, their state after a step, differ in one.
@@ -120,18 +115,21 @@ class Workers:
         if not self._checks_steps:
             return
         if self._step_key is None:
-            self._step_key = self._new_key((len(values) + 2) * _BITS)
+            self._step_key = self._new_key(len(values) + 2)
         full = {**values, "mxamp version": __version__, "policy": _checksum(current_policy())}
         self._compare(OUT_OF_STEP, self._step_key, full, values)
 
     def _compare(
         self, message: str, key: Any, values: Mapping[str, Any], shown: Mapping[str, Any]
     ) -> None:
-        numbers = [zlib.crc32(repr(value).encode()) for value in values.values()]
-        counts = self._sum(key, _bits(numbers))
-        if np.isin(counts, (0, self.count)).all():
-            return
-        rows = self._all_numbers(numbers)
+        """Raise `message` if `values` differ; `shown` is this worker's readable form of them."""
+        table = np.zeros((self.count, len(values)), dtype="float32")
+        table[self.rank] = [zlib.crc32(repr(v).encode()) & _CHECKSUM for v in values.values()]
+        with suspended():
+            array = mx.nd.array(table)
+            self._kvstore.push(key, array)
+            self._kvstore.pull(key, out=array)
+            rows = array.asnumpy()
         for other, row in enumerate(rows):
             what = [name for name, here, there in zip(values, rows[0], row) if here != there]
             if what:
@@ -139,37 +137,12 @@ class Workers:
                 own = ", ".join(f"{name} {value}" for name, value in shown.items())
                 raise StateError(message.format(other=other, what=named, rank=self.rank, own=own))
 
-    def _new_key(self, *shape: int) -> Any:
+    def _new_key(self, values: int) -> Any:
         key: Any = next(_keys)
         key = f"mxamp{key}" if self._string_keys else key
         with suspended():
-            self._kvstore.init(key, mx.nd.zeros(shape))
+            self._kvstore.init(key, mx.nd.zeros((self.count, values)))
         return key
-
-    def _sum(self, key: Any, own: Any) -> Any:
-        """Return the sum over the workers of their NumPy arrays `own`."""
-        with suspended():
-            array = mx.nd.array(own)
-            self._kvstore.push(key, array)
-            self._kvstore.pull(key, out=array)
-            return array.asnumpy()
-
-    def _all_numbers(self, numbers: Sequence[int]) -> List[List[int]]:
-        """Return the numbers of each worker; the message grows with the number of workers."""
-        bits = _bits(numbers)
-        table = np.zeros((self.count, len(bits)), dtype="float32")
-        table[self.rank] = bits
-        summed = self._sum(self._new_key(*table.shape), table)
-        powers = 2 ** np.arange(_BITS, dtype="uint64")
-        by_number = summed.reshape(self.count, len(numbers), _BITS).astype("uint64")
-        found: List[List[int]] = (by_number * powers).sum(axis=-1).tolist()
-        return found
-
-
-def _bits(numbers: Sequence[int]) -> Any:
-    """Return the bits of numbers as an array of float32, whose sums are exact."""
-    bits = [number >> bit & 1 for number in numbers for bit in range(_BITS)]
-    return np.array(bits, dtype="float32")
 
 
 def _checksum(policy: Optional[Policy]) -> Optional[int]:
@@ -282,15 +255,8 @@ class Reduction:
         """Raise if another worker has decided differently about a step."""
         self.received()
         if self.workers is not None:
-            decision = "update" if stepped else "skip"
-            self.workers.check_step(
-                {
-                    "step": step,
-                    "decision": decision,
-                    "gradients": gradients,
-                    "loss scale": loss_scale,
-                }
-            )
+            decided = {"decision": "update" if stepped else "skip", "gradients": gradients}
+            self.workers.check_step({"step": step, **decided, "loss scale": loss_scale})
 
     def received(self) -> None:
         """End the wait for the sum."""

@@ -57,30 +57,24 @@ class _TrainerView(Scaler):
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the `GradScaler`."""
         return self.owner.get_scale()
 
     @property
     def origin(self) -> Scaler:
-        """The scaler of the `GradScaler`."""
         return self.owner._scaler
 
     @property
     def checks(self) -> bool:
-        """Whether the `GradScaler` scales."""
         return self.owner._scales
 
     def update(self, finite: bool) -> float:
-        """Report a step to the `GradScaler`."""
         self.owner._finite.append(finite)
         return self.loss_scale
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the state of the `GradScaler`."""
         return self.owner.state_dict()
 
     def resumed(self, state: Mapping[str, Any]) -> Scaler:
-        """Pass a trainer's saved state to the `GradScaler`."""
         self.owner._resume(state)
         return self
 
@@ -125,15 +119,8 @@ class GradScaler:
     ) -> None:
         if names_device(init_scale):
             raise ArgumentError(NO_DEVICE.format(given=shown(init_scale)))
-        self._scaler = LossScaler(
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            min_scale,
-            max_scale,
-            hysteresis,
-        )
+        grows = growth_factor, backoff_factor, growth_interval
+        self._scaler = LossScaler(init_scale, *grows, min_scale, max_scale, hysteresis)
         self._enabled = check_truth("enabled", enabled)
         self._resumes: Optional[LossScaler] = None  #: from a file, from the next update on
         # Since the last update: the results of steps, the unscaled losses, and the trainers' hooks.

@@ -577,7 +577,6 @@ class _PlainSteps:
         self._trainer = trainer
 
     def has_overflow(self, params: Sequence[Any]) -> bool:
-        """Report a step and return False."""
         del params
         _tell_observers(self._trainer, StepReport(True, 1.0, 1.0), ())
         return False

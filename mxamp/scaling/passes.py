@@ -82,7 +82,6 @@ class _GradientScales:
     others: Dict[int, float] = field(default_factory=dict)
 
     def of(self, array: NDArray) -> float:
-        """Return the scale of the gradient of a parameter's array."""
         return self.others.get(id(array), self.scale)
 
 

@@ -81,33 +81,27 @@ class _TrainerView(Scaler):
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the next backward pass."""
         return self.shared.loss_scale
 
     @property
     def origin(self) -> Scaler:
-        """The shared scaler."""
         return self.shared.scaler.origin
 
     @property
     def checks(self) -> bool:
-        """Whether the shared scaler checks gradients."""
         return self.shared.checks
 
     def __repr__(self) -> str:
         return repr(self.shared)
 
     def update(self, finite: bool) -> float:
-        """Report a step to the `SharedScale`."""
         return self.shared.record(finite)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the state of the shared scaler, and its counts."""
         counts = {"shared_steps": self.shared.steps, "shared_skips": self.shared.skips}
         return {**self.shared.scaler.state_dict(), **counts}
 
     def resumed(self, state: Mapping[str, Any]) -> Scaler:
-        """Pass a trainer's saved state to the shared scaler."""
         steps, skips = (
             count(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips")
         )
