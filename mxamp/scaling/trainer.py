@@ -12,7 +12,7 @@ from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
 from ..framework.horovod import is_horovod_optimizer
-from ..framework.wording import shown
+from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import taken_state
 from .distributed import check_trainer
@@ -38,7 +38,7 @@ NO_POLICY = (
     "call mxamp.init() first, or pass loss_scaler="
 )
 NOT_INITIALIZED = (
-    "the trainer{named} has no loss scaler: call mxamp.init_trainer(trainer) with it first"
+    "the trainer of {names} has no loss scaler: call mxamp.init_trainer(trainer) with it first"
 )
 ON_KVSTORE = (
     "this trainer updates its parameters on the kvstore, where a gradient that overflowed can't "
@@ -202,9 +202,8 @@ def hook_of(trainer: Any) -> TrainerHook:
         raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
     hook = hook_in_force(trainer)
     if hook is None:
-        first = next((param.name for param in trainer._params), None)
-        named = f" of {first!r} and {len(trainer._params) - 1} more parameters" if first else ""
-        raise StateError(NOT_INITIALIZED.format(named=named))
+        names = shortened([param.name for param in trainer._params], 1)
+        raise StateError(NOT_INITIALIZED.format(names=names))
     return hook
 
 
