@@ -21,10 +21,9 @@ from ..errors import AmpError
 from ..framework.patching import FrontEnd, Patch
 from ..framework.updated_arrays import updated_arrays
 from ..policy.active import suspended
-from ..scaling import custom_gradients
 from ..scaling.finite import all_finite
 from ..scaling.hook import TrainerHook
-from ..scaling.loss_outputs import scaled_heads
+from ..scaling.loss_outputs import custom_op_patch, scaled_heads
 from ..scaling.shared_scale import (
     SharedScale,
     attach,
@@ -73,7 +72,7 @@ class _BackwardPatches(FrontEnd):
             *imported(autograd, "grad", _build_grad),
             *self.variables.patches(),
             self.pass_.patch(),
-            custom_gradients.patch(),
+            custom_op_patch(),
         ]
 
     def open(self) -> None:

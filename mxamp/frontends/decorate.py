@@ -9,8 +9,7 @@ from ..errors import ArgumentError, StateError, unknown
 from ..framework.horovod import is_horovod_optimizer
 from ..framework.wording import shown
 from ..policy.active import chose_float32
-from ..scaling.float32 import Float32Scaler
-from ..scaling.scaler import LossScaler, Scaler, StaticLossScaler
+from ..scaling.scaler import Float32Scaler, LossScaler, Scaler, StaticLossScaler
 from ..scaling.shared_scale import SharedScale, scale_of
 from .backward import backward_patches
 from .module_api import DecoratedName, module_patches

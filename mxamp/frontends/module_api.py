@@ -23,9 +23,9 @@ from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
-from ..scaling import custom_gradients
+from ..scaling.distributed import poison
 from ..scaling.finite import all_finite, multiply, unscale
-from ..scaling.reduction import poison
+from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.shared_scale import SharedScale, scale_of
 from .module_workers import check_before, check_step, patient, summed_by_horovod, synchronize
 
@@ -192,7 +192,7 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         scale = state.scale if state.scalable else shared.loss_scale
         # What gradients are added to has to carry the same scale as what is added.
         multiply(_gradients(self, adding=True), scale)
-        with custom_gradients.scaled(scale, stays_inside=True):
+        with scaled_custom_ops(scale, stays_inside=True):
             original(self, _times(out_grads, scale))
         state.overflown = bool(unscale(_gradients(self), scale))
 

@@ -12,9 +12,8 @@ from ..framework.horovod import check_gradients, is_horovod_optimizer, store_of
 from ..framework.kvstores import is_distributed
 from ..framework.transports import PARAMETER_SERVER
 from ..framework.waiting import waiting
-from ..scaling.reduction import poison
+from ..scaling.distributed import GRADIENTS, Workers, poison
 from ..scaling.shared_scale import SharedScale
-from ..scaling.workers import GRADIENTS, Workers
 
 __all__ = ["check_before", "check_step", "patient", "summed_by_horovod", "synchronize"]
 

@@ -26,9 +26,8 @@ from ..patches.autocast import init, switch_on
 from ..policy.active import FLOAT32, chose_float32, current_policy
 from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
-from ..scaling.attach import attach_hook, hook_in_force
-from ..scaling.float32 import Float32Scaler
-from ..scaling.scaler import LossScaler, NoScaler, Scaler, StaticLossScaler
+from ..scaling.scaler import Float32Scaler, LossScaler, NoScaler, Scaler, StaticLossScaler
+from ..scaling.trainer import attach_hook, hook_in_force
 from .float32_files import save_in_float32
 
 __all__ = ["initialize"]

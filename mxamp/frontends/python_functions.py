@@ -21,7 +21,7 @@ from ..framework.machine import dtype_name
 from ..framework.patching import Patch
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
-from ..scaling.custom_gradients import calls_so_far, in_unscaled_backward
+from ..scaling.loss_outputs import calls_so_far, in_unscaled_backward
 
 __all__ = ["RunningPass"]
 

@@ -6,7 +6,8 @@ from typing import Iterator, List, Optional, Sequence
 from ..framework.patching import Patch, PatchSet
 from ..policy.active import enter_region, leave_region
 from ..policy.policy import Policy
-from ..scaling import clipping, custom_gradients
+from ..scaling.finite import clip_patch
+from ..scaling.loss_outputs import custom_op_patch
 from . import (
     cached_op,
     data_loading,
@@ -35,7 +36,7 @@ class _CastingPatches(PatchSet):
         calls: List[Patch] = [*eager.patches(), *symbolic.patches(), *cached_op.patches()]
         calls += [*marks.patches(), *functions.patches(self.under), *data_loading.patches()]
         calls += [*kvstores.patches(), *horovod.patches()]
-        return [*calls, *optimizers.patches(), *clipping.patches(), custom_gradients.patch()]
+        return [*calls, *optimizers.patches(), clip_patch(), custom_op_patch()]
 
     def acquire(self) -> None:
         """Put them in place for one more user."""

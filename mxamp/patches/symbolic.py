@@ -42,9 +42,8 @@ from ..framework.patching import Patch
 from ..graph.casts.insert import own_marks, rewritten_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
-from ..graph.speed.shape_rules import choose
 from ..graph.speed.fusible import with_barriers
-from ..graph.speed.shape_rules import Choices
+from ..graph.speed.shape_rules import Choices, choose
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside

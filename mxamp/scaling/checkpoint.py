@@ -1,7 +1,7 @@
 """A trainer's state files, with the loss scaler in them.
 
-MXNet pickles the optimizer into the file. The scaler's state goes along as an attribute of it, made
-of plain numbers and strings: so plain MXNet loads the file too, and a trainer that loads it before
+MXNet pickles the optimizer into the file. The scaler's state is an attribute of the optimizer, made
+of plain numbers and strings. So plain MXNet loads the file too, and a trainer that loads it before
 `init_trainer` finds the state in its optimizer afterwards.
 
 Like every pickle, a state file can run code when it is loaded: load only files that you trust.
@@ -19,13 +19,13 @@ from mxnet.gluon import Trainer
 from ..errors import ArgumentError
 from ..framework.files import NOT_THE_SAME, checksum, replaced_file
 from ..framework.wording import shown
-from .numbers import count
+from .scaler import count
 
 __all__ = ["load_states", "save_states", "saved_state", "taken_state"]
 
 _ATTRIBUTE = "_amp_state"
 
-# What unpickling damaged states, or using them as a trainer's, raises.
+# Raised by unpickling damaged states, or by loading them into a trainer.
 _DAMAGED = (
     pickle.UnpicklingError,
     EOFError,
@@ -41,13 +41,13 @@ NO_STATES = (
     "trainer.save_states, and to its end?"
 )
 
-NO_STATE = "the state must be what state_dict returns, with scaler, steps and skips, not {given}"
+NO_STATE = "the state must come from state_dict, with scaler, steps and skips, not {given}"
 
 
 def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
     """Write a trainer's states, with `state` of the loss scaler: the whole file or none.
 
-    Raises `WriteError` where that fails.
+    Raises `WriteError` if that fails.
     """
     optimizer = trainer._optimizer
     setattr(optimizer, _ATTRIBUTE, dict(state))
@@ -59,7 +59,7 @@ def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
 
 
 def _read_back(path: Path) -> None:
-    """Raise where a file that was written does not hold all of it: a pickle says where it ends."""
+    """Raise if a written file is incomplete: a pickle marks its own end."""
     checksum(path)  # from the disk, into memory
     try:
         with open(path, "rb") as file:
@@ -73,9 +73,9 @@ def _read_back(path: Path) -> None:
 
 
 def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None]) -> None:
-    """Read a trainer's states and `resume` from the scaler's; an error leaves it as it was.
+    """Read a trainer's states and `resume` from the scaler's; an error changes nothing.
 
-    Raises `ArgumentError` where the file holds no states of a trainer.
+    Raises `ArgumentError` if the file holds no states of a trainer.
     """
     with _restored_on_error(trainer):
         try:
@@ -89,13 +89,13 @@ def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]
 
 
 def taken_state(trainer: Trainer) -> Optional[Dict[str, Any]]:
-    """Return the scaler's state that came with the optimizer, and take it off."""
+    """Remove the scaler's state from the trainer's optimizer and return it."""
     state = vars(trainer._optimizer).pop(_ATTRIBUTE, None)
     return state if isinstance(state, dict) else None
 
 
 def saved_state(state: Any) -> Tuple[Any, int, int]:
-    """Return the scaler's state and the counts; raise `ArgumentError` where there are none."""
+    """Return the scaler's state and the counts; raise `ArgumentError` if there are none."""
     named = state if isinstance(state, Mapping) else {}
     if not named.keys() >= {"scaler", "steps", "skips"}:
         raise ArgumentError(NO_STATE.format(given=shown(state)))
@@ -104,7 +104,7 @@ def saved_state(state: Any) -> Tuple[Any, int, int]:
 
 @contextmanager
 def _restored_on_error(trainer: Trainer) -> Iterator[None]:
-    """Put optimizer and states back where loading fails halfway."""
+    """Restore optimizer and states if loading fails halfway."""
     if not trainer._kv_initialized:
         trainer._init_kvstore()
     optimizer = trainer._optimizer

@@ -1,46 +1,60 @@
-"""Whether gradients are finite, and their norm: exact, with one wait for all that GPUs compute.
+"""Overflow check, norm and scaling of gradients: exact, with one wait for all GPU work.
 
-On CPUs an array's memory is read in place. A float32 array's dot product with itself runs at the
-speed of memory and is finite only if every element is; where it isn't (a finite 1e25 squares to
-infinity too) the elements are looked at one by one. Half precision is checked by its exponent
-bits. `multi_all_finite`, which MXNet has for this, takes 40 % of a ResNet-50 training step on
-CPUs and knows no bfloat16.
+On CPUs the check reads an array's memory in place. A float32 array's dot product with itself runs
+at memory speed and is finite only if every element is. Where it is not (a finite 1e25 squares to
+infinity too) the elements are checked one by one. Half precision is checked by its exponent bits.
+MXNet's `multi_all_finite` takes 40 % of a ResNet-50 training step on CPUs and knows no bfloat16.
 """
 
-from typing import Any, Dict, Iterator, List, Sequence, Set, Tuple
+import functools
+import math
+import warnings
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd
+from mxnet import autograd, gluon
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 
 from ..framework.arrays import flat_view, plain_array
 from ..framework.machine import device_kind, dtype_name
+from ..framework.patching import Patch
 from ..policy.active import suspended
 
-__all__ = ["all_finite", "finite_flags", "multiply", "square_sum", "square_sums", "unscale"]
+__all__ = [
+    "all_finite",
+    "clip_patch",
+    "finite_flags",
+    "multiply",
+    "square_sum",
+    "square_sums",
+    "unscale",
+]
 
 # The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 _REAL = {"float32": np.float32, "float64": np.float64}
-# The least float16 that has all its digits.
+# The smallest normal float16.
 _LEAST_NORMAL = 2.0**-14
-# So many float32 elements fit into a core's cache.
+# This many float32 elements fit into a core's cache.
 _BLOCK = 2**15
-# As many arrays as one call of multi_all_finite or multi_sum_sq takes.
+# The most arrays that one call of multi_all_finite or multi_sum_sq takes.
 _CHUNK = 200
+# Added by MXNet's `clip_global_norm` against a division by zero.
+_EPSILON = 1e-8
+
+NOT_FINITE = "nan or inf is detected. The arrays are left as they are."
 
 
 def all_finite(arrays: Sequence[NDArray]) -> bool:
-    """Tell whether no element of `arrays` is Inf or NaN.
+    """Return whether no element of `arrays` is Inf or NaN.
 
     Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
     """
     on_gpu, on_cpu = _by_device(arrays)
     with autograd.pause(), suspended():
-        # What GPUs compute while the CPU looks at its own.
-        pending = finite_flags(on_gpu)
+        pending = finite_flags(on_gpu)  # runs while the CPU checks its own arrays
         return all(map(_finite_on_cpu, on_cpu)) and bool(_values(pending).all())
 
 
@@ -61,13 +75,13 @@ def _not_finite(arrays: Sequence[NDArray]) -> Set[int]:
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:
-    """Return the sum of the squares of all elements: Inf or NaN where one is. Waits for them."""
+    """Return the sum of squares of all elements; Inf or NaN if one is. Waits for the arrays."""
     on_gpu, on_cpu = _by_device(arrays)
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
         pending = square_sums(on_gpu)
         on_cpus = sum(map(_square_sum, on_cpu))
         total = float(_values(pending).sum())
-        if not np.isfinite(total):  # squares of finite numbers may be beyond float32
+        if not np.isfinite(total):  # squares of finite numbers may overflow float32
             wide = [array.astype("float64").square().sum() for array in on_gpu]
             total = float(_values(wide).sum())
         return on_cpus + total
@@ -79,7 +93,7 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
         return
     with autograd.pause(), suspended():
         for i in range(len(arrays)):
-            # MXNet takes the factor in the array's dtype, and float16 makes 0 of small ones.
+            # MXNet casts the factor to the array's dtype, and float16 rounds small ones to 0.
             left, small = factor, dtype_name(arrays[i].dtype) == "float16"
             while small and 0 < abs(left) < _LEAST_NORMAL:
                 arrays[i].__imul__(_LEAST_NORMAL)
@@ -110,7 +124,7 @@ def _is_plain(array: NDArray) -> bool:
 
 
 def _unscale_plain(array: NDArray, factor: Any) -> bool:
-    """Multiply a float32 CPU array in place; tell whether all its elements are finite."""
+    """Multiply a float32 CPU array in place; return whether all elements are finite."""
     values = flat_view(array, np.float32, write=True)
     total = 0.0
     with np.errstate(all="ignore"):
@@ -129,13 +143,13 @@ def _square_sum(array: NDArray) -> float:
         values = flat_view(array, np.dtype(dtype))
         values = values.astype(np.float32) if dtype == "float16" else values
     total = np.dot(values, values)
-    if not np.isfinite(total):  # squares of finite numbers may be beyond float32
+    if not np.isfinite(total):  # squares of finite numbers may overflow float32
         total = np.dot(values.astype(np.float64), values.astype(np.float64))
     return float(total)
 
 
 def _by_device(arrays: Sequence[NDArray]) -> Tuple[List[NDArray], List[NDArray]]:
-    """Return the dense classic arrays on GPUs and on CPUs that hold the elements of `arrays`."""
+    """Return the elements of `arrays` as dense classic arrays: those on GPUs, those on CPUs."""
     dense = [array.data if isinstance(array, RowSparseNDArray) else array for array in arrays]
     plain = [plain_array(array) for array in dense if array.size]
     on_gpu = [array for array in plain if device_kind(array.context) == "gpu"]
@@ -157,7 +171,7 @@ def _finite_on_cpu(array: NDArray) -> bool:
 
 
 def finite_flags(arrays: Sequence[NDArray]) -> List[NDArray]:
-    """Start the check on classic arrays; return a flag a device and dtype, not waited for."""
+    """Return one flag per group of classic arrays, 1 if all are finite. Does not wait."""
     flags = []
     for group in _chunks(arrays):
         flag = mx.nd.ones((1,), ctx=group[0].context)
@@ -167,12 +181,12 @@ def finite_flags(arrays: Sequence[NDArray]) -> List[NDArray]:
 
 
 def square_sums(arrays: Sequence[NDArray]) -> List[NDArray]:
-    """Return sums of squares of classic arrays, some in one array; not waited for."""
+    """Return the sum of squares of each classic array, one result per group. Does not wait."""
     return [mx.nd.multi_sum_sq(*group, num_arrays=len(group)) for group in _chunks(arrays)]
 
 
 def _values(pending: Sequence[NDArray]) -> Any:
-    """Return the elements of classic arrays on any devices in float64, waited for once."""
+    """Return the elements of classic arrays on any devices in float64, with one wait."""
     if not pending:
         return np.empty(0)
     copies = [array.astype("float64").as_in_context(mx.cpu()) for array in pending]
@@ -180,10 +194,35 @@ def _values(pending: Sequence[NDArray]) -> Any:
 
 
 def _chunks(arrays: Sequence[NDArray]) -> Iterator[List[NDArray]]:
-    """Yield the arrays in groups of one device and dtype, as large as one operator takes."""
+    """Yield groups of one device and dtype, at most as large as one operator call takes."""
     groups: Dict[Any, List[NDArray]] = {}
     for array in arrays:
         groups.setdefault((array.context, dtype_name(array.dtype)), []).append(array)
     for group in groups.values():
         for start in range(0, len(group), _CHUNK):
             yield group[start : start + _CHUNK]
+
+
+def clip_patch() -> Patch:
+    """Return the patch that makes Gluon's `clip_global_norm` right under mixed precision.
+
+    Its norm is a `dot`, which a policy would lower, and half precision can't hold the square of a
+    norm. In float16 MXNet's norm is Inf above 256, and clipping by it zeroes the gradients.
+    """
+    return Patch(gluon.utils, "clip_global_norm", _build_clip)
+
+
+def _build_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_global_norm(arrays: Any, max_norm: float, check_isfinite: bool = True) -> Any:
+        if not any(dtype_name(array.dtype) in _EXPONENT for array in arrays):
+            with suspended():
+                return original(arrays, max_norm, check_isfinite)
+        norm = math.sqrt(square_sum(arrays))
+        if math.isfinite(norm):
+            multiply(arrays, min(1.0, max_norm / (norm + _EPSILON)))
+        elif check_isfinite:
+            warnings.warn(UserWarning(NOT_FINITE), stacklevel=2)
+        return norm if check_isfinite else mx.nd.array([norm], ctx=arrays[0].context)
+
+    return clip_global_norm

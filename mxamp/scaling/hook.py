@@ -1,8 +1,8 @@
-"""Per-trainer loss-scaling state, and the overflow check before each update.
+"""The loss-scaling state of one trainer, and the overflow check before each update.
 
 `Trainer._update` asks `self._amp_loss_scaler.has_overflow(params)` before it updates, and skips
-the update on True. That question is all the hook needs: by then `step` has reduced the gradients
-of all devices and set the optimizer's `rescale_grad`, which takes the scale out again.
+the update on True. By then `step` has reduced the gradients of all devices and set the optimizer's
+`rescale_grad`, which takes the scale out again.
 
 Whether gradients carry the scale is a state of the trainer:
 
@@ -10,53 +10,182 @@ Whether gradients carry the scale is a state of the trainer:
       ▲                      │                      │
       └────────── step or update, done or skipped ──┘
 
-A step without `scale_loss` finds "none" and is a plain step of MXNet's. A `StateError`, where its
-gradients come from a loss that was scaled for another trainer (`passes`).
+With a `GradScaler` the step leads to "stepped", and the scaler's `update()` from there to "none".
+A step without `scale_loss` finds "none" and is MXNet's plain step. It raises a `StateError` if its
+gradients come from a loss that was scaled for another trainer (see `passes`).
 """
 
+import logging
 import threading
+import weakref
 from contextlib import contextmanager
-from typing import AbstractSet, Any, Dict, Iterator, Mapping, Optional, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import (
+    AbstractSet,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    MutableMapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.optimizer import LBSGD
 
 from ..errors import StateError
 from ..framework.arrays import as_float
+from ..framework.machine import dtype_name
+from ..framework.versions import has_feature
+from ..framework.wording import counted, shortened
+from ..policy.active import current_policy
 from .checkpoint import load_states, save_states, saved_state
-from .contrib_names import ContribNames
-from .finite import all_finite, unscale
-from .passes import passes
-from .pending import PendingGradients, Stage
-from .reduction import Gradients, Reduction, fresh_gradients
-from .report import SkipWatch, StepReport, log_step, warn_of_no_scaling
-from .rescaling import take_out_scale
-from .scaler import Scaler
-from .step_observers import tell_observers
+from .distributed import Reduction
+from .finite import all_finite, multiply, unscale
+from .passes import Gradients, fresh_gradients, passes
+from .scaler import LossScaler, Scaler, count
 
-__all__ = ["Stage", "TrainerHook"]
+__all__ = [
+    "Stage",
+    "StepReport",
+    "TrainerHook",
+    "check_before_updates",
+    "observe_steps",
+    "stop_observing",
+    "take_out_scale",
+]
+
+logger = logging.getLogger("mxamp")
+
+#: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
+_STUCK = 10
+_HALF = ("float16", "bfloat16")
 
 SCALED_TWICE = (
-    "the losses of this trainer are scaled by {one} already; {other} would scale them twice: leave "
-    "one of the two out"
+    "the losses of this trainer are scaled by {one} already; {other} would scale them twice: "
+    "{advice}"
 )
-STEP_BEFORE_SCALING = (
-    "these gradients have been unscaled and not been used: call trainer.step() or update() "
-    "before the next scale_loss"
+GRAD_SCALER_ALONE = "remove {other}, which a GradScaler does not need"
+LEAVE_ONE_OUT = "leave one of the two out"
+TOO_MANY_SKIPS = (
+    "skipped {steps} in a row, and the loss scale is down to {scale:g}. The first had "
+    "gradients that are not finite in {names}.{loss} Look for a learning rate that is too high, a "
+    "division by zero or a logarithm of zero."
 )
-NOTHING_TO_UNSCALE = (
-    "there are no scaled gradients: unscale, or clip, after scale_loss and backward, before step"
+LOSS_NOT_FINITE = " The loss itself was not finite either."
+NEVER_SCALED = (
+    "a trainer with a loss scale of %g steps, and no loss was ever scaled for it: small gradients "
+    "are lost in float16. Run backward from the scaled loss, "
+    "`with mxamp.scale_loss(loss, trainer) as scaled`"
 )
-UNSCALED_TWICE = "these gradients are unscaled already: unscale, or clip, once before each step"
+FOREIGN_SCALER = (
+    "this trainer's loss scaler is a {kind} and not mxamp's, so its steps can't be observed: use "
+    "mxamp.init_trainer(trainer), or mxamp.patch_contrib() for scripts of mxnet.contrib.amp"
+)
 
 
-class TrainerHook(ContribNames):
-    """One trainer's loss scaling; what `trainer._amp_loss_scaler` is.
+class Stage(Enum):
+    """Whether a trainer's gradients carry the loss scale."""
 
-    `loss_scale` is the scale that the current gradients carry, as scripts written for
-    `mxnet.contrib.amp` read it. `steps` and `skips` count updates done and skipped. `scaled_by`
-    names the API that scales this trainer's losses. The attributes of contrib's own scaler can be
-    read and assigned too.
+    NONE = "none"
+    SCALED = "scaled"
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"  #: by a GradScaler, before its update()
+
+
+#: The illegal moves: the error of an action in a stage. All other moves are legal.
+_ILLEGAL = {
+    ("scale", Stage.UNSCALED): (
+        "these gradients have been unscaled and not been used: call trainer.step() or update() "
+        "before the next scale_loss"
+    ),
+    ("unscale", Stage.NONE): (
+        "there are no scaled gradients: unscale, or clip, after scale_loss and backward, before "
+        "step"
+    ),
+    ("unscale", Stage.UNSCALED): (
+        "these gradients are unscaled already: unscale, or clip, once before each step"
+    ),
+    ("unscale", Stage.STEPPED): (
+        "this trainer has stepped since the last update(): call unscale_ before step"
+    ),
+    ("step", Stage.STEPPED): (
+        "this trainer has stepped already since the last update(): call update() first"
+    ),
+}
+
+
+class StepReport(NamedTuple):
+    """The outcome of an update: `trainer.amp_last_step`."""
+
+    stepped: bool  #: False if the update was skipped
+    loss_scale: float  #: the scale that the gradients carried
+    next_loss_scale: float
+    nonfinite: Tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
+    loss_finite: bool = True  #: False if the loss was Inf or NaN before it was scaled
+
+
+@dataclass
+class _Pending:
+    """The gradients of one trainer between backward pass and step."""
+
+    stage: Stage = Stage.NONE
+    scale: float = 1.0  #: of the losses, and of the gradients until they are unscaled
+    losses: int = 0  #: how many were scaled
+    values: List[NDArray] = field(default_factory=list)  #: the unscaled losses
+    overflown: AbstractSet[int] = frozenset()  #: arrays with non-finite gradients, by `id`
+    reduced: bool = False  #: summed over devices already
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the gradients come from a scaled loss and wait for their step."""
+        return self.stage in (Stage.SCALED, Stage.UNSCALED)
+
+    def add(self, scale: float, values: Sequence[NDArray]) -> None:
+        """Count scaled losses; the first of them set the scale until the step."""
+        if self.stage is Stage.NONE:
+            self.scale, self.stage = scale, Stage.SCALED  # in this order: other threads read both
+        self.losses += 1
+        self.values.extend(values)
+
+    def take_back(self, values: Sequence[NDArray]) -> None:
+        """Undo `add`."""
+        self.losses = max(self.losses - 1, 0)
+        self.stage = self.stage if self.losses else Stage.NONE
+        kept = {id(value) for value in values}
+        self.values = [value for value in self.values if id(value) not in kept]
+
+
+def _growth_setting(
+    field: str, check: Callable[[Any], Any], default: Callable[["TrainerHook"], Any]
+) -> Any:
+    """Return a property for a field of `LossScaler`; other scalers ignore an assignment."""
+
+    def read(hook: "TrainerHook") -> Any:
+        return getattr(hook.scaler.origin, field, default(hook))
+
+    def assign(hook: "TrainerHook", value: Any) -> None:
+        value = check(value)
+        if isinstance(hook.scaler.origin, LossScaler):
+            setattr(hook.scaler.origin, field, value)
+
+    return property(read, assign)
+
+
+class TrainerHook:
+    """One trainer's loss scaling: the object in `trainer._amp_loss_scaler`.
+
+    `loss_scale` is the scale of the current gradients, as scripts written for `mxnet.contrib.amp`
+    read it. `steps` and `skips` count updates done and skipped. `scaled_by` names the API that
+    scales this trainer's losses.
     """
 
     def __init__(
@@ -68,15 +197,15 @@ class TrainerHook(ContribNames):
     ) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
         self.retired = False  #: the API that scaled the losses has ended; another may take over
-        self.loaded: Optional[Mapping[str, Any]] = None  #: what a state file held
-        self.watch = SkipWatch(max_consecutive_skips)
+        self.loaded: Optional[Mapping[str, Any]] = None  #: the state from a file
+        self.watch = _SkipWatch(max_consecutive_skips)
         self.steps = self.skips = 0
-        self.most_losses = 0  #: that were scaled for one step
+        self.most_losses = 0  #: the most losses scaled for one step
         self.reduction = Reduction(trainer)
         self._lock = threading.Lock()
-        self._pending = PendingGradients()
-        self.last_stage = Stage.SCALED  #: what gradients were in the last step
-        self._may_warn = scaled_by in ("init_trainer", "initialize")  # of losses never scaled
+        self._pending = _Pending()
+        self.last_stage = Stage.SCALED  #: of the gradients in the last step
+        self._may_warn = scaled_by in ("init_trainer", "initialize")  #: of a loss never scaled
         self.publish(None)
 
     @property
@@ -85,10 +214,36 @@ class TrainerHook(ContribNames):
         scaled = self.stage is Stage.SCALED
         return self._pending.scale if scaled else self.scaler.loss_scale
 
+    # The attributes of contrib's scaler: scripts keep them in files of their own.
+
+    @property
+    def _next_loss_scale(self) -> float:
+        return self.scaler.loss_scale
+
+    @_next_loss_scale.setter
+    def _next_loss_scale(self, scale: float) -> None:
+        self.scaler.origin.assign_scale(scale)
+        self.trainer.amp_loss_scale = self.loss_scale
+
+    _loss_scale = property(
+        lambda hook: hook.loss_scale, lambda hook, scale: setattr(hook, "_next_loss_scale", scale)
+    )
+    _unskipped = _growth_setting("_clean_steps", partial(count, "_unskipped"), lambda hook: 0)
+    _scale_seq_len = _growth_setting(
+        "_growth_interval",
+        partial(count, "_scale_seq_len", least=1),
+        lambda hook: LossScaler()._growth_interval,
+    )
+    _max_loss_scale = _growth_setting("_max_scale", float, lambda hook: hook.loss_scale)
+
     def check_scaled_by(self, *allowed: str) -> None:
-        """Raise `StateError` where an API that is not `allowed` scales this trainer's losses."""
-        if self.scaled_by not in allowed:
-            raise StateError(SCALED_TWICE.format(one=self.scaled_by, other=allowed[0]))
+        """Raise `StateError` if an API that is not `allowed` scales this trainer's losses."""
+        if self.scaled_by in allowed:
+            return
+        one, other = self.scaled_by, allowed[0]
+        rest = {one, other} - {"GradScaler"}
+        advice = GRAD_SCALER_ALONE.format(other=rest.pop()) if len(rest) == 1 else LEAVE_ONE_OUT
+        raise StateError(SCALED_TWICE.format(one=one, other=other, advice=advice))
 
     @property
     def stage(self) -> Stage:
@@ -97,18 +252,22 @@ class TrainerHook(ContribNames):
 
     @property
     def losses(self) -> int:
-        """How many losses were scaled since the last step, for this trainer or for all."""
+        """The number of losses scaled since the last step, for this trainer or for all."""
         return self._pending.losses
+
+    def check(self, action: str) -> None:
+        """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now."""
+        if (action, self.stage) in _ILLEGAL:
+            raise StateError(_ILLEGAL[action, self.stage])
 
     @contextmanager
     def scaling(self, scale: float, values: Sequence[NDArray]) -> Iterator[None]:
-        """Mark the gradients of losses scaled by `scale`; an error inside takes that back.
+        """Mark the gradients of losses scaled by `scale`; an error inside undoes the mark.
 
-        `values` are the losses before they are scaled, to be looked at if the step overflows.
+        `values` are the unscaled losses, checked if the step overflows.
         """
         with self._lock:
-            if self.stage is Stage.UNSCALED:
-                raise StateError(STEP_BEFORE_SCALING)
+            self.check("scale")
             pending = self._pending
             pending.add(scale, values)
             pending.reduced, self._may_warn = False, False
@@ -118,6 +277,49 @@ class TrainerHook(ContribNames):
             with self._lock:
                 pending.take_back(values)
             raise
+
+    def mark_scaled(self, values: Sequence[NDArray] = ()) -> None:
+        """Mark the gradients as scaled, without `scale_loss`; `values` are the unscaled losses."""
+        with self._lock:
+            self._pending.add(self.loss_scale, values)
+
+    def mark_unscaled(
+        self,
+        scale: float,
+        replaced: AbstractSet[int],
+        overflown: AbstractSet[int],
+        values: Sequence[NDArray] = (),
+    ) -> None:
+        """Record a backward pass that has scaled the loss and unscaled the gradients.
+
+        `replaced` and `overflown` are arrays by `id`: those whose gradients the pass has replaced,
+        and those whose gradients are not finite. `values` are the losses of the pass. Losses of
+        earlier passes, possibly for other trainers, are forgotten.
+        """
+        with self._lock:
+            found = (self._pending.overflown - replaced) | overflown
+            losses = self._pending.losses + 1
+            self._pending = _Pending(Stage.UNSCALED, scale, losses, list(values), found)
+
+    def unscale(self) -> None:
+        """Divide the gradients of all devices by the scale, and record which are not finite."""
+        self.check("unscale")
+        self._settle()
+        pairs = [(p, g) for p, of_one in fresh_gradients(self.trainer._params) for g in of_one]
+        bad = unscale([gradient for _, gradient in pairs], self._pending.scale)
+        if self._checks:
+            self._pending.overflown |= {id(pairs[i][0].list_data()[0]) for i in bad}
+        self._pending.stage = Stage.UNSCALED
+        passes.set_scale(self.trainer, 1.0)
+
+    def wait_for_update(self) -> None:
+        """Allow no second step before `end_wait`, from the update of a `GradScaler`."""
+        self._pending.stage = Stage.STEPPED
+
+    def end_wait(self) -> None:
+        """Allow the next step, and publish the scale."""
+        self._pending.stage = Stage.NONE
+        self.trainer.amp_loss_scale = self.loss_scale
 
     def reduce(self) -> None:
         """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
@@ -129,27 +331,24 @@ class TrainerHook(ContribNames):
             self.reduction.compare_workers(self.scaler)
             if self.reduction.is_compressed and not self._unscale_to_compress():
                 return
-            self._follow_others()
+            if not self._pending.is_marked and self.reduction.comes_from_others:
+                # This worker has computed nothing: its sum is what it was in the last step.
+                self._pending.stage, self._pending.scale = self.last_stage, self.loss_scale
         self.reduction.sum(self._pending.overflown)
-        self._pending.reduced = self.stage is not Stage.NONE
+        self._pending.reduced = self._pending.is_marked
 
     def _settle(self) -> None:
-        """Have all gradients carry what this trainer takes them to carry; raise where it can't."""
-        if self.stage is Stage.NONE:
+        """Bring all gradients to the scale of this trainer; raise if nothing takes it out."""
+        if not self._pending.is_marked:
             passes.check_own(self.trainer)
         else:
             own = self._pending.scale if self.stage is Stage.SCALED else 1.0
             passes.convert(self.trainer, own)
 
-    def _follow_others(self) -> None:
-        """Take the sum for what it was in the last step, where this worker has computed nothing."""
-        if self.stage is Stage.NONE and self.reduction.comes_from_others:
-            self._pending.stage, self._pending.scale = self.last_stage, self.loss_scale
-
     def _unscale_to_compress(self) -> bool:
-        """Take the scale out of gradients about to be compressed; False where one overflowed.
+        """Take the scale out of gradients before compression; return whether all are finite.
 
-        Compression rounds by a threshold, which is meant for gradients without the scale.
+        Compression rounds by a threshold meant for unscaled gradients.
         """
         fresh = fresh_gradients(self.trainer._params)
         if self.stage is Stage.SCALED:
@@ -157,84 +356,47 @@ class TrainerHook(ContribNames):
         overflown = any(self._has_overflown(param) for param, _ in fresh)
         return not overflown and all_finite([g for _, of_one in fresh for g in of_one])
 
-    def mark_scaled(self, values: Sequence[NDArray] = ()) -> None:
-        """Mark the gradients as scaled, even if `scale_loss` was not used.
-
-        `values` are the losses, as in `scaling`.
-        """
-        with self._lock:
-            self._pending.add(self.loss_scale, values)
-
-    def mark_unscaled(
-        self,
-        scale: float,
-        replaced: AbstractSet[int],
-        overflown: AbstractSet[int],
-        values: Sequence[NDArray] = (),
-    ) -> None:
-        """Take note of a backward pass that has scaled, and taken the scale out again.
-
-        By `id` of their arrays: the gradients it has replaced, and those that were not finite.
-        `values` are the losses that it began with; those of earlier passes, which may have been
-        other trainers', are forgotten.
-        """
-        with self._lock:
-            found = (self._pending.overflown - replaced) | overflown
-            losses = self._pending.losses + 1
-            self._pending = PendingGradients(Stage.UNSCALED, scale, losses, list(values), found)
-
-    def unscale(self) -> None:
-        """Divide the gradients of all devices by the scale, and note which are not finite."""
-        if self.stage is Stage.NONE:
-            raise StateError(NOTHING_TO_UNSCALE)
-        if self.stage is Stage.UNSCALED:
-            raise StateError(UNSCALED_TWICE)
-        self._settle()
-        pairs = [(p, g) for p, of_one in fresh_gradients(self.trainer._params) for g in of_one]
-        bad = unscale([gradient for _, gradient in pairs], self._pending.scale)
-        if self._checks:
-            self._pending.overflown |= {id(pairs[i][0].list_data()[0]) for i in bad}
-        self._pending.stage = Stage.UNSCALED
-        passes.set_scale(self.trainer, 1.0)
-
     @property
     def _checks(self) -> bool:
         return self.scaler.checks or self._pending.scale != 1
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
-        """Answer `Trainer._update`: True, and the update is skipped."""
+        """Return whether `Trainer._update` has to skip the update."""
         self._settle()
         optimizer = self.trainer._optimizer
-        # An array where `step` was given one: MXNet's operators parse its text.
+        # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
-        stage = self.last_stage = self.stage
-        if stage is Stage.NONE:
-            if self._may_warn:
-                warn_of_no_scaling(self.loss_scale)
-            self._may_warn = False
+        pending, scale, stage = self._pending, self._pending.scale, self.stage
+        self.last_stage = stage if pending.is_marked else Stage.NONE
+        if not pending.is_marked:
+            self._warn_of_no_scaling()
             report = StepReport(True, 1.0, self.loss_scale)
-            tell_observers(self.trainer, report, ())
-            self.reduction.compare_step(self.steps + self.skips, stage.value, report)
+            self._tell(report, ())
             return False
-        pending, scale = self._pending, self._pending.scale
         fresh = self.reduction.used(params) if self._checks else []
         arrays = [gradient for _, of_one in fresh for gradient in of_one]
-        # A script may have hidden what overflowed since, say by clipping element by element.
+        # A script may have hidden an overflow since, for example by clipping element by element.
         hidden = any(self._has_overflown(param) for param, _ in fresh)
         finite = not hidden and all_finite(arrays)
         if finite and stage is Stage.SCALED:
             take_out_scale(optimizer, arrays, scale)
         report = self._report(finite, scale, fresh)
-        self._pending = PendingGradients()
+        self._pending = _Pending()
         self.most_losses = max(self.most_losses, pending.losses)
-        passes.forget(self.trainer, self)
+        passes.forget(self, self.trainer)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
-        log_step(report)
-        tell_observers(self.trainer, report, pending.values)
-        self.reduction.compare_step(self.steps + self.skips, stage.value, report)
-        self.watch.see(report)
+        _log_step(report)
+        self._tell(report, pending.values)
+        self.watch.see(report, self.scaler.origin.is_lowest)
         return not finite
+
+    def _tell(self, report: StepReport, losses: Sequence[NDArray]) -> None:
+        """Pass a report on to the trainer's observers and to the other workers."""
+        _tell_observers(self.trainer, report, losses)
+        self.reduction.compare_step(
+            self.steps + self.skips, report.stepped, self.last_stage.value, report.next_loss_scale
+        )
 
     def _report(self, finite: bool, scale: float, fresh: Gradients) -> StepReport:
         if finite:
@@ -244,7 +406,7 @@ class TrainerHook(ContribNames):
             for param, gradients in fresh
             if self._has_overflown(param) or not all_finite(gradients)
         )
-        # Else a later step with ignore_stale_grad=True would use what is skipped here.
+        # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
         for param, _ in fresh:
             for data in param.list_data():
                 data._fresh_grad = False
@@ -255,36 +417,44 @@ class TrainerHook(ContribNames):
     def _has_overflown(self, param: Parameter) -> bool:
         return any(id(data) in self._pending.overflown for data in param.list_data())
 
+    def _warn_of_no_scaling(self) -> None:
+        """Warn at a first step without a scaled loss, unless the dtype needs no scale."""
+        policy = current_policy()
+        needed = policy is None or policy.target_dtype != "bfloat16"
+        if self._may_warn and self.loss_scale != 1 and needed:
+            logger.warning(NEVER_SCALED, self.loss_scale)
+        self._may_warn = False
+
     def publish(self, report: Optional[StepReport]) -> None:
-        """Show the state on the trainer."""
+        """Set the trainer's attributes."""
         self.trainer.amp_loss_scale = self.loss_scale
         self.trainer.amp_last_step = report
         self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
 
     def save_states(self, fname: str) -> None:
-        """Write the trainer's states, the loss scaler's among them: the whole file or none."""
+        """Write the trainer's states with the loss scaler's: the whole file or none."""
         save_states(self.trainer, fname, self.state_dict())
 
     def load_states(self, fname: str) -> None:
-        """Read the trainer's states, and go on from the loss scaler's; an error changes nothing.
+        """Read the trainer's states with the loss scaler's; an error changes nothing.
 
         Load only files that you trust: MXNet unpickles them.
         """
         load_states(self.trainer, fname, self.load_state_dict)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return what `save_states` keeps: the scaler and the counts."""
+        """Return the scaler's state and the counts."""
         return {"scaler": self.scaler.state_dict(), "steps": self.steps, "skips": self.skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; raises `ArgumentError` where it did not."""
+        """Resume from `state_dict`; raise `ArgumentError` if `state` is something else."""
         scaler, steps, skips = saved_state(state)
         self.scaler, self.steps, self.skips = self.scaler.resumed(scaler), steps, skips
         self.loaded = state
         self.publish(None)
 
     def take_over(self, retired: "TrainerHook") -> None:
-        """Go on from a hook that has ended: gradients that wait for their step, states loaded."""
+        """Take waiting gradients and loaded states from a hook whose API has ended."""
         self._pending = retired._pending
         self.loaded = retired.loaded
 
@@ -292,9 +462,148 @@ class TrainerHook(ContribNames):
         return f"<TrainerHook of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
 
     def __getstate__(self) -> Dict[str, Any]:
-        # Copies and pickles of trainers hold their hook; locks can be neither.
+        # Trainers are copied and pickled with their hook, and a lock can be neither.
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self._lock = threading.Lock()
+
+
+class _SkipWatch:
+    """Warns of a run that skips step after step, or ends it at `limit` skips in a row."""
+
+    def __init__(self, limit: Optional[int]) -> None:
+        self.limit = limit
+        self._count = 0
+        self._first: Tuple[str, ...] = ()
+        self._warned = False
+
+    def see(self, report: StepReport, is_lowest: bool) -> None:
+        """Count a step; raise `StateError` at the limit. `is_lowest`: the scale can't fall."""
+        if report.stepped:
+            self._count = 0
+            return
+        if not self._count:
+            self._first, self._warned = report.nonfinite, False
+        self._count += 1
+        if self._count == self.limit:
+            message = self._message(report)
+            self._count = 0
+            raise StateError(message)
+        stuck = self._count >= _STUCK or (self._count > 1 and is_lowest)
+        if stuck and not self._warned:
+            self._warned = True
+            logger.warning(self._message(report))
+
+    def _message(self, report: StepReport) -> str:
+        return TOO_MANY_SKIPS.format(
+            steps=counted(self._count, "step"),
+            names=shortened(self._first),
+            scale=report.next_loss_scale,
+            loss="" if report.loss_finite else LOSS_NOT_FINITE,
+        )
+
+
+def _log_step(report: StepReport) -> None:
+    """Log a step that was skipped or has changed the scale."""
+    changed = report.next_loss_scale != report.loss_scale
+    scale = f"loss scale {report.loss_scale:g}"
+    scale += f" -> {report.next_loss_scale:g}" if changed else ""
+    if not report.stepped:
+        names = shortened(report.nonfinite)
+        logger.info("step skipped, gradients of %s are not finite; %s", names, scale)
+    elif changed:
+        logger.info(scale)
+
+
+def take_out_scale(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> None:
+    """Make an optimizer update with gradients without their scale.
+
+    MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Optimizers
+    that may not do so, or read gradients before, get gradients that are divided here.
+    """
+    if scale == 1:
+        return
+    if _uses_only_rescaled(optimizer, gradients):
+        optimizer.rescale_grad /= scale
+    else:
+        multiply(gradients, 1.0 / scale)
+
+
+def _uses_only_rescaled(optimizer: Any, gradients: Sequence[NDArray]) -> bool:
+    # LBSGD sums unrescaled gradients over steps, and takes its warm-up from their norm.
+    if isinstance(optimizer, LBSGD):
+        return False
+    dtypes = {dtype_name(gradient.dtype) for gradient in gradients}
+    # In float16 MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
+    if "float16" in dtypes and not optimizer.multi_precision:
+        return False
+    if type(optimizer).__module__.startswith("mxnet.optimizer"):
+        return True
+    # Division in half precision would lose the small values that the scale preserves.
+    return not dtypes.isdisjoint(_HALF)
+
+
+def check_before_updates(trainer: Trainer) -> None:
+    """Make a trainer of MXNet 1.7 ask its `_amp_loss_scaler` too, as later versions do."""
+    if has_feature("skipped_updates"):
+        return
+    trainer._update = partial(_update_if_finite, trainer)
+    optimizer = trainer._optimizer  # mxnet.contrib.amp may have replaced its method
+    own = getattr(optimizer, "old_update_multi_precision", None)
+    if own is not None:
+        optimizer.update_multi_precision = own
+
+
+def _update_if_finite(trainer: Trainer, ignore_stale_grad: bool = False) -> None:
+    if not trainer._amp_loss_scaler.has_overflow(trainer._params):
+        type(trainer)._update(trainer, ignore_stale_grad)
+
+
+#: Called with the report on a step and its unscaled losses, if known. The gradients, and so the
+#: losses, are computed by then.
+StepObserver = Callable[[StepReport, Sequence[NDArray]], None]
+
+_observers: MutableMapping[Trainer, List[StepObserver]] = weakref.WeakKeyDictionary()
+
+
+class _PlainSteps:
+    """The loss scaler of a trainer without loss scaling, while its steps are observed."""
+
+    loss_scale = 1.0
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def has_overflow(self, params: Sequence[Any]) -> bool:
+        del params
+        _tell_observers(self._trainer, StepReport(True, 1.0, 1.0), ())
+        return False
+
+
+def observe_steps(trainer: Trainer, observer: StepObserver) -> None:
+    """Call `observer` after each of a trainer's steps, until `stop_observing`."""
+    scaler = getattr(trainer, "_amp_loss_scaler", None)
+    if scaler is not None and not isinstance(scaler, (TrainerHook, _PlainSteps)):
+        raise StateError(FOREIGN_SCALER.format(kind=type(scaler).__module__))
+    if scaler is None:
+        trainer._amp_loss_scaler = _PlainSteps(trainer)
+        check_before_updates(trainer)
+    _observers.setdefault(trainer, []).append(observer)
+
+
+def stop_observing(trainer: Trainer, observer: StepObserver) -> None:
+    """Remove an observer; after the last one the trainer is as it was."""
+    _observers[trainer].remove(observer)
+    if _observers[trainer]:
+        return
+    del _observers[trainer]
+    if isinstance(getattr(trainer, "_amp_loss_scaler", None), _PlainSteps):
+        del trainer._amp_loss_scaler
+        vars(trainer).pop("_update", None)  # of check_before_updates
+
+
+def _tell_observers(trainer: Trainer, report: StepReport, losses: Sequence[NDArray]) -> None:
+    for observer in tuple(_observers.get(trainer, ())):
+        observer(report, losses)

@@ -11,17 +11,17 @@ from ..errors import ArgumentError, StateError
 from ..framework.machine import dtype_name
 from ..framework.nested import map_arrays
 from ..framework.wording import shown
-from .attach import hook_of
 from .hook import TrainerHook
 from .loss_outputs import scaled_heads
 from .passes import ScaledLosses, passes
 from .scaler import NoScaler
+from .trainer import hook_of
 
 __all__ = ["check_unscaled", "map_losses", "scale_loss", "scaled_loss"]
 
 LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 SCALED_ALREADY = (
-    "this loss has been scaled already: scale each loss once, and call backward of what comes back"
+    "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
 )
 NOT_ENTERED = (
     "scale_loss returns a context manager, not the scaled loss: write `with mxamp.scale_loss(loss, "
@@ -46,22 +46,22 @@ def scale_loss(
     Parameters
     ----------
     loss : NDArray, or lists, tuples and dicts of them
-        Comes back in the same containers. A float16 loss is scaled, and comes back, in float32.
+        The scaled loss has the same containers. A float16 loss is scaled to a float32 loss.
     optimizer_or_trainer : gluon.Trainer, or list of gluon.Trainer
-        After `init_trainer`. Every trainer that steps on gradients of this loss: the scale is the
-        smallest of theirs, and each skips its step, and lowers its own scale, where a gradient of
-        its own overflows.
+        All trainers, after `init_trainer`, that step on gradients of this loss. The loss is scaled
+        by the smallest of their scales. Each trainer checks its own gradients: it skips its step
+        and lowers its scale if one of them overflows.
 
-    Works inside `autograd.record()` and outside. Several losses may be scaled before one step, in
-    several threads too: the scale changes in steps only. An error inside leaves the trainer as it
-    was. A loss that has been scaled is a `StateError`, and so is a step of a trainer that was not
-    given here on gradients of the scaled loss.
+    Works inside `autograd.record()` and outside. Several losses may be scaled before one step, also
+    in several threads: the scale changes only in steps. An error inside leaves the trainer
+    unchanged. Scaling a loss twice raises `StateError`, and so does the step of a trainer that was
+    not given here, on gradients of the scaled loss.
     """
     return _LossScaling(loss, optimizer_or_trainer)
 
 
 class _LossScaling:
-    """The context manager of `scale_loss`; says so to those who take it for the scaled loss."""
+    """The context manager of `scale_loss`; using it as the scaled loss is an error."""
 
     def __init__(self, loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> None:
         self._scaling = _scaling(loss, trainers)
@@ -88,7 +88,7 @@ class _LossScaling:
 def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator[Any]:
     hooks = _hooks_of(trainers)
     check_unscaled(loss)
-    # The scale of bfloat16 is 1 for want of a need, not of room.
+    # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scales = [hook.loss_scale for hook in hooks if not isinstance(hook.scaler, NoScaler)]
     scale = min(scales, default=hooks[0].loss_scale)
     given = _arrays(loss)
@@ -124,7 +124,7 @@ def _arrays(loss: Any) -> List[NDArray]:
 
 
 def check_unscaled(loss: Any) -> None:
-    """Raise `StateError` where a loss, or one of several, has been scaled."""
+    """Raise `StateError` if a loss, or one of several, is scaled already."""
     if passes.is_scaled(_arrays(loss)):
         raise StateError(SCALED_ALREADY)
 
@@ -139,7 +139,7 @@ def _no_loss(value: Any) -> Any:
 
 
 def scaled_loss(loss: NDArray, scale: float) -> NDArray:
-    """Return a loss times `scale`, in float32 where it was in half precision."""
+    """Return a loss times `scale`; a half-precision loss becomes float32."""
     if dtype_name(loss.dtype) not in ("float32", "float64"):
         loss = loss.astype("float32")  # 65504 is float16's largest number
     return loss * scale if scale != 1 else loss

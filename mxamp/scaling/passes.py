@@ -1,10 +1,10 @@
 """Backward passes, and the loss scale that each gradient carries after them.
 
-A scaled loss scales the gradient of every parameter behind it, whichever trainer the loss was
-scaled for. Each pass writes down the scale that it gave to the gradients of each trainer; a step
-asks for it. As long as all gradients of a trainer carry one scale, that is one number, and no
-array is looked at. Where a pass brings another scale, MXNet's own flag of each parameter's array,
-whether its gradient is fresh, tells which gradients the pass has written.
+A scaled loss scales the gradient of every parameter behind it, of any trainer. Each backward pass
+records the scale that it gave to each trainer's gradients, and a step looks it up. While all
+gradients of a trainer carry one scale, the record is one number, and no array is read. Where a
+pass brings another scale, MXNet's flag `_fresh_grad` of each parameter's array tells which
+gradients the pass has written.
 """
 
 import functools
@@ -16,20 +16,11 @@ import weakref
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.base import MXNetError
-from mxnet.gluon import Trainer
+from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
@@ -37,17 +28,16 @@ from ..framework.patching import FrontEnd, Patch
 from ..graph.ir import Graph
 from ..policy.active import suspended
 from .finite import multiply
-from .gradient_scales import GradientScales, MixedGradients, gradients_of
 from .loss_outputs import scaled_heads
 
-__all__ = ["ScaledLosses", "passes"]
+__all__ = ["Gradients", "ScaledLosses", "fresh_gradients", "passes"]
 
 logger = logging.getLogger("mxamp")
 
 UNSCALED = (
     "inside scale_loss, backward was called on a loss that is not scaled: the step takes its "
-    "gradients as they are, and small float16 ones may be lost. Call it on what "
-    "`with amp.scale_loss(loss, trainer) as scaled` has yielded: autograd.backward(scaled)"
+    "gradients as they are, and small float16 ones may be lost. Call it on the loss that "
+    "`with amp.scale_loss(loss, trainer) as scaled` yields: autograd.backward(scaled)"
 )
 FOREIGN = (
     "the gradients of this trainer come from a loss that was scaled, by {scale:g}, for another "
@@ -56,37 +46,112 @@ FOREIGN = (
     "scaler.step(trainer, batch_size)"
 )
 
+#: Parameters, each with its gradients on all devices.
+Gradients = List[Tuple[Parameter, List[NDArray]]]
+
+#: The operators that multiply a loss by its scale.
+_TIMES = frozenset({"_mul_scalar", "_npi_multiply_scalar"})
+
+
+def fresh_gradients(params: Sequence[Parameter], stale: bool = False) -> Gradients:
+    """Return the gradients written by backward since the last step; with `stale`, all gradients."""
+    found = []
+    for param in params:
+        if param.grad_req == "null" or param._grad is None:
+            continue
+        pairs = zip(param.list_data(), param.list_grad())
+        gradients = [gradient for data, gradient in pairs if stale or data._fresh_grad]
+        if gradients:
+            found.append((param, gradients))
+    return found
+
+
+def _gradients_of(trainer: Trainer) -> Iterator[Tuple[str, NDArray, NDArray]]:
+    """Yield `grad_req`, array and gradient of a trainer's parameters on each device."""
+    for param in trainer._params:
+        if param.grad_req != "null" and param._grad is not None:
+            for data, gradient in zip(param.list_data(), param.list_grad()):
+                yield param.grad_req, data, gradient
+
+
+@dataclass(frozen=True)
+class _GradientScales:
+    """The scale of a trainer's fresh gradients; exceptions by `id` of parameters' arrays."""
+
+    scale: float
+    others: Dict[int, float] = field(default_factory=dict)
+
+    def of(self, array: NDArray) -> float:
+        return self.others.get(id(array), self.scale)
+
+
+class _MixedGradients:
+    """One trainer's gradients around a pass whose scale differs from the scale they carry."""
+
+    def __init__(self, trainer: Trainer, scales: _GradientScales, scale: float) -> None:
+        self.trainer, self._scales, self._scale = trainer, scales, scale
+        self._fresh: List[NDArray] = []
+        self._added_to: List[Tuple[NDArray, NDArray, NDArray]] = []
+
+    def begin(self) -> None:
+        """Clear the flags of fresh gradients; rescale gradients that the pass may add to."""
+        for grad_req, data, gradient in _gradients_of(self.trainer):
+            if data._fresh_grad:
+                self._fresh.append(data)
+                data._fresh_grad = False
+            if grad_req == "add":  # the pass also adds to gradients that an earlier step has used
+                with autograd.pause():
+                    self._added_to.append((data, gradient, gradient.copy()))
+                multiply([gradient], self._scale / self._scales.of(data))
+
+    def end(self) -> _GradientScales:
+        """Restore the flags; return the scales of the gradients that are fresh now."""
+        others = {}
+        for data, gradient, before in self._added_to:
+            if not data._fresh_grad:
+                with autograd.pause():
+                    before.copyto(gradient)
+                others[id(data)] = self._scales.of(data)
+        for data in self._fresh:
+            if not data._fresh_grad:
+                data._fresh_grad = True
+                others[id(data)] = self._scales.of(data)
+        return _GradientScales(
+            self._scale, {key: x for key, x in others.items() if x != self._scale}
+        )
+
 
 @dataclass(eq=False)
 class ScaledLosses:
-    """The losses of one `scale_loss`, or `GradScaler.scale`, until the step that they are for."""
+    """The losses of one `scale_loss` or `GradScaler.scale`, kept until their step."""
 
     scale: float
-    owners: Sequence[Any]  #: whose step it is: hooks of trainers, or a `GradScaler`
-    given: Dict[int, NDArray] = field(default_factory=dict)  #: the losses before, by `id`
-    made: Dict[int, NDArray] = field(default_factory=dict)  #: the scaled ones, by `id`
-    #: The scale of output operators, which no scaled head reaches, is set in the pass itself.
+    owners: Sequence[Any]  #: hooks of the trainers that step, or a `GradScaler`
+    given: Dict[int, NDArray] = field(default_factory=dict)  #: unscaled losses, by `id`
+    made: Dict[int, NDArray] = field(default_factory=dict)  #: scaled losses, by `id`
+    #: Whether the pass sets the scale of output operators, which no scaled head reaches.
     sets_outputs: bool = False
 
+    def has_made(self, heads: Sequence[NDArray]) -> bool:
+        """Return whether one of `heads` is one of the scaled losses."""
+        return any(id(head) in self.made for head in heads)
 
-#: What multiplies a loss by its scale.
-_TIMES = frozenset({"_mul_scalar", "_npi_multiply_scalar"})
 
-#: The innermost `scale_loss` around the code.
+#: The innermost `scale_loss` around the running code.
 _inside: "ContextVar[Optional[ScaledLosses]]" = ContextVar("mxamp_scaled_losses", default=None)
 
 
 class _Passes(FrontEnd):
-    """Patches of backward passes and of trainers' steps, and what is known of the gradients."""
+    """Patches of backward passes and trainers' steps, and the record of the gradients' scales."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._losses: Dict[int, ScaledLosses] = {}  # by `id`: threads add and take away
+        self._losses: Dict[int, ScaledLosses] = {}  #: by `id`; changed by several threads
         self._trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
-        self._scales: "weakref.WeakKeyDictionary[Trainer, GradientScales]" = (
+        self._scales: "weakref.WeakKeyDictionary[Trainer, _GradientScales]" = (
             weakref.WeakKeyDictionary()
         )
-        #: Held while flags are read and set: by passes and steps, where there are two trainers.
+        #: Held by passes and steps of several trainers while they read and set flags.
         self._alone = threading.RLock()
         self._thread = threading.local()
 
@@ -101,35 +166,34 @@ class _Passes(FrontEnd):
         ]
 
     def open(self) -> None:
-        """Put the patches in place."""
+        """Apply the patches, and find existing trainers, of which MXNet keeps no list."""
         if not self.is_open:
-            # Trainers that were made before: MXNet keeps no list of them.
             alive = [one for one in gc.get_objects() if issubclass(type(one), Trainer)]
             self._trainers.update(alive)
         super().open()
 
     def close(self) -> None:
-        """Take the patches off, and forget losses and trainers."""
+        """Undo the patches, and forget losses and trainers."""
         super().close()
         self._losses.clear()
         self._trainers.clear()
         self._scales.clear()
 
     def is_scaled(self, losses: Sequence[NDArray]) -> bool:
-        """Return whether one of these losses is a scaled one."""
-        return any(id(array) in one.made for one in self._known() for array in losses)
+        """Return whether one of these losses is scaled already."""
+        return any(one.has_made(losses) for one in self._known())
 
     def add(self, losses: ScaledLosses) -> None:
-        """Expect backward passes from these losses until `forget`."""
+        """Record scaled losses until `forget`."""
         if losses.scale != 1:
             self.open()
             self._losses[id(losses)] = losses
-            # Copies of trainers too, which no constructor has made.
+            # A copied trainer has run no constructor.
             self._trainers.update(one.trainer for one in losses.owners if hasattr(one, "trainer"))
 
     @contextmanager
     def inside(self, losses: ScaledLosses) -> Iterator[None]:
-        """Take backward passes inside for passes from these losses; an error forgets them."""
+        """Expect backward passes from `losses` inside; an error forgets the losses."""
         self.add(losses)
         before = _inside.set(losses)
         try:
@@ -140,8 +204,8 @@ class _Passes(FrontEnd):
         finally:
             _inside.reset(before)
 
-    def forget(self, trainer: Optional[Trainer], owner: Any) -> None:
-        """Forget the gradients of a trainer that has stepped, and the losses of an owner."""
+    def forget(self, owner: Any, trainer: Optional[Trainer] = None) -> None:
+        """Forget the losses of an owner, and the gradients of its trainer after a step."""
         for one in self._known():
             if owner in one.owners:
                 self._losses.pop(id(one), None)
@@ -149,33 +213,34 @@ class _Passes(FrontEnd):
             self._forget_scales(trainer)
 
     def _forget_scales(self, trainer: Trainer) -> None:
-        """Forget the scales of a trainer's gradients, but of those that passes go on adding to."""
+        """Forget the scales of a trainer's gradients, unless later passes add to them."""
         scales = self._scales.pop(trainer, None)
         if scales is not None and any(param.grad_req == "add" for param in trainer._params):
             self._scales[trainer] = scales
 
-    def carried(self, trainer: Trainer) -> float:
-        """Return the scale of a trainer's fresh gradients: one other than 1 where they differ."""
+    def check_own(self, trainer: Trainer) -> None:
+        """Raise `StateError` if gradients carry a scale that this trainer will not take out."""
         scales = self._scales.get(trainer)
         if scales is None or (scales.scale == 1 and not scales.others):
-            return 1.0
-        found = {scales.of(data) for _, data, _ in gradients_of(trainer) if data._fresh_grad}
-        return max(found - {1.0}, default=1.0)
+            return
+        found = {scales.of(data) for _, data, _ in _gradients_of(trainer) if data._fresh_grad}
+        if found - {1.0}:
+            raise StateError(FOREIGN.format(scale=max(found - {1.0})))
 
     def convert(self, trainer: Trainer, scale: float) -> None:
-        """Multiply those of a trainer's fresh gradients that carry another scale than `scale`."""
+        """Bring all fresh gradients of a trainer to one scale."""
         scales = self._scales.get(trainer)
         if scales is None or (scales.scale == scale and not scales.others):
             return
-        for grad_req, data, gradient in gradients_of(trainer):
+        for grad_req, data, gradient in _gradients_of(trainer):
             if data._fresh_grad or grad_req == "add":
                 multiply([gradient], scale / scales.of(data))
         self.set_scale(trainer, scale)
 
     def set_scale(self, trainer: Trainer, scale: float) -> None:
-        """Take note that all fresh gradients of a trainer carry `scale`."""
+        """Record that all fresh gradients of a trainer carry `scale`."""
         if self.is_open:
-            self._scales[trainer] = GradientScales(scale)
+            self._scales[trainer] = _GradientScales(scale)
 
     def _known(self) -> List[ScaledLosses]:
         return list(self._losses.values())
@@ -185,15 +250,16 @@ class _Passes(FrontEnd):
         return len(self._trainers) > 1
 
     def _begun_with(self, heads: Sequence[NDArray]) -> Sequence[ScaledLosses]:
-        """Return the scaled losses that a backward pass from `heads` begins with."""
+        """Return the scaled losses that a backward pass from `heads` starts from."""
         inside, known = _inside.get(), self._known()
-        found = [one for one in known if any(id(head) in one.made for head in heads)]
-        if not found and known and not self._are_given(heads):
-            # Such as the sum of scaled losses.
+        found = [one for one in known if one.has_made(heads)]
+        given = any(id(head) in one.given for one in known for head in heads)
+        if not found and known and not given:
+            # For example the sum of scaled losses.
             found = [one for one in known if _are_scaled(heads, one.scale)][-1:]
         if not found and inside is not None and inside.scale != 1:
             logger.warning(UNSCALED)
-        # Losses of several scales get the smallest of them: see `_with_one_scale`.
+        # Losses of several scales are brought to the smallest of them: see `_with_one_scale`.
         scale = min((one.scale for one in found), default=1.0)
         return [one if one.scale == scale else replace(one, scale=scale) for one in found]
 
@@ -213,16 +279,20 @@ class _Passes(FrontEnd):
                 for one in mixed:
                     self._scales[one.trainer] = one.end()
 
-    def _are_given(self, heads: Sequence[NDArray]) -> bool:
-        """Return whether a head is a loss as it was before it was scaled."""
-        return any(id(head) in one.given for one in self._known() for head in heads)
+    def _mixed_by(self, losses: Sequence[ScaledLosses]) -> List[_MixedGradients]:
+        """Return the gradients whose scale differs from that of a pass from `losses`."""
+        mixed: List[_MixedGradients] = []
+        for trainer in list(self._trainers):
+            scale = losses[0].scale if losses else 1.0
+            before = self._scales.setdefault(trainer, _GradientScales(scale))
+            if before.scale != scale or before.others:
+                mixed.append(_MixedGradients(trainer, before, scale))
+        return mixed
 
     def _with_one_scale(self, heads: Sequence[NDArray], given: Any) -> Any:
         """Return head gradients that bring all losses of a pass to the smallest of their scales."""
         known = self._known()
-        scales = [
-            next((one.scale for one in known if id(head) in one.made), None) for head in heads
-        ]
+        scales = [next((one.scale for one in known if one.has_made([h])), None) for h in heads]
         found = {scale for scale in scales if scale is not None}
         if not found or (len(found) == 1 and None not in scales):
             return given
@@ -231,43 +301,22 @@ class _Passes(FrontEnd):
 
         def brought(head: NDArray, grad: Optional[NDArray], scale: Optional[float]) -> Any:
             if scale is None and any(_are_scaled([head], one) for one in found):
-                return grad  # such as the sum of scaled losses
+                return grad  # for example the sum of scaled losses
             factor = smallest / (scale or 1.0)
             return grad if factor == 1 else (head.ones_like() if grad is None else grad) * factor
 
         with suspended(), autograd.pause():
             return [brought(*one) for one in zip(heads, grads, scales)]
 
-    def _brought_together(
-        self, heads: Sequence[NDArray], args: Tuple[Any, ...], kwargs: Dict[str, Any]
-    ) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
-        """Return the other arguments of a backward pass whose losses get one scale."""
-        if args:
-            return (self._with_one_scale(heads, args[0]), *args[1:]), kwargs
-        grads = self._with_one_scale(heads, kwargs.get("head_grads"))
-        return args, {**kwargs, "head_grads": grads}
-
     def _scale_of_outputs(self, heads: Sequence[NDArray]) -> float:
-        """Return the scale of output operators in a pass; 1 where something else sets it."""
-        for losses in self._known():
-            if losses.sets_outputs and any(id(head) in losses.made for head in heads):
-                return losses.scale
-        return 1.0
-
-    def _mixed_by(self, losses: Sequence[ScaledLosses]) -> List[MixedGradients]:
-        """Return the gradients to which a pass from `losses` brings another scale."""
-        mixed: List[MixedGradients] = []
-        for trainer in list(self._trainers):
-            scale = losses[0].scale if losses else 1.0
-            before = self._scales.setdefault(trainer, GradientScales(scale))
-            if before.scale != scale or before.others:
-                mixed.append(MixedGradients(trainer, before, scale))
-        return mixed
+        """Return the scale of output operators in a pass; 1 where `scale_loss` sets it."""
+        found = (one.scale for one in self._known() if one.sets_outputs and one.has_made(heads))
+        return next(found, 1.0)
 
     def _build_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def backward(heads: Any, *args: Any, **kwargs: Any) -> None:
-            # MXNet runs functions in Python in threads of its own, as part of another pass.
+            # MXNet runs Python functions in its own threads, as part of another pass.
             foreign = isinstance(threading.current_thread(), threading._DummyThread)
             if foreign or getattr(self._thread, "runs", False):
                 original(heads, *args, **kwargs)
@@ -276,7 +325,8 @@ class _Passes(FrontEnd):
             listed = [heads] if isinstance(heads, NDArray) else heads
             try:
                 if not isinstance(heads, NDArray) and len(listed) > 1:
-                    args, kwargs = self._brought_together(listed, args, kwargs)
+                    given = args[0] if args else kwargs.pop("head_grads", None)
+                    args = (self._with_one_scale(listed, given), *args[1:])
                 with scaled_heads(self._scale_of_outputs(listed)), self._one_pass(listed):
                     original(heads, *args, **kwargs)
             finally:
@@ -301,22 +351,16 @@ class _Passes(FrontEnd):
             with self._alone if self._several else nullcontext():
                 original(trainer, *args, **kwargs)
             self._forget_scales(trainer)
-            if trainer._update_on_kvstore:  # MXNet leaves the flags set then
+            if trainer._update_on_kvstore:  # then MXNet does not clear the flags
                 self.set_scale(trainer, 1.0)
 
         return step
 
-    def check_own(self, trainer: Trainer) -> None:
-        """Raise `StateError` where gradients were scaled that this trainer takes for unscaled."""
-        scale = self.carried(trainer)
-        if scale != 1:
-            raise StateError(FOREIGN.format(scale=scale))
 
-
-#: One a process, as the functions that it patches are.
+#: One per process, like the functions that it patches.
 passes = _Passes()
 if hasattr(os, "register_at_fork"):
-    # A child of a process whose other thread holds the lock would wait for ever.
+    # A child process would wait forever for a lock that another thread held at the fork.
     os.register_at_fork(
         before=passes._alone.acquire,
         after_in_parent=passes._alone.release,
@@ -325,12 +369,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def _are_scaled(heads: Sequence[NDArray], scale: float) -> bool:
-    """Return whether one of these heads was computed from a loss times `scale`, by the tape."""
+    """Return whether autograd's graph of one of these heads multiplies by `scale`."""
     for head in heads:
         try:
             graph = Graph.from_symbol(autograd.get_symbol(head))
         except MXNetError:
-            continue  # it is no result of a recorded call
+            continue  # not the result of a recorded call
         for node in graph.nodes:
             if node.op in _TIMES and float(node.attrs["scalar"]) == scale:
                 return True

@@ -1,39 +1,64 @@
-"""Loss scaling as arithmetic: pure state transitions, no MXNet.
+"""Loss scalers: pure state transitions, no MXNet.
 
-float16 gradients below 6e-8 become zero. Multiplying the loss by a large scale, and the gradients
-by its inverse before the update, keeps them; the largest scale that does not overflow is found by
+float16 gradients below 6e-8 become zero. Loss scaling multiplies the loss by a large scale and the
+gradients by its inverse before the update. The largest scale that does not overflow is found by
 trying (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2).
 
-A scaler is told after each step whether all gradients were finite, and answers with the scale for
-the next backward pass. `LossScaler` adapts, `StaticLossScaler` does not, `NoScaler` is 1 always.
+After each step a scaler is told whether all gradients were finite, and returns the scale of the
+next backward pass.
 """
 
 import logging
+import math
+import numbers
 from typing import Any, Callable, Dict, Mapping, Tuple, Type, TypeVar
 
 from ..errors import ArgumentError
 from ..framework.wording import shown
-from .numbers import positive_count, positive_number
 
-__all__ = ["LossScaler", "NoScaler", "Scaler", "StaticLossScaler"]
+__all__ = [
+    "Float32Scaler",
+    "LossScaler",
+    "NoScaler",
+    "Scaler",
+    "StaticLossScaler",
+    "count",
+    "from_state_dict",
+    "positive_number",
+]
 
 logger = logging.getLogger("mxamp")
 
 STATE_VERSION = 1
 NO_RECOMMENDATION = (
-    "calibrated takes what amp.debugging.gradient_histogram returns, not {given}: for a trainer or "
-    "a net, call gradient_histogram with it first"
+    "calibrated takes the result of amp.debugging.gradient_histogram, not {given}: call "
+    "gradient_histogram with the trainer or net first"
 )
 OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
 
 _LossScaler = TypeVar("_LossScaler", bound="LossScaler")
 
 
-class Scaler:
-    """What every loss scaler is: a scale, how it reacts to a step, and its state.
+def positive_number(name: str, value: Any) -> float:
+    """Return `value` as a float; raise unless it is a positive finite number."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ArgumentError(f"{name} must be a positive finite number, not {shown(value)}")
+    return float(value)
 
-    Use one of its kinds: `LossScaler`, `StaticLossScaler` or `NoScaler`.
-    """
+
+def count(name: str, value: Any, least: int = 0) -> int:
+    """Return `value` as an int; raise unless it is a whole number of at least `least`."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < least:
+        raise ArgumentError(
+            f"{name} must be a whole number of at least {least}, not {shown(value)}"
+        )
+    return int(value)
+
+
+class Scaler:
+    """A loss scale, its reaction to each step, and its saved state: the base of all scalers."""
 
     _fields: Tuple[str, ...] = ("loss_scale",)
 
@@ -42,40 +67,45 @@ class Scaler:
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next backward pass uses."""
+        """The scale of the next backward pass."""
         return self._loss_scale
 
     @property
     def checks(self) -> bool:
-        """Whether gradients are checked, and steps skipped where one is not finite."""
+        """Whether gradients are checked, and steps with non-finite ones skipped."""
         return True
-
-    def set_scale(self, scale: float) -> None:
-        """Use another scale from now on."""
-        self._loss_scale = positive_number("scale", scale)
 
     @property
     def origin(self) -> "Scaler":
-        """The scaler that holds the scale: another one where this one stands for several."""
+        """The scaler that holds the scale: not `self` where several trainers share a scale."""
         return self
 
+    @property
+    def is_lowest(self) -> bool:
+        """Whether an overflow can't lower the scale."""
+        return True
+
+    def set_scale(self, scale: float) -> None:
+        """Set the scale; raise `ArgumentError` outside the scaler's limits."""
+        self._loss_scale = positive_number("scale", scale)
+
     def assign_scale(self, scale: float) -> None:
-        """Use another scale from now on, and move limits that it is outside of."""
+        """Set the scale, and widen the limits where it is outside of them."""
         self._loss_scale = positive_number("loss_scale", scale)
 
     def back_off_from(self, scale: float) -> None:
-        """Take note that a step overflowed with `scale`, which may be another scaler's."""
+        """Lower the scale to `scale`, of another scaler, with which this step overflowed."""
 
     def update(self, finite: bool) -> float:
-        """Take note of a step whose gradients were all `finite`, or not; return the new scale."""
+        """Record a step whose gradients were all `finite`, or not; return the new scale."""
         del finite
         return self._loss_scale
 
     def resumed(self, state: Mapping[str, Any]) -> "Scaler":
-        """Return the scaler that goes on from `state` in this one's place.
+        """Return the scaler that resumes from `state` in place of this one.
 
-        It may be of another kind; but one that scales does not give way to one that doesn't, nor
-        the other way round: a run in float16 may go on from one in bfloat16.
+        It may be of another kind. But a scaler that scales is not replaced by one that does not,
+        nor the other way round: a run in float16 may resume from one in bfloat16.
         """
         saved = from_state_dict(state)
         if isinstance(saved, NoScaler) != isinstance(self, NoScaler):
@@ -84,12 +114,12 @@ class Scaler:
         return saved
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return everything it takes to go on from here, as plain numbers and strings."""
+        """Return the whole state as plain numbers and strings."""
         values = {name: getattr(self, f"_{name}") for name in self._fields}
         return {"kind": type(self).__name__, "version": STATE_VERSION, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Restore the state from `state_dict`.
 
         Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
         scaler, of a newer mxamp, or lacks a field.
@@ -109,10 +139,9 @@ class Scaler:
             )
         missing = [name for name in self._fields if name not in state]
         if missing:
-            raise ArgumentError(f"the state of a {own} must have {', '.join(missing)} too")
-        values = {name: state[name] for name in self._fields}
-        positive_number("loss_scale", values["loss_scale"])
-        return values
+            raise ArgumentError(f"the state of a {own} must also have {', '.join(missing)}")
+        positive_number("loss_scale", state["loss_scale"])
+        return {name: state[name] for name in self._fields}
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -124,7 +153,7 @@ class Scaler:
 
 
 class StaticLossScaler(Scaler):
-    """A loss scale that stays what it is; steps that overflow are still skipped.
+    """A constant loss scale; steps that overflow are still skipped.
 
     >>> StaticLossScaler(128).loss_scale
     128.0
@@ -141,11 +170,35 @@ class NoScaler(Scaler):
         super().__init__(1.0)
 
     def __repr__(self) -> str:
-        return "NoScaler()"
+        return f"{type(self).__name__}()"
+
+
+class Float32Scaler(NoScaler):
+    """A scale of 1 without a check: where "auto" has chosen float32, updates are plain MXNet's.
+
+    Its state is that of a `NoScaler`, so state files move between machines.
+    """
+
+    @property
+    def checks(self) -> bool:
+        """False: plain MXNet checks no gradient."""
+        return False
+
+    def resumed(self, state: Mapping[str, Any]) -> Scaler:
+        """Check `state` and return this scaler: there is nothing to resume."""
+        super().resumed(state)
+        return self
+
+    def assign_scale(self, scale: float) -> None:
+        """Keep the scale of 1: a script may assign a scale saved on another machine."""
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return the state of a `NoScaler`."""
+        return NoScaler().state_dict()
 
 
 class LossScaler(Scaler):
-    """A loss scale that backs off at each overflow and grows again after a run of clean steps.
+    """A loss scale that is lowered at each overflow and raised after a run of clean steps.
 
     >>> scaler = LossScaler(init_scale=1024, growth_interval=2)
     >>> [scaler.update(finite) for finite in (False, True, True)]
@@ -155,15 +208,15 @@ class LossScaler(Scaler):
     ----------
     init_scale : float, default 2**16
     growth_factor : float, default 2
-        What the scale is multiplied by when it grows; more than 1.
+        Multiplies the scale when it grows; more than 1.
     backoff_factor : float, default 0.5
-        What it is multiplied by when it backs off; between 0 and 1.
+        Multiplies the scale at an overflow; between 0 and 1.
     growth_interval : int, default 2000
         The scale grows after this many finite steps in a row.
     min_scale, max_scale : float, default 1 and 2**24
         The limits of the scale.
     hysteresis : int, default 1
-        The scale backs off from this many overflows on; the count starts anew when it grows.
+        The scale is lowered from this many overflows on; the count restarts when the scale grows.
     """
 
     _fields = (
@@ -184,19 +237,15 @@ class LossScaler(Scaler):
         super().__init__(positive_number("init_scale", init_scale))
         self._growth_factor = positive_number("growth_factor", growth_factor)
         self._backoff_factor = positive_number("backoff_factor", backoff_factor)
-        self._growth_interval = positive_count("growth_interval", growth_interval)
+        self._growth_interval = count("growth_interval", growth_interval, least=1)
         self._min_scale = positive_number("min_scale", min_scale)
         self._max_scale = positive_number("max_scale", max_scale)
-        self._hysteresis = positive_count("hysteresis", hysteresis)
+        self._hysteresis = count("hysteresis", hysteresis, least=1)
         if self._growth_factor <= 1:
             raise ArgumentError(f"growth_factor must be more than 1, not {shown(growth_factor)}")
         if self._backoff_factor >= 1:
             raise ArgumentError(f"backoff_factor must be less than 1, not {shown(backoff_factor)}")
-        if not self._min_scale <= self._loss_scale <= self._max_scale:
-            raise ArgumentError(
-                f"init_scale must be between min_scale and max_scale, {self._min_scale:g} and "
-                f"{self._max_scale:g}, not {self._loss_scale:g}"
-            )
+        self._check_limits("init_scale", self._loss_scale)
         self._clean_steps = 0
         self._overflows_left = self._hysteresis
 
@@ -204,7 +253,7 @@ class LossScaler(Scaler):
     def calibrated(
         cls: Type[_LossScaler], histogram: Any, keep: float = 0.999, **options: Any
     ) -> _LossScaler:
-        """Return one that starts from the scale that fits gradients as they are.
+        """Return a scaler that starts from the scale recommended by a gradient histogram.
 
         ::
 
@@ -216,10 +265,10 @@ class LossScaler(Scaler):
         histogram : GradientHistogram
             Or any object whose `recommended_scale(keep)` returns a scale.
         keep : float, default 0.999
-            The share of gradients other than zero that float16 has to keep at that scale.
+            The share of nonzero gradients that float16 has to keep at that scale.
         **options
-            As of `LossScaler`, but for `init_scale`. Limits that are not given make room for the
-            scale, where it is outside the default ones.
+            The arguments of `LossScaler`, except `init_scale`. Limits that are not given are
+            widened to hold the scale.
         """
         recommend = getattr(histogram, "recommended_scale", None)
         if not callable(recommend):
@@ -230,44 +279,46 @@ class LossScaler(Scaler):
         limits = {"min_scale": min(scale, 1.0), "max_scale": max(scale, 2.0**24)}
         return cls(init_scale=scale, **{**limits, **options})
 
+    def _check_limits(self, name: str, scale: float) -> None:
+        if not self._min_scale <= scale <= self._max_scale:
+            raise ArgumentError(
+                f"{name} must be between min_scale and max_scale, {self._min_scale:g} and "
+                f"{self._max_scale:g}, not {scale:g}"
+            )
+
     def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
         values = super()._checked(state)
-        # The settings go through the checks of a new scaler.
+        # The constructor checks the settings; the two counts at the end are not among them.
         LossScaler(values["loss_scale"], **{name: values[name] for name in self._fields[1:-2]})
         limits = {"overflows_left": values["hysteresis"], "clean_steps": values["growth_interval"]}
         for name, most in limits.items():
-            value = values[name]
-            if not (isinstance(value, int) and 0 <= value <= most):
-                raise ArgumentError(
-                    f"{name} must be a whole number from 0 to {most}, not {shown(value)}"
-                )
+            if count(name, values[name]) > most:
+                raise ArgumentError(f"{name} must be at most {most}, not {shown(values[name])}")
         return values
 
+    @property
+    def is_lowest(self) -> bool:
+        """Whether the scale has reached `min_scale`."""
+        return self._loss_scale <= self._min_scale
+
     def set_scale(self, scale: float) -> None:
-        """Use another scale from now on; raises `ArgumentError` outside the scaler's limits."""
+        """Set the scale; raise `ArgumentError` outside `min_scale` and `max_scale`."""
         scale = positive_number("scale", scale)
-        if not self._min_scale <= scale <= self._max_scale:
-            raise ArgumentError(
-                f"scale must be between min_scale and max_scale, {self._min_scale:g} and "
-                f"{self._max_scale:g}, not {scale:g}"
-            )
+        self._check_limits("scale", scale)
         self._loss_scale = scale
 
     def assign_scale(self, scale: float) -> None:
-        """Use another scale from now on, and move limits that it is outside of."""
+        """Set the scale, and widen the limits where it is outside of them."""
         super().assign_scale(scale)
         self._min_scale = min(self._min_scale, self._loss_scale)
         self._max_scale = max(self._max_scale, self._loss_scale)
 
     def back_off_from(self, scale: float) -> None:
-        """Start from `scale` where it is lower: a larger one would have overflowed too."""
+        """Lower the scale to `scale`, with which this step overflowed; a larger one would too."""
         self._loss_scale = max(min(self._loss_scale, scale), self._min_scale)
 
     def update(self, finite: bool) -> float:
-        """Take note of a step whose gradients were all `finite`, or not; return the new scale.
-
-        The answer is in force for the very next backward pass.
-        """
+        """Record a step whose gradients were all `finite`, or not; return the new scale."""
         if finite:
             self._clean_steps += 1
             if self._clean_steps >= self._growth_interval:
@@ -289,10 +340,10 @@ _CLASSES: Dict[str, Callable[[], Scaler]] = {
 
 
 def from_state_dict(state: Mapping[str, Any]) -> Scaler:
-    """Return the scaler that a `state_dict` describes."""
+    """Return a new scaler with the state that `state_dict` returned."""
     make = _CLASSES.get(str(state.get("kind"))) if isinstance(state, Mapping) else None
     if make is None:
-        raise ArgumentError(f"a scaler's state must be what state_dict returns, not {shown(state)}")
+        raise ArgumentError(f"a scaler's state must come from state_dict, not {shown(state)}")
     scaler = make()
     scaler.load_state_dict(state)
     return scaler

@@ -1,29 +1,21 @@
-"""One loss scale for several trainers and modules, where the script itself scales no loss.
+"""One loss scale for several trainers and modules, for scripts that scale no loss themselves.
 
-`mxamp run`, `MXNET_ENABLE_AUTO_MIXED_PRECISION` and decorated optimizers have this in common. The
-scale never leaves the backward pass (`frontends.scaled_pass`): gradients are those of the loss as
-it is, and updates are skipped where the pass has overflowed.
+`mxamp run`, `MXNET_ENABLE_AUTO_MIXED_PRECISION` and decorated optimizers use it. The scale never
+leaves the backward pass (`frontends.scaled_pass`): gradients are those of the unscaled loss, and
+updates are skipped if the pass has overflowed.
 """
 
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
 
 from mxnet.gluon import Trainer
 
-from .attach import attach_hook, hook_in_force, hook_of
 from .hook import Stage, TrainerHook
-from .numbers import count
-from .scaler import Scaler
+from .scaler import Scaler, count
+from .trainer import attach_hook, hook_in_force, hook_of
 
-__all__ = [
-    "SharedScale",
-    "TrainerView",
-    "attach",
-    "hook_with_shared_scale",
-    "scale_in_force",
-    "scale_of",
-]
+__all__ = ["SharedScale", "attach", "hook_with_shared_scale", "scale_in_force", "scale_of"]
 
-#: After so many times the backward passes of a step without one a trainer is not in use.
+#: A trainer that has not stepped for this many times the backward passes of a step is unused.
 _UNUSED = 8
 
 
@@ -44,27 +36,26 @@ class SharedScale:
 
     @property
     def checks(self) -> bool:
-        """Whether gradients are checked, and steps skipped where one is not finite."""
+        """Whether gradients are checked, and steps with non-finite ones skipped."""
         return self.scaler.checks
 
     def record(self, finite: bool) -> float:
-        """Take note of a step done or skipped; return the next scale."""
+        """Count a step done or skipped; return the next scale."""
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         return self.scaler.update(finite)
 
     def lower(self, scale: float) -> float:
-        """Lower the scale after a pass with this one overflowed and no step will be skipped."""
+        """Lower the scale after a pass with `scale` overflowed and no step will be skipped."""
         return min(self.scaler.update(False), scale)
 
     def end(self, trainers: Iterable[Trainer]) -> None:
-        """Scale no more: other APIs may scale the losses of these trainers from now on.
+        """Stop scaling: other APIs may scale the losses of these trainers from now on.
 
         Gradients that wait for their update are still checked.
         """
         for trainer in trainers:
             hook = hook_with_shared_scale(trainer)
-            view = hook.scaler if hook is not None else None
-            if hook is not None and isinstance(view, TrainerView) and view.shared is self:
+            if hook is not None and _shared(hook) is self:
                 hook.retired = True
 
     def __repr__(self) -> str:
@@ -74,15 +65,15 @@ class SharedScale:
         )
 
     def __deepcopy__(self, memo: Any) -> "SharedScale":
-        return self  # MXNet copies optimizers; the scale stays one
+        return self  # MXNet copies optimizers; their scale stays shared
 
     def __reduce__(self) -> Any:
-        # MXNet pickles optimizers into state files, which plain MXNet has to load.
+        # MXNet pickles optimizers into state files, and plain MXNet has to load them.
         return dict, ()
 
 
-class TrainerView(Scaler):
-    """What a trainer's hook takes for its scaler: a `SharedScale`, told of the trainer's steps."""
+class _TrainerView(Scaler):
+    """The scaler of one trainer's hook: it reports steps to a `SharedScale`."""
 
     def __init__(self, shared: SharedScale) -> None:
         super().__init__(1.0)
@@ -90,33 +81,27 @@ class TrainerView(Scaler):
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the next backward pass."""
         return self.shared.loss_scale
 
     @property
     def origin(self) -> Scaler:
-        """The shared scaler."""
         return self.shared.scaler.origin
 
     @property
     def checks(self) -> bool:
-        """Whether the shared scaler has gradients checked."""
         return self.shared.checks
 
     def __repr__(self) -> str:
         return repr(self.shared)
 
     def update(self, finite: bool) -> float:
-        """Tell the `SharedScale` of a step."""
         return self.shared.record(finite)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the state of the shared scaler, and its counts."""
         counts = {"shared_steps": self.shared.steps, "shared_skips": self.shared.skips}
         return {**self.shared.scaler.state_dict(), **counts}
 
     def resumed(self, state: Mapping[str, Any]) -> Scaler:
-        """Hand a trainer's saved state to the shared scaler."""
         steps, skips = (
             count(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips")
         )
@@ -126,34 +111,38 @@ class TrainerView(Scaler):
 
 
 def attach(trainer: Trainer, shared: SharedScale) -> None:
-    """Let a trainer skip the steps whose backward pass has overflowed."""
-    attach_hook(trainer, TrainerView(shared), scaled_by=shared.scaled_by)
-    # Where other workers alone compute gradients in the first step.
+    """Make a trainer skip the steps whose backward pass has overflowed."""
+    attach_hook(trainer, _TrainerView(shared), scaled_by=shared.scaled_by)
+    # For a first step whose gradients only other workers have computed.
     hook_of(trainer).last_stage = Stage.UNSCALED
 
 
 def hook_with_shared_scale(trainer: Trainer) -> Optional[TrainerHook]:
-    """Return the hook of a trainer with a shared scale; None where it has none."""
+    """Return the hook of a trainer with a shared scale; None if it has none."""
     hook = hook_in_force(trainer)
-    return hook if hook is not None and isinstance(hook.scaler, TrainerView) else None
+    return hook if hook is not None and _shared(hook) is not None else None
+
+
+def _shared(hook: TrainerHook) -> Optional[SharedScale]:
+    return hook.scaler.shared if isinstance(hook.scaler, _TrainerView) else None
 
 
 def scale_in_force(hooks: Sequence[TrainerHook]) -> SharedScale:
-    """Return the lowest scale of the trainers that step now and then.
+    """Return the lowest scale of the trainers in use.
 
-    One that has not stepped for far more backward passes than steps take here is not in use any
-    more, nor is one whose parameters all have another trainer since: its scale does not count.
+    A trainer is unused if it has not stepped for far more backward passes than steps take here, or
+    if all its parameters have another trainer since.
     """
     owning = [
         hook for hook in hooks if any(p._trainer is hook.trainer for p in hook.trainer._params)
     ] or hooks
     limit = _UNUSED * max(1, *(hook.most_losses for hook in owning))
     used = [hook for hook in owning if hook.losses <= limit] or owning
-    views = [hook.scaler for hook in used if isinstance(hook.scaler, TrainerView)]
-    return min((view.shared for view in views), key=lambda shared: shared.loss_scale)
+    shared = [one for one in map(_shared, used) if one is not None]
+    return min(shared, key=lambda one: one.loss_scale)
 
 
 def scale_of(optimizer: Any) -> Optional[SharedScale]:
-    """Return the scale that an optimizer was decorated with."""
+    """Return the scale of a decorated optimizer; None if it has none."""
     shared = getattr(optimizer, "_amp_scaling", None)
     return shared if isinstance(shared, SharedScale) else None

@@ -15,7 +15,7 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import randn
-from mxamp.scaling import step_observers
+from mxamp.scaling import hook
 from mxamp.tools.debugging import operator_stats, read_trace, trace
 from mxamp.tools.debugging.tracing import trace_lines
 from mxamp.tools.debugging.tracing.tracing import gpu_memory_used, mean_of, resident_memory
@@ -120,7 +120,7 @@ def test_every_kind_of_trainer(kind, path):
         assert len(steps[1].nonfinite) == 4
     else:
         assert steps[0].loss is None
-    assert not step_observers._observers
+    assert not hook._observers
 
 
 def test_nothing_is_left_behind(path):
@@ -129,7 +129,7 @@ def test_nothing_is_left_behind(path):
     with pytest.raises(KeyError), trace(trainer, path):
         raise KeyError
     assert vars(trainer) == before
-    assert not step_observers._observers
+    assert not hook._observers
 
 
 def test_init_trainer_inside_and_plain_steps_of_scaled_trainers(path):
@@ -302,7 +302,7 @@ def test_what_trace_does_not_take(given, words, path):
     with pytest.raises(amp.ArgumentError, match=words):
         trace(who, where, tensorboard=3 if given == "board" else None)
     assert not path.is_file() or path.read_text() == contents[given]
-    assert not step_observers._observers
+    assert not hook._observers
 
 
 def test_another_loss_scaler_is_refused(path):

@@ -145,7 +145,7 @@ def test_updates_are_skipped_where_trainers_do_not_ask(asks, monkeypatch):
                 self._amp_loss_scaler = scaler
 
     if not asks:
-        monkeypatch.setattr("mxamp.scaling.asking.has_feature", lambda name: False)
+        monkeypatch.setattr("mxamp.scaling.hook.has_feature", lambda name: False)
     net = mx.gluon.nn.Dense(1, in_units=2)
     net.initialize()
     trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})

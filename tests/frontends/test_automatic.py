@@ -234,7 +234,7 @@ def test_mxnet_is_whole_and_loaded_once(tmp_path):
     from mxnet.gluon import Trainer
     names = [n.split(".")[1] for n in sys.modules if n.startswith("mxnet.") and n.count(".") == 1]
     missing = [n for n in names if not hasattr(mx, n)]
-    seen = sys.modules["mxamp.scaling.reduction"].mx
+    seen = sys.modules["mxamp.scaling.distributed"].mx
     print("missing", missing, mx.gluon.Trainer is Trainer, mx is seen, mx.autograd is seen.autograd)
     print("spec", mx.__spec__.name, mx.__spec__.loader is mx.__loader__)
     """

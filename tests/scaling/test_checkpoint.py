@@ -11,6 +11,7 @@ import time
 import mxnet as mx
 import numpy as np
 import pytest
+from mxnet import gluon
 
 import mxamp as amp
 from helpers import ROOT, check_python
@@ -60,6 +61,19 @@ def test_a_scaler_that_is_given_after_loading_goes_on_from_the_file(tmp_path):
     assert (other.amp_loss_scale, other.amp_steps) == (512, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Optimizer created manually")
+def test_a_shared_scale_resumes_from_a_file_of_init_trainer(tmp_path):
+    """The file holds no counts of the shared scale: they start at 0."""
+    path = str(tmp_path / "states")
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=4))
+    train(net, trainer, batches(1)[0])
+    trainer.save_states(path)
+    optimizer = amp.decorate(mx.optimizer.SGD(), init_loss_scaling=64)
+    gluon.Trainer(net.collect_params(), optimizer).load_states(path)
+    shared = optimizer.scaling
+    assert (shared.loss_scale, shared.steps, shared.skips) == (4, 0, 0)
+
+
 @pytest.mark.parametrize(
     "saved, own", [(amp.NoScaler(), amp.LossScaler(8)), (amp.LossScaler(8), amp.NoScaler())]
 )
@@ -81,49 +95,39 @@ def test_files_from_before_still_load(tmp_path):
     assert trainer.amp_loss_scale == 8
 
 
-def pickled(value):
-    return pickle.dumps(value)
-
-
 def damaged_states(content):
     states, optimizer = pickle.loads(content)  # noqa: S301
     optimizer._amp_state = {"scaler": {"kind": "LossScaler"}}
     no_scaler = pickle.dumps((states, optimizer))
     optimizer._amp_state = {"scaler": {}}
     return {
-        "cut off": content[: len(content) // 2], "empty": b"", "no pickle": b"hello", "a number": pickled(5),
-        "a list": pickled([1, 2]), "no optimizer": pickled((states, 5)), "a broken scaler": no_scaler,
+        "cut off": content[: len(content) // 2], "empty": b"", "no pickle": b"hello", "a number": pickle.dumps(5),
+        "a list": pickle.dumps([1, 2]), "no optimizer": pickle.dumps((states, 5)), "a broken scaler": no_scaler,
         "no counts": pickle.dumps((states, optimizer)),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "cut off",
-        "empty",
-        "no pickle",
-        "a number",
-        "a list",
-        "no optimizer",
-        "a broken scaler",
-        "no counts",
-    ],
-)
+DAMAGES = [
+    "cut off", "empty", "no pickle", "a number", "a list", "no optimizer", "a broken scaler", "no counts",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_changes_nothing(tmp_path, damage):
     path = tmp_path / "states"
     net, trainer = setup(scaler=amp.LossScaler(init_scale=8), momentum=0.9)
     train(net, trainer, batches(1)[0])
     trainer.save_states(str(path))
     path.write_bytes(damaged_states(path.read_bytes())[damage])
-    before = trainer._updaters[0].get_states(), trainer._optimizer, trainer._updaters[0].optimizer
+
+    def held():
+        updater = trainer._updaters[0]
+        return updater.get_states(), trainer._optimizer, updater.optimizer
+
+    before = held()
     with pytest.raises(amp.ArgumentError):
         trainer.load_states(str(path))
-    assert (
-        trainer._updaters[0].get_states(),
-        trainer._optimizer,
-        trainer._updaters[0].optimizer,
-    ) == before
+    assert held() == before
     assert trainer.amp_loss_scale == 8
     train(net, trainer, batches(1)[0])
     assert trainer.amp_last_step.stepped

@@ -8,7 +8,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
-from mxamp.scaling.rescaling import take_out_scale
+from mxamp.scaling.hook import take_out_scale
 from training import CONTEXTS, assert_same_weights, batches, one_step, poisoned, setup, weights
 
 SCALE = 1024

@@ -14,7 +14,7 @@ import mxamp as amp
 from conftest import assert_unpatched
 from helpers import BF16
 from mxamp.framework import machine
-from mxamp.scaling import reduction
+from mxamp.scaling import distributed
 from training import CONTEXTS, assert_same_weights, batches, one_step, poisoned, setup, train
 
 
@@ -86,7 +86,7 @@ def trainer_on_servers(net, **settings):
 
 def test_nothing_is_refused_on_a_parameter_server_until_trainers_scale(monkeypatch):
     monkeypatch.setenv("DMLC_ROLE", "worker")
-    monkeypatch.setattr(reduction, "_on_servers", [])
+    monkeypatch.setattr(distributed, "_on_servers", [])
     compressed = {"compression_params": {"type": "2bit"}}
     refused = {
         "is bfloat16": trainer_on_servers(setup(dtype=BF16)[0]),
@@ -107,7 +107,7 @@ def test_nothing_is_refused_on_a_parameter_server_until_trainers_scale(monkeypat
 def test_workers_compare_nothing(monkeypatch):
     """The weights are waited for, as updates are not on the kvstore; no message is sent."""
     monkeypatch.setenv("MXAMP_CHECK_WORKERS", "1")
-    monkeypatch.setattr(reduction, "is_distributed", lambda _: True)
+    monkeypatch.setattr(distributed, "is_distributed", lambda _: True)
     net, trainer = setup(CONTEXTS["two"])
     control, plain = setup(CONTEXTS["two"])
     hook = sys.excepthook

@@ -1,7 +1,6 @@
 """Likely mistakes are named: losses that were not scaled, scales out of bounds, runs that only skip."""
 
 import copy
-import logging
 import os
 import pickle
 
@@ -12,18 +11,7 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import check_python, kind, randn
-from training import assert_same_weights, batches, poisoned, setup, train
-
-
-@pytest.mark.parametrize("way", ["autograd", "method"])
-def test_backward_of_the_loss_as_it_was_given(way, caplog):
-    amp.init("float16", ctx=mx.cpu())
-    net, trainer = setup(scaler=amp.StaticLossScaler(8))
-    with autograd.record():
-        loss = (net(randn(4, 4)) ** 2).sum()
-        with amp.scale_loss(loss, trainer):
-            autograd.backward([loss]) if way == "autograd" else loss.backward()
-    assert "a loss that is not scaled" in caplog.text
+from training import assert_same_weights, batches, one_step, poisoned, setup, train
 
 
 def test_backward_of_the_scaled_loss_is_no_mistake(caplog):
@@ -125,27 +113,66 @@ def test_grad_scalers_copy_and_pickle():
     scaler.update()
 
 
-def test_a_run_that_only_skips_says_so_once(caplog):
-    net, trainer = setup(scaler=amp.LossScaler(init_scale=2.0**16))
-    with caplog.at_level(logging.WARNING, "mxamp"):
-        for _ in range(15):
-            train(net, trainer, poisoned(batches(1)[0]))
-    assert caplog.text.count("steps in a row") == 1
-    assert "10 steps in a row" in caplog.text
-    assert "weight" in caplog.text
+SKIPPING = {
+    "a search from 2^16": ({"init_scale": 2.0**16}, 10),
+    "at the floor": ({"init_scale": 2}, 2),
+    "a scale that waits": ({"init_scale": 2.0**16, "hysteresis": 5}, 10),
+}
+
+
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])
+@pytest.mark.parametrize("settings, after", SKIPPING.values(), ids=list(SKIPPING))
+def test_a_run_that_only_skips_says_so_once(settings, after, way, caplog):
+    net, trainer = setup(scaler=amp.LossScaler(**settings) if way == "scale_loss" else None)
+    scaler = amp.GradScaler(**settings)
+    for row in (1, 2):
+        for skips in range(1, 16):
+            one_step(net, trainer, nd.array(poisoned(batches(1)[0])), way, scaler)
+            warned = row if skips >= after else row - 1
+            assert caplog.text.count("steps in a row") == warned, skips
+        one_step(net, trainer, nd.array(batches(1)[0]), way, scaler)
+        assert trainer.amp_last_step.stepped
+        if way == "scale_loss":
+            amp.init_trainer(trainer, amp.LossScaler(**settings))
+        else:
+            scaler.update(settings["init_scale"])
+    assert f"skipped {after} steps in a row" in caplog.text
+    assert net[0].weight.name in caplog.text
     assert "loss itself was not finite" in caplog.text
 
 
-def test_at_the_floor_it_says_so_at_once(caplog):
-    net, trainer = setup(scaler=amp.LossScaler(init_scale=2))
-    for _ in range(4):
-        train(net, trainer, poisoned(batches(1)[0]))
-    assert "2 steps in a row, and the loss scale is down to 1" in caplog.text
-    assert caplog.text.count("steps in a row") == 1
-    train(net, trainer, batches(1)[0])
-    for _ in range(3):
-        train(net, trainer, poisoned(batches(1)[0]))
-    assert caplog.text.count("steps in a row") == 2
+MIXED = [
+    (amp.init_trainer, amp.GradScaler, "remove init_trainer"),
+    (amp.GradScaler, amp.init_trainer, "remove init_trainer"),
+    (amp.GradScaler, amp.scale_loss, "remove scale_loss"),
+    (amp.GradScaler, amp.GradScaler, "own GradScaler"),
+]
+
+
+@pytest.mark.parametrize("first, second, words", MIXED)
+def test_two_ways_of_scaling_for_one_trainer(first, second, words):
+    """The error says which of them to remove."""
+    net, trainer = setup()
+
+    def use(way):
+        if way is amp.init_trainer:
+            amp.init_trainer(trainer, amp.StaticLossScaler(8))
+        elif way is amp.scale_loss:
+            with amp.scale_loss(nd.ones(1), trainer):
+                pass
+        else:
+            one_step(net, trainer, nd.array(batches(1)[0]), "GradScaler", amp.GradScaler(8))
+
+    use(first)
+    with pytest.raises(amp.StateError, match=words):
+        use(second)
+
+
+def test_a_trainer_without_a_scaler_is_named():
+    net, trainer = setup()
+    for call in (amp.unscale, lambda one: amp.scale_loss(nd.ones(1), one).__enter__()):
+        with pytest.raises(amp.StateError, match=f"{net[0].bias.name} and 3 others.*init_trainer"):
+            call(trainer)
 
 
 @pytest.mark.parametrize("around", ["init", "autocast", "off inside"])
@@ -225,6 +252,8 @@ def test_a_fork_while_another_thread_enters_regions():
         import os, threading, time
         import mxamp as amp, mxnet as mx
         stop = False
+        with amp.autocast("float16"):
+            pass  # imports: a child would wait for the locks of another thread's
         def enter():
             while not stop:
                 with amp.autocast("float16"):

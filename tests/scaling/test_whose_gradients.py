@@ -1,6 +1,5 @@
 """Steps on gradients that `scale_loss` has scaled, whichever trainer they were scaled for."""
 
-import logging
 import sys
 import threading
 
@@ -10,22 +9,21 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import check_python, randn, values
+from helpers import check_python, randn
 from mxamp.scaling.hook import Stage
 from mxamp.scaling.passes import passes
 
 DATA = randn(4, 4)
 
 
-def dense(units=3, in_units=4, **settings):
+def dense(units=3, in_units=4, scaler=None, grad_req="write"):
     net = gluon.nn.Dense(units, in_units=in_units)
     net.initialize(mx.init.Constant(0.1))
     net.hybridize()
-    for param in net.collect_params().values():
-        param.grad_req = settings.get("grad_req", "write")
+    net.collect_params().setattr("grad_req", grad_req)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
-    if settings.get("scaler"):
-        amp.init_trainer(trainer, settings["scaler"])
+    if scaler:
+        amp.init_trainer(trainer, scaler)
     return net, trainer
 
 
@@ -33,60 +31,62 @@ def weight(net):
     return net.weight.data().asnumpy()
 
 
-def run(program, *scalers, **settings):
-    """The weights of two nets after a program with their trainers, scaled and as it should be."""
+def loss_of(net, factor=1, target=0):
+    with autograd.record():
+        return ((net(DATA[:, : net.weight.shape[1]] * factor) - target) ** 2).sum()
+
+
+def through(first, second, factor=1, target=0):
+    with autograd.record():
+        return ((second(first(DATA * factor)) - target) ** 2).sum()
+
+
+def assert_right(program, *scalers, **settings):
+    """Compare the weights of two nets after a program with scaled losses and with plain ones.
+
+    A program that takes `scaled` scales losses itself.
+    """
     found = []
     for given in (scalers, (None, None)):
-        pairs = [dense(3, 4, scaler=given[0], **settings), dense(2, 3, scaler=given[1], **settings)]
-        program(*pairs[0], *pairs[1], bool(given[0]))
-        found.append([weight(pairs[0][0]), weight(pairs[1][0])])
-    return found
-
-
-def assert_right(found):
+        pairs = [
+            dense(3, 4, given[0], **settings),
+            dense(2, 3, given[1], **settings),
+        ]
+        program(*pairs[0], *pairs[1], given is scalers)
+        found.append([weight(net) for net, _ in pairs])
     for one, two in zip(*found):
         np.testing.assert_allclose(one, two, rtol=1e-5)
+        assert np.isfinite(one).all()
+
+
+def static(*scales):
+    return [amp.StaticLossScaler(scale) for scale in scales]
 
 
 def backward(loss, trainers, scaled):
     if not scaled:
-        loss.backward()
+        autograd.backward(loss)
         return
     with amp.scale_loss(loss, trainers) as product:
-        product.backward()
+        autograd.backward(product)
 
 
-def test_a_step_of_a_trainer_that_the_loss_was_not_scaled_for():
-    encoder, first = dense(3, 4, scaler=amp.StaticLossScaler(2.0**16))
-    decoder, second = dense(2, 3, scaler=amp.StaticLossScaler(2.0**16))
+@pytest.mark.parametrize("way", ["init_trainer", "plain, made before", "plain, made after"])
+def test_a_step_of_a_trainer_that_the_loss_was_not_scaled_for(way):
+    other = dense(2, 3, *static(2.0**16)) if way == "init_trainer" else dense(2, 3)
+    encoder, first = dense(3, 4, *static(2.0**16))
+    decoder, second = dense(2, 3) if way == "plain, made after" else other
     before = weight(decoder)
     for _ in range(2):
-        with autograd.record():
-            loss = (decoder(encoder(DATA)) ** 2).sum()
-            backward(loss, first, True)
+        backward(through(encoder, decoder), first, True)
         first.step(4)
         for step in (second.step, second.update):
             with pytest.raises(amp.StateError, match="by 65536.*another trainer.*scale_loss"):
                 step(4)
     np.testing.assert_array_equal(weight(decoder), before)
-
-
-@pytest.mark.parametrize("known", ["made before", "made after"])
-def test_a_plain_trainer_that_the_loss_was_not_scaled_for(known):
-    if known == "made before":
-        decoder, second = dense(2, 3)
-    encoder, first = dense(3, 4, scaler=amp.StaticLossScaler(2.0**16))
-    if known == "made after":
-        decoder, second = dense(2, 3)
-    with autograd.record():
-        backward((decoder(encoder(DATA)) ** 2).sum(), first, True)
-    first.step(4)
-    with pytest.raises(amp.StateError, match="another trainer"):
-        second.step(4)
-    with autograd.record():
-        loss = (decoder(DATA[:, :3]) ** 2).sum()
-    loss.backward()
-    second.step(4)  # on gradients of its own again
+    backward(loss_of(decoder), second, way == "init_trainer")
+    second.step(4)
+    assert not np.array_equal(weight(decoder), before)
 
 
 @pytest.mark.parametrize("scales", [(1024, 1024), (4096, 16), (16, 4096)])
@@ -94,23 +94,20 @@ def test_a_plain_trainer_that_the_loss_was_not_scaled_for(known):
 def test_a_loss_scaled_for_two_trainers(scales, grad_req):
     def program(encoder, first, decoder, second, scaled):
         for i in range(3):
-            with autograd.record():
-                loss = (decoder(encoder(DATA * (i + 1))) ** 2).sum()
-                backward(loss, [first, second], scaled)
+            backward(through(encoder, decoder, i + 1), [first, second], scaled)
             if scaled:
                 assert first.amp_loss_scale == scales[0]
                 assert first._amp_loss_scaler.loss_scale == min(scales)
-            first.step(4)
-            second.step(4)
-            for net in (encoder, decoder):
+            for net, trainer in ((encoder, first), (decoder, second)):
+                trainer.step(4)
                 net.collect_params().zero_grad()
 
-    assert_right(run(program, *map(amp.StaticLossScaler, scales), grad_req=grad_req))
+    assert_right(program, *static(*scales), grad_req=grad_req)
 
 
 def test_each_of_two_trainers_reports_its_own_overflow():
-    encoder, first = dense(3, 4, scaler=amp.LossScaler(2.0**12))
-    decoder, second = dense(2, 3, scaler=amp.LossScaler(2.0**8))
+    encoder, first = dense(3, 4, amp.LossScaler(2.0**12))
+    decoder, second = dense(2, 3, amp.LossScaler(2.0**8))
 
     class Poison(autograd.Function):
         def forward(self, x):
@@ -119,75 +116,54 @@ def test_each_of_two_trainers_reports_its_own_overflow():
         def backward(self, dy):
             return dy * np.inf
 
-    with autograd.record():
-        loss = (decoder(Poison()(encoder(DATA))) ** 2).sum()
-        backward(loss, (first, second), True)
+    backward(through(lambda x: Poison()(encoder(x)), decoder), (first, second), True)
     first.step(4)
     second.step(4)
     assert (first.amp_skips, second.amp_skips) == (1, 0)
-    # Where 2**8 was too much, 2**11 would be.
+    # 2**8 overflowed, so 2**11 would too.
     assert (first.amp_loss_scale, second.amp_loss_scale) == (2.0**7, 2.0**8)
 
 
 def gan(generator, first, critic, second, scaled):
-    """Each loss writes gradients of both nets, which are thrown away but for one trainer's."""
+    """Each loss writes gradients of both nets; one trainer uses its own."""
     for i in range(3):
-        with autograd.record():
-            fake = generator(DATA * (i + 1))
-            loss = (critic(fake) ** 2).sum()
-        backward(loss, second, scaled)
+        backward(through(generator, critic, i + 1), second, scaled)
         second.step(4)
-        with autograd.record():
-            loss = ((critic(generator(DATA)) - 1) ** 2).sum()
-        backward(loss, first, scaled)
+        backward(through(generator, critic, target=1), first, scaled)
         first.step(4)
 
 
 def partly_plain(generator, first, critic, second, scaled):
     """The second trainer's losses are never scaled."""
     for i in range(3):
-        with autograd.record():
-            loss = (critic(generator(DATA * (i + 1))) ** 2).sum()
-        loss.backward()
+        through(generator, critic, i + 1).backward()
         second.step(4)
-        with autograd.record():
-            loss = ((critic(generator(DATA)) - 1) ** 2).sum()
-        backward(loss, first, scaled)
+        backward(through(generator, critic, target=1), first, scaled)
         first.step(4)
 
 
 def overwritten(generator, first, critic, second, scaled):
     """Both steps use the gradients of the last pass, which was scaled for one trainer."""
     for i in range(3):
-        with autograd.record():
-            loss = (critic(generator(DATA * (i + 1))) ** 2).sum()
-            other = ((critic(generator(DATA)) - 1) ** 2).sum()
-        backward(loss, second, scaled)
-        backward(other, first, scaled)
+        backward(through(generator, critic, i + 1), second, scaled)
+        backward(through(generator, critic, target=1), first, scaled)
         first.step(4)
         second.step(4)
 
 
 def accumulated(generator, first, critic, second, scaled):
-    """A loss that is not scaled is added to one that is, before it and after it."""
+    """Unscaled losses are added before and after a scaled one."""
     for i in range(3):
         for net in (generator, critic):
             net.collect_params().zero_grad()
-        with autograd.record():
-            losses = [(generator(DATA * (i + 1 + k)) ** 2).sum() for k in range(3)]
-            other = (critic(DATA[:, :3]) ** 2).sum()
-        losses[0].backward()
-        backward(losses[1], first, scaled)
-        losses[2].backward()
-        backward(other, second, scaled)
+        for k in range(3):
+            backward(loss_of(generator, i + 1 + k), first, scaled and k == 1)
+        backward(loss_of(critic), second, scaled)
         first.step(4)
         second.step(4)
 
 
-PROGRAMS = [gan, partly_plain, overwritten, accumulated]
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [gan, partly_plain, overwritten, accumulated])
 @pytest.mark.parametrize("scales", [(1024, 1024), (4096, 16), (16, 4096)])
 @pytest.mark.parametrize("switched_on", [False, True])
 def test_alternating_losses(program, scales, switched_on):
@@ -195,44 +171,55 @@ def test_alternating_losses(program, scales, switched_on):
     if switched_on:
         policy = amp.Policy.default("float16", "cpu").override(fp32=["FullyConnected"])
         amp.init("float16", ctx=mx.cpu(), policy=policy)
-    assert_right(run(program, *map(amp.StaticLossScaler, scales), grad_req=grad_req))
+    assert_right(program, *static(*scales), grad_req=grad_req)
 
 
-@pytest.mark.parametrize("how", ["exact", "sum", "after it", "sum after it", "twice"])
-def test_the_pass_is_recognized(how):
+PASSES = {
+    "exact": autograd.backward,
+    "sum": lambda products: products[0].backward(),
+    "twice": lambda products: [autograd.backward(products, retain_graph=True), autograd.backward(products)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("how", PASSES)
+def test_the_pass_is_recognized(how, inside):
     def program(encoder, first, decoder, second, scaled):
         with autograd.record():
-            loss = (encoder(DATA) ** 2).sum()
-            losses = [loss, (encoder(DATA * 2) ** 2).sum()]
-            if not scaled:
-                autograd.backward(losses)
-            else:
+            losses = [loss_of(encoder), loss_of(encoder, 2)]
+            if scaled:
                 with amp.scale_loss(losses, first) as products:
-                    total = products[0] + products[1]
-                    if how == "exact":
-                        autograd.backward(products)
-                    elif how == "sum":
-                        total.backward()
-                    elif how == "twice":
-                        autograd.backward(products, retain_graph=True)
-                if how == "after it":
-                    autograd.backward(products)
-                elif how == "sum after it":
-                    total.backward()
-                elif how == "twice":
-                    autograd.backward(products)
+                    heads = [products[0] + products[1]] if how == "sum" else products
+                    if inside:
+                        PASSES[how](heads)
+        if not scaled:
+            autograd.backward(losses)
+        elif not inside:
+            PASSES[how](heads)
         first.step(4)
 
-    assert_right(run(program, *[amp.StaticLossScaler(1024)] * 2))
+    assert_right(program, *static(1024, 1024))
 
 
-def test_scaled_losses_are_let_go_with_the_step():
-    net, trainer = dense(scaler=amp.StaticLossScaler(1024))
-    with autograd.record():
-        loss = (net(DATA) ** 2).sum()
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-    trainer.step(4)
+@pytest.mark.parametrize("ends", ["step", "error", "GradScaler"])
+def test_scaled_losses_are_let_go(ends):
+    net, trainer = dense(scaler=None if ends == "GradScaler" else amp.StaticLossScaler(1024))
+    loss = loss_of(net)
+    if ends == "GradScaler":
+        scaler = amp.GradScaler(1024)
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        scaler.step(trainer, 4)
+        scaler.update()
+    else:
+        try:
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+                1 / (ends == "step")
+        except ZeroDivisionError:
+            pass
+        else:
+            trainer.step(4)
     assert sys.getrefcount(scaled) == 2
     assert not passes._losses
 
@@ -241,9 +228,7 @@ def test_a_step_past_the_grad_scaler():
     net, trainer = dense()
     scaler = amp.GradScaler(init_scale=1024)
     for plain in (False, True):
-        with autograd.record():
-            loss = (net(DATA) ** 2).sum()
-        scaler.scale(loss).backward()
+        scaler.scale(loss_of(net)).backward()
         if plain:
             with pytest.raises(amp.StateError, match=r"scaler\.step"):
                 trainer.step(4)
@@ -254,11 +239,9 @@ def test_a_step_past_the_grad_scaler():
 
 def test_a_grad_scaler_and_a_trainer_with_its_own():
     encoder, first = dense(3, 4)
-    decoder, second = dense(2, 3, scaler=amp.StaticLossScaler(8))
+    decoder, second = dense(2, 3, *static(8))
     scaler = amp.GradScaler(init_scale=1024)
-    with autograd.record():
-        loss = (decoder(encoder(DATA)) ** 2).sum()
-    scaler.scale(loss).backward()
+    scaler.scale(through(encoder, decoder)).backward()
     scaler.step(first, 4)
     with pytest.raises(amp.StateError, match="another trainer"):
         second.step(4)
@@ -274,13 +257,10 @@ def test_lists_of_no_trainers(wrong):
 def test_an_error_with_several_trainers_takes_all_back():
     _, first = dense(scaler=amp.StaticLossScaler(8))
     net, second = dense(scaler=amp.StaticLossScaler(8))
-    with autograd.record():
-        loss = (net(DATA) ** 2).sum()
-        backward(loss, second, True)
+    backward(loss_of(net), second, True)
     amp.unscale(second)
     with pytest.raises(amp.StateError, match="been unscaled"):
-        with autograd.record():
-            backward((net(DATA) ** 2).sum(), [first, second], True)
+        backward(loss_of(net), [first, second], True)
     assert first._amp_loss_scaler.stage is Stage.NONE
     second.step(4)
 
@@ -295,65 +275,33 @@ def test_scale_loss_without_with(use):
     assert trainer._amp_loss_scaler.stage is Stage.NONE
 
 
-@pytest.mark.parametrize("way", ["init", "autocast", "init_trainer"])
-def test_backward_of_the_unscaled_loss_is_caught(way, caplog):
-    if way == "init":
-        amp.init("float16", ctx=mx.cpu())
-    net, trainer = dense(scaler=amp.StaticLossScaler(8))
-    with autograd.record():
-        if way == "autocast":
-            with amp.autocast("float16"):
-                loss = (net(DATA) ** 2).sum()
-        else:
-            loss = (net(DATA) ** 2).sum()
-        with amp.scale_loss(loss, trainer):
-            loss.backward()
-    assert "a loss that is not scaled" in caplog.text
-
-
-@pytest.mark.parametrize("scaler, warns", [
-    (None, True), (amp.StaticLossScaler(8), True), (amp.NoScaler(), False),
+@pytest.mark.parametrize("dtype, scaler, losses_scaled, warns", [
+    ("float16", None, [False] * 3, True),
+    ("float16", amp.StaticLossScaler(8), [False] * 3, True),
+    ("float16", amp.NoScaler(), [False] * 3, False),
+    ("bfloat16", None, [False, True], False),
+    (None, amp.StaticLossScaler(8), [True, False], False),
 ], ids=str)  # fmt: skip
-def test_init_trainer_and_no_scale_loss(scaler, warns, caplog):
-    amp.init("float16", ctx=mx.cpu())
+def test_a_first_step_without_scale_loss(dtype, scaler, losses_scaled, warns, caplog):
+    if dtype:
+        amp.init(dtype, ctx=mx.cpu())
     net, trainer = dense()
     amp.init_trainer(trainer, scaler)
-    for _ in range(3):
-        with autograd.record():
-            loss = (net(DATA) ** 2).sum()
-        loss.backward()
+    for scaled in losses_scaled:
+        backward(loss_of(net), trainer, scaled)
         trainer.step(4)
     assert caplog.text.count("no loss was ever scaled") == int(warns)
 
 
-def test_no_warning_where_losses_are_scaled_or_need_no_scale(caplog):
-    amp.init("bfloat16")
-    net, trainer = dense()
-    amp.init_trainer(trainer)
-    for scaled in (False, True):
-        with autograd.record():
-            backward((net(DATA) ** 2).sum(), trainer, scaled)
-        trainer.step(4)
-    amp.shutdown()
-    net, trainer = dense(scaler=amp.StaticLossScaler(8))
-    for scaled in (True, False):
-        with autograd.record():
-            backward((net(DATA) ** 2).sum(), trainer, scaled)
-        trainer.step(4)
+def test_a_plain_step_between_those_of_a_grad_scaler_is_no_mistake(caplog):
     net, trainer = dense()
     scaler = amp.GradScaler()
-    for scaled in (True, False):
-        with autograd.record():
-            loss = (net(DATA) ** 2).sum()
-        if scaled:
-            scaler.scale(loss).backward()
-            scaler.step(trainer, 4)
-            scaler.update()
-        else:
-            loss.backward()
-            trainer.step(4)
-    with caplog.at_level(logging.WARNING, "mxamp"):
-        assert "no loss was ever scaled" not in caplog.text
+    scaler.scale(loss_of(net)).backward()
+    scaler.step(trainer, 4)
+    scaler.update()
+    loss_of(net).backward()
+    trainer.step(4)
+    assert "no loss was ever scaled" not in caplog.text
 
 
 SOCKEYE = ("_loss_scale", "_next_loss_scale", "_unskipped")
@@ -364,8 +312,7 @@ def test_scripts_keep_the_attributes_of_contribs_scaler():
     net, trainer = dense(scaler=amp.LossScaler(2.0**10))
     trainer._amp_loss_scaler._scale_seq_len = 3
     for _ in range(2):
-        with autograd.record():
-            backward((net(DATA) ** 2).sum(), trainer, True)
+        backward(loss_of(net), trainer, True)
         trainer.step(4)
     kept = [getattr(trainer._amp_loss_scaler, name) for name in SOCKEYE]
     assert kept == [1024, 1024, 2]
@@ -377,12 +324,9 @@ def test_scripts_keep_the_attributes_of_contribs_scaler():
     assert trainer.amp_loss_scale == scaler.loss_scale == 1024
     seen = []
     for _ in range(4):
-        with autograd.record():
-            loss = (net(DATA) ** 2).sum()
-            with amp.scale_loss(loss, trainer) as scaled:
-                seen.append(scaled.asscalar() / loss.asscalar())
-                scaled.backward()
+        backward(loss_of(net), trainer, True)
         trainer.step(4)
+        seen.append(trainer.amp_last_step.loss_scale)
     assert seen == [1024, 2048, 2048, 2048]
     assert (scaler._scale_seq_len, scaler._max_loss_scale, scaler._unskipped) == (3, 2048, 0)
 
@@ -395,8 +339,7 @@ def test_an_assigned_scale_is_used(scaler):
     for scale in (0.5, 2.0**25):  # outside the limits: contrib's scaler has no lower one
         hook._loss_scale = scale
         assert hook._loss_scale == hook._next_loss_scale == trainer.amp_loss_scale == scale
-        with autograd.record():
-            backward((net(DATA) ** 2).sum(), trainer, True)
+        backward(loss_of(net), trainer, True)
         trainer.step(4)
         assert trainer.amp_last_step.loss_scale == scale
     with pytest.raises(amp.ArgumentError):
@@ -408,9 +351,7 @@ def test_an_assigned_scale_is_used(scaler):
 def test_contribs_attributes_of_shared_scales():
     net, trainer = dense()
     scaler = amp.GradScaler(init_scale=1024)
-    with autograd.record():
-        loss = (net(DATA) ** 2).sum()
-    scaler.scale(loss).backward()
+    scaler.scale(loss_of(net)).backward()
     scaler.step(trainer, 4)
     scaler.update()
     trainer._amp_loss_scaler._loss_scale = 256
@@ -424,32 +365,19 @@ def test_contribs_attributes_of_shared_scales():
 @pytest.mark.parametrize("first_is", ["decorated", "explicit"])
 @pytest.mark.parametrize("scaled_for", ["explicit", "nobody"])
 def test_a_decorated_trainer_beside_one_that_scales_explicitly(first_is, scaled_for):
-    def made(scaled):
-        if scaled and first_is == "explicit":  # whose patches lie above the other ones'
-            dense(scaler=amp.StaticLossScaler(8))
-        found = {}
-        for name in ("decorated", "explicit"):
-            net, trainer = dense(*((3, 4) if name == "decorated" else (2, 3)))
-            if scaled and name == "decorated":
-                optimizer = amp.decorate(mx.optimizer.SGD(learning_rate=0.01), init_loss_scaling=16)
-                trainer = gluon.Trainer(net.collect_params(), optimizer)
-            elif scaled:
-                amp.init_trainer(trainer, amp.StaticLossScaler(1024))
-            found[name] = net, trainer
-        return found
-
-    results = []
-    for scaled in (True, False):
-        pairs = made(scaled)
-        (encoder, first), (decoder, second) = pairs["decorated"], pairs["explicit"]
+    def program(encoder, first, decoder, second, scaled):
+        if scaled:
+            if first_is == "explicit":  # its patches then lie above the decorated trainer's
+                dense(scaler=amp.StaticLossScaler(8))
+            optimizer = amp.decorate(mx.optimizer.SGD(learning_rate=0.01), init_loss_scaling=16)
+            first = gluon.Trainer(encoder.collect_params(), optimizer)
+            amp.init_trainer(second, amp.StaticLossScaler(1024))
         for i in range(3):
-            with autograd.record():
-                loss = (decoder(encoder(DATA * (i + 1))) ** 2).sum()
-            backward(loss, second, scaled and scaled_for == "explicit")
+            backward(through(encoder, decoder, i + 1), second, scaled and scaled_for == "explicit")
             first.step(4)
             second.step(4)
-        results.append([weight(encoder), weight(decoder)])
-    assert_right(results)
+
+    assert_right(program, None, None)
 
 
 @pytest.mark.parametrize("way", ["run", "variable", "patch_contrib"])
@@ -506,46 +434,41 @@ def test_gradients_that_another_loss_does_not_reach(grad_req):
 
     def program(net, first, other, second, scaled):
         for i in range(3):
-            with autograd.record():
-                loss = (other(DATA[:, :3] * (i + 1)) ** 2).sum()
-            loss.backward()
-            with autograd.record():
-                loss = (net(DATA * (i + 1)) ** 2).sum()
-            backward(loss, first, scaled)
+            loss_of(other, i + 1).backward()
+            backward(loss_of(net, i + 1), first, scaled)
             second.step(4)
             first.step(4)
             for one in (net, other):
                 one.collect_params().zero_grad()
 
-    assert_right(run(program, amp.StaticLossScaler(1024), None, grad_req=grad_req))
+    assert_right(program, amp.StaticLossScaler(1024), None, grad_req=grad_req)
 
 
 def test_threads_that_scale_losses_of_two_trainers():
     """One thread a trainer, each with its scale; both trainers know of each other's passes."""
 
     def program(one, first, two, second, scaled):
-        one(DATA), two(DATA[:, :3])  # tracing a block is not for several threads at once
+        loss_of(one), loss_of(two)  # tracing a block is not for several threads at once
         errors = []
 
-        def work(net, trainer, data):
+        def work(net, trainer):
             try:
                 for i in range(20):
-                    with autograd.record():
-                        loss = (net(data * (i % 3 + 1)) ** 2).mean()
-                    backward(loss, trainer, scaled)
+                    backward(loss_of(net, (i % 3 + 1) / 4), trainer, scaled)
                     trainer.step(4)
             except Exception as error:  # noqa: BLE001
                 errors.append(error)
 
-        given = [(one, first, DATA), (two, second, DATA[:, :3])]
-        threads = [threading.Thread(target=work, args=arguments) for arguments in given]
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in ((one, first), (two, second))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert not errors
 
-    assert_right(run(program, *map(amp.StaticLossScaler, (4096, 16))))
+    assert_right(program, *static(4096, 16))
 
 
 def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
@@ -559,173 +482,121 @@ def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
         params.update(part.collect_params())
     plain = gluon.Trainer(params, "sgd", {"learning_rate": 0.01})
     for used in (parts, parts[:1], parts[1:], parts):
-        with autograd.record():
-            backward((net(DATA) ** 2).sum(), trainer, True)
+        backward(loss_of(net), trainer, True)
         trainer.step(4)
         with autograd.record():
             losses = [part(DATA.as_in_context(c)).sum() for c in contexts for part in used]
         autograd.backward(losses)
         plain.step(4)
     assert plain._update_on_kvstore
+    assert all(np.isfinite(weight(part)).all() for part in parts)
 
 
 @pytest.mark.parametrize("updates", ["once", "after each step"])
 def test_a_grad_scaler_of_a_gan(updates):
-    """The scale grows with each update: gradients that wait for a step keep the one they have."""
+    """The scale grows with each update: gradients that wait for a step keep theirs."""
 
-    def trained(scaler):
-        (generator, first), (critic, second) = dense(3, 4), dense(2, 3)
-        step = scaler.step if scaler else lambda trainer, size: trainer.step(size)
+    def program(generator, first, critic, second, scaled):
+        scaler = amp.GradScaler(init_scale=16, growth_interval=1, enabled=scaled)
         for i in range(4):
-            with autograd.record():
-                loss = (critic(generator(DATA * (i + 1))) ** 2).sum()
-            (scaler.scale(loss) if scaler else loss).backward()
-            if i % 2:  # the other one steps on gradients of the same loss
-                step(first, 4)
-                if scaler and updates != "once":
-                    scaler.update()
-                step(second, 4)
-            else:
-                step(second, 4)
-                if scaler and updates != "once":
-                    scaler.update()
-                with autograd.record():
-                    loss = ((critic(generator(DATA)) - 1) ** 2).sum()
-                (scaler.scale(loss) if scaler else loss).backward()
-                step(first, 4)
-            if scaler:
+            scaler.scale(through(generator, critic, i + 1)).backward()
+            one, other = (first, second) if i % 2 else (second, first)
+            scaler.step(one, 4)
+            if updates != "once":
                 scaler.update()
-        return [weight(generator), weight(critic)]
+            if one is second:  # else both step on gradients of the same loss
+                scaler.scale(through(generator, critic, target=1)).backward()
+            scaler.step(other, 4)
+            scaler.update()
 
-    assert_right([trained(amp.GradScaler(init_scale=16, growth_interval=1)), trained(None)])
-
-
-def two_losses(scaled):
-    """Weights after a step of two trainers whose losses have a layer in common."""
-    first, second = gluon.nn.Dense(2, in_units=3), gluon.nn.Dense(1, in_units=2)
-    trainers = []
-    for net in (first, second):
-        net.initialize(mx.init.One())
-        trainers.append(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}))
-    if scaled:
-        amp.init_trainer(trainers[0], amp.LossScaler(init_scale=1024))
-        amp.init_trainer(trainers[1], amp.LossScaler(init_scale=32))
-    with autograd.record():
-        features = first(mx.nd.ones((1, 3)))
-        losses = [features.sum(), second(features).sum()]
-        if not scaled:
-            autograd.backward(losses)
-        else:
-            with amp.scale_loss(losses[0], trainers[0]) as one, amp.scale_loss(losses[1], trainers) as two:  # fmt: skip
-                autograd.backward([one, two])
-    for trainer in trainers:
-        trainer.step(1)
-    return [values(net.weight.data()) for net in (first, second)]
+    assert_right(program, None, None)
 
 
 def test_one_pass_from_losses_of_several_scales():
-    wanted = two_losses(False)
-    amp.init("float16", ctx=mx.cpu())
-    for mine, theirs in zip(two_losses(True), wanted):
-        np.testing.assert_array_equal(mine, theirs)
+    def program(encoder, first, decoder, second, scaled):
+        with autograd.record():
+            features = encoder(DATA)
+            losses = [features.sum(), (decoder(features) ** 2).sum()]
+            if not scaled:
+                autograd.backward(losses)
+            else:
+                with amp.scale_loss(losses[0], first) as one:
+                    with amp.scale_loss(losses[1], [first, second]) as two:
+                        autograd.backward([one, two])
+        first.step(4)
+        second.step(4)
+
+    assert_right(program, amp.LossScaler(1024), amp.LossScaler(32))
 
 
 @pytest.mark.parametrize("plain_second", [False, True])
 def test_gradients_that_are_added_to_after_a_step(plain_second):
-    """MXNet goes on adding where nobody has called `zero_grad`."""
+    """MXNet adds to old gradients until `zero_grad` is called."""
 
-    def trained(scaled):
-        net = gluon.nn.Dense(1, in_units=2)
-        net.initialize(mx.init.One())
-        net.collect_params().setattr("grad_req", "add")
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-        if scaled:
-            amp.init_trainer(trainer, amp.LossScaler(init_scale=1024, growth_interval=1))
+    def program(net, trainer, _net, _trainer, scaled):
         for i in range(3):
-            with autograd.record():
-                loss = net(mx.nd.ones((1, 2))).sum()
-                if scaled and not (i == 1 and plain_second):
-                    with amp.scale_loss(loss, trainer) as one:
-                        one.backward()
-                else:
-                    loss.backward()
-            trainer.step(1)
-        return values(net.weight.data())
+            backward(loss_of(net), trainer, scaled and not (i == 1 and plain_second))
+            trainer.step(4)
 
-    wanted = trained(False)
-    amp.init("float16", ctx=mx.cpu())
-    np.testing.assert_array_equal(trained(True), wanted)
+    scalers = (amp.LossScaler(1024, growth_interval=1) for _ in range(2))
+    assert_right(program, *scalers, grad_req="add")
 
 
 PASSES_FROM = {
     "the scaled loss": lambda loss, scaled: scaled.backward(),
     "a sum of it": lambda loss, scaled: (scaled.sum() * 1.0).backward(),
-    "the loss before": lambda loss, scaled: loss.backward(),
+    "the loss before": lambda loss, scaled: autograd.backward([loss]),
     "a mean of the loss before": lambda loss, scaled: (loss.mean() * loss.size).backward(),
 }
 
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", PASSES_FROM)
-def test_a_step_knows_whether_a_pass_was_scaled(name, inside, caplog):
-    def trained(scaled):
-        net = gluon.nn.Dense(1, in_units=4)
-        net.initialize(mx.init.One())
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-        with autograd.record():
+@pytest.mark.parametrize("way", ["init_trainer", "init", "autocast"])
+def test_a_step_knows_whether_a_pass_was_scaled(name, inside, way, caplog):
+    policy = amp.Policy.default("float16", "cpu").override(fp32=["FullyConnected"])
+    if way == "init":
+        amp.init(policy=policy)
+
+    def program(net, trainer, _net, _trainer, scaled):
+        with autograd.record(), amp.autocast(policy=policy, enabled=way == "autocast"):
             loss = net(DATA) ** 2
             if not scaled:
                 loss.backward()
             else:
-                amp.init_trainer(trainer, amp.LossScaler(init_scale=64))
                 with amp.scale_loss(loss, trainer) as one:
                     if inside:
                         PASSES_FROM[name](loss, one)
                 if not inside:
                     PASSES_FROM[name](loss, one)
         trainer.step(4)
-        return values(net.weight.data())
 
-    wanted = trained(False)
-    np.testing.assert_allclose(trained(True), wanted, rtol=1e-6)
+    assert_right(program, amp.LossScaler(64), amp.LossScaler(64))
     assert ("a loss that is not scaled" in caplog.text) == (inside and "before" in name)
 
 
 def test_a_scaled_and_an_unscaled_loss_in_one_pass():
-    def trained(scaled):
-        net = gluon.nn.Dense(1, in_units=4)
-        net.initialize(mx.init.One())
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    def program(net, trainer, _net, _trainer, scaled):
         with autograd.record():
             losses = [(net(DATA) ** 2).sum(), net(DATA).sum()]
             if scaled:
-                amp.init_trainer(trainer, amp.LossScaler(init_scale=64))
                 with amp.scale_loss(losses[0], trainer) as one:
                     autograd.backward([one, losses[1]])
             else:
                 autograd.backward(losses)
         trainer.step(4)
-        return values(net.weight.data())
 
-    np.testing.assert_allclose(trained(True), trained(False), rtol=1e-6)
+    assert_right(program, amp.LossScaler(64), amp.LossScaler(64))
 
 
 def test_two_grad_scalers_in_one_pass():
-    def trained(scales):
-        nets, trainers, losses, scalers = [], [], [], []
-        for scale in scales:
-            net = gluon.nn.Dense(1, in_units=4)
-            net.initialize(mx.init.One())
-            nets.append(net)
-            trainers.append(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}))
-            scalers.append(amp.GradScaler(init_scale=scale, enabled=scale > 1))
+    def program(one, first, two, second, scaled):
+        scalers = [amp.GradScaler(scale, enabled=scaled) for scale in (64, 1024)]
         with autograd.record():
-            losses = [s.scale((net(DATA) ** 2).sum()) for net, s in zip(nets, scalers)]
+            losses = [s.scale((net(x) ** 2).sum()) for s, net, x in zip(scalers, (one, two), (DATA, DATA[:, :3]))]  # fmt: skip
         autograd.backward(losses)
-        for scaler, trainer in zip(scalers, trainers):
+        for scaler, trainer in zip(scalers, (first, second)):
             scaler.step(trainer, 4)
             scaler.update()
-        return [values(net.weight.data()) for net in nets]
 
-    for mine, theirs in zip(trained((64, 1024)), trained((1, 1))):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    assert_right(program, None, None)

@@ -15,10 +15,9 @@ from mxamp.framework import kvstores, waiting
 from mxamp.framework.transports import PARAMETER_SERVER
 from mxamp.frontends.module_workers import check_before
 from mxamp.patches import kvstores as patched
-from mxamp.scaling import reduction
-from mxamp.scaling import workers as module
+from mxamp.scaling import distributed
+from mxamp.scaling.distributed import Workers
 from mxamp.scaling.scaler import LossScaler, StaticLossScaler
-from mxamp.scaling.workers import Workers
 from training import batches, poisoned, setup, train, weights
 
 
@@ -67,7 +66,7 @@ def together(work, count=2):
             errors[rank] = str(error)
 
     # One numbering a process: here two workers share it.
-    with mock.patch.object(module, "_keys", iter([7] * 20)):
+    with mock.patch.object(distributed, "_keys", iter([7] * 20)):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
         for thread in threads:
             thread.start()
@@ -116,7 +115,7 @@ def test_a_worker_with_another_version_is_named(monkeypatch):
         def __repr__(self):
             return f"9.{threading.current_thread().name}"
 
-    monkeypatch.setattr(module, "__version__", Version())
+    monkeypatch.setattr(distributed, "__version__", Version())
     errors, _ = together(lambda s: Workers(s).check_settings({"loss_scale": 1.0}))
     assert "worker 1 differs from worker 0 in mxamp version:" in errors[0]
 
@@ -124,9 +123,11 @@ def test_a_worker_with_another_version_is_named(monkeypatch):
 def test_policies_are_described_alike_in_all_processes():
     policy = amp.Policy.default("float16", "cpu")
     again = amp.Policy.default("float16", "cpu").override(fp32=["softmax"])
-    assert module._described(policy) == module._described(again.override(fp32=["softmax"]))
-    assert module._described(policy) != module._described(policy.untuned().override(low=["exp"]))
-    assert module._described(None) is None
+    assert distributed._checksum(policy) == distributed._checksum(again.override(fp32=["softmax"]))
+    assert distributed._checksum(policy) != distributed._checksum(
+        policy.untuned().override(low=["exp"])
+    )
+    assert distributed._checksum(None) is None
 
 
 def steps(differing=None):
@@ -143,22 +144,22 @@ def steps(differing=None):
 
 @pytest.mark.parametrize("switch", [None, "0", ""])
 def test_steps_cost_no_message(monkeypatch, switch):
-    monkeypatch.delenv(module.VARIABLE, raising=False)
+    monkeypatch.delenv(distributed.VARIABLE, raising=False)
     if switch is not None:
-        monkeypatch.setenv(module.VARIABLE, switch)
+        monkeypatch.setenv(distributed.VARIABLE, switch)
     errors, server = together(steps({"step": 7}))
     assert errors == [None, None] and server.messages == 0
 
 
 def test_steps_are_compared_where_asked(monkeypatch):
-    monkeypatch.setenv(module.VARIABLE, "1")
+    monkeypatch.setenv(distributed.VARIABLE, "1")
     errors, server = together(steps())
     assert errors == [None, None] and server.messages == 2 * 3
 
 
 @pytest.mark.parametrize("what, value", [("step", 9), ("decision", "skip"), ("loss scale", 3.0)])
 def test_a_worker_out_of_step_is_named(monkeypatch, what, value):
-    monkeypatch.setenv(module.VARIABLE, "1")
+    monkeypatch.setenv(distributed.VARIABLE, "1")
     errors, _ = together(steps({what: value}))
     for error in errors:
         assert f"worker 1 is out of step with worker 0: they differ in {what}." in error
@@ -236,7 +237,7 @@ def trainer_of(net, **settings):
 def test_a_second_trainer_on_the_servers_is_refused(monkeypatch):
     """MXNet gives both trainers' parameters the same keys, and hangs."""
     monkeypatch.setenv("DMLC_ROLE", "worker")
-    monkeypatch.setattr(reduction, "_on_servers", [])
+    monkeypatch.setattr(distributed, "_on_servers", [])
     trainers = [trainer_of(setup()[0], kvstore="dist_sync") for _ in range(2)]
     amp.init_trainer(trainers[0], LossScaler())
     amp.init_trainer(trainers[0], LossScaler(2))
@@ -247,7 +248,7 @@ def test_a_second_trainer_on_the_servers_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
 def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_are_sent(monkeypatch, way):
-    monkeypatch.setattr(reduction, "_on_servers", [])
+    monkeypatch.setattr(distributed, "_on_servers", [])
     net, _ = setup()
     net.cast(BF16)
     trainer = trainer_of(net, kvstore="dist_sync")
@@ -402,7 +403,7 @@ def test_a_clipped_overflow_is_sent_as_one(worker):
 @pytest.mark.parametrize("kvstore, scale", [("dist_sync", 1024), ("device", 512)])
 def test_a_pass_that_one_worker_runs_again_leaves_the_shared_scale(monkeypatch, kvstore, scale):
     """The gradient of the data overflows with the scale: no other worker sees that."""
-    monkeypatch.setattr(reduction, "_on_servers", [])
+    monkeypatch.setattr(distributed, "_on_servers", [])
     net, _ = setup()
     optimizer = amp.decorate(mx.optimizer.SGD(), 1024.0)
     trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)

@@ -18,7 +18,7 @@ from ...policy.active import suspended
 from ...policy.overrides import exactly
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, check_target
-from ...scaling.numbers import count, positive_number
+from ...scaling.scaler import count, positive_number
 from .accuracy import OUTPUTS, Accuracy, Tolerance, Verdict
 from .deadline import Deadline, OutOfTimeError, seconds_of, stoppable, watched
 from .layers import costs_of, lowered_layers, substitutions_in

@@ -19,8 +19,8 @@ from ....graph.ir import Graph, Node, Output
 from ....patches.autocast import autocast
 from ....policy.active import suspended
 from ....scaling.hook import Stage, TrainerHook
-from ....scaling.numbers import positive_number
-from ....scaling.reduction import fresh_gradients
+from ....scaling.passes import fresh_gradients
+from ....scaling.scaler import positive_number
 from ..observing import Call, Run
 from .backward_passes import gradients_of, loss_of, trained_arrays
 from .batches import Batch, batches_of

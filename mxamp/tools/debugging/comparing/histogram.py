@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from ....errors import ArgumentError, StateError
 from ....framework.wording import counted, shown
-from ....scaling.numbers import positive_number
+from ....scaling.scaler import positive_number
 from ...tables import html_table, text_table
 from .exponents import NORMAL, VANISHES, ExponentCounts
 from .pictures import histogram_figure, png_html, written

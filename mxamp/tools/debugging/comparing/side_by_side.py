@@ -25,8 +25,7 @@ from ....framework.wording import shown
 from ....patches.autocast import autocast, policy_for
 from ....policy.policy import Policy
 from ....scaling.finite import all_finite
-from ....scaling.numbers import positive_number
-from ....scaling.scaler import LossScaler
+from ....scaling.scaler import LossScaler, positive_number
 from .backward_passes import Recorded, loss_of, trained_arrays
 from .batches import Batch, batches_of
 from .comparison import Comparison, TensorError

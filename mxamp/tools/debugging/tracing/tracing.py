@@ -25,9 +25,7 @@ from ....framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_a
 from ....framework.machine import device_kind
 from ....framework.wording import shown
 from ....policy.active import current_policy, suspended
-from ....scaling.hook import TrainerHook
-from ....scaling.report import StepReport
-from ....scaling.step_observers import observe_steps, stop_observing
+from ....scaling.hook import StepReport, TrainerHook, observe_steps, stop_observing
 from ..numerics.numerics import NumericsCheck
 from .reading import last_steps
 from .trace_lines import SCHEMA, LineFile, checked_path, encoded, plain

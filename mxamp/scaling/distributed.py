@@ -1,0 +1,297 @@
+"""Sums of gradients over devices and workers, and checks that all workers are in step.
+
+An overflow needs no message. Gradients are summed over the workers before they are checked, and an
+Inf or NaN of one worker is one in the sum of all. Settings are compared once, before the first
+gradients are sent. With `MXAMP_CHECK_WORKERS=1` the workers also compare their state after each
+step, which costs one message a step.
+"""
+
+import itertools
+import math
+import os
+import weakref
+import zlib
+from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import Parameter, Trainer
+from mxnet.ndarray.ndarray import NDArray
+
+from .._version import __version__
+from ..errors import StateError
+from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
+from ..framework.kvstores import is_distributed
+from ..framework.transports import PARAMETER_SERVER
+from ..framework.waiting import begin, end, waiting
+from ..framework.worker_process import prepare
+from ..policy.active import current_policy, suspended
+from ..policy.policy import Policy
+from .passes import Gradients, fresh_gradients
+from .scaler import Scaler
+
+__all__ = ["GRADIENTS", "VARIABLE", "Reduction", "Workers", "check_trainer", "poison"]
+
+VARIABLE = "MXAMP_CHECK_WORKERS"
+
+#: Checksums have this many bits: float32 holds them exactly.
+_CHECKSUM = 2**24 - 1
+#: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
+#: takes a new key, because a key can be initialized only once.
+_keys = itertools.count(2**30)
+
+#: The fields of a `Rule` that results depend on. Missing kernels are not among them: the values are
+#: the same without the kernels.
+_DECISIVE = (
+    "op_class", "conditions", "keep_inputs", "follow_inputs", "keep_outputs", "by_op_type",
+    "by_shape",
+)  # fmt: skip
+
+DIFFERENT = (
+    "worker {other} differs from worker 0 in {what}: start all workers with the same script, "
+    "arguments, mxamp and checkpoint. This is worker {rank}, with {own}"
+)
+OUT_OF_STEP = (
+    "worker {other} is out of step with worker 0: they differ in {what}. This is worker "
+    "{rank}, with {own}. Did a worker train on another number of batches, or change the scale?"
+)
+WAITING = (
+    "worker %s waits for the other workers to begin training with mxamp: one of them may have "
+    "ended, trains without mxamp, or in float32, as 'auto' chooses for each machine by itself"
+)
+GRADIENTS = (
+    "worker %s waits for the gradients of the other workers: one of them may have ended, train on "
+    "fewer batches, or with other parameters"
+)
+COMPRESSED = (
+    "MXNet's Trainer can't compress gradients on a distributed kvstore: leave out "
+    "compression_params"
+)
+SECOND_TRAINER = (
+    "another trainer of this process uses the parameter server already, and MXNet's trainers all "
+    "call their parameters 0, 1, 2 and so on there: make one trainer for all parameters (lr_mult "
+    "of a parameter gives it its own learning rate)"
+)
+
+#: The trainer of this process whose parameters are on the servers.
+_on_servers: List["weakref.ref[Trainer]"] = []
+
+
+class Workers:
+    """The workers that share a distributed kvstore, seen from one of them.
+
+    `string_keys` says that the kvstore's other keys are names: it accepts no mixture.
+    """
+
+    def __init__(self, kvstore: Any, string_keys: bool = False) -> None:
+        self._kvstore, self._string_keys = kvstore, string_keys
+        self.rank, self.count = int(kvstore.rank), int(kvstore.num_workers)
+        self._step_key: Any = None
+        self._checks_steps = os.environ.get(VARIABLE, "0") not in ("", "0")
+        prepare()
+
+    def check_settings(self, scaler_state: Mapping[str, Any]) -> None:
+        """Raise `StateError` in all workers if mxamp, policy or loss scaler differ in one.
+
+        All workers have to call this before they send any gradient.
+        """
+        scale = scaler_state.get("loss_scale")
+        others = {name: value for name, value in scaler_state.items() if name != "loss_scale"}
+        values = {
+            "mxamp version": __version__,
+            "policy": _checksum(current_policy()),
+            "loss scale": scale,
+            "loss scaler": sorted(others.items(), key=str),
+        }
+        shown = {**values, "policy": repr(current_policy()), "loss scaler": others.get("kind")}
+        with waiting(WAITING, self.rank):
+            self._compare(DIFFERENT, self._new_key(len(values)), values, shown)
+
+    def check_step(self, values: Mapping[str, Any]) -> None:
+        """Raise `StateError` in all workers if `values`, their state after a step, differ in one.
+
+        Does nothing unless `MXAMP_CHECK_WORKERS` is set.
+        """
+        if not self._checks_steps:
+            return
+        if self._step_key is None:
+            self._step_key = self._new_key(len(values) + 2)
+        full = {**values, "mxamp version": __version__, "policy": _checksum(current_policy())}
+        self._compare(OUT_OF_STEP, self._step_key, full, values)
+
+    def _compare(
+        self, message: str, key: Any, values: Mapping[str, Any], shown: Mapping[str, Any]
+    ) -> None:
+        """Raise `message` if `values` differ; `shown` is this worker's readable form of them."""
+        table = np.zeros((self.count, len(values)), dtype="float32")
+        table[self.rank] = [zlib.crc32(repr(v).encode()) & _CHECKSUM for v in values.values()]
+        with suspended():
+            array = mx.nd.array(table)
+            self._kvstore.push(key, array)
+            self._kvstore.pull(key, out=array)
+            rows = array.asnumpy()
+        for other, row in enumerate(rows):
+            what = [name for name, here, there in zip(values, rows[0], row) if here != there]
+            if what:
+                named = " and ".join(what)
+                own = ", ".join(f"{name} {value}" for name, value in shown.items())
+                raise StateError(message.format(other=other, what=named, rank=self.rank, own=own))
+
+    def _new_key(self, values: int) -> Any:
+        key: Any = next(_keys)
+        key = f"mxamp{key}" if self._string_keys else key
+        with suspended():
+            self._kvstore.init(key, mx.nd.zeros((self.count, values)))
+        return key
+
+
+def _checksum(policy: Optional[Policy]) -> Optional[int]:
+    """Return a checksum of all settings that results depend on, the same in all processes."""
+    if policy is None:
+        return None
+    cache: Dict[str, int] = policy.caches
+    if "workers" not in cache:
+        rules = [
+            (name, [getattr(rule, field) for field in _DECISIVE])
+            for name, rule in sorted(policy.rules.items())
+        ]
+        layers, substitutions = policy.fp32_layers, sorted(policy.substitutions)
+        whole = repr((policy.target_dtype, policy.device, layers, substitutions, rules))
+        cache["workers"] = zlib.crc32(whole.encode())
+    return cache["workers"]
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raise if a trainer can't train on its distributed kvstore in mixed precision."""
+    if not is_distributed(trainer._kvstore_params["kvstore"]):
+        return
+    if trainer._compression_params:
+        raise StateError(COMPRESSED)
+    for param in trainer._params:
+        PARAMETER_SERVER.check_dtype(f"the parameter {param.name!r}", param.dtype)
+    if os.environ.get("DMLC_ROLE") == "worker":
+        # The servers would take the second trainer's parameters for the first one's, and hang.
+        if not _on_servers:
+            _on_servers.append(weakref.ref(trainer))
+        if _on_servers[0]() is not trainer:
+            raise StateError(SECOND_TRAINER)
+
+
+class Reduction:
+    """The sum of one trainer's gradients over devices and workers.
+
+    `workers` is None in a run of one process, and where "auto" has chosen float32.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.workers: Optional[Workers] = None
+        self._uninitialized: Optional[int] = None  #: number of parameters, at the last sum
+        self._wait = -1  #: the wait for the running sum
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other processes train the same parameters."""
+        if is_horovod_trainer(self._trainer):
+            return store_of(self._trainer) is not None
+        return is_distributed(self._trainer._kvstore_params["kvstore"])
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the kvstore compresses gradients.
+
+        Compression turns Inf into finite numbers, and carries the remainder to all later steps.
+        """
+        return bool(self._trainer._compression_params and self._trainer._kvstore)
+
+    @property
+    def comes_from_others(self) -> bool:
+        """Whether only other workers have computed gradients since the last step."""
+        return self.workers is not None and not fresh_gradients(self._trainer._params)
+
+    def wait_for_weights(self) -> None:
+        """Wait until a distributed kvstore holds the trainer's weights, before gradients follow.
+
+        Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
+        where parameters are not updated on it.
+        """
+        trainer = self._trainer
+        if not trainer._kv_initialized:
+            trainer._init_kvstore()
+        if not is_distributed(trainer._kvstore):
+            return
+        if trainer._params_to_init:
+            trainer._init_params()
+        # A parameter with a deferred shape is sent later.
+        if self._uninitialized != len(trainer._params_to_init):
+            mx.nd.waitall()
+            self._uninitialized = len(trainer._params_to_init)
+
+    def compare_workers(self, scaler: Scaler) -> None:
+        """Raise in the first step if the settings of the workers differ."""
+        if self.workers is not None or not self.is_distributed:
+            return
+        trainer = self._trainer
+        kvstore = store_of(trainer) if is_horovod_trainer(trainer) else trainer._kvstore
+        workers = Workers(kvstore)
+        workers.check_settings(scaler.state_dict())
+        self.workers = workers
+
+    def sum(self, overflown: AbstractSet[int]) -> None:
+        """Sum the gradients, with Inf for those of the `overflown` arrays (by `id`).
+
+        A script may have made such a gradient finite since, by clipping it element by element.
+        """
+        stale = self._prepare(overflown) if self.workers is not None else []
+        self.received()
+        if self.workers is not None:
+            self._wait = begin(GRADIENTS, self.workers.rank)
+        type(self._trainer)._allreduce_grads(self._trainer)
+        for data, gradient in stale:
+            # Computed by another worker, which updates with it: so does this worker.
+            data._fresh_grad = bool(gradient.asnumpy().any())
+
+    def compare_step(self, step: int, stepped: bool, gradients: str, loss_scale: float) -> None:
+        """Raise if another worker has decided differently about a step."""
+        self.received()
+        if self.workers is not None:
+            decided = {"decision": "update" if stepped else "skip", "gradients": gradients}
+            self.workers.check_step({"step": step, **decided, "loss scale": loss_scale})
+
+    def received(self) -> None:
+        """End the wait for the sum."""
+        end(self._wait)
+
+    def _prepare(self, overflown: AbstractSet[int]) -> List[Tuple[NDArray, NDArray]]:
+        """Make gradients ready for the sum over workers; return stale arrays and gradients.
+
+        A stale gradient, not computed since the last step, holds that step's sum. It is set to 0,
+        because MXNet would add the old sum again.
+        """
+        by_horovod = is_horovod_trainer(self._trainer)
+        stale = []
+        for param in self._trainer._params:
+            if param.grad_req == "null" or param._grad is None:
+                continue
+            if by_horovod:
+                check_gradients(param.name, param.list_grad())
+            for data, gradient in zip(param.list_data(), param.list_grad()):
+                if id(data) in overflown:
+                    poison([gradient])
+                elif not data._fresh_grad:
+                    stale.append((data, gradient))
+        with suspended():
+            for _, gradient in stale:
+                gradient[:] = 0
+        return stale
+
+    def used(self, params: Sequence[Parameter]) -> Gradients:
+        """Return the gradients that the update uses, computed here or by another worker."""
+        return fresh_gradients(params, stale=self.workers is not None)
+
+
+def poison(gradients: Sequence[NDArray]) -> None:
+    """Fill gradients with Inf, so that after the sum all workers skip the step."""
+    with suspended():
+        for gradient in gradients:
+            gradient[:] = math.inf
