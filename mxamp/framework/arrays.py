@@ -2,7 +2,7 @@
 
 import ctypes
 from functools import lru_cache
-from typing import Any, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -19,6 +19,7 @@ __all__ = [
     "KIND_NAMES",
     "address",
     "as_float",
+    "as_list",
     "cast",
     "copy",
     "dtype_code",
@@ -28,6 +29,7 @@ __all__ = [
     "holders",
     "invoke",
     "kind_code",
+    "map_arrays",
     "on_device",
     "plain_array",
     "shallow_copy",
@@ -199,3 +201,26 @@ def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
     count = array.size * np.dtype(dtype).itemsize
     buffer = (ctypes.c_char * count).from_address(data.value)
     return np.frombuffer(buffer, dtype=dtype)
+
+
+def as_list(outputs: Any) -> Sequence[Any]:
+    """Return what MXNet gives as one array or several as a list or tuple."""
+    return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def map_arrays(
+    value: Any, function: Callable[[NDArray], Any], otherwise: Callable[[Any], Any]
+) -> Any:
+    """Return `value` with `function` applied to each array in it, in the same containers.
+
+    What is neither an array nor a container goes through `otherwise`.
+    """
+    if isinstance(value, NDArray):
+        return function(value)
+    if isinstance(value, dict):
+        return type(value)((k, map_arrays(v, function, otherwise)) for k, v in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_arrays(item, function, otherwise) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_arrays(item, function, otherwise) for item in value)
+    return otherwise(value)

@@ -5,12 +5,15 @@ handle, so an operator is known here by its handle and its one canonical name.
 """
 
 import ctypes
+import gc
+import inspect
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+import mxnet as mx
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
@@ -23,14 +26,17 @@ __all__ = [
     "NEEDS_HEAD_GRADIENT",
     "Operator",
     "WRITTEN_BY_USERS",
+    "auxiliary_states",
     "by_handle",
     "handle_of",
     "lacks",
+    "needs_head_gradient",
     "needs_one_dtype",
-    "without_bfloat16",
+    "prop_class",
     "registry",
     "resolve",
     "starts_backward",
+    "without_bfloat16",
 ]
 
 #: Output operators with a loss of their own (canonical names): they ignore the gradient that comes
@@ -217,8 +223,6 @@ def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
     A `Custom` operator does so if its class was made with `need_top_grad=False`.
     """
     if operator_name == "Custom":
-        from .custom import needs_head_gradient
-
         return not needs_head_gradient(str(attributes.get("op_type", "")), attributes)
     if operator_name in NEEDS_HEAD_GRADIENT:
         needed = attributes.get(NEEDS_HEAD_GRADIENT[operator_name], True)
@@ -268,3 +272,88 @@ def _default(description: str) -> Optional[str]:
     """Read the default out of MXNet's description: "int, optional, default='1'"."""
     match = re.search(r"default=(.*)$", description)
     return match.group(1).strip("'") if match else None
+
+
+# ---------------------------------------------------------------------- operators of users
+
+
+class _Registered:
+    """The classes registered by `mx.operator.register`, by op_type; new ones are found on demand.
+
+    MXNet keeps a class only in the closure of a function behind a ctypes callback (in
+    `mx.operator._registry`), where the garbage collector can follow references. That registry
+    numbers its entries and gets one for each call of a custom operator too: each is read once.
+    """
+
+    def __init__(self) -> None:
+        self._classes: Dict[str, type] = {}
+        self._seen = 0
+
+    def get(self, op_type: str) -> Optional[type]:
+        registry = getattr(mx.operator, "_registry", None)
+        count = getattr(registry, "counter", 0)
+        held = getattr(registry, "ref_holder", {})
+        for number in range(self._seen, count):
+            found = _class_of(held.get(number))
+            if found is not None:
+                self._classes[found[0]] = found[1]
+        self._seen = count
+        return self._classes.get(op_type)
+
+
+#: One a process, as MXNet's registry is.
+_registered = _Registered()
+
+
+def prop_class(op_type: str) -> Optional[type]:
+    """Return the `CustomOpProp` registered as `op_type`, or None."""
+    return _registered.get(op_type)
+
+
+def _class_of(callback: Any) -> Optional[Tuple[str, type]]:
+    """Return the op_type and the class that a callback creates; None for any other object."""
+    objects = getattr(callback, "_objects", None)
+    if not callable(callback) or objects is None:
+        return None
+    # Python 3.8 to 3.13 hold the function in the callback's thunk, some in the callback as well.
+    near = [*gc.get_referents(callback), *objects.values()]
+    for holder in near:
+        for function in (holder, *gc.get_referents(holder)):
+            if not inspect.isfunction(function) or function.__name__ != "creator":
+                continue
+            names = function.__code__.co_freevars
+            cells = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ())))
+            name, cls = cells.get("reg_name"), cells.get("prop_cls")
+            if isinstance(name, str) and isinstance(cls, type):
+                return name, cls
+    return None
+
+
+def needs_head_gradient(op_type: str, attributes: Mapping[str, Any]) -> bool:
+    """Return whether a custom operator uses the gradient that comes to it.
+
+    False where its `CustomOpProp` was made with `need_top_grad=False`: it starts the backward
+    pass. True for an unknown name and for a constructor that fails.
+    """
+    return _described(op_type, attributes)[0]
+
+
+def auxiliary_states(attributes: Mapping[str, Any]) -> int:
+    """Return how many of `Custom`'s arrays, counted from the last, the operator writes to."""
+    return _described(str(attributes.get("op_type", "")), attributes)[1]
+
+
+def _described(op_type: str, attributes: Mapping[str, Any]) -> Tuple[bool, int]:
+    cls = prop_class(op_type)
+    # The constructor does not get op_type, nor the attributes that begin with `__`.
+    arguments = ((k, str(v)) for k, v in attributes.items() if k != "op_type" and k[:2] != "__")
+    return (True, 0) if cls is None else _description(cls, tuple(sorted(arguments)))
+
+
+@lru_cache(maxsize=1024)  # eager code asks at every call
+def _description(cls: type, arguments: Tuple[Tuple[str, str], ...]) -> Tuple[bool, int]:
+    try:
+        prop = cls(**dict(arguments))
+        return bool(getattr(prop, "need_top_grad_", True)), len(prop.list_auxiliary_states())
+    except Exception:  # the user's code; MXNet reports it when it makes the operator
+        return True, 0

@@ -19,7 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import AmpError
 from ..framework.patching import FrontEnd, Patch
-from ..framework.updated_arrays import updated_arrays
+from ..patches.eager import updated_arrays
 from ..policy.active import suspended
 from ..scaling import custom_gradients
 from ..scaling.finite import all_finite

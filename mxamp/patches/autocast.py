@@ -6,11 +6,11 @@ of its own and mixed precision is off around it, after `shutdown`.
 """
 
 import functools
+import inspect
 import logging
 from typing import Any, Callable, Iterable, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
-from ..framework.decorating import check_runs_at_once
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..framework.worker_process import prepare
@@ -22,9 +22,36 @@ from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth
 from .announcements import announce, announce_float32, announce_off
-from .casting import casting as _casting
+from .table import casting as _casting
 
-__all__ = ["autocast", "init", "policy_for", "shutdown", "switch_off", "switch_on"]
+__all__ = [
+    "autocast",
+    "check_runs_at_once",
+    "init",
+    "policy_for",
+    "shutdown",
+    "switch_off",
+    "switch_on",
+]
+
+RUNS_LATER = (
+    "{given} is {kind}: its code runs after the call has returned, outside the decorator. Leave "
+    "the decorator out, and write `with amp.autocast(...):` in the body, around code that neither "
+    "yields nor awaits"
+)
+_KINDS = {
+    "a generator function": inspect.isgeneratorfunction,
+    "a coroutine function": inspect.iscoroutinefunction,
+    "an async generator function": inspect.isasyncgenfunction,
+}
+
+
+def check_runs_at_once(function: Any) -> None:
+    """Raise for a function whose call returns before its code has run."""
+    for kind, is_one in _KINDS.items():
+        if is_one(function) or is_one(function.__call__):
+            raise ArgumentError(RUNS_LATER.format(given=shown(function), kind=kind))
+
 
 logger = logging.getLogger("mxamp")
 

@@ -6,7 +6,7 @@ holds and exports stays the plain one.
 
 import functools
 import logging
-from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional, Sequence, Tuple, Type
 
 import mxnet as mx
 from mxnet import autograd
@@ -16,22 +16,58 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
-from ..framework.patching import Patch
 from ..graph.casts.builder import is_converted
 from ..graph.casts.scale_input import SCALE_INPUT, with_scale_input
-from ..graph.casts.symbol import rewritten_symbol
+from ..graph.casts.symbol import own_marks, rewritten_symbol
 from ..graph.gradients import trained_graph, weights_beside_biases
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.recognise import recognised, warn_of_way
 from ..graph.speed.choices import NONE, Choices
 from ..graph.speed.recurrent import reads_unset_flag
 from ..graph.speed.shape_rules import choose
+from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside
-from .arranged_op import SCALE, ArrangedOp
+from ..scaling.loss_outputs import scale_array
 
-__all__ = ["PolicyCachedOp", "Source", "follow", "patches", "unfollow"]
+__all__ = [
+    "ArrangedOp",
+    "PolicyCachedOp",
+    "SCALE",
+    "Source",
+    "follow",
+    "build_call",
+    "build_get_graph",
+    "build_setattr",
+    "unfollow",
+]
+
+#: The place of the loss scale among a block's arguments.
+SCALE = -1
+
+
+class ArrangedOp:
+    """A cached op whose graph reads the block's arguments in another order.
+
+    `SCALE` in that order is the loss scale of output operators, one more input.
+    """
+
+    def __init__(self, op: CachedOp, order: Sequence[int]) -> None:
+        self._op, self._order = op, order
+        self._scaled = SCALE in order
+        self._register_op_hook = op._register_op_hook
+
+    def inputs(self, args: Sequence[NDArray]) -> Sequence[NDArray]:
+        """Return what the graph reads in a call with these arguments."""
+        # Behind the arguments, where `SCALE`, -1, finds it.
+        given = (*args, scale_array(args[0].context)) if self._scaled else args
+        return [given[i] for i in self._order]
+
+    def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
+        """Run the graph for the block's arguments."""
+        return self._op(*self.inputs(args), **kwargs)
+
 
 logger = logging.getLogger("mxamp")
 
@@ -47,12 +83,9 @@ _FUSED_PREFIX = "_sg_mkldnn"
 _STATIC_SHAPE = "static_shape"
 
 
-def patches() -> List[Patch]:
-    """Return the patch that makes hybridized blocks follow the policy in force."""
-    return [Patch(HybridBlock, "_call_cached_op", _build_call)]
+def build_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `_call_cached_op` that runs the graph rewritten for the policy in force."""
 
-
-def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
         if current_policy() is not None:
@@ -60,6 +93,36 @@ def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args)
 
     return _call_cached_op
+
+
+def build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `_get_graph` that traces outside the `autocast` regions around the call."""
+
+    @functools.wraps(original)
+    def _get_graph(self: HybridBlock, *args: Any) -> Any:
+        # Regions around the call are in force when the graph runs; only those inside belong to it.
+        regions.enter(None)
+        try:
+            return original(self, *args)
+        finally:
+            regions.leave()
+
+    return _get_graph
+
+
+def build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `__setattr__` that follows the regions inside a block once it is traced."""
+
+    @functools.wraps(original)
+    def __setattr__(self: HybridBlock, name: str, value: Any) -> None:  # noqa: N807
+        original(self, name, value)
+        # A block whose code enters regions follows them where mixed precision is off around it too,
+        # and in the call that traces it: that call has passed the patch of `_call_cached_op`.
+        made = name == "_cached_op" and isinstance(value, CachedOp) and not current_policy()
+        if made and vars(self).get("_source") is None and own_marks(self._cached_graph[1]):
+            follow(self, ())
+
+    return __setattr__
 
 
 class Source(NamedTuple):

@@ -6,21 +6,20 @@ names that user code imported long before are covered too.
 """
 
 import functools
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+import sys
+from functools import lru_cache
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
 from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.ndarray.numpy import _api_internal
 
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import KIND_NAMES, cast, dtype_code, kind_code, on_device
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
-from ..framework.operators import Operator, by_handle, handle_of
-from ..framework.patching import Patch
-from ..framework.updated_arrays import updated_arrays
+from ..framework.operators import Operator, auxiliary_states, by_handle, handle_of, registry
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..graph.gradients import needs_separate_bias, without_bias
 from ..graph.recognise import warn_of_eager
@@ -31,7 +30,67 @@ from ..policy.sums import reason_by_sums
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
 from ..scaling.loss_outputs import scalable_inputs
 
-__all__ = ["INVOKE_MODULES", "decision_for", "patches"]
+__all__ = [
+    "INVOKE_MODULES",
+    "decision_for",
+    "build_asnumpy",
+    "build_invoke",
+    "build_tensordot",
+    "updated_arrays",
+]
+
+# References to an array that nobody else holds: the entry's, and that of the call that counts.
+_OURS = 2
+
+
+class _UpdatedArrays:
+    """The arrays that recorded eager calls update, between `watch` and `stop`.
+
+    Those of hybridized blocks are parameters of Gluon's, which are found without this.
+    """
+
+    def __init__(self) -> None:
+        #: The operators to take note of, by handle, with the positions of what they update.
+        self.handles: Mapping[int, Tuple[int, ...]] = {}
+        self._arrays: Dict[int, NDArray] = {}
+        self._most = 1000
+
+    def watch(self) -> None:
+        """Have calls noted from now on."""
+        self.handles = _updating()
+
+    def note(self, handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]) -> None:
+        """Take note of a recorded call of one of these operators."""
+        positions = self.handles[handle]
+        if not positions:
+            count = len(arrays)
+            positions = tuple(range(count - auxiliary_states(attributes), count))
+        if len(self._arrays) > self._most:
+            self._most = 2 * len(self.all()) + 1000
+        self._arrays.update((id(arrays[i]), arrays[i]) for i in positions if i < len(arrays))
+
+    def all(self) -> List[NDArray]:
+        """Return the arrays that somebody still holds."""
+        for key in list(self._arrays):
+            if sys.getrefcount(self._arrays[key]) <= _OURS:
+                del self._arrays[key]
+        return list(self._arrays.values())
+
+    def stop(self) -> None:
+        """Watch no more, and forget the arrays."""
+        self.handles = {}
+        self._arrays.clear()
+
+
+#: One a process, as the functions that are patched are.
+updated_arrays = _UpdatedArrays()
+
+
+@lru_cache(maxsize=1)
+def _updating() -> Mapping[int, Tuple[int, ...]]:
+    found = {op.handle: op.mutable_inputs for op in registry().values() if op.mutable_inputs}
+    return {**found, handle_of("Custom"): ()}
+
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
@@ -50,17 +109,8 @@ _GROUPED = ("Convolution", "Deconvolution", "RNN")
 INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
 
-def patches() -> List[Patch]:
-    """Return the patches that make eager calls follow the policy in force."""
-    return [
-        *(Patch(module, "_imperative_invoke", _build_invoke) for module in INVOKE_MODULES),
-        # The one NumPy function that goes another way.
-        Patch(_api_internal, "tensordot", _build_tensordot),
-        Patch(NDArray, "asnumpy", _build_asnumpy),
-    ]
-
-
-def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `_imperative_invoke` that casts its inputs as the policy decides."""
     zero = zero_gradients()
 
     def _imperative_invoke(
@@ -119,7 +169,9 @@ def _widened_for(out: Any, array: NDArray) -> NDArray:
     return array if dtype_code(out) == _BFLOAT16 else cast(array, "float32")
 
 
-def _build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `tensordot` that casts its inputs as the policy decides."""
+
     def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
         policy = current_policy()
         operator = _casts_of(policy)[_TENSORDOT] if policy is not None else None
@@ -131,7 +183,9 @@ def _build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensordot
 
 
-def _build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `asnumpy` that gives float32 values for bfloat16 arrays."""
+
     @functools.wraps(original)
     def asnumpy(self: NDArray) -> Any:
         # Plain MXNet gives bfloat16's raw bits; metrics and printing want the values.

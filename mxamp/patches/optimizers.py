@@ -16,10 +16,9 @@ from mxnet.optimizer import SGD, Adam
 
 from ..framework import machine
 from ..framework.arrays import as_float, flat_view
-from ..framework.patching import Patch
 from ..policy.active import current_policy
 
-__all__ = ["patches"]
+__all__ = ["build_adam", "build_sgd"]
 
 # So many elements fit into the cache: weight, gradient, state and what is in between.
 _BLOCK = 2**15
@@ -30,12 +29,9 @@ _MOST_CORES = {"sgd": 3, "adam": 1}
 _float = np.float32
 
 
-def patches() -> List[Patch]:
-    """Return the patches that make steps faster where the policy in force says so."""
-    return [Patch(SGD, "_update_impl", _build_sgd), Patch(Adam, "update", _build_adam)]
+def build_sgd(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `SGD._update_impl` that updates in NumPy where that is faster."""
 
-
-def _build_sgd(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _update_impl(
         self: SGD,
@@ -59,7 +55,9 @@ def _build_sgd(original: Callable[..., Any]) -> Callable[..., Any]:
     return _update_impl
 
 
-def _build_adam(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_adam(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `Adam.update` that updates in NumPy where that is faster."""
+
     @functools.wraps(original)
     def update(self: Adam, index: Any, weight: Any, grad: Any, state: Any) -> None:
         if not _is_faster("adam", self, Adam, (weight, grad, *state)):

@@ -11,6 +11,7 @@ float16 stays in float32, but where the caller scales (`scaled_executors`).
 import ctypes
 import functools
 import inspect
+import logging
 import math
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +23,6 @@ from typing import (
     Dict,
     FrozenSet,
     Iterator,
-    List,
     Mapping,
     Optional,
     Sequence,
@@ -38,7 +38,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
-from ..framework.patching import Patch
+from ..framework.operators import WRITTEN_BY_USERS, handle_of
 from ..graph.casts.symbol import own_marks, rewritten_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
@@ -46,12 +46,16 @@ from ..graph.recognise import recognised, warn_of_way
 from ..graph.speed.barriers import with_barriers
 from ..graph.speed.choices import Choices
 from ..graph.speed.shape_rules import choose
+from ..policy import regions
 from ..policy.active import current_policy
+from ..policy.custom_operators import registered_classes
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside
 from .announcements import announce_unscaled_executors
 
-__all__ = ["patches", "scaled_executors"]
+__all__ = ["build_bind", "build_creator", "build_simple_bind", "scaled_executors"]
+
+logger = logging.getLogger("mxamp")
 
 #: Whether whoever binds scales the losses of what is bound.
 _scaled: "ContextVar[bool]" = ContextVar("mxamp_scaled_executors", default=False)
@@ -64,18 +68,17 @@ UNSPECIFIED = (
     "reshape changes the shape of {name!r}, which is not among its arguments, from {old} to {new}: "
     "give its shape, or partial_shaping=True"
 )
+NOT_REACHED = (
+    "autocast(enabled=False) around the custom operator %r holds in eager calls alone: MXNet "
+    "passes the attributes of a node to the operator's constructor, so the node can't be marked. "
+    "In graphs it computes in half precision, as it was registered"
+)
 INCOMPLETE = "reshape can't infer the shapes of all arguments from {given}: give more of them"
 
 
-def patches() -> List[Patch]:
-    """Return the patches that make bound graphs follow the policy in force."""
-    return [
-        Patch(Symbol, "bind", _build_bind),
-        Patch(Symbol, "simple_bind", _build_simple_bind),
-    ]
+def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `Symbol.bind` that binds the graph rewritten for the policy in force."""
 
-
-def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def bind(
         self: Symbol,
@@ -104,7 +107,9 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
     return bind
 
 
-def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `Symbol.simple_bind` that binds the graph rewritten for the policy."""
+
     @functools.wraps(original)
     def simple_bind(
         self: Symbol,
@@ -307,3 +312,32 @@ def _requests(names: Sequence[str], grad_req: Any) -> Mapping[str, str]:
     if isinstance(grad_req, str):
         return dict.fromkeys(names, grad_req)
     return grad_req if isinstance(grad_req, Mapping) else dict(zip(names, grad_req))
+
+
+# ---------------------------------------------------------------------- symbols made in a region
+
+
+def build_creator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the nodes that generated `mx.sym` functions make with the `autocast` region around."""
+
+    @functools.wraps(original)
+    def _symbol_creator(
+        handle: int, args: Any, kwargs: Any, keys: Any, vals: Any, *rest: Any
+    ) -> Any:
+        region = regions.current_region()
+        if region is not None and handle in _unmarked():
+            # MXNet passes every attribute of such a node to the operator's constructor.
+            op_type = dict(zip(keys, vals)).get("op_type", "")
+            if region.is_off and dict(registered_classes()).get(op_type) == "low":
+                logger.warning(NOT_REACHED, op_type)
+        elif region is not None:
+            region.has_nodes = True
+            keys, vals = [*keys, regions.REGION], [*vals, region.mark]
+        return original(handle, args, kwargs, keys, vals, *rest)
+
+    return _symbol_creator
+
+
+@functools.lru_cache(maxsize=None)
+def _unmarked() -> FrozenSet[int]:
+    return frozenset(handle_of(name) for name in WRITTEN_BY_USERS)

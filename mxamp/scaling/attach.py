@@ -6,7 +6,7 @@ from typing import Any, Optional
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError
-from ..framework.horovod import is_horovod_optimizer
+from ..framework.distributed import is_horovod_optimizer
 from ..framework.wording import shown
 from ..policy.active import chose_float32, current_policy
 from .asking import ask_before_updates

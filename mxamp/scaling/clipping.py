@@ -8,17 +8,15 @@ MXNet's would be Inf above 256 in float16, and clipping by it zeroes the gradien
 import functools
 import math
 import warnings
-from typing import Any, Callable, List
+from typing import Any, Callable
 
 import mxnet as mx
-from mxnet import gluon
 
 from ..framework.machine import dtype_name
-from ..framework.patching import Patch
 from ..policy.active import suspended
 from .finite import multiply, square_sum
 
-__all__ = ["patches"]
+__all__ = ["build_clipping"]
 
 _HALVES = frozenset({"float16", "bfloat16"})
 # What keeps MXNet's `clip_global_norm` from a division by zero.
@@ -27,12 +25,9 @@ _EPSILON = 1e-8
 NOT_FINITE = "nan or inf is detected. The arrays are left as they are."
 
 
-def patches() -> List[Patch]:
-    """Return the patch."""
-    return [Patch(gluon.utils, "clip_global_norm", _build)]
+def build_clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `clip_global_norm` that sums squares in float32."""
 
-
-def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_global_norm(arrays: Any, max_norm: float, check_isfinite: bool = True) -> Any:
         if not any(dtype_name(array.dtype) in _HALVES for array in arrays):

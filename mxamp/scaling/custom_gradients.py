@@ -23,7 +23,7 @@ from ..framework.patching import Patch
 from ..policy.active import current_policy, suspended
 from .finite import multiply
 
-__all__ = ["calls_so_far", "in_unscaled_backward", "patch", "scaled"]
+__all__ = ["build_init", "calls_so_far", "in_unscaled_backward", "patch", "scaled"]
 
 #: The scales of the backward passes that may run, and whether they stay inside, by region.
 _scales: Dict[object, Tuple[float, bool]] = {}
@@ -67,10 +67,12 @@ def in_unscaled_backward() -> bool:
 
 def patch() -> Patch:
     """Return the patch through which all custom operators are made."""
-    return Patch(CustomOpProp, "__init__", _build_init)
+    return Patch(CustomOpProp, "__init__", build_init)
 
 
-def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `CustomOpProp.__init__` whose operators scale gradients that lack the scale."""
+
     @functools.wraps(original)
     def __init__(self: CustomOpProp, need_top_grad: bool = True) -> None:  # noqa: N807
         original(self, need_top_grad)

@@ -22,11 +22,11 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast, dtypes_of, plain_array
-from ..framework.custom import auxiliary_states
 from ..framework.machine import dtype_name
 from ..framework.operators import (
     BACKWARD_STARTERS,
     WRITTEN_BY_USERS,
+    auxiliary_states,
     handle_of,
     starts_backward,
 )

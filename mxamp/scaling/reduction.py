@@ -3,17 +3,21 @@
 import math
 import os
 import weakref
-from typing import AbstractSet, List, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
-from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
-from ..framework.kvstores import is_distributed
-from ..framework.transports import PARAMETER_SERVER
-from ..framework.waiting import begin, end
+from ..framework.distributed import (
+    PARAMETER_SERVER,
+    check_gradients,
+    is_distributed,
+    is_horovod_trainer,
+    store_of,
+)
+from ..framework.worker_process import begin, end
 from ..policy.active import suspended
 from .report import StepReport
 from .scaler import Scaler
@@ -68,7 +72,7 @@ class Reduction:
         self._trainer = trainer
         self.workers: Optional[Workers] = None
         self._uninitialized: Optional[int] = None  # parameters, at the last sum
-        self._wait = -1  # for the sum that is under way
+        self._wait: Any = None  # for the sum that is under way
 
     @property
     def is_distributed(self) -> bool:

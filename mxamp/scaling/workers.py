@@ -16,8 +16,7 @@ import numpy as np
 
 from .._version import __version__
 from ..errors import StateError
-from ..framework.waiting import waiting
-from ..framework.worker_process import prepare
+from ..framework.worker_process import prepare, waiting
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 

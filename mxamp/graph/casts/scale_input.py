@@ -7,8 +7,7 @@ no value and multiplies the gradient by the scale.
 
 from typing import List, Optional
 
-from ...framework.custom import auxiliary_states
-from ...framework.operators import WRITTEN_BY_USERS, starts_backward
+from ...framework.operators import WRITTEN_BY_USERS, auxiliary_states, starts_backward
 from ..edit import Edit
 from ..ir import Graph, Node, Output
 

@@ -11,11 +11,10 @@ from typing import FrozenSet, Optional, Type
 from mxnet.symbol import Symbol
 
 from ...errors import AmpError
-from ...framework.collector import collector_paused
 from ...policy.active import note_precision
 from ...policy.policy import Policy
 from ...policy.regions import REGION
-from ..ir import Graph, Usage
+from ..ir import Graph, Usage, collector_paused
 from ..speed.choices import NONE, Choices
 from .builder import is_converted
 from .insert import PRECISION, rewrite

@@ -4,21 +4,65 @@ Horovod is looked at only where the program has imported it.
 """
 
 import sys
-from typing import Any, Optional, Sequence
+from typing import Any, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet.ndarray.ndarray import NDArray
 
-from ..errors import StateError
-from .transports import HOROVOD
-from .wording import counted
+from ..errors import ArgumentError, StateError
+from .machine import dtype_name
+from .wording import counted, one_of
 
 __all__ = [
+    "HOROVOD",
     "HorovodStore",
+    "PARAMETER_SERVER",
+    "Transport",
     "check_gradients",
+    "is_distributed",
     "is_horovod_optimizer",
     "is_horovod_trainer",
     "store_of",
 ]
+
+UNSUPPORTED = (
+    "{transport} takes arrays of {allowed}, and {name} is {dtype}: leave parameters in float32 "
+    "(mixed precision casts them where it computes with them), or cast what you send to float32"
+)
+
+
+class Transport(NamedTuple):
+    """A way between workers."""
+
+    name: str
+    dtypes: Tuple[str, ...]
+
+    def check_dtype(self, name: str, dtype: Any) -> None:
+        """Raise `ArgumentError` where arrays of this dtype can't be sent."""
+        given = dtype_name(dtype)
+        if given not in self.dtypes:
+            allowed = one_of(self.dtypes)
+            raise ArgumentError(
+                UNSUPPORTED.format(transport=self.name, allowed=allowed, name=name, dtype=given)
+            )
+
+    def check_arrays(self, name: str, value: Any) -> None:
+        """Do that for an array, or all arrays in lists; other values are let pass."""
+        for array in _arrays(value):
+            self.check_dtype(name, array.dtype)
+
+
+def _arrays(value: Any) -> Iterator[NDArray]:
+    if isinstance(value, NDArray):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _arrays(one)
+
+
+#: Any other dtype ends the servers: the workers would wait for them for ever.
+PARAMETER_SERVER = Transport("the parameter server", ("float32", "float16", "float64"))
+#: The dtypes that both MXNet and Horovod have.
+HOROVOD = Transport("Horovod", ("float32", "float16", "float64", "int8", "uint8", "int32", "int64"))
 
 SPARSE = (
     "Horovod sums dense gradients, and that of {name!r} is {stype}: make its layer with "
@@ -88,3 +132,8 @@ def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
         # Horovod would write past the end of its memory.
         raise StateError(SPARSE.format(name=name, stype=gradient.stype))
     HOROVOD.check_arrays(f"the gradient of {name!r}", gradient)
+
+
+def is_distributed(kvstore: Any) -> bool:
+    """Tell whether a kvstore, or one of this name, spans several processes."""
+    return "dist" in str(getattr(kvstore, "type", kvstore))
