@@ -43,14 +43,14 @@ DETOURS = frozenset({"volume_views"})
 LIMITED = frozenset({"long_sums"})
 
 #: Names of substitutions, which operator lists and policies use: those of `graph.substitutions`,
-#: those that fused models alone have, and the optimizers whose steps `patches.optimizers` makes
+#: those that fused models alone have, and the optimizer whose steps `patches.optimizers` makes
 #: faster.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "global_pool", "pool_in_parts", "image_convolution", "split",
     "merged_groups", "rnn", "rnn_params", "padded_channels",
     "dense_convolution",
-    "sgd", "adam",
+    "sgd",
 )  # fmt: skip
 
 

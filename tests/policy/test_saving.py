@@ -36,7 +36,7 @@ POLICIES = {
     "lists": F16.override(low=["dot"], fp32=["exp"], widest=[], conditional=[], replace_lists=True),
     "layers": F16.override(fp32_layers=['a"b\\', "*_é\n\t", "", "x\x7f\x00\u2028😀"]),
     "no substitutions": BF16.override(substitutions=[]),
-    "two substitutions": BF16.override(substitutions=["tanh", "adam"]),
+    "two substitutions": BF16.override(substitutions=["tanh", "sgd"]),
     "evidence": BF16.override(fp32_layers=["a"]).with_evidence(EVIDENCE),
     "evidence, infinite": F16.with_evidence(replace(
         EVIDENCE, error=INF, gradient_error=NAN, seconds=1e300, metric=-INF, tolerance=1e-9, seed=-3,

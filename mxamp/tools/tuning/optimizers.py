@@ -16,7 +16,7 @@ from .subject import Subject
 __all__ = ["step_speedups"]
 
 _ROUNDS = 3
-_OPTIMIZERS = {"sgd": {"momentum": 0.9}, "adam": {}}
+_OPTIMIZERS = {"sgd": {"momentum": 0.9}}
 
 
 def step_speedups(subject: Subject, policy: Policy, deadline: Deadline) -> Dict[str, float]:
