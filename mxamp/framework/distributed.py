@@ -1,6 +1,6 @@
-"""Horovod as a worker sees it: its trainers and optimizers, the other workers, and what it sums.
+"""The transports between workers: MXNet's distributed kvstores, and Horovod.
 
-Horovod is looked at only where the program has imported it.
+Horovod is looked at only if the program has imported it.
 """
 
 import sys
@@ -28,16 +28,24 @@ UNSUPPORTED = (
     "{transport} takes arrays of {allowed}, and {name} is {dtype}: leave parameters in float32 "
     "(mixed precision casts them where it computes with them), or cast what you send to float32"
 )
+SPARSE = (
+    "Horovod sums dense gradients, and that of {name!r} is {stype}: make its layer with "
+    "sparse_grad=False"
+)
+SEVERAL_DEVICES = (
+    "Horovod sums the gradients of one device a process, and {name!r} is on {devices}: start "
+    "a process a device, each with ctx=mx.gpu(hvd.local_rank())"
+)
 
 
 class Transport(NamedTuple):
-    """A way between workers."""
+    """A transport between workers, and the dtypes that it can send."""
 
     name: str
     dtypes: Tuple[str, ...]
 
     def check_dtype(self, name: str, dtype: Any) -> None:
-        """Raise `ArgumentError` where arrays of this dtype can't be sent."""
+        """Raise `ArgumentError` if arrays of this dtype can't be sent."""
         given = dtype_name(dtype)
         if given not in self.dtypes:
             allowed = one_of(self.dtypes)
@@ -46,7 +54,7 @@ class Transport(NamedTuple):
             )
 
     def check_arrays(self, name: str, value: Any) -> None:
-        """Do that for an array, or all arrays in lists; other values are let pass."""
+        """Raise `ArgumentError` if an array, alone or in nested lists, can't be sent."""
         for array in _arrays(value):
             self.check_dtype(name, array.dtype)
 
@@ -59,40 +67,37 @@ def _arrays(value: Any) -> Iterator[NDArray]:
             yield from _arrays(one)
 
 
-#: Any other dtype ends the servers: the workers would wait for them for ever.
+#: Any other dtype ends the servers, and the workers wait for them forever.
 PARAMETER_SERVER = Transport("the parameter server", ("float32", "float16", "float64"))
 #: The dtypes that both MXNet and Horovod have.
 HOROVOD = Transport("Horovod", ("float32", "float16", "float64", "int8", "uint8", "int32", "int64"))
 
-SPARSE = (
-    "Horovod sums dense gradients, and that of {name!r} is {stype}: make its layer with "
-    "sparse_grad=False"
-)
-SEVERAL_DEVICES = (
-    "Horovod sums the gradients of one device a process, and {name!r} is on {devices}: start "
-    "a process a device, each with ctx=mx.gpu(hvd.local_rank())"
-)
+
+def is_distributed(kvstore: Any) -> bool:
+    """Return whether a kvstore, or one of this name, spans several processes."""
+    return "dist" in str(getattr(kvstore, "type", kvstore))
 
 
-def _loaded(name: str) -> Any:
-    """Return an attribute of `horovod.mxnet`, None where the program has not imported it."""
-    return getattr(sys.modules.get("horovod.mxnet"), name, None)
+# ---------------------------------------------------------------------- Horovod
+
+
+def _is_instance(value: Any, class_name: str) -> bool:
+    kind = getattr(sys.modules.get("horovod.mxnet"), class_name, None)
+    return kind is not None and isinstance(value, kind)
 
 
 def is_horovod_trainer(trainer: Any) -> bool:
-    """Tell whether Horovod sums the gradients of a trainer."""
-    kind = _loaded("DistributedTrainer")
-    return kind is not None and isinstance(trainer, kind)
+    """Return whether Horovod sums the gradients of a trainer."""
+    return _is_instance(trainer, "DistributedTrainer")
 
 
 def is_horovod_optimizer(optimizer: Any) -> bool:
-    """Tell whether this is an optimizer that has Horovod sum the gradients in each update."""
-    kind = _loaded("DistributedOptimizer")
-    return kind is not None and isinstance(optimizer, kind)
+    """Return whether Horovod sums the gradients in each update of an optimizer."""
+    return _is_instance(optimizer, "DistributedOptimizer")
 
 
 class HorovodStore:
-    """The part of a kvstore's interface that workers compare each other with, on Horovod."""
+    """Horovod behind the part of a kvstore's interface by which workers compare settings."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
@@ -100,7 +105,7 @@ class HorovodStore:
         self._sum: Any = None
 
     def init(self, key: Any, value: NDArray) -> None:
-        """Do nothing: Horovod's names come and go."""
+        """Do nothing: Horovod creates names on demand."""
 
     def push(self, key: Any, value: NDArray) -> None:
         """Sum an array over the workers."""
@@ -109,12 +114,12 @@ class HorovodStore:
         )
 
     def pull(self, key: Any, out: NDArray) -> None:
-        """Give the sum that was pushed last."""
+        """Write the sum of the last push to `out`."""
         self._sum.copyto(out)
 
 
 def store_of(owner: Any) -> Optional[HorovodStore]:
-    """Return the workers of a trainer or optimizer of Horovod; None where it trains alone."""
+    """Return the workers of a Horovod trainer or optimizer; None if it trains alone."""
     process_set = owner._process_set
     if not process_set.included() or process_set.size() == 1:
         return None
@@ -122,7 +127,7 @@ def store_of(owner: Any) -> Optional[HorovodStore]:
 
 
 def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
-    """Raise where Horovod can't sum a parameter's gradients, or would leave some of them out."""
+    """Raise if Horovod can't sum a parameter's gradients, or would ignore some of them."""
     if len(gradients) > 1:
         raise StateError(
             SEVERAL_DEVICES.format(name=name, devices=counted(len(gradients), "device"))
@@ -132,8 +137,3 @@ def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
         # Horovod would write past the end of its memory.
         raise StateError(SPARSE.format(name=name, stype=gradient.stype))
     HOROVOD.check_arrays(f"the gradient of {name!r}", gradient)
-
-
-def is_distributed(kvstore: Any) -> bool:
-    """Tell whether a kvstore, or one of this name, spans several processes."""
-    return "dist" in str(getattr(kvstore, "type", kvstore))

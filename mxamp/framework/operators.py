@@ -1,4 +1,4 @@
-"""MXNet's operator registry: what every operator is called, takes, and writes to.
+"""MXNet's operator registry: names, inputs and attributes of each operator, users' own included.
 
 MXNet 1.9.1 registers 886 operators under 1167 names, older versions fewer. Aliases share one
 handle, so an operator is known here by its handle and its one canonical name.
@@ -39,8 +39,8 @@ __all__ = [
     "without_bfloat16",
 ]
 
-#: Output operators with a loss of their own (canonical names): they ignore the gradient that comes
-#: to them and start the backward pass themselves.
+#: Output operators (canonical names): they ignore the head gradient, and start the backward pass
+#: with the gradient of their own loss.
 LOSS_OUTPUTS = (
     "SoftmaxOutput",
     "LinearRegressionOutput",
@@ -48,24 +48,23 @@ LOSS_OUTPUTS = (
     "MAERegressionOutput",
 )
 
-#: All operators that start the backward pass, whatever gradient comes to them and whatever their
-#: attributes, but for the user's own (scripts/bench/probe_loss_outputs has asked all of them; its
-#: answers are in lists/loss-outputs-probe.json).
-#: `SoftmaxOutput(out_grad=True)` is no exception: MXNet 1.9.1 multiplies by the operator's own
-#: output there, since its backward operator is not given the head gradient.
+#: All operators that ignore the head gradient, whatever their attributes; users' own excepted.
+#: scripts/bench/probe_loss_outputs has probed every operator: lists/loss-outputs-probe.json.
+#: `SoftmaxOutput(out_grad=True)` is no exception: its backward operator in MXNet 1.9.1 does not get
+#: the head gradient, and multiplies by the operator's output instead.
 BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_loss"})
 
-#: The attribute without which an operator of the old Python interface starts the backward pass.
+#: The attribute that is false if an operator of the old Python interface ignores the head gradient.
 NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_grad"})
 
-#: Operators that call Python: any of their inputs may get a gradient.
+#: Operators that call Python: any of their inputs may need a gradient.
 WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
 
 CAME_LATER = "operator {name!r} came with MXNet {since}, and an older one is installed"
 
 _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
-# Positions of inputs that an operator writes to (FMutateInputs in MXNet's sources).
+# The positions of the inputs that an operator writes to (FMutateInputs in MXNet's sources).
 _STATISTICS = (3, 4)
 _MUTABLE: Dict[str, Tuple[int, ...]] = {
     "BatchNorm": _STATISTICS,
@@ -89,10 +88,10 @@ _MUTABLE: Dict[str, Tuple[int, ...]] = {
 class Operator:
     """One registered operator.
 
-    `inputs` are the names of its tensors, in order (a variadic operator has one name for all of
-    them); `attributes` are the names of its other arguments, and `defaults` maps the optional ones
-    to their defaults, as MXNet prints them; `choices` maps those that are one of a few words to
-    these; `mutable_inputs` are the positions of inputs it writes to.
+    `inputs` are the names of its tensors in order; a variadic operator has one name for all.
+    `attributes` are the names of its other arguments, `defaults` the printed defaults of optional
+    ones, `choices` the allowed words of enumerations. `mutable_inputs` are the positions of the
+    inputs that it writes to.
     """
 
     name: str
@@ -109,18 +108,18 @@ class Operator:
         """Return the positions of the inputs called `names` in a call with these `attributes`."""
         inputs = self.inputs
         if self.name == "RNN" and attributes.get("mode", "lstm") != "lstm":
-            # Only an LSTM takes a cell state; without it, what follows moves up.
+            # Only an LSTM takes a cell state; in other modes the inputs after it move up.
             inputs = tuple(name for name in inputs if name != "state_cell")
         return tuple(inputs.index(name) for name in names if name in inputs)
 
     def attribute(self, name: str) -> str:
-        """Return the name of an attribute that it has; raise `UnknownNameError` for others."""
+        """Return the name of an attribute; raise `UnknownNameError` if the operator lacks it."""
         if name not in self.attributes and self.name not in WRITTEN_BY_USERS:
             raise unknown(f"attribute of {self.name}", name, self.attributes)
         return name
 
     def values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
-        """Return values of an attribute as text; raise `UnknownNameError` for impossible ones."""
+        """Return values of an attribute as text; raise `UnknownNameError` for invalid ones."""
         listed, allowed = tuple(map(str, values)), self.choices.get(attribute, ())
         for value in listed:
             if allowed and value not in allowed:
@@ -128,7 +127,7 @@ class Operator:
         return listed
 
     def input(self, name: str) -> str:
-        """Return the name of an input that it has; raise `UnknownNameError` for others."""
+        """Return the name of an input; raise `UnknownNameError` if the operator lacks it."""
         if name not in self.inputs and self.name not in WRITTEN_BY_USERS:
             raise unknown(f"input of {self.name}", name, self.inputs)
         return name
@@ -161,8 +160,7 @@ def resolve(name: str) -> Operator:
     >>> resolve("concat").name
     'Concat'
 
-    Raises `UnknownNameError` with the closest names where there is none, or with the version of
-    MXNet that has it.
+    Raises `UnknownNameError` with the closest names, or with the MXNet version that added it.
     """
     try:
         return _by_name()[name]
@@ -176,7 +174,7 @@ def resolve(name: str) -> Operator:
 
 
 def lacks(name: str) -> bool:
-    """Tell whether an operator (canonical name) is one that came with a later MXNet than this.
+    """Return whether an operator (canonical name) came with a later MXNet than this one.
 
     >>> lacks("Convolution"), lacks("Convolutoin")
     (False, False)
@@ -185,18 +183,18 @@ def lacks(name: str) -> bool:
 
 
 def needs_one_dtype(name: str) -> bool:
-    """Tell whether this MXNet wants all inputs of an operator in one dtype, as later ones don't."""
+    """Return whether this MXNet, unlike later ones, needs an operator's inputs in one dtype."""
     return any(name in feature.one_dtype for feature in _lacking())
 
 
 def without_bfloat16() -> Mapping[str, str]:
-    """Return the operators that got their bfloat16 kernels with a later MXNet, with its version."""
+    """Return the operators whose bfloat16 kernels came with a later MXNet, and its version."""
     return {operator: feature.since for feature in _lacking() for operator in feature.bfloat16}
 
 
 @lru_cache(maxsize=None)
 def _of_later_versions() -> Mapping[str, str]:
-    """Return the operators that this MXNet lacks, with the versions that they came with."""
+    """Return the operators that this MXNet lacks, and the version that added each."""
     return {operator: feature.since for feature in _lacking() for operator in feature.operators}
 
 
@@ -205,22 +203,19 @@ def _lacking() -> Sequence[Feature]:
 
 
 def handle_of(name: str) -> int:
-    """Return the handle of an operator of MXNet's, named by any of its names.
-
-    Modules look up the operators that they call with it: it does not read the whole registry.
-    """
+    """Return the handle of an operator by any of its names, without reading the registry."""
     handle = ctypes.c_void_p()
     check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
     return int(handle.value or 0)
 
 
 def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
-    """Say whether an operator (canonical name) ignores the gradient that comes to it.
+    """Return whether an operator (canonical name) ignores the head gradient.
 
     >>> starts_backward("SoftmaxOutput", {}), starts_backward("softmax", {})
     (True, False)
 
-    A `Custom` operator does so if its class was made with `need_top_grad=False`.
+    A `Custom` operator does if its class was made with `need_top_grad=False`.
     """
     if operator_name == "Custom":
         return not needs_head_gradient(str(attributes.get("op_type", "")), attributes)
@@ -263,13 +258,13 @@ def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:
 
 
 def _choices(description: str) -> Tuple[str, ...]:
-    """Read the words that an attribute may be: "{'relu', 'tanh'}, required"."""
+    """Return the allowed words in a description: "{'relu', 'tanh'}, required"."""
     match = re.match(r"\{(.*?)\}", description)
     return tuple(word.strip(" '") for word in match.group(1).split(",")) if match else ()
 
 
 def _default(description: str) -> Optional[str]:
-    """Read the default out of MXNet's description: "int, optional, default='1'"."""
+    """Return the default in a description: "int, optional, default='1'"."""
     match = re.search(r"default=(.*)$", description)
     return match.group(1).strip("'") if match else None
 

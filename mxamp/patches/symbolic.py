@@ -1,11 +1,10 @@
-"""The Symbol-level patch: rewrites graphs when they are bound, and again when they are reshaped.
+"""Executors: a symbol's graph is rewritten when it is bound, and again when it is reshaped.
 
-Only when a symbol is bound are its dtypes and device known. The graphs that users hold and save
-stay the plain ones. An executor whose graph was rewritten keeps how, since a rewrite may have read
-shapes: for others it is made again.
+Dtypes and device are known only when a symbol is bound. The symbols that programs hold and save
+stay plain. A rewrite may depend on shapes, so a reshaped executor gets a graph rewritten anew.
 
-An executor's own backward pass scales no loss, and can skip no update: what it would train in
-float16 stays in float32, but where the caller scales (`scaled_executors`).
+Executors in training stay in float32 under a float16 policy: their backward pass scales no loss and
+skips no update. Callers that scale the losses themselves bind inside `scaled_executors`.
 """
 
 import ctypes
@@ -57,7 +56,7 @@ __all__ = ["build_bind", "build_creator", "build_simple_bind", "scaled_executors
 
 logger = logging.getLogger("mxamp")
 
-#: Whether whoever binds scales the losses of what is bound.
+#: Whether the code that binds scales the losses of its executors.
 _scaled: "ContextVar[bool]" = ContextVar("mxamp_scaled_executors", default=False)
 
 UP_SIZED = (
@@ -144,7 +143,7 @@ def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Binding:
-    """How a symbol is rewritten for an executor: for its own shapes, and for those of a reshape."""
+    """A symbol and what its rewrites for an executor depend on: one rewrite for each choice."""
 
     def __init__(
         self, symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]
@@ -160,7 +159,7 @@ class _Binding:
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
     def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
-        """Return the symbol rewritten for arguments of these shapes; itself if nothing changes."""
+        """Return the symbol rewritten for these shapes; the symbol itself if nothing changes."""
         usage = replace(self._usage, shapes=dict(shapes))
         choices = choose(self._graph, self._policy, usage)
         if choices not in self._symbols:
@@ -172,7 +171,7 @@ class _Binding:
         rewritten = rewritten_symbol(graph, kind, self._policy, usage, choices)
         if rewritten is not None:
             graph = Graph.from_symbol(rewritten)
-        # MXNet fuses what an executor without gradients runs.
+        # Barriers keep MXNet from fusing layers in an executor without gradients.
         final = graph if usage.training else with_barriers(graph)[0]
         if final is not graph:
             return final.to_symbol(kind)
@@ -181,7 +180,7 @@ class _Binding:
         return self._symbol if self._is_plain else graph.to_symbol(kind)
 
     def bound(self, executor: Executor) -> Executor:
-        """Return an executor of a rewritten symbol as one of the user's symbol."""
+        """Make an executor of the rewritten symbol look like one of the original symbol."""
         executor._symbol = self._symbol
         executor.__class__ = _RewrittenExecutor
         executor._binding = self
@@ -189,16 +188,16 @@ class _Binding:
 
 
 class _RewrittenExecutor(Executor):  # type: ignore[misc]
-    """An executor of a rewritten graph, also after mixed precision was switched off."""
+    """An executor of a rewritten graph; it stays one after mixed precision is switched off."""
 
     _binding: _Binding
 
     def reshape(
         self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: Any
     ) -> Executor:
-        """Return an executor for other shapes, as MXNet's does: its graph is rewritten for them."""
+        """Return an executor for other shapes, as MXNet's does, with its graph rewritten."""
         names, states = self._symbol.list_arguments(), self._symbol.list_auxiliary_states()
-        # As MXNet's, which takes no notice of names that the symbol lacks.
+        # MXNet's ignores names that the symbol lacks.
         given = {name: shape for name, shape in kwargs.items() if name in names}
         shapes, _, state_shapes = self._symbol.infer_shape(**given)
         if shapes is None:
@@ -213,7 +212,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
                 raise ArgumentError(UNSPECIFIED.format(**words))
             size = math.prod(shape)
             if size <= array.size:
-                # A view: what is held, or is added to, stays, as with MXNet's.
+                # A view, as MXNet's: values and accumulated gradients stay.
                 return array.reshape((-1,))[:size].reshape(shape)
             if not allow_up_sizing:
                 raise ArgumentError(UP_SIZED.format(**words))
@@ -237,7 +236,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             self._grad_req,
             states_now,
             group2ctx=self._group2ctx,
-            # Loops in executors that share memory read what the other one has left there.
+            # Loops in executors that share memory read stale values of the other one.
             shared_exec=None if self._binding.has_loops else self,
         )
         executor.grad_arrays = [gradients.get(name) for name in names]
@@ -254,7 +253,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
 
 @contextmanager
 def scaled_executors() -> Iterator[None]:
-    """Lower executors that are bound inside in float16 too: the caller scales their losses."""
+    """Lower executors bound in the body to float16 in training too: the caller scales losses."""
     before = _scaled.set(True)
     try:
         yield
@@ -263,10 +262,10 @@ def scaled_executors() -> Iterator[None]:
 
 
 def _policy_for(symbol: Symbol, ctx: Any, frozen: AbstractSet[str]) -> Optional[Policy]:
-    """Return the policy in force, if it is for the kind of device that a symbol is bound to.
+    """Return the policy to rewrite a symbol for; None to bind it as it is.
 
-    Where mixed precision is off, it is that of the symbol's own regions. None too for a symbol that
-    is trained, all but the variables `frozen`, in float16 unscaled.
+    That is the policy in force, or that of the symbol's own regions. None on another kind of device
+    than the policy's, and for training in float16 with unscaled losses.
     """
     policy = current_policy() or policy_outside(own_marks(symbol))
     if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:
@@ -279,7 +278,7 @@ def _policy_for(symbol: Symbol, ctx: Any, frozen: AbstractSet[str]) -> Optional[
 
 
 def _inferred_shapes(symbol: Symbol, known: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the shapes of a symbol's arguments, as far as they follow from those `known`."""
+    """Return the shapes of a symbol's arguments that follow from the known ones."""
     inferred, _, _ = symbol.infer_shape_partial(**known)
     return {name: shape for name, shape in zip(symbol.list_arguments(), inferred or ()) if shape}
 
@@ -290,12 +289,12 @@ def _named_dtypes(arrays: Mapping[str, Any]) -> Dict[str, str]:
 
 
 def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
-    """Return the arguments whose gradients are added up."""
+    """Return the arguments whose gradients are accumulated."""
     return frozenset(name for name, req in _requests(names, grad_req).items() if req == "add")
 
 
 def _without_gradients(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> FrozenSet[str]:
-    """Return the arguments that get no gradients: all where `args_grad` is None."""
+    """Return the arguments without gradients: all if `args_grad` is None."""
     if args_grad is None:
         return frozenset(names)
     requests = _requests(names, grad_req)
@@ -308,7 +307,7 @@ def _without_gradients(names: Sequence[str], grad_req: Any, args_grad: Any = ())
 
 
 def _requests(names: Sequence[str], grad_req: Any) -> Mapping[str, str]:
-    """Return what is asked for each argument's gradient, by name."""
+    """Return each argument's `grad_req`, by name."""
     if isinstance(grad_req, str):
         return dict.fromkeys(names, grad_req)
     return grad_req if isinstance(grad_req, Mapping) else dict(zip(names, grad_req))
