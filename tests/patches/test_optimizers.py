@@ -21,7 +21,9 @@ FLOATS = st.one_of(st.just(0.0), st.floats(1e-9, 1))
 
 @pytest.fixture(autouse=True)
 def one_core(monkeypatch):
+    """One core, and NumPy for arrays of any size."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(updates, "_LEAST", 0)
 
 
 @pytest.fixture
@@ -95,6 +97,18 @@ def test_when_numpy_updates(optimizer, policy, options, used, counted, monkeypat
     with amp.autocast(policy=policy):
         updater(0, weight.tostype(options.get("stype", "default")), grad)
     assert bool(counted) == used
+
+
+@pytest.mark.parametrize("sizes, used", [([64] * 4, False), ([64, 64, 64, 2**17], True)])
+def test_small_arrays_are_updated_by_mxnet(sizes, used, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    calls = []
+    monkeypatch.setattr(updates, "_sgd", lambda *arrays: calls.append(arrays))
+    updater = mx.optimizer.get_updater(mx.optimizer.SGD())
+    with amp.autocast("bfloat16"):
+        updater(list(range(4)), *([nd.ones((size,)) for size in sizes] for _ in range(2)))
+    assert bool(calls) == used
 
 
 def trained(policy, steps=4):
