@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import (
-    AbstractSet,
     Any,
     Callable,
     Dict,
@@ -89,17 +88,14 @@ def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         names = self.list_arguments()
-        frozen = _without_gradients(names, grad_req, args_grad)
-        policy = _policy_for(self, ctx, frozen)
+        requests = _requests(names, grad_req, args_grad)
+        policy = _policy_for(self, ctx, requests)
         if policy is None:
             return original(self, ctx, args, args_grad, grad_req, *rest, **options)
         arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
-        usage = Usage(
-            dtypes=_named_dtypes(arrays),
-            accumulated=_accumulated(names, grad_req),
-            training=len(frozen) < len(names),
-        )
-        binding = _Binding(self, policy, usage, frozen)
+        given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
+        dtypes = dict(zip(given, dtypes_of(list(given.values()))))
+        binding = _Binding(self, policy, requests, dtypes)
         symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
         return binding.bound(original(symbol, ctx, args, args_grad, grad_req, *rest, **options))
 
@@ -119,24 +115,22 @@ def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         names = self.list_arguments()
-        frozen = _without_gradients(names, grad_req)
-        policy = _policy_for(self, ctx, frozen)
+        requests = _requests(names, grad_req)
+        policy = _policy_for(self, ctx, requests)
         if policy is None:
             return original(self, ctx, grad_req, type_dict, *rest, **options)
-        usage = Usage(
-            dtypes=argument_dtypes(self, type_dict),
-            accumulated=_accumulated(names, grad_req),
-            training=len(frozen) < len(names),
-        )
-        binding = _Binding(self, policy, usage, frozen)
+        dtypes = argument_dtypes(self, type_dict)
+        binding = _Binding(self, policy, requests, dtypes)
         shapes = {name: options[name] for name in names if name in options}
         symbol = binding.symbol_for(shapes)
         if symbol is not self:
-            # Behind a cast MXNet can't infer an argument's dtype any more. It takes no bfloat16
-            # here, which variables say themselves.
-            named = {name: one for name, one in usage.dtypes.items() if one != "bfloat16"}
+            # MXNet can't infer dtypes and shapes of arguments that a cast reads. Variables declare
+            # bfloat16 themselves: type_dict can't hold it.
+            named = {name: one for name, one in dtypes.items() if one != "bfloat16"}
             type_dict = {**named, **(type_dict or {})}
-            options = {**_inferred_shapes(self, shapes), **options}
+            inferred, _, _ = self.infer_shape_partial(**shapes)
+            known = {name: shape for name, shape in zip(names, inferred or ()) if shape}
+            options = {**known, **options}
         return binding.bound(original(symbol, ctx, grad_req, type_dict, *rest, **options))
 
     return simple_bind
@@ -146,13 +140,24 @@ class _Binding:
     """A symbol and what its rewrites for an executor depend on: one rewrite for each choice."""
 
     def __init__(
-        self, symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]
+        self,
+        symbol: Symbol,
+        policy: Policy,
+        requests: Mapping[str, str],
+        dtypes: Mapping[str, str],
     ) -> None:
         read = Graph.from_symbol(symbol)
         warn_of_way(policy)
+        frozen, accumulated = (
+            frozenset(name for name, asked in requests.items() if asked == one)
+            for one in ("null", "add")
+        )
+        training = len(frozen) < len(requests)
         self._symbol = symbol
-        self._usage = replace(usage, off=current_policy() is None)
-        self._graph = trained_graph(read, frozen) if usage.training else read
+        self._usage = Usage(
+            dtypes, accumulated=accumulated, training=training, off=current_policy() is None
+        )
+        self._graph = trained_graph(read, frozen) if training else read
         self._is_plain = self._graph is read
         self._policy = recognised(policy, self._graph)
         self._symbols: Dict[Choices, Symbol] = {}
@@ -261,7 +266,7 @@ def scaled_executors() -> Iterator[None]:
         _scaled.reset(before)
 
 
-def _policy_for(symbol: Symbol, ctx: Any, frozen: AbstractSet[str]) -> Optional[Policy]:
+def _policy_for(symbol: Symbol, ctx: Any, requests: Mapping[str, str]) -> Optional[Policy]:
     """Return the policy to rewrite a symbol for; None to bind it as it is.
 
     That is the policy in force, or that of the symbol's own regions. None on another kind of device
@@ -270,47 +275,25 @@ def _policy_for(symbol: Symbol, ctx: Any, frozen: AbstractSet[str]) -> Optional[
     policy = current_policy() or policy_outside(own_marks(symbol))
     if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:
         return None
-    trained = policy.target_dtype == "float16" and not frozen >= set(symbol.list_arguments())
+    trained = policy.target_dtype == "float16" and {*requests.values()} - {"null"}
     if trained and policy.lowers and not _scaled.get():
         announce_unscaled_executors()
         return None
     return policy
 
 
-def _inferred_shapes(symbol: Symbol, known: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the shapes of a symbol's arguments that follow from the known ones."""
-    inferred, _, _ = symbol.infer_shape_partial(**known)
-    return {name: shape for name, shape in zip(symbol.list_arguments(), inferred or ()) if shape}
-
-
-def _named_dtypes(arrays: Mapping[str, Any]) -> Dict[str, str]:
-    given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
-    return dict(zip(given, dtypes_of(list(given.values()))))
-
-
-def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
-    """Return the arguments whose gradients are accumulated."""
-    return frozenset(name for name, req in _requests(names, grad_req).items() if req == "add")
-
-
-def _without_gradients(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> FrozenSet[str]:
-    """Return the arguments without gradients: all if `args_grad` is None."""
-    if args_grad is None:
-        return frozenset(names)
-    requests = _requests(names, grad_req)
-    given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
-    return frozenset(
-        name
-        for name in names
-        if requests.get(name, "null") == "null" or (given and given.get(name) is None)
-    )
-
-
-def _requests(names: Sequence[str], grad_req: Any) -> Mapping[str, str]:
-    """Return each argument's `grad_req`, by name."""
+def _requests(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> Mapping[str, str]:
+    """Return the `grad_req` of each argument; "null" if `args_grad` has no array for it."""
     if isinstance(grad_req, str):
-        return dict.fromkeys(names, grad_req)
-    return grad_req if isinstance(grad_req, Mapping) else dict(zip(names, grad_req))
+        asked = dict.fromkeys(names, grad_req)
+    else:
+        asked = dict(grad_req if isinstance(grad_req, Mapping) else zip(names, grad_req))
+    given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
+    without = args_grad is None or bool(given)
+    return {
+        name: "null" if without and given.get(name) is None else asked.get(name, "null")
+        for name in names
+    }
 
 
 # ---------------------------------------------------------------------- symbols made in a region
