@@ -21,7 +21,7 @@ from mxamp.framework.operators import registry
 from mxamp.framework.patching import FrontEnd, _stacks
 from mxamp.framework.versions import has_feature, lacking, why_not
 from mxamp.patches.announcements import _said
-from mxamp.patches.autocast import _casting
+from mxamp.patches.table import casting
 from mxamp.policy import rules as custom_operators
 
 # The first example of a test may load lists or wait for a busy machine.
@@ -100,7 +100,7 @@ def pytest_unconfigure():
 
 
 def _attributes():
-    return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in _casting.patches()}
+    return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in casting.patches()}
 
 
 ORIGINALS = {key: vars(owner)[name] for key, (owner, name) in _attributes().items()}

@@ -14,9 +14,8 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
-from ..framework.arrays import cast
+from ..framework.arrays import as_list, cast
 from ..framework.machine import DTYPE_NAMES, dtype_name
-from ..framework.nested import as_list
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph
 from ..policy.active import suspended

@@ -7,7 +7,6 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast, copy
-from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
 from ..graph.casts.builder import HALVES, is_converted
@@ -20,7 +19,7 @@ from ..graph.casts.offline import (
     with_single_variables,
     without_copies,
 )
-from ..graph.ir import Graph, Usage
+from ..graph.ir import Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
 from ..graph.speed.shape_rules import choose
 from ..policy.active import suspended

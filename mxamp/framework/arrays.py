@@ -1,8 +1,8 @@
-"""Arrays as MXNet holds them: dtype, device and memory, and casts between float dtypes."""
+"""MXNet's arrays: dtype, device, memory, and casts between float dtypes."""
 
 import ctypes
 from functools import lru_cache
-from typing import Any, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -19,6 +19,7 @@ __all__ = [
     "KIND_NAMES",
     "address",
     "as_float",
+    "as_list",
     "cast",
     "copy",
     "dtype_code",
@@ -28,22 +29,22 @@ __all__ = [
     "holders",
     "invoke",
     "kind_code",
+    "map_arrays",
     "on_device",
     "plain_array",
     "shallow_copy",
 ]
 
 _SPARSE = -2
-#: What `kind_code` returns, by name: a dtype, or "sparse".
+#: The names of what `kind_code` returns: a dtype, or "sparse".
 KIND_NAMES: Mapping[int, str] = {**DTYPE_NAMES, _SPARSE: "sparse"}
 _SPARSE_TYPES = frozenset({CSRNDArray, RowSparseNDArray})
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _FLOAT32, _FLOAT64 = DTYPE_CODES["float32"], DTYPE_CODES["float64"]
-#: Elements of a part of `float32_parts`.
+#: The elements in a part of `float32_parts`.
 _PART = 2**22
 
-#: MXNet's own entry to every operator, as it was before anything was patched: calls that mxamp
-#: makes itself never go through its patch.
+#: MXNet's entry to every operator, unpatched: mxamp's own calls bypass the policy.
 invoke = mx_ctypes._imperative_invoke
 _AMP_CAST = handle_of("amp_cast")
 _CAST = handle_of("Cast")
@@ -59,27 +60,27 @@ def dtype_code(array: NDArray) -> int:
 
 
 def kind_code(array: NDArray) -> int:
-    """Return the number of an array's dtype, or one of its own for sparse storage."""
+    """Return the number of an array's dtype, or `_SPARSE` for sparse storage."""
     return _SPARSE if type(array) in _SPARSE_TYPES else dtype_code(array)
 
 
 def dtypes_of(arrays: Sequence[NDArray]) -> Tuple[str, ...]:
-    """Return the kind of each array as `policy.decision` takes it: a dtype's name, or "sparse"."""
+    """Return the dtype's name of each array, or "sparse", as `policy.decision` takes it."""
     return tuple([KIND_NAMES.get(kind_code(array), "other") for array in arrays])
 
 
 def on_device(arrays: Sequence[NDArray], device: str) -> bool:
-    """Tell whether all arrays are on the policy's kind of device ("cpu" or "gpu")."""
+    """Return whether all arrays are on this kind of device ("cpu" or "gpu")."""
     return all(device_kind(array.context) == device for array in arrays)
 
 
 def plain_array(array: NDArray) -> NDArray:
-    """Return an array of `mx.np` as one of `mx.nd`, over the same memory; others as they are."""
+    """Return an `mx.np` array as an `mx.nd` array over the same memory, any other unchanged."""
     return array.as_nd_ndarray() if isinstance(array, mx.np.ndarray) else array
 
 
 def as_float(number: Any) -> float:
-    """Return a number as a float: an array's, where it has one element."""
+    """Return a number, or an array of one element, as a float."""
     return float(plain_array(number).asscalar() if isinstance(number, NDArray) else number)
 
 
@@ -89,7 +90,7 @@ def copy(array: NDArray, is_np_op: bool = False) -> NDArray:
 
 
 def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
-    """Return `array` in another float dtype; the array itself where it has that dtype.
+    """Return `array` in another float dtype; the array itself if it has that dtype.
 
     Rounds to nearest even. Autograd records the cast.
     """
@@ -98,7 +99,7 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
         return array
     operator = _AMP_CAST
     if _FLOAT64 in (code, DTYPE_CODES[dtype]):
-        # amp_cast knows no float64, and Cast does not round to bfloat16: by way of float32.
+        # amp_cast has no float64, and Cast truncates to bfloat16: cast by way of float32.
         if _FLOAT32 not in (code, DTYPE_CODES[dtype]):
             return cast(cast(array, "float32", is_np_op), dtype, is_np_op)
         operator = _CAST
@@ -107,16 +108,16 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
         # amp_cast's gradient forgets grad_req="add" in bfloat16; the copy in between keeps it.
         array = copy(array, is_np_op)
     if mx.util.is_np_shape() and array.size <= (1 if bfloat16 else 0):
-        # On GPUs amp_cast launches an empty grid for an empty array, which is an error; oneDNN,
-        # which does it in bfloat16, knows no empty and no 0-d arrays.
+        # On GPUs amp_cast fails on empty arrays (an empty grid). oneDNN, which casts bfloat16,
+        # fails on empty and 0-d arrays.
         operator = _CAST
     return invoke(operator, [array], ["dtype"], [dtype], None, is_np_op, False)
 
 
 def float32_parts(array: NDArray) -> Iterator[Any]:
-    """Yield an array's values in float32, row after row: a large one in parts of some 16 MB.
+    """Yield an array's values in float32, row after row, in parts of about 16 MB.
 
-    Parts are cut by an operator, which reads any layout of memory; views of MXNet's do not.
+    An operator cuts the parts, since views misread oneDNN's layouts.
     """
     dense = array if array.stype == "default" else array.tostype("default")
     if not dense.ndim:
@@ -131,25 +132,25 @@ def float32_parts(array: NDArray) -> Iterator[Any]:
 
 
 def write(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
-    """Write `source` into `target`, which has this dtype; `castable`: amp_cast knows both."""
+    """Write `source` into `target` of this dtype; `castable` if amp_cast knows both dtypes."""
     operator = _AMP_CAST if castable else _CAST
     invoke(operator, [source], ["dtype"], [dtype], target, False, False)
 
 
 def _is_leaf(array: NDArray) -> bool:
-    """Tell whether autograd would write a gradient of `array` now."""
+    """Return whether autograd records `array` as a leaf."""
     return autograd.is_recording() and array.grad is not None
 
 
 def shallow_copy(array: NDArray) -> NDArray:
-    """Return another array over the same memory, which autograd takes for the same variable."""
+    """Return another array over the same memory that is the same variable to autograd."""
     handle = ctypes.c_void_p()
     check_call(_LIB.MXShallowCopyNDArray(array.handle, ctypes.byref(handle)))
     return type(array)(handle=handle, writable=array.writable)
 
 
 def address(array: NDArray) -> int:
-    """Return where an array's elements are, 0 where it has none. Waits for the array."""
+    """Return the address of an array's elements, 0 if it has none. Waits for the array."""
     array.wait_to_read()
     data = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(data)))
@@ -157,10 +158,10 @@ def address(array: NDArray) -> int:
 
 
 def holders(array: NDArray) -> int:
-    """Return how many arrays hold this one's memory: of Python's, autograd's and waiting calls'.
+    """Return how many NDArrays share an array's memory, views included; 0 if unknown.
 
-    Views of it count. MXNet has no call for it: this reads the count of the `std::shared_ptr` that
-    an NDArray begins with. 0 where that is not to be found.
+    Arrays held by Python, by autograd and by pending calls count. MXNet has no call for it: this
+    reads the count of the `std::shared_ptr` at the beginning of an NDArray.
     """
     least = _least_count()
     return 0 if least is None else _shared_count(array) - least + 1
@@ -168,7 +169,7 @@ def holders(array: NDArray) -> int:
 
 @lru_cache(maxsize=1)
 def _least_count() -> Optional[int]:
-    """Return the count of an array that one object holds: 1, or 0 (libc++); None if unknown."""
+    """Return the count of an array with one holder: 1, or 0 in libc++; None if unknown."""
     with autograd.pause():
         array = mx.nd.zeros((1,))
         array.wait_to_read()
@@ -180,15 +181,15 @@ def _least_count() -> Optional[int]:
 
 def _shared_count(array: NDArray) -> int:
     pointers = ctypes.cast(array.handle, ctypes.POINTER(ctypes.c_void_p))
-    # Behind the control block's virtual table.
+    # The count follows the control block's virtual table.
     count = (pointers[1] or 0) + ctypes.sizeof(ctypes.c_void_p)
     return ctypes.c_int32.from_address(count).value if pointers[1] else 0
 
 
 def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
-    """Return the elements of a dense CPU array as a flat NumPy array over the same memory.
+    """Return a flat NumPy view of a dense CPU array.
 
-    Waits for what computes the array, and with `write` for what reads it too. The view is valid
+    Waits for pending writes of the array, and with `write` for pending reads too. The view is valid
     while the array lives and keeps its layout.
     """
     if write:
@@ -199,3 +200,26 @@ def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
     count = array.size * np.dtype(dtype).itemsize
     buffer = (ctypes.c_char * count).from_address(data.value)
     return np.frombuffer(buffer, dtype=dtype)
+
+
+def as_list(outputs: Any) -> Sequence[Any]:
+    """Return MXNet's outputs, one array or several, as a list or tuple."""
+    return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def map_arrays(
+    value: Any, function: Callable[[NDArray], Any], otherwise: Callable[[Any], Any]
+) -> Any:
+    """Apply `function` to the arrays in nested lists, tuples and dicts, `otherwise` to the rest.
+
+    The result has the same containers.
+    """
+    if isinstance(value, NDArray):
+        return function(value)
+    if isinstance(value, dict):
+        return type(value)((k, map_arrays(v, function, otherwise)) for k, v in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_arrays(item, function, otherwise) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_arrays(item, function, otherwise) for item in value)
+    return otherwise(value)

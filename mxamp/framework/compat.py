@@ -1,11 +1,12 @@
-"""What MXNet 1.7 to 1.9.1 need to import on today's Python, NumPy and CUDA wheels.
+"""The import of MXNet 1.7 to 1.9.1 on today's Python, NumPy and CUDA wheels.
 
-They are of 2020 to 2022. NumPy has since dropped names that they read while they are imported,
-Python 3.12 dropped `distutils`, and their CUDA builds look for CUDA's libraries on the system.
-`prepare` puts back what is missing before `import mxnet`, and touches nothing that is there.
+MXNet, of 2020 to 2022, reads names that NumPy has dropped since, imports `distutils`, which Python
+3.12 dropped, and looks for CUDA on the system. `prepare` adds the missing names before
+`import mxnet` and changes no existing ones.
 """
 
 import contextvars
+import functools
 import importlib
 import importlib.util
 import math
@@ -23,8 +24,7 @@ from .versions import NEWEST, SUPPORTED, is_supported
 
 __all__ = ["import_mxnet", "prepare"]
 
-# On these MXNet computes and trains as it should, with what `prepare` puts back: the first
-# that it runs on, and the first that nobody has tried. setup.cfg says the same.
+# The tested versions of NumPy, as in setup.cfg.
 NUMPY_FROM, NUMPY_BELOW = "1.17", "2.6"
 
 FAILED_BEFORE = (
@@ -51,16 +51,15 @@ NOT_INSTALLED = (
 )
 
 
-#: The error of the first import, if it failed: it can't be tried again.
+#: The error of a failed import, raised again by the next one: MXNet can't be imported twice.
 _failed: List[InstallError] = []
 
 
 def import_mxnet() -> Any:
     """Return the module `mxnet`, made importable first.
 
-    Raises `InstallError` where MXNet, NumPy or the GPU build's driver is missing, where MXNet or
-    NumPy is too old or too new, and where the import of MXNet fails or has failed in this process
-    before.
+    Raises `InstallError` if MXNet, NumPy or the GPU build's driver is missing, if MXNet or NumPy is
+    too old or too new, and if the import fails or has failed before in this process.
     """
     if _failed:
         raise _failed[0]
@@ -70,7 +69,7 @@ def import_mxnet() -> Any:
         prepare()
         _check_version()
         with warnings.catch_warnings():
-            # What MXNet's own import says of NumPy and distutils, nobody here can act on.
+            # Warnings about NumPy and distutils in MXNet's own code.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
             try:
@@ -78,7 +77,7 @@ def import_mxnet() -> Any:
             except Exception as error:
                 said = (str(error).strip() or type(error).__name__).splitlines()[-1]
                 role = os.environ.get("DMLC_ROLE", "")
-                # Importing MXNet serves in these processes, until all workers have ended.
+                # In these processes the import itself serves until all workers have ended.
                 serves = role in ("scheduler", "server") and type(error).__name__ == "MXNetError"
                 message = SERVING if serves else BROKEN
                 _failed.append(InstallError(message.format(role=role, error=said)))
@@ -88,10 +87,10 @@ def import_mxnet() -> Any:
 
 
 def _check_version() -> None:
-    """Raise where MXNet is missing, or is one that mxamp does not run on; import nothing of it."""
+    """Raise if MXNet is missing or of an unsupported version, without importing it."""
     try:
         spec = importlib.util.find_spec("mxnet")
-    except ValueError:  # a stand-in that some program has put among the modules
+    except ValueError:  # a stand-in module in sys.modules
         return
     if spec is None:
         raise InstallError(NOT_INSTALLED)
@@ -103,7 +102,7 @@ def _check_version() -> None:
 
 
 def prepare() -> None:
-    """Put back what MXNet reads while it is imported; nothing that is there is changed."""
+    """Add the names that MXNet reads while it is imported, and preload CUDA."""
     try:
         import numpy
     except ModuleNotFoundError:
@@ -138,19 +137,19 @@ def _restore_numpy(numpy: Any) -> None:
 
 
 def _print_plain_numbers(numpy: Any) -> None:
-    """Have NumPy 2 write 2, not np.int64(2): MXNet writes operators' attributes with str()."""
+    """Make NumPy 2 print 2, not np.int64(2): MXNet passes attributes as str()."""
     numpy.set_printoptions(legacy="1.25")
     options = getattr(sys.modules.get("numpy._core.printoptions"), "format_options", None)
     if isinstance(options, contextvars.ContextVar):
-        # The options are each thread's own: other threads start with the default.
+        # Each thread has its own options: change the default that other threads start with.
         contextvars.Context().run(options.get).update(legacy=options.get()["legacy"])
 
 
 def _numpy_names(numpy: Any) -> Dict[str, Any]:
-    """Names that NumPy 1.24 to 2.5 have dropped and MXNet reads, with what they stood for."""
+    """Return the names that NumPy 1.24 to 2.5 dropped and MXNet reads, with their values."""
 
     def financial(name: str) -> Callable[..., Any]:
-        # MXNet only looks these up, for its table of NumPy functions that it hands back to NumPy.
+        # MXNet only looks these up, for its table of functions that fall back to NumPy.
         def missing(*_args: Any, **_kwargs: Any) -> Any:
             raise AttributeError(f"numpy.{name} was removed from NumPy; see numpy_financial")
 
@@ -172,35 +171,21 @@ def _numpy_names(numpy: Any) -> Dict[str, Any]:
 
 
 def _restore_distutils() -> None:
-    """Stand in for `distutils.version`, of which MXNet uses LooseVersion's comparison."""
+    """Add a `distutils.version` with the comparison of LooseVersion, which MXNet uses."""
     if "distutils" in sys.modules or importlib.util.find_spec("distutils") is not None:
         return
 
+    @functools.total_ordering
     class LooseVersion:
-        def __init__(self, vstring: str = "0") -> None:
-            self.vstring = vstring
-            self.version: List[int] = [int(p) for p in vstring.split(".") if p.isdigit()]
+        def __init__(self, vstring: Any = "0") -> None:
+            self.vstring = str(getattr(vstring, "vstring", vstring))
+            self.version = [int(p) for p in self.vstring.split(".") if p.isdigit()]
 
         def __lt__(self, other: Any) -> bool:
-            return self.version < _version(other)
-
-        def __le__(self, other: Any) -> bool:
-            return self.version <= _version(other)
-
-        def __gt__(self, other: Any) -> bool:
-            return self.version > _version(other)
-
-        def __ge__(self, other: Any) -> bool:
-            return self.version >= _version(other)
+            return self.version < LooseVersion(other).version
 
         def __eq__(self, other: object) -> bool:
-            return self.version == _version(other)
-
-        def __hash__(self) -> int:
-            return hash(tuple(self.version))
-
-    def _version(other: Any) -> List[int]:
-        return (other if isinstance(other, LooseVersion) else LooseVersion(str(other))).version
+            return self.version == LooseVersion(other).version
 
     package: Any = types.ModuleType("distutils")
     module: Any = types.ModuleType("distutils.version")

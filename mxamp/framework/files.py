@@ -1,4 +1,4 @@
-"""Files replaced whole: a killed process or a full disk leaves the old file or the new one."""
+"""Atomic file replacement: a crash or a full disk leaves the old file or the new one."""
 
 import fcntl
 import os
@@ -47,9 +47,9 @@ NOT_THE_SAME = "what was read back is not what was written"
 
 
 def write_file(path: Union[str, Path], content: bytes) -> None:
-    """Write a file, read it back, and put it in its place in one step.
+    """Replace a file by `content` atomically, after reading the content back.
 
-    Raises `WriteError` where that fails, and leaves `path` as it was.
+    Raises `WriteError` on failure, and leaves `path` as it was.
     """
 
     def check(written: Path) -> None:
@@ -62,12 +62,12 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
 
 @contextmanager
 def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iterator[Path]:
-    """Yield where to write; what was written takes the place of `path` in one step.
+    """Yield a temporary path to write to, which then replaces `path` atomically.
 
-    Before that it is on the disk and `check` has read it back. A link stays one: its target is
-    replaced. The new file has the mode of the old one. What processes that were killed have left
-    is removed. Raises `WriteError`, and leaves `path` as it was, where any of that fails;
-    `ArgumentError` where `path` can't be the name of a file.
+    Before that it is synced to the disk and `check` reads it back. The target of a symbolic link is
+    replaced, and the mode of the old file kept. Temporary files of killed processes are removed.
+    Raises `WriteError` on failure, and leaves `path` as it was; raises `ArgumentError` if `path`
+    can't be the name of a file.
     """
     checked_folder(path)
     place = place_of(Path(path))
@@ -89,7 +89,7 @@ def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iter
 
 @contextmanager
 def writing(path: Union[str, Path]) -> Iterator[None]:
-    """Say of the errors of the operating system which file can't be written, in one sentence."""
+    """Turn an `OSError` of the body into a `WriteError` that names the file."""
     try:
         yield
     except WriteError:
@@ -101,7 +101,7 @@ def writing(path: Union[str, Path]) -> Iterator[None]:
 
 @contextmanager
 def confirmed(path: Union[str, Path]) -> Iterator[None]:
-    """Say of the errors of the operating system that a file is replaced all the same."""
+    """Turn an `OSError` of the body into a `WriteError` that says that the file is replaced."""
     try:
         yield
     except OSError as error:
@@ -111,10 +111,9 @@ def confirmed(path: Union[str, Path]) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Wait until no other thread or process holds the lock of a folder, and hold it.
+    """Hold the lock of a folder, waiting for other threads and processes.
 
-    Yields False where the file system has no locks for folders, as NFS. A process that ends, or is
-    killed, holds no lock.
+    Yields False if the file system can't lock folders, as NFS. The lock of a process ends with it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -126,28 +125,28 @@ def locked(folder: Path) -> Iterator[bool]:
             try:
                 yield True
             finally:
-                # Closing is not enough: a child that was forked meanwhile has the file open too.
+                # Closing is not enough: a child forked meanwhile has the file open too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 
 
 def checked_path(path: Any) -> Path:
-    """Return a path that was given; raise an `ArgumentError` for what is none."""
+    """Return `path` as a `Path`; raise `ArgumentError` if it is no path."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(NO_PATH.format(given=shown(path)))
     return Path(path)
 
 
 def checked_folder(path: Union[str, Path]) -> None:
-    """Raise an `ArgumentError` where `path` can't be the name of a file, in a folder there is."""
+    """Raise `ArgumentError` if `path` can't be the name of a file in an existing folder."""
     checked_path(path)
     if not os.fspath(path):
         raise ArgumentError(NO_NAME)
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        pass  # a new file, or one in a folder that is none
+        pass  # a new file, or one in a missing folder
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ArgumentError(NO_SUCH_NAME.format(path=os.fspath(path), why=why)) from None
@@ -159,9 +158,9 @@ def checked_folder(path: Union[str, Path]) -> None:
 
 
 def checked_writable(path: Union[str, Path]) -> None:
-    """Raise what `write_file` would raise for a file, as far as that can be known before.
+    """Raise as `write_file` would if the folder is missing or read-only.
 
-    For what takes long to work out: a folder that is read-only is found at once.
+    A long computation calls it first, so that it does not fail at the end.
     """
     checked_folder(path)
     temporary = temporary_beside(place_of(Path(path)))
@@ -173,18 +172,18 @@ def checked_writable(path: Union[str, Path]) -> None:
 
 
 def place_of(path: Path) -> Path:
-    """Return where a file is: `path`, or what the links there lead to."""
+    """Return a path with its symbolic links resolved."""
     return Path(os.path.realpath(path))
 
 
 def take_mode(written: Path, old: Path) -> None:
-    """Give a written file the mode of the one that it replaces."""
+    """Copy the mode of the old file, if there is one, to the written one."""
     if old.exists():
         shutil.copymode(old, written)
 
 
 def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file: of what is on the disk, where memory can be passed by."""
+    """Return the CRC-32 of a file, read from the disk and not from the cache if possible."""
     with open(path, "rb") as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -197,7 +196,7 @@ def checksum(path: Path) -> int:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
+    """Sync a file, or a folder's list of files, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -206,12 +205,12 @@ def sync_to_disk(path: Path) -> None:
 
 
 def temporary_beside(path: Path, kind: str = "") -> Path:
-    """Return the name of this thread's temporary file, or folder, beside `path`."""
+    """Return the path of this thread's temporary file or folder beside `path`."""
     return path.with_name(f".{path.name}{_MARK}{kind}{threading.get_ident()}-{os.getpid()}")
 
 
 def remove_orphans(path: Path) -> None:
-    """Remove the temporary files and folders that killed processes have left beside `path`."""
+    """Remove the temporary files and folders of killed processes beside `path`."""
     start = f".{path.name}{_MARK}"
     for orphan in path.parent.iterdir():
         owner = orphan.name.rpartition("-")[2]

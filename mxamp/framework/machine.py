@@ -1,4 +1,4 @@
-"""The machine and its dtypes: what MXNet calls them, and what the CPU can do."""
+"""The machine: MXNet's dtypes and devices, and the instructions of the CPU."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ DTYPE_CODES: Mapping[str, int] = {
 }  # fmt: skip
 DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items()}
 
-# MXNet's device types that are memory of the CPU's: all others are GPUs.
+# MXNet's device types in CPU memory; all others are GPUs.
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 # DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
 _BELOW_AVX512 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"}
@@ -57,7 +57,7 @@ def dtype_name(dtype: Any) -> str:
     >>> dtype_name(np.float16), dtype_name(BFLOAT16)
     ('float16', 'bfloat16')
 
-    What is no dtype comes back as its `repr`, for the error that follows.
+    Any other value is returned as its `repr`, for an error message.
     """
     if isinstance(dtype, str) and dtype == "bfloat16":
         return dtype
@@ -69,30 +69,27 @@ def dtype_name(dtype: Any) -> str:
 
 
 def default_device() -> str:
-    """Return "gpu" where MXNet sees one, else "cpu"."""
+    """Return "gpu" if MXNet sees one, else "cpu"."""
     return "gpu" if _gpus() else "cpu"
 
 
 def device_kind(ctx: Any) -> str:
-    """Return "cpu" or "gpu" for a context of MXNet's.
+    """Return "cpu" or "gpu" for a context.
 
-    All of mxamp asks here, so that tests can run the paths for GPUs on arrays of the CPU.
+    Every module asks here, so that tests can run GPU paths on CPU arrays.
     """
     return "cpu" if ctx.device_type in _CPU_TYPES else "gpu"
 
 
 def default_dtype(device: Optional[str] = None) -> str:
-    """Return the target dtype for a kind of device, this machine's by default.
-
-    That is float16 for GPUs and bfloat16 for CPUs.
-    """
+    """Return float16 for GPUs and bfloat16 for CPUs; the default device is this machine's."""
     return "float16" if (device or default_device()) == "gpu" else "bfloat16"
 
 
 def fast_dtype(device: Optional[str] = None) -> str:
-    """Return what "auto" means for a kind of device, this machine's by default.
+    """Return the dtype that "auto" means on a device, by default this machine's.
 
-    That is float16 for GPUs, bfloat16 for CPUs with arithmetic for it, and float32 for others.
+    It is float16 for GPUs, bfloat16 for CPUs with bfloat16 arithmetic, and float32 for other CPUs.
     """
     if (device or default_device()) == "gpu":
         return "float16"
@@ -100,7 +97,7 @@ def fast_dtype(device: Optional[str] = None) -> str:
 
 
 def why_float32() -> str:
-    """Return why float32 is the fast dtype of this CPU, as a part of a sentence."""
+    """Return the reason why "auto" is float32 on this CPU, for a log line."""
     if cpu_features() & _BFLOAT16_FEATURES:
         limit = f"{_MAX_ISA}={os.environ.get(_MAX_ISA)}"
         return f"{limit} keeps oneDNN from the bfloat16 instructions of this CPU ({cpu_name()})"
@@ -119,7 +116,7 @@ def _gpus() -> int:
 
 
 def threads() -> int:
-    """Return how many cores MXNet's kernels may use."""
+    """Return the number of threads that MXNet's kernels may use."""
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if limit.isdigit() and int(limit):
         return int(limit)
@@ -127,18 +124,18 @@ def threads() -> int:
 
 
 def processors() -> int:
-    """Return how many logical processors this process may run on."""
+    """Return the number of logical processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def features() -> FrozenSet[str]:
-    """Return which of avx512, avx512_bf16 and amx_bf16 oneDNN may use on this CPU.
+    """Return those of avx512, avx512_bf16 and amx_bf16 that oneDNN may use on this CPU.
 
-    `DNNL_MAX_CPU_ISA`, which limits oneDNN, limits this too.
+    `DNNL_MAX_CPU_ISA` limits them.
     """
-    # As oneDNN reads it: names that it does not know, lower-case ones among them, limit nothing.
+    # oneDNN ignores unknown names, lower-case ones included.
     limit = os.environ.get(_MAX_ISA, "ALL")
     flags = cpu_features()
     if limit in _BELOW_AVX512:
@@ -149,17 +146,17 @@ def features() -> FrozenSet[str]:
 
 
 def computes_bfloat16() -> bool:
-    """Tell whether the CPU has arithmetic for bfloat16 that oneDNN may use."""
+    """Return whether oneDNN may use bfloat16 arithmetic on this CPU."""
     return bool(features() & _BFLOAT16_FEATURES)
 
 
 def cpu_flags() -> FrozenSet[str]:
-    """Return all flags of the CPU, as Linux names them."""
+    """Return the flags of the CPU by Linux's names."""
     return frozenset(_cpu_info().get("flags", "").split())
 
 
 def threads_per_core() -> int:
-    """Return how many logical processors a core has."""
+    """Return the number of logical processors in a core."""
     siblings, cores = (_cpu_info().get(name, "") for name in ("siblings", "cpu cores"))
     both = siblings.isdigit() and cores.isdigit() and int(cores)
     return max(int(siblings) // int(cores), 1) if both else 1
@@ -167,7 +164,7 @@ def threads_per_core() -> int:
 
 @lru_cache(maxsize=None)
 def _cpu_info() -> Dict[str, str]:
-    """Return the first processor's lines of /proc/cpuinfo, or macOS's words for them."""
+    """Return the first processor's entries of /proc/cpuinfo, or their counterparts on macOS."""
     if platform.system() == "Darwin":
         keys = {"model name": "machdep.cpu.brand_string", "flags": "machdep.cpu.leaf7_features"}
         info = {}
@@ -187,13 +184,13 @@ def _cpu_info() -> Dict[str, str]:
 
 @lru_cache(maxsize=None)
 def cpu_features() -> FrozenSet[str]:
-    """Return which of avx512, avx512_bf16 and amx_bf16 the CPU has."""
+    """Return those of avx512, avx512_bf16 and amx_bf16 that the CPU has."""
     flags = cpu_flags()
-    # What oneDNN calls avx512_core.
+    # oneDNN calls these four avx512_core.
     avx512 = {"avx512"} if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags else set()
     return frozenset(avx512 | (flags & {"avx512_bf16", "amx_bf16"}))
 
 
 def cpu_name() -> str:
-    """Return what the CPU calls itself."""
+    """Return the CPU's model name."""
     return _cpu_info().get("model name") or platform.processor() or platform.machine()

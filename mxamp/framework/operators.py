@@ -1,16 +1,19 @@
-"""MXNet's operator registry: what every operator is called, takes, and writes to.
+"""MXNet's operator registry: names, inputs and attributes of each operator, users' own included.
 
 MXNet 1.9.1 registers 886 operators under 1167 names, older versions fewer. Aliases share one
 handle, so an operator is known here by its handle and its one canonical name.
 """
 
 import ctypes
+import gc
+import inspect
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+import mxnet as mx
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
@@ -23,18 +26,21 @@ __all__ = [
     "NEEDS_HEAD_GRADIENT",
     "Operator",
     "WRITTEN_BY_USERS",
+    "auxiliary_states",
     "by_handle",
     "handle_of",
     "lacks",
+    "needs_head_gradient",
     "needs_one_dtype",
-    "without_bfloat16",
+    "prop_class",
     "registry",
     "resolve",
     "starts_backward",
+    "without_bfloat16",
 ]
 
-#: Output operators with a loss of their own (canonical names): they ignore the gradient that comes
-#: to them and start the backward pass themselves.
+#: Output operators (canonical names): they ignore the head gradient, and start the backward pass
+#: with the gradient of their own loss.
 LOSS_OUTPUTS = (
     "SoftmaxOutput",
     "LinearRegressionOutput",
@@ -42,24 +48,24 @@ LOSS_OUTPUTS = (
     "MAERegressionOutput",
 )
 
-#: All operators that start the backward pass, whatever gradient comes to them and whatever their
-#: attributes, but for the user's own. lists/loss-outputs-probe.json holds the answers of all
-#: operators of 1.9.1 to one backward pass with a head gradient and one with three times that.
-#: `SoftmaxOutput(out_grad=True)` is no exception: MXNet 1.9.1 multiplies by the operator's own
-#: output there, since its backward operator is not given the head gradient.
+#: All operators that ignore the head gradient, whatever their attributes; users' own excepted.
+#: lists/loss-outputs-probe.json holds the answers of all operators of 1.9.1 to a backward pass with
+#: a head gradient, and to one with three times that.
+#: `SoftmaxOutput(out_grad=True)` is no exception: its backward operator in MXNet 1.9.1 does not get
+#: the head gradient, and multiplies by the operator's output instead.
 BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_loss"})
 
-#: The attribute without which an operator of the old Python interface starts the backward pass.
+#: The attribute that is false if an operator of the old Python interface ignores the head gradient.
 NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_grad"})
 
-#: Operators that call Python: any of their inputs may get a gradient.
+#: Operators that call Python: any of their inputs may need a gradient.
 WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
 
 CAME_LATER = "operator {name!r} came with MXNet {since}, and an older one is installed"
 
 _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
-# Positions of inputs that an operator writes to (FMutateInputs in MXNet's sources).
+# The positions of the inputs that an operator writes to (FMutateInputs in MXNet's sources).
 _STATISTICS = (3, 4)
 _MUTABLE: Dict[str, Tuple[int, ...]] = {
     "BatchNorm": _STATISTICS,
@@ -83,10 +89,10 @@ _MUTABLE: Dict[str, Tuple[int, ...]] = {
 class Operator:
     """One registered operator.
 
-    `inputs` are the names of its tensors, in order (a variadic operator has one name for all of
-    them); `attributes` are the names of its other arguments, and `defaults` maps the optional ones
-    to their defaults, as MXNet prints them; `choices` maps those that are one of a few words to
-    these; `mutable_inputs` are the positions of inputs it writes to.
+    `inputs` are the names of its tensors in order; a variadic operator has one name for all.
+    `attributes` are the names of its other arguments, `defaults` the printed defaults of optional
+    ones, `choices` the allowed words of enumerations. `mutable_inputs` are the positions of the
+    inputs that it writes to.
     """
 
     name: str
@@ -103,18 +109,18 @@ class Operator:
         """Return the positions of the inputs called `names` in a call with these `attributes`."""
         inputs = self.inputs
         if self.name == "RNN" and attributes.get("mode", "lstm") != "lstm":
-            # Only an LSTM takes a cell state; without it, what follows moves up.
+            # Only an LSTM takes a cell state; in other modes the inputs after it move up.
             inputs = tuple(name for name in inputs if name != "state_cell")
         return tuple(inputs.index(name) for name in names if name in inputs)
 
     def attribute(self, name: str) -> str:
-        """Return the name of an attribute that it has; raise `UnknownNameError` for others."""
+        """Return the name of an attribute; raise `UnknownNameError` if the operator lacks it."""
         if name not in self.attributes and self.name not in WRITTEN_BY_USERS:
             raise unknown(f"attribute of {self.name}", name, self.attributes)
         return name
 
     def values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
-        """Return values of an attribute as text; raise `UnknownNameError` for impossible ones."""
+        """Return values of an attribute as text; raise `UnknownNameError` for invalid ones."""
         listed, allowed = tuple(map(str, values)), self.choices.get(attribute, ())
         for value in listed:
             if allowed and value not in allowed:
@@ -122,7 +128,7 @@ class Operator:
         return listed
 
     def input(self, name: str) -> str:
-        """Return the name of an input that it has; raise `UnknownNameError` for others."""
+        """Return the name of an input; raise `UnknownNameError` if the operator lacks it."""
         if name not in self.inputs and self.name not in WRITTEN_BY_USERS:
             raise unknown(f"input of {self.name}", name, self.inputs)
         return name
@@ -155,8 +161,7 @@ def resolve(name: str) -> Operator:
     >>> resolve("concat").name
     'Concat'
 
-    Raises `UnknownNameError` with the closest names where there is none, or with the version of
-    MXNet that has it.
+    Raises `UnknownNameError` with the closest names, or with the MXNet version that added it.
     """
     try:
         return _by_name()[name]
@@ -170,7 +175,7 @@ def resolve(name: str) -> Operator:
 
 
 def lacks(name: str) -> bool:
-    """Tell whether an operator (canonical name) is one that came with a later MXNet than this.
+    """Return whether an operator (canonical name) came with a later MXNet than this one.
 
     >>> lacks("Convolution"), lacks("Convolutoin")
     (False, False)
@@ -179,18 +184,18 @@ def lacks(name: str) -> bool:
 
 
 def needs_one_dtype(name: str) -> bool:
-    """Tell whether this MXNet wants all inputs of an operator in one dtype, as later ones don't."""
+    """Return whether this MXNet, unlike later ones, needs an operator's inputs in one dtype."""
     return any(name in feature.one_dtype for feature in _lacking())
 
 
 def without_bfloat16() -> Mapping[str, str]:
-    """Return the operators that got their bfloat16 kernels with a later MXNet, with its version."""
+    """Return the operators whose bfloat16 kernels came with a later MXNet, and its version."""
     return {operator: feature.since for feature in _lacking() for operator in feature.bfloat16}
 
 
 @lru_cache(maxsize=None)
 def _of_later_versions() -> Mapping[str, str]:
-    """Return the operators that this MXNet lacks, with the versions that they came with."""
+    """Return the operators that this MXNet lacks, and the version that added each."""
     return {operator: feature.since for feature in _lacking() for operator in feature.operators}
 
 
@@ -199,26 +204,21 @@ def _lacking() -> Sequence[Feature]:
 
 
 def handle_of(name: str) -> int:
-    """Return the handle of an operator of MXNet's, named by any of its names.
-
-    Modules look up the operators that they call with it: it does not read the whole registry.
-    """
+    """Return the handle of an operator by any of its names, without reading the registry."""
     handle = ctypes.c_void_p()
     check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
     return int(handle.value or 0)
 
 
 def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
-    """Say whether an operator (canonical name) ignores the gradient that comes to it.
+    """Return whether an operator (canonical name) ignores the head gradient.
 
     >>> starts_backward("SoftmaxOutput", {}), starts_backward("softmax", {})
     (True, False)
 
-    A `Custom` operator does so if its class was made with `need_top_grad=False`.
+    A `Custom` operator does if its class was made with `need_top_grad=False`.
     """
     if operator_name == "Custom":
-        from .custom import needs_head_gradient
-
         return not needs_head_gradient(str(attributes.get("op_type", "")), attributes)
     if operator_name in NEEDS_HEAD_GRADIENT:
         needed = attributes.get(NEEDS_HEAD_GRADIENT[operator_name], True)
@@ -259,12 +259,97 @@ def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:
 
 
 def _choices(description: str) -> Tuple[str, ...]:
-    """Read the words that an attribute may be: "{'relu', 'tanh'}, required"."""
+    """Return the allowed words in a description: "{'relu', 'tanh'}, required"."""
     match = re.match(r"\{(.*?)\}", description)
     return tuple(word.strip(" '") for word in match.group(1).split(",")) if match else ()
 
 
 def _default(description: str) -> Optional[str]:
-    """Read the default out of MXNet's description: "int, optional, default='1'"."""
+    """Return the default in a description: "int, optional, default='1'"."""
     match = re.search(r"default=(.*)$", description)
     return match.group(1).strip("'") if match else None
+
+
+# ---------------------------------------------------------------------- operators of users
+
+
+class _Registered:
+    """The classes registered by `mx.operator.register`, by op_type; new ones are found on demand.
+
+    MXNet keeps a class only in the closure of a function behind a ctypes callback (in
+    `mx.operator._registry`), where the garbage collector can follow references. That registry
+    numbers its entries and gets one for each call of a custom operator too: each is read once.
+    """
+
+    def __init__(self) -> None:
+        self._classes: Dict[str, type] = {}
+        self._seen = 0
+
+    def get(self, op_type: str) -> Optional[type]:
+        registry = getattr(mx.operator, "_registry", None)
+        count = getattr(registry, "counter", 0)
+        held = getattr(registry, "ref_holder", {})
+        for number in range(self._seen, count):
+            found = _class_of(held.get(number))
+            if found is not None:
+                self._classes[found[0]] = found[1]
+        self._seen = count
+        return self._classes.get(op_type)
+
+
+#: One a process, as MXNet's registry is.
+_registered = _Registered()
+
+
+def prop_class(op_type: str) -> Optional[type]:
+    """Return the `CustomOpProp` registered as `op_type`, or None."""
+    return _registered.get(op_type)
+
+
+def _class_of(callback: Any) -> Optional[Tuple[str, type]]:
+    """Return the op_type and the class that a callback creates; None for any other object."""
+    objects = getattr(callback, "_objects", None)
+    if not callable(callback) or objects is None:
+        return None
+    # Python 3.8 to 3.13 hold the function in the callback's thunk, some in the callback as well.
+    near = [*gc.get_referents(callback), *objects.values()]
+    for holder in near:
+        for function in (holder, *gc.get_referents(holder)):
+            if not inspect.isfunction(function) or function.__name__ != "creator":
+                continue
+            names = function.__code__.co_freevars
+            cells = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ())))
+            name, cls = cells.get("reg_name"), cells.get("prop_cls")
+            if isinstance(name, str) and isinstance(cls, type):
+                return name, cls
+    return None
+
+
+def needs_head_gradient(op_type: str, attributes: Mapping[str, Any]) -> bool:
+    """Return whether a custom operator uses the gradient that comes to it.
+
+    False where its `CustomOpProp` was made with `need_top_grad=False`: it starts the backward
+    pass. True for an unknown name and for a constructor that fails.
+    """
+    return _described(op_type, attributes)[0]
+
+
+def auxiliary_states(attributes: Mapping[str, Any]) -> int:
+    """Return how many of `Custom`'s arrays, counted from the last, the operator writes to."""
+    return _described(str(attributes.get("op_type", "")), attributes)[1]
+
+
+def _described(op_type: str, attributes: Mapping[str, Any]) -> Tuple[bool, int]:
+    cls = prop_class(op_type)
+    # The constructor does not get op_type, nor the attributes that begin with `__`.
+    arguments = ((k, str(v)) for k, v in attributes.items() if k != "op_type" and k[:2] != "__")
+    return (True, 0) if cls is None else _description(cls, tuple(sorted(arguments)))
+
+
+@lru_cache(maxsize=1024)  # eager code asks at every call
+def _description(cls: type, arguments: Tuple[Tuple[str, str], ...]) -> Tuple[bool, int]:
+    try:
+        prop = cls(**dict(arguments))
+        return bool(getattr(prop, "need_top_grad_", True)), len(prop.list_auxiliary_states())
+    except Exception:  # the user's code; MXNet reports it when it makes the operator
+        return True, 0

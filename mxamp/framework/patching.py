@@ -1,12 +1,11 @@
-"""Replacing attributes of other people's modules, and putting them back.
+"""Reversible patches of MXNet's attributes.
 
-A `Patch` is one attribute. A `PatchSet` is a group of patches with the state they share: it is put
-in place whole or not at all, and `close` takes it off. A `FrontEnd` is a patch set that
-`mxamp.shutdown()` closes.
+A `Patch` replaces one attribute. A `PatchSet` applies several patches, all or none, and undoes them
+in `close`. A `FrontEnd` is a patch set that `mxamp.shutdown()` closes.
 
-Patches of one attribute may be stacked, and taken off in any order. Those that are `on_top` stay
-above the others: what observes calls sees them as the program makes them, whichever came first. An
-attribute that somebody else has replaced since is left alone.
+Patches of one attribute stack and are undone in any order. A patch that is `on_top` stays above the
+other ones, so that an observer sees calls as the program makes them. An attribute that other code
+has replaced since is left alone.
 """
 
 import logging
@@ -18,16 +17,16 @@ __all__ = ["FrontEnd", "Patch", "PatchSet", "original", "patched"]
 
 logger = logging.getLogger("mxamp")
 
-#: Which patches lie on top of each other on one attribute, by owner and name: taking one off from
-#: below needs those above it. Empty while nothing is patched.
+#: The patches of each attribute by owner and name, bottom first: undoing one below rebuilds those
+#: above it. One a process, as the attributes are. Empty while nothing is patched.
 _stacks: Dict[Tuple[int, str], List["Patch"]] = {}
 
 
 class Patch:
     """One attribute of one owner, and the function that makes its replacement.
 
-    `build` takes the original and returns what replaces it. It may be called again, with another
-    original, when a patch below this one is taken off or put in place.
+    `build` takes the original and returns its replacement. It is called again, with another
+    original, when a patch below this one comes or goes.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Patch:
         self.ours: Any = None
 
     def apply(self) -> None:
-        """Put the replacement in place."""
+        """Install the replacement."""
         getattr(self.owner, self.name, None)  # modules may load it when it is first asked for
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current = vars(self.owner)[self.name]
@@ -54,7 +53,7 @@ class Patch:
         _restack(above, self.ours)
 
     def undo(self) -> None:
-        """Put the original back, unless somebody else has replaced ours since."""
+        """Restore the original, unless other code has replaced the attribute since."""
         stack = _stacks[self._key]
         position = stack.index(self)
         ours_on_top = vars(self.owner).get(self.name) is stack[-1].ours
@@ -81,18 +80,14 @@ class Patch:
 
 
 def _restack(patches: Sequence[Patch], original: Any) -> None:
-    """Put patches that lie on top of each other over another original."""
+    """Rebuild stacked patches over another original."""
     for patch in patches:
         patch._put_over(original)
         original = patch.ours
 
 
 def original(owner: Any, name: str) -> Any:
-    """Return an attribute as it is below all patches.
-
-    Modules that call MXNet past mxamp's patches take it from here: they may be loaded while
-    patches are in place.
-    """
+    """Return an attribute as it is below all patches, for calls that bypass them."""
     stack = _stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
 
@@ -103,12 +98,12 @@ def patched() -> List[str]:
 
 
 class PatchSet:
-    """Patches that belong together, and the state that belongs to them.
+    """Patches that are installed together, and their state.
 
-    A subclass keeps its state in attributes and forgets it in `close`.
+    A subclass keeps its state in attributes and drops it in `close`.
     """
 
-    #: Of all sets: two that are opened in two threads may patch the same attribute.
+    #: Shared by all sets: two threads may patch the same attribute.
     _lock: ClassVar[Any] = threading.RLock()
 
     def __init__(self, patches: Sequence[Patch] = ()) -> None:
@@ -116,16 +111,16 @@ class PatchSet:
         self._applied: List[Patch] = []
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches to put in place: those given at construction, unless overridden."""
+        """Return the patches to install: those given at construction, unless overridden."""
         return self._patches
 
     @property
     def is_open(self) -> bool:
-        """Whether the patches are in place."""
+        """Whether the patches are installed."""
         return bool(self._applied)
 
     def open(self) -> None:
-        """Put all patches in place, or none; does nothing where they are in place."""
+        """Install all patches, or none after an error; do nothing if they are installed."""
         with self._lock:
             if self.is_open:
                 return
@@ -138,7 +133,7 @@ class PatchSet:
                 raise
 
     def close(self) -> None:
-        """Take the patches off; does nothing where they are off."""
+        """Undo the patches; do nothing if they are not installed."""
         with self._lock:
             self._undo()
 
@@ -148,7 +143,7 @@ class PatchSet:
 
 
 if hasattr(os, "register_at_fork"):
-    # A child of a process whose other thread holds the lock would wait for ever.
+    # In a child forked while another thread holds the lock, it would stay locked.
     os.register_at_fork(
         before=PatchSet._lock.acquire,
         after_in_parent=PatchSet._lock.release,
@@ -159,18 +154,18 @@ if hasattr(os, "register_at_fork"):
 class FrontEnd(PatchSet):
     """A patch set that `mxamp.shutdown()` closes."""
 
-    #: The open ones, in the order they were opened: `shutdown` has to find them all.
+    #: The open front ends in opening order, for `shutdown`.
     _opened: ClassVar[List["FrontEnd"]] = []
 
     def open(self) -> None:
-        """Put all patches in place, or none, until `close` or `close_all`."""
+        """Install all patches, or none, until `close` or `close_all`."""
         with self._lock:
             super().open()
             if self not in self._opened:
                 self._opened.append(self)
 
     def close(self) -> None:
-        """Take the patches off; does nothing where they are off."""
+        """Undo the patches; do nothing if they are not installed."""
         with self._lock:
             super().close()
             if self in self._opened:
@@ -178,7 +173,7 @@ class FrontEnd(PatchSet):
 
     @classmethod
     def close_all(cls) -> None:
-        """Close every open front end, the last one first."""
+        """Close every open front end, last opened first."""
         with cls._lock:
             for front_end in reversed(list(cls._opened)):
                 front_end.close()

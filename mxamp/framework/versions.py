@@ -1,4 +1,4 @@
-"""MXNet's versions: on which mxamp runs, and what the older ones of them lack."""
+"""The MXNet versions that mxamp runs on, and the features that older ones lack."""
 
 import re
 from typing import Iterator, Mapping, NamedTuple, Tuple
@@ -15,22 +15,22 @@ __all__ = [
     "why_not",
 ]
 
-#: As pip names them, the oldest first.
+#: As on PyPI, oldest first.
 SUPPORTED = ("1.7.0.post2", "1.8.0.post0", "1.9.0", "1.9.1")
 NEWEST = SUPPORTED[-1]
 
 
 class Feature(NamedTuple):
-    """What came with a version, and what happens without it."""
+    """A feature that came with a version of MXNet."""
 
     since: str
-    without: str  #: what mxamp can't make up for; empty where it does
-    operators: Tuple[str, ...] = ()  #: canonical names
-    one_dtype: Tuple[str, ...] = ()  #: operators whose inputs must all have one dtype without it
-    bfloat16: Tuple[str, ...] = ()  #: operators that have no bfloat16 kernel without it
+    without: str  #: what older versions have instead; empty if mxamp makes up for it
+    operators: Tuple[str, ...] = ()  #: new operators, canonical names
+    one_dtype: Tuple[str, ...] = ()  #: operators that need inputs of one dtype without it
+    bfloat16: Tuple[str, ...] = ()  #: operators that lack bfloat16 kernels without it
 
 
-#: By the name under which tests and messages know them.
+#: By the name that tests and messages use.
 FEATURES: Mapping[str, Feature] = {
     "mixed_broadcast_like": Feature("1.8.0", "", one_dtype=("broadcast_like",)),
     "skipped_updates": Feature("1.8.0", ""),  # trainers ask whether gradients overflowed
@@ -60,7 +60,7 @@ FEATURES: Mapping[str, Feature] = {
 
 
 def release(version: str) -> Tuple[int, ...]:
-    """Return the numbers that begin a version, three at most.
+    """Return the first numbers of a version, at most three.
 
     >>> release("1.7.0.post2"), release("2.0.0b1"), release("1.9")
     ((1, 7, 0), (2, 0, 0), (1, 9))
@@ -70,7 +70,7 @@ def release(version: str) -> Tuple[int, ...]:
 
 
 def is_supported(version: str) -> bool:
-    """Tell whether mxamp runs on a version of MXNet.
+    """Return whether mxamp runs on a version of MXNet.
 
     >>> is_supported("1.7.0"), is_supported("1.6.0"), is_supported("2.0.0b1")
     (True, False, False)
@@ -79,7 +79,7 @@ def is_supported(version: str) -> bool:
 
 
 def lacking(version: str) -> Iterator[Tuple[str, Feature]]:
-    """Yield what a version lacks, with names.
+    """Yield the names and features that a version lacks.
 
     >>> [name for name, _ in lacking("1.9.0")]
     ['quantized_rnn']
@@ -90,17 +90,17 @@ def lacking(version: str) -> Iterator[Tuple[str, Feature]]:
 
 
 def has_feature(name: str) -> bool:
-    """Tell whether the MXNet that is loaded has one of `FEATURES`."""
+    """Return whether the loaded MXNet has one of `FEATURES`."""
     return name not in dict(lacking(_loaded()))
 
 
 def why_not(name: str) -> str:
-    """Return in a sentence what the MXNet that is loaded lacks, and which version has it."""
+    """Return a sentence on a feature that the loaded MXNet lacks, with the version that has it."""
     feature = FEATURES[name]
     return f"MXNet {_loaded()} has {feature.without} (MXNet {feature.since} and later have it)"
 
 
 def _loaded() -> str:
-    import mxnet as mx  # not above: versions are known before MXNet is imported
+    import mxnet as mx  # not above: compat reads versions before MXNet is imported
 
     return str(mx.__version__)

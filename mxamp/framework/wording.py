@@ -1,4 +1,4 @@
-"""Words for messages: counts, values and lists of names, as a reader knows them."""
+"""Words for messages: counts, values, and lists of names."""
 
 import inspect
 import reprlib
@@ -10,15 +10,15 @@ from .machine import dtype_name
 
 __all__ = ["counted", "one_of", "shortened", "shown"]
 
-#: How many characters of a value a message shows.
+#: The longest value that a message shows.
 _LONGEST = 80
 
-#: How many names a message lists before it counts the others.
+#: The names that a message lists before it counts the rest.
 _NAMES = 3
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a number of things in words.
+    """Return a count with its noun.
 
     >>> counted(1, "operator"), counted(2, "operator"), counted(1, "loss", "losses")
     ('1 operator', '2 operators', '1 loss')
@@ -27,7 +27,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def one_of(allowed: Iterable[Any]) -> str:
-    """Return what is allowed as a choice.
+    """Return the allowed values as a choice in words.
 
     >>> one_of(["cpu", "gpu"]), one_of(["a", "b", "c"])
     ("'cpu' or 'gpu'", "'a', 'b' or 'c'")
@@ -37,7 +37,7 @@ def one_of(allowed: Iterable[Any]) -> str:
 
 
 def shortened(names: Sequence[str], most: int = _NAMES) -> str:
-    """Return the first few names, and how many others there are.
+    """Return the first few names, and the number of the rest.
 
     >>> shortened(["a", "b", "c", "d", "e"])
     'a, b, c and 2 others'
@@ -47,7 +47,7 @@ def shortened(names: Sequence[str], most: int = _NAMES) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value that was given, short and on one line: dtypes and classes by their names.
+    """Return a short one-line form of a value; dtypes and classes by their names.
 
     >>> import numpy as np
     >>> shown("int8"), shown(np.float16), shown(np.dtype([("bfloat16", np.uint16)])), shown(dict)
@@ -62,7 +62,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = _LONGEST
 
     def repr_instance(self, value: Any, _level: int) -> str:
-        """Return an object, of any class that Python has no literals for."""
+        """Return the short form of an object without a literal."""
         if isinstance(value, np.dtype) or (isinstance(value, type) and _is_number(value)):
             return dtype_name(value)
         if isinstance(value, type):

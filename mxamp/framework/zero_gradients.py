@@ -1,9 +1,9 @@
-"""Operators whose gradient is zero by definition, and arrays kept safe from it.
+"""Operators whose gradient is zero by definition, and the crash that they cause in MXNet.
 
-Where all of an array's gradient is such a zero, MXNet's eager backward makes the zeros "like" the
-inputs of what computed the array, on and on, up to an operator with a gradient of its own. It has
-kept only those inputs that gradients are computed from; at the others, such as a cast's, the
-process ends in a segmentation fault.
+If all of an array's gradient is such a zero, eager backward makes zeros "like" the inputs of the
+operators before, back to one that computes a gradient. It has kept only the inputs that gradients
+are computed from. At a freed one, such as the input of a cast, the process dies by a segmentation
+fault.
 """
 
 from functools import lru_cache
@@ -57,7 +57,7 @@ _SUM = handle_of("add_n")
 
 @lru_cache(maxsize=None)
 def zero_gradients() -> Mapping[int, Optional[FrozenSet[int]]]:
-    """Return, by operator handle, the inputs whose gradient is always zero; None for all."""
+    """Return the inputs whose gradient is always zero by operator handle; None for all inputs."""
     table = {handle_of(name): inputs for name, inputs in _OF_ONE_INPUT.items()}
     return {**table, **{handle_of(name): None for name in _OF_ALL_INPUTS}}
 
@@ -65,10 +65,9 @@ def zero_gradients() -> Mapping[int, Optional[FrozenSet[int]]]:
 def kept_safe(
     arrays: Sequence[NDArray], positions: Optional[FrozenSet[int]], is_np_op: bool
 ) -> List[NDArray]:
-    """Return what an operator reads while autograd records: copies of the inputs at `positions`.
+    """Return an operator's inputs with copies at `positions`, which backward survives.
 
-    The copy is a sum of one array: the gradient of a sum is no zero by definition, whatever comes
-    to it, so that backward goes on from there as it always does.
+    Each copy is a sum of one array: a sum computes its gradient from the one that comes to it.
     """
     return [
         invoke(_SUM, [array], ["num_args"], ["1"], None, is_np_op, False)

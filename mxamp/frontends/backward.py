@@ -16,14 +16,16 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.operator import CustomOpProp
 
 from ..errors import AmpError
 from ..framework.patching import FrontEnd, Patch
-from ..framework.updated_arrays import updated_arrays
+from ..patches.eager import updated_arrays
 from ..policy.active import suspended
 from ..scaling.finite import all_finite
 from ..scaling.hook import TrainerHook
-from ..scaling.loss_outputs import custom_op_patch, scaled_heads
+from ..scaling.loss_outputs import build_init as build_custom_init
+from ..scaling.loss_outputs import scaled_heads
 from ..scaling.shared_scale import (
     SharedScale,
     attach,
@@ -72,7 +74,7 @@ class _BackwardPatches(FrontEnd):
             *imported(autograd, "grad", _build_grad),
             *self.variables.patches(),
             self.pass_.patch(),
-            custom_op_patch(),
+            Patch(CustomOpProp, "__init__", build_custom_init),
         ]
 
     def open(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Union
 from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError, unknown
-from ..framework.horovod import is_horovod_optimizer
+from ..framework.distributed import is_horovod_optimizer
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..scaling.scaler import Float32Scaler, LossScaler, Scaler, StaticLossScaler

@@ -13,13 +13,11 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, unknown
-from ..framework.arrays import cast
-from ..framework.decorating import check_runs_at_once
+from ..framework.arrays import cast, map_arrays
 from ..framework.machine import dtype_name
-from ..framework.nested import map_arrays
 from ..framework.patching import FrontEnd, Patch
 from ..framework.wording import shown
-from ..patches.autocast import autocast
+from ..patches.autocast import autocast, check_runs_at_once
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE

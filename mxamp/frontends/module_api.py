@@ -17,7 +17,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import StateError
-from ..framework.kvstores import is_distributed
+from ..framework.distributed import is_distributed
 from ..framework.patching import FrontEnd, Patch
 from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph

@@ -8,10 +8,14 @@ import mxnet as mx
 from mxnet.module import Module
 
 from ..errors import StateError
-from ..framework.horovod import check_gradients, is_horovod_optimizer, store_of
-from ..framework.kvstores import is_distributed
-from ..framework.transports import PARAMETER_SERVER
-from ..framework.waiting import waiting
+from ..framework.distributed import (
+    PARAMETER_SERVER,
+    check_gradients,
+    is_distributed,
+    is_horovod_optimizer,
+    store_of,
+)
+from ..framework.worker_process import waiting
 from ..scaling.distributed import GRADIENTS, Workers, poison
 from ..scaling.shared_scale import SharedScale
 

@@ -11,7 +11,7 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.updated_arrays import updated_arrays
+from ..patches.eager import updated_arrays
 from ..policy.active import suspended
 from ..scaling.finite import multiply, unscale
 from .python_functions import RunningPass

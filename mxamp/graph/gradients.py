@@ -13,8 +13,7 @@ from mxnet import autograd
 from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.custom import auxiliary_states
-from ..framework.operators import WRITTEN_BY_USERS, resolve, starts_backward
+from ..framework.operators import WRITTEN_BY_USERS, auxiliary_states, resolve, starts_backward
 from ..framework.zero_gradients import zero_gradients
 from .edit import Edit
 from .ir import Graph, Node, Output, body_inputs, rewrites_bodies

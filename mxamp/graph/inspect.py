@@ -14,8 +14,7 @@ from mxnet.symbol import Symbol
 from mxnet.symbol.numpy import _Symbol
 from mxnet.util import is_np_shape
 
-from ..framework.arrays import dtypes_of, invoke
-from ..framework.nested import as_list
+from ..framework.arrays import as_list, dtypes_of, invoke
 from ..framework.operators import resolve
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from .casts.insert import PRECISION

@@ -1,17 +1,18 @@
 """How a graph is going to be used: the one value that passes over graphs are told."""
 
 import ctypes
+import gc
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 
 from mxnet import __version__
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
 
-from ..framework.collector import collector_paused
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
 from ..framework.versions import release
@@ -33,11 +34,30 @@ __all__ = [
     "argument_dtypes",
     "body_inputs",
     "body_usage",
+    "collector_paused",
     "infer_outputs",
     "infer_types",
     "rewrites_bodies",
     "step_shapes",
 ]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector, if it is on.
+
+    A graph is made of a hundred thousand small objects that live. Whenever their number has grown
+    by a quarter, Python would look through all objects of the process, of which MXNet alone has as
+    many (50 ms each time).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
 
 Shape = Tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Log lines: that mixed precision is on, or stays off, and what to expect of it on this machine."""
+"""Log lines: whether mixed precision is on, and how fast it is on this machine."""
 
 import logging
 from typing import Optional, Set, Tuple
@@ -34,19 +34,20 @@ IN_CODE = "give 'bfloat16' in place of 'auto'"
 
 
 class _Said:
-    """What the log lines of this process have said."""
+    """The log lines that this process has written: each warning is given once."""
 
     def __init__(self) -> None:
-        self.on: Optional[Tuple[str, str]] = None  #: None once they have said that it is off
+        self.on: Optional[Tuple[str, str]] = None  #: dtype and device; None after "off"
         self.speed: Set[Tuple[str, str]] = set()
-        self.executors = False  #: that some stay in float32
+        self.executors = False
 
 
+#: One a process, as its log is.
 _said = _Said()
 
 
 def announce(policy: Policy) -> None:
-    """Say that mixed precision is on, and what to expect of it; nothing that was said before."""
+    """Log that mixed precision is on, and warn once if it won't be faster here."""
     kind = (policy.target_dtype if policy.lowers else "float32", policy.device)
     if _said.on != kind:
         logger.info("mixed precision is on: %s on %s", *kind)
@@ -57,13 +58,13 @@ def announce(policy: Policy) -> None:
 
 
 def announce_off() -> None:
-    """Say that mixed precision is off."""
+    """Log that mixed precision is off."""
     _said.on, _said.executors = None, False
     logger.info("mixed precision is off")
 
 
 def announce_float32(advice: str = IN_CODE) -> None:
-    """Say, once, that "auto" is float32 here, and why; `advice` tells how to choose otherwise."""
+    """Warn once that "auto" is float32 here and why, with advice on how to choose another dtype."""
     kind = ("float32", "cpu")
     if kind not in _said.speed:
         _said.speed.add(kind)
@@ -71,14 +72,13 @@ def announce_float32(advice: str = IN_CODE) -> None:
 
 
 def announce_unscaled_executors() -> None:
-    """Say, once, that executors in training stay in float32, and why."""
+    """Warn once that executors in training stay in float32, and why."""
     if not _said.executors:
         _said.executors = True
         logger.warning(UNSCALED_EXECUTORS)
 
 
 def _warn_of_speed(policy: Policy) -> None:
-    """Say where a policy does not make this machine faster, or does nothing on it."""
     if policy.device != "cpu":
         if machine.default_device() == "cpu":
             logger.warning(NO_GPU)

@@ -1,16 +1,15 @@
-"""Switching mixed precision on and off: for the process, or for a region of code.
+"""Mixed precision on and off: for the process by `init`, for a region of code by `autocast`.
 
-`init` sets the process's policy, `autocast` one for the code inside it. MXNet's functions are
-patched while either is in force, and are its own again after that; where a graph enters a region
-of its own and mixed precision is off around it, after `shutdown`.
+MXNet's functions are patched while either is in force, and restored afterwards. The patches stay
+until `shutdown` for a graph that holds regions while mixed precision is off outside.
 """
 
 import functools
+import inspect
 import logging
 from typing import Any, Callable, Iterable, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
-from ..framework.decorating import check_runs_at_once
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..framework.worker_process import prepare
@@ -21,9 +20,17 @@ from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth
 from .announcements import announce, announce_float32, announce_off
-from .casting import casting as _casting
+from .table import casting
 
-__all__ = ["autocast", "init", "policy_for", "shutdown", "switch_off", "switch_on"]
+__all__ = [
+    "autocast",
+    "check_runs_at_once",
+    "init",
+    "policy_for",
+    "shutdown",
+    "switch_off",
+    "switch_on",
+]
 
 logger = logging.getLogger("mxamp")
 
@@ -65,11 +72,11 @@ def init(
     Parameters
     ----------
     target_dtype : str or dtype, default "float16"
-        "float16", or "bfloat16" (CPUs only, as in MXNet 1.9.1). With `policy`, what that is for.
-        "auto" is the dtype that is fast on the kind of device that computes: float16 on GPUs,
-        bfloat16 on CPUs with arithmetic for it. On other CPUs that is float32: mixed precision
-        stays off, and a log line says why. Scripts need no change for it: every loss scale is 1
-        then, and trainers update as in plain MXNet.
+        "float16", or "bfloat16" (on CPUs only, as in MXNet 1.9.1). By default that of `policy`.
+        "auto" is the dtype that is fast on the device: float16 on GPUs, bfloat16 on CPUs with
+        bfloat16 arithmetic. On other CPUs it is float32: mixed precision stays off, and a log
+        line says why. The same script runs there too: loss scales are 1, and trainers update
+        as in plain MXNet.
     target_precision_ops, fp32_ops, widest_ops : list of str, optional
         Operators, by any of their names, to run in the target dtype, in float32, and in the
         widest dtype of their inputs. As in `mxnet.contrib.amp`, a list that is given replaces
@@ -77,26 +84,26 @@ def init(
     conditional_fp32_ops : list of (str, str, list of str), optional
         (operator, attribute, values): float32 where the attribute has one of the values.
     policy : Policy, optional
-        A whole policy in place of the operator lists. Beside "auto" it is used where it is for
-        that dtype, not used where "auto" is float32, and an error elsewhere.
+        A whole policy in place of the operator lists. With "auto" it has to be for the dtype that
+        "auto" means here, and is ignored where that is float32.
     ctx : Context or str, optional
         The kind of device to run in mixed precision. By default the GPU if there is one, else
         the CPU. Arrays on other devices are left alone.
     tuned : bool, default True
-        Let bfloat16 graphs choose faster equivalents of operators, and precisions by shape.
+        Allow faster equivalents of operators, and precisions by shape, in bfloat16 graphs.
         False is `policy.untuned()`.
 
     Raises
     ------
     UnknownNameError
-        An operator that MXNet does not know.
+        An operator is unknown to MXNet.
     ArgumentError
-        An unknown dtype or device, an operator in two lists, or a policy that is for another
-        dtype or device than is given beside it.
+        A dtype or device is unknown, an operator is in two lists, or `policy` is for another dtype
+        or device than the arguments.
     StateError
         Mixed precision is on already with other arguments.
 
-    A second call with the same arguments does nothing. An error leaves nothing patched.
+    A second call with the same arguments does nothing. After an error nothing is patched.
     """
     wanted = chosen_policy(
         target_dtype,
@@ -110,25 +117,20 @@ def init(
     if isinstance(wanted, Policy) and not tuned:
         wanted = wanted.untuned()
     prepare()
-    if switch_on(wanted):
-        _announce(wanted)
-    else:
+    if not switch_on(wanted):
         logger.debug("init: mixed precision is on already with the same policy")
-
-
-def _announce(wanted: Choice) -> None:
-    if isinstance(wanted, Policy):
+    elif isinstance(wanted, Policy):
         announce(wanted)
     else:
         announce_float32()
 
 
 def switch_on(wanted: Choice) -> bool:
-    """Turn mixed precision on, without a log line; False where it is on with this policy.
+    """Turn mixed precision on without a log line; return False if it was on with this policy.
 
-    With `FLOAT32` it stays off, and what is patched is nothing.
+    `FLOAT32` is recorded, but patches nothing.
     """
-    with _casting._lock:
+    with casting._lock:
         before = active.process.policy
         if before is not None:
             if before is FLOAT32 and wanted is not FLOAT32:
@@ -137,30 +139,30 @@ def switch_on(wanted: Choice) -> bool:
                 raise StateError(DIFFERENT.format(differences=differing(before, wanted)))
             return False
         if wanted is not FLOAT32:
-            _casting.acquire()
+            casting.acquire()
         active.process.policy = wanted
         return True
 
 
 def shutdown() -> None:
-    """Turn mixed precision off for the process, and put MXNet's own functions back.
+    """Turn mixed precision off for the process, and restore MXNet's functions.
 
-    Does nothing if it is off. Blocks stay usable, and compute in float32, but for regions that
-    their own code enters. Regions of `autocast` that are open stay in force until they end.
+    Does nothing if it is off. Blocks stay usable and compute in float32, except in regions that
+    their own code enters. Open `autocast` regions stay in force until they end.
     """
     if switch_off():
         announce_off()
 
 
 def switch_off() -> bool:
-    """Do what `shutdown` does, without a log line; False where mixed precision is off."""
+    """Do what `shutdown` does without a log line; return False if mixed precision was off."""
     FrontEnd.close_all()
-    with _casting._lock:
-        _casting.hold(False)
+    with casting._lock:
+        casting.hold(False)
         before, active.process.policy = active.process.policy, None
         if not before:
             return False
-        _casting.release()
+        casting.release()
         return True
 
 
@@ -178,9 +180,9 @@ class autocast:
     Parameters
     ----------
     dtype : str or dtype, optional
-        "float16" or "bfloat16", or "auto": the dtype that is fast on this machine, as of `init`;
-        where that is float32, mixed precision is off inside. By default the dtype in force around
-        it, which may be that of "auto", else "float16".
+        "float16", "bfloat16", or "auto", the dtype that is fast on this machine (see `init`): if
+        that is float32, mixed precision is off inside. By default the dtype in force outside,
+        else "float16".
     enabled : bool, default True
         False turns mixed precision off inside.
     policy : Policy, optional
@@ -189,7 +191,7 @@ class autocast:
     Raises
     ------
     ArgumentError
-        An unknown dtype, or a policy that is for another one.
+        The dtype is unknown, or `policy` is for another one.
     """
 
     def __init__(
@@ -207,23 +209,23 @@ class autocast:
         self._enabled = check_truth("enabled", enabled)
 
     def __enter__(self) -> "autocast":
-        """Begin the region; the same object may be entered again inside it."""
+        """Begin the region. The same object may be entered again inside it."""
         policy = self._choose() if self._enabled else None
         if policy is FLOAT32:
             announce_float32()
         else:
-            _casting.acquire()
+            casting.acquire()
         active.enter_region(policy)
         regions.enter(regions.Region(self._dtype, self._enabled, self._policy))
         return self
 
     def __exit__(self, *_error: Any) -> None:
-        """End it; what was in force before is again."""
+        """End the region, and restore the policy that was in force before."""
         region, policy = regions.leave(), active.leave_region()
         if policy and region is not None and region.has_nodes and not active.is_enabled():
-            _casting.hold(True)
+            casting.hold(True)
         if policy is not FLOAT32:
-            _casting.release()
+            casting.release()
 
     def _choose(self) -> Choice:
         if self._policy is not None:
@@ -231,7 +233,7 @@ class autocast:
         return regions.policy_inside(self._dtype, active.nearest_policy())
 
     def __call__(self, function: Function) -> Function:
-        """Return `function` with a region around each call of it."""
+        """Return `function` with a region around each call."""
         check_runs_at_once(function)
 
         @functools.wraps(function)
@@ -248,8 +250,27 @@ class autocast:
         return f"<autocast {dtype}>" if dtype else "<autocast>"
 
 
+RUNS_LATER = (
+    "{given} is {kind}: its code runs after the call has returned, outside the decorator. Leave "
+    "the decorator out, and write `with amp.autocast(...):` in the body, around code that neither "
+    "yields nor awaits"
+)
+_KINDS = {
+    "a generator function": inspect.isgeneratorfunction,
+    "a coroutine function": inspect.iscoroutinefunction,
+    "an async generator function": inspect.isasyncgenfunction,
+}
+
+
+def check_runs_at_once(function: Any) -> None:
+    """Raise `ArgumentError` for a generator or coroutine: its code runs after the call."""
+    for kind, is_one in _KINDS.items():
+        if is_one(function) or is_one(function.__call__):
+            raise ArgumentError(RUNS_LATER.format(given=shown(function), kind=kind))
+
+
 def policy_for(dtype: Any, policy: Optional[Policy]) -> Policy:
-    """Return the policy of an `autocast` region, which mixed precision is to be on in."""
+    """Return the policy of an `autocast` region; raise if mixed precision would be off in it."""
     with autocast(check_target(dtype) if dtype is not None else None, policy=policy):
         chosen = active.current_policy()
     if chosen is None:

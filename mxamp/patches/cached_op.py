@@ -1,12 +1,13 @@
-"""The patch of hybridized blocks: their cached op runs a graph rewritten for the policy in force.
+"""Hybridized blocks: their cached op runs the graph rewritten for the policy in force.
 
-One `CachedOp` a policy, dtypes and choices by shape, kept with the block. The graph that the block
-holds and exports stays the plain one.
+The block keeps one `CachedOp` for each policy, dtypes and choices by shape. The graph that it holds
+and exports stays the plain one.
 """
 
 import functools
 import logging
-from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Type
+from dataclasses import replace
+from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional, Sequence, Tuple, Type
 
 import mxnet as mx
 from mxnet import autograd
@@ -16,19 +17,27 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
-from ..framework.patching import Patch
 from ..graph.casts.builder import is_converted
-from ..graph.casts.insert import rewritten_symbol
+from ..graph.casts.insert import own_marks, rewritten_symbol
 from ..graph.gradients import SCALE_INPUT, trained_graph, weights_beside_biases, with_scale_input
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.speed.recurrent import reads_unset_flag
 from ..graph.speed.shape_rules import NONE, Choices, choose
+from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside
-from .arranged_op import SCALE, ArrangedOp
+from ..scaling.loss_outputs import scale_array
 
-__all__ = ["PolicyCachedOp", "Source", "follow", "patches", "unfollow"]
+__all__ = [
+    "PolicyCachedOp",
+    "Source",
+    "build_call",
+    "build_get_graph",
+    "build_setattr",
+    "follow",
+    "unfollow",
+]
 
 logger = logging.getLogger("mxamp")
 
@@ -37,19 +46,17 @@ FUSED_ALREADY = (
     "hybridize() without a backend; for fused inference in bfloat16, convert_hybrid_block(net, "
     '"bfloat16", fuse=True)'
 )
-#: How many graphs a block keeps for data of different shapes.
+#: Graphs that a block keeps for data of different shapes: each may hold memory.
 _MOST_GRAPHS = 32
 _FUSED_PREFIX = "_sg_mkldnn"
-
 _STATIC_SHAPE = "static_shape"
+#: The loss scale's position among the arguments: it follows them.
+_SCALE = -1
 
 
-def patches() -> List[Patch]:
-    """Return the patch that makes hybridized blocks follow the policy in force."""
-    return [Patch(HybridBlock, "_call_cached_op", _build_call)]
+def build_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `_call_cached_op` that runs the graph rewritten for the policy in force."""
 
-
-def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
         if current_policy() is not None:
@@ -59,8 +66,38 @@ def _build_call(original: Callable[..., Any]) -> Callable[..., Any]:
     return _call_cached_op
 
 
+def build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `_get_graph` that traces outside the `autocast` regions around the call."""
+
+    @functools.wraps(original)
+    def _get_graph(self: HybridBlock, *args: Any) -> Any:
+        # Regions around the call are in force when the graph runs; only those inside belong to it.
+        regions.enter(None)
+        try:
+            return original(self, *args)
+        finally:
+            regions.leave()
+
+    return _get_graph
+
+
+def build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `__setattr__` that follows the regions inside a block once it is traced."""
+
+    @functools.wraps(original)
+    def __setattr__(self: HybridBlock, name: str, value: Any) -> None:  # noqa: N807
+        original(self, name, value)
+        # A block whose code enters regions needs a rewritten graph even if mixed precision is off
+        # outside, and the call that traces it is past the patch of `_call_cached_op` already.
+        made = name == "_cached_op" and isinstance(value, CachedOp) and not current_policy()
+        if made and vars(self).get("_source") is None and own_marks(self._cached_graph[1]):
+            follow(self, ())
+
+    return __setattr__
+
+
 class Source(NamedTuple):
-    """The graph that a converted block was made of, by what policy, and what was cast then."""
+    """The graph a converted block was made from, its policy, and its parameters cast offline."""
 
     graph: Graph
     policy: Policy
@@ -68,10 +105,9 @@ class Source(NamedTuple):
 
 
 def follow(block: HybridBlock, args: Sequence[Any], source: Optional[Source] = None) -> None:
-    """Let a block that is called with `args` run graphs by the policy in force.
+    """Replace a block's cached op with one that runs graphs rewritten for the policy in force.
 
-    They are made of the block's own graph; those of a converted block of its `source`, by the
-    policy of that.
+    A converted block runs those of its `source`. A block not traced yet is traced with `args`.
     """
     if block._cached_op is None:
         block._build_cache(*args)
@@ -80,16 +116,53 @@ def follow(block: HybridBlock, args: Sequence[Any], source: Optional[Source] = N
 
 
 def unfollow(block: HybridBlock) -> None:
-    """Give a block that follows the policy in force MXNet's own cached op back."""
+    """Restore the block's original cached op."""
     if isinstance(block._cached_op, PolicyCachedOp):
         block._cached_op = block._cached_op._plain
 
 
-class PolicyCachedOp:
-    """A block's cached op that runs the graph of whatever policy is active when it is called.
+class _ReorderedOp:
+    """A cached op whose graph reads the block's arguments in another order.
 
-    One `CachedOp` a policy, dtypes of inputs and choices by shape, made when first needed; without
-    a policy the block's own. The block's graph is read once, when this is made.
+    `_SCALE` in that order is the loss scale of output operators, an additional input.
+    """
+
+    def __init__(self, op: CachedOp, order: Sequence[int]) -> None:
+        self._op, self._order = op, order
+        self._scaled = _SCALE in order
+        self._register_op_hook = op._register_op_hook
+
+    def inputs(self, args: Sequence[NDArray]) -> Sequence[NDArray]:
+        """Return the graph's inputs for these arguments of the block."""
+        given = (*args, scale_array(args[0].context)) if self._scaled else args
+        return [given[i] for i in self._order]
+
+    def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
+        """Run the graph on these arguments of the block."""
+        return self._op(*self.inputs(args), **kwargs)
+
+
+class _Op(NamedTuple):
+    """A graph and the cached op that runs it."""
+
+    run: Any
+    symbol: Symbol
+
+
+class _Call(NamedTuple):
+    """The properties of a call that its graph and the choices by shape depend on."""
+
+    policy: Policy
+    dtypes: Tuple[str, ...]
+    graph_id: int
+    off: bool  #: mixed precision is off outside the graph's regions
+
+
+class PolicyCachedOp:
+    """A block's cached op that runs the graph rewritten for the policy in force at each call.
+
+    It makes one `CachedOp` for each policy, dtypes of inputs and choices by shape, on demand.
+    Without a policy it runs the block's own. The block's graph is read once, here.
     """
 
     def __init__(self, block: HybridBlock, source: Optional[Source] = None) -> None:
@@ -110,101 +183,77 @@ class PolicyCachedOp:
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self._flags = block._flags
         self._unset = any(map(reads_unset_flag, self._graph.nodes))
-        # Without one of these, graphs are the same in training.
+        # Without such loops and without a trained graph, training runs the graph of inference.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
         weights = weights_beside_biases(self._graph)
         params = [(self._names[i], p) for i, p in self._parameters]
         self._weights = [(name, param) for name, param in params if name in weights]
-        # Whether what a caller passes in gets gradients can't be seen from here.
+        # Whether an array that is passed in needs a gradient is unknown here: taken for frozen.
         self._passed_in = weights.intersection(self._names[i] for i in self._inputs)
         self._trained: Dict[FrozenSet[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
         self._ops: Dict[Any, _Op] = {}
         self._chosen: Dict[Any, Choices] = {}
         self._hook: Optional[Tuple[Any, bool]] = None
-        # When the program ends, graphs go before the functions that their custom operators call.
+        # At exit, graphs have to be freed before the functions that their custom operators call.
         self._callbacks = getattr(mx.operator, "_registry", None)
 
     @property
     def is_np_sym(self) -> bool:
-        """As of MXNet's cached op: whether outputs are arrays of `mx.np`."""
+        """Whether outputs are arrays of `mx.np`, as MXNet's cached op has it."""
         return bool(self._plain.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
-        """Run the graph for these arguments, as MXNet's cached op does."""
+        """Run the graph on these arguments, as MXNet's cached op does."""
         return self._op_for(args).run(*args, **kwargs)
 
     def graph_of(self, args: Sequence[NDArray]) -> "Tuple[Symbol, Sequence[NDArray]]":
-        """Return the symbol that a call with these arguments runs, and all that it reads."""
+        """Return the symbol that a call with these arguments runs, and the symbol's inputs."""
         op = self._op_for(args)
-        return op.symbol, op.run.inputs(args) if isinstance(op.run, ArrangedOp) else args
+        return op.symbol, op.run.inputs(args) if isinstance(op.run, _ReorderedOp) else args
 
-    def _op_for(self, args: Sequence[NDArray]) -> "_Op":
+    def _op_for(self, args: Sequence[NDArray]) -> _Op:
         policy, off = self._policy or current_policy(), False
         if policy is None and self._marks:
             policy, off = policy_outside(self._marks), True
         if policy is None or not on_device(args[:1], policy.device):
             return self._unchanged
-        added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         gradients = [p._grad for _, p in self._parameters]
         if any(new is not old for new, old in zip(gradients, self._gradients)):
-            # `grad_req` changed: an op with static_shape keeps writing to the old gradients. The
-            # plain one has not seen the calls in between that other ops have run.
-            self._ops.clear()
-            self._plain = self._cached_op(self._unchanged.symbol, range(len(self._names)))
-            self._unchanged = _Op(self._plain, self._unchanged.symbol)
-            if self._hook is not None:
-                self._plain._register_op_hook(*self._hook)
+            self._renew()
         self._gradients = gradients
         training = autograd.is_recording()
-        dtypes, graph = dtypes_of(args), self._graph_for(training)
+        graph = self._graph_for(training)
+        call = _Call(policy, dtypes_of(args), id(graph), off)
         chooses = policy.chooses or graph.marks
-        choices = self._choices(policy, args, dtypes, graph, training, off) if chooses else NONE
+        choices = self._choices(call, graph, training, args) if chooses else NONE
+        added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         differs = training and (self._loops or graph is not self._graph)
-        key = (policy, dtypes, added, id(graph), differs, choices, off)
+        key = (call, added, differs, choices)
         op = self._ops.get(key)
         if op is None:
-            op = self._build(policy, dtypes, added, graph, differs, choices, off)
-            self._ops[key] = op
+            # An array that is passed in may be accumulated into as well: that is unknown here.
+            accumulated = frozenset(self._names[i] for i in (*self._inputs, *added))
+            usage = replace(self._usage(call, differs), accumulated=accumulated)
+            op = self._ops[key] = self._build(call, graph, usage, choices)
         return op
 
-    def _choices(
-        self,
-        policy: Policy,
-        args: Sequence[NDArray],
-        dtypes: Tuple[str, ...],
-        graph: Graph,
-        training: bool,
-        off: bool,
-    ) -> Choices:
-        """Return what shapes choose: looked for once for each set of the data's shapes.
+    def _renew(self) -> None:
+        """Drop all ops after `grad_req` changed: static ones keep writing to the old gradients.
 
-        Beyond so many graphs, data of other shapes shares one for any shape: each graph may hold
-        memory of its own.
+        MXNet's own op, too: it has not seen the calls that others have run.
         """
-        alike = (policy, training, id(graph), dtypes, off)
-        key: Tuple[Any, ...] = (*alike, *[args[i].shape for i in self._inputs])
-        if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
-            key = alike
-        choices = self._chosen.get(key)
-        if choices is None:
-            looked_at = range(len(args)) if key != alike else [i for i, _ in self._parameters]
-            shapes = {self._names[i]: args[i].shape for i in looked_at}
-            usage = Usage(
-                self._given(dtypes), shapes, stored=self._stored, training=training, off=off
-            )
-            choices = self._chosen[key] = choose(graph, policy, usage)
-        return choices
-
-    def _given(self, dtypes: Tuple[str, ...]) -> Dict[str, str]:
-        """Return the dtypes of the inputs by name, but of those that are stored cast."""
-        return {n: d for n, d in zip(self._names, dtypes) if n not in self._stored}
+        self._ops.clear()
+        self._plain = self._cached_op(self._unchanged.symbol, range(len(self._names)))
+        self._unchanged = _Op(self._plain, self._unchanged.symbol)
+        if self._hook is not None:
+            self._plain._register_op_hook(*self._hook)
 
     def _graph_for(self, training: bool) -> Graph:
-        """Return the graph that runs: in training, the one that takes the loss scale.
+        """Return the graph to rewrite: in training, one with the loss scale as an input.
 
-        Biases beside weights without gradients are apart there.
+        It also separates the bias from each dense layer whose weight needs no gradient.
         """
         if not training:
             return self._graph
@@ -215,42 +264,48 @@ class PolicyCachedOp:
             self._trained[frozen] = graph
         return graph
 
-    def _build(
-        self,
-        policy: Policy,
-        dtypes: Tuple[str, ...],
-        added: Tuple[int, ...],
-        graph: Graph,
-        training: bool,
-        choices: Choices,
-        off: bool,
-    ) -> "_Op":
-        usage = Usage(
-            dtypes=self._given(dtypes),
-            # What a caller passes in may be accumulated into as well: that can't be seen from here.
-            accumulated=frozenset(self._names[i] for i in (*self._inputs, *added)),
-            stored=self._stored,
-            training=training,
-            off=off,
-        )
-        symbol = rewritten_symbol(graph, self._symbol_class, policy, usage, choices, reverse=True)
+    def _choices(
+        self, call: _Call, graph: Graph, training: bool, args: Sequence[NDArray]
+    ) -> Choices:
+        """Return the choices by shape, cached by the data's shapes.
+
+        Beyond `_MOST_GRAPHS`, data of new shapes shares the choices that hold for any shape.
+        """
+        key: Tuple[Any, ...] = (call, training, *[args[i].shape for i in self._inputs])
+        looked_at: Sequence[int] = range(len(args))
+        if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
+            key, looked_at = (call, training), [i for i, _ in self._parameters]
+        choices = self._chosen.get(key)
+        if choices is None:
+            shapes = {self._names[i]: args[i].shape for i in looked_at}
+            usage = replace(self._usage(call, training), shapes=shapes)
+            choices = self._chosen[key] = choose(graph, call.policy, usage)
+        return choices
+
+    def _usage(self, call: _Call, training: bool) -> Usage:
+        dtypes = {n: d for n, d in zip(self._names, call.dtypes) if n not in self._stored}
+        return Usage(dtypes, stored=self._stored, training=training, off=call.off)
+
+    def _build(self, call: _Call, graph: Graph, usage: Usage, choices: Choices) -> _Op:
+        kind = self._symbol_class
+        symbol = rewritten_symbol(graph, kind, call.policy, usage, choices, reverse=True)
         order = list(range(len(self._names)))
         if self._scalable is not None and graph is not self._graph:
-            order.insert(graph.input_names.index(SCALE_INPUT), SCALE)
+            order.insert(graph.input_names.index(SCALE_INPUT), _SCALE)
         if symbol is not None:
             order.reverse()
         elif graph is not self._graph or self._policy is not None:
             # The plain op of a converted block has the casts for other dtypes.
-            symbol = graph.to_symbol(self._symbol_class)
+            symbol = graph.to_symbol(kind)
         else:
             return self._unchanged
-        op = ArrangedOp(self._cached_op(symbol, order), order)
+        op = _ReorderedOp(self._cached_op(symbol, order), order)
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return _Op(op, symbol)
 
     def _cached_op(self, symbol: Symbol, order: Sequence[int]) -> CachedOp:
-        """Return MXNet's op of a symbol that reads these arguments of the block, in this order."""
+        """Return MXNet's cached op of a symbol that reads the block's arguments in this order."""
         params = {i for i, _ in self._parameters}
         places = {
             "data_indices": [place for place, i in enumerate(order) if i not in params],
@@ -271,13 +326,6 @@ class PolicyCachedOp:
 
 
 def _with_scale_input(graph: Graph, symbol_class: Type[Symbol]) -> Optional[Graph]:
-    """Return a graph that takes the loss scale, with its inputs in MXNet's order; or None."""
+    """Return the graph with the loss scale among its inputs, in MXNet's order; None if unneeded."""
     scaled = with_scale_input(graph)
     return None if scaled is None else Graph.from_symbol(scaled.to_symbol(symbol_class))
-
-
-class _Op(NamedTuple):
-    """What runs a graph, and the graph."""
-
-    run: Any
-    symbol: Symbol

@@ -1,26 +1,24 @@
-"""The NDArray-level patch: casts the inputs of eager calls as the policy decides.
+"""Eager calls: inputs are cast as the policy decides.
 
 All of `mx.nd`, `mx.np` and `mx.npx`, the methods of arrays and Python's operators end in one
-function, `_imperative_invoke`, looked up at call time in three modules. It is replaced there, so
-names that user code imported long before are covered too.
+function, `_imperative_invoke`, looked up at call time in three modules. Replacing it there also
+covers functions that user code imported before.
 """
 
 import functools
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+import sys
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
 from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.ndarray.numpy import _api_internal
 
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import KIND_NAMES, cast, dtype_code, kind_code, on_device
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
-from ..framework.operators import Operator, by_handle, handle_of
-from ..framework.patching import Patch
-from ..framework.updated_arrays import updated_arrays
+from ..framework.operators import Operator, auxiliary_states, by_handle, handle_of, registry
 from ..framework.zero_gradients import kept_safe, zero_gradients
 from ..graph.gradients import needs_separate_bias, without_bias
 from ..policy.active import current_policy, note_precision
@@ -30,7 +28,14 @@ from ..policy.rules import reason_by_sums
 from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
 from ..scaling.loss_outputs import scalable_inputs
 
-__all__ = ["INVOKE_MODULES", "decision_for", "patches"]
+__all__ = [
+    "INVOKE_MODULES",
+    "decision_for",
+    "build_asnumpy",
+    "build_invoke",
+    "build_tensordot",
+    "updated_arrays",
+]
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
@@ -38,28 +43,18 @@ _TENSORDOT = handle_of("_npi_tensordot")
 #: What `astype`, `copyto` and assignments to slices call.
 _COPY_TO = handle_of("_copyto")
 
-# One an operator, dtypes and attributes; a number that changes with every call, such as a learning
-# rate that is multiplied by, makes a new one each time.
+# Decisions kept for an operator. A scalar factor that changes with every call adds one each time.
 _MANY_DECISIONS = 4096
 
 # Operators whose attributes `num_group` or `mode` a decision reads.
 _GROUPED = ("Convolution", "Deconvolution", "RNN")
 
-#: The modules whose `_imperative_invoke` every eager call but one goes through.
+#: The modules that look `_imperative_invoke` up.
 INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
 
-def patches() -> List[Patch]:
-    """Return the patches that make eager calls follow the policy in force."""
-    return [
-        *(Patch(module, "_imperative_invoke", _build_invoke) for module in INVOKE_MODULES),
-        # The one NumPy function that goes another way.
-        Patch(_api_internal, "tensordot", _build_tensordot),
-        Patch(NDArray, "asnumpy", _build_asnumpy),
-    ]
-
-
-def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `_imperative_invoke` that casts its inputs as the policy decides."""
     zero = zero_gradients()
 
     def _imperative_invoke(
@@ -72,7 +67,7 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         output_is_list: bool,
     ) -> Any:
         if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
-            # Where mixed precision is off for a region, too: the loss behind it is scaled.
+            # Also in a region where mixed precision is off: the loss behind it is scaled.
             ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
         policy = current_policy()
         if policy is None:
@@ -80,18 +75,7 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         if handle in updated_arrays.handles and autograd.is_recording():
             updated_arrays.note(handle, ndargs, dict(zip(keys, vals)))
         if handle == _DENSE and autograd.is_recording() and needs_separate_bias(ndargs):
-            # MXNet would compute no gradient of the bias.
-            *reads, bias = ndargs
-            attrs = without_bias(dict(zip(keys, vals)))
-            given = list(attrs), list(attrs.values())
-            product = _imperative_invoke(handle, reads, *given, None, is_np_op, False)
-            # Repeated by a product with ones, whose gradient is a product as well: several times as
-            # fast as the sum that broadcasting needs.
-            ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
-            attrs["flatten"] = "False"
-            given = list(attrs), list(attrs.values())
-            column = bias.reshape((-1, 1))
-            repeated = _imperative_invoke(handle, [ones, column], *given, None, is_np_op, False)
+            product, repeated = _product_and_bias(_imperative_invoke, ndargs, keys, vals, is_np_op)
             both = [product, repeated]
             return _imperative_invoke(_ADD, both, (), (), out, is_np_op, output_is_list)
         if handle == _COPY_TO and dtype_code(ndargs[0]) == _BFLOAT16:
@@ -110,15 +94,35 @@ def _build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
     return _imperative_invoke
 
 
-def _widened_for(out: Any, array: NDArray) -> NDArray:
-    """Return what a copy of a bfloat16 array to `out` reads: float32, where that has another dtype.
+def _product_and_bias(
+    invoke: Callable[..., Any], arrays: Sequence[NDArray], keys: Any, vals: Any, is_np_op: bool
+) -> Tuple[NDArray, NDArray]:
+    """Return a dense layer's product without the bias, and the bias in the product's shape.
 
-    From oneDNN's layouts MXNet copies within one dtype alone.
+    MXNet computes no gradient of the bias where the weight needs none.
+    """
+    *reads, bias = arrays
+    attrs = without_bias(dict(zip(keys, vals)))
+    product = invoke(_DENSE, reads, list(attrs), list(attrs.values()), None, is_np_op, False)
+    # Repeated by a product with ones: its gradient is a product as well, several times as fast as
+    # the sum that broadcasting needs.
+    ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
+    attrs["flatten"] = "False"
+    both = [ones, bias.reshape((-1, 1))]
+    return product, invoke(_DENSE, both, list(attrs), list(attrs.values()), None, is_np_op, False)
+
+
+def _widened_for(out: Any, array: NDArray) -> NDArray:
+    """Return a bfloat16 array in float32 if it is copied to another dtype.
+
+    MXNet copies arrays in oneDNN's layouts only within one dtype.
     """
     return array if dtype_code(out) == _BFLOAT16 else cast(array, "float32")
 
 
-def _build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `tensordot` that casts its inputs as the policy decides."""
+
     def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
         policy = current_policy()
         operator = _casts_of(policy)[_TENSORDOT] if policy is not None else None
@@ -130,10 +134,11 @@ def _build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensordot
 
 
-def _build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `asnumpy` that gives float32 values for bfloat16 arrays."""
+
     @functools.wraps(original)
     def asnumpy(self: NDArray) -> Any:
-        # Plain MXNet gives bfloat16's raw bits; metrics and printing want the values.
         if current_policy() is not None and dtype_code(self) == _BFLOAT16:
             with autograd.pause():
                 return original(cast(self, "float32"))
@@ -142,13 +147,13 @@ def _build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
     return asnumpy
 
 
-# ---------------------------------------------------------------------- decisions, remembered
+# ---------------------------------------------------------------------- cached decisions
 
 
 def decision_for(
     handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any
 ) -> Optional[Decision]:
-    """Return what the policy in force does to an eager call; None for nothing."""
+    """Return the decision of the policy in force on an eager call; None where nothing changes."""
     policy = current_policy()
     operator = _casts_of(policy)[handle] if policy is not None and arrays else None
     return operator.decide(arrays, keys, vals) if operator is not None else None
@@ -163,7 +168,7 @@ def _casts_of(policy: Policy) -> "Dict[int, Optional[_Casts]]":
 
 
 class _OperatorCasts(Dict[int, Optional["_Casts"]]):
-    """A policy's casts by operator handle, made when first asked for; None where it never casts."""
+    """The casts of a policy by operator handle, made on demand; None for operators never cast."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -188,34 +193,29 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
 class _Casts:
     """The decisions for one operator under one policy, by the dtypes of its inputs."""
 
-    __slots__ = (
-        "_attributes", "_cpu_only", "_decisions", "_operator", "_policy", "_reads_all", "_sums",
-        "_target", "_trained",
-    )  # fmt: skip
-
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self._operator, self._policy = operator, policy
         self._decisions: Dict[Any, Optional[Decision]] = {}
-        # Attributes that a decision reads; others need not be looked at.
-        rule = policy.rule(operator.name)
-        named = [c.attribute for c in rule.conditions]
+        rule = self._rule = policy.rule(operator.name)
         # The rules by shape that eager calls follow.
         self._sums = rule.looks_at("long_sums")
         self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
         self._target = DTYPE_CODES[policy.target_dtype]
+        # The attributes that a decision reads.
+        named = [c.attribute for c in rule.conditions]
         named += ["transpose_a"] if self._sums else []
         named += [a for a in ("num_group", "mode") if operator.name in _GROUPED]
         named += ["kernel", "dilate"] if operator.name == "Deconvolution" else []
         named += [a for a in (SPARSE_GRADIENT,) if a in operator.attributes]
         named += ["subscripts"] if operator.name == "_npi_einsum" else []
         self._attributes = frozenset(named)
-        # Its class is made with all of them.
+        # All attributes go to the constructor of a custom operator.
         self._reads_all = operator.name == "Custom"
-        # Without a GPU in the machine every array is on the policy's device.
+        # Without a GPU every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"
 
     def decide(self, arrays: Sequence[NDArray], keys: Any, vals: Any) -> Optional[Decision]:
-        """Return what to do with these inputs, None for nothing."""
+        """Return the decision on these inputs; None where nothing changes."""
         codes = tuple([kind_code(array) for array in arrays])
         attributes: Tuple[Tuple[str, str], ...] = ()
         if self._reads_all:
@@ -224,7 +224,7 @@ class _Casts:
             attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
         kept = None
         if self._sums:
-            kept = self._kept(arrays, dict(attributes))
+            kept = reason_by_sums(self._rule, dict(attributes), arrays[0].shape)
         elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
             kept = self._trained[0]
         key = (codes, attributes, kept)
@@ -238,10 +238,6 @@ class _Casts:
             return decision
         return None
 
-    def _kept(self, arrays: Sequence[NDArray], attributes: Dict[str, str]) -> Optional[str]:
-        rule = self._policy.rule(self._operator.name)
-        return reason_by_sums(rule, attributes, arrays[0].shape)
-
     def _decide_anew(
         self, codes: Sequence[int], attributes: Dict[str, str], kept: Optional[str]
     ) -> Optional[Decision]:
@@ -251,11 +247,11 @@ class _Casts:
         return decision if decision.changes else None
 
 
-# ---------------------------------------------------------------------- decisions, applied
+# ---------------------------------------------------------------------- applying a decision
 
 
 def _read(decision: Decision, arrays: Sequence[NDArray]) -> List[NDArray]:
-    """Return the inputs as the operator is to read them."""
+    """Return the inputs cast as the decision says."""
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
         if dtype is None:
@@ -268,7 +264,7 @@ def _read(decision: Decision, arrays: Sequence[NDArray]) -> List[NDArray]:
 
 
 def _round(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
-    """Return the outputs, rounded to the dtype that the decision computes through."""
+    """Return the outputs rounded to the dtype that the decision computes through."""
     if decision.through is None:
         return outputs
     if not isinstance(outputs, list):
@@ -283,7 +279,7 @@ def _rounded(array: NDArray, position: int, decision: Decision, is_np_op: bool) 
 
 
 def _write_out(outputs: Any, out: Any) -> Any:
-    """Write results to the arrays that `out=` gave, in those arrays' own dtypes."""
+    """Write results to the arrays of `out=`, in the dtypes of those arrays."""
     results = outputs if isinstance(outputs, list) else [outputs]
     targets = out if isinstance(out, (list, tuple)) else [out]
     for result, target in zip(results, targets):
@@ -291,3 +287,58 @@ def _write_out(outputs: Any, out: Any) -> Any:
         castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
         mx_arrays.write(result, target, dtype, castable)
     return out
+
+
+# ---------------------------------------------------------------------- arrays updated by backward
+
+
+class _UpdatedArrays:
+    """The running statistics that recorded eager calls update, between `watch` and `stop`.
+
+    Hybridized blocks update Gluon parameters, which are found without this.
+    """
+
+    #: References to an array that nobody else holds: the entry's, and that of the call that counts.
+    _OURS = 2
+
+    def __init__(self) -> None:
+        #: By the handles of the operators to note: positions of the inputs that they update.
+        self.handles: Mapping[int, Tuple[int, ...]] = {}
+        self._arrays: Dict[int, NDArray] = {}
+        self._most = 1000
+
+    def watch(self) -> None:
+        """Note calls from now on."""
+        self.handles = _updating()
+
+    def note(self, handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]) -> None:
+        """Note a recorded call of one of these operators."""
+        positions = self.handles[handle]
+        if not positions:
+            count = len(arrays)
+            positions = tuple(range(count - auxiliary_states(attributes), count))
+        if len(self._arrays) > self._most:
+            self._most = 2 * len(self.all()) + 1000
+        self._arrays.update((id(arrays[i]), arrays[i]) for i in positions if i < len(arrays))
+
+    def all(self) -> List[NDArray]:
+        """Return the noted arrays that the program still holds."""
+        for key in list(self._arrays):
+            if sys.getrefcount(self._arrays[key]) <= self._OURS:
+                del self._arrays[key]
+        return list(self._arrays.values())
+
+    def stop(self) -> None:
+        """Note no more calls, and release the arrays."""
+        self.handles = {}
+        self._arrays.clear()
+
+
+#: One a process, as the patched functions are.
+updated_arrays = _UpdatedArrays()
+
+
+@functools.lru_cache(maxsize=1)
+def _updating() -> Mapping[int, Tuple[int, ...]]:
+    found = {op.handle: op.mutable_inputs for op in registry().values() if op.mutable_inputs}
+    return {**found, handle_of("Custom"): ()}

@@ -1,28 +1,26 @@
-"""The Symbol-level patch: rewrites graphs when they are bound, and again when they are reshaped.
+"""Executors: a symbol's graph is rewritten when it is bound, and again when it is reshaped.
 
-Only when a symbol is bound are its dtypes and device known. The graphs that users hold and save
-stay the plain ones. An executor whose graph was rewritten keeps how, since a rewrite may have read
-shapes: for others it is made again.
+Dtypes and device are known only when a symbol is bound. The symbols that programs hold and save
+stay plain. A rewrite may depend on shapes, so a reshaped executor gets a graph rewritten anew.
 
-An executor's own backward pass scales no loss, and can skip no update: what it would train in
-float16 stays in float32, but where the caller scales (`scaled_executors`).
+Executors in training stay in float32 under a float16 policy: their backward pass scales no loss and
+skips no update. Callers that scale the losses themselves bind inside `scaled_executors`.
 """
 
 import ctypes
 import functools
 import inspect
+import logging
 import math
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import (
-    AbstractSet,
     Any,
     Callable,
     Dict,
     FrozenSet,
     Iterator,
-    List,
     Mapping,
     Optional,
     Sequence,
@@ -38,20 +36,24 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
-from ..framework.patching import Patch
+from ..framework.operators import WRITTEN_BY_USERS, handle_of
 from ..graph.casts.insert import own_marks, rewritten_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
 from ..graph.speed.fusible import with_barriers
 from ..graph.speed.shape_rules import Choices, choose
+from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_outside
+from ..policy.rules import registered_classes
 from .announcements import announce_unscaled_executors
 
-__all__ = ["patches", "scaled_executors"]
+__all__ = ["build_bind", "build_creator", "build_simple_bind", "scaled_executors"]
 
-#: Whether whoever binds scales the losses of what is bound.
+logger = logging.getLogger("mxamp")
+
+#: Whether the code that binds scales the losses of its executors.
 _scaled: "ContextVar[bool]" = ContextVar("mxamp_scaled_executors", default=False)
 
 UP_SIZED = (
@@ -62,18 +64,17 @@ UNSPECIFIED = (
     "reshape changes the shape of {name!r}, which is not among its arguments, from {old} to {new}: "
     "give its shape, or partial_shaping=True"
 )
+NOT_REACHED = (
+    "autocast(enabled=False) around the custom operator %r holds in eager calls alone: MXNet "
+    "passes the attributes of a node to the operator's constructor, so the node can't be marked. "
+    "In graphs it computes in half precision, as it was registered"
+)
 INCOMPLETE = "reshape can't infer the shapes of all arguments from {given}: give more of them"
 
 
-def patches() -> List[Patch]:
-    """Return the patches that make bound graphs follow the policy in force."""
-    return [
-        Patch(Symbol, "bind", _build_bind),
-        Patch(Symbol, "simple_bind", _build_simple_bind),
-    ]
+def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `Symbol.bind` that binds the graph rewritten for the policy in force."""
 
-
-def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def bind(
         self: Symbol,
@@ -85,24 +86,23 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         names = self.list_arguments()
-        frozen = _without_gradients(names, grad_req, args_grad)
-        policy = _policy_for(self, ctx, frozen)
+        requests = _requests(names, grad_req, args_grad)
+        policy = _policy_for(self, ctx, requests)
         if policy is None:
             return original(self, ctx, args, args_grad, grad_req, *rest, **options)
         arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
-        usage = Usage(
-            dtypes=_named_dtypes(arrays),
-            accumulated=_accumulated(names, grad_req),
-            training=len(frozen) < len(names),
-        )
-        binding = _Binding(self, policy, usage, frozen)
+        given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
+        dtypes = dict(zip(given, dtypes_of(list(given.values()))))
+        binding = _Binding(self, policy, requests, dtypes)
         symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
         return binding.bound(original(symbol, ctx, args, args_grad, grad_req, *rest, **options))
 
     return bind
 
 
-def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `Symbol.simple_bind` that binds the graph rewritten for the policy."""
+
     @functools.wraps(original)
     def simple_bind(
         self: Symbol,
@@ -113,46 +113,55 @@ def _build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         names = self.list_arguments()
-        frozen = _without_gradients(names, grad_req)
-        policy = _policy_for(self, ctx, frozen)
+        requests = _requests(names, grad_req)
+        policy = _policy_for(self, ctx, requests)
         if policy is None:
             return original(self, ctx, grad_req, type_dict, *rest, **options)
-        usage = Usage(
-            dtypes=argument_dtypes(self, type_dict),
-            accumulated=_accumulated(names, grad_req),
-            training=len(frozen) < len(names),
-        )
-        binding = _Binding(self, policy, usage, frozen)
+        dtypes = argument_dtypes(self, type_dict)
+        binding = _Binding(self, policy, requests, dtypes)
         shapes = {name: options[name] for name in names if name in options}
         symbol = binding.symbol_for(shapes)
         if symbol is not self:
-            # Behind a cast MXNet can't infer an argument's dtype any more. It takes no bfloat16
-            # here, which variables say themselves.
-            named = {name: one for name, one in usage.dtypes.items() if one != "bfloat16"}
+            # MXNet can't infer dtypes and shapes of arguments that a cast reads. Variables declare
+            # bfloat16 themselves: type_dict can't hold it.
+            named = {name: one for name, one in dtypes.items() if one != "bfloat16"}
             type_dict = {**named, **(type_dict or {})}
-            options = {**_inferred_shapes(self, shapes), **options}
+            inferred, _, _ = self.infer_shape_partial(**shapes)
+            known = {name: shape for name, shape in zip(names, inferred or ()) if shape}
+            options = {**known, **options}
         return binding.bound(original(symbol, ctx, grad_req, type_dict, *rest, **options))
 
     return simple_bind
 
 
 class _Binding:
-    """How a symbol is rewritten for an executor: for its own shapes, and for those of a reshape."""
+    """A symbol and what its rewrites for an executor depend on: one rewrite for each choice."""
 
     def __init__(
-        self, symbol: Symbol, policy: Policy, usage: Usage, frozen: AbstractSet[str]
+        self,
+        symbol: Symbol,
+        policy: Policy,
+        requests: Mapping[str, str],
+        dtypes: Mapping[str, str],
     ) -> None:
         read = Graph.from_symbol(symbol)
+        frozen, accumulated = (
+            frozenset(name for name, asked in requests.items() if asked == one)
+            for one in ("null", "add")
+        )
+        training = len(frozen) < len(requests)
         self._symbol = symbol
-        self._usage = replace(usage, off=current_policy() is None)
-        self._graph = trained_graph(read, frozen) if usage.training else read
+        self._usage = Usage(
+            dtypes, accumulated=accumulated, training=training, off=current_policy() is None
+        )
+        self._graph = trained_graph(read, frozen) if training else read
         self._is_plain = self._graph is read
         self._policy = policy
         self._symbols: Dict[Choices, Symbol] = {}
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
     def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
-        """Return the symbol rewritten for arguments of these shapes; itself if nothing changes."""
+        """Return the symbol rewritten for these shapes; the symbol itself if nothing changes."""
         usage = replace(self._usage, shapes=dict(shapes))
         choices = choose(self._graph, self._policy, usage)
         if choices not in self._symbols:
@@ -164,7 +173,7 @@ class _Binding:
         rewritten = rewritten_symbol(graph, kind, self._policy, usage, choices)
         if rewritten is not None:
             graph = Graph.from_symbol(rewritten)
-        # MXNet fuses what an executor without gradients runs.
+        # Barriers keep MXNet from fusing layers in an executor without gradients.
         final = graph if usage.training else with_barriers(graph)[0]
         if final is not graph:
             return final.to_symbol(kind)
@@ -173,7 +182,7 @@ class _Binding:
         return self._symbol if self._is_plain else graph.to_symbol(kind)
 
     def bound(self, executor: Executor) -> Executor:
-        """Return an executor of a rewritten symbol as one of the user's symbol."""
+        """Make an executor of the rewritten symbol look like one of the original symbol."""
         executor._symbol = self._symbol
         executor.__class__ = _RewrittenExecutor
         executor._binding = self
@@ -181,16 +190,16 @@ class _Binding:
 
 
 class _RewrittenExecutor(Executor):  # type: ignore[misc]
-    """An executor of a rewritten graph, also after mixed precision was switched off."""
+    """An executor of a rewritten graph; it stays one after mixed precision is switched off."""
 
     _binding: _Binding
 
     def reshape(
         self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: Any
     ) -> Executor:
-        """Return an executor for other shapes, as MXNet's does: its graph is rewritten for them."""
+        """Return an executor for other shapes, as MXNet's does, with its graph rewritten."""
         names, states = self._symbol.list_arguments(), self._symbol.list_auxiliary_states()
-        # As MXNet's, which takes no notice of names that the symbol lacks.
+        # MXNet's ignores names that the symbol lacks.
         given = {name: shape for name, shape in kwargs.items() if name in names}
         shapes, _, state_shapes = self._symbol.infer_shape(**given)
         if shapes is None:
@@ -205,7 +214,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
                 raise ArgumentError(UNSPECIFIED.format(**words))
             size = math.prod(shape)
             if size <= array.size:
-                # A view: what is held, or is added to, stays, as with MXNet's.
+                # A view, as MXNet's: values and accumulated gradients stay.
                 return array.reshape((-1,))[:size].reshape(shape)
             if not allow_up_sizing:
                 raise ArgumentError(UP_SIZED.format(**words))
@@ -229,7 +238,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             self._grad_req,
             states_now,
             group2ctx=self._group2ctx,
-            # Loops in executors that share memory read what the other one has left there.
+            # Loops in executors that share memory read stale values of the other one.
             shared_exec=None if self._binding.has_loops else self,
         )
         executor.grad_arrays = [gradients.get(name) for name in names]
@@ -246,7 +255,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
 
 @contextmanager
 def scaled_executors() -> Iterator[None]:
-    """Lower executors that are bound inside in float16 too: the caller scales their losses."""
+    """Lower executors bound in the body to float16 in training too: the caller scales losses."""
     before = _scaled.set(True)
     try:
         yield
@@ -254,53 +263,60 @@ def scaled_executors() -> Iterator[None]:
         _scaled.reset(before)
 
 
-def _policy_for(symbol: Symbol, ctx: Any, frozen: AbstractSet[str]) -> Optional[Policy]:
-    """Return the policy in force, if it is for the kind of device that a symbol is bound to.
+def _policy_for(symbol: Symbol, ctx: Any, requests: Mapping[str, str]) -> Optional[Policy]:
+    """Return the policy to rewrite a symbol for; None to bind it as it is.
 
-    Where mixed precision is off, it is that of the symbol's own regions. None too for a symbol that
-    is trained, all but the variables `frozen`, in float16 unscaled.
+    That is the policy in force, or that of the symbol's own regions. None on another kind of device
+    than the policy's, and for training in float16 with unscaled losses.
     """
     policy = current_policy() or policy_outside(own_marks(symbol))
     if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:
         return None
-    trained = policy.target_dtype == "float16" and not frozen >= set(symbol.list_arguments())
+    trained = policy.target_dtype == "float16" and {*requests.values()} - {"null"}
     if trained and policy.lowers and not _scaled.get():
         announce_unscaled_executors()
         return None
     return policy
 
 
-def _inferred_shapes(symbol: Symbol, known: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the shapes of a symbol's arguments, as far as they follow from those `known`."""
-    inferred, _, _ = symbol.infer_shape_partial(**known)
-    return {name: shape for name, shape in zip(symbol.list_arguments(), inferred or ()) if shape}
-
-
-def _named_dtypes(arrays: Mapping[str, Any]) -> Dict[str, str]:
-    given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
-    return dict(zip(given, dtypes_of(list(given.values()))))
-
-
-def _accumulated(names: Sequence[str], grad_req: Any) -> FrozenSet[str]:
-    """Return the arguments whose gradients are added up."""
-    return frozenset(name for name, req in _requests(names, grad_req).items() if req == "add")
-
-
-def _without_gradients(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> FrozenSet[str]:
-    """Return the arguments that get no gradients: all where `args_grad` is None."""
-    if args_grad is None:
-        return frozenset(names)
-    requests = _requests(names, grad_req)
-    given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
-    return frozenset(
-        name
-        for name in names
-        if requests.get(name, "null") == "null" or (given and given.get(name) is None)
-    )
-
-
-def _requests(names: Sequence[str], grad_req: Any) -> Mapping[str, str]:
-    """Return what is asked for each argument's gradient, by name."""
+def _requests(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> Mapping[str, str]:
+    """Return the `grad_req` of each argument; "null" if `args_grad` has no array for it."""
     if isinstance(grad_req, str):
-        return dict.fromkeys(names, grad_req)
-    return grad_req if isinstance(grad_req, Mapping) else dict(zip(names, grad_req))
+        asked = dict.fromkeys(names, grad_req)
+    else:
+        asked = dict(grad_req if isinstance(grad_req, Mapping) else zip(names, grad_req))
+    given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
+    without = args_grad is None or bool(given)
+    return {
+        name: "null" if without and given.get(name) is None else asked.get(name, "null")
+        for name in names
+    }
+
+
+# ---------------------------------------------------------------------- symbols made in a region
+
+
+def build_creator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the nodes that generated `mx.sym` functions make with the `autocast` region around."""
+
+    @functools.wraps(original)
+    def _symbol_creator(
+        handle: int, args: Any, kwargs: Any, keys: Any, vals: Any, *rest: Any
+    ) -> Any:
+        region = regions.current_region()
+        if region is not None and handle in _unmarked():
+            # MXNet passes every attribute of such a node to the operator's constructor.
+            op_type = dict(zip(keys, vals)).get("op_type", "")
+            if region.is_off and dict(registered_classes()).get(op_type) == "low":
+                logger.warning(NOT_REACHED, op_type)
+        elif region is not None:
+            region.has_nodes = True
+            keys, vals = [*keys, regions.REGION], [*vals, region.mark]
+        return original(handle, args, kwargs, keys, vals, *rest)
+
+    return _symbol_creator
+
+
+@functools.lru_cache(maxsize=None)
+def _unmarked() -> FrozenSet[int]:
+    return frozenset(handle_of(name) for name in WRITTEN_BY_USERS)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
 from ..errors import ArgumentError
-from ..framework.custom import auxiliary_states
-from ..framework.operators import registry
+from ..framework.operators import auxiliary_states, registry
 from .policy import Policy
 from .rules import Rule
 from .values import is_dilated, is_true, kernel_axes

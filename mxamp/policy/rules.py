@@ -43,14 +43,15 @@ _DETOURS = frozenset({"volume_views"})
 #: Shape rules that have a limit.
 LIMITED = frozenset({"long_sums"})
 
-#: Names of substitutions in operator lists and policies: those of `graph.substitutions`, those of
-#: fused models, and the optimizers with faster steps (`patches.optimizers`).
+#: Names of substitutions, which operator lists and policies use: those of `graph.substitutions`,
+#: those that fused models alone have, and the optimizer whose steps `patches.optimizers` makes
+#: faster.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "global_pool", "pool_in_parts", "image_convolution", "split",
     "merged_groups", "rnn", "rnn_params", "padded_channels",
     "dense_convolution",
-    "sgd", "adam",
+    "sgd",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 import zlib
-from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -20,11 +20,14 @@ from mxnet.ndarray.ndarray import NDArray
 
 from .._version import __version__
 from ..errors import StateError
-from ..framework.horovod import check_gradients, is_horovod_trainer, store_of
-from ..framework.kvstores import is_distributed
-from ..framework.transports import PARAMETER_SERVER
-from ..framework.waiting import begin, end, waiting
-from ..framework.worker_process import prepare
+from ..framework.distributed import (
+    PARAMETER_SERVER,
+    check_gradients,
+    is_distributed,
+    is_horovod_trainer,
+    store_of,
+)
+from ..framework.worker_process import begin, end, prepare, waiting
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 from .passes import Gradients, fresh_gradients
@@ -149,16 +152,15 @@ def _checksum(policy: Optional[Policy]) -> Optional[int]:
     """Return a checksum of all settings that results depend on, the same in all processes."""
     if policy is None:
         return None
-    cache: Dict[str, int] = policy.caches
-    if "workers" not in cache:
+    if policy.caches.workers is None:
         rules = [
             (name, [getattr(rule, field) for field in _DECISIVE])
             for name, rule in sorted(policy.rules.items())
         ]
         layers, substitutions = policy.fp32_layers, sorted(policy.substitutions)
         whole = repr((policy.target_dtype, policy.device, layers, substitutions, rules))
-        cache["workers"] = zlib.crc32(whole.encode())
-    return cache["workers"]
+        policy.caches.workers = zlib.crc32(whole.encode())
+    return policy.caches.workers
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -187,7 +189,7 @@ class Reduction:
         self._trainer = trainer
         self.workers: Optional[Workers] = None
         self._uninitialized: Optional[int] = None  #: number of parameters, at the last sum
-        self._wait = -1  #: the wait for the running sum
+        self._wait: Any = None  #: the wait for the running sum
 
     @property
     def is_distributed(self) -> bool:

@@ -13,18 +13,17 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon
+from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 
 from ..framework.arrays import flat_view, plain_array
 from ..framework.machine import device_kind, dtype_name
-from ..framework.patching import Patch
 from ..policy.active import suspended
 
 __all__ = [
     "all_finite",
-    "clip_patch",
+    "build_clipping",
     "finite_flags",
     "multiply",
     "square_sum",
@@ -203,16 +202,13 @@ def _chunks(arrays: Sequence[NDArray]) -> Iterator[List[NDArray]]:
             yield group[start : start + _CHUNK]
 
 
-def clip_patch() -> Patch:
-    """Return the patch that makes Gluon's `clip_global_norm` right under mixed precision.
+def build_clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `gluon.utils.clip_global_norm` that is right under mixed precision.
 
     Its norm is a `dot`, which a policy would lower, and half precision can't hold the square of a
     norm. In float16 MXNet's norm is Inf above 256, and clipping by it zeroes the gradients.
     """
-    return Patch(gluon.utils, "clip_global_norm", _build_clip)
 
-
-def _build_clip(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_global_norm(arrays: Any, max_norm: float, check_isfinite: bool = True) -> Any:
         if not any(dtype_name(array.dtype) in _EXPONENT for array in arrays):

@@ -30,15 +30,14 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOp, CustomOpProp
 
 from ..framework.arrays import cast, dtypes_of, plain_array
-from ..framework.custom import auxiliary_states
 from ..framework.machine import dtype_name
 from ..framework.operators import (
     BACKWARD_STARTERS,
     WRITTEN_BY_USERS,
+    auxiliary_states,
     handle_of,
     starts_backward,
 )
-from ..framework.patching import Patch
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 from .finite import multiply
@@ -46,7 +45,7 @@ from .finite import multiply
 __all__ = [
     "HANDLES",
     "calls_so_far",
-    "custom_op_patch",
+    "build_init",
     "in_unscaled_backward",
     "scalable_inputs",
     "scale_array",
@@ -168,12 +167,9 @@ def in_unscaled_backward() -> bool:
     return bool(getattr(_thread, "unscaled", False))
 
 
-def custom_op_patch() -> Patch:
-    """Return the patch that watches the backward pass of every custom operator."""
-    return Patch(CustomOpProp, "__init__", _build_init)
+def build_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `CustomOpProp.__init__` that watches the backward pass of the operator."""
 
-
-def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __init__(self: CustomOpProp, need_top_grad: bool = True) -> None:  # noqa: N807
         original(self, need_top_grad)

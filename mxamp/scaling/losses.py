@@ -8,8 +8,8 @@ from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
+from ..framework.arrays import map_arrays
 from ..framework.machine import dtype_name
-from ..framework.nested import map_arrays
 from ..framework.wording import shown
 from .hook import TrainerHook
 from .loss_outputs import scaled_heads

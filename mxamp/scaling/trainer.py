@@ -11,7 +11,7 @@ from mxnet.gluon import Trainer
 from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
-from ..framework.horovod import is_horovod_optimizer
+from ..framework.distributed import is_horovod_optimizer
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import taken_state

@@ -82,21 +82,14 @@ def test_operators_of_later_versions_are_named(loaded):
     loaded("1.7.0")
     assert lacks("_contrib_quantize_asym")
     assert not lacks("Convolution")
-    with pytest.raises(UnknownNameError) as error:
+    with pytest.raises(UnknownNameError, match="came with MXNet 1.9.1"):
         resolve("_contrib_quantize_asym")
-    assert str(error.value) == (
-        "operator '_contrib_quantize_asym' came with MXNet 1.9.1, and an older one is installed"
-    )
 
 
 def test_float16_on_cpus_is_an_error_where_it_has_no_casts(loaded):
     loaded("1.8.0")
-    with pytest.raises(ArgumentError) as error:
+    with pytest.raises(ArgumentError, match="MXNet 1.8.0 has no float16 casts.*give bfloat16"):
         amp.Policy.default("float16", device="cpu")
-    assert str(error.value) == (
-        "MXNet 1.8.0 has no float16 casts on CPUs: there float16 is for GPUs alone (MXNet 1.9.0 and "
-        "later have it): give bfloat16, or a GPU as the device"
-    )
     assert amp.Policy.default("float16", device="gpu").device == "gpu"
 
 

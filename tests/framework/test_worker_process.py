@@ -1,13 +1,14 @@
 """What mxamp does in a worker of a parameter server, and in no other process."""
 
 import sys
-from types import SimpleNamespace
+import time
 
 import pytest
 from mxnet.kvstore import KVStore
 
 from helpers import run_forked
-from mxamp.framework import waiting, worker_process
+from mxamp.framework import worker_process
+from mxamp.framework.worker_process import _Worker, begin, end, waiting
 
 PREPARED = """
 import os, sys
@@ -51,7 +52,7 @@ def test_only_workers_are_prepared(tmp_path, call, environment, kept):
     "then, alone",
     [
         ("", True),
-        ("worker_process._patient_start(lambda name: name)('dist_sync')", False),
+        ("try: kvstore.create('dist_no_such')\nexcept Exception: pass", False),
         ("try: 1 / 0\nexcept ZeroDivisionError: sys.excepthook(*sys.exc_info())", False),
     ],
 )
@@ -81,17 +82,43 @@ def test_this_process_is_no_worker():
     assert not hasattr(KVStore.__init__, "__wrapped__")
 
 
+# ---------------------------------------------------------------------- long waits
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(worker_process, "_PATIENCE", 0.05)
+
+
+def logged(caplog, text, seconds=5.0):
+    limit = time.monotonic() + seconds
+    while text not in caplog.text and time.monotonic() < limit:
+        time.sleep(0.01)
+    return caplog.text.count(text)
+
+
+def test_long_waits_are_logged_once_and_short_ones_never(soon, caplog):
+    with pytest.raises(ZeroDivisionError), waiting("a wait that fails"):
+        raise ZeroDivisionError
+    end(begin("a short wait"))
+    end(None)
+    begun = [begin("wait number %d", i) for i in range(3)]
+    with waiting("worker %s waits", 3):
+        assert logged(caplog, "worker 3 waits") == 1
+        time.sleep(0.15)
+        assert [logged(caplog, f"wait number {i}") for i in range(3)] == [1, 1, 1]
+    for one in begun:
+        end(one)
+    assert len(caplog.records) == 4
+
+
 @pytest.mark.parametrize("name", ["init", "broadcast", "_barrier"])
-def test_what_all_workers_have_to_call_says_what_it_waits_for(monkeypatch, name):
-    said = []
-    monkeypatch.setattr(waiting, "_watcher", SimpleNamespace(add=said.append, waits={}))
-    patch = next(patch for patch in worker_process._patches(False) if patch.name == name)
+def test_what_all_workers_have_to_call_says_what_it_waits_for(soon, caplog, name):
+    patch = next(patch for patch in _Worker(launched=False).patches() if patch.name == name)
 
     def original(self, key=None):
-        assert said, "before the call"
+        assert logged(caplog, f"(kvstore.{name.lstrip('_')})") == 1, "during the call"
         return key
 
     original.__name__ = name
     assert patch.build(original)(None, 7) == 7
-    (wait,) = said
-    assert f"(kvstore.{name.lstrip('_')}): one of them" in wait.message % wait.args

@@ -8,8 +8,9 @@ from mxnet import nd
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import check_python, float16_policy, kind, needs_float16, randn
+from helpers import float16_policy, kind, needs_float16, randn
 from mxamp.framework import machine
+from mxamp.patches import table
 
 FLOAT16, BFLOAT16 = float16_policy(), amp.Policy.default("bfloat16")
 
@@ -30,17 +31,16 @@ def test_init_and_shutdown():
     assert_unpatched()
 
 
-@pytest.mark.parametrize("given", ["float16", np.float16, np.dtype("float16")])
-def test_dtypes_are_taken_in_every_spelling(given):
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("float16", "float16"), (np.float16, "float16"), (np.dtype("float16"), "float16"),
+        ("bfloat16", "bfloat16"), (np.dtype([("bfloat16", np.uint16)]), "bfloat16"),
+    ],
+)  # fmt: skip
+def test_dtypes_are_taken_in_every_spelling(given, name):
     amp.init(given, ctx="cpu")
-    assert amp.current_policy().target_dtype == "float16"
-
-
-def test_bfloat16_in_every_spelling():
-    for given in ("bfloat16", np.dtype([("bfloat16", np.uint16)])):
-        amp.init(given)
-        assert amp.current_policy().target_dtype == "bfloat16"
-        amp.shutdown()
+    assert amp.current_policy().target_dtype == name
 
 
 def test_a_repeated_init_does_nothing(caplog):
@@ -50,13 +50,6 @@ def test_a_repeated_init_does_nothing(caplog):
     assert "same policy" in caplog.text
     amp.shutdown()
     assert_unpatched()
-
-
-def test_a_different_init_is_an_error():
-    amp.init("float16", ctx=mx.cpu())
-    with pytest.raises(amp.StateError, match=r"shutdown\(\)"):
-        amp.init("bfloat16")
-    assert amp.current_policy().target_dtype == "float16"
 
 
 @needs_float16
@@ -72,7 +65,7 @@ def test_a_different_init_is_an_error():
         ({}, {"fp32_ops": ["softmax"]}, "and [0-9,]+ others"),
         (
             {"target_dtype": "bfloat16"}, {"policy": BFLOAT16.override(substitutions=["relu"])},
-            "substitutions: adam, broadcast, dense_convolution and 16 others instead of relu",
+            "substitutions: broadcast, dense_convolution, global_pool and 15 others instead of relu",
         ),
         (
             {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},
@@ -83,6 +76,7 @@ def test_a_different_init_is_an_error():
 def test_a_second_init_says_what_differs(first, second, words):
     here = {"ctx": "cpu"}
     amp.init(**first, **here)
+    policy = amp.current_policy()
     if "policy" not in second:
         second = {**here, **second}
     if words is None:
@@ -93,6 +87,7 @@ def test_a_second_init_says_what_differs(first, second, words):
     ) as raised:
         amp.init(**second)
     assert len(str(raised.value)) < 350
+    assert amp.current_policy() == policy
 
 
 def test_a_policy_for_gpus_where_there_is_none(caplog, monkeypatch):
@@ -154,16 +149,9 @@ def test_bad_arguments_leave_nothing_behind(arguments, error, words):
 
 
 def test_a_failed_patch_rolls_back(monkeypatch):
-    from mxamp.framework import patching
-    from mxamp.patches import symbolic
-
-    def broken():
-        return [*symbolic_patches(), patching.Patch(mx, "no_such_attribute", lambda f: f)]
-
     before = dict(vars(mx.sym.Symbol))
-
-    symbolic_patches = symbolic.patches
-    monkeypatch.setattr(symbolic, "patches", broken)
+    broken = table.Row(mx, "no_such_attribute", lambda f: f, "fails")
+    monkeypatch.setattr(table, "ALL", (*table.ALL, broken))
     with pytest.raises(KeyError):
         amp.init(ctx=mx.cpu())
     assert not amp.is_enabled()
@@ -204,12 +192,6 @@ def test_conditional_operators():
     assert product() == "float16"
     assert kind(nd.dot(randn(2, 3), randn(2, 3), transpose_b=True)) == "float32"
     assert kind(nd.Activation(randn(2).astype("float16"), act_type="softrelu")) == "float16"
-
-
-def test_autocast_needs_no_init():
-    with amp.autocast("float16", True):
-        assert product() == "float16"
-    assert_unpatched()
 
 
 def test_autocast_nests():
@@ -297,38 +279,6 @@ def test_shutdown_inside_a_region():
         assert product() == "float16"
     assert product() == "float32"
     assert_unpatched()
-
-
-def test_a_cpu_without_bfloat16_is_named_once(caplog, monkeypatch):
-    from mxamp.framework import machine
-
-    monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512"}))
-    amp.init("bfloat16")
-    assert "will not be faster" in caplog.text
-
-
-def test_importing_changes_nothing_and_costs_little():
-    printed = check_python(
-        """
-        import time, warnings
-        warnings.simplefilter("ignore")
-        from mxamp.framework import compat
-        """
-        if not np.__version__.startswith("1.23")
-        else """
-        import time
-        import mxnet as mx
-        from mxnet.ndarray import register
-        before = register._imperative_invoke, mx.gluon.HybridBlock._call_cached_op, mx.sym.Symbol.bind
-        began = time.process_time()
-        import mxamp
-        took = time.process_time() - began
-        after = register._imperative_invoke, mx.gluon.HybridBlock._call_cached_op, mx.sym.Symbol.bind
-        assert all(a is b for a, b in zip(before, after))
-        assert took < 3, took  # a third of a second; MXNet itself takes two
-        """
-    )
-    assert printed == ""
 
 
 def test_log_lines_say_once_what_has_not_changed(caplog, monkeypatch):

@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 
 import mxamp as amp
-from helpers import BF16, as_float32, check_python, kind, randn, same, values
+from helpers import as_float32, check_python, kind, randn, same, values
 from mxamp.graph.ir import Graph
 from mxamp.patches import cached_op
 from nets import (
@@ -123,12 +123,6 @@ def test_init_after_hybridize_and_the_other_way_round(dtype):
     amp.shutdown()
     assert same(before(x), plain)
     assert same(after(x), plain)
-
-
-def test_outputs_leave_a_block_as_float32(on):
-    net, data = made(convolutional)
-    net.hybridize()
-    assert kind(net(*data)) == "float32"
 
 
 def test_lstm_layer(on):
@@ -366,7 +360,6 @@ def test_shape_changes_and_re_hybridizing(on):
         assert net(randn(rows, 8)).shape == (rows, 3)
     net.hybridize()
     assert net(randn(3, 8)).shape == (3, 3)
-    assert BF16 is not None
 
 
 def test_a_block_reads_its_graph_once(dtype, monkeypatch):
@@ -501,11 +494,10 @@ def test_a_block_that_a_backend_has_fused_says_that_it_stays_in_float32(caplog):
     net.optimize_for(x, backend="MKLDNN")
     for _ in range(3):
         net(x).wait_to_read()
-    said = [record for record in caplog.records if "optimize_for" in record.message]
-    assert len(said) == 1
+    assert caplog.text.count("optimize_for") == 1
     net.hybridize()
     net(x).wait_to_read()
-    assert len([record for record in caplog.records if "optimize_for" in record.message]) == 1
+    assert caplog.text.count("optimize_for") == 1
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")  # MXNet, of any SymbolBlock
@@ -535,9 +527,8 @@ def test_data_of_many_shapes_share_one_graph_at_last(monkeypatch):
             x = randn(3, steps, 64)
             expected = values(x).sum(axis=1)
             np.testing.assert_allclose(values(net(x)), expected, rtol=1e-4, atol=1e-4)
-        of_one_shape = [key for key in net._cached_op._chosen if key[5:]]
-    assert len(of_one_shape) == 3
-    assert len(net._cached_op._ops) == 4
+        ran = [net._cached_op.graph_of([randn(3, steps, 64)])[0] for steps in range(40, 52)]
+    assert len({id(symbol) for symbol in ran}) == 4
 
 
 RECURRENT = {

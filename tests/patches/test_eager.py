@@ -6,10 +6,9 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from mxnet.ndarray import FullyConnected as EarlyFullyConnected
-from mxnet.ndarray import relu as early_relu
 
 import mxamp as amp
-from helpers import check_python, down, kind, mx_dtype, randn, rounded, same, up, values
+from helpers import check_python, down, kind, randn, rounded, same, up, values
 
 X, W, B = randn(4, 8), randn(5, 8, seed=1), randn(5, seed=2)
 
@@ -35,18 +34,10 @@ def fully_connected_by_hand(dtype):
 def test_every_way_to_call_an_operator_is_covered(on, call):
     out = call()
     assert kind(out) == on.dtype
-    # oneDNN may sum bfloat16 products in another order than float32 ones.
+    # float16 is exact. oneDNN may sum bfloat16 products in another order than float32 ones.
     with amp.autocast(enabled=False):
         expected = values(fully_connected_by_hand(on.dtype))
     np.testing.assert_allclose(values(out), expected, rtol=2**-7 if on.dtype == "bfloat16" else 0)
-
-
-def test_float16_values_are_true_half_precision(dtype):
-    if dtype != "float16":
-        pytest.skip("bfloat16 has kernels of its own")
-    expected = fully_connected_by_hand(dtype)
-    with amp.autocast(dtype):
-        assert same(nd.FullyConnected(X, W, B, num_hidden=5), expected)
 
 
 def test_products_methods_and_python_operators_on_float16():
@@ -154,10 +145,8 @@ def test_integers_booleans_and_float64_are_never_cast(on):
 def test_large_integer_indices_survive(on):
     table = nd.arange(5000).reshape((5000, 1))
     index = nd.array([4097, 2049])
-    assert nd.Embedding(index, table, input_dim=5000, output_dim=1).asnumpy().ravel().tolist() == [
-        4097,
-        2049,
-    ]
+    found = nd.Embedding(index, table, input_dim=5000, output_dim=1)
+    assert found.asnumpy().ravel().tolist() == [4097, 2049]
 
 
 def test_out_keeps_its_dtype_and_identity(on):
@@ -236,14 +225,9 @@ def test_metrics_and_losses_take_eager_results(on):
     metric = mx.metric.Accuracy()
     metric.update([label], [low])
     assert metric.get()[1] >= 0
-    for loss in (
-        mx.gluon.loss.SoftmaxCrossEntropyLoss()(low, label),
-        mx.gluon.loss.L2Loss()(low, nd.ones((4, 5))),
-        mx.gluon.loss.L1Loss()(low, nd.ones((4, 5))),
-        mx.gluon.loss.SigmoidBCELoss()(low, nd.ones((4, 5))),
-        mx.gluon.loss.KLDivLoss(from_logits=False)(low, nd.ones((4, 5))),
-        mx.gluon.loss.HuberLoss()(low, nd.ones((4, 5))),
-    ):
+    names = ("L2Loss", "L1Loss", "SigmoidBCELoss", "KLDivLoss", "HuberLoss")
+    losses = [getattr(mx.gluon.loss, name)()(low, nd.ones((4, 5))) for name in names]
+    for loss in (mx.gluon.loss.SoftmaxCrossEntropyLoss()(low, label), *losses):
         assert np.isfinite(loss.asnumpy()).all()
         assert kind(loss) == "float32"
 
@@ -359,6 +343,7 @@ def test_custom_operators_see_float32(on):
     assert seen == ["float32"]
 
 
+@pytest.mark.slow
 def test_operators_that_end_the_process_in_bfloat16_run():
     # transpose of bfloat16 aborts in plain MXNet: in a process of its own.
     check_python(
@@ -383,11 +368,6 @@ def test_a_users_list_may_ask_for_what_has_no_kernel(dtype):
     expected = down(nd.dot(rounded(a, dtype), rounded(b, dtype)), dtype)
     with amp.autocast(policy=policy):
         assert same(nd.dot(a, b), expected)
-
-
-def test_names_imported_before(on):
-    assert kind(early_relu(X)) == "float32"
-    assert mx_dtype("float16") == "float16"
 
 
 def assigned(key):

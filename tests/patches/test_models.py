@@ -240,6 +240,7 @@ def test_a_map_resized_like_one_in_half_precision(hybridized, policy):
     assert float((low - plain).norm().asscalar()) < 0.02 * float(plain.norm().asscalar())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 @pytest.mark.parametrize("hybridized", [False, True])
 @pytest.mark.parametrize(

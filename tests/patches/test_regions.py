@@ -56,7 +56,7 @@ def made(body):
     return net
 
 
-# What each does to `x`, which the first layer has computed, with a dense layer.
+# The code in the middle of a network: it computes with `x`, from the first layer, and a dense layer.
 
 
 def in_off(F, layer, x):
@@ -70,19 +70,16 @@ def in_off_as_it_comes(F, layer, x):
     return layer(x)
 
 
-def in_float16(F, layer, x):
-    with amp.autocast("float16"):
-        return F.exp(layer(x) * 0.1)
+def in_region(*arguments):
+    def body(F, layer, x):
+        with amp.autocast(*arguments):
+            return F.exp(layer(x) * 0.1)
+
+    body.__name__ = "in_" + ("".join(arguments) or "bare")
+    return body
 
 
-def in_bfloat16(F, layer, x):
-    with amp.autocast("bfloat16"):
-        return F.exp(layer(x) * 0.1)
-
-
-def in_bare(F, layer, x):
-    with amp.autocast():
-        return F.exp(layer(x) * 0.1)
+in_float16, in_bfloat16, in_bare = in_region("float16"), in_region("bfloat16"), in_region()
 
 
 def in_policy(F, layer, x):
@@ -203,17 +200,18 @@ def traced_under_another(net, x, around):
         return net(x)
 
 
+def symbolic(net):
+    return net(mx.sym.var("data")), {n: p.data() for n, p in net.collect_params().items()}
+
+
 def bound(net, x, around):
-    symbol = net(mx.sym.var("data"))
-    arrays = {name: param.data() for name, param in net.collect_params().items()}
+    symbol, arrays = symbolic(net)
     with around():
-        executor = symbol.bind(mx.cpu(), {**arrays, "data": x})
-        return executor.forward()[0]
+        return symbol.bind(mx.cpu(), {**arrays, "data": x}).forward()[0]
 
 
 def module(net, x, around):
-    symbol = net(mx.sym.var("data"))
-    arrays = {name: param.data() for name, param in net.collect_params().items()}
+    symbol, arrays = symbolic(net)
     with around():
         model = mx.mod.Module(symbol, label_names=None)
         model.bind([("data", x.shape)], for_training=False)
@@ -222,28 +220,31 @@ def module(net, x, around):
         return model.get_outputs()[0]
 
 
+def imported(net, folder):
+    net.export(str(folder / "net"))
+    files = str(folder / "net-symbol.json"), ["data"], str(folder / "net-0000.params")
+    return SymbolBlock.imports(*files)
+
+
 def loaded(net, x, around, folder):
     net.hybridize()
     net(x)
-    net.export(str(folder / "net"))
-    files = str(folder / "net-symbol.json"), ["data"], str(folder / "net-0000.params")
     with around():
-        return SymbolBlock.imports(*files)(x)
+        return imported(net, folder)(x)
+
+
+def low_model(net, x, around):
+    with around():
+        policy = amp.current_policy()
+    return amp.convert_hybrid_block(net, policy=policy, example_inputs=x)
 
 
 def converted(net, x, around):
-    with around():
-        policy = amp.current_policy()
-    return amp.convert_hybrid_block(net, policy=policy, example_inputs=x)(x)
+    return low_model(net, x, around)(x)
 
 
 def converted_and_loaded(net, x, around, folder):
-    with around():
-        policy = amp.current_policy()
-    model = amp.convert_hybrid_block(net, policy=policy, example_inputs=x)
-    model.export(str(folder / "net"))
-    files = str(folder / "net-symbol.json"), ["data"], str(folder / "net-0000.params")
-    return SymbolBlock.imports(*files)(x)
+    return imported(low_model(net, x, around), folder)(x)
 
 
 WAYS = [hybridized, static, traced_before, traced_under_another, bound, module]
@@ -393,10 +394,8 @@ def test_plain_mxnet_takes_no_notice(body, tmp_path):
     wanted = values(net(x))
     net.hybridize()
     net(x)
-    net.export(str(tmp_path / "net"))
     amp.shutdown()
-    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    block = SymbolBlock.imports(*files)
+    block = imported(net, tmp_path)
     assert block(x).dtype == np.float32
     np.testing.assert_allclose(values(block(x)), wanted.astype("float32"), rtol=0.05, atol=0.05)
 
@@ -473,11 +472,8 @@ def test_fused_products_stay_in_the_precision_of_their_region(dtype, reads):
     graph = Graph.from_symbol(fused._cached_graph[1])
     data = [node.inputs[0][0] for node in graph.nodes if node.op == "_sg_mkldnn_conv"]
     # The model's own cast to float32, or one to bfloat16 behind it.
-    assert [graph.nodes[i].op for i in data] == [
-        "amp_cast",
-        reads,
-        "amp_cast" if reads == "Cast" else "_sg_mkldnn_conv",
-    ]
+    last = "amp_cast" if reads == "Cast" else "_sg_mkldnn_conv"
+    assert [graph.nodes[i].op for i in data] == ["amp_cast", reads, last]
     np.testing.assert_allclose(values(fused(x)), wanted, atol=0.05 * np.abs(wanted).max())
 
 
@@ -498,6 +494,7 @@ def test_patches_stay_for_graphs_that_enter_regions_themselves():
     assert not amp.is_enabled()
 
 
+@pytest.mark.slow
 def test_a_policy_of_another_process(tmp_path):
     policy = untuned("bfloat16").override(fp32=["FullyConnected"])
     policy.save(tmp_path / "policy.toml")

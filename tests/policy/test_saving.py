@@ -34,7 +34,7 @@ POLICIES = {
     "lists": F16.override(low=["dot"], fp32=["exp"], widest=[], conditional=[], replace_lists=True),
     "layers": F16.override(fp32_layers=['a"b\\', "*_é\n\t", "", "x\x7f\x00\u2028😀"]),
     "no substitutions": BF16.override(substitutions=[]),
-    "two substitutions": BF16.override(substitutions=["tanh", "adam"]),
+    "two substitutions": BF16.override(substitutions=["tanh", "sgd"]),
 }  # fmt: skip
 
 

@@ -11,10 +11,11 @@ from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import BF16, down
-from mxamp.framework import kvstores, waiting
-from mxamp.framework.transports import PARAMETER_SERVER
+from mxamp.framework import distributed as kvstores
+from mxamp.framework import worker_process as waiting
+from mxamp.framework.distributed import PARAMETER_SERVER
 from mxamp.frontends.module_workers import check_before
-from mxamp.patches import kvstores as patched
+from mxamp.patches import table as patched
 from mxamp.scaling import distributed
 from mxamp.scaling.distributed import Workers
 from mxamp.scaling.scaler import LossScaler, StaticLossScaler
@@ -171,12 +172,18 @@ def waits(monkeypatch):
     """The waits that begin, and those that have not ended."""
     begun, pending = [], {}
 
-    def add(wait):
-        begun.append(wait.message % wait.args)
-        pending[len(begun)] = begun[-1]
-        return len(begun)
+    class Timer:
+        def __init__(self, _seconds, _log, args):
+            self.message = args[0] % args[1:]
 
-    monkeypatch.setattr(waiting, "_watcher", SimpleNamespace(add=add, waits=pending))
+        def start(self):
+            begun.append(self.message)
+            pending[id(self)] = self.message
+
+        def cancel(self):
+            pending.pop(id(self), None)
+
+    monkeypatch.setattr(waiting, "Timer", Timer)
     return SimpleNamespace(begun=begun, pending=pending)
 
 

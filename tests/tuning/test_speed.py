@@ -171,7 +171,7 @@ def test_training_steps(clock):
     assert chosen(tuning) == ("autocast", "low", "relu")
     assert {trial.way for trial in tuning.trials} == {"plain", "autocast"}
     # The steps are slower than MXNet's, by the times that were made up.
-    assert not {"sgd", "adam"} & {*tuning.policy.substitutions}
+    assert "sgd" not in tuning.policy.substitutions
     assert tuning.gradient_error is not None
 
 

@@ -24,13 +24,22 @@ from typing import (
 from mxnet.symbol import Symbol
 
 from ...errors import AmpError
-from ...framework.collector import collector_paused
 from ...policy.active import note_precision
 from ...policy.decision import CASTABLE, Decision, decide
 from ...policy.policy import Policy
 from ...policy.regions import CAST, REGION, WIDEST_INSIDE, dtype_asked, policy_in, with_words
 from ...policy.values import is_true
-from ..ir import TAKES_EMPTY, Graph, Node, Output, Usage, body_usage, infer_outputs, rewrites_bodies
+from ..ir import (
+    TAKES_EMPTY,
+    Graph,
+    Node,
+    Output,
+    Usage,
+    body_usage,
+    collector_paused,
+    infer_outputs,
+    rewrites_bodies,
+)
 from ..speed import substitutions
 from ..speed.shape_rules import NONE, Choices
 from .builder import HALVES, Builder, Entry, is_converted, is_inserted, reads_as_inserted

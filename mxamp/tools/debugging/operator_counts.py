@@ -13,8 +13,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ...errors import ArgumentError, InstallError, unknown
-from ...framework.arrays import dtypes_of
-from ...framework.nested import as_list
+from ...framework.arrays import as_list, dtypes_of
 from ...framework.wording import counted, one_of, shown
 from ...graph.inspect import FLOATS, Census, Tensor, count, is_cast, precision_of
 from ...graph.ir import CASTS, Graph

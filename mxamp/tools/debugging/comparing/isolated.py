@@ -21,8 +21,7 @@ from mxnet.symbol import Symbol
 
 from ....convert.blocks import rebuilt, trace
 from ....errors import StateError
-from ....framework.arrays import cast, dtypes_of
-from ....framework.nested import as_list, map_arrays
+from ....framework.arrays import as_list, cast, dtypes_of, map_arrays
 from ....graph.inspect import Tensor, tensors_of
 from ....graph.ir import Graph, Output
 from ....policy.active import suspended

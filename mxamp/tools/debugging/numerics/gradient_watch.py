@@ -7,7 +7,7 @@ from typing import Any, Callable, Deque, Dict, Optional, Sequence, Set
 from mxnet import nd
 from mxnet.ndarray.ndarray import NDArray
 
-from ....framework.nested import as_list
+from ....framework.arrays import as_list
 from ....framework.operators import Operator
 from ....framework.wording import counted
 from ....framework.zero_gradients import zero_gradients

@@ -13,8 +13,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 from mxnet.symbol.numpy import _Symbol
 
-from ....framework.arrays import invoke
-from ....framework.nested import as_list
+from ....framework.arrays import as_list, invoke
 from ....framework.operators import Operator, handle_of, resolve
 from ....framework.patching import Patch, original
 from ....graph.casts.insert import PRECISION

@@ -1,0 +1,139 @@
+"""The transports between workers: MXNet's distributed kvstores, and Horovod.
+
+Horovod is looked at only if the program has imported it.
+"""
+
+import sys
+from typing import Any, Iterator, NamedTuple, Optional, Sequence, Tuple
+
+from mxnet.ndarray.ndarray import NDArray
+
+from ..errors import ArgumentError, StateError
+from .machine import dtype_name
+from .wording import counted, one_of
+
+__all__ = [
+    "HOROVOD",
+    "HorovodStore",
+    "PARAMETER_SERVER",
+    "Transport",
+    "check_gradients",
+    "is_distributed",
+    "is_horovod_optimizer",
+    "is_horovod_trainer",
+    "store_of",
+]
+
+UNSUPPORTED = (
+    "{transport} takes arrays of {allowed}, and {name} is {dtype}: leave parameters in float32 "
+    "(mixed precision casts them where it computes with them), or cast what you send to float32"
+)
+SPARSE = (
+    "Horovod sums dense gradients, and that of {name!r} is {stype}: make its layer with "
+    "sparse_grad=False"
+)
+SEVERAL_DEVICES = (
+    "Horovod sums the gradients of one device a process, and {name!r} is on {devices}: start "
+    "a process a device, each with ctx=mx.gpu(hvd.local_rank())"
+)
+
+
+class Transport(NamedTuple):
+    """A transport between workers, and the dtypes that it can send."""
+
+    name: str
+    dtypes: Tuple[str, ...]
+
+    def check_dtype(self, name: str, dtype: Any) -> None:
+        """Raise `ArgumentError` if arrays of this dtype can't be sent."""
+        given = dtype_name(dtype)
+        if given not in self.dtypes:
+            allowed = one_of(self.dtypes)
+            raise ArgumentError(
+                UNSUPPORTED.format(transport=self.name, allowed=allowed, name=name, dtype=given)
+            )
+
+    def check_arrays(self, name: str, value: Any) -> None:
+        """Raise `ArgumentError` if an array, alone or in nested lists, can't be sent."""
+        for array in _arrays(value):
+            self.check_dtype(name, array.dtype)
+
+
+def _arrays(value: Any) -> Iterator[NDArray]:
+    if isinstance(value, NDArray):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _arrays(one)
+
+
+#: Any other dtype ends the servers, and the workers wait for them forever.
+PARAMETER_SERVER = Transport("the parameter server", ("float32", "float16", "float64"))
+#: The dtypes that both MXNet and Horovod have.
+HOROVOD = Transport("Horovod", ("float32", "float16", "float64", "int8", "uint8", "int32", "int64"))
+
+
+def is_distributed(kvstore: Any) -> bool:
+    """Return whether a kvstore, or one of this name, spans several processes."""
+    return "dist" in str(getattr(kvstore, "type", kvstore))
+
+
+# ---------------------------------------------------------------------- Horovod
+
+
+def _is_instance(value: Any, class_name: str) -> bool:
+    kind = getattr(sys.modules.get("horovod.mxnet"), class_name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_horovod_trainer(trainer: Any) -> bool:
+    """Return whether Horovod sums the gradients of a trainer."""
+    return _is_instance(trainer, "DistributedTrainer")
+
+
+def is_horovod_optimizer(optimizer: Any) -> bool:
+    """Return whether Horovod sums the gradients in each update of an optimizer."""
+    return _is_instance(optimizer, "DistributedOptimizer")
+
+
+class HorovodStore:
+    """Horovod behind the part of a kvstore's interface by which workers compare settings."""
+
+    def __init__(self, process_set: Any) -> None:
+        self._process_set = process_set
+        self.rank, self.num_workers = process_set.rank(), process_set.size()
+        self._sum: Any = None
+
+    def init(self, key: Any, value: NDArray) -> None:
+        """Do nothing: Horovod creates names on demand."""
+
+    def push(self, key: Any, value: NDArray) -> None:
+        """Sum an array over the workers."""
+        self._sum = sys.modules["horovod.mxnet"].allreduce(
+            value, average=False, name=f"mxamp.{key}", process_set=self._process_set
+        )
+
+    def pull(self, key: Any, out: NDArray) -> None:
+        """Write the sum of the last push to `out`."""
+        self._sum.copyto(out)
+
+
+def store_of(owner: Any) -> Optional[HorovodStore]:
+    """Return the workers of a Horovod trainer or optimizer; None if it trains alone."""
+    process_set = owner._process_set
+    if not process_set.included() or process_set.size() == 1:
+        return None
+    return HorovodStore(process_set)
+
+
+def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
+    """Raise if Horovod can't sum a parameter's gradients, or would ignore some of them."""
+    if len(gradients) > 1:
+        raise StateError(
+            SEVERAL_DEVICES.format(name=name, devices=counted(len(gradients), "device"))
+        )
+    (gradient,) = gradients
+    if gradient.stype != "default":
+        # Horovod would write past the end of its memory.
+        raise StateError(SPARSE.format(name=name, stype=gradient.stype))
+    HOROVOD.check_arrays(f"the gradient of {name!r}", gradient)

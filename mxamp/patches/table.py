@@ -1,0 +1,204 @@
+"""Every patch that mixed precision installs, in one table.
+
+`init` and each `autocast` region install the whole table or nothing; the last user takes it off.
+Each row names the attribute of MXNet that is replaced, the function that builds its replacement
+from the original, and why MXNet's own does not do.
+"""
+
+import functools
+import sys
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional
+
+from mxnet import autograd, gluon
+from mxnet.gluon import HybridBlock
+from mxnet.gluon.data import DataLoader, dataloader
+from mxnet.kvstore import KVStore
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray.numpy import _api_internal
+from mxnet.operator import CustomOpProp
+from mxnet.optimizer import SGD
+from mxnet.symbol import Symbol
+from mxnet.symbol import register as symbol_register
+
+from ..framework.distributed import HOROVOD, PARAMETER_SERVER, is_distributed
+from ..framework.patching import Patch, PatchSet
+from ..policy.active import current_policy, enter_region, leave_region, suspended
+from ..policy.policy import Policy
+from ..scaling import finite, loss_outputs
+from . import cached_op, eager, optimizers, symbolic
+
+__all__ = ["ALL", "HOROVOD_FUNCTIONS", "Row", "casting"]
+
+
+# ---------------------------------------------------------------------- small replacements
+
+
+def _build_function_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __call__(self: autograd.Function, *inputs: Any) -> Any:  # noqa: N807
+        policy, backward = current_policy(), self.backward
+
+        @functools.wraps(backward)
+        def backward_of_forward(*gradients: Any) -> Any:
+            with casting.under(policy):
+                return backward(*gradients)
+
+        self.backward = backward_of_forward
+        return original(self, *inputs)
+
+    return __call__
+
+
+def _build_loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __iter__(self: DataLoader) -> Iterator[Any]:  # noqa: N807
+        batches = original(self)
+        while True:
+            # Not around the yield: the code that asks for batches is the script's.
+            with suspended():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    return __iter__
+
+
+def _build_thread_worker(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _thread_worker_fn(*args: Any, **kwargs: Any) -> Any:
+        with suspended():
+            return original(*args, **kwargs)
+
+    return _thread_worker_fn
+
+
+def _build_store_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def checked(self: KVStore, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_distributed(self):
+            PARAMETER_SERVER.check_arrays(f"the array of key {key!r}", value)
+        return original(self, key, value, *args, **kwargs)
+
+    return checked
+
+
+def _build_horovod_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        arrays = args[0] if args else kwargs.get("tensor", kwargs.get("tensors"))
+        name = kwargs.get("name")
+        HOROVOD.check_arrays("the array" if name is None else f"the array {name!r}", arrays)
+        return original(*args, **kwargs)
+
+    return checked
+
+
+# ---------------------------------------------------------------------- the table
+
+
+class Row(NamedTuple):
+    """One patch; an owner given by its name is patched if the program has imported that module."""
+
+    owner: Any
+    attribute: str
+    build: Callable[[Any], Any]
+    reason: str
+
+
+HOROVOD_FUNCTIONS = (
+    "allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather",
+    "grouped_allgather", "broadcast", "broadcast_", "alltoall", "reducescatter",
+    "grouped_reducescatter",
+)  # fmt: skip
+
+_EAGER = "casts the inputs of eager calls, which all end in this function"
+_MARKS = "autocast regions inside hybrid_forward hold in the graph"
+_SERVERS = "arrays of other dtypes end the parameter servers, and the workers hang"
+_HOROVOD = "Horovod fails late, or sums wrongly, for dtypes that it does not know"
+
+#: In the order in which they are installed.
+ALL = (
+    *(Row(module, "_imperative_invoke", eager.build_invoke, _EAGER)
+      for module in eager.INVOKE_MODULES),
+    Row(_api_internal, "tensordot", eager.build_tensordot, "the one operator that bypasses them"),
+    Row(NDArray, "asnumpy", eager.build_asnumpy, "plain MXNet returns bfloat16's raw bits"),
+    Row(Symbol, "bind", symbolic.build_bind, "rewrites the graphs of executors"),
+    Row(Symbol, "simple_bind", symbolic.build_simple_bind, "rewrites the graphs of executors"),
+    Row(HybridBlock, "_call_cached_op", cached_op.build_call,
+        "rewrites the graphs of hybridized blocks"),
+    Row(symbol_register, "_symbol_creator", symbolic.build_creator, _MARKS),
+    Row(HybridBlock, "_get_graph", cached_op.build_get_graph, _MARKS),
+    Row(HybridBlock, "__setattr__", cached_op.build_setattr, _MARKS),
+    Row(autograd.Function, "__call__", _build_function_call,
+        "MXNet runs backward later, outside the autocast region around forward"),
+    Row(DataLoader, "__iter__", _build_loader_iter,
+        "transforms are no part of the net, and OpenCV knows no half precision"),
+    Row(dataloader, "_thread_worker_fn", _build_thread_worker, "the same in worker threads"),
+    *(Row(KVStore, name, _build_store_call, _SERVERS)
+      for name in ("init", "broadcast", "push", "pushpull")),
+    *(Row("horovod.mxnet", name, _build_horovod_call, _HOROVOD) for name in HOROVOD_FUNCTIONS),
+    Row(SGD, "_update_impl", optimizers.build_sgd,
+        "few cores update weights several times as fast in NumPy, to the same bits"),
+    Row(gluon.utils, "clip_global_norm", finite.build_clipping,
+        "the square of a norm overflows half precision"),
+    Row(CustomOpProp, "__init__", loss_outputs.build_init,
+        "custom operators that ignore the head gradient return gradients without the loss scale"),
+)  # fmt: skip
+
+
+class _CastingPatches(PatchSet):
+    """The patches of the table, in place while somebody uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._users = 0
+        self._is_held = False
+
+    def patches(self) -> List[Patch]:
+        """Return new patches for the table's rows, without those of modules not imported."""
+        owners = [
+            sys.modules.get(row.owner) if isinstance(row.owner, str) else row.owner for row in ALL
+        ]
+        return [
+            Patch(owner, row.attribute, row.build)
+            for owner, row in zip(owners, ALL)
+            if owner is not None
+        ]
+
+    def acquire(self) -> None:
+        """Install the patches for one more user."""
+        with self._lock:
+            self.open()
+            self._users += 1
+
+    def release(self) -> None:
+        """Take the patches off with the last user."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self.close()
+
+    def hold(self, wanted: bool) -> None:
+        """Keep the patches for graphs that enter regions themselves, or stop keeping them."""
+        with self._lock:
+            if wanted is not self._is_held:
+                self._is_held = wanted
+                (self.acquire if wanted else self.release)()
+
+    @contextmanager
+    def under(self, policy: Optional[Policy]) -> Iterator[None]:
+        """Run the body under a policy, or without one."""
+        self.acquire()
+        enter_region(policy)
+        try:
+            yield
+        finally:
+            leave_region()
+            self.release()
+
+
+#: One a process, as MXNet's functions are: `init` and every region share the patches.
+casting = _CastingPatches()
