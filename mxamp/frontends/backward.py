@@ -31,14 +31,15 @@ from ..scaling.shared_scale import (
     hook_with_shared_scale,
     scale_of,
 )
-from .python_functions import RunningPass
-from .scale_in_force import note_overflow, scale_for
 from .scaled_pass import (
     Heads,
     PassResult,
     Repeated,
+    RunningPass,
     inner_pass,
     lower_scales,
+    note_overflow,
+    scale_for,
     scaled_pass,
     unscaled,
 )

@@ -5,19 +5,114 @@ log or use them as it likes. The pass over the gradients that takes the scale ou
 that are not finite (one read and one write at the speed of memory).
 """
 
-from typing import AbstractSet, Any, Callable, List, NamedTuple, Optional, Sequence
+import functools
+import logging
+import random
+import threading
+from typing import AbstractSet, Any, Callable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.arrays import cast
+from ..framework.machine import dtype_name
+from ..framework.patching import Patch
 from ..framework.updated_arrays import updated_arrays
 from ..policy.active import suspended
+from ..policy.decision import CASTABLE
+from ..scaling.custom_gradients import calls_so_far, in_unscaled_backward
 from ..scaling.finite import multiply, unscale
-from .python_functions import RunningPass
+from ..scaling.hook import TrainerHook
+from ..scaling.shared_scale import scale_in_force
 from .variables import Variable, by_gradient, parameters_without_gradients
 
-__all__ = ["Heads", "PassResult", "Repeated", "inner_pass", "lower_scales", "scaled_pass"]
+__all__ = [
+    "Heads",
+    "PassResult",
+    "Repeated",
+    "RunningPass",
+    "inner_pass",
+    "lower_scales",
+    "note_overflow",
+    "scale_for",
+    "scaled_pass",
+]
+
+
+class RunningPass:
+    """The scale of the backward pass that runs, and what passes inside it have unscaled."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.written_inside: Set[int] = set()
+        self.overflown_inside: Set[int] = set()
+        self._random: Optional[Tuple[Any, Any]] = None
+        self._calls = self._custom_calls = 0  # of Python, in this try and up to it
+        self._thread = threading.local()
+
+    @property
+    def in_function(self) -> bool:
+        """Whether the calling thread computes the backward of a function that was unscaled."""
+        return bool(getattr(self._thread, "depth", 0)) or in_unscaled_backward()
+
+    def begin(self, scale: float) -> None:
+        """Take note of a pass, or of another try of it, which draws the same random numbers."""
+        self.scale = scale
+        self.written_inside.clear()
+        self.overflown_inside.clear()
+        if self._random is None:
+            self._random = random.getstate(), np.random.get_state()
+        elif self._calls or calls_so_far() > self._custom_calls:
+            random.setstate(self._random[0])
+            np.random.set_state(self._random[1])
+        self._calls, self._custom_calls = 0, calls_so_far()
+
+    def end(self) -> None:
+        """Take note of its end."""
+        self.scale, self._random = 1.0, None
+        self.written_inside.clear()
+        self.overflown_inside.clear()
+
+    def patch(self) -> Patch:
+        """Return the patch of `autograd.Function`."""
+        return Patch(autograd.Function, "__call__", self._build_call)
+
+    def _build_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __call__(function: autograd.Function, *inputs: Any) -> Any:  # noqa: N807
+            backward = function.backward
+
+            @functools.wraps(backward)
+            def unscaled_backward(*gradients: Any) -> Any:
+                scale = self.scale
+                if scale == 1:
+                    return backward(*gradients)
+                self._calls += 1
+                self._thread.depth = getattr(self._thread, "depth", 0) + 1
+                try:
+                    results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))
+                finally:
+                    self._thread.depth -= 1
+                if isinstance(results, NDArray):
+                    return _times(results, scale)
+                return [_times(result, scale) for result in results]
+
+            function.backward = unscaled_backward
+            return original(function, *inputs)
+
+        return __call__
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    """Return a gradient times a factor, in float32: without the scale half precision loses it."""
+    if gradient is None:
+        return None
+    with autograd.pause(), suspended():
+        wide = cast(gradient, "float32") if dtype_name(gradient.dtype) in CASTABLE else gradient
+        return wide * factor
+
 
 _LARGEST_FACTOR = 2.0**14
 
@@ -182,3 +277,45 @@ def _write(values: Sequence[NDArray], arrays: Sequence[NDArray]) -> None:
 def _set_fresh(variables: Sequence[Variable], fresh: bool) -> None:
     for variable in variables:
         variable.array._fresh_grad = fresh
+
+
+logger = logging.getLogger("mxamp")
+
+RUN_AGAIN = (
+    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
+    "again with %g, and the next one uses %g"
+)
+RUN_AGAIN_ALONE = (
+    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
+    "again with %g, in this worker alone"
+)
+NOT_FINITE = (
+    "a gradient that no trainer owns is not finite with a loss scale of 1 either: it is not in "
+    "float32, or half precision has no room for it. Nothing was skipped for it"
+)
+
+# The largest power of two that a float16 head gradient can hold.
+_HALF_LIMIT = 2.0**15
+
+
+def scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
+    """Return the scale of a pass from these heads: the lowest of all trainers."""
+    scale = scale_in_force(hooks).loss_scale
+    if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
+        scale = min(scale, _HALF_LIMIT)
+    return scale
+
+
+def note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, finite: bool) -> None:
+    """Lower the shared scale where a pass had to be run again, and a lower scale was the cure."""
+    if used == tried:
+        return
+    if finite and any(hook.reduction.is_distributed for hook in hooks):
+        # All workers hold the same scale, and the others have not seen this.
+        logger.info(RUN_AGAIN_ALONE, tried, used)
+    elif finite:
+        lowered = scale_in_force(hooks).lower(tried)
+        logger.info(RUN_AGAIN, tried, used, lowered)
+    else:
+        # Float32 would have overflowed too: the scale is not to blame.
+        logger.warning(NOT_FINITE)

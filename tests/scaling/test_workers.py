@@ -13,7 +13,7 @@ import mxamp as amp
 from helpers import BF16, down
 from mxamp.framework import kvstores, waiting
 from mxamp.framework.transports import PARAMETER_SERVER
-from mxamp.frontends.module_workers import check_before
+from mxamp.frontends.module_api import check_before
 from mxamp.patches import kvstores as patched
 from mxamp.scaling import reduction
 from mxamp.scaling import workers as module
