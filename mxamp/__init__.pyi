@@ -41,9 +41,29 @@ from .errors import (
 from .errors import (
     WriteError as WriteError,
 )
+from .frontends.apex import initialize as initialize
+from .frontends.contrib import (
+    list_conditional_fp32_ops as list_conditional_fp32_ops,
+)
+from .frontends.contrib import (
+    list_fp32_ops as list_fp32_ops,
+)
+from .frontends.contrib import (
+    list_loss_output_functions as list_loss_output_functions,
+)
+from .frontends.contrib import (
+    list_lp16_fp32_ops as list_lp16_fp32_ops,
+)
+from .frontends.contrib import (
+    list_lp16_ops as list_lp16_ops,
+)
+from .frontends.contrib import (
+    list_lp16_use_fp32_params as list_lp16_use_fp32_params,
+)
+from .frontends.contrib import (
+    list_widest_type_cast as list_widest_type_cast,
+)
 from .frontends.contrib import patch_contrib as patch_contrib
-from .frontends.custom_operators import register_custom_operator as register_custom_operator
-from .frontends.decorate import decorate as decorate
 from .frontends.functions import (
     float_function as float_function,
 )
@@ -53,6 +73,7 @@ from .frontends.functions import (
 from .frontends.functions import (
     promote_function as promote_function,
 )
+from .frontends.functions import register_custom_operator as register_custom_operator
 from .frontends.functions import (
     register_float_function as register_float_function,
 )
@@ -62,28 +83,7 @@ from .frontends.functions import (
 from .frontends.functions import (
     register_promote_function as register_promote_function,
 )
-from .frontends.opt_levels import initialize as initialize
-from .frontends.stock_lists import (
-    list_conditional_fp32_ops as list_conditional_fp32_ops,
-)
-from .frontends.stock_lists import (
-    list_fp32_ops as list_fp32_ops,
-)
-from .frontends.stock_lists import (
-    list_loss_output_functions as list_loss_output_functions,
-)
-from .frontends.stock_lists import (
-    list_lp16_fp32_ops as list_lp16_fp32_ops,
-)
-from .frontends.stock_lists import (
-    list_lp16_ops as list_lp16_ops,
-)
-from .frontends.stock_lists import (
-    list_lp16_use_fp32_params as list_lp16_use_fp32_params,
-)
-from .frontends.stock_lists import (
-    list_widest_type_cast as list_widest_type_cast,
-)
+from .frontends.paddle import decorate as decorate
 from .patches.autocast import autocast as autocast
 from .patches.autocast import init as init
 from .patches.autocast import shutdown as shutdown

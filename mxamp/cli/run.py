@@ -9,8 +9,7 @@ import click
 
 from ..errors import AmpError
 from ..frontends import automatic
-from ..frontends.log_lines import show_log
-from ..frontends.own_amp import OWN_AMP, imports_mxamp
+from ..frontends.automatic import OWN_AMP, imports_mxamp, show_log
 from ..policy.policy import Policy
 from ..tools.debugging.operator_counts import operator_stats
 from .group import DTYPES_OR_AUTO, examples

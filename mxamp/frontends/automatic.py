@@ -4,15 +4,21 @@
 script begins, with one loss scale for all its trainers and modules.
 """
 
+import ast
 import atexit
+import dis
 import functools
 import logging
+import multiprocessing
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from types import CodeType
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
 
 from mxnet.contrib import amp as stock
+from mxnet.gluon import Trainer
+from mxnet.module import Module
 
 from ..errors import ArgumentError, StateError
 from ..framework import machine
@@ -20,21 +26,175 @@ from ..framework.patching import FrontEnd, Patch
 from ..framework.wording import counted
 from ..patches.announcements import announce, announce_float32
 from ..patches.autocast import switch_off, switch_on
-from ..policy.active import current_policy, process
+from ..policy.active import current_policy, nearest_policy, process
 from ..policy.policy import Policy
 from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO, check_target
 from ..scaling.scaler import LossScaler, NoScaler
 from ..scaling.shared_scale import SharedScale
 from .backward import backward_patches
-from .children import is_child, waiting
 from .contrib import contrib_patches
-from .log_lines import show_log
 from .module_api import module_patches
-from .own_amp import OWN_AMP, OWN_CALLS, script_imports_mxamp
 
-__all__ = ["VARIABLE", "start", "start_from_environment"]
+__all__ = [
+    "OWN_AMP",
+    "OWN_CALLS",
+    "VARIABLE",
+    "imports_mxamp",
+    "is_child",
+    "script_imports_mxamp",
+    "show_log",
+    "start",
+    "start_from_environment",
+    "waiting",
+]
+
+Start = Callable[[], None]
+
+
+class _Waiting(FrontEnd):
+    """Starts mixed precision with the first trainer or module; until then nothing is lowered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start: Optional[Start] = None
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches."""
+        return [
+            Patch(owner, name, functools.partial(_build, owner, name))
+            for owner, name in ((Trainer, "__init__"), (Module, "bind"))
+        ]
+
+    def begin(self, start: Start) -> None:
+        """Call `start` once somebody trains."""
+        self._start = start
+        self.open()
+
+    def end(self) -> None:
+        """Start, unless the program has switched mixed precision on itself."""
+        start, self._start = self._start, None
+        self.close()
+        if start is not None and nearest_policy() is None:
+            start()
+
+
+#: One a process, as the classes that it patches are.
+waiting = _Waiting()
+
+
+def is_child() -> bool:
+    """Tell whether this process is one that `multiprocessing` has started."""
+    # A process that is spawned has no parent yet while it imports the program's main module.
+    preparing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return preparing or multiprocessing.parent_process() is not None
+
+
+def _build(owner: type, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def trains(self: Any, *args: Any, **kwargs: Any) -> Any:
+        waiting.end()
+        # Looked up now: `start` has patched it.
+        return getattr(owner, name)(self, *args, **kwargs)
+
+    return trains
+
 
 logger = logging.getLogger("mxamp")
+
+
+class _Level(int):
+    """A level that can be told from the same one set by the program."""
+
+
+_INFO = _Level(logging.INFO)
+_handler = logging.StreamHandler()
+_handler.setFormatter(logging.Formatter("mxamp: %(message)s"))
+
+
+def show_log() -> None:
+    """Let log lines be seen, until the program sets up logging itself.
+
+    From then on its own handlers and levels count, and each line comes once.
+    """
+    if _level_chosen() or _handler in logger.handlers:
+        return
+    logger.setLevel(_INFO)
+    if not _other_handlers():
+        logger.addHandler(_handler)
+    logger.addFilter(_give_way)
+
+
+def _other_handlers() -> bool:
+    return any(h is not _handler for h in (*logger.handlers, *logging.getLogger().handlers))
+
+
+def _level_chosen() -> bool:
+    """Tell whether the program has said which lines it wants.
+
+    MXNet and many scripts call `logging.info` with nothing set up: logging then sets itself up as
+    `basicConfig()` does, for warnings alone. Nobody has chosen that.
+    """
+    if (logger.level and logger.level is not _INFO) or set(logger.handlers) - {_handler}:
+        return True
+    root = logging.getLogger()
+    formats = [getattr(handler.formatter, "_fmt", None) for handler in root.handlers]
+    unchosen = root.level == logging.WARNING and formats in ([], [logging.BASIC_FORMAT])
+    return not unchosen
+
+
+def _give_way(record: logging.LogRecord) -> bool:
+    """Leave log lines to the program's own handlers and levels; asked before each line."""
+    if _other_handlers():
+        logger.removeHandler(_handler)
+    if not _level_chosen() or _handler in logger.handlers:
+        # Until a handler of the program's takes over, which the first `logging.info` may add.
+        return True
+    # A new list: logging is going through the old one.
+    logger.filters = [other for other in logger.filters if other is not _give_way]
+    if logger.level is _INFO:
+        logger.setLevel(logging.NOTSET)
+    return logger.isEnabledFor(record.levelno)
+
+
+OWN_AMP = "%s uses %s itself: automatic mixed precision leaves it alone"
+OWN_CALLS = "%s calls %s of %s: from here on it runs by its own calls, by way of mxamp"
+
+
+def imports_mxamp(source: Union[str, bytes, CodeType]) -> bool:
+    """Tell whether Python code imports mxamp; False for what is no Python code."""
+    if isinstance(source, CodeType):
+        return any(name.split(".")[0] == "mxamp" for name in _imported_by(source))
+    try:
+        tree = ast.parse(source)
+    except (ValueError, SyntaxError):
+        return False
+    return any(name.split(".")[0] == "mxamp" for node in ast.walk(tree) for name in _imported(node))
+
+
+def script_imports_mxamp(path: Path) -> bool:
+    """Tell whether a script imports mxamp; False for one that can't be read."""
+    try:
+        return imports_mxamp(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _imported(node: ast.AST) -> List[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module]
+    return []
+
+
+def _imported_by(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _imported_by(constant)
+
 
 VARIABLE = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
 _OFF = ("", "0", "false", "off", "no")

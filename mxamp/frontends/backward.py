@@ -1,69 +1,69 @@
 """Backward passes that scale, for scripts that scale no loss themselves.
 
 `autograd.backward`, `NDArray.backward` and `autograd.grad` multiply the gradients of their heads by
-the shared scale, and take it out of the gradients that come back. Trainers skip what overflowed.
+the shared scale, and unscale the gradients that come back. Trainers skip steps that overflowed.
 """
 
 import functools
 import gc
 import logging
-import threading
 import weakref
 from contextlib import contextmanager
-from typing import AbstractSet, Any, Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
-import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOpProp
 
 from ..errors import AmpError
+from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Patch
 from ..patches.eager import updated_arrays
-from ..policy.active import suspended
-from ..scaling.finite import all_finite
 from ..scaling.hook import TrainerHook
 from ..scaling.loss_outputs import build_init as build_custom_init
-from ..scaling.loss_outputs import scaled_heads
 from ..scaling.shared_scale import (
     SharedScale,
     attach,
     hook_with_shared_scale,
+    scale_in_force,
     scale_of,
 )
-from .python_functions import RunningPass
-from .scale_in_force import note_overflow, scale_for
-from .scaled_pass import (
-    Heads,
-    PassResult,
-    Repeated,
-    inner_pass,
-    lower_scales,
-    scaled_pass,
-    unscaled,
-)
-from .variables import Variable, Variables, imported
+from .scaled_pass import Heads, PassResult, ScaledPass, unscaled
+from .variables import Variables, imported
 
 __all__ = ["backward_patches"]
 
 logger = logging.getLogger("mxamp")
 
+RUN_AGAIN = (
+    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
+    "again with %g, and the next one uses %g"
+)
+RUN_AGAIN_ALONE = (
+    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
+    "again with %g, in this worker alone"
+)
+NOT_FINITE = (
+    "a gradient that no trainer owns is not finite with a loss scale of 1 either: float32 would "
+    "overflow too, or half precision has no room for it. No step was skipped for it"
+)
+
+# The largest power of two that a float16 head gradient can hold.
+_HALF_LIMIT = 2.0**15
+
 
 class _BackwardPatches(FrontEnd):
-    """Patches of backward passes and trainers; the trainers and variables there are."""
+    """Patches of backward passes and trainers, with the trainers and variables they know."""
 
     def __init__(self) -> None:
         super().__init__()
         #: For trainers whose optimizer has no scale of its own; None leaves them as they are.
         self.default: Optional[SharedScale] = None
         self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
-        self._is_new = False  # a trainer, since the last backward pass
+        self._has_new_trainer = False  # since the last backward pass
         self.variables = Variables()
-        #: A pass sets what is fresh of all variables: one at a time.
-        self._one_pass = threading.RLock()
-        self._running_in: Optional[int] = None  # the thread of the pass
-        self.pass_ = RunningPass()
+        self.pass_ = ScaledPass()
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
@@ -78,7 +78,7 @@ class _BackwardPatches(FrontEnd):
         ]
 
     def open(self) -> None:
-        """Put the patches in place, and find the variables that there are."""
+        """Put the patches in place, and find the existing variables."""
         with self._lock:
             if not self.is_open:
                 super().open()
@@ -97,42 +97,29 @@ class _BackwardPatches(FrontEnd):
         """Let a trainer skip the steps whose backward pass has overflowed."""
         attach(trainer, shared)
         self.trainers.add(trainer)
-        self._is_new = True
+        self._has_new_trainer = True
 
     @contextmanager
-    def running(self) -> Iterator[List[Variable]]:
-        """Let one backward pass run at a time; yield the variables."""
-        with self._one_pass:
-            self._running_in = threading.get_ident()
+    def running(self) -> Iterator[None]:
+        """Let one backward pass run at a time, and then forget variables nobody else holds."""
+        with self.pass_.running():
             try:
-                yield self.variables.all()
+                yield
             finally:
-                self._running_in = None
-                # Only now: a script may have dropped an array whose gradient it has kept.
+                # Not before: a script may drop an array and keep its gradient.
                 self.variables.prune()
-
-    def is_inner(self) -> bool:
-        """Tell whether the caller runs inside a pass: as a function written in Python.
-
-        What it is given is scaled already. MXNet calls it in the thread of the pass or in one
-        that it has made itself, which Python does not know.
-        """
-        if self._running_in is None:
-            return False
-        foreign = isinstance(threading.current_thread(), threading._DummyThread)
-        return foreign or self._running_in == threading.get_ident()
 
     def hooks(self) -> List[TrainerHook]:
         """Return the hooks of the attached trainers."""
-        if self._is_new:
-            self._is_new = False
-            # Trainers and their hooks hold each other: those that this one replaces go now.
+        if self._has_new_trainer:
+            self._has_new_trainer = False
+            # A trainer and its hook hold each other: collect the trainers that this one replaces.
             gc.collect()
         found = [hook_with_shared_scale(trainer) for trainer in list(self.trainers)]
         return [hook for hook in found if hook is not None]
 
 
-#: One a process, as the functions that it patches are.
+#: One a process, like the functions that it patches.
 backward_patches = _BackwardPatches()
 
 
@@ -141,9 +128,9 @@ def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
         given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
-        asked = getattr(given, "scaling", None) or scale_of(self._optimizer)
-        if asked is not None:
-            backward_patches.attach(self, asked)
+        own = getattr(given, "scaling", None) or scale_of(self._optimizer)
+        if own is not None:
+            backward_patches.attach(self, own)
         elif backward_patches.default is not None:
             _attach_if_possible(self, backward_patches.default)
 
@@ -162,8 +149,9 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(
         heads: Any, head_grads: Any = None, retain_graph: bool = False, train_mode: bool = True
     ) -> None:
-        hooks = backward_patches.hooks()
-        if not hooks:
+        hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
+        # A custom operator in float16 is given scaled gradients, and passes them on.
+        if not hooks or (pass_.is_inner and not pass_.in_function):
             original(heads, head_grads, retain_graph, train_mode)
             return
         listed = Heads(heads, head_grads)
@@ -172,11 +160,8 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             gradients = listed.scaled_gradients(scale)
             original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
 
-        if backward_patches.is_inner():
-            if backward_patches.pass_.in_function:
-                inner_pass(compute, backward_patches.variables.all(), backward_patches.pass_)
-            else:  # in a custom operator in float16, whose gradients are scaled already
-                original(heads, head_grads, retain_graph, train_mode)
+        if pass_.is_inner:
+            pass_.run_inner(compute, backward_patches.variables.all())
             return
         result = _run(compute, hooks, listed)
         losses = listed.losses()
@@ -186,13 +171,31 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
+def _run(
+    compute: Callable[[float, bool], None], hooks: Sequence[TrainerHook], heads: Heads
+) -> PassResult:
+    scale = _scale_for(hooks, heads)
+    if scale == 1:
+        # No scale to take out; trainers check the gradients they are about to use.
+        compute(scale, False)
+        return PassResult(scale)
+    with backward_patches.running():
+        # Arrays whose updates trainers skip.
+        params = (param for hook in hooks for param in hook.trainer._params)
+        owned = {id(data) for param in params if param._grad is not None for data in param._data}
+        variables = backward_patches.variables.all()
+        result = backward_patches.pass_.run(compute, scale, variables, owned)
+    _note_overflow(hooks, scale, result.scale, finite=result.overflown <= owned)
+    return result
+
+
 def _build_method(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(
         self: NDArray, out_grad: Any = None, retain_graph: bool = False, train_mode: bool = True
     ) -> None:
         if backward_patches.trainers:
-            # Looked up now: the patched one, while it is.
+            # The patched function, looked up at each call.
             autograd.backward([self], [out_grad], retain_graph, train_mode)
         else:
             original(self, out_grad, retain_graph, train_mode)
@@ -210,85 +213,49 @@ def _build_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         create_graph: bool = False,
         train_mode: bool = True,
     ) -> Any:
-        hooks = backward_patches.hooks()
+        hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
         listed = Heads(heads, head_grads)
-        found: List[NDArray] = []
-        inner, scale = backward_patches.is_inner(), 1.0
-        if inner and backward_patches.pass_.in_function:
-            scale = backward_patches.pass_.scale
+        inner, scale = pass_.is_inner, 1.0
+        if inner and pass_.in_function:
+            scale = pass_.scale
         elif hooks and not inner:
-            scale = scale_for(hooks, listed)
+            scale = _scale_for(hooks, listed)
         if scale == 1:
             return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
 
-        def compute(scale: float) -> None:
+        def compute(scale: float) -> List[NDArray]:
             gradients = listed.scaled_gradients(scale)
-            # The graph is kept: where it overflows it is run again.
-            found[:] = original(listed.heads, variables, gradients, True, create_graph, train_mode)
+            # The graph is kept, to run again after an overflow.
+            return list(
+                original(listed.heads, variables, gradients, True, create_graph, train_mode)
+            )
 
         if inner:
-            compute(scale)
-            return [unscaled(gradient, scale) for gradient in found]
+            return [unscaled(gradient, scale) for gradient in compute(scale)]
         with backward_patches.running():
-            used, finite = _run_until_finite(compute, scale, found)
-        note_overflow(hooks, scale, used, finite)
+            found, used, finite = pass_.run_grad(compute, scale)
+        _note_overflow(hooks, scale, used, finite)
         return found
 
     return grad
 
 
-def _run_until_finite(
-    compute: Callable[[float], None], scale: float, found: List[NDArray]
-) -> Tuple[float, bool]:
-    """Compute gradients with lower and lower scales; return the last one, and whether it did."""
-    running, repeated = backward_patches.pass_, Repeated()
-    scales = iter(lower_scales(scale))
-    try:
-        while True:
-            running.begin(scale)
-            with _scaled(scale):
-                compute(scale)
-            with suspended():
-                found[:] = [unscaled(gradient, scale) for gradient in found]
-            finite = all_finite(found)
-            if scale <= 1 or finite:
-                return scale, finite
-            scale = next(scales)
-            repeated.begin()
-    finally:
-        repeated.end()
-        running.end()
+def _scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
+    """Return the scale of a pass from these heads: the lowest of all trainers."""
+    scale = scale_in_force(hooks).loss_scale
+    if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
+        scale = min(scale, _HALF_LIMIT)
+    return scale
 
 
-@contextmanager
-def _scaled(scale: float) -> Iterator[None]:
-    """Scale what starts the backward pass inside, until all that is written in Python is done."""
-    with scaled_heads(scale, stays_inside=True):
-        yield
-        mx.nd.waitall()
-
-
-def _run(
-    compute: Callable[[float, bool], None], hooks: Sequence[TrainerHook], heads: Heads
-) -> PassResult:
-    scale = scale_for(hooks, heads)
-    if scale == 1:
-        # Nothing to take out; trainers look at what they are about to use.
-        compute(scale, False)
-        return PassResult(scale, frozenset(), frozenset())
-
-    def scaled(scale: float, keep_graph: bool) -> None:
-        with _scaled(scale):
-            compute(scale, keep_graph)
-
-    with backward_patches.running() as variables:
-        owned = _owned(hooks)
-        result = scaled_pass(scaled, scale, variables, owned, backward_patches.pass_)
-    note_overflow(hooks, scale, result.scale, finite=result.overflown <= owned)
-    return result
-
-
-def _owned(hooks: Sequence[TrainerHook]) -> AbstractSet[int]:
-    """Return the arrays whose updates trainers skip, by `id`."""
-    params = (param for hook in hooks for param in hook.trainer._params)
-    return {id(data) for param in params if param._grad is not None for data in param._data}
+def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, finite: bool) -> None:
+    """Lower the shared scale if a pass ran again and a lower scale cured its overflow."""
+    if used == tried:
+        return
+    if not finite:
+        logger.warning(NOT_FINITE)
+    elif any(hook.reduction.is_distributed for hook in hooks):
+        # All workers hold the same scale, and this overflow is seen by one of them.
+        logger.info(RUN_AGAIN_ALONE, tried, used)
+    else:
+        logger.info(RUN_AGAIN, tried, used, scale_in_force(hooks).lower(tried))

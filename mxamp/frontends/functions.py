@@ -1,7 +1,7 @@
 """Functions of the user's own: which precision they run in.
 
 Built-in operators follow the policy's lists. Python functions of arrays are in no list; here their
-author says what they want. (`frontends.custom_operators` does so for `mx.operator.CustomOp`.)
+author says what they want. `register_custom_operator` does the same for `mx.operator.CustomOp`.
 """
 
 import functools
@@ -12,20 +12,22 @@ import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, unknown
+from ..errors import ArgumentError, StateError, unknown
 from ..framework.arrays import cast, map_arrays
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Patch
-from ..framework.wording import shown
+from ..framework.wording import one_of, shown
 from ..patches.autocast import autocast, check_runs_at_once
-from ..policy.active import current_policy, suspended
+from ..policy.active import current_policy, is_enabled, suspended
 from ..policy.decision import CASTABLE
 from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE
+from ..policy.rules import register_class, registered_classes
 
 __all__ = [
     "float_function",
     "half_function",
     "promote_function",
+    "register_custom_operator",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
@@ -212,3 +214,44 @@ def _cast_all(value: Any, dtype: str) -> Any:
         return cast(array, dtype, isinstance(array, mx.np.ndarray))
 
     return map_arrays(value, cast_one, lambda other: other)
+
+
+TOO_LATE = (
+    "mixed precision is on, by a policy that does not know the custom operator {name!r}: call "
+    "register_custom_operator before init, or shutdown, register it, and init again"
+)
+
+#: What the user calls a precision, and the class it means.
+_CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
+
+
+def register_custom_operator(op_type: str, kind: str = "half") -> None:
+    """Say what precision a custom operator (`mx.operator.Custom`) runs in; by default float32.
+
+    ::
+
+        amp.register_custom_operator("my_activation", "half")
+
+    Parameters
+    ----------
+    op_type : str
+        The name it was registered under with `mx.operator.register`.
+    kind : str
+        "half" (the target dtype), "float" (float32) or "promote" (the widest of its inputs).
+
+    Policies made after this call follow it: call it before `init`.
+
+    Raises
+    ------
+    ArgumentError
+        `op_type` is no name, or `kind` is none of the three.
+    StateError
+        Mixed precision is on, and would go on without it.
+    """
+    if not isinstance(op_type, str) or not op_type:
+        raise ArgumentError(f"op_type must be the name of a custom operator, not {shown(op_type)}")
+    if not isinstance(kind, str) or kind not in _CLASSES:
+        raise ArgumentError(f"kind must be {one_of(_CLASSES)}, not {shown(kind)}")
+    if is_enabled() and (op_type, _CLASSES[kind]) not in registered_classes():
+        raise StateError(TOO_LATE.format(name=op_type))
+    register_class(op_type, _CLASSES[kind])

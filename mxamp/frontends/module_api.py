@@ -1,45 +1,64 @@
 """Loss scaling for the symbolic Module API.
 
-The graph that a module binds takes the scale as one more input (`graph.scale_input`), a state of
-the module. `backward` takes the scale out of the gradients again; updates are skipped on all
-devices where one gradient is not finite.
+The graph that a module binds takes the scale as one more input (`graph.casts.scale_input`), a state
+of the module. `backward` unscales the gradients. If one of them is not finite, all devices and
+workers skip the update.
 """
 
 import functools
 import logging
 import os
-import weakref
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Callable, ContextManager, Iterator, List, Optional, Sequence
+from weakref import WeakKeyDictionary
 
+import mxnet as mx
 from mxnet.module import Module, SequentialModule
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import StateError
-from ..framework.distributed import is_distributed
+from ..framework.distributed import (
+    PARAMETER_SERVER,
+    check_gradients,
+    is_distributed,
+    is_horovod_optimizer,
+    store_of,
+)
 from ..framework.patching import FrontEnd, Patch
+from ..framework.worker_process import waiting
 from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
-from ..scaling.distributed import poison
+from ..scaling.distributed import GRADIENTS, Workers, poison
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.shared_scale import SharedScale, scale_of
-from .module_workers import check_before, check_step, patient, summed_by_horovod, synchronize
 
-__all__ = ["DecoratedName", "module_patches"]
+__all__ = ["DecoratedName", "check_before", "module_patches"]
 
 logger = logging.getLogger("mxamp")
 
 _UPDATE_SWITCH = "MXNET_UPDATE_ON_KVSTORE"
 
+COMPRESSED = (
+    "gradient compression makes finite numbers of Inf and NaN, so workers can't see that another "
+    "has overflowed: leave compression_params out, or train in float32"
+)
 ON_KVSTORE = (
     "this module updates its parameters on the kvstore {kind!r}, where a gradient that overflowed "
     "can't be kept out: use a synchronous kvstore, such as 'local', 'device' or 'dist_sync'"
 )
+SKIPPED = "module update skipped, gradients are not finite; loss scale %g"
 NOT_DECORATED = "nothing scales this module's losses, which float16 needs: decorate its optimizer"
+
+#: The workers of a kvstore, as an attribute of it: the modules of several buckets share a kvstore.
+#: A reference from anywhere else would keep it alive past MXNet's end, and the process would abort.
+_WORKERS = "_amp_workers"
+#: The workers of modules with a Horovod optimizer.
+_by_optimizer: "WeakKeyDictionary[Any, Workers]" = WeakKeyDictionary()
 
 
 class DecoratedName(str):
@@ -51,24 +70,24 @@ class DecoratedName(str):
         return f"DecoratedName({str(self)!r}, {getattr(self, 'scaling', None)!r})"
 
 
-class _BoundState:
-    """What is known of one module: whether its graph takes the scale, and its last backward."""
+@dataclass
+class _State:
+    """A module's loss scaling: the scale of its last forward, and how its last backward went."""
 
-    def __init__(self, scalable: bool) -> None:
-        self.scalable = scalable
-        self.scale = 1.0  #: that its graph was given in the last forward
-        self.overflown = False  #: a gradient was not finite
-        self.counts = True  #: its update is a step; not that of a later module of a sequence
+    in_graph: bool = False  #: its graph takes the scale
+    scale: float = 1.0  #: in its graph since the last forward
+    overflown: bool = False  #: a gradient was not finite
+    counts: bool = True  #: its update is a step; False for later modules of a sequence
 
 
 class _ModulePatches(FrontEnd):
-    """Patches of `Module`, and what is known of each module."""
+    """Patches of `Module`, with the state of each module."""
 
     def __init__(self) -> None:
         super().__init__()
         #: For modules whose optimizer has no scale of its own; None leaves them as they are.
         self.default: Optional[SharedScale] = None
-        self.states: "weakref.WeakKeyDictionary[Module, _BoundState]" = weakref.WeakKeyDictionary()
+        self.states: "WeakKeyDictionary[Module, _State]" = WeakKeyDictionary()
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
@@ -88,7 +107,7 @@ class _ModulePatches(FrontEnd):
         self.states.clear()
 
 
-#: One a process, as the class that it patches is.
+#: One a process, like the classes that it patches.
 module_patches = _ModulePatches()
 
 
@@ -109,7 +128,7 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         with _bound_as(self, scalable), scaled_executors():
             original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
         if scalable is not None:
-            module_patches.states[self] = _BoundState(True)
+            module_patches.states[self] = _State(in_graph=True)
 
     return bind
 
@@ -136,25 +155,23 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_optimizer(
         self: Module, kvstore: Any = "local", optimizer: Any = "sgd", *args: Any, **kwargs: Any
     ) -> None:
-        asked = getattr(optimizer, "scaling", None) or scale_of(optimizer)
-        shared = asked or module_patches.default
+        own = getattr(optimizer, "scaling", None) or scale_of(optimizer)
+        shared = own or module_patches.default
+        checks = shared is not None and shared.checks
+        if checks:
+            check_before(self, kvstore)
+        with _updates_off_kvstore() if checks else nullcontext():
+            original(self, kvstore, optimizer, *args, **kwargs)
         if shared is None:
             policy = current_policy()
             if policy is not None and policy.target_dtype == "float16":
                 logger.warning(NOT_DECORATED)
-            original(self, kvstore, optimizer, *args, **kwargs)
             return
-        if not shared.checks:
-            original(self, kvstore, optimizer, *args, **kwargs)
-            self._optimizer._amp_scaling = shared
-            return
-        check_before(self, kvstore)
-        with _updates_off_kvstore():
-            original(self, kvstore, optimizer, *args, **kwargs)
-        if self._update_on_kvstore:
+        if checks and self._update_on_kvstore:
             raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
         self._optimizer._amp_scaling = shared
-        synchronize(self, shared)
+        if checks:
+            _synchronize(self, shared)
 
     return init_optimizer
 
@@ -163,11 +180,11 @@ def _build_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Module, *args: Any, **kwargs: Any) -> None:
         state = module_patches.states.get(self)
-        if state is not None and state.scalable:
+        if state is not None and state.in_graph:
             shared = _shared_by(self)
             state.scale = 1.0 if shared is None else shared.loss_scale
-            # Now, not in `backward`: where `group2ctxs` spreads a graph over devices, MXNet copies
-            # inputs to the others in the forward pass.
+            # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
+            # forward pass.
             _set_scale(self, state.scale)
         original(self, *args, **kwargs)
 
@@ -175,7 +192,7 @@ def _build_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shared_by(module: Module) -> Optional[SharedScale]:
-    """Return the scale of a module's optimizer; None where nothing is to be scaled."""
+    """Return the scale of a module's optimizer, or None if its losses are not scaled."""
     shared = scale_of(module._optimizer) if module.optimizer_initialized else None
     return shared if shared is not None and shared.checks else None
 
@@ -184,13 +201,13 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(self: Module, out_grads: Any = None) -> None:
         shared = _shared_by(self)
-        state = module_patches.states.setdefault(self, _BoundState(False))
+        state = module_patches.states.setdefault(self, _State())
         state.overflown = False
-        if shared is None or not (state.scalable or out_grads is not None):
+        if shared is None or not (state.in_graph or out_grads is not None):
             original(self, out_grads)
             return
-        scale = state.scale if state.scalable else shared.loss_scale
-        # What gradients are added to has to carry the same scale as what is added.
+        scale = state.scale if state.in_graph else shared.loss_scale
+        # The sum has to carry the same scale as what is added to it.
         multiply(_gradients(self, adding=True), scale)
         with scaled_custom_ops(scale, stays_inside=True):
             original(self, _times(out_grads, scale))
@@ -200,7 +217,7 @@ def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
-    """Return the gradients that a backward pass writes; with `adding`, those it adds to."""
+    """Return the gradients that a backward pass writes or, with `adding`, only its sums."""
     group = module._exec_group
     return [
         gradient
@@ -219,15 +236,16 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         state, finite = module_patches.states[self], True
         if shared.checks:
-            with patient(self), summed_by_horovod(self, state.overflown):
+            with _patient(self), _summed_by_horovod(self, state.overflown):
                 finite = _update(self, shared, state.overflown, original)
         else:
             original(self)
         if state.counts:
             scale = shared.record(finite)
-            decision = "update" if finite else "skip"
-            step = shared.steps + shared.skips
-            check_step(self, {"step": step, "decision": decision, "loss scale": scale})
+            workers = _workers_of(self)
+            if workers is not None:
+                step, decision = shared.steps + shared.skips, "update" if finite else "skip"
+                workers.check_step({"step": step, "decision": decision, "loss scale": scale})
 
     return update
 
@@ -248,18 +266,17 @@ def _build_update_of_all(original: Callable[..., Any]) -> Callable[..., Any]:
 def _update(
     module: Module, shared: SharedScale, overflown: bool, original: Callable[..., Any]
 ) -> bool:
-    """Update a module's parameters unless a gradient is not finite; tell whether all are."""
+    """Update a module's parameters if all gradients are finite; return whether they are."""
     group, kvstore = module._exec_group, module._kvstore
     if kvstore:
         if overflown and is_distributed(kvstore):
-            poison([g for of_one in group.grad_arrays for g in of_one if g is not None])
+            poison(_trained(group))
         # Before the check, so that all devices and workers decide alike.
         for i, (name, gradients) in enumerate(zip(group.param_names, group.grad_arrays)):
             if gradients[0] is not None:
                 kvstore.push(name, gradients, priority=-i)
                 kvstore.pull(name, out=gradients, priority=-i)
-    gradients = [g for of_one in group.grad_arrays for g in of_one if g is not None]
-    finite = not overflown and all_finite(gradients)
+    finite = not overflown and all_finite(_trained(group))
     if finite:
         module._kvstore = None
         try:
@@ -267,9 +284,13 @@ def _update(
         finally:
             module._kvstore = kvstore
     else:
-        scale = shared.loss_scale
-        logger.info("module update skipped, gradients are not finite; loss scale %g", scale)
+        logger.info(SKIPPED, shared.loss_scale)
     return finite
+
+
+def _trained(group: Any) -> List[NDArray]:
+    """Return the gradients of trained parameters, on all devices."""
+    return [g for of_one in group.grad_arrays for g in of_one if g is not None]
 
 
 def _set_scale(module: Module, scale: float) -> None:
@@ -299,3 +320,77 @@ def _updates_off_kvstore() -> Iterator[None]:
         del os.environ[_UPDATE_SWITCH]
         if before is not None:
             os.environ[_UPDATE_SWITCH] = before
+
+
+# ------------------------------------------- several workers: same weights, settings and steps
+
+
+def check_before(module: Module, kvstore: Any) -> None:
+    """Raise if a module can't train in mixed precision on this kvstore."""
+    if not is_distributed(kvstore):
+        return
+    if module._compression_params:
+        raise StateError(COMPRESSED)
+    group = module._exec_group
+    for name, arrays in zip(group.param_names, group.param_arrays):
+        PARAMETER_SERVER.check_arrays(f"the parameter {name!r}", arrays)
+
+
+def _synchronize(module: Module, shared: SharedScale) -> None:
+    """Give a module the weights of worker 0, and compare the workers' settings.
+
+    MXNet shares weights only if the kvstore updates them. With Horovod the script does, by
+    `broadcast_parameters`.
+    """
+    kvstore, group, optimizer = module._kvstore, module._exec_group, module._optimizer
+    if is_horovod_optimizer(optimizer):
+        store = store_of(optimizer)
+        if store is not None and optimizer not in _by_optimizer:
+            _by_optimizer[optimizer] = Workers(store)
+            _by_optimizer[optimizer].check_settings(shared.scaler.state_dict())
+    elif is_distributed(kvstore):
+        for name, arrays in zip(group.param_names, group.param_arrays):
+            kvstore.pull(name, out=arrays)
+        mx.nd.waitall()
+        module._params_dirty = True
+        workers = Workers(kvstore, string_keys=True)
+        workers.check_settings(shared.scaler.state_dict())
+        setattr(kvstore, _WORKERS, workers)
+
+
+def _workers_of(module: Module) -> Optional[Workers]:
+    workers: Optional[Workers] = getattr(module._kvstore, _WORKERS, None)
+    return workers or _by_optimizer.get(module._optimizer)
+
+
+def _patient(module: Module) -> ContextManager[Any]:
+    """Log who this worker waits for if the sum of gradients takes long; Horovod does so itself."""
+    workers = getattr(module._kvstore, _WORKERS, None)
+    return nullcontext() if workers is None else waiting(GRADIENTS, workers.rank)
+
+
+@contextmanager
+def _summed_by_horovod(module: Module, overflown: bool) -> Iterator[None]:
+    """Sum a module's gradients now, and not in the updates of its Horovod optimizer.
+
+    Workers would wait for an update that one of them skips. With `overflown`, Inf goes into the
+    sum and tells all workers. Other optimizers are left alone.
+    """
+    optimizer, group = module._optimizer, module._exec_group
+    if not is_horovod_optimizer(optimizer):
+        yield
+        return
+    if optimizer in _by_optimizer:
+        arrays = []
+        for name, gradients in zip(group.param_names, group.grad_arrays):
+            if gradients[0] is not None:
+                check_gradients(name, gradients)
+                if overflown:
+                    poison(gradients)
+                arrays.append(gradients[0])
+        optimizer._do_allreduce(list(range(len(arrays))), arrays)
+    optimizer._do_allreduce = lambda *_: None
+    try:
+        yield
+    finally:
+        del optimizer._do_allreduce

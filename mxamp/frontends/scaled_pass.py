@@ -1,25 +1,51 @@
 """One backward pass whose heads are scaled, and whose gradients come out unscaled.
 
-So a script that knows of no loss scale sees the gradients that float32 would give: it may clip,
-log or use them as it likes. The pass over the gradients that takes the scale out also finds those
-that are not finite (one read and one write at the speed of memory).
+A script that knows of no loss scale then sees the gradients that float32 would give: it may clip
+or log them. Taking the scale out also finds the gradients that are not finite, in the same read.
+
+An `autograd.Function` may clip the gradient it is given, or ignore it. So its `backward` gets
+gradients without the scale, and its results are scaled again. A backward pass that it runs itself
+scales and unscales on its own. `scaling.loss_outputs` does the same for custom operators.
 """
 
-from typing import AbstractSet, Any, Callable, List, NamedTuple, Optional, Sequence
+import functools
+import random
+import threading
+from contextlib import closing, contextmanager
+from typing import (
+    AbstractSet,
+    Any,
+    Callable,
+    Generator,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+)
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.arrays import cast
+from ..framework.machine import dtype_name
+from ..framework.patching import Patch
 from ..patches.eager import updated_arrays
 from ..policy.active import suspended
-from ..scaling.finite import multiply, unscale
-from .python_functions import RunningPass
+from ..policy.decision import CASTABLE
+from ..scaling.finite import all_finite, multiply, unscale
+from ..scaling.loss_outputs import calls_so_far, in_unscaled_backward, scaled_heads
 from .variables import Variable, by_gradient, parameters_without_gradients
 
-__all__ = ["Heads", "PassResult", "Repeated", "inner_pass", "lower_scales", "scaled_pass"]
+__all__ = ["Heads", "PassResult", "ScaledPass", "unscaled"]
 
+#: Float16 can't hold one factor of 2^-25 and less.
 _LARGEST_FACTOR = 2.0**14
+#: An overflow divides the scale by these; the last try has scale 1.
+_DIVISORS = (1.0, 2.0**4, 2.0**8, float("inf"))
 
 #: Runs the backward pass: called with the scale, and whether to keep the graph.
 Compute = Callable[[float, bool], None]
@@ -34,138 +60,243 @@ class Heads:
         self.gradients = list(given) if given is not None else [None] * len(self.heads)
 
     def losses(self) -> List[NDArray]:
-        """Return the heads that were given no gradient: the losses, without their graphs."""
+        """Return the heads that were given no gradient, without their graphs."""
         return [head.detach() for head, grad in zip(self.heads, self.gradients) if grad is None]
 
     def scaled_gradients(self, scale: float) -> List[Optional[NDArray]]:
         """Return the heads' gradients times the scale."""
         if scale == 1:
             return self.gradients
-        return [_scaled(head, grad, scale) for head, grad in zip(self.heads, self.gradients)]
+        with autograd.pause(), suspended():
+            return [
+                (_ones_like(head) if gradient is None else gradient) * scale
+                for head, gradient in zip(self.heads, self.gradients)
+            ]
 
 
-def _scaled(head: NDArray, gradient: Optional[NDArray], scale: float) -> NDArray:
-    with autograd.pause(), suspended():
-        if gradient is not None:
-            return gradient * scale
-        numpy = isinstance(head, mx.np.ndarray)
-        return (mx.np if numpy else mx.nd).ones_like(head) * scale
+def _ones_like(head: NDArray) -> NDArray:
+    return (mx.np if isinstance(head, mx.np.ndarray) else mx.nd).ones_like(head)
 
 
 class PassResult(NamedTuple):
     """The scale that was used; by `id` of arrays, which gradients it replaced, which overflowed."""
 
     scale: float
-    replaced: AbstractSet[int]
-    overflown: AbstractSet[int]
+    replaced: AbstractSet[int] = frozenset()
+    overflown: AbstractSet[int] = frozenset()
 
 
-def scaled_pass(
-    compute: Compute,
-    scale: float,
-    variables: Sequence[Variable],
-    owned: AbstractSet[int],
-    running: RunningPass,
-) -> PassResult:
-    """Run a backward pass, take the scale out of what it has written, and find what overflowed.
-
-    A gradient of an array that is not `owned`, by trainers that skip a step, must not overflow
-    where float32's would not: then the pass is run again with lower scales, down to 1. For that
-    the graph is kept, and what gradients are added to is copied first.
-    """
-    fresh = [v for v in variables if v.array._fresh_grad]
-    _set_fresh(fresh, False)
-    adding = [group[0].gradient for group in by_gradient(v for v in variables if v.adds)]
-    others = any(id(v.array) not in owned for v in variables)
-    before = _copies(adding) if others else []
-    scales = iter(lower_scales(scale))
-    repeated = Repeated()
-    try:
-        while True:
-            # What is added to has to carry the same scale as what is added.
-            multiply(adding, scale)
-            running.begin(scale)
-            try:
-                compute(scale, others)
-            except BaseException:
-                multiply(adding, 1 / scale)
-                raise
-            written = [v for v in variables if v.array._fresh_grad]
-            overflown = _unscale(variables, scale, running)
-            if scale <= 1 or overflown <= owned:
-                # What a pass adds to still holds what has overflowed in an earlier one.
-                replaced = {id(v.array) for v in written if not v.adds}
-                return PassResult(scale, replaced, overflown)
-            scale = next(scales)
-            repeated.begin()
-            _write(before, adding)
-            _set_fresh(written, False)
-    finally:
-        repeated.end()
-        running.end()
-        _set_fresh(fresh, True)
-
-
-class Repeated:
-    """Running statistics and states that only the first try of a pass may update."""
+class ScaledPass:
+    """The scaled backward pass that runs: one at a time, since it marks gradients as fresh."""
 
     def __init__(self) -> None:
-        self._arrays: List[NDArray] = []
-        self._values: List[NDArray] = []
+        self.scale = 1.0
+        self._lock = threading.RLock()
+        self._running_in: Optional[int] = None  # the thread of the pass
+        self._functions = threading.local()  # depth: of functions with unscaled gradients
+        self._calls = 0  # of these functions
+        # By inner passes: arrays whose gradients are unscaled already, and those not finite.
+        self._written_inside: Set[int] = set()
+        self._overflown_inside: Set[int] = set()
 
-    def begin(self) -> None:
-        """Keep the values that there are before the second try."""
-        if not self._arrays:
-            self._arrays = [*parameters_without_gradients(), *updated_arrays.all()]
-            self._values = _copies(self._arrays)
+    @property
+    def is_inner(self) -> bool:
+        """Whether the caller runs inside a pass, as a function or operator written in Python.
 
-    def end(self) -> None:
-        """Put them back after the last one."""
-        _write(self._values, self._arrays)
+        MXNet calls it in the thread of the pass or in a thread of MXNet, unknown to Python.
+        """
+        if self._running_in is None:
+            return False
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        return foreign or self._running_in == threading.get_ident()
+
+    @property
+    def in_function(self) -> bool:
+        """Whether the calling thread computes a backward that was given unscaled gradients."""
+        return bool(getattr(self._functions, "depth", 0)) or in_unscaled_backward()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let one pass run at a time."""
+        with self._lock:
+            self._running_in = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._running_in = None
+
+    def run(
+        self,
+        compute: Compute,
+        scale: float,
+        variables: Sequence[Variable],
+        owned: AbstractSet[int],
+    ) -> PassResult:
+        """Run a backward pass, unscale the gradients it has written, and find overflows.
+
+        An array outside `owned` has no trainer to skip its step, so it must not overflow where
+        float32 would not: the pass then runs again with lower scales, down to 1. For that the
+        graph is kept, and gradients that are added to are copied first.
+        """
+        adding = [group[0].gradient for group in by_gradient(v for v in variables if v.adds)]
+        others = any(id(v.array) not in owned for v in variables)
+        before = _copies(adding) if others else []
+        with _nothing_fresh(variables), closing(self._tries(scale)) as tries:
+            for used in tries:
+                # The sum has to carry the same scale as what is added to it.
+                multiply(adding, used)
+                try:
+                    with _scaled(used):
+                        compute(used, others)
+                except BaseException:
+                    multiply(adding, 1 / used)
+                    raise
+                written = [v for v in variables if v.array._fresh_grad]
+                overflown = self._unscale(variables, used)
+                if used <= 1 or overflown <= owned:
+                    break
+                _write(before, adding)
+                _set_fresh(written, False)
+        # A sum still holds the overflow of an earlier pass.
+        replaced = {id(v.array) for v in written if not v.adds}
+        return PassResult(used, replaced, overflown)
+
+    def run_grad(
+        self, compute: Callable[[float], List[NDArray]], scale: float
+    ) -> "tuple[List[NDArray], float, bool]":
+        """Compute gradients with lower and lower scales until they are finite.
+
+        Returns the gradients, the scale that was used, and whether they are finite.
+        """
+        with closing(self._tries(scale)) as tries:
+            for used in tries:
+                with _scaled(used):
+                    gradients = compute(used)
+                with suspended():
+                    gradients = [unscaled(gradient, used) for gradient in gradients]
+                finite = all_finite(gradients)
+                if used <= 1 or finite:
+                    break
+        return gradients, used, finite
+
+    def run_inner(self, compute: Compute, variables: Sequence[Variable]) -> None:
+        """Run a backward pass inside another one, from a function given unscaled gradients.
+
+        Written gradients are unscaled at once. Sums carry the scale of the pass around it.
+        """
+        with _nothing_fresh(variables):
+            compute(self.scale, False)
+            written = [v for v in variables if v.array._fresh_grad and not v.adds]
+            self._overflown_inside |= _take_out(written, self.scale)
+            self._written_inside.update(id(v.array) for v in written)
+
+    def _tries(self, scale: float) -> Generator[float, None, None]:
+        """Yield the scale, then far lower ones, until the caller stops; undo repeated effects.
+
+        The first try alone updates running statistics. All tries draw the same random numbers.
+        """
+        drawn = random.getstate(), np.random.get_state()
+        arrays: List[NDArray] = []
+        values: List[NDArray] = []
+        try:
+            for divisor in _DIVISORS:
+                self.scale = min(scale, max(scale / divisor, 1.0))
+                self._written_inside.clear()
+                self._overflown_inside.clear()
+                calls = self._calls + calls_so_far()
+                yield self.scale
+                if self._calls + calls_so_far() > calls:
+                    random.setstate(drawn[0])
+                    np.random.set_state(drawn[1])
+                if not arrays:
+                    arrays = [*parameters_without_gradients(), *updated_arrays.all()]
+                    values = _copies(arrays)
+        finally:
+            _write(values, arrays)
+            self.scale = 1.0
+
+    def _unscale(self, variables: Sequence[Variable], scale: float) -> AbstractSet[int]:
+        """Unscale gradients; return the variables whose new gradients are not finite."""
+        written = {id(v.array) for v in variables if v.array._fresh_grad}
+        scaled = written - self._written_inside
+        overflown = _take_out([v for v in variables if v.adds or id(v.array) in scaled], scale)
+        return (overflown & written) | self._overflown_inside
+
+    def patch(self) -> Patch:
+        """Return the patch of `autograd.Function`."""
+        return Patch(autograd.Function, "__call__", self._build_call)
+
+    def _build_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __call__(function: autograd.Function, *inputs: Any) -> Any:  # noqa: N807
+            backward = function.backward
+
+            @functools.wraps(backward)
+            def unscaled_backward(*gradients: Any) -> Any:
+                scale = self.scale
+                if scale == 1:
+                    return backward(*gradients)
+                self._calls += 1
+                self._functions.depth = getattr(self._functions, "depth", 0) + 1
+                try:
+                    results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))
+                finally:
+                    self._functions.depth -= 1
+                if isinstance(results, NDArray):
+                    return _times(results, scale)
+                return [_times(result, scale) for result in results]
+
+            function.backward = unscaled_backward
+            return original(function, *inputs)
+
+        return __call__
 
 
 def unscaled(gradient: NDArray, scale: float) -> NDArray:
     """Return a gradient without the scale, recorded where autograd records."""
-    # Float16 can't hold one factor of 2^-25 and less.
-    factors = (
-        (1 / scale,) if scale <= _LARGEST_FACTOR else (1 / _LARGEST_FACTOR, _LARGEST_FACTOR / scale)
-    )
-    for factor in factors:
-        gradient = gradient * factor
-    return gradient
+    first = min(scale, _LARGEST_FACTOR)
+    gradient = gradient * (1 / first)
+    return gradient if first == scale else gradient * (first / scale)
 
 
-def inner_pass(compute: Compute, variables: Sequence[Variable], running: RunningPass) -> None:
-    """Run a backward pass inside another: a function in Python has been given unscaled gradients.
+@contextmanager
+def _scaled(scale: float) -> Iterator[None]:
+    """Scale what starts the backward pass inside; wait for functions written in Python."""
+    with scaled_heads(scale, stays_inside=True):
+        yield
+        mx.nd.waitall()
 
-    What it writes is unscaled at once. What it adds to carries the scale of the pass around it.
-    """
+
+@contextmanager
+def _nothing_fresh(variables: Sequence[Variable]) -> Iterator[None]:
+    """Clear the marks of fresh gradients, so that a pass sets its own; restore them after it."""
     fresh = [v for v in variables if v.array._fresh_grad]
     _set_fresh(fresh, False)
     try:
-        compute(running.scale, False)
-        written = [v for v in variables if v.array._fresh_grad and not v.adds]
-        groups = by_gradient(written)
-        positions = unscale([group[0].gradient for group in groups], running.scale)
-        running.written_inside.update(id(v.array) for v in written)
-        running.overflown_inside.update(id(v.array) for i in positions for v in groups[i])
+        yield
     finally:
         _set_fresh(fresh, True)
 
 
-def lower_scales(scale: float) -> List[float]:
-    """Return the scales to try where one has overflowed: each far lower, the last one 1."""
-    return [max(scale / 2**4, 1.0), max(scale / 2**8, 1.0), 1.0]
+def _set_fresh(variables: Sequence[Variable], fresh: bool) -> None:
+    for variable in variables:
+        variable.array._fresh_grad = fresh
 
 
-def _unscale(variables: Sequence[Variable], scale: float, running: RunningPass) -> AbstractSet[int]:
-    """Take the scale out of gradients; return the variables whose gradients are not finite."""
-    written = {id(v.array) for v in variables if v.array._fresh_grad}
-    carry = written - running.written_inside
-    groups = by_gradient(v for v in variables if v.adds or id(v.array) in carry)
+def _take_out(variables: Sequence[Variable], scale: float) -> Set[int]:
+    """Divide gradients by the scale; return the arrays whose gradients are not finite, by `id`."""
+    groups = by_gradient(variables)
     positions = unscale([group[0].gradient for group in groups], scale)
-    overflown = {id(v.array) for i in positions for v in groups[i]}
-    return (overflown & written) | running.overflown_inside
+    return {id(v.array) for i in positions for v in groups[i]}
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    """Return a gradient times a factor, in float32: half precision would lose it unscaled."""
+    if gradient is None:
+        return None
+    with autograd.pause(), suspended():
+        wide = cast(gradient, "float32") if dtype_name(gradient.dtype) in CASTABLE else gradient
+        return wide * factor
 
 
 def _copies(arrays: Sequence[NDArray]) -> List[NDArray]:
@@ -177,8 +308,3 @@ def _write(values: Sequence[NDArray], arrays: Sequence[NDArray]) -> None:
     with autograd.pause(), suspended():
         for value, array in zip(values, arrays):
             value.copyto(array)
-
-
-def _set_fresh(variables: Sequence[Variable], fresh: bool) -> None:
-    for variable in variables:
-        variable.array._fresh_grad = fresh

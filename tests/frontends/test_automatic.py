@@ -22,9 +22,8 @@ from conftest import assert_unpatched
 from helpers import ROOT, run_forked
 from mxamp.framework import machine
 from mxamp.frontends import automatic
-from mxamp.frontends.automatic import VARIABLE
+from mxamp.frontends.automatic import VARIABLE, imports_mxamp, script_imports_mxamp
 from mxamp.frontends.module_api import DecoratedName
-from mxamp.frontends.own_amp import imports_mxamp, script_imports_mxamp
 from mxamp.policy.targets import TARGETS_OR_AUTO
 
 PLAIN = """
@@ -581,7 +580,7 @@ def test_initialize_and_grad_scaler_take_over_too():
 LOGGING = """
 import io, logging, sys
 root, ours = logging.getLogger(), logging.getLogger("mxamp")
-from mxamp.frontends.log_lines import show_log
+from mxamp.frontends.automatic import show_log
 
 def result(setting, before):
     for logger in (root, ours):
@@ -589,8 +588,8 @@ def result(setting, before):
     root.setLevel(logging.WARNING)
     ours.setLevel(logging.NOTSET)
     stream = io.StringIO()
-    from mxamp.frontends import log_lines
-    log_lines._handler.stream = stream
+    from mxamp.frontends import automatic
+    automatic._handler.stream = stream
     steps = [lambda: (show_log(), show_log()), lambda: setting(stream)]
     for step in reversed(steps) if before else steps:
         step()

@@ -14,7 +14,7 @@ from helpers import BF16, down
 from mxamp.framework import distributed as kvstores
 from mxamp.framework import worker_process as waiting
 from mxamp.framework.distributed import PARAMETER_SERVER
-from mxamp.frontends.module_workers import check_before
+from mxamp.frontends.module_api import check_before
 from mxamp.patches import table as patched
 from mxamp.scaling import distributed
 from mxamp.scaling.distributed import Workers

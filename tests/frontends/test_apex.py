@@ -14,7 +14,7 @@ import mxamp as amp
 from conftest import assert_unpatched
 from helpers import kind, randn, same
 from mxamp.framework import machine
-from mxamp.frontends import opt_levels
+from mxamp.frontends import apex as opt_levels
 from training import assert_same_weights, batches, poisoned, setup, train
 
 

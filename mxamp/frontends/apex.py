@@ -1,26 +1,20 @@
-"""Optimization levels: Apex's way.
-
-| level | what it does |
-|---|---|
-| O0 | float32 throughout; nothing is patched; loss scale 1 |
-| O1 | operators run by list (`init`), parameters stay float32, the loss scale is dynamic |
-| O2 | parameters in float16, but norms and embeddings; float32 master weights, dynamic loss scale |
-| O3 | all in float16, but for what MXNet has in float32 only; loss scale 1 |
-
-With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no bfloat16 ones.
-"""
+"""The files of nets whose parameters are float16: they hold float32, as those of any other net."""
 
 import functools
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Callable, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
 
-from mxnet.gluon import Block, Trainer, nn
+from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
 from mxnet.gluon.contrib.nn import SparseEmbedding
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
-from ..framework.machine import dtype_name
+from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
+from ..graph.ir import Graph
 from ..patches.announcements import announce_float32
 from ..patches.autocast import init, switch_on
 from ..policy.active import FLOAT32, chose_float32, current_policy
@@ -28,9 +22,72 @@ from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
 from ..scaling.scaler import Float32Scaler, LossScaler, NoScaler, Scaler, StaticLossScaler
 from ..scaling.trainer import attach_hook, hook_in_force
-from .float32_files import save_in_float32
 
-__all__ = ["initialize"]
+__all__ = [
+    "initialize",
+    "save_in_float32",
+]
+
+_LOADS = ("ctx", "allow_missing", "ignore_extra", "cast_dtype")
+
+
+def save_in_float32(net: Block) -> None:
+    """Let `save_parameters` and `export` write float32, and `load_parameters` read it."""
+    # Not functions made here: a copy of the net gets ones that are its own.
+    net.save_parameters = functools.partial(_save_parameters, net)
+    net.load_parameters = functools.partial(_load_parameters, net)
+    if isinstance(net, HybridBlock):
+        net.export = functools.partial(_export, net)
+
+
+def _save_parameters(net: Block, *args: Any, **kwargs: Any) -> None:
+    with _widened(net):
+        type(net).save_parameters(net, *args, **kwargs)
+
+
+def _load_parameters(net: Block, filename: str, *args: Any, **kwargs: Any) -> None:
+    options = {"cast_dtype": True, **dict(zip(_LOADS, args)), **kwargs}
+    type(net).load_parameters(net, filename, **options)
+
+
+def _export(net: HybridBlock, *args: Any, **kwargs: Any) -> Any:
+    traced = net._cached_graph
+    with _widened(net) as params:
+        if traced:
+            inputs, symbol = traced
+            net._cached_graph = inputs, _of_float32(symbol, params)
+        try:
+            return type(net).export(net, *args, **kwargs)
+        finally:
+            net._cached_graph = traced
+
+
+@contextmanager
+def _widened(net: Block) -> Iterator[Dict[str, Parameter]]:
+    """Let the float16 parameters of a net give their values in float32; yield them by name."""
+    params = net.collect_params().items()
+    halves = {name: param for name, param in params if dtype_name(param.dtype) == "float16"}
+    for param in halves.values():
+        param._reduce = functools.partial(_reduced, param)
+    try:
+        yield halves
+    finally:
+        for param in halves.values():
+            del param._reduce
+
+
+def _reduced(param: Parameter) -> NDArray:
+    return type(param)._reduce(param).astype("float32")
+
+
+def _of_float32(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
+    """Return a symbol whose variables `params`, which record that they are float16, are float32."""
+    graph = Graph.from_symbol(symbol)
+    for node in graph.variables:
+        if node.name in params and "__dtype__" in node.attrs:
+            node.attrs = {**node.attrs, "__dtype__": str(DTYPE_CODES["float32"])}
+    return graph.to_symbol(type(symbol))
+
 
 logger = logging.getLogger("mxamp")
 
