@@ -6,8 +6,8 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from ..convert.compare import OutputError
 from ..convert.files import TOLERANCE, convert_files
+from ..convert.outputs import OutputError
 from ..convert.saved import load_model, saved_semantics
 from .group import DTYPES, examples, usage_error
 from .inputs import dtypes_of_inputs, values_for

@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 import numpy as np
 from mxnet import nd
 
-from ..convert.arguments import known_dtype, known_names
-from ..convert.compare import Model, declared_dtypes, finite_input, random_inputs
+from ..convert.options import known_dtype, known_names
+from ..convert.outputs import Model, declared_dtypes, finite_input, random_inputs
 from ..errors import located
 from ..framework.arrays import cast
 from .group import usage_error

@@ -10,8 +10,8 @@ import click
 import mxnet as mx
 from rich.markup import escape
 
-from ..convert.arguments import checked_policy
-from ..convert.compare import Model
+from ..convert.options import checked_policy
+from ..convert.outputs import Model
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..errors import ArgumentError, StateError
 from ..framework.files import checked_writable

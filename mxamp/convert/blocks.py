@@ -22,8 +22,7 @@ from ..framework.machine import BFLOAT16, DTYPE_CODES, device_kind
 from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
 from ..policy.decision import CASTABLE
-from .pairs import replaced_files, set_apart
-from .saved import files_to_write, load_model, saved_alike
+from .saved import files_to_write, load_model, replaced_files, saved_alike, set_apart
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
 

@@ -17,11 +17,18 @@ from ..framework.wording import counted, shown
 from ..policy.layers import Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, check_target
-from .arguments import as_tuned
-from .compare import Model, OutputError, compare_models
 from .models import convert_model
-from .pairs import renamed, replaced_files, set_apart
-from .saved import files_to_write, load_model, model_files, saved_semantics
+from .options import as_tuned
+from .outputs import Model, OutputError, compare_models
+from .saved import (
+    files_to_write,
+    load_model,
+    model_files,
+    renamed,
+    replaced_files,
+    saved_semantics,
+    set_apart,
+)
 
 __all__ = ["TOLERANCE", "ConvertedFiles", "convert_files"]
 

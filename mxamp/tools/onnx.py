@@ -9,8 +9,8 @@ import mxnet as mx
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..convert.arguments import known_names
-from ..convert.compare import Model, OutputError, error_of, finite_input, outputs_of
+from ..convert.options import known_names
+from ..convert.outputs import Model, OutputError, error_of, finite_input, outputs_of
 from ..errors import ArgumentError, InstallError, StateError
 from ..framework.arrays import dtypes_of
 from ..framework.files import checked_folder, write_file

@@ -11,8 +11,7 @@ import pytest
 
 import mxamp as amp
 from helpers import randn, run_forked
-from mxamp.convert.pairs import replaced_files
-from mxamp.convert.saved import load_model
+from mxamp.convert.saved import load_model, replaced_files
 
 PART = ("symbol.json", "0000.params")
 
@@ -46,7 +45,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
         code = f"""
             import os, signal
             from pathlib import Path
-            from mxamp.convert import pairs
+            from mxamp.convert import saved
             steps = iter(range(100))
             def dies(function):
                 def step(*args, **options):
@@ -54,11 +53,11 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
                         os.kill(os.getpid(), signal.SIGKILL)
                     return function(*args, **options)
                 return step
-            pairs.sync_to_disk = dies(pairs.sync_to_disk)
+            saved.sync_to_disk = dies(saved.sync_to_disk)
             Path.replace = dies(Path.replace)
             Path.rmdir = dies(Path.rmdir)
             paths = [Path(path) for path in {[str(path) for path in paths]!r}]
-            with pairs.replaced_files(paths, print) as (folder, _):
+            with saved.replaced_files(paths, print) as (folder, _):
                 for path in paths:
                     (folder / path.name).write_text("new")
         """

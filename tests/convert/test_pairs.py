@@ -16,7 +16,7 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
-from mxamp.convert import pairs, saved
+from mxamp.convert import saved
 from mxamp.convert.saved import load_model
 
 # MXNet's, of any symbol with casts.
@@ -224,14 +224,14 @@ def test_an_error_leaves_nothing_where_nothing_was(folder, step, monkeypatch):
 
 def test_an_interrupt_while_the_files_are_moved(folder, monkeypatch):
     convert(folder, 3)
-    before, real = content(folder), pairs._move
+    before, real = content(folder), saved._move
 
     def interrupted(made, place):
         if place.name.endswith("symbol.json"):
             raise KeyboardInterrupt
         real(made, place)
 
-    monkeypatch.setattr(pairs, "_move", interrupted)
+    monkeypatch.setattr(saved, "_move", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(folder, 5)
     assert content(folder) == before
@@ -241,7 +241,7 @@ def test_an_interrupt_while_the_files_are_moved(folder, monkeypatch):
 def test_a_disk_that_is_full_when_a_linked_file_is_copied(place, folder, monkeypatch):
     before = content(place)
     with monkeypatch.context() as patch:
-        calls = fails_at(patch, [1, 2, 3], pairs.shutil, "copy", errno.ENOSPC)
+        calls = fails_at(patch, [1, 2, 3], saved.shutil, "copy", errno.ENOSPC)
         if (place / "m-symbol.json").is_symlink():
             with pytest.raises(amp.WriteError, match="No space left on device.*unchanged"):
                 convert(place, 5)
@@ -256,7 +256,7 @@ def test_file_systems_without_hard_links(folder, monkeypatch):
     convert(folder, 3)
     before = content(folder)
     with monkeypatch.context() as patch:
-        fails_at(patch, range(9), pairs.os, "link", errno.EPERM)
+        fails_at(patch, range(9), saved.os, "link", errno.EPERM)
         fails_at(patch, [3])
         with pytest.raises(amp.WriteError, match="unchanged"):
             convert(folder, 5)
@@ -278,7 +278,7 @@ def test_errors_that_can_not_be_undone_are_told(folder, monkeypatch):
 
 def test_a_folder_that_is_not_synced_after_all(folder, monkeypatch):
     convert(folder, 3)
-    real = pairs.sync_to_disk
+    real = saved.sync_to_disk
     synced = []
 
     def fails(path):
@@ -287,7 +287,7 @@ def test_a_folder_that_is_not_synced_after_all(folder, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         real(path)
 
-    monkeypatch.setattr(pairs, "sync_to_disk", fails)
+    monkeypatch.setattr(saved, "sync_to_disk", fails)
     with pytest.raises(amp.WriteError, match="is replaced, but the disk has not confirmed it"):
         convert(folder, 5)
     assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
@@ -322,7 +322,7 @@ def test_hard_links(folder):
 def test_a_write_waits_for_another(folder):
     convert(folder, 3)
     before = content(folder)
-    with pairs.locked(folder) as is_locked:
+    with saved.locked(folder) as is_locked:
         assert is_locked
         thread = threading.Thread(target=convert, args=(folder, 5))
         thread.start()
@@ -341,13 +341,13 @@ def test_where_folders_have_no_locks_all_are_renamed(folder, monkeypatch):
 
 
 def test_files_that_appear_during_a_conversion_are_not_overwritten(folder, monkeypatch):
-    real = pairs.locked
+    real = saved.locked
 
     def late(path):
         (folder / "m-symbol.json").write_text("another's")
         return real(path)
 
-    monkeypatch.setattr(pairs, "locked", late)
+    monkeypatch.setattr(saved, "locked", late)
     with pytest.raises(amp.ArgumentError, match="is there already"):
         amp.convert_files(folder.parent / "model3", folder / "m", **BFLOAT16)
     assert os.listdir(folder) == ["m-symbol.json"]
