@@ -1,7 +1,7 @@
-"""Converting models: symbols, parameters and blocks in, mixed-precision ones out.
+"""Public functions that convert symbols, models, blocks and bucketing modules.
 
-What comes out holds stock operators only and runs in plain MXNet, without mxamp. It takes and
-returns the dtypes of the original. The caller's symbol, block and dictionaries stay as they are.
+A converted model holds stock operators only, so it runs in plain MXNet without mxamp. It takes and
+returns the dtypes of the original. The symbol, block and dictionaries that were given don't change.
 """
 
 from dataclasses import replace
@@ -21,7 +21,8 @@ from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .blocks import Examples, contexts_of, rebuilt, trace
-from .options import Conversion, Names, as_tuned
+from .options import Names, Options
+from .outputs import Model
 from .symbols import Converted, Params, cast_params, convert
 
 __all__ = [
@@ -29,7 +30,11 @@ __all__ = [
     "convert_hybrid_block",
     "convert_model",
     "convert_symbol",
+    "converted_model",
 ]
+
+NO_MODULE = "convert_bucketing_module takes a BucketingModule, not {given}"
+NOT_BOUND = "bind the BucketingModule and initialize its parameters before converting"
 
 
 def convert_symbol(
@@ -47,7 +52,7 @@ def convert_symbol(
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> Symbol:
-    """Return a float32 symbol with casts inserted.
+    """Return a copy of a float32 symbol with casts inserted.
 
     >>> import mxnet as mx, mxamp as amp
     >>> net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
@@ -57,8 +62,6 @@ def convert_symbol(
 
     Parameters
     ----------
-    sym : Symbol
-        Stays as it is.
     target_dtype : str or dtype, default "float16"
         "float16" or "bfloat16".
     target_dtype_ops, fp32_ops, widest_dtype_ops : list of str, optional
@@ -72,8 +75,8 @@ def convert_symbol(
     data_names : list of str, optional
         The inputs that are no parameters. Never cast offline.
     cast_optional_params : bool, default False
-        Give parameters that are only read in the target dtype that dtype, with no cast in the
-        graph; their values must then be cast too, which `convert_model` does.
+        Change the dtype of parameters that are only read in the target dtype, so that the graph
+        needs no cast; their values must then be cast too, which `convert_model` does.
     policy : Policy, optional
         In place of `target_dtype` and the operator lists. The default one is for the kind of
         device this machine has: to convert for GPUs on a machine without one, give
@@ -87,22 +90,11 @@ def convert_symbol(
     Raises
     ------
     UnknownNameError
-        An operator, node or input that is not there, with the closest match.
+        There is no such operator, node or input; the message has the closest match.
     ArgumentError
-        Arguments of wrong types, or an operator in two lists.
+        An argument has the wrong type, or an operator is in two lists.
     """
-    policy = Policy.from_lists(
-        target_dtype,
-        target_dtype_ops,
-        fp32_ops,
-        widest_dtype_ops,
-        conditional_fp32_ops,
-        policy=policy,
-    )
-    conversion = Conversion(
-        policy, excluded_sym_names, data_names, cast_optional_params, keep_io_types, input_dtypes
-    )
-    return convert(sym, conversion).symbol
+    return convert(sym, Options.of(locals())).symbol
 
 
 def convert_model(
@@ -122,7 +114,7 @@ def convert_model(
     input_dtypes: Optional[Mapping[str, Any]] = None,
     fuse: Optional[bool] = None,
 ) -> Tuple[Symbol, Params, Params]:
-    """Return a float32 model's symbol and parameters, converted as by `convert_symbol`.
+    """Return the symbol and parameters of a float32 model, converted to mixed precision.
 
     ::
 
@@ -130,39 +122,31 @@ def convert_model(
         sym, args, auxs = amp.convert_model(*model, target_dtype="bfloat16")
         mx.model.save_checkpoint("resnet-bf16", 0, sym, args, auxs)
 
-    The parameters come back in new dictionaries; with `cast_optional_params` those that are read
-    in the target dtype alone are cast to it.
+    The arguments are those of `convert_symbol`. The parameters come back in new dictionaries. With
+    `cast_optional_params`, parameters that are only read in the target dtype are cast to it.
 
-    `fuse=True` is for inference on CPUs, in bfloat16 or float32: BatchNorms are folded, in float32,
-    into the products before them, and oneDNN's fused operators take the place of products with
-    activations and sums behind them. The model runs on MXNet's CPU builds only then, and does not
-    train; parameters are cast as with `cast_optional_params`. Both are off by default, but for a
-    policy that `tune` has found: with that the model is converted as it was measured.
+    `fuse=True` is for inference on CPUs, in bfloat16 or float32. It folds BatchNorms, in float32,
+    into the products before them, and replaces products with the activations and sums behind them
+    by oneDNN's fused operators. The model then runs only on MXNet's CPU builds and does not train;
+    parameters are cast as with `cast_optional_params`.
+
+    Both are off by default, except for a policy that `tune` has found: with that policy the model
+    is converted as it was measured.
     """
+    options = Options.of(locals())
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
             raise ArgumentError(f"{name} must map names to NDArrays, not {shown(params)}")
-    policy = Policy.from_lists(
-        target_dtype,
-        target_dtype_ops,
-        fp32_ops,
-        widest_dtype_ops,
-        conditional_fp32_ops,
-        policy=policy,
-    )
-    cast_optional_params, fuse = as_tuned(policy, cast_optional_params, fuse)
-    conversion = Conversion(
-        policy,
-        excluded_sym_names,
-        cast_optional_params=cast_optional_params,
-        keep_io_types=keep_io_types,
-        input_dtypes=input_dtypes,
-        fuse=fuse,
-    )
-    converted = convert(sym, conversion, {**arg_params, **aux_params})
+    return converted_model((sym, arg_params, aux_params), options)
+
+
+def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Params]:
+    """Return a model converted by checked options."""
+    symbol, args, auxs = model
+    converted = convert(symbol, options, {**args, **auxs})
     values = cast_params(converted.params, converted.inputs)
-    auxs = {name: value for name, value in values.items() if name in aux_params}
-    return converted.symbol, {n: v for n, v in values.items() if n not in auxs}, auxs
+    new_auxs = {name: values.pop(name) for name in auxs if name in values}
+    return converted.symbol, values, new_auxs
 
 
 def convert_hybrid_block(
@@ -182,7 +166,7 @@ def convert_hybrid_block(
     example_inputs: Examples = None,
     fuse: Optional[bool] = None,
 ) -> SymbolBlock:
-    """Return a mixed-precision block that is called as `block` is.
+    """Return a mixed-precision copy of a block, which is called the same way.
 
     ::
 
@@ -191,65 +175,50 @@ def convert_hybrid_block(
         fast = amp.convert_hybrid_block(net, "bfloat16")
         fast(data)
 
-    or, of a block that was not hybridized and run::
+    A block that was not hybridized and run needs an example::
 
         fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=example)
 
-    Nested inputs and outputs and the states of recurrent layers are as the block's own. The new
-    block holds copies of the parameters that its graph reads, under the same names, and trains;
-    what `cast_optional_params` has cast is frozen: for inference, where it saves the casts.
+    Nested inputs and outputs and the states of recurrent layers keep their form. The new block
+    holds copies of the parameters that its graph reads, under the same names, and trains.
+    Parameters cast by `cast_optional_params` are frozen: for inference, where it saves the casts.
 
-    In bfloat16 the block runs tuned to the shapes that it is given, as blocks do after `init`;
-    what it exports is the converted graph. Without `policy.untuned()` the two may differ by
-    rounding.
+    In bfloat16 the block runs a graph tuned to the shapes of its inputs, as blocks do after `init`,
+    and exports the converted graph. The two may differ by rounding, except with
+    `policy.untuned()`.
 
     Parameters
     ----------
-    block : HybridBlock
-        Stays as it is.
     ctx : Context or list of Context, optional
         Where the new block's parameters are; by default on the current context.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, to trace a block that has no graph yet.
     fuse : bool, optional
-        As of `convert_model`. The new block's parameters are all frozen then.
+        As for `convert_model`. It freezes all parameters of the new block.
 
     The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
-    data of another half precision or float32 that is given to it.
+    data given to it in float32 or the other half precision.
 
     Raises
     ------
     StateError
         The block has no graph yet and no example was given, or a parameter has no value.
     """
-    policy = Policy.from_lists(
-        target_dtype,
-        target_dtype_ops,
-        fp32_ops,
-        widest_dtype_ops,
-        conditional_fp32_ops,
-        policy=policy,
-    )
+    options = Options.of(locals())
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
-    cast_optional_params, fuse = as_tuned(policy, cast_optional_params, fuse)
-    conversion = Conversion(
-        policy,
-        excluded_sym_names,
-        cast_optional_params=cast_optional_params,
-        keep_io_types=keep_io_types,
-        input_dtypes=traced.dtypes_with(input_dtypes),
-        fuse=fuse,
-    )
-    converted = convert(traced.symbol, conversion, traced.values())
+    options = replace(options, input_dtypes=traced.dtypes_with(input_dtypes))
+    converted = convert(traced.symbol, options, traced.values())
     values = cast_params(converted.params, converted.inputs)
-    frozen = values if fuse else converted.inputs
-    # With other dtypes of inputs and outputs than its own, the source is another model.
-    source = None
-    if keep_io_types:
+    frozen = values if options.fuse else converted.inputs
+    if not keep_io_types:  # with other dtypes at its boundary, the source graph is another model
+        source, input_dtypes = None, converted.data
+    else:
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
-    taken = {} if keep_io_types else converted.data
-    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, taken, fuse)
+        input_dtypes = {}
+    fast = rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, input_dtypes)
+    fast._is_fused = options.fuse
+    return fast
 
 
 def convert_bucketing_module(
@@ -266,7 +235,7 @@ def convert_bucketing_module(
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> BucketingModule:
-    """Return a bound and initialized `BucketingModule` with the symbol of each bucket converted.
+    """Return a copy of a `BucketingModule` with the symbol of each bucket converted.
 
     ::
 
@@ -275,54 +244,35 @@ def convert_bucketing_module(
     Parameters
     ----------
     bucketing_mod : BucketingModule
-        A float32 one, bound and with parameters. It is left as it is.
-    target_dtype, target_dtype_ops, fp32_ops, conditional_fp32_ops, widest_dtype_ops
-        The dtype and the operator lists, as of `convert_symbol`, for every bucket.
-    excluded_sym_names, policy, keep_io_types, input_dtypes
-        As of `convert_symbol`, too.
+        A float32 module, bound and with parameters.
     cast_optional_params : bool, default False
-        Cast the parameters that are only read in the target dtype: by every bucket, as they share
-        their parameters.
+        Cast the parameters that every bucket reads in the target dtype only: buckets share their
+        parameters.
+
+    The other parameters are those of `convert_symbol`, for every bucket.
 
     Raises
     ------
     ArgumentError
-        What is given is no `BucketingModule`, and what `convert_symbol` raises.
+        `bucketing_mod` is no `BucketingModule`, or `convert_symbol` refuses an argument.
     StateError
         The module is not bound, or has no parameters yet.
     """
     if not isinstance(bucketing_mod, BucketingModule):
-        raise ArgumentError(
-            f"convert_bucketing_module takes a BucketingModule, not {shown(bucketing_mod)}"
-        )
+        raise ArgumentError(NO_MODULE.format(given=shown(bucketing_mod)))
     if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
-        raise StateError("bind the BucketingModule and initialize its parameters before converting")
-    policy = Policy.from_lists(
-        target_dtype,
-        target_dtype_ops,
-        fp32_ops,
-        widest_dtype_ops,
-        conditional_fp32_ops,
-        policy=policy,
-    )
-    conversion = Conversion(
-        policy,
-        excluded_sym_names,
-        cast_optional_params=cast_optional_params,
-        keep_io_types=keep_io_types,
-        input_dtypes=input_dtypes,
-    )
+        raise StateError(NOT_BOUND)
+    options = Options.of(locals())
     args, auxs = bucketing_mod.get_params()
-    buckets = _converted_buckets(bucketing_mod, conversion, {**args, **auxs})
-    first = next(iter(buckets.values()))
-    # Those that a bucket's graph does not read are as they were given.
+    buckets = _converted_buckets(bucketing_mod, options, {**args, **auxs})
+    # A bucket returns new values only for the parameters that its graph reads.
     held = {
         name: one.params[name]
         for one in buckets.values()
         for name in one.source.input_names
         if name in one.params
     }
-    values = cast_params({**args, **auxs, **held}, first.inputs)
+    values = cast_params({**args, **auxs, **held}, next(iter(buckets.values())).inputs)
     return BucketingModule.load_dict(
         {key: one.symbol for key, one in buckets.items()},
         sym_gen=bucketing_mod._sym_gen,
@@ -340,14 +290,14 @@ def convert_bucketing_module(
 
 
 def _converted_buckets(
-    module: BucketingModule, conversion: Conversion, params: Mapping[str, NDArray]
+    module: BucketingModule, options: Options, params: Mapping[str, NDArray]
 ) -> Dict[Any, Converted]:
-    """Convert each bucket's symbol, so that all take the same parameters in the same dtypes."""
+    """Convert the symbol of each bucket so that all take the same parameters in the same dtypes."""
     symbols = {key: bucket._symbol for key, bucket in module._buckets.items()}
-    buckets = {key: convert(symbol, conversion, params) for key, symbol in symbols.items()}
+    buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}
     common = set.intersection(*(set(one.inputs) for one in buckets.values()))
-    apart = frozenset(name for one in buckets.values() for name in one.inputs) - common
-    if not apart:
+    not_common = frozenset(name for one in buckets.values() for name in one.inputs) - common
+    if not not_common:
         return buckets
-    again = replace(conversion, not_offline=apart)
-    return {key: convert(symbol, again, params) for key, symbol in symbols.items()}
+    options = replace(options, not_offline=not_common)
+    return {key: convert(symbol, options, params) for key, symbol in symbols.items()}

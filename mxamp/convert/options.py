@@ -1,4 +1,4 @@
-"""Checks on what conversion and its kin are given: layers, inputs, dtypes."""
+"""The options that all `convert_*` functions share, and checks of names, dtypes and shapes."""
 
 import fnmatch
 import logging
@@ -21,18 +21,17 @@ import mxnet as mx
 import numpy as np
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, UnknownNameError, located, unknown
+from ..errors import ArgumentError, located, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
 from ..policy.layers import Layers, layer_patterns
 from ..policy.policy import Policy
-from ..policy.targets import check_truth
+from ..policy.targets import DEFAULT_TARGET, check_truth
 
 __all__ = [
-    "Conversion",
     "Names",
-    "as_tuned",
+    "Options",
     "checked_policy",
     "known_dtype",
     "known_dtypes",
@@ -43,26 +42,25 @@ __all__ = [
 
 logger = logging.getLogger("mxamp")
 
-LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
-
-NO_OPERATORS = "excluded_sym_names: one of the blocks has no operators, and no children"
-
-SHAPE = "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
+LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end in _fwd"
+NO_OPERATORS = "excluded_sym_names: one of the blocks has no operators and no children"
+NO_DTYPE = "the dtype of input {name!r} must be one of {allowed}, not {given}"
+NO_SHAPE = (
+    "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
+)
 TOO_LARGE = (
-    "input {name!r} of shape {given} has {elements}, and this MXNet takes arrays of up to "
+    "input {name!r} of shape {shape} has {elements}, and this MXNet takes arrays of up to "
     "{limit:,}: give a smaller shape"
 )
-_LIMITS = {True: 2**63 - 1, False: 2**31 - 1}  # by whether MXNet is built for large arrays
 
 Names = Optional[Iterable[str]]
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """What a conversion is told: the arguments of the `convert_*` functions, by those names.
+class Options:
+    """How to convert a model: the checked arguments of a `convert_*` function.
 
-    `policy` is made of the operator lists. `not_offline` names inputs that are not cast offline,
-    whatever else is said.
+    `policy` includes the operator lists. Inputs in `not_offline` are never cast offline.
     """
 
     policy: Policy
@@ -74,91 +72,120 @@ class Conversion:
     fuse: bool = False
     not_offline: FrozenSet[str] = frozenset()
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "Options":
+        """Return the options among the arguments of a `convert_*` function, which are `locals()`.
 
-def as_tuned(
-    policy: Policy, cast_optional_params: Optional[bool], fuse: Optional[bool]
-) -> Tuple[bool, bool]:
-    """Return whether to cast parameters and to fuse: as was measured, where that is not said."""
-    for name, given in (("cast_optional_params", cast_optional_params), ("fuse", fuse)):
-        if given is not None:
-            check_truth(name, given)
-    way = policy.evidence.way if policy.evidence is not None else ""
-    cast = way in ("converted", "fused") if cast_optional_params is None else cast_optional_params
-    return bool(cast), way == "fused" if fuse is None else bool(fuse)
+        Where `cast_optional_params` or `fuse` is None, a tuned policy says how it was measured.
+        """
+        policy = Policy.from_lists(
+            arguments.get("target_dtype", DEFAULT_TARGET),
+            arguments.get("target_dtype_ops"),
+            arguments.get("fp32_ops"),
+            arguments.get("widest_dtype_ops"),
+            arguments.get("conditional_fp32_ops"),
+            policy=arguments["policy"],
+        )
+        way = policy.evidence.way if policy.evidence is not None else ""
+        shared = ("excluded_sym_names", "data_names", "keep_io_types", "input_dtypes")
+        options = {name: arguments[name] for name in shared if name in arguments}
+        for name, ways in (("cast_optional_params", ("converted", "fused")), ("fuse", ("fused",))):
+            given = arguments.get(name, False)
+            options[name] = check_truth(name, way in ways if given is None else given)
+        return cls(policy, **options)
+
+    @property
+    def casts_offline(self) -> bool:
+        """Whether parameters are cast once, when the model is converted."""
+        return self.cast_optional_params or self.fuse
 
 
 def checked_policy(policy: Policy, excluded: Layers, graph: Graph) -> Policy:
-    """Return the policy with layers of `graph` kept in float32, by names or by blocks.
+    """Return the policy with the `excluded` layers of `graph` kept in float32.
 
-    A policy is for several models: of its own names, those that this one lacks are logged.
+    Raise for excluded layers that the graph lacks. A policy may serve several models: its own
+    `fp32_layers` that this graph lacks are logged.
     """
     layers = list(_layer_names(graph))
+
+    def is_missing(pattern: str) -> bool:
+        return not fnmatch.filter(layers, pattern)
+
     kept: List[str] = []
     for patterns in layer_patterns("excluded_sym_names", excluded):
-        # A block's children may not all be called.
-        unknown_ones = list(_unknown_layers(patterns, layers))
-        if len(unknown_ones) == len(patterns):
-            raise unknown_ones[0] if patterns else ArgumentError(NO_OPERATORS)
+        if not patterns:
+            raise ArgumentError(NO_OPERATORS)
+        # A block may have children that its graph never calls.
+        if all(map(is_missing, patterns)):
+            raise unknown("layer", patterns[0], layers, LAYER_NAMES)
         kept += patterns
-    for error in _unknown_layers(policy.fp32_layers, layers):
+    for pattern in filter(is_missing, policy.fp32_layers):
+        error = unknown("layer", pattern, layers, LAYER_NAMES)
         logger.warning("fp32_layers of the policy: %s", error)
     return policy.override(fp32_layers=kept) if kept else policy
+
+
+def _layer_names(graph: Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if not node.is_variable:
+            yield node.name
+        for inner in node.subgraphs:
+            yield from _layer_names(inner)
 
 
 def known_dtypes(
     sym: Symbol, held: Mapping[str, Any], given: Optional[Mapping[str, Any]] = None
 ) -> Dict[str, str]:
-    """Return the dtype of every input of a symbol: a parameter's, given, inferred, or float32."""
+    """Return the dtype of each input of a symbol.
+
+    That is the dtype `held` by its parameter, else the `given` one, else the inferred one, else
+    float32.
+    """
     inputs = sym.list_inputs()
     read = set(inputs)
     known = {name: dtype_name(dtype) for name, dtype in held.items() if name in read}
     if given is not None and not isinstance(given, Mapping):
         raise ArgumentError(f"input_dtypes must map names of inputs to dtypes, not {shown(given)}")
     with located("input_dtypes"):
-        for name, dtype in (given or {}).items():
-            known_names([name], inputs, "input")
-            known[name] = known_dtype(name, dtype)
+        known_names(list(given or ()), inputs, "input")
+        known.update({name: known_dtype(name, dtype) for name, dtype in (given or {}).items()})
     arguments = set(sym.list_arguments())
     inferred = argument_dtypes(sym, {k: v for k, v in known.items() if k in arguments})
     return {**inferred, **known}
 
 
 def known_dtype(name: str, dtype: Any) -> str:
-    """Return the name of the dtype that input `name` is given, one of MXNet's."""
+    """Return the name of the dtype given for input `name`; raise unless MXNet has that dtype."""
     found = dtype_name(dtype)
     if found not in DTYPE_CODES:
-        raise ArgumentError(
-            f"the dtype of input {name!r} must be one of {', '.join(DTYPE_CODES)}, "
-            f"not {shown(dtype)}"
-        )
+        allowed = ", ".join(DTYPE_CODES)
+        raise ArgumentError(NO_DTYPE.format(name=name, allowed=allowed, given=shown(dtype)))
     return found
 
 
 def known_shapes(argument: str, given: Any) -> Dict[str, Tuple[int, ...]]:
-    """Return the shapes by names of inputs that an argument gives; none where it gives None."""
+    """Return the shapes of inputs by name; raise for sizes that MXNet can't take."""
     if not isinstance(given, (Mapping, type(None))):
         raise ArgumentError(f"{argument} must map names to shapes, not be {shown(given)}")
-    limit = _LIMITS[mx.runtime.Features().is_enabled("INT64_TENSOR_SIZE")]
+    is_large = mx.runtime.Features().is_enabled("INT64_TENSOR_SIZE")
+    limit = 2**63 - 1 if is_large else 2**31 - 1
     shapes = {}
     for name, shape in (given or {}).items():
         sizes = shape if isinstance(shape, (tuple, list)) else [None]
         if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
-            raise ArgumentError(SHAPE.format(name=name, given=shown(shape)))
+            raise ArgumentError(NO_SHAPE.format(name=name, given=shown(shape)))
         shapes[name] = tuple(map(int, sizes))
-        count = math.prod(shapes[name])
-        if count > limit:
-            said = {
-                "name": name,
-                "given": shapes[name],
-                "elements": counted(count, "element"),
-                "limit": limit,
-            }
-            raise ArgumentError(TOO_LARGE.format(**said))
+        elements = math.prod(shapes[name])
+        if elements > limit:
+            size = counted(elements, "element")
+            raise ArgumentError(
+                TOO_LARGE.format(name=name, shape=shapes[name], elements=size, limit=limit)
+            )
     return shapes
 
 
 def names_of(argument: str, names: Names) -> Sequence[str]:
-    """Return a list of names that an argument gives; none where it gives None."""
+    """Return the names that an argument gives as a list; none where it is None."""
     if names is None:
         return ()
     if isinstance(names, str) or not isinstance(names, Iterable):
@@ -170,22 +197,8 @@ def names_of(argument: str, names: Names) -> Sequence[str]:
 
 
 def known_names(names: Sequence[str], there: Sequence[str], what: str) -> Sequence[str]:
-    """Return `names`, all of which are `there`; `what` says what they name."""
+    """Return `names`; raise unless all are in `there`. `what` is the kind of thing named."""
     for name in names:
         if name not in there:
             raise unknown(what, name, there)
     return names
-
-
-def _unknown_layers(patterns: Sequence[str], layers: Sequence[str]) -> Iterator[UnknownNameError]:
-    for pattern in patterns:
-        if not fnmatch.filter(layers, pattern):
-            yield unknown("layer", pattern, layers, LAYER_NAMES)
-
-
-def _layer_names(graph: Graph) -> Iterable[str]:
-    for node in graph.nodes:
-        if not node.is_variable:
-            yield node.name
-        for inner in node.subgraphs:
-            yield from _layer_names(inner)

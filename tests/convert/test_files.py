@@ -57,7 +57,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
             Path.replace = dies(Path.replace)
             Path.rmdir = dies(Path.rmdir)
             paths = [Path(path) for path in {[str(path) for path in paths]!r}]
-            with saved.replaced_files(paths, print) as (folder, _):
+            with saved.replaced_files(paths) as (folder, _):
                 for path in paths:
                     (folder / path.name).write_text("new")
         """
@@ -67,7 +67,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
             load_model(tmp_path / "model")
         found = {path.read_text() for path in paths}
         assert len(found) == 1, stage
-    with replaced_files(paths, print) as (folder, _):
+    with replaced_files(paths) as (folder, _):
         for path in paths:
             (folder / path.name).write_text("last")
     assert {path.read_text() for path in paths} == {"last"}
@@ -163,13 +163,6 @@ def test_what_does_not_fit_together_is_refused(saved, caplog):
 def test_a_tolerance_is_a_number_above_0(saved, tolerance):
     with pytest.raises(amp.ArgumentError, match="tolerance must be a number above 0"):
         amp.convert_files(saved / "model", saved / "low", tolerance=tolerance)
-
-
-def test_larger_files_are_logged(saved, caplog):
-    with caplog.at_level("INFO", "mxamp"):
-        amp.convert_files(saved / "model", saved / "low", target_dtype="bfloat16")
-    assert "larger than the model's" in caplog.text
-    assert "cast_optional_params" in caplog.text
 
 
 def test_converted_files_hold_what_was_converted(saved):
