@@ -1,9 +1,11 @@
-"""Two files replaced as one: errors amid, links, and readers that meet one of each pair."""
+"""Saved models: damaged files, and two files replaced as one by several processes."""
 
 import errno
 import fcntl
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +18,7 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
+from helpers import randn
 from mxamp.convert import saved
 from mxamp.convert.saved import load_model
 
@@ -82,6 +85,59 @@ def bound(symbol, args, auxs):
 
 
 READERS = [by_block, by_module, by_bind, by_mxamp]
+
+
+# ---------------------------------------------------------------------- damaged files
+
+
+def damaged(**changes):
+    """Return the change of a symbol's data: of keys, or of keys of a node by its number."""
+
+    def change(data):
+        for key, value in changes.items():
+            node, _, name = key.partition("_")
+            owner = data["nodes"][int(node[1:])] if name else data
+            owner.pop(name or key)
+            if value is not None:
+                owner[name or key] = value
+        return json.dumps(data).encode()
+
+    return change
+
+
+DAMAGED = {
+    "a cycle": damaged(n1_inputs=[[3, 0, 0]]),
+    "a bad index": damaged(n3_inputs=[[70, 0, 0]]),
+    "a negative index": damaged(n3_inputs=[[-1, 0, 0]]),
+    "a bad head": damaged(heads=[[90, 0, 0]]),
+    "no name": damaged(n0_name=None),
+    "no nodes": damaged(nodes=7),
+    **{str(text[:9]): lambda _, text=text: text
+       for text in (b"", b'{"nodes": [', b"[" * 100000, b"\xff\xfe\x00", b"[]", b"null")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_symbols_are_refused_in_one_sentence(folder, damage):
+    path = folder.parent / "model3-symbol.json"
+    path.write_bytes(damage(json.loads(path.read_text())))
+    with pytest.raises(amp.ArgumentError, match=r"model3-symbol\.json") as raised:
+        load_model(folder.parent / "model3")
+    assert "\n" not in str(raised.value)
+
+
+def test_parameters_of_another_model_are_refused(folder, caplog):
+    symbol, args, auxs = model(3)
+    mx.model.save_checkpoint(str(folder / "m"), 0, symbol, {**args, "x_weight": randn(2)}, auxs)
+    load_model(folder / "m")
+    assert "1 that the symbol does not have (x_weight)" in caplog.text
+    del args["fc_weight"]
+    mx.model.save_checkpoint(str(folder / "m"), 0, symbol, args, auxs)
+    with pytest.raises(amp.ArgumentError, match=r"1 missing \(fc_weight\), and 0 that"):
+        load_model(folder / "m")
+
+
+# ---------------------------------------------------------------------- names that fit one pair
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -278,7 +334,7 @@ def test_file_systems_without_hard_links(folder, monkeypatch):
     assert not hidden(folder)
 
 
-def test_errors_that_can_not_be_undone_are_told(folder, monkeypatch):
+def test_an_error_that_can_not_be_undone_says_so(folder, monkeypatch):
     convert(folder, 3)
     with monkeypatch.context() as patch:
         fails_at(patch, range(3, 9))
@@ -319,15 +375,65 @@ def test_one_file_that_is_a_link_to_the_other(folder, link):
     assert content(folder) == before
 
 
-def test_hard_links(folder):
-    """Those of the model itself are refused; other names of a file keep what they have."""
+def test_other_names_of_a_file_keep_its_content(folder):
     for part in PART:
         os.link(folder.parent / f"model3-{part}", folder / f"m-{part}")
-    with pytest.raises(amp.ArgumentError, match="names the files of the model itself"):
-        convert(folder, 3)
     convert(folder, 5)
     assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
     np.testing.assert_allclose(by_block(folder.parent / "model3").asnumpy(), 9, rtol=0.01)
+
+
+def dies_at(stage):
+    """Return a patch of functions whose calls are counted: call number `stage` kills the process."""
+    steps = iter(range(100))
+
+    def dying(function):
+        def step(*args, **options):
+            if next(steps) == stage:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return step
+
+    return dying
+
+
+def write(paths, text):
+    with saved.replaced_files(paths) as (folder, _):
+        for path in paths:
+            (folder / path.name).write_text(text)
+
+
+@pytest.mark.parametrize("linked, stages", [(False, 9), (True, 14)])
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, linked, stages):
+    folder, places = tmp_path / "folder", tmp_path / "out"
+    folder.mkdir()
+    places.mkdir()
+    paths = [folder / f"m-{part}" for part in PART]
+    for path in paths if linked else ():
+        path.symlink_to(places / path.name)
+    for stage in range(stages):
+        for path in paths:
+            path.write_text("old")
+        child = os.fork()
+        if not child:
+            try:
+                dying = dies_at(stage)
+                saved.sync_to_disk = dying(saved.sync_to_disk)
+                Path.replace, Path.rmdir = dying(between_disks), dying(Path.rmdir)
+                write(paths, "new")
+            finally:
+                os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        with pytest.raises(amp.ArgumentError):  # these are no models, but the pair is put right
+            load_model(folder / "m")
+        assert len({path.read_text() for path in paths}) == 1, stage
+    write(paths, "last")
+    assert {path.read_text() for path in paths} == {"last"}
+    names = sorted(path.name for path in paths)
+    assert sorted(os.listdir(folder)) == names
+    assert sorted(os.listdir(places)) == (names if linked else [])
 
 
 # ---------------------------------------------------------------------- several at once
