@@ -112,21 +112,6 @@ def test_nothing_to_lower():
     assert amp.convert_symbol(symbol) is symbol
 
 
-def test_where_stock_conversion_fails():
-    x = mx.sym.var("data")
-    out = mx.sym.Convolution(x, num_filter=4, kernel=(1, 1), name="a") + mx.sym.Convolution(
-        mx.sym.relu(x), num_filter=4, kernel=(1, 1), name="b"
-    )
-    args = {
-        n: randn(*s) for n, s in zip(out.list_arguments(), out.infer_shape(data=(1, 3, 4, 4))[0])
-    }
-    data = args.pop("data")
-    converted = amp.convert_model(out, args, {}, policy=policy_for("float16"))
-    plain = out.bind(mx.cpu(), {**args, "data": data}).forward()[0]
-    low = evaluate(*converted, ["data"], [data])
-    np.testing.assert_allclose(low.asnumpy(), plain.asnumpy(), rtol=0.01, atol=0.02)
-
-
 def test_excluded_layers():
     _, _, (symbol, args, auxs), _, _ = model(perceptron)
     name = next(n.name for n in Graph.from_symbol(symbol).nodes if n.op == "FullyConnected")
@@ -157,19 +142,22 @@ def test_bad_arguments(arguments, error, words):
         amp.convert_symbol(symbol, **arguments)
 
 
-def test_wrong_kinds_of_models():
-    with pytest.raises(amp.ArgumentError, match="Symbol"):
-        amp.convert_symbol("net-symbol.json")
-    with pytest.raises(amp.ArgumentError, match="arg_params"):
-        amp.convert_model(mx.sym.var("x"), None, {})
-    with pytest.raises(amp.ArgumentError, match="HybridBlock"):
-        amp.convert_hybrid_block(mx.sym.var("x"))
-    with pytest.raises(amp.StateError, match="hybridize"):
-        amp.convert_hybrid_block(nn.Dense(2))
-    with pytest.raises(amp.ArgumentError, match="BucketingModule"):
-        amp.convert_bucketing_module(None)
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: amp.convert_symbol("net-symbol.json"), amp.ArgumentError, "Symbol"),
+        (lambda: amp.convert_model(mx.sym.var("x"), None, {}), amp.ArgumentError, "arg_params"),
+        (lambda: amp.convert_hybrid_block(mx.sym.var("x")), amp.ArgumentError, "HybridBlock"),
+        (lambda: amp.convert_hybrid_block(nn.Dense(2)), amp.StateError, "hybridize"),
+        (lambda: amp.convert_bucketing_module(None), amp.ArgumentError, "BucketingModule"),
+    ],
+)
+def test_wrong_kinds_of_models(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
+@pytest.mark.slow
 def test_saved_models_run_in_plain_mxnet(tmp_path):
     _, data, triple, _, names = model()
     nd.save(str(tmp_path / "data"), data)
@@ -231,34 +219,43 @@ def test_integer_inputs():
     assert bound.forward()[0].shape == (2, 2)
 
 
-def test_bucketing_modules(dtype):
+@pytest.mark.parametrize("offline", [False, True])
+def test_bucketing_modules(dtype, offline):
     def generate(length):
-        data = mx.sym.var("data")
-        out = mx.sym.FullyConnected(data, num_hidden=4, flatten=False, name="fc")
+        data, weight = mx.sym.var("data"), mx.sym.var("fc_weight")
+        out = mx.sym.FullyConnected(data, weight, num_hidden=4, flatten=False, name="fc")
+        if length == 3:  # one bucket reads the weight in float32 too
+            out = mx.sym.broadcast_add(out, mx.sym.sum(mx.sym.softmax(weight)))
         out = mx.sym.FullyConnected(mx.sym.sum(out, axis=1), num_hidden=2, name="out")
         return mx.sym.SoftmaxOutput(out, name="softmax"), ("data",), ("softmax_label",)
 
     module = mx.mod.BucketingModule(generate, default_bucket_key=5)
     module.bind([("data", (2, 5, 3))], [("softmax_label", (2,))])
     module.init_params(mx.init.Xavier())
-    batches = {}
-    for key in (5, 3):
-        batches[key] = mx.io.DataBatch(
+    batches = [
+        mx.io.DataBatch(
             [randn(2, key, 3)], [nd.zeros(2)], bucket_key=key,
             provide_data=[("data", (2, key, 3))], provide_label=[("softmax_label", (2,))],
-        )  # fmt: skip
-    plain = {}
-    for key, batch in batches.items():
-        module.forward(batch, is_train=False)
-        plain[key] = module.get_outputs()[0].asnumpy()
-    fast = amp.convert_bucketing_module(module, policy=policy_for(dtype))
+        )
+        for key in (5, 3)
+    ]  # fmt: skip
+
+    def outputs(module):
+        for batch in batches:
+            module.forward(batch, is_train=False)
+            yield module.get_outputs()[0].asnumpy()
+
+    plain = list(outputs(module))
+    fast = amp.convert_bucketing_module(
+        module, policy=policy_for(dtype), cast_optional_params=offline
+    )
     fast.bind([("data", (2, 5, 3))], [("softmax_label", (2,))], for_training=False)
     fast.init_params()
-    for key, batch in batches.items():
-        fast.forward(batch, is_train=False)
-        np.testing.assert_allclose(
-            fast.get_outputs()[0].asnumpy(), plain[key], rtol=0.05, atol=0.02
-        )
+    kinds = {name: kind(array) for name, array in fast.get_params()[0].items()}
+    assert kinds["fc_weight"] == "float32"
+    assert kinds["out_weight"] == (dtype if offline else "float32")
+    for got, wanted in zip(outputs(fast), plain):
+        np.testing.assert_allclose(got, wanted, rtol=0.05, atol=0.02)
 
 
 def test_signs_zeros_and_infinities_survive_the_offline_cast(dtype):
