@@ -2,18 +2,9 @@
 
 from . import debugging as debugging
 from ._version import __version__ as __version__
-from .convert.bucketing import convert_bucketing_module as convert_bucketing_module
-from .convert.compare import (
-    OutputError as OutputError,
-)
-from .convert.compare import (
-    compare_models as compare_models,
-)
-from .convert.compare import (
-    random_inputs as random_inputs,
-)
 from .convert.files import ConvertedFiles as ConvertedFiles
 from .convert.files import convert_files as convert_files
+from .convert.models import convert_bucketing_module as convert_bucketing_module
 from .convert.models import (
     convert_hybrid_block as convert_hybrid_block,
 )
@@ -22,6 +13,15 @@ from .convert.models import (
 )
 from .convert.models import (
     convert_symbol as convert_symbol,
+)
+from .convert.outputs import (
+    OutputError as OutputError,
+)
+from .convert.outputs import (
+    compare_models as compare_models,
+)
+from .convert.outputs import (
+    random_inputs as random_inputs,
 )
 from .errors import (
     AmpError as AmpError,

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import sys
+import textwrap
 
 import mxnet as mx
 import numpy as np
@@ -11,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-import mxamp as amp
-from helpers import needs_float16, randn
+from helpers import needs_float16, randn, run_forked
 from mxamp.cli import words
 from mxamp.cli.main import main
 
@@ -124,16 +124,19 @@ def lists(dtype):
     return str(lists_folder() / f"{dtype}.toml")
 
 
-def run(models, *arguments):
-    os.chdir(models)
+def run(*arguments):
     return CliRunner().invoke(main, ["convert", *arguments], prog_name="mxamp")
 
 
 @pytest.fixture(autouse=True)
-def back():
-    before = os.getcwd()
+def in_folder(models, monkeypatch):
+    """Run in the folder of the models, and leave it and the path of imports as they were."""
+    monkeypatch.chdir(models)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    before = set(os.listdir())
     yield
-    os.chdir(before)
+    for name in set(os.listdir()) - before:
+        (shutil.rmtree if os.path.isdir(name) else os.remove)(name)
 
 
 F16 = "--dtype float16"
@@ -142,12 +145,9 @@ LONG = "n" * 300
 
 #: The arguments, what the answer says, and the status.
 BAD = [
-    (f"m {F16} --out x --check --input data:2,8 --input-dtype data:int46", ["input 'data'", "not 'int46'"], 2),
-    (f"m {F16} --out x --check --input data:2,8 --input-dtype data:uint16", ["input 'data'", "not 'uint16'"], 2),
+    (f"m {F16} --out x --check --input data:2,8 --input-dtype data:int46", ["--input-dtype: the dtype of input 'data'", "int64", "not 'int46'"], 2),
     (f"m {F16} --out x --tolerance 0.1", ["--tolerance is for --check"], 2),
     (f"m {F16} --out x-symbol.json", ["--out must be the prefix", "'x', not 'x-symbol.json'"], 2),
-    (f"m {F16} --out x --input-dtype data:int99", ["input 'data'", "int64", "not 'int99'"], 2),
-    (f"m {F16} --out x --input-dtype dato:int32", ["unknown input 'dato'", "'data'"], 2),
     (f"m {F16} --out x --input-dtype data", ["--input-dtype takes NAME:VALUE"], 2),
     (f"cut {F16} --out x", ["'cut-symbol.json'", "no JSON, or was cut off"], 2),
     (f"json {F16} --out x", ["'json-symbol.json'", "no lists of nodes"], 2),
@@ -159,9 +159,7 @@ BAD = [
     (f"foreign {F16} --out x",
      ["'foreign-0000.params'", "'foreign-symbol.json'", "4 missing (fc_bias, fc_weight, head_fwd_bias and 1 other)",
       "5 that the symbol does not have (conv0_weight,"], 2),
-    (f"{CHECK} xyz:1,8", ["unknown input 'xyz'", "'data'"], 2),
     (f"{CHECK} data:0,8", ["--input", "sizes above 0", "'data:0,8'"], 2),
-    (f"{CHECK} data:-1,8", ["--input", "sizes above 0"], 2),
     (f"{CHECK} dat:", ["--input takes NAME:VALUE, not 'dat:'"], 2),
     (f"{CHECK} data:nofile.npy", ["--input data:nofile.npy", "No such file"], 2),
     (f"{CHECK} data:bad.npy", ["--input data:bad.npy", "no array that NumPy has saved"], 2),
@@ -196,7 +194,7 @@ BAD = [
     (f"m {F16} --out x --fuse", ["--fuse is for inference in bfloat16"], 2),
     (f"m {F16} --out x --check --tolerance 0", ["--tolerance"], 2),
     ("m --dtype bfloat16 --device gpu --out x", ["no bfloat16 kernels on GPUs", "the CPU as the device"], 2),
-    (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here", "converted for GPUs, and can be checked there"], 1),
+    (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here", "GPU"], 1),
     (f"m {F16} --device gpu --out x --check --input data:2,8 --input-dtype data:int32", ["the original does not run", "expected int32, got float32"], 2),
     *((f"m {F16} --out {out}", ["--out must end in a name", f"such as '{instead}', not '{out}'"], 2) for out, instead in (
         (".", "model"), ("..", "model"), ("lists/", "lists/model"), ("lists/.", "lists/model"), ("/", "/model"))),
@@ -214,10 +212,9 @@ BAD = [
     (f"{CHECK} data:empty.npy", ["--input data:empty.npy", "no elements"], 2),
     (f"{CHECK} data:2,8 --input data:data.npy", ["--input is given twice for 'data': '2,8' and 'data.npy'"], 2),
     (f"m {F16} --out x --input-dtype data:int32 --input-dtype data:int32", ["--input-dtype is given twice for 'data'"], 2),
-    (f"{CHECK} xyz:2,8", ["--input: unknown input 'xyz'"], 2),
+    (f"{CHECK} xyz:2,8", ["--input: unknown input 'xyz'", "'data'"], 2),
     (f"{CHECK} data:2,8 --input-dtype dato:int32", ["--input-dtype: unknown input 'dato'"], 2),
     (f"m {F16} --out x --input-dtype dato:int32", ["--input-dtype: unknown input 'dato'"], 2),
-    (f"m {F16} --out x --input-dtype data:int46", ["--input-dtype: the dtype of input 'data'"], 2),
     (f"{CHECK} data:2,8 --tolerance nan", ["--tolerance must be a number above 0, not nan"], 2),
     ("m --out x --policy ''", ["the path of the policy file is empty"], 2),
     (f"attribute {F16} --out x", ["'attribute-symbol.json'", "FullyConnected 'fc': unknown attribute 'num_hiddn'; the closest is 'num_hidden'"], 2),
@@ -231,9 +228,9 @@ BAD = [
 
 
 @pytest.mark.parametrize("arguments, said, status", BAD, ids=[one[0] for one in BAD])
-def test_bad_input_is_one_line(models, arguments, said, status):
-    before = sorted(os.listdir(models))
-    result = run(models, *(one.strip("'") for one in arguments.split()))
+def test_bad_input_is_one_line(arguments, said, status):
+    before = set(os.listdir())
+    result = run(*(one.strip("'") for one in arguments.split()))
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == status, result.output
     assert len(result.output.strip().splitlines()) == 1
@@ -241,87 +238,88 @@ def test_bad_input_is_one_line(models, arguments, said, status):
         assert part in result.output
     for argument in ("Traceback", "excluded_sym_names", "cast_optional_params", "force=", "fuse="):
         assert argument not in result.output
-    left = set(os.listdir(models)) - {"__pycache__"}
-    assert sorted(left) == [name for name in before if name != "__pycache__"]
+    assert set(os.listdir()) - {"__pycache__"} == before - {"__pycache__"}
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (f"large {F16}", ["'fc_weight' holds", "finite values that would be infinity in float16", "--keep-fp32"]),
-        (f"large {F16} --cast-params", ["'fc_weight' to float16 turns", "--cast-params off"]),
-        (f"nan {F16}", ["parameter 'fc_bias' of the model holds 2 values of NaN or infinity, among 4"]),
-    ],
-)  # fmt: skip
-def test_values_that_are_lost_are_named_in_a_warning(models, tmp_path, arguments, said):
-    result = run(models, *arguments.split(), "--out", str(tmp_path / "x"))
-    assert result.exit_code == 0, result.output
-    warning, last = result.output.strip().splitlines()
-    assert warning.startswith("warning: ")
-    assert all(part in warning for part in said), warning
-    assert "bytes, from" in last
-
-
-def test_larger_files_say_what_to_do(models, tmp_path):
-    result = run(models, "m", "--dtype", "float16", "--out", str(tmp_path / "x"))
-    assert "larger" in result.output
-    assert "--cast-params" in result.output
-
-
-def test_the_only_epoch_is_found(models, tmp_path):
-    result = run(models, "one", "--dtype", "float16", "--out", str(tmp_path / "x"))
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "x-0005.params").is_file()
+#: The arguments, the file that is written, and what warnings and the last line say.
+GOOD = [
+    (f"m {F16}", "x-0000.params", ["larger", "--cast-params"]),
+    (f"m-symbol.json {F16}", "x-0000.params", []),
+    (f"m-0000.params {F16}", "x-0000.params", []),
+    (f"one {F16}", "x-0005.params", []),
+    (f"large {F16}", "x-0000.params",
+     ["warning: ", "'fc_weight' holds", "finite values that would be infinity in float16", "--keep-fp32"]),
+    (f"large {F16} --cast-params", "x-0000.params", ["warning: ", "'fc_weight' to float16", "--cast-params off"]),
+    (f"nan {F16}", "x-0000.params", ["warning: ", "'fc_bias'", "2 values of NaN or infinity, among 4"]),
+    (f"m {F16} --check --input data:data.npy", "x-0000.params", ["head_fwd_output", "relative error"]),
+]  # fmt: skip
 
 
 @needs_float16
-@pytest.mark.parametrize("name", ["m-symbol.json", "m-0000.params", "m"])
-def test_either_file_stands_for_the_model(models, tmp_path, name):
-    assert run(models, name, "--dtype", "float16", "--out", str(tmp_path / "o")).exit_code == 0
-
-
-def test_policies_from_files(models, tmp_path):
-    result = run(models, "m", "--policy", "lists/bfloat16.toml", "--out", str(tmp_path / "x"))
+@pytest.mark.parametrize("arguments, written, said", GOOD, ids=[one[0] for one in GOOD])
+def test_a_model_is_converted(tmp_path, arguments, written, said):
+    result = run(*arguments.split(), "--out", str(tmp_path / "x"))
     assert result.exit_code == 0, result.output
-    text = (tmp_path / "x-symbol.json").read_text()
-    assert "amp_cast_bfloat16" in text
-    os.chdir(models)
+    assert (tmp_path / written).is_file()
+    assert "amp_cast_float16" in (tmp_path / "x-symbol.json").read_text()
+    for part in ("bytes, from", *said):
+        assert part in result.output
+    assert ("warning" in result.output) == ("warning: " in said)
+
+
+@needs_float16
+def test_renamed_parameters_are_named(tmp_path):
+    arguments = ["m", "--force", "--out", str(tmp_path / "x"), "--dtype"]
+    assert "names begin with" not in run(*arguments, "float16").output
+    result = run(*arguments, "bfloat16")
+    (start,) = {name[:12] for name in mx.nd.load(str(tmp_path / "x-0000.params"))}
+    assert f"names begin with {start[4:]}" in result.output
+
+
+def test_policies_from_files(tmp_path):
+    result = run("m", "--policy", "lists/bfloat16.toml", "--out", str(tmp_path / "x"))
+    assert result.exit_code == 0, result.output
+    assert "amp_cast_bfloat16" in (tmp_path / "x-symbol.json").read_text()
     result = CliRunner().invoke(main, ["explain", "m", "--policy", "lists/float16.toml", "--json"])
     assert '"target_dtype": "float16"' in result.output
 
 
-def test_custom_operators_are_imported(models, tmp_path):
-    arguments = ["custom", "--dtype", "float16", "--import", "cli_custom"]
-    result = run(models, *arguments, "--out", str(tmp_path / "x"))
-    assert result.exit_code == 0, result.output
-    assert CliRunner().invoke(main, ["explain", *arguments]).exit_code == 0
-    sys.path.remove(str(models))
+def test_custom_operators_are_imported(tmp_path):
+    """In another process, as MXNet keeps what is registered until the process ends."""
+    code = """
+        import sys
+        from mxamp.cli.main import main
+        try:
+            main(sys.argv[1:], prog_name="mxamp")
+        except SystemExit as done:
+            assert not done.code, done.code
+    """
+    for command in ("convert", "explain"):
+        out = ["--out", str(tmp_path / "x")] if command == "convert" else []
+        arguments = [command, "custom", "--dtype", "float16", "--import", "cli_custom", *out]
+        lines = f"import sys; sys.argv[1:] = {arguments!r}\n{textwrap.dedent(code)}"
+        done = run_forked(lines, tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "x-symbol.json").is_file()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_is_for_terminals(models, tmp_path, terminal, monkeypatch):
+def test_progress_is_for_terminals(tmp_path, terminal, monkeypatch):
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=200)
     monkeypatch.setattr(words, "Console", lambda **_: console)
-    result = run(models, "m", "--dtype", "float16", "--out", str(tmp_path / "x"), "--cast-params")
+    result = run("m", "--dtype", "float16", "--out", str(tmp_path / "x"), "--cast-params")
     assert len(result.output.strip().splitlines()) == 1
     assert bool(shown.getvalue()) == terminal
 
 
 @needs_float16
-def test_a_file_system_that_is_read_only(models, tmp_path, monkeypatch):
+def test_a_file_system_that_is_read_only(tmp_path, monkeypatch):
     def fails(*_, **__):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("pathlib.Path.mkdir", fails)
-    result = run(models, "m", "--dtype", "float16", "--out", str(tmp_path / "x"))
+    result = run("m", "--dtype", "float16", "--out", str(tmp_path / "x"))
     assert result.exit_code == 1
     assert "x-symbol.json' can't be written (Read-only file system)" in result.output
     assert len(result.output.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["./m", "link"])
-def test_a_model_s_own_files_are_never_overwritten(models, name):
-    os.chdir(models)
-    with pytest.raises(amp.ArgumentError, match="model itself"):
-        amp.convert_files("m", name, force=True)

@@ -1,4 +1,4 @@
-"""`mxamp convert`: saved models to mixed precision, checked on the way."""
+"""The command `mxamp convert`: convert a saved model, and check the result."""
 
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
 
@@ -6,8 +6,8 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from ..convert.compare import OutputError
 from ..convert.files import TOLERANCE, convert_files
+from ..convert.outputs import OutputError
 from ..convert.saved import load_model, saved_semantics
 from .group import DTYPES, examples, usage_error
 from .inputs import dtypes_of_inputs, values_for
@@ -17,6 +17,7 @@ from .output import console, table_of
 __all__ = ["convert"]
 
 _INPUT_HELP = "Shape or values of an input, such as data:1,3,224,224, for --check."
+RENAMED = "{symbol} has replaced another symbol: its parameters' names begin with {renamed}"
 LARGER = " (larger: the graph now holds casts; --cast-params stores parameters in 16 bits)"
 _DTYPE_HELP = "Dtype of an input that is not float32, such as index:int64."
 _EXAMPLES = examples(
@@ -41,7 +42,7 @@ _EXAMPLES = examples(
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0, min_open=True),
-    help=f"Largest relative error of an output that --check lets pass. Default: {TOLERANCE}.",
+    help=f"Largest relative error of an output that --check accepts. Default: {TOLERANCE}.",
 )
 @click.option("--fuse", is_flag=True, help="Fuse operators, for inference on CPUs only.")
 @click.option("--force", is_flag=True, help="Overwrite files.")
@@ -64,7 +65,7 @@ def convert(
 ) -> None:
     """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to mixed precision.
 
-    The name of either file will do for PREFIX.
+    PREFIX may also be the name of either file.
     """
     input_dtypes = dtypes_of_inputs(dtypes)
     for option, given in (("--input", inputs), ("--tolerance", tolerance)):
@@ -87,6 +88,8 @@ def convert(
     )
     if check:
         console().print(_errors_table(done.errors))
+    if done.renamed:
+        click.echo(RENAMED.format(symbol=done.symbol, renamed=done.renamed))
     click.echo(
         f"{done.symbol}, {done.params}: {done.bytes_after:,} bytes, from {done.bytes_before:,}"
         + (LARGER if done.bytes_after > done.bytes_before and not cast_params else "")
@@ -96,7 +99,7 @@ def convert(
 def _check_inputs(
     prefix: str, epoch: int, inputs: Sequence[str], dtypes: Mapping[str, str]
 ) -> Dict[str, Any]:
-    """Return the values that were given for inputs, and random ones for the rest."""
+    """Return the given values of inputs, and random values for the other inputs."""
     with saved_semantics(prefix, epoch):
         return values_for(load_model(prefix, epoch), inputs, dtypes)[0]
 

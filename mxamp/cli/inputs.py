@@ -1,4 +1,4 @@
-"""Values for a model's inputs: shapes and arrays, as options give them."""
+"""Values for the inputs of a model, from the options --input and --data."""
 
 import zipfile
 import zlib
@@ -7,8 +7,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 import numpy as np
 from mxnet import nd
 
-from ..convert.arguments import known_dtype, known_names
-from ..convert.compare import Model, declared_dtypes, finite_input, random_inputs
+from ..convert.options import known_dtype, known_names
+from ..convert.outputs import Model, declared_dtypes, finite_input, random_inputs
 from ..errors import located
 from ..framework.arrays import cast
 from .group import usage_error
@@ -25,19 +25,19 @@ ONE_ARRAY = (
     "numpy.savez(file, NAME=array)"
 )
 
-#: What `numpy.load` raises for files that are damaged, or of other kinds.
+#: Errors of `numpy.load` for damaged files and files of other kinds.
 _UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def dtypes_of_inputs(texts: Sequence[str]) -> Dict[str, str]:
-    """Return what --input-dtype gives: dtypes by name of input."""
+    """Return the dtypes that --input-dtype gives, by name of input."""
     dtypes = values_by_name("--input-dtype", texts)
     with located("--input-dtype"):
         return {name: known_dtype(name, dtype) for name, dtype in dtypes.items()}
 
 
 def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[str, Any]]:
-    """Return shapes of inputs by name, and the values of those that .npy files hold."""
+    """Return the shapes of inputs by name, and the values of inputs given as .npy files."""
     shapes, values = {}, {}
     for name, value in values_by_name("--input", texts).items():
         text = f"{name}:{value}"
@@ -55,16 +55,16 @@ def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[st
 
 
 def _data_names(model: Model) -> List[str]:
-    """Return the inputs of a model that are no parameters."""
+    """Return the names of the inputs that are no parameters."""
     return [name for name in model[0].list_inputs() if name not in {**model[1], **model[2]}]
 
 
 def values_for(
     model: Model, inputs: Sequence[str], dtypes: Mapping[str, str], seed: int = 0
 ) -> Tuple[Dict[str, Any], List[str]]:
-    """Return the values that --input gives for a model, and random ones for the other inputs.
+    """Return values for all inputs of a model, and the names of the inputs with random values.
 
-    The names of those come with them.
+    The options --input give values or shapes.
     """
     shapes, values = inputs_of(inputs)
     data = _data_names(model)
@@ -79,7 +79,7 @@ def values_for(
 def batches_in(
     model: Model, files: Sequence[str], dtypes: Mapping[str, str]
 ) -> Iterator[Dict[str, Any]]:
-    """Yield the batches that .npz files hold for a model, in the dtypes of its inputs."""
+    """Yield the batches in .npz files, in the dtypes of the model's inputs."""
     data = _data_names(model)
     with located("--input-dtype"):
         known_names([*dtypes], data, "input")
@@ -91,7 +91,7 @@ def batches_in(
 
 
 def as_inputs(model: Model, values: Mapping[str, Any], dtypes: Mapping[str, str]) -> Dict[str, Any]:
-    """Return finite values as arrays, in the dtypes that are given or that the model declares."""
+    """Return values as finite arrays in the given dtypes, or else those that the model declares."""
     wanted = {**declared_dtypes(model[0]), **dtypes}
     return {
         name: _in_dtype(value, finite_input(name, value), wanted.get(name, "float32"))
@@ -106,14 +106,10 @@ def _in_dtype(value: Any, array: Any, dtype: str) -> Any:
 
 
 def _array(text: str, path: str) -> Any:
+    """Return the array of an .npy file."""
     option = f"--input {text}"
-    try:
-        with open(path, "rb") as file:
-            array = np.load(file)
-    except _UNREADABLE as error:
-        why = getattr(error, "strerror", None) or NOT_SAVED
-        raise usage_error(NOT_READ.format(option=option, path=path, why=why)) from None
-    if not isinstance(array, np.ndarray):  # a zip file under another name
+    array = _loaded(option, path, NOT_SAVED)
+    if not isinstance(array, np.ndarray):
         raise usage_error(NOT_READ.format(option=option, path=path, why=NOT_SAVED))
     if not (array.shape and array.size):
         what = "no elements" if array.shape else "a single value without axes"
@@ -123,12 +119,17 @@ def _array(text: str, path: str) -> Any:
 
 def _arrays(path: str) -> Dict[str, Any]:
     """Return the arrays of an .npz file by name."""
+    found = _loaded("--data", path, NOT_ARRAYS)
+    if isinstance(found, np.ndarray):
+        raise usage_error(f"--data: {ONE_ARRAY.format(path=path)}")
+    return dict(found)
+
+
+def _loaded(option: str, path: str, expected: str) -> Any:
     try:
         with open(path, "rb") as file:
             found = np.load(file)
-            if isinstance(found, np.ndarray):
-                raise usage_error(f"--data: {ONE_ARRAY.format(path=path)}")
-            return {name: found[name] for name in found.files}
+            return found if isinstance(found, np.ndarray) else {k: found[k] for k in found.files}
     except _UNREADABLE as error:
-        why = getattr(error, "strerror", None) or NOT_ARRAYS
-        raise usage_error(NOT_READ.format(option="--data", path=path, why=why)) from None
+        why = getattr(error, "strerror", None) or expected
+        raise usage_error(NOT_READ.format(option=option, path=path, why=why)) from None

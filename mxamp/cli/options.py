@@ -1,4 +1,4 @@
-"""Options that several commands have, and what their values mean."""
+"""Options that several commands share, and their values."""
 
 import functools
 import importlib
@@ -53,7 +53,7 @@ def policy_option(command: Command) -> Command:
 
 
 def saved_model_options(command: Command) -> Command:
-    """Add what `explain`, `convert` and `tune` take: a saved model, a device, layers to keep."""
+    """Add the arguments of a saved model, a device and layers to keep in float32."""
     options: List[Callable[[Command], Command]] = [
         click.argument("prefix", callback=_prefix),
         click.option("--epoch", type=click.IntRange(min=0), callback=_epoch, help=_EPOCH_HELP),
@@ -86,7 +86,7 @@ def saved_model_options(command: Command) -> Command:
 
 
 def chosen_policy(dtype: Optional[str], device: Optional[str], default: bool = True) -> Policy:
-    """Return the policy that --policy, or else --dtype, asks for; one of them, or the default."""
+    """Return the policy of --policy or of --dtype; without either the default, if allowed."""
     path = click.get_current_context().meta.get(_POLICY)
     if path is None:
         if not (dtype or default):
@@ -98,12 +98,12 @@ def chosen_policy(dtype: Optional[str], device: Optional[str], default: bool = T
 
 
 def stop_status() -> None:
-    """End the line that says what is going on, for a command that shows its own progress."""
+    """Stop the progress line, for a command that shows its own progress."""
     click.get_current_context().meta[_STATUS].stop()
 
 
 def _prefix(context: click.Context, _: click.Parameter, value: str) -> str:
-    """Return the prefix of a model that is given by that, or by the name of one of its files."""
+    """Return the prefix of a model, given as the prefix or as the name of one of its files."""
     file = _FILE.fullmatch(value)
     if file is None:
         return value
@@ -116,7 +116,7 @@ def _keep_policy(context: click.Context, _: click.Parameter, value: Optional[str
 
 
 def _epoch(context: click.Context, _: click.Parameter, value: Optional[int]) -> int:
-    """Return the epoch that was given, or the only one there is."""
+    """Return the given epoch, or the only one there is."""
     prefix = context.params.get("prefix")
     if value is None and context.meta.get(_EPOCH) is not None:
         return int(context.meta[_EPOCH])
@@ -135,21 +135,17 @@ def _import(_: click.Context, __: click.Parameter, names: Sequence[str]) -> None
     if names and here not in sys.path:
         sys.path.insert(0, here)
     for name in names:
-        _import_one(name)
-
-
-def _import_one(name: str) -> None:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise usage_error(NO_MODULE_NAME.format(text=name))
-    try:
-        importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise usage_error(NOT_IMPORTED.format(name=name, why=why)) from error
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise usage_error(NO_MODULE_NAME.format(text=name))
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise usage_error(NOT_IMPORTED.format(name=name, why=why)) from error
 
 
 def values_by_name(option: str, texts: Sequence[str]) -> Dict[str, str]:
-    """Return the values of an option that takes NAME:VALUE, once for each name."""
+    """Return the values of a repeatable option NAME:VALUE by name; raise for a name given twice."""
     values: Dict[str, str] = {}
     for text in texts:
         name, colon, value = text.partition(":")

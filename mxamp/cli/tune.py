@@ -9,8 +9,8 @@ from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 import click
 import mxnet as mx
 
-from ..convert.arguments import checked_policy
-from ..convert.compare import Model
+from ..convert.options import checked_policy
+from ..convert.outputs import Model
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..errors import ArgumentError
 from ..framework.files import checked_writable

@@ -1,9 +1,8 @@
-"""Gluon blocks seen from outside: their traced graph, and a block rebuilt around another one."""
+"""Gluon blocks: the graph of a block, and a new block around a converted graph."""
 
 import logging
 import warnings
-from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import autograd
@@ -12,18 +11,17 @@ from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
-from mxnet.ndarray.ndarray import NDArray, waitall
+from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast, dtypes_of
-from ..framework.files import NOT_THE_SAME
 from ..framework.machine import BFLOAT16, DTYPE_CODES, device_kind
 from ..framework.wording import shown
 from ..patches.cached_op import Source, follow
+from ..policy.active import suspended
 from ..policy.decision import CASTABLE
-from .pairs import replaced_files, set_apart
-from .saved import files_to_write, load_model, saved_alike
+from .saved import files_to_write, write_model
 
 __all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
 
@@ -42,9 +40,9 @@ _TRACE = ("_cached_graph", "_in_format", "_out_format")
 
 
 class Traced:
-    """A block's graph: inputs, symbol, the formats of its arguments, the parameters it reads.
+    """The graph of a block: inputs, symbol, formats of inputs and outputs, and parameters.
 
-    `arguments` are those of the call that it was traced on, where there was one.
+    `arguments` are the arguments of the call that it was traced on, if any.
     """
 
     def __init__(self, block: HybridBlock, arguments: Tuple[Any, ...] = ()) -> None:
@@ -58,21 +56,19 @@ class Traced:
         }
 
     def dtypes_with(self, given: Any) -> Any:
-        """Return the dtypes of inputs: `given`, or the example's; of those that the graph reads.
+        """Return the example's dtypes of the inputs that the graph reads, updated by `given` ones.
 
-        Other inputs of the block are of no account. What is no mapping is returned as it is.
+        A `given` value that is no mapping is returned, for `convert` to refuse.
         """
         if given is not None and not isinstance(given, Mapping):
             return given
-        read = set(self.symbol.list_inputs())
-        unread = {one.name for one in self.inputs} - read
+        unread = {one.name for one in self.inputs} - set(self.symbol.list_inputs())
         example = {name: dtype for name, dtype in self._example.items() if dtype in DTYPE_CODES}
-        dtypes = {name: example[name] for name in example if name in read}
-        dtypes.update({k: v for k, v in (given or {}).items() if k not in unread})
-        return dtypes
+        dtypes = {**example, **(given or {})}
+        return {name: dtype for name, dtype in dtypes.items() if name not in unread}
 
     def values(self) -> Dict[str, NDArray]:
-        """Return the parameters' values, on the CPU: many are the arrays themselves."""
+        """Return the values of the parameters on the CPU, without a copy where they are there."""
         for name, param in self.params.items():
             if param._data is None:
                 raise StateError(NO_VALUE.format(name=name))
@@ -80,16 +76,24 @@ class Traced:
 
 
 def _value(param: Parameter) -> NDArray:
-    first, *others = param._data
-    alone = not others and first.stype == "default" and device_kind(first.context) == "cpu"
-    return first if alone else param._reduce()  # a mean, or a copy
+    """Return the value of a parameter on the CPU: its array, or the mean of several devices'."""
+    arrays = param._data
+    if arrays[0].stype != "default":
+        return param._reduce()
+    if len(arrays) == 1 and device_kind(arrays[0].context) == "cpu":
+        return arrays[0]
+    # Not param._reduce(), which can't copy bfloat16 under NumPy semantics.
+    with suspended():
+        copies = [array.as_nd_ndarray().copyto(mx.cpu()) for array in arrays]
+        mean = mx.nd.add_n(*copies) / len(copies)
+    return mean.as_np_ndarray() if isinstance(arrays[0], mx.np.ndarray) else mean
 
 
 def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:
-    """Return the graph of a block: the one it ran with, else one traced on an example.
+    """Return the graph that a block ran with, or without one trace the block on an example.
 
-    The block's own graph stays as it is. Parameters whose shape waits for a first input are
-    initialized by the example, as they are by any first call.
+    The block keeps its graph. Parameters whose shape depends on the first input are initialized by
+    the example.
     """
     if not isinstance(block, HybridBlock):
         raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}")
@@ -116,7 +120,7 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:
 
 
 def _as_called(block: HybridBlock, arguments: Tuple[Any, ...]) -> Tuple[Any, ...]:
-    """Return what `block.forward` is given: recurrent layers make states where there are none."""
+    """Return the arguments of `block.forward`: recurrent layers add states that are left out."""
     if not isinstance(block, _RNNLayer):
         return arguments
     block.skip_states = len(arguments) == 1
@@ -132,45 +136,31 @@ def _with_states(
     return (inputs, [states] if isinstance(states, NDArray) else states, *lengths)
 
 
-def _read_back(folder: Path, files: Tuple[Path, Path], epoch: int) -> None:
-    """Raise where files that were written can't be read."""
-    try:
-        load_model(folder / files[0].name[: -len("-symbol.json")], epoch)
-    except ArgumentError as error:
-        raise OSError(NOT_THE_SAME) from error
-
-
 class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
-    """A converted block: exports its graph, and runs that of its source, tuned to what it is given.
+    """A converted block, which exports its graph and runs that of its source.
 
-    The two compute alike; only in the second operators may have others standing in for them.
+    Both graphs compute alike, but the source is tuned to the shapes of its inputs.
     """
 
     _source: Optional[Source] = None
-    _input_dtypes: Sequence[Optional[str]] = ()  #: of inputs that are cast on the way in, or None
-    _is_fused = False  #: MXNet's gradients of fused operators are wrong: it gets none
+    _input_dtypes: Sequence[Optional[str]] = ()  #: of inputs that the block casts, or None
+    _is_fused = False  #: MXNet's gradients of fused operators are wrong
     _has_warned = False
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
-        """Write the converted graph, casts included, and all parameters; a call is not needed.
+        """Write the converted graph with its casts, and all parameters; needs no call before.
 
-        Both files are replaced as one, as by `convert_files`.
+        Both files are replaced together, as by `convert_files`. `remove_amp_cast` is ignored.
         """
-        if not getattr(self, "_cached_op_args", None):  # before MXNet 1.9.1 there is none
-            # MXNet takes the parameters from what the first call makes, and writes none before.
-            self._build_cache()
-        files = files_to_write(path, epoch)
-        with replaced_files(files, lambda folder: _read_back(folder, files, epoch)) as (
-            folder,
-            is_locked,
-        ):
-            with saved_alike(self.collect_params().values()):
-                super().export(str(folder / Path(path).name), epoch, remove_amp_cast)
-            waitall()
-            set_apart(folder, files, is_locked)
+        symbol = self._cached_graph[1]
+        values = {
+            name: _value(param).as_nd_ndarray() for name, param in self.collect_params().items()
+        }
+        auxs = {name: values.pop(name) for name in symbol.list_auxiliary_states()}
+        write_model((symbol, values, auxs), files_to_write(path, epoch), epoch)
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:
-        """Return the parameters by the names under which they are saved, and looked for on load.
+        """Return the parameters by the names that `save_parameters` and `load_parameters` use.
 
         A SymbolBlock saves them without their common prefix, and does not find them again.
         """
@@ -178,7 +168,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         return {before + name: param for name, param in self.params.items()}
 
     def forward(self, x: Any, *args: Any) -> Any:
-        """Run it; inputs that are cast may be of either half precision or float32."""
+        """Run the block; inputs that it casts may be in either half precision or float32."""
         if any(self._input_dtypes):
             flat, form = _flatten((x, *args), "input")
             dtypes = iter(self._input_dtypes)
@@ -193,14 +183,13 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
                 self._has_warned = True
             with autograd.pause():
                 return self._call_cached_op(*args)
-        source = self._source
-        if source is not None:
-            follow(self, args, source)
+        if self._source is not None:
+            follow(self, args, self._source)
         return super()._call_cached_op(*args)
 
 
 def _input_cast(value: Any, dtype: Optional[str]) -> Any:
-    """Return an input in `dtype`, if both are half precisions or float32."""
+    """Return an input cast to `dtype` if both dtypes are half precision or float32."""
     if dtype not in CASTABLE:
         return value
     if isinstance(value, Symbol):
@@ -211,30 +200,27 @@ def _input_cast(value: Any, dtype: Optional[str]) -> Any:
 
 
 class ConvertedRecurrentBlock(ConvertedBlock):
-    """A converted recurrent layer or cell: makes its states as the original does."""
+    """A converted recurrent layer or cell, whose states the original makes."""
 
-    def _like(self, original: HybridBlock) -> "ConvertedRecurrentBlock":
-        # Past Block.__setattr__, which would make the original a child.
-        object.__setattr__(self, "_original", original)
-        return self
+    _original: HybridBlock
 
     def state_info(self, *args: Any, **kwargs: Any) -> Any:
-        """Return shapes and layouts of the states, as the original's `state_info`."""
+        """Return the shapes and layouts of the states."""
         return self._original.state_info(*args, **kwargs)
 
     def begin_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Return initial states, as the original's `begin_state`."""
+        """Return the initial states."""
         return self._original.begin_state(*args, **kwargs)
 
     def __call__(self, inputs: Any, *args: Any) -> Any:
-        """Call it as the original: a layer's states may be left out."""
+        """Call the block; the states of a layer may be left out."""
         if isinstance(self._original, _RNNLayer):
             return super().__call__(*_with_states(self._original, inputs, *args))
         return super().__call__(inputs, *args)
 
 
 def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
-    """Return a list of contexts for a `ctx` argument; the current one by default."""
+    """Return the contexts that a `ctx` argument gives as a list; by default the current one."""
     if ctx is None:
         return [current_context()]
     contexts = [ctx] if isinstance(ctx, Context) else list(ctx)
@@ -249,37 +235,35 @@ def rebuilt(
     symbol: Symbol,
     values: Mapping[str, NDArray],
     contexts: List[Context],
-    frozen: Mapping[str, Any],
-    source: Optional[Source],
-    input_dtypes: Mapping[str, str],
-    is_fused: bool = False,
+    frozen: Collection[str] = (),
+    source: Optional[Source] = None,
+    input_dtypes: Optional[Mapping[str, str]] = None,
 ) -> SymbolBlock:
     """Return a block that runs `symbol` and is called as `block` is.
 
     `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult`, `grad_req` and
-    `grad_stype`; those that are `frozen`, all new ones among them, get no gradients. With `source`,
-    the block runs that tuned by its policy. Inputs of `input_dtypes` are cast to them.
+    `grad_stype`; `frozen` ones, which include all new ones, get no gradients. With `source`, the
+    block runs the source's graph, tuned by its policy. Inputs are cast to `input_dtypes`.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
         result = (ConvertedRecurrentBlock if recurrent else ConvertedBlock)(symbol, traced.inputs)
-    result._source, result._is_fused = source, is_fused
-    result._input_dtypes = [input_dtypes.get(one.name) for one in traced.inputs]
+    result._source = source
+    result._input_dtypes = [(input_dtypes or {}).get(one.name) for one in traced.inputs]
     if recurrent:
-        result._like(getattr(block, "_original", block))
-    # MXNet flattens the inputs and outputs of a SymbolBlock; these two give them their shape back.
+        # Past Block.__setattr__, which would make the original a child.
+        object.__setattr__(result, "_original", getattr(block, "_original", block))
+    # MXNet flattens the inputs and outputs of a SymbolBlock; the formats restore their nesting.
     result._in_format, result._out_format = traced.formats
     for name, param in result.collect_params().items():
         param.cast(values[name].dtype)
-        # Before it is loaded, which makes the gradients: MXNet makes none in bfloat16 under NumPy
-        # semantics, and an Embedding with `sparse_grad` writes to sparse ones only.
-        if name in traced.params:
-            param._grad_stype = traced.params[name]._grad_stype
-        param.grad_req = "null" if name in frozen else traced.params[name].grad_req
+        original = traced.params.get(name, param)
+        param.lr_mult, param.wd_mult = original.lr_mult, original.wd_mult
+        param._grad_stype = original._grad_stype
+        param.grad_req = "null" if name in frozen else original.grad_req
+        # Last, as it makes the gradients: MXNet can't make bfloat16 ones under NumPy semantics, and
+        # an Embedding with `sparse_grad` writes to sparse ones only.
         param._load_init(values[name], contexts)
-        if name in traced.params:
-            param.lr_mult = traced.params[name].lr_mult
-            param.wd_mult = traced.params[name].wd_mult
     result.hybridize(**dict(block._flags[:2]) if block._flags else {})
     return result

@@ -1,27 +1,39 @@
-"""Converting models: symbols, parameters and blocks in, mixed-precision ones out.
+"""Public functions that convert symbols, models, blocks and bucketing modules.
 
-What comes out holds stock operators only and runs in plain MXNet, without mxamp. It takes and
-returns the dtypes of the original. The caller's symbol, block and dictionaries stay as they are.
+A converted model holds stock operators only, so it runs in plain MXNet without mxamp. It takes and
+returns the dtypes of the original. The symbol, block and dictionaries that were given don't change.
 """
 
-from typing import Any, Iterable, Mapping, Optional, Tuple
+from dataclasses import replace
+from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
 
 from mxnet.context import Context
 from mxnet.gluon import HybridBlock, SymbolBlock
+from mxnet.module import BucketingModule
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
 from ..patches.cached_op import Source
 from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
-from .arguments import Conversion, Names
 from .blocks import Examples, contexts_of, rebuilt, trace
-from .symbols import Params, cast_params, convert
+from .options import Names, Options
+from .outputs import Model
+from .symbols import Converted, Params, cast_params, convert
 
-__all__ = ["convert_hybrid_block", "convert_model", "convert_symbol"]
+__all__ = [
+    "convert_bucketing_module",
+    "convert_hybrid_block",
+    "convert_model",
+    "convert_symbol",
+    "converted_model",
+]
+
+NO_MODULE = "convert_bucketing_module takes a BucketingModule, not {given}"
+NOT_BOUND = "bind the BucketingModule and initialize its parameters before converting"
 
 
 def convert_symbol(
@@ -39,7 +51,7 @@ def convert_symbol(
     keep_io_types: bool = True,
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> Symbol:
-    """Return a float32 symbol with casts inserted.
+    """Return a copy of a float32 symbol with casts inserted.
 
     >>> import mxnet as mx, mxamp as amp
     >>> net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
@@ -49,8 +61,6 @@ def convert_symbol(
 
     Parameters
     ----------
-    sym : Symbol
-        Stays as it is.
     target_dtype : str or dtype, default "float16"
         "float16" or "bfloat16".
     target_dtype_ops, fp32_ops, widest_dtype_ops : list of str, optional
@@ -64,8 +74,8 @@ def convert_symbol(
     data_names : list of str, optional
         The inputs that are no parameters. Never cast offline.
     cast_optional_params : bool, default False
-        Give parameters that are only read in the target dtype that dtype, with no cast in the
-        graph; their values must then be cast too, which `convert_model` does.
+        Change the dtype of parameters that are only read in the target dtype, so that the graph
+        needs no cast; their values must then be cast too, which `convert_model` does.
     policy : Policy, optional
         In place of `target_dtype` and the operator lists. The default one is for the kind of
         device this machine has: to convert for GPUs on a machine without one, give
@@ -79,22 +89,11 @@ def convert_symbol(
     Raises
     ------
     UnknownNameError
-        An operator, node or input that is not there, with the closest match.
+        There is no such operator, node or input; the message has the closest match.
     ArgumentError
-        Arguments of wrong types, or an operator in two lists.
+        An argument has the wrong type, or an operator is in two lists.
     """
-    policy = Policy.from_lists(
-        target_dtype,
-        target_dtype_ops,
-        fp32_ops,
-        widest_dtype_ops,
-        conditional_fp32_ops,
-        policy=policy,
-    )
-    conversion = Conversion(
-        policy, excluded_sym_names, data_names, cast_optional_params, keep_io_types, input_dtypes
-    )
-    return convert(sym, conversion).symbol
+    return convert(sym, Options.of(locals())).symbol
 
 
 def convert_model(
@@ -114,7 +113,7 @@ def convert_model(
     input_dtypes: Optional[Mapping[str, Any]] = None,
     fuse: bool = False,
 ) -> Tuple[Symbol, Params, Params]:
-    """Return a float32 model's symbol and parameters, converted as by `convert_symbol`.
+    """Return the symbol and parameters of a float32 model, converted to mixed precision.
 
     ::
 
@@ -122,37 +121,28 @@ def convert_model(
         sym, args, auxs = amp.convert_model(*model, target_dtype="bfloat16")
         mx.model.save_checkpoint("resnet-bf16", 0, sym, args, auxs)
 
-    The parameters come back in new dictionaries; with `cast_optional_params` those that are read
-    in the target dtype alone are cast to it.
+    The arguments are those of `convert_symbol`. The parameters come back in new dictionaries. With
+    `cast_optional_params`, parameters that are only read in the target dtype are cast to it.
 
-    `fuse=True` is for inference on CPUs, in bfloat16 or float32: BatchNorms are folded, in float32,
-    into the products before them, and oneDNN's fused operators take the place of products with
-    activations and sums behind them. The model runs on MXNet's CPU builds only then, and does not
-    train; parameters are cast as with `cast_optional_params`.
+    `fuse=True` is for inference on CPUs, in bfloat16 or float32. It folds BatchNorms, in float32,
+    into the products before them, and replaces products with the activations and sums behind them
+    by oneDNN's fused operators. The model then runs only on MXNet's CPU builds and does not train;
+    parameters are cast as with `cast_optional_params`.
     """
+    options = Options.of(locals())
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
             raise ArgumentError(f"{name} must map names to NDArrays, not {shown(params)}")
-    policy = Policy.from_lists(
-        target_dtype,
-        target_dtype_ops,
-        fp32_ops,
-        widest_dtype_ops,
-        conditional_fp32_ops,
-        policy=policy,
-    )
-    conversion = Conversion(
-        policy,
-        excluded_sym_names,
-        cast_optional_params=cast_optional_params,
-        keep_io_types=keep_io_types,
-        input_dtypes=input_dtypes,
-        fuse=fuse,
-    )
-    converted = convert(sym, conversion, {**arg_params, **aux_params})
+    return converted_model((sym, arg_params, aux_params), options)
+
+
+def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Params]:
+    """Return a model converted by checked options."""
+    symbol, args, auxs = model
+    converted = convert(symbol, options, {**args, **auxs})
     values = cast_params(converted.params, converted.inputs)
-    auxs = {name: value for name, value in values.items() if name in aux_params}
-    return converted.symbol, {n: v for n, v in values.items() if n not in auxs}, auxs
+    new_auxs = {name: values.pop(name) for name in auxs if name in values}
+    return converted.symbol, values, new_auxs
 
 
 def convert_hybrid_block(
@@ -172,7 +162,7 @@ def convert_hybrid_block(
     example_inputs: Examples = None,
     fuse: bool = False,
 ) -> SymbolBlock:
-    """Return a mixed-precision block that is called as `block` is.
+    """Return a mixed-precision copy of a block, which is called the same way.
 
     ::
 
@@ -181,61 +171,129 @@ def convert_hybrid_block(
         fast = amp.convert_hybrid_block(net, "bfloat16")
         fast(data)
 
-    or, of a block that was not hybridized and run::
+    A block that was not hybridized and run needs an example::
 
         fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=example)
 
-    Nested inputs and outputs and the states of recurrent layers are as the block's own. The new
-    block holds copies of the parameters that its graph reads, under the same names, and trains;
-    what `cast_optional_params` has cast is frozen: for inference, where it saves the casts.
+    Nested inputs and outputs and the states of recurrent layers keep their form. The new block
+    holds copies of the parameters that its graph reads, under the same names, and trains.
+    Parameters cast by `cast_optional_params` are frozen: for inference, where it saves the casts.
 
-    In bfloat16 the block runs tuned to the shapes that it is given, as blocks do after `init`;
-    what it exports is the converted graph. Without `policy.untuned()` the two may differ by
-    rounding.
+    In bfloat16 the block runs a graph tuned to the shapes of its inputs, as blocks do after `init`,
+    and exports the converted graph. The two may differ by rounding, except with
+    `policy.untuned()`.
 
     Parameters
     ----------
-    block : HybridBlock
-        Stays as it is.
     ctx : Context or list of Context, optional
         Where the new block's parameters are; by default on the current context.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, to trace a block that has no graph yet.
     fuse : bool, default False
-        As of `convert_model`. The new block's parameters are all frozen then.
+        As for `convert_model`. It freezes all parameters of the new block.
 
     The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
-    data of another half precision or float32 that is given to it.
+    data given to it in float32 or the other half precision.
 
     Raises
     ------
     StateError
         The block has no graph yet and no example was given, or a parameter has no value.
     """
-    policy = Policy.from_lists(
-        target_dtype,
-        target_dtype_ops,
-        fp32_ops,
-        widest_dtype_ops,
-        conditional_fp32_ops,
-        policy=policy,
-    )
+    options = Options.of(locals())
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
-    conversion = Conversion(
-        policy,
-        excluded_sym_names,
-        cast_optional_params=cast_optional_params,
-        keep_io_types=keep_io_types,
-        input_dtypes=traced.dtypes_with(input_dtypes),
-        fuse=fuse,
-    )
-    converted = convert(traced.symbol, conversion, traced.values())
+    options = replace(options, input_dtypes=traced.dtypes_with(input_dtypes))
+    converted = convert(traced.symbol, options, traced.values())
     values = cast_params(converted.params, converted.inputs)
-    frozen = values if fuse else converted.inputs
-    # With other dtypes of inputs and outputs than its own, the source is another model.
-    source = None
-    if keep_io_types:
+    frozen = values if options.fuse else converted.inputs
+    if not keep_io_types:  # with other dtypes at its boundary, the source graph is another model
+        source, input_dtypes = None, converted.data
+    else:
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
-    taken = {} if keep_io_types else converted.data
-    return rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, taken, fuse)
+        input_dtypes = {}
+    fast = rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, input_dtypes)
+    fast._is_fused = options.fuse
+    return fast
+
+
+def convert_bucketing_module(
+    bucketing_mod: BucketingModule,
+    target_dtype: Any = DEFAULT_TARGET,
+    target_dtype_ops: Names = None,
+    fp32_ops: Names = None,
+    conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
+    excluded_sym_names: Layers = None,
+    cast_optional_params: bool = False,
+    *,
+    widest_dtype_ops: Names = None,
+    policy: Optional[Policy] = None,
+    keep_io_types: bool = True,
+    input_dtypes: Optional[Mapping[str, Any]] = None,
+) -> BucketingModule:
+    """Return a copy of a `BucketingModule` with the symbol of each bucket converted.
+
+    ::
+
+        converted = amp.convert_bucketing_module(module, "bfloat16", fp32_ops=["softmax"])
+
+    Parameters
+    ----------
+    bucketing_mod : BucketingModule
+        A float32 module, bound and with parameters.
+    cast_optional_params : bool, default False
+        Cast the parameters that every bucket reads in the target dtype only: buckets share their
+        parameters.
+
+    The other parameters are those of `convert_symbol`, for every bucket.
+
+    Raises
+    ------
+    ArgumentError
+        `bucketing_mod` is no `BucketingModule`, or `convert_symbol` refuses an argument.
+    StateError
+        The module is not bound, or has no parameters yet.
+    """
+    if not isinstance(bucketing_mod, BucketingModule):
+        raise ArgumentError(NO_MODULE.format(given=shown(bucketing_mod)))
+    if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
+        raise StateError(NOT_BOUND)
+    options = Options.of(locals())
+    args, auxs = bucketing_mod.get_params()
+    buckets = _converted_buckets(bucketing_mod, options, {**args, **auxs})
+    # A bucket returns new values only for the parameters that its graph reads.
+    held = {
+        name: one.params[name]
+        for one in buckets.values()
+        for name in one.source.input_names
+        if name in one.params
+    }
+    values = cast_params({**args, **auxs, **held}, next(iter(buckets.values())).inputs)
+    return BucketingModule.load_dict(
+        {key: one.symbol for key, one in buckets.items()},
+        sym_gen=bucketing_mod._sym_gen,
+        arg_params={name: values[name] for name in args},
+        aux_params={name: values[name] for name in auxs},
+        default_bucket_key=bucketing_mod._default_bucket_key,
+        logger=bucketing_mod.logger,
+        context=bucketing_mod._context,
+        work_load_list=bucketing_mod._work_load_list,
+        fixed_param_names=bucketing_mod._fixed_param_names,
+        state_names=bucketing_mod._state_names,
+        group2ctxs=bucketing_mod._group2ctxs,
+        compression_params=bucketing_mod._compression_params,
+    )
+
+
+def _converted_buckets(
+    module: BucketingModule, options: Options, params: Mapping[str, NDArray]
+) -> Dict[Any, Converted]:
+    """Convert the symbol of each bucket so that all take the same parameters in the same dtypes."""
+    symbols = {key: bucket._symbol for key, bucket in module._buckets.items()}
+    buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}
+    common = set.intersection(*(set(one.inputs) for one in buckets.values()))
+    not_common = frozenset(name for one in buckets.values() for name in one.inputs) - common
+    if not not_common:
+        return buckets
+    options = replace(options, not_offline=not_common)
+    return {key: convert(symbol, options, params) for key, symbol in symbols.items()}

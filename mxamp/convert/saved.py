@@ -1,95 +1,94 @@
-"""Models in files, `PREFIX-symbol.json` and `PREFIX-NNNN.params`: found, checked and read."""
+"""Saved models, `PREFIX-symbol.json` and `PREFIX-NNNN.params`: read, and replaced as a pair.
 
+MXNet opens the two files by name, one after the other, so no single step replaces both for a
+reader: not a swap of folders, and not a link. Three safeguards keep a reader from the symbol of one
+model and the parameters of another:
+
+- The new files are on disk and read back before anything changes. A rename of their folder then
+  marks them as complete, and two renames are left. If one fails, the old pair is put back. If the
+  process is killed, the next read or write with mxamp finishes them.
+- In between, plain MXNet gets an error, never numbers. Where another symbol is replaced, all
+  parameters are renamed, so that either symbol asks for names that the other's parameters lack.
+- Writers take turns, by a lock on the folder that a killed process releases.
+"""
+
+import hashlib
 import json
 import logging
 import operator
 import os
 import re
+import shutil
 import struct
+import zlib
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from errno import EXDEV
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import (
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 import mxnet as mx
 from mxnet.base import MXNetError
-from mxnet.gluon import Parameter
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, unknown
+from ..errors import ArgumentError, WriteError, unknown
+from ..framework.files import (
+    NOT_THE_SAME,
+    checked_folder,
+    checksum,
+    confirmed,
+    locked,
+    place_of,
+    remove_orphans,
+    sync_to_disk,
+    take_mode,
+    temporary_beside,
+    writing,
+)
+from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
 from ..graph.ir import Graph
-from .compare import Model
-from .pairs import finish_replacing, pair_state
+from .outputs import Model
 
 __all__ = [
-    "check_symbol_json",
+    "IS_THERE",
     "epochs_of",
     "files_to_write",
     "load_model",
     "model_files",
-    "saved_alike",
+    "replaced_files",
     "saved_semantics",
+    "write_model",
 ]
-
-
-def check_symbol_json(text: str) -> None:
-    """Raise an `ArgumentError` of one sentence where `text` is no symbol's JSON."""
-    try:
-        data = json.loads(text, strict=False)  # MXNet writes control characters as they are
-        _check_graph(data)
-    except json.JSONDecodeError as error:
-        raise ArgumentError(f"it is no JSON, or was cut off: {error}") from None
-    except RecursionError:
-        raise ArgumentError("it is nested too deeply") from None
-    for what in ("nodes", "heads"):
-        if not data[what]:
-            raise ArgumentError(f"its list of {what} is empty")
-
-
-def _check_graph(data: Any) -> None:
-    nodes = data.get("nodes") if isinstance(data, dict) else None
-    heads = data.get("heads") if isinstance(data, dict) else None
-    if not isinstance(nodes, list) or not isinstance(heads, list):
-        raise ArgumentError("it has no lists of nodes and heads")
-    for i, node in enumerate(nodes):
-        if not isinstance(node, dict) or not all(
-            isinstance(node.get(key), str) for key in ("op", "name")
-        ):
-            raise ArgumentError(f"node {i} has no op and name")
-        # Inputs come before what reads them: no cycles.
-        _check_entries(node.get("inputs", []), i, f"node {i} ({node['name']!r})")
-        for body in node.get("subgraphs", ()):
-            _check_graph(body)
-    _check_entries(heads, len(nodes), "an output")
-
-
-def _check_entries(entries: Any, limit: int, what: str) -> None:
-    if not isinstance(entries, list):
-        raise ArgumentError(f"{what} has no list of inputs")
-    for entry in entries:
-        # Two numbers, or three: the node, its output, a version.
-        right = isinstance(entry, list) and len(entry) >= len(("node", "output"))
-        if not right or not all(type(part) is int and part >= 0 for part in entry):
-            raise ArgumentError(f"{what} reads {entry!r}, which is no output of a node")
-        if entry[0] >= limit:
-            raise ArgumentError(f"{what} reads node {entry[0]}, which does not come before it")
-
 
 logger = logging.getLogger("mxamp")
 
 Prefix = Union[str, "os.PathLike[str]"]
+Files = Tuple[Path, Path]
 
-# A file of arrays: its magic, a reserved number, how many arrays, and the first one's magic
-# (NDArray::Load in MXNet's ndarray.cc).
+_SYMBOL = "-symbol.json"
+_READY = ".mxamp-ready"
+_TRIES = 100  #: reads of a pair of files that is replaced meanwhile
+
+# The start of a parameter file: its magic, a reserved number, how many arrays, and the magic of the
+# first array (NDArray::Load in MXNet's ndarray.cc).
 _FIRST_ARRAY = struct.Struct("<QQQI")
 _NUMPY_ARRAY = 0xF993FACA
 
-# As often a pair is read that is replaced meanwhile.
-_TRIES = 100
-
 _PART = re.compile(r"(.+?)(-symbol\.json|-(\d{4})\.params|\.onnx|\.json|\.params)$")
-# How Gluon and Symbol call the parameters of the node in front of these.
+# The names that Gluon and Symbol give to the parameters of a node, after the node's name.
 _PARAMETER = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
 
 NO_EPOCH = "epoch must be a whole number, that in the name of the parameter file, not {given}"
@@ -104,8 +103,9 @@ A_FILE = (
 NO_LAST_PART = "out must end in a name for the files to write, such as {example!r}, not {out!r}"
 NOT_A_FILE = "{path!r} is {what}, and not a file"
 NO_FILE = "there is no file {path!r}{hint}"
+IS_THERE = "{path!r} is there already: give another out, or overwrite it with force=True"
 UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
-CHANGES = "{path!r} and its parameters are replaced all the time: read them when that has ended"
+CHANGES = "{path!r} and its parameters keep being replaced: read them when that has ended"
 NO_SYMBOL = "{path!r} can't be read as a symbol: {why}"
 NOT_REGISTERED = (
     "{path!r} uses the custom operator {name!r}, which is not registered: import the module that "
@@ -121,36 +121,51 @@ OTHER_PARAMS = (
     "the parameters in {params!r} are not those of {symbol!r}: {missing} missing{names}, "
     "and {more} that the symbol does not have{others}"
 )
+RENAMED = (
+    "%s replaces another symbol: the names of its parameters begin with %s now, so that the old "
+    "symbol can't be loaded with them"
+)
+ONE_FILE = (
+    "{first!r} and {second!r} lead to one file, {place!r}: remove the link, or give another name"
+)
+MIXED = (
+    "{first!r} and {second!r} are of different models now: moving the new files to their places "
+    "failed ({why}), and so did putting the old ones back: write them again"
+)
 
 
-def model_files(prefix: Prefix, epoch: int) -> Tuple[Path, Path]:
-    """Return where the symbol and the parameters of a saved model are."""
-    if not os.fspath(prefix):
-        raise ArgumentError(EMPTY)
+# ---------------------------------------------------------------------- names of files
+
+
+def model_files(prefix: Prefix, epoch: int) -> Files:
+    """Return the paths of the symbol and the parameters of a saved model."""
     name = os.fspath(prefix)
+    if not name:
+        raise ArgumentError(EMPTY)
     try:
-        return Path(f"{name}-symbol.json"), Path(f"{name}-{operator.index(epoch):04d}.params")
+        return Path(name + _SYMBOL), Path(f"{name}-{operator.index(epoch):04d}.params")
     except TypeError:
         raise ArgumentError(NO_EPOCH.format(given=shown(epoch))) from None
 
 
-def files_to_write(out: Prefix, epoch: int) -> Tuple[Path, Path]:
-    """Return where a model is saved as `out`, which is a prefix that ends in a name."""
-    folder, last = os.path.split(os.fspath(out))
-    part = _PART.match(os.fspath(out))
+def files_to_write(out: Prefix, epoch: int) -> Files:
+    """Return the paths to save a model as `out`; raise unless that is a prefix ending in a name."""
+    name = os.fspath(out)
+    part = _PART.match(name)
     if part is not None:
-        raise ArgumentError(A_FILE.format(out=os.fspath(out), prefix=part[1]))
-    # Of these MXNet, given a folder and the last part, makes a path that leads out of the folder.
-    if os.fspath(out) and not last.strip("."):
+        raise ArgumentError(A_FILE.format(out=name, prefix=part[1]))
+    folder, last = os.path.split(name)
+    # MXNet would write the files of "folder/.." outside the folder.
+    if name and not last.strip("."):
         example = os.path.join(folder, "model")
-        raise ArgumentError(NO_LAST_PART.format(out=os.fspath(out), example=example))
+        raise ArgumentError(NO_LAST_PART.format(out=name, example=example))
     return model_files(out, epoch)
 
 
 def epochs_of(prefix: Prefix) -> List[int]:
-    """Return the epochs that there are parameters of, sorted."""
+    """Return the sorted epochs for which there are parameter files."""
     symbol, _ = model_files(prefix, 0)
-    name = re.escape(symbol.name[: -len("-symbol.json")])
+    name = re.escape(symbol.name[: -len(_SYMBOL)])
     try:
         files = os.listdir(symbol.parent)
     except OSError:
@@ -159,14 +174,17 @@ def epochs_of(prefix: Prefix) -> List[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+# ---------------------------------------------------------------------- reading
+
+
 def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
-    """Return a context in which a saved model can be read and run: NumPy's shapes, or classic ones.
+    """Return a context with the shape semantics, NumPy's or classic, that a saved model needs.
 
     MXNet marks each array of a file with the semantics that were on when it was saved, and loads it
     under the same only.
     """
     path, head = model_files(prefix, epoch)[1], b""
-    # load_model says what is missing; a pipe would be waited for.
+    # load_model reports a missing file; reading a pipe would block.
     with suppress(OSError):
         if path.is_file():
             with open(path, "rb") as file:
@@ -178,30 +196,50 @@ def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
 def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     """Read a saved model: (symbol, arg_params, aux_params).
 
-    Reads again where the files are replaced meanwhile. Raises `ArgumentError`, with the file's
-    name, where a file is missing or damaged, or where the parameters are not those of the symbol.
+    Retries while the files are replaced. Raises `ArgumentError`, with the file's name, where a file
+    is missing or damaged, or where the parameters are not those of the symbol.
     """
     files = model_files(prefix, epoch)
     for _ in range(_TRIES):
-        try:
-            finish_replacing(files)
-        except OSError as error:
-            raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
-        before = pair_state(files)
+        _finish_interrupted(files)
+        before = _state(files)
         if before is None:
             continue
         try:
             model = _load(prefix, epoch, files)
         except ArgumentError:
-            if pair_state(files) == before:
+            if _state(files) == before:
                 raise
         else:
-            if pair_state(files) == before:
+            if _state(files) == before:
                 return model
     raise ArgumentError(CHANGES.format(path=str(files[0])))
 
 
-def _load(prefix: Prefix, epoch: int, files: Tuple[Path, Path]) -> Model:
+def _finish_interrupted(files: Files) -> None:
+    """Finish the replacement of a pair of files by a process that was killed."""
+    # Not Path.is_dir, which raises where a name is too long for a file.
+    if os.path.isdir(_ready(files)):
+        try:
+            with locked(files[0].parent):
+                _finish(files)
+        except OSError as error:
+            raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
+
+
+def _state(files: Files) -> Optional[Sequence[Any]]:
+    """Return a value that changes when the files are replaced; None while they are."""
+    if os.path.isdir(_ready(files)):
+        return None
+    state: List[Any] = []
+    for path in files:
+        with suppress(OSError):
+            found = os.stat(path)
+            state.append((path, found.st_ino, found.st_size, found.st_mtime_ns))
+    return state
+
+
+def _load(prefix: Prefix, epoch: int, files: Files) -> Model:
     for path in files:
         if not os.path.exists(path):
             raise _missing(prefix, path)
@@ -216,7 +254,7 @@ def _load(prefix: Prefix, epoch: int, files: Tuple[Path, Path]) -> Model:
 
 
 def _missing(prefix: Prefix, path: Path) -> ArgumentError:
-    """Return the error for a file that is not there, with what was probably meant."""
+    """Return the error for a missing file, with a hint at the right argument."""
     name = os.fspath(prefix)
     part = _PART.match(name)
     if part is not None:
@@ -234,34 +272,60 @@ def _missing(prefix: Prefix, path: Path) -> ArgumentError:
 
 def _read_symbol(path: Path) -> Symbol:
     try:
-        check_symbol_json(path.read_bytes().decode())
+        _check_symbol(path.read_bytes().decode())
         return mx.sym.load(str(path))
     except UnicodeDecodeError:
         why = "it is no text"
     except (ArgumentError, OSError) as error:
         why = str(error)
     except MXNetError as error:
-        why = _unknown_attribute(str(error)) or _last_line(error)
         custom = re.search(r"Cannot find custom operator (\S+)", str(error))
         if custom is not None:
-            said = NOT_REGISTERED.format(path=str(path), name=custom[1])
-            raise ArgumentError(said) from None
+            message = NOT_REGISTERED.format(path=str(path), name=custom[1])
+            raise ArgumentError(message) from None
+        why = _unknown_attribute(str(error)) or _last_line(error)
     raise ArgumentError(NO_SYMBOL.format(path=str(path), why=why))
 
 
-def _unknown_attribute(said: str) -> Optional[str]:
-    """Return what is wrong where MXNet knows no such attribute; it lists those there are."""
+def _check_symbol(text: str) -> None:
+    """Raise `ArgumentError` unless `text` is the JSON of a graph; MXNet checks its operators."""
+    try:
+        _check_graph(json.loads(text, strict=False))  # MXNet doesn't escape control characters
+    except json.JSONDecodeError as error:
+        raise ArgumentError(f"it is no JSON, or was cut off: {error}") from None
+    except RecursionError:
+        raise ArgumentError("it is nested too deeply") from None
+    except (AttributeError, LookupError, TypeError):
+        raise ArgumentError("it has no lists of nodes and heads with their names") from None
+
+
+def _check_graph(data: Any) -> None:
+    for what in ("nodes", "heads"):
+        if not data[what]:
+            raise ArgumentError(f"its list of {what} is empty")
+    for i, node in enumerate(data["nodes"]):
+        name = f"node {i} ({node['op']} {node['name']!r})"
+        # MXNet loads a graph with a cycle, and may not come back.
+        for source in [entry[0] for entry in node.get("inputs", ())]:
+            if not 0 <= source < i:
+                raise ArgumentError(f"{name} reads node {source}, which does not come before it")
+        for body in node.get("subgraphs", ()):
+            _check_graph(body)
+
+
+def _unknown_attribute(message: str) -> Optional[str]:
+    """Return what an MXNet error about an unknown attribute says, in one line with the closest."""
     found = re.search(
-        r"Cannot find argument '(.*?)'.*in operator (\w+)\(name=\"(.*?)\"", said, re.S
+        r"Cannot find argument '(.*?)'.*in operator (\w+)\(name=\"(.*?)\"", message, re.S
     )
     if found is None:
         return None
-    attribute, operator, node = found.groups()
-    known = re.findall(r"^(\w+) : ", said, re.M)
-    return f"{operator} {node!r}: {unknown('attribute', attribute, known)}"
+    attribute, operator_name, node = found.groups()
+    known = re.findall(r"^(\w+) : ", message, re.M)
+    return f"{operator_name} {node!r}: {unknown('attribute', attribute, known)}"
 
 
-def _read_params(path: Path) -> Tuple[Mapping[str, NDArray], Mapping[str, NDArray]]:
+def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
     try:
         arrays = mx.nd.load(str(path))
     except (MXNetError, OSError, ValueError, MemoryError) as error:
@@ -274,10 +338,8 @@ def _read_params(path: Path) -> Tuple[Mapping[str, NDArray], Mapping[str, NDArra
     return next(kinds), next(kinds)
 
 
-def _check_together(
-    files: Tuple[Path, Path], symbol: Symbol, params: Mapping[str, NDArray]
-) -> None:
-    """Raise where parameters are missing; warn of those that are too many."""
+def _check_together(files: Files, symbol: Symbol, params: Mapping[str, NDArray]) -> None:
+    """Raise where the symbol's parameters are missing; warn about parameters it does not have."""
     inputs = symbol.list_inputs()
     missing = sorted(_surely_parameters(symbol) - params.keys())
     more = sorted(params.keys() - set(inputs))
@@ -297,7 +359,7 @@ def _check_together(
 
 
 def _surely_parameters(symbol: Symbol) -> Set[str]:
-    """Return the inputs that can't be data: auxiliary states, and those named after their reader.
+    """Return the inputs that can't be data: auxiliary states, and inputs named after their node.
 
     MXNet calls the inputs of node "fc" fc_weight and fc_bias; Gluon's node is called fc_fwd.
     """
@@ -318,26 +380,188 @@ def _in_brackets(names: Sequence[str]) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """Return what MXNet says at the end of its message, after the check that has failed."""
+    """Return the end of an MXNet error message, after the check that failed."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].rpartition(": ")[2]
 
 
-@contextmanager
-def saved_alike(params: Iterable[Parameter]) -> Iterator[None]:
-    """Have MXNet save parameters in bfloat16 with NumPy semantics too.
+# ---------------------------------------------------------------------- writing
 
-    It saves NumPy's arrays alone there, and can't copy those that are in bfloat16.
+
+def write_model(model: Model, files: Files, epoch: int, force: bool = True) -> str:
+    """Write a model to its two files, which are replaced together or not at all.
+
+    Returns the prefix of the parameters' names if they had to be renamed, else "". Without `force`,
+    raises `ArgumentError` if there is a file already. Raises `WriteError` where writing fails.
     """
-    if not mx.util.is_np_array():
-        yield
-        return
-    kept = {param: param._data for param in params if param._data is not None}
+    prefix = files[0].name[: -len(_SYMBOL)]
+    with replaced_files(files) as (folder, is_locked):
+        # Under the lock: another process may have written them during the conversion.
+        for path in files:
+            if path.exists() and not force:
+                raise ArgumentError(IS_THERE.format(path=str(path)))
+        model, start = _with_new_names(model, files[0], is_locked)
+        try:
+            mx.model.save_checkpoint(str(folder / prefix), epoch, *model, remove_amp_cast=False)
+            mx.nd.waitall()
+            sync_to_disk(folder / files[1].name)
+            checksum(folder / files[1].name)  # reads the file from the disk, not from the cache
+            symbol, *params = load_model(folder / prefix, epoch)
+        except (ArgumentError, MXNetError) as error:
+            raise OSError(NOT_THE_SAME) from error
+        same = [_sums(one) for one in params] == [_sums(one) for one in model[1:]]
+        if not same or _json(symbol) != _json(model[0]):
+            raise OSError(NOT_THE_SAME)
+    return start
+
+
+def _json(symbol: Symbol) -> str:
+    return str(symbol.tojson(remove_amp_cast=False))
+
+
+def _sums(params: Mapping[str, NDArray]) -> Mapping[str, Any]:
+    """Return the shape, dtype and checksum of each parameter."""
+    return {
+        name: (array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes()))
+        for name, array in params.items()
+    }
+
+
+def _with_new_names(model: Model, path: Path, is_locked: bool) -> Tuple[Model, str]:
+    """Return a model with renamed parameters if `path` may hold another symbol, and their prefix.
+
+    The prefix is a hash of the symbol: the same symbol gets the same names each time.
+    """
+    text, old = _json(model[0]), path.read_bytes() if path.exists() else None
+    names = model[1].keys() | model[2].keys()
+    # Without a lock another process may be writing another symbol right now.
+    if not names or old == text.encode() or (old is None and is_locked):
+        return model, ""
+    start = f"amp{hashlib.sha256(text.encode()).hexdigest()[:8]}_"
+    graph = Graph.from_symbol(model[0])
+    nodes = [
+        replace(node, name=start + node.name) if node.is_variable and node.name in names else node
+        for node in graph.nodes
+    ]
+    symbol = replace(graph, nodes=nodes).to_symbol(type(model[0]))
+    if _json(symbol).encode() != old:
+        logger.info(RENAMED, path, start)
+    args, auxs = ({start + name: array for name, array in one.items()} for one in model[1:])
+    return (symbol, args, auxs), start
+
+
+# ---------------------------------------------------------------------- replacing a pair
+
+
+@contextmanager
+def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
+    """Yield a folder to write files with the names of `paths`, which they replace together.
+
+    The second value is whether other writers wait. The files are on disk before `paths` change.
+    Links stay links, and files keep the modes of the old ones. Removes temporary files that killed
+    processes left. On any failure raises `WriteError` and leaves `paths` unchanged.
+    """
+    for path in paths:
+        checked_folder(path)
+    first, places = paths[0], [place_of(path) for path in paths]
+    if places[0] == places[1]:
+        given = {"first": str(paths[0]), "second": str(paths[1]), "place": str(places[0])}
+        raise ArgumentError(ONE_FILE.format(**given))
+    folder = temporary_beside(first)
+    aside = [temporary_beside(place, "old-") for place in places]
+    with writing(first), locked(first.parent) as is_locked:
+        _finish(paths)
+        for path in (first, *places):
+            remove_orphans(path)
+        try:
+            folder.mkdir(exist_ok=True)
+            yield folder, is_locked
+            for path, place in zip(paths, places):
+                take_mode(folder / path.name, place)
+                sync_to_disk(folder / path.name)
+            sync_to_disk(folder)
+            _switch(folder, paths, places, aside)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            for temporary in aside:
+                with suppress(OSError):
+                    temporary.unlink()
+        with confirmed(first):
+            for parent in {first.parent, *(place.parent for place in places)}:
+                sync_to_disk(parent)
+
+
+def _switch(
+    folder: Path, paths: Sequence[Path], places: Sequence[Path], aside: Sequence[Path]
+) -> None:
+    """Move both files of a folder to their places; roll back if that fails."""
+    ready = _ready(paths)
+    old = [_kept(place, name) for place, name in zip(places, aside)]
+    folder.replace(ready)
     try:
-        for param, arrays in kept.items():
-            param._data = [array.as_nd_ndarray() for array in arrays]
-        with mx.util.np_array(False):
-            yield
-    finally:
-        for param, arrays in kept.items():
-            param._data = arrays
+        sync_to_disk(ready.parent)
+        # The symbol last: without it nobody reads the parameters.
+        for path, place in reversed(list(zip(paths, places))):
+            _move(ready / path.name, place)
+    except BaseException as error:
+        try:
+            # First, so that no other process finishes the replacement.
+            ready.replace(folder)
+            for place, kept in zip(places, old):
+                if kept is None:
+                    place.unlink(missing_ok=True)
+                else:
+                    kept.replace(place)
+        except OSError:
+            given = {"first": str(paths[0]), "second": str(paths[1]), "why": str(error)}
+            raise WriteError(MIXED.format(**given)) from error
+        raise
+    with suppress(OSError):  # an empty folder, which the next write removes
+        ready.rmdir()
+
+
+def _kept(place: Path, name: Path) -> Optional[Path]:
+    """Return `name` as a second name for a file, or a copy of it; None where there is no file."""
+    if not place.exists():
+        return None
+    try:
+        os.link(place, name)
+    except OSError:  # a file system without hard links, or a file of another user
+        shutil.copy2(place, name)
+    return name
+
+
+def _finish(paths: Sequence[Path]) -> None:
+    """Move files that are ready to their places."""
+    ready = _ready(paths)
+    # Without a lock two processes may do this at once.
+    with suppress(FileNotFoundError):
+        for made in sorted(ready.iterdir()):
+            with suppress(FileNotFoundError):
+                _move(made, place_of(ready.parent / made.name))
+        sync_to_disk(ready.parent)
+        ready.rmdir()
+
+
+def _move(made: Path, place: Path) -> None:
+    """Move a file to its place, which may be on another file system."""
+    try:
+        made.replace(place)
+    except OSError as error:
+        if error.errno != EXDEV:
+            raise
+        beside = temporary_beside(place)
+        try:
+            shutil.copy(made, beside)
+            sync_to_disk(beside)
+            if checksum(beside) != checksum(made):
+                raise OSError(NOT_THE_SAME) from None
+            beside.replace(place)
+        finally:
+            beside.unlink(missing_ok=True)
+        made.unlink()
+
+
+def _ready(paths: Sequence[Path]) -> Path:
+    """Return the folder whose existence says that new files are complete and to be moved."""
+    return paths[0].with_name(f".{paths[0].name}{_READY}")

@@ -1,36 +1,52 @@
-"""One symbol converted: the rewrite, dtypes recorded, casts made offline, casts kept on save."""
+"""Conversion of one symbol: casts inserted, parameters cast offline, dtypes recorded."""
 
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+import functools
+import logging
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Set, Type
 
+import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
-from ..framework.arrays import cast, copy
+from ..framework.arrays import cast, copy, float32_parts
 from ..framework.machine import DTYPE_CODES, dtype_name
-from ..framework.wording import shown
+from ..framework.wording import counted, shown
 from ..graph.casts.builder import HALVES, is_converted
 from ..graph.casts.insert import rewrite
 from ..graph.casts.offline import (
     cast_offline,
+    count_losses,
     widened,
     with_copies,
     with_dtypes,
     with_single_variables,
     without_copies,
 )
-from ..graph.ir import Graph, Usage, collector_paused
+from ..graph.ir import CASTS, Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
 from ..graph.speed.shape_rules import choose
 from ..policy.active import suspended
+from ..policy.decision import CASTABLE
 from ..policy.policy import Policy
-from .arguments import Conversion, checked_policy, known_dtypes, known_names, names_of
-from .lossy import warn_of_losses, warn_of_values
+from ..policy.values import INFINITE_FROM
+from .options import Options, checked_policy, known_dtypes, known_names, names_of
 
 __all__ = ["Converted", "Params", "cast_params", "convert"]
 
+logger = logging.getLogger("mxamp")
+
 Params = Dict[str, NDArray]
 
+LOSSY = (
+    "casting parameter %r to %s turns %s into infinity and %s into zero: keep "
+    "what reads it in float32 with excluded_sym_names, or leave cast_optional_params off"
+)
+OVERFLOWS = (
+    "parameter %r holds %s that would be infinity in %s, in which it is read: keep what "
+    "reads it in float32 with excluded_sym_names"
+)
+NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 NO_DATA_NAMES = (
     "keep_io_types=False changes the dtype of inputs that are no parameters: name them in "
     "data_names, of {inputs}"
@@ -40,96 +56,90 @@ NO_DATA_NAMES = (
 class _KeepsCasts:
     """A symbol that keeps its casts when it is saved.
 
-    MXNet's `Symbol.save`, `tojson` and with them `export` and `save_checkpoint` strip `amp_cast`
-    unless told otherwise; a converted model saved so is the float32 one again, and can't be loaded
-    where parameters were cast.
+    By default MXNet's `Symbol.save` and `tojson`, and so `export` and `save_checkpoint`, strip
+    `amp_cast`. A converted model saved that way is float32 again, and can't be loaded where
+    parameters were cast.
     """
 
     __slots__ = ()
 
     def save(self, fname: str, remove_amp_cast: bool = False) -> None:
-        """Save it with its casts, whatever `remove_amp_cast` says."""
+        """Save the symbol with its casts; `remove_amp_cast` is ignored."""
         super().save(fname, remove_amp_cast=False)  # type: ignore[misc]
 
     def tojson(self, remove_amp_cast: bool = False) -> str:
-        """Return it as JSON with its casts, whatever `remove_amp_cast` says."""
+        """Return the symbol as JSON with its casts; `remove_amp_cast` is ignored."""
         return str(super().tojson(remove_amp_cast=False))  # type: ignore[misc]
 
 
-#: Made once each, so that equal symbols have one class.
-_classes: Dict[type, type] = {}
-
-
-def _keeping_casts(cls: type) -> type:
-    """Return the symbol class `cls` as one that keeps casts."""
+@functools.lru_cache(maxsize=None)
+def _keeping_casts(cls: Type[Any]) -> Type[Any]:
+    """Return the subclass of a symbol class that keeps casts."""
     if issubclass(cls, _KeepsCasts):
         return cls
-    if cls not in _classes:
-        _classes[cls] = type("Converted" + cls.__name__, (_KeepsCasts, cls), {"__slots__": ()})
-    return _classes[cls]
+    return type("Converted" + cls.__name__, (_KeepsCasts, cls), {"__slots__": ()})
 
 
 class Converted(NamedTuple):
-    """A converted model, and how it was made."""
+    """A converted symbol, and the graph and policy it was made from."""
 
     symbol: Symbol
-    inputs: Dict[str, str]  #: those it now takes in another dtype
-    data: Dict[str, str]  #: the dtypes of inputs that are no parameters
-    params: Params  #: of `source`: the values given, those of fused operators among them
+    inputs: Dict[str, str]  #: new dtypes of the inputs that were cast offline
+    data: Dict[str, str]  #: dtypes of the inputs that are no parameters
+    params: Params  #: values for `source`, including those of fused operators; not cast yet
     source: Graph  #: the graph without casts
-    policy: Policy  #: what decided
+    policy: Policy
 
 
 @collector_paused()
 def convert(
-    symbol: Symbol, conversion: Conversion, params: Optional[Mapping[str, NDArray]] = None
+    symbol: Symbol, options: Options, params: Optional[Mapping[str, NDArray]] = None
 ) -> Converted:
-    """Convert a symbol, or with `params` a model, as `convert_symbol` and `convert_model` say.
+    """Convert a symbol, or with `params` a model.
 
-    Where parameters are known, inputs that are none are its data, and precisions are chosen by
-    the parameters' shapes too.
+    With `params`, all other inputs are data, and the shapes of parameters decide precisions too.
     """
     if not isinstance(symbol, Symbol):
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     read = Graph.from_symbol(symbol)
     graph = without_copies(with_single_variables(read))
-    policy = checked_policy(conversion.policy, conversion.excluded_sym_names, graph)
-    data = _data_names(graph, conversion, params)
+    policy = checked_policy(options.policy, options.excluded_sym_names, graph)
+    data = _data_names(graph, options, params)
     held = dict(params or {})
     dtypes = known_dtypes(
-        symbol, {name: array.dtype for name, array in held.items()}, conversion.input_dtypes
+        symbol, {name: array.dtype for name, array in held.items()}, options.input_dtypes
     )
     if is_converted(graph):
         wide = _wide_params(graph, held, policy)
         graph = widened(graph, wide.keys())
         held.update(wide)
         dtypes.update(dict.fromkeys(wide, "float32"))
-    if conversion.fuse:
+    if options.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
-    kept = _not_offline(graph, data, conversion)
+    kept = _not_offline(graph, data, options)
     usage = Usage(
         dtypes,
         shapes,
         offline=frozenset(graph.input_names) - kept,
-        restore=conversion.keep_io_types,
+        restore=options.keep_io_types,
         converting=True,
     )
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
-    unchanged = new == graph == read and not conversion.fuse
-    new, inputs = _with_inputs_cast(with_dtypes(new, dtypes), kept, policy)
+    unchanged = new == graph == read and not options.fuse
+    new, inputs = cast_offline(with_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
-    warn_of_values(new, held, policy.target_dtype)
+    _warn_of_values(new, held, policy.target_dtype)
     if unchanged and not inputs and "amp_cast" not in read.operators:
         return Converted(symbol, {}, taken, held, graph, policy)
-    if not conversion.fuse:
+    if not options.fuse:
         new = with_copies(new, {**dtypes, **inputs})
-    written = new.to_symbol(_keeping_casts(type(symbol)))
+    written = new.to_symbol(_keeping_casts(type(symbol)))  # type: ignore[arg-type]
     return Converted(written, inputs, taken, held, graph, policy)
 
 
 def _wide_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Params:
-    """Return in float32 what an earlier conversion has cast to the other half precision."""
+    """Return in float32 the parameters that an earlier conversion cast to another half dtype."""
     other = HALVES - {policy.target_dtype}
     codes = {str(DTYPE_CODES[dtype]) for dtype in other}
     names = {node.name for node in graph.variables if node.attrs.get("__dtype__") in codes}
@@ -142,40 +152,67 @@ def _wide_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) ->
 
 
 def _data_names(
-    graph: Graph, conversion: Conversion, params: Optional[Mapping[str, NDArray]]
+    graph: Graph, options: Options, params: Optional[Mapping[str, NDArray]]
 ) -> Sequence[str]:
-    """Return the inputs that are no parameters."""
+    """Return the names of the inputs that are no parameters."""
     if params is not None:
         return [name for name in graph.input_names if name not in params]
-    names = names_of("data_names", conversion.data_names)
-    if not conversion.keep_io_types and conversion.data_names is None:
+    names = names_of("data_names", options.data_names)
+    if not options.keep_io_types and options.data_names is None:
         raise ArgumentError(NO_DATA_NAMES.format(inputs=", ".join(graph.input_names)))
     return known_names(names, graph.input_names, "input")
 
 
-def _not_offline(graph: Graph, data: Sequence[str], conversion: Conversion) -> Set[str]:
-    """Return the inputs that keep their dtype, whatever reads them."""
-    kept = set(conversion.not_offline)
-    if conversion.keep_io_types:
+def _not_offline(graph: Graph, data: Sequence[str], options: Options) -> Set[str]:
+    """Return the names of the inputs that are not cast offline."""
+    kept = set(options.not_offline)
+    if options.keep_io_types:
         kept.update(data)
-    if not (conversion.cast_optional_params or conversion.fuse):
+    if not options.casts_offline:
         kept.update(name for name in graph.input_names if name not in data)
     return kept
 
 
-def _with_inputs_cast(graph: Graph, kept: Set[str], policy: Policy) -> Tuple[Graph, Dict[str, str]]:
-    """Drop the casts of inputs that are to be given in the target dtype; return their dtypes."""
-    if kept.issuperset(graph.input_names):
-        return graph, {}
-    return cast_offline(graph, kept, policy.target_dtype)
-
-
 def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Params:
-    """Return the parameters cast to `dtypes`; those that lose values are named in the log."""
+    """Return the parameters cast to `dtypes`; log the names of those that lose values."""
     result = dict(params)
     with suspended():
         for name in params.keys() & dtypes.keys():
             # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
             result[name] = cast(copy(params[name]), dtypes[name])
-            warn_of_losses(name, params[name], result[name])
+            overflown, vanished = count_losses(params[name], result[name])
+            if overflown or vanished:
+                lost = counted(overflown, "finite value"), counted(vanished, "value")
+                logger.warning(LOSSY, name, dtypes[name], *lost)
     return result
+
+
+def _warn_of_values(graph: Graph, params: Mapping[str, NDArray], dtype: str) -> None:
+    """Warn about parameters with NaN or infinity, or that the converted `graph` casts to it."""
+    read = _cast_to(graph, dtype)
+    with suspended():
+        for name, array in params.items():
+            if dtype_name(array.dtype) not in CASTABLE or array.stype != "default":
+                continue
+            bad = over = 0
+            for values in float32_parts(array):
+                finite = np.isfinite(values)
+                bad += int((~finite).sum())
+                over += int((finite & (np.abs(values) >= INFINITE_FROM[dtype])).sum())
+            if bad:
+                logger.warning(NOT_FINITE, name, counted(bad, "value"), array.size)
+            if over and name in read:
+                logger.warning(OVERFLOWS, name, counted(over, "finite value"), dtype)
+
+
+def _cast_to(graph: Graph, dtype: str) -> Set[str]:
+    """Return the names of the variables that a graph casts to `dtype`, directly or copied."""
+    found = set()
+    for node in graph.nodes:
+        if node.op in CASTS and node.attrs.get("dtype") == dtype:
+            source = graph.nodes[node.inputs[0][0]]
+            if source.op == "_copy":
+                source = graph.nodes[source.inputs[0][0]]
+            if source.is_variable:
+                found.add(source.name)
+    return found

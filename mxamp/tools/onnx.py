@@ -1,4 +1,4 @@
-"""Models as ONNX: MXNet's exporter, given what it can't write itself, and the result checked."""
+"""Export to ONNX: MXNet's exporter on a graph that it can write, and a check of the result."""
 
 import tempfile
 from dataclasses import replace
@@ -9,8 +9,8 @@ import mxnet as mx
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..convert.arguments import known_names
-from ..convert.compare import Model, OutputError, error_of, finite_input, outputs_of
+from ..convert.options import known_names
+from ..convert.outputs import Model, OutputError, error_of, finite_input, outputs_of
 from ..errors import ArgumentError, InstallError, StateError
 from ..framework.arrays import dtypes_of
 from ..framework.files import checked_folder, write_file
@@ -23,13 +23,14 @@ from ..policy.values import is_true
 
 __all__ = ["export_onnx"]
 
-#: MXNet 1.9.1 writes operators as this version of ONNX's defines them.
+#: The version of ONNX's operators that MXNet 1.9.1 writes.
 OPSET, IR_VERSION = 13, 7
-_LARGE = 1000  #: elements from which a tensor is made of bytes: one by one takes minutes
-#: The largest relative error that the check lets pass; that of rounding is some hundredths.
+_LARGE = 1000  #: tensors from this size are made of bytes: one by one takes minutes
+#: The largest relative error that the check accepts; rounding causes some hundredths.
 TOLERANCE = 0.05
-#: What the exporter writes rightly in float16. It gives others constants of float32, or ONNX
-#: Runtime has no kernel; BatchNorm's inputs differ in dtype. Those run in float32 between casts.
+#: Operators that the exporter writes correctly in float16. All other operators run in float32
+#: between casts: they get float32 constants, mix dtypes (BatchNorm), or lack a kernel in ONNX
+#: Runtime.
 _IN_FLOAT16 = frozenset(
     {
         "Activation", "Concat", "Convolution", "Deconvolution", "Dropout", "Flatten",
@@ -55,14 +56,14 @@ NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
 NOT_THE_SAME = (
     "output {name!r} of the exported model has a relative error of {error:.3g} from MXNet's, and "
     "nothing was written: MXNet's exporter writes some operator wrongly. "
-    "check=False writes it all the same"
+    "check=False writes it anyway"
 )
 
 
 def export_onnx(
     model: Model, path: Union[str, Path], inputs: Mapping[str, Any], *, check: bool = True
 ) -> Tuple[OutputError, ...]:
-    """Write a model as ONNX: one in float32, or one that was converted to float16.
+    """Write a model as ONNX, in float32 or converted to float16.
 
     ::
 
@@ -70,33 +71,34 @@ def export_onnx(
         low = amp.convert_model(*model, target_dtype="float16", cast_optional_params=True)
         amp.export_onnx(low, "resnet.onnx", {"data": batch})
 
-    MXNet's own `mx.onnx.export_model` knows no `amp_cast`, writes constants of float16 wrongly
-    with today's onnx, and takes minutes for large models. `export_onnx` runs it on a graph that it
-    can write, as opset 13.
+    MXNet's own `mx.onnx.export_model` does not support `amp_cast`, writes float16 constants wrongly
+    with current versions of onnx, and takes minutes for large models. `export_onnx` runs it, as
+    opset 13, on a graph that it can write.
 
     Parameters
     ----------
     model : (Symbol, arg_params, aux_params)
-        Left as it is.
+        Stays unchanged.
     path : str or Path
-        The file to write; it is replaced whole.
+        The file to write or replace.
     inputs : dict of str to array
-        A value for each input that is no parameter. The exported model takes these shapes.
+        A value for each input that is no parameter. The exported model takes inputs of these
+        shapes.
     check : bool, default True
         Run the exported model in ONNX Runtime on `inputs`, before it is written.
 
     Returns
     -------
     tuple of OutputError
-        How far the outputs of ONNX Runtime are from MXNet's; empty with `check=False`.
+        The errors of ONNX Runtime's outputs against MXNet's; empty with `check=False`.
 
     Raises
     ------
     ArgumentError
-        An input is missing, something is in bfloat16, or MXNet's exporter lacks an operator.
+        An input is missing, an array is bfloat16, or MXNet's exporter lacks an operator.
     StateError
-        ONNX Runtime can't run what was exported, or gives other values: a relative error above
-        0.05. Nothing is written.
+        ONNX Runtime can't run the exported model, or an output has a relative error above 0.05.
+        Nothing is written.
     InstallError
         onnx or ONNX Runtime is missing.
     """
@@ -118,7 +120,7 @@ def _imported(name: str, missing: str) -> Any:
 
 
 def _checked_inputs(model: Model, inputs: Any) -> Dict[str, NDArray]:
-    """Return the arrays of `inputs`, in the order of the symbol's."""
+    """Return the inputs as arrays in the order of the symbol's inputs."""
     if not isinstance(inputs, Mapping):
         raise ArgumentError(NO_INPUTS.format(given=shown(inputs)))
     symbol, args, auxs = model
@@ -142,10 +144,10 @@ def _dtypes(arrays: Mapping[str, NDArray]) -> Dict[str, str]:
 
 
 def exportable(graph: Graph, tensors: Mapping[Output, Tensor], outputs: Sequence[str]) -> Graph:
-    """Return a graph as MXNet's exporter can write it, with outputs of these names.
+    """Return a graph that MXNet's exporter can write, with outputs of these names.
 
     `amp_cast` becomes `Cast`. Operators that can't be written in float16 run in float32 between
-    casts: on the same values, with results rounded to float16 as MXNet's are.
+    casts, with results rounded to float16 as MXNet's are.
     """
     nodes: List[Node] = []
     places: Dict[Output, Output] = {}
@@ -175,23 +177,20 @@ def exportable(graph: Graph, tensors: Mapping[Output, Tensor], outputs: Sequence
                 places[i, k] = cast(f"{node.name}_out{k}", (here, k), "float16")
     heads = []
     for name, head in zip(outputs, graph.heads):
-        # The exporter gives a model its outputs in the order of these nodes, by their names.
+        # The exporter writes outputs in the order of these nodes, under their names.
         nodes.append(Node("_copy", name, {}, [places[head]]))
         heads.append((len(nodes) - 1, 0))
     return Graph(nodes, heads, graph.attrs)
 
 
 def _in_float32(node: Node, tensors: Mapping[Output, Tensor]) -> bool:
-    """Tell whether a node has to run in float32, though float16 goes in."""
+    """Return whether a node with float16 inputs has to run in float32."""
     dtypes = {tensors[entry].dtype for entry in node.inputs} & FLOATS
     return "float16" in dtypes and (len(dtypes) > 1 or node.operator not in _IN_FLOAT16)
 
 
 def _with_gamma(graph: Graph, params: Mapping[str, NDArray]) -> Dict[str, NDArray]:
-    """Return the parameters, with ones for each gamma that its BatchNorm does not read.
-
-    The exporter writes whatever lies in it.
-    """
+    """Return the parameters with ones for gammas that a BatchNorm ignores but ONNX would read."""
     found = dict(params)
     for node in graph.nodes:
         if node.op == "BatchNorm" and is_true(node.attrs.get("fix_gamma", "True")):
@@ -205,7 +204,7 @@ def _with_gamma(graph: Graph, params: Mapping[str, NDArray]) -> Dict[str, NDArra
 
 
 def _exported(onnx: Any, model: Model, given: Mapping[str, NDArray]) -> bytes:
-    """Return the model as ONNX."""
+    """Return the content of the ONNX file."""
     symbol, args, auxs = model
     graph = Graph.from_symbol(symbol)
     dtypes = _dtypes({**args, **auxs, **given})
@@ -219,7 +218,7 @@ def _exported(onnx: Any, model: Model, given: Mapping[str, NDArray]) -> bytes:
         patches = PatchSet(
             [
                 Patch(onnx.defs, "onnx_opset_version", lambda _: lambda: OPSET),
-                # It would check against the newest operators; the model is checked below.
+                # It checks against the newest operators; the model is checked below.
                 Patch(onnx.checker, "check_graph", lambda _: lambda graph: None),
                 Patch(onnx.helper, "make_tensor", lambda stock: _tensor_maker(onnx, stock)),
             ]
@@ -239,9 +238,9 @@ def _exported(onnx: Any, model: Model, given: Mapping[str, NDArray]) -> bytes:
             patches.close()
         proto = onnx.load(file)
         proto.ir_version = IR_VERSION
-        # Parameters are no inputs that a caller may set: ONNX Runtime folds constants alone.
+        # ONNX Runtime folds parameters only where they are not inputs too.
         constants = {tensor.name for tensor in proto.graph.initializer}
-        inputs = [given for given in proto.graph.input if given.name not in constants]
+        inputs = [one for one in proto.graph.input if one.name not in constants]
         del proto.graph.input[:]
         proto.graph.input.extend(inputs)
         onnx.checker.check_model(proto)
@@ -249,7 +248,7 @@ def _exported(onnx: Any, model: Model, given: Mapping[str, NDArray]) -> bytes:
 
 
 def _tensor_maker(onnx: Any, stock: Any) -> Any:
-    """Return `onnx.helper.make_tensor` as MXNet's exporter calls it: for float16, and fast."""
+    """Return a replacement of `onnx.helper.make_tensor` that is fast and supports float16."""
 
     def make_tensor(name: str, data_type: int, dims: Any, vals: Any, raw: bool = False) -> Any:
         half = data_type == onnx.TensorProto.FLOAT16
@@ -257,7 +256,7 @@ def _tensor_maker(onnx: Any, stock: Any) -> Any:
             return stock(name, data_type, dims, vals, raw)
         values = np.asarray(vals)
         if half:
-            # The exporter gives bits for constants, as onnx took them once, and values for weights.
+            # The exporter gives constants as bits, as old versions of onnx did, weights as values.
             bits = values.dtype.kind in "iu"
             values = values.astype(np.uint16).view(np.float16) if bits else values
         dtype = onnx.helper.tensor_dtype_to_np_dtype(data_type)
@@ -272,7 +271,7 @@ def _tensor_maker(onnx: Any, stock: Any) -> Any:
 def _compared(
     runtime: Any, content: bytes, model: Model, given: Mapping[str, NDArray]
 ) -> Tuple[OutputError, ...]:
-    """Return the errors of the exported model's outputs; raise where they are no rounding."""
+    """Return the errors of the exported model's outputs; raise if rounding can't explain them."""
     wanted = outputs_of(model, given, mx.cpu())
     try:
         found = _run(runtime, content, given)

@@ -1,4 +1,6 @@
-"""Converted blocks run tuned to what they are given, and export what they were converted to."""
+"""Converted blocks: called as the original, tuned to their inputs, saved as they were converted."""
+
+import warnings
 
 import mxnet as mx
 import numpy as np
@@ -8,7 +10,9 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import down, exported, float16_policy, kind, operators_of, randn, same, up, values
+from models import model, policy_for
 from mxamp.framework.machine import BFLOAT16
+from nets import convolutional, made, perceptron
 
 B = amp.Policy.default("bfloat16")
 
@@ -196,6 +200,7 @@ def test_states_and_nested_inputs_stay():
     cell.hybridize()
     cell(x, states)
     low = amp.convert_hybrid_block(cell, "bfloat16", cast_optional_params=True)
+    assert [s.shape for s in low.begin_state(batch_size=30)] == [(30, 8), (30, 8)]
     out, (first, second) = low(x, states)
     with amp.autocast("bfloat16"):
         expected, (h, c) = cell(x, states)
@@ -287,3 +292,156 @@ def test_float64_stays_float64(dtype, example):
     if example:
         assert "amp_cast" not in operators_of(low._cached_graph[1])
     assert low(x.astype("float32"), y.astype("float32")).dtype == np.float32
+
+
+def test_converted_blocks_are_called_like_the_original(dtype):
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = nn.Dense(4, in_units=4)
+
+        def hybrid_forward(self, F, x, pair):
+            hidden = self.dense(x + pair[0])
+            return hidden, [hidden + pair[1], F.softmax(hidden)]
+
+    net = Net()
+    net.initialize()
+    net.hybridize()
+    data = randn(2, 4), [randn(2, 4, seed=1), randn(2, 4, seed=2)]
+    plain = net(*data)
+    net.dense.weight.lr_mult = 3
+    fast = amp.convert_hybrid_block(net, policy=policy_for(dtype))
+    first, (second, third) = fast(*data)
+    for got, wanted in zip((first, second, third), (plain[0], *plain[1])):
+        assert kind(got) == "float32"
+        np.testing.assert_allclose(got.asnumpy(), wanted.asnumpy(), rtol=0.05, atol=0.02)
+    assert set(fast.collect_params()) == set(net.collect_params())
+    assert fast.collect_params()[net.dense.weight.name].lr_mult == 3
+
+
+def lstm():
+    layer = gluon.rnn.LSTM(6, num_layers=2, layout="NTC", input_size=5)
+    layer.initialize(mx.init.Xavier())
+    layer.hybridize()
+    return layer, randn(2, 3, 5)
+
+
+def test_recurrent_layers_without_states(dtype):
+    layer, x = lstm()
+    plain = layer(x)
+    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype))
+    out = low(x)
+    assert kind(out) == "float32"
+    np.testing.assert_allclose(out.asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.02)
+    with amp.autocast(policy=policy_for(dtype)):
+        assert same(out, layer(x))
+    with autograd.record():
+        low(x).sum().backward()
+    assert all(p.grad().asnumpy().any() for p in low.collect_params().values())
+
+
+def test_recurrent_layers_with_states(dtype):
+    layer, x = lstm()
+    states = [randn(2, 2, 6, seed=i) for i in range(2)]
+    plain, plain_states = layer(x, states)
+    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype))
+    out, new_states = low(x, states)
+    assert [s.shape for s in new_states] == [s.shape for s in plain_states]
+    np.testing.assert_allclose(out.asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.02)
+    zero, _ = low(x)
+    assert same(low(x, low.begin_state(batch_size=2))[0], zero)
+    assert low.state_info(2) == layer.state_info(2)
+    again = amp.convert_hybrid_block(low, policy=policy_for(dtype))
+    assert same(again(x)[0], zero)
+
+
+def test_a_block_that_has_not_run(dtype):
+    for make in (convolutional, perceptron):
+        net, data = made(make)
+        low = amp.convert_hybrid_block(net, policy=policy_for(dtype), example_inputs=data[0])
+        assert not net._cached_graph
+        assert not net._active
+        with amp.autocast(policy=policy_for(dtype)):
+            net.hybridize()
+            assert same(low(*data), net(*data))
+    layer = gluon.rnn.LSTM(6)
+    layer.initialize()
+    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype), example_inputs=randn(3, 2, 5))
+    assert low(randn(3, 2, 5)).shape == (3, 2, 6)
+    with pytest.raises(amp.StateError, match="does not run"):
+        amp.convert_hybrid_block(nn.Dense(2), example_inputs=randn(2, 2))
+    with pytest.raises(amp.StateError, match="example_inputs"):
+        amp.convert_hybrid_block(nn.Dense(2))
+
+
+def test_converted_blocks_keep_grad_req(dtype):
+    net, data, _, _, _ = model(perceptron)
+    first, *rest = net.collect_params().values()
+    first.grad_req = "null"
+    rest[0].grad_req = "add"
+    rest[0].wd_mult = 0.5
+    low = amp.convert_hybrid_block(net, policy=policy_for(dtype)).collect_params()
+    assert {n: p.grad_req for n, p in low.items()} == {
+        n: p.grad_req for n, p in net.collect_params().items()
+    }
+    assert low[rest[0].name].wd_mult == 0.5
+    with pytest.raises(amp.ArgumentError, match="ctx must be"):
+        amp.convert_hybrid_block(net, ctx="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("offline", [False, True])
+def test_converted_blocks_save_export_and_load(dtype, offline, tmp_path):
+    net, data, _, _, _ = model()
+    fast = amp.convert_hybrid_block(net, policy=policy_for(dtype), cast_optional_params=offline)
+    kinds = {kind(p.data()) for p in fast.collect_params().values()}
+    assert kinds == ({dtype, "float32"} if offline else {"float32"})
+    assert same(exported(fast, tmp_path)(*data), fast(*data))
+
+
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_converted_blocks_export_with_numpy_semantics(dtype, offline, devices, tmp_path):
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        net = nn.Dense(4, in_units=3)
+        net.initialize()
+        data = mx.np.array(values(randn(5, 3)))
+        fast = amp.convert_hybrid_block(
+            net, policy=policy_for(dtype), cast_optional_params=offline, example_inputs=data,
+            ctx=[mx.cpu(i) for i in range(devices)],
+        )  # fmt: skip
+        expected = fast(data).asnumpy()
+        fast.export(str(tmp_path / "fast"))
+        assert (fast(data).asnumpy() == expected).all()
+    # With NumPy's arrays MXNet can't make the gradients of parameters in bfloat16.
+    files = (str(tmp_path / f"fast-{part}") for part in ("symbol.json", "0000.params"))
+    with warnings.catch_warnings(), mx.util.np_shape(True):
+        warnings.simplefilter("ignore")
+        again = gluon.SymbolBlock.imports(next(files), ["data"], next(files))
+        assert {kind(p.data()) for p in again.collect_params().values()} == {
+            dtype if offline else "float32"
+        }
+        assert (again(data.as_nd_ndarray()).asnumpy() == expected).all()
+
+
+def test_copies_on_several_devices_are_averaged(dtype):
+    net = nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    for k, array in enumerate(net.weight.list_data()):
+        array[:] = 2 * k + 1
+    fast = amp.convert_hybrid_block(net, policy=policy_for(dtype), example_inputs=nd.ones((1, 1)))
+    assert fast(nd.ones((1, 1))).asscalar() == 2
+
+
+def test_unused_parameters_are_no_hindrance(dtype):
+    net, data = made(perceptron)
+    net.register_child(nn.Dense(3, in_units=4))
+    net._children.popitem()
+    net.params.get("unused", shape=(1,), init="zeros")
+    net.initialize(force_reinit=True)
+    net.hybridize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net(*data)
+    assert amp.convert_hybrid_block(net, policy=policy_for(dtype))(*data).shape == (4, 3)

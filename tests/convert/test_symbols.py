@@ -12,7 +12,7 @@ from mxnet.contrib import amp as stock
 
 import mxamp as amp
 from handcast import evaluate
-from helpers import BF16, kind, mx_dtype, randn, same
+from helpers import BF16, kind, randn, same
 from mxamp.graph.ir import Graph
 from nets import Control
 
@@ -181,26 +181,6 @@ def test_booleans_and_numpy_semantics(dtype):
     assert kind(total) == "float32"
 
 
-def test_a_scalar_output_under_numpy_semantics(dtype):
-    class Net(mx.gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.dense = mx.gluon.nn.Dense(4, in_units=4)
-
-        def hybrid_forward(self, F, x):
-            return F.np.sum(self.dense(x))
-
-    mx.npx.set_np()
-    net = Net()
-    net.initialize()
-    net.hybridize()
-    x = randn(3, 4).as_np_ndarray()
-    plain = net(x)
-    low = amp.convert_hybrid_block(net, policy=amp.Policy.default(dtype, "cpu"))
-    assert low(x).shape == ()
-    np.testing.assert_allclose(low(x).asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.05)
-
-
 def test_the_body_of_a_loop_as_by_hand(dtype):
     loop = Control("foreach")
     loop.initialize()
@@ -346,13 +326,6 @@ def test_random_graphs(symbol, dtype, seed):
     assert lines(Graph.from_symbol(again)) == lines(Graph.from_symbol(converted))
     twice = amp.convert_symbol(converted, policy=policy)
     assert lines(Graph.from_symbol(twice)) == lines(Graph.from_symbol(converted))
-
-
-def test_the_dtype_argument_in_every_spelling():
-    symbol = dense(var("data"), "a")
-    for spelling in ("float16", np.float16, np.dtype("float16")):
-        assert amp.convert_symbol(symbol, spelling).tojson() == amp.convert_symbol(symbol).tojson()
-    assert mx_dtype("bfloat16") == BF16
 
 
 @pytest.mark.parametrize("ops", ["dense", "convolution", "both readers", "shared"])

@@ -10,7 +10,7 @@ import pytest
 
 import mxamp as amp
 from helpers import randn
-from mxamp.convert import pairs  # before tests replace what it imports
+from mxamp.convert import saved  # before tests replace what it imports
 from mxamp.framework import files
 from mxamp.framework.files import checked_writable, write_file
 from training import setup
@@ -125,7 +125,7 @@ def test_old_files_stay_where_writing_fails(writer, folder, fault, monkeypatch):
             real(path)
 
         monkeypatch.setattr(files, "sync_to_disk", cut_off)
-        monkeypatch.setattr(pairs, "sync_to_disk", cut_off)
+        monkeypatch.setattr(saved, "sync_to_disk", cut_off)
         words = "read back is not what was written"
     refused(writer, folder, words)
     monkeypatch.undo()

@@ -7,8 +7,8 @@ from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ...convert.arguments import checked_policy, known_dtypes, known_names, known_shapes
 from ...convert.blocks import Examples, trace
+from ...convert.options import checked_policy, known_dtypes, known_names, known_shapes
 from ...errors import ArgumentError, located
 from ...framework.arrays import cast, copy
 from ...framework.machine import dtype_name

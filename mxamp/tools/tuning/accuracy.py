@@ -9,8 +9,7 @@ import numpy as np
 from mxnet.base import MXNetError
 from mxnet.gluon import HybridBlock
 
-from ...convert.compare import reason
-from ...convert.distance import Distance
+from ...convert.outputs import Distance, reason
 from ...errors import ArgumentError, StateError
 from ...framework.wording import counted, shortened
 from ...policy.policy import Policy

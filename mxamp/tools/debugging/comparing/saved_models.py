@@ -8,7 +8,7 @@ from mxnet.context import current_context
 from mxnet.gluon import SymbolBlock
 from mxnet.symbol import Symbol
 
-from ....convert.compare import inferred_labels
+from ....convert.outputs import inferred_labels
 from ....errors import ArgumentError
 from ....framework.wording import shown
 from .batches import Batch

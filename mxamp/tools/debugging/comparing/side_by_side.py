@@ -18,8 +18,7 @@ from mxnet import autograd
 from mxnet.gluon import Block
 from mxnet.ndarray.ndarray import NDArray
 
-from ....convert.compare import Model
-from ....convert.distance import Distance
+from ....convert.outputs import Distance, Model
 from ....errors import ArgumentError
 from ....framework.wording import shown
 from ....patches.autocast import autocast, policy_for

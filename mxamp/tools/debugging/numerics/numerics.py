@@ -18,7 +18,7 @@ from mxnet.gluon import Trainer
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
 
-from ....convert.arguments import names_of
+from ....convert.options import names_of
 from ....errors import ArgumentError, StateError
 from ....framework.operators import resolve
 from ....framework.patching import Patch

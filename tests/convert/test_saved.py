@@ -1,9 +1,11 @@
-"""Two files replaced as one: errors amid, links, and readers that meet one of each pair."""
+"""Saved models: damaged files, and two files replaced as one by several processes."""
 
 import errno
 import fcntl
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,7 +18,8 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
-from mxamp.convert import pairs, saved
+from helpers import randn
+from mxamp.convert import saved
 from mxamp.convert.saved import load_model
 
 # MXNet's, of any symbol with casts.
@@ -52,7 +55,8 @@ def convert(folder, number, **options):
 
 
 def content(folder):
-    return [(folder / f"m-{part}").read_bytes() for part in PART]
+    paths = [folder / f"m-{part}" for part in PART]
+    return [path.read_bytes() if path.exists() else None for path in paths]
 
 
 def by_block(prefix):
@@ -82,6 +86,59 @@ def bound(symbol, args, auxs):
 
 
 READERS = [by_block, by_module, by_bind, by_mxamp]
+
+
+# ---------------------------------------------------------------------- damaged files
+
+
+def damaged(**changes):
+    """Return the change of a symbol's data: of keys, or of keys of a node by its number."""
+
+    def change(data):
+        for key, value in changes.items():
+            node, _, name = key.partition("_")
+            owner = data["nodes"][int(node[1:])] if name else data
+            owner.pop(name or key)
+            if value is not None:
+                owner[name or key] = value
+        return json.dumps(data).encode()
+
+    return change
+
+
+DAMAGED = {
+    "a cycle": damaged(n1_inputs=[[3, 0, 0]]),
+    "a bad index": damaged(n3_inputs=[[70, 0, 0]]),
+    "a negative index": damaged(n3_inputs=[[-1, 0, 0]]),
+    "a bad head": damaged(heads=[[90, 0, 0]]),
+    "no name": damaged(n0_name=None),
+    "no nodes": damaged(nodes=7),
+    **{str(text[:9]): lambda _, text=text: text
+       for text in (b"", b'{"nodes": [', b"[" * 100000, b"\xff\xfe\x00", b"[]", b"null")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_symbols_are_refused_in_one_sentence(folder, damage):
+    path = folder.parent / "model3-symbol.json"
+    path.write_bytes(damage(json.loads(path.read_text())))
+    with pytest.raises(amp.ArgumentError, match=r"model3-symbol\.json") as raised:
+        load_model(folder.parent / "model3")
+    assert "\n" not in str(raised.value)
+
+
+def test_parameters_of_another_model_are_refused(folder, caplog):
+    symbol, args, auxs = model(3)
+    mx.model.save_checkpoint(str(folder / "m"), 0, symbol, {**args, "x_weight": randn(2)}, auxs)
+    load_model(folder / "m")
+    assert "1 that the symbol does not have (x_weight)" in caplog.text
+    del args["fc_weight"]
+    mx.model.save_checkpoint(str(folder / "m"), 0, symbol, args, auxs)
+    with pytest.raises(amp.ArgumentError, match=r"1 missing \(fc_weight\), and 0 that"):
+        load_model(folder / "m")
+
+
+# ---------------------------------------------------------------------- names that fit one pair
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -160,33 +217,61 @@ def test_blocks_that_are_exported_over_another_model(folder):
 # ---------------------------------------------------------------------- errors amid
 
 
-def fails_at(monkeypatch, steps, owner=Path, name="replace", error=errno.EIO):
-    """Let calls of a function fail whose numbers are among `steps`."""
+def os_error(number):
+    return OSError(number, os.strerror(number))
+
+
+EIO = os_error(errno.EIO)
+
+
+def fails_at(monkeypatch, steps, owner=Path, name="replace", error=EIO):
+    """Make calls of a function fail whose numbers are among `steps`."""
     real, calls = getattr(owner, name), []
 
     def function(*args, **options):
         calls.append(args)
         if len(calls) in steps:
-            raise OSError(error, os.strerror(error))
+            raise error
         return real(*args, **options)
 
     monkeypatch.setattr(owner, name, function)
     return calls
 
 
-@pytest.fixture(params=["files", "links", "link to a folder", "one link"])
-def place(request, folder, tmp_path):
-    """A folder to convert to: of files, or of links that lead elsewhere."""
-    convert(folder, 3)
-    if request.param == "files":
+REPLACE = Path.replace
+
+
+def between_disks(source, target):
+    """Path.replace where `out` is a file system of its own."""
+    if ("out" in source.parts) != ("out" in Path(target).parts):
+        raise os_error(errno.EXDEV)
+    return REPLACE(source, target)
+
+
+PLACES = [
+    "nothing", "files", "no hard links", "links", "one link", "links to a disk", "one to a disk",
+    "link to a folder",
+]  # fmt: skip
+
+
+@pytest.fixture(params=PLACES)
+def place(request, folder, tmp_path, monkeypatch):
+    """A folder to convert to: of files, or of links to the files in `folder`."""
+    if request.param == "nothing":
         return folder
+    convert(folder, 3)
+    if request.param.endswith("disk"):
+        monkeypatch.setattr(Path, "replace", between_disks)
+    if request.param == "no hard links":
+        fails_at(monkeypatch, range(9), saved.os, "link", os_error(errno.EPERM))
     place = tmp_path / "place"
     if request.param == "link to a folder":
         place.symlink_to(folder)
-        return place
+    if request.param in ("files", "no hard links", "link to a folder"):
+        return place if place.exists() else folder
     place.mkdir()
     for part in PART:
-        if request.param == "links" or part == PART[0]:
+        if request.param.startswith("links") or part == PART[0]:
             (place / f"m-{part}").symlink_to(Path("..") / "out" / f"m-{part}")
         else:
             shutil.move(folder / f"m-{part}", place / f"m-{part}")
@@ -197,52 +282,32 @@ def hidden(*folders):
     return [name for folder in folders for name in os.listdir(folder) if name.startswith(".")]
 
 
+@pytest.mark.parametrize("error", [EIO, KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_an_error_while_the_files_are_moved_leaves_the_old_pair(place, folder, step, monkeypatch):
+def test_a_failure_while_the_files_are_moved_leaves_the_old_pair(
+    place, folder, step, error, monkeypatch
+):
     before = content(place)
+    links = [(place / f"m-{part}").is_symlink() for part in PART]
+    wanted = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else amp.WriteError
     with monkeypatch.context() as patch:
-        fails_at(patch, [step])
-        with pytest.raises(amp.WriteError, match="what was there before is unchanged"):
+        fails_at(patch, [step], error=error)
+        with pytest.raises(wanted) as raised:
             convert(place, 5)
+    assert wanted is KeyboardInterrupt or "is unchanged" in str(raised.value)
     assert content(place) == before
     assert not hidden(place, folder)
-    assert by_bind(place / "m").asnumpy().tolist() == [[9, 9]]
-    links = [(place / f"m-{part}").is_symlink() for part in PART]
     convert(place, 5)
     assert by_block(place / "m").asnumpy().tolist() == [[25, 25]]
     assert not hidden(place, folder)
     assert links == [(place / f"m-{part}").is_symlink() for part in PART]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_an_error_leaves_nothing_where_nothing_was(folder, step, monkeypatch):
-    fails_at(monkeypatch, [step])
-    with pytest.raises(amp.WriteError, match="unchanged"):
-        convert(folder, 5)
-    assert os.listdir(folder) == []
-
-
-def test_an_interrupt_while_the_files_are_moved(folder, monkeypatch):
-    convert(folder, 3)
-    before, real = content(folder), pairs._move
-
-    def interrupted(made, place):
-        if place.name.endswith("symbol.json"):
-            raise KeyboardInterrupt
-        real(made, place)
-
-    monkeypatch.setattr(pairs, "_move", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        convert(folder, 5)
-    assert content(folder) == before
-    assert not hidden(folder)
-
-
 def test_a_disk_that_is_full_when_a_linked_file_is_copied(place, folder, monkeypatch):
     before = content(place)
     with monkeypatch.context() as patch:
-        calls = fails_at(patch, [1, 2, 3], pairs.shutil, "copy", errno.ENOSPC)
-        if (place / "m-symbol.json").is_symlink():
+        calls = fails_at(patch, [1, 2, 3], saved.shutil, "copy", os_error(errno.ENOSPC))
+        if (place / "m-symbol.json").is_symlink() and Path.replace is not REPLACE:
             with pytest.raises(amp.WriteError, match="No space left on device.*unchanged"):
                 convert(place, 5)
             assert content(place) == before
@@ -252,19 +317,7 @@ def test_a_disk_that_is_full_when_a_linked_file_is_copied(place, folder, monkeyp
     assert not hidden(place, folder)
 
 
-def test_file_systems_without_hard_links(folder, monkeypatch):
-    convert(folder, 3)
-    before = content(folder)
-    with monkeypatch.context() as patch:
-        fails_at(patch, range(9), pairs.os, "link", errno.EPERM)
-        fails_at(patch, [3])
-        with pytest.raises(amp.WriteError, match="unchanged"):
-            convert(folder, 5)
-    assert content(folder) == before
-    assert not hidden(folder)
-
-
-def test_errors_that_can_not_be_undone_are_told(folder, monkeypatch):
+def test_an_error_that_can_not_be_undone_says_so(folder, monkeypatch):
     convert(folder, 3)
     with monkeypatch.context() as patch:
         fails_at(patch, range(3, 9))
@@ -278,16 +331,16 @@ def test_errors_that_can_not_be_undone_are_told(folder, monkeypatch):
 
 def test_a_folder_that_is_not_synced_after_all(folder, monkeypatch):
     convert(folder, 3)
-    real = pairs.sync_to_disk
+    real = saved.sync_to_disk
     synced = []
 
     def fails(path):
         synced.append(path)
         if synced.count(folder) == 2:
-            raise OSError(errno.EIO, "Input/output error")
+            raise EIO
         real(path)
 
-    monkeypatch.setattr(pairs, "sync_to_disk", fails)
+    monkeypatch.setattr(saved, "sync_to_disk", fails)
     with pytest.raises(amp.WriteError, match="is replaced, but the disk has not confirmed it"):
         convert(folder, 5)
     assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
@@ -305,15 +358,65 @@ def test_one_file_that_is_a_link_to_the_other(folder, link):
     assert content(folder) == before
 
 
-def test_hard_links(folder):
-    """Those of the model itself are refused; other names of a file keep what they have."""
+def test_other_names_of_a_file_keep_its_content(folder):
     for part in PART:
         os.link(folder.parent / f"model3-{part}", folder / f"m-{part}")
-    with pytest.raises(amp.ArgumentError, match="names the files of the model itself"):
-        convert(folder, 3)
     convert(folder, 5)
     assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
     np.testing.assert_allclose(by_block(folder.parent / "model3").asnumpy(), 9, rtol=0.01)
+
+
+def dies_at(stage):
+    """Return a patch of functions whose calls are counted: call number `stage` kills the process."""
+    steps = iter(range(100))
+
+    def dying(function):
+        def step(*args, **options):
+            if next(steps) == stage:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return step
+
+    return dying
+
+
+def write(paths, text):
+    with saved.replaced_files(paths) as (folder, _):
+        for path in paths:
+            (folder / path.name).write_text(text)
+
+
+@pytest.mark.parametrize("linked, stages", [(False, 9), (True, 14)])
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, linked, stages):
+    folder, places = tmp_path / "folder", tmp_path / "out"
+    folder.mkdir()
+    places.mkdir()
+    paths = [folder / f"m-{part}" for part in PART]
+    for path in paths if linked else ():
+        path.symlink_to(places / path.name)
+    for stage in range(stages):
+        for path in paths:
+            path.write_text("old")
+        child = os.fork()
+        if not child:
+            try:
+                dying = dies_at(stage)
+                saved.sync_to_disk = dying(saved.sync_to_disk)
+                Path.replace, Path.rmdir = dying(between_disks), dying(Path.rmdir)
+                write(paths, "new")
+            finally:
+                os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        with pytest.raises(amp.ArgumentError):  # these are no models, but the pair is put right
+            load_model(folder / "m")
+        assert len({path.read_text() for path in paths}) == 1, stage
+    write(paths, "last")
+    assert {path.read_text() for path in paths} == {"last"}
+    names = sorted(path.name for path in paths)
+    assert sorted(os.listdir(folder)) == names
+    assert sorted(os.listdir(places)) == (names if linked else [])
 
 
 # ---------------------------------------------------------------------- several at once
@@ -322,7 +425,7 @@ def test_hard_links(folder):
 def test_a_write_waits_for_another(folder):
     convert(folder, 3)
     before = content(folder)
-    with pairs.locked(folder) as is_locked:
+    with saved.locked(folder) as is_locked:
         assert is_locked
         thread = threading.Thread(target=convert, args=(folder, 5))
         thread.start()
@@ -334,20 +437,20 @@ def test_a_write_waits_for_another(folder):
 
 
 def test_where_folders_have_no_locks_all_are_renamed(folder, monkeypatch):
-    fails_at(monkeypatch, range(9), fcntl, "flock", errno.EBADF)
+    fails_at(monkeypatch, range(9), fcntl, "flock", os_error(errno.EBADF))
     convert(folder, 3)
     assert all(name.startswith("amp") for name in load_model(folder / "m")[1])
     assert by_block(folder / "m").asnumpy().tolist() == [[9, 9]]
 
 
 def test_files_that_appear_during_a_conversion_are_not_overwritten(folder, monkeypatch):
-    real = pairs.locked
+    real = saved.locked
 
     def late(path):
         (folder / "m-symbol.json").write_text("another's")
         return real(path)
 
-    monkeypatch.setattr(pairs, "locked", late)
+    monkeypatch.setattr(saved, "locked", late)
     with pytest.raises(amp.ArgumentError, match="is there already"):
         amp.convert_files(folder.parent / "model3", folder / "m", **BFLOAT16)
     assert os.listdir(folder) == ["m-symbol.json"]
@@ -366,8 +469,8 @@ def test_mxamp_reads_again_what_was_replaced_meanwhile(folder, times, monkeypatc
 
     monkeypatch.setattr(saved, "_read_params", replaced_first)
     assert by_mxamp(folder / "m").asnumpy().tolist() == [[25, 25]]
-    monkeypatch.setattr(saved, "pair_state", lambda _: None)
-    with pytest.raises(amp.ArgumentError, match="are replaced all the time"):
+    monkeypatch.setattr(saved, "_state", lambda _: None)
+    with pytest.raises(amp.ArgumentError, match="being replaced"):
         load_model(folder / "m")
 
 

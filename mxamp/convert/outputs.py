@@ -1,0 +1,281 @@
+"""The outputs of two models on the same inputs, and how far one model is off."""
+
+import math
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+from mxnet import nd
+from mxnet._ctypes.ndarray import CachedOp
+from mxnet.base import MXNetError
+from mxnet.context import Context, current_context
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ..errors import ArgumentError, StateError
+from ..framework.arrays import as_list, cast
+from ..framework.machine import DTYPE_NAMES, dtype_name
+from ..framework.wording import counted, shown
+from ..graph.ir import Graph
+from ..policy.active import suspended
+from .options import known_dtype, known_names, known_shapes
+
+__all__ = [
+    "Distance",
+    "Model",
+    "OutputError",
+    "compare_models",
+    "declared_dtypes",
+    "error_of",
+    "finite_input",
+    "inferred_labels",
+    "outputs_of",
+    "random_inputs",
+    "reason",
+]
+
+Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
+
+NO_MODEL = "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}"
+NO_SHAPES = (
+    "the shapes of the inputs {inputs} can't be inferred from the parameters: give them, as "
+    "name:1,3,224,224"
+)
+NOT_ON_THESE = "the original does not run on these inputs: {why}"
+NOT_HERE = (
+    "the converted model does not run here: {why}. A model for GPUs can only be checked on a GPU"
+)
+NO_NUMBERS = "input {name!r} must be an array of booleans, integers or floats, not {given}"
+NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
+NOTHING_FINITE = "the original gives only NaN or infinity in output {name!r}: nothing to compare"
+#: The time and source location in front of the reason in a line of an MXNet error.
+_WHERE = re.compile(r"MXNetError: |\[\d\d:\d\d:\d\d\] \S+: |Check failed: assign\(.*?\)\): ")
+
+
+class Distance:
+    """The largest errors of arrays against reference arrays of the same shapes.
+
+    `relative` is the L2 norm of the difference over that of the reference, for the worst pair:
+    pooled norms would hide a small array that is all wrong. Against a reference of zeros it is 0
+    or 1. `maximum` is the largest absolute difference. Both leave out elements that are not finite
+    in one of the two. `lost` counts elements that are finite in the reference alone.
+    """
+
+    def __init__(self) -> None:
+        self.relative = self.maximum = 0.0
+        self.lost = 0
+
+    def add(self, name: str, reference: Any, measured: Any) -> None:
+        """Add a pair of float32 NumPy arrays; `name` is for the error where their shapes differ."""
+        if reference.shape != measured.shape:
+            shapes = f"{reference.shape} and {measured.shape}"
+            raise ArgumentError(f"output {name!r} has shape {shapes}")
+        finite = np.isfinite(reference)
+        both = finite & np.isfinite(measured)
+        self.lost += int(finite.sum() - both.sum())
+        base = reference[both].astype("float64")
+        difference = measured[both].astype("float64") - base
+        norm, error = (math.sqrt(float((one**2).sum())) for one in (base, difference))
+        self.relative = max(self.relative, error / norm if norm else float(error > 0))
+        if difference.size:
+            self.maximum = max(self.maximum, float(abs(difference).max()))
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """The error of one output of a model against another model's.
+
+    `relative` is the L2 norm of the difference over that of the first model's output, `maximum`
+    the largest absolute difference; both leave out elements that are not finite in the first.
+    `same_argmax` is the share of rows whose largest element stays the same, for outputs of two
+    dimensions. `lost` counts elements that are finite in the first model and not in the second.
+    """
+
+    name: str
+    shape: Tuple[int, ...]
+    relative: float
+    maximum: float
+    same_argmax: Optional[float]
+    lost: int
+
+
+def compare_models(
+    model: Model,
+    other: Model,
+    inputs: Mapping[str, Any],
+    ctx: Optional[Context] = None,
+) -> Tuple[OutputError, ...]:
+    """Run two models on the same inputs and return the errors of the second's outputs.
+
+    ::
+
+        model = mx.model.load_checkpoint("resnet", 0)
+        converted = amp.convert_model(*model, target_dtype="bfloat16")
+        for error in amp.compare_models(model, converted, {"data": batch}):
+            print(error.name, error.relative)
+
+    Parameters
+    ----------
+    model, other : (Symbol, arg_params, aux_params)
+        The reference and the model to measure. Both run in inference mode, without mxamp.
+    inputs : dict of str to array
+        A value for each input that is no parameter; labels may be left out.
+    ctx : Context, optional
+        Where to run them; by default the current context.
+
+    Raises
+    ------
+    ArgumentError
+        An input is missing or is not finite; the first model does not run on the inputs, or gives
+        an output without a finite element.
+    StateError
+        The other model does not run here, such as a model converted for GPUs on a CPU.
+    """
+    ctx = ctx or current_context()
+    with suspended():
+        given = {name: finite_input(name, value) for name, value in inputs.items()}
+    try:
+        expected = outputs_of(model, given, ctx)
+    except MXNetError as error:
+        raise ArgumentError(NOT_ON_THESE.format(why=reason(error))) from None
+    try:
+        measured = outputs_of(other, given, ctx)
+    except MXNetError as error:
+        raise StateError(NOT_HERE.format(why=reason(error))) from None
+    return tuple(map(error_of, model[0].list_outputs(), expected, measured))
+
+
+def error_of(name: str, reference: Any, measured: Any) -> OutputError:
+    """Return the error of an output, a NumPy array, against the reference model's."""
+    distance = Distance()
+    distance.add(name, reference, measured)
+    if reference.size and not np.isfinite(reference).any():
+        raise ArgumentError(NOTHING_FINITE.format(name=name))
+    same_argmax = None
+    if reference.ndim == 2 and reference.shape[1] > 1:  # noqa: PLR2004
+        same_argmax = float((reference.argmax(1) == measured.argmax(1)).mean())
+    errors = distance.relative, distance.maximum, same_argmax, distance.lost
+    return OutputError(name, reference.shape, *errors)
+
+
+def outputs_of(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
+    """Run a model without mxamp; return its outputs as float32 NumPy arrays."""
+    symbol, args, auxs = _checked_model(model)
+    declared, names = declared_dtypes(symbol), symbol.list_inputs()
+    values = {**args, **auxs}
+    with suspended():
+        for name, array in inputs.items():
+            if name in names:
+                values[name] = cast(array, declared[name]) if name in declared else array
+        missing = [name for name in names if name not in values]
+        values.update(inferred_labels(symbol, values, missing))
+        # Not bound: an executor would fuse operators, differently in each model.
+        outputs = CachedOp(symbol)(*(values[name].as_in_context(ctx) for name in names))
+        return [cast(output, "float32").asnumpy() for output in as_list(outputs)]
+
+
+def inferred_labels(
+    symbol: Symbol, values: Mapping[str, NDArray], missing: Sequence[str]
+) -> Dict[str, NDArray]:
+    """Return zeros for the `missing` arguments; raise where their shapes can't be inferred."""
+    if not missing:
+        return {}
+    shapes = _inferred_shapes(symbol, {name: array.shape for name, array in values.items()})
+    unknown = [name for name in missing if name not in shapes]
+    if unknown:
+        raise ArgumentError(f"inputs without a value: {', '.join(unknown)}")
+    return {name: nd.zeros(shapes[name]) for name in missing}
+
+
+def _inferred_shapes(
+    symbol: Symbol, known: Mapping[str, Sequence[int]]
+) -> Dict[str, Tuple[int, ...]]:
+    """Return the shape of each argument that is known or follows from those known."""
+    arguments = symbol.list_arguments()
+    known = {name: shape for name, shape in known.items() if name in arguments}
+    shapes = symbol.infer_shape_partial(**known)[0]
+    found = zip(arguments, shapes or ())
+    return {name: shape for name, shape in found if shape and min(shape) > 0}
+
+
+def random_inputs(
+    model: Model,
+    shapes: Optional[Mapping[str, Sequence[int]]] = None,
+    dtypes: Optional[Mapping[str, Any]] = None,
+    seed: int = 0,
+) -> Dict[str, NDArray]:
+    """Return random values for the inputs of a model: normal floats, integers 0 and 1.
+
+    `shapes` and `dtypes` are by name; float32 is the default. Shapes that follow from the others,
+    such as those of labels, may be left out.
+    """
+    symbol, args, auxs = _checked_model(model)
+    shapes, dtypes = known_shapes("shapes", shapes), dict(dtypes or {})
+    known_names([*shapes, *dtypes], symbol.list_inputs(), "input")
+    known = {**{name: array.shape for name, array in args.items()}, **shapes}
+    try:
+        found = {**_inferred_shapes(symbol, known), **shapes}
+    except MXNetError as error:
+        raise ArgumentError(f"inputs of these shapes don't fit: {reason(error)}") from None
+    names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise ArgumentError(NO_SHAPES.format(inputs=", ".join(unknown)))
+    random = np.random.RandomState(seed)
+    return {
+        name: _random(random, found[name], known_dtype(name, dtypes.get(name, "float32")))
+        for name in names
+    }
+
+
+def _random(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> NDArray:
+    if "float" not in dtype:
+        return nd.array(random.randint(0, 2, shape), dtype=dtype)  # fits any table or label
+    values = nd.array(random.randn(*shape), dtype="float32")
+    return values if dtype == "float32" else cast(values, dtype)
+
+
+def _checked_model(model: Model) -> Model:
+    kinds = (Symbol, Mapping, Mapping)
+    listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)
+    if not (listed and all(map(isinstance, model, kinds))):
+        raise ArgumentError(NO_MODEL.format(given=shown(model)))
+    return model
+
+
+def finite_input(name: str, value: Any) -> NDArray:
+    """Return an input as an NDArray; raise unless it holds finite numbers."""
+    array = value if isinstance(value, NDArray) else _numbers(name, value)
+    dtype = dtype_name(array.dtype)
+    if "float" in dtype:
+        values = cast(array, "float32") if dtype == "bfloat16" else array
+        bad = int((~np.isfinite(values.asnumpy())).sum())
+        if bad:
+            raise ArgumentError(NOT_FINITE.format(name=name, elements=counted(bad, "element")))
+    return array
+
+
+def _numbers(name: str, value: Any) -> NDArray:
+    dtype = getattr(value, "dtype", None)
+    # MXNet would drop imaginary parts and read dates as numbers.
+    if not isinstance(dtype, np.dtype) or dtype.kind in "biuf":
+        # Numbers beyond float32 become infinite, which finite_input refuses.
+        with suppress(TypeError, ValueError), np.errstate(over="ignore"):
+            return nd.array(value)
+    raise ArgumentError(NO_NUMBERS.format(name=name, given=shown(value)))
+
+
+def declared_dtypes(symbol: Symbol) -> Dict[str, str]:
+    """Return the dtypes that a symbol declares for its inputs, by name."""
+    variables = Graph.from_symbol(symbol).variables
+    codes = {variable.name: variable.attrs.get("__dtype__") for variable in variables}
+    return {name: DTYPE_NAMES[int(code)] for name, code in codes.items() if code is not None}
+
+
+def reason(error: Exception) -> str:
+    """Return the line of an MXNet error that says why it was raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wanted = [line for line in lines if "Error" in line or "Check failed" in line]
+    return _WHERE.sub("", (wanted or lines or ["unknown"])[-1]).rstrip(".")

@@ -1,0 +1,119 @@
+"""The errors of one model's outputs against another's, and random inputs."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+
+import mxamp as amp
+from helpers import BF16, kind, randn
+from models import model, policy_for
+from mxamp.convert.outputs import Distance
+
+NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
+
+
+def triple(**changes):
+    return NET, {"fc_weight": randn(3, 4), "fc_bias": randn(3), **changes}, {}
+
+
+def test_a_model_equals_itself():
+    (error,) = amp.compare_models(triple(), triple(), {"data": np.ones((2, 4), "float32")})
+    assert (error.relative, error.maximum, error.same_argmax, error.lost) == (0, 0, 1, 0)
+    assert (error.name, error.shape) == ("fc_output", (2, 3))
+
+
+@pytest.mark.usefixtures("unfused")
+def test_errors_are_those_of_numpy(dtype):
+    _, data, original, plain, _ = model()
+    converted = amp.convert_model(*original, policy=policy_for(dtype))
+    (error,) = amp.compare_models(original, converted, {"data": data[0]})
+    with amp.autocast(dtype):
+        low = amp.compare_models(original, converted, {"data": data[0]})
+    assert low == (error,), "mixed precision around it changes nothing"
+    symbol, args, auxs = converted
+    out = symbol.bind(mx.cpu(), {**args, "data": data[0]}, aux_states=auxs).forward()[0].asnumpy()
+    difference = out - plain.asnumpy()
+    wanted = np.linalg.norm(difference) / np.linalg.norm(plain.asnumpy())
+    assert error.relative == pytest.approx(wanted, rel=1e-5)
+    assert error.maximum == pytest.approx(abs(difference).max(), rel=1e-5)
+
+
+def test_elements_that_are_lost_are_counted():
+    original = triple(fc_weight=nd.full((3, 4), 1e5))
+    converted = amp.convert_model(*original, policy=policy_for("float16"))
+    (error,) = amp.compare_models(original, converted, {"data": nd.ones((2, 4))})
+    assert error.lost == 6
+
+
+def test_the_worst_pair_is_not_pooled_away():
+    distance = Distance()
+    distance.add("large", np.full(1000, 1e3), np.full(1000, 1e3))
+    distance.add("small", np.ones(2), np.array([1.0, 2.0]))
+    assert distance.relative == pytest.approx(1 / np.sqrt(2))
+    distance.add("zero", np.zeros(2), np.array([0, 1e-9]))
+    assert (distance.relative, distance.maximum) == (1, 1)
+    with pytest.raises(amp.ArgumentError, match=r"'other' has shape \(2,\) and \(3,\)"):
+        distance.add("other", np.ones(2), np.ones(3))
+
+
+def test_random_inputs():
+    symbol, args, _ = triple()
+    labelled = mx.sym.SoftmaxOutput(symbol, name="softmax"), args, {}
+    found = amp.random_inputs(labelled, {"data": (2, 4)})
+    assert {k: v.shape for k, v in found.items()} == {"data": (2, 4), "softmax_label": (2,)}
+    integers = amp.random_inputs(labelled, {"data": (50, 4)}, {"data": "int64"})["data"]
+    assert kind(integers) == "int64"
+    assert set(integers.asnumpy().ravel()) == {0, 1}
+    assert amp.compare_models(labelled, labelled, {"data": found["data"]})[0].relative == 0
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda m: amp.random_inputs(m, {"data": (2**31, 4)}), "8,589,934,592 elements"),
+        (lambda m: amp.random_inputs(m, {"data": (0, 4)}), "sizes above 0"),
+        (lambda m: amp.random_inputs(m, {"dato": (2, 4)}), "unknown input 'dato'"),
+        (lambda m: amp.random_inputs(m), "shapes of the inputs data"),
+        (lambda m: amp.random_inputs(m, {"data": (2, 5)}), "don't fit"),
+        (lambda m: amp.random_inputs(({}, {}), {}), r"symbol, .*, not \(\{\}, \{\}\)"),
+        (lambda m: amp.random_inputs(m[::-1], {}), r"\(symbol, arg_params, aux_params\)"),
+        (lambda m: amp.compare_models(m, m[0], {"data": np.ones((2, 4))}), "not a Symbol"),
+        (lambda m: amp.compare_models(m, m, {}), "inputs without a value: data"),
+    ],
+)
+def test_what_is_missing_is_named(call, words):
+    with pytest.raises(amp.ArgumentError, match=words):
+        call(triple())
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (np.full((2, 4), np.nan), "NaN, infinity or beyond float32 in 8 elements"),
+        (nd.amp_cast(nd.array([[1, np.inf, 1, 1]]), dtype=BF16), "in 1 element:"),
+        (np.full((2, 4), 1e300), "beyond float32"),
+        (np.ones((2, 4), "complex64"), "2x4 in complex64"),
+        (np.full((2, 4), "a"), "booleans, integers or floats"),
+        ([["a"]], "booleans, integers or floats"),
+        (nd.ones((2, 5)), "the original does not run on these inputs"),
+    ],
+)
+def test_inputs_are_finite_numbers(value, words):
+    with pytest.raises(amp.ArgumentError, match=words):
+        amp.compare_models(triple(), triple(), {"data": value})
+
+
+def test_there_must_be_something_to_compare():
+    nothing = triple(fc_bias=nd.full(3, np.nan))
+    with pytest.raises(amp.ArgumentError, match="only NaN or infinity in output 'fc_output'"):
+        amp.compare_models(nothing, nothing, {"data": nd.ones((2, 4))})
+    some = triple(fc_bias=nd.array([np.inf, 1, 1]))
+    (error,) = amp.compare_models(some, some, {"data": nd.ones((2, 4))})
+    assert (error.relative, error.lost) == (0, 0)
+
+
+def test_a_model_for_gpus_does_not_run_here():
+    converted = amp.convert_model(*triple(), policy=amp.Policy.default("float16", "gpu"))
+    with pytest.raises(amp.StateError, match="does not run here.*GPU"):
+        amp.compare_models(triple(), converted, {"data": nd.ones((2, 4))})
