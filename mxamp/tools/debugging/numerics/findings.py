@@ -1,13 +1,19 @@
-"""What `check_numerics` finds, as values."""
+"""What `check_numerics` finds, as values: an operator, its tensor, and the tensor's statistics."""
 
-from dataclasses import dataclass
-from typing import Any, Dict, Optional
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, Optional, Tuple
+
+import numpy as np
+from mxnet.ndarray.ndarray import NDArray
 
 from ....errors import AmpError
-from .statistics import Statistics
+from ....framework.machine import BFLOAT16, dtype_name
+from ....framework.patching import original
+from ....policy.values import RANGES
 
-__all__ = ["Finding", "NumericsError"]
+__all__ = ["Finding", "NumericsError", "Statistics", "values_of"]
 
+_SHORT = {"minimum": "min", "maximum": "max"}
 _KINDS = {
     "nonfinite": "makes values that are not finite",
     "input": "reads values that are not finite already",
@@ -15,6 +21,81 @@ _KINDS = {
     "vanish": "loses most of its values to zero",
     "dead": "is all zero",
 }
+
+# Below all patches: mxamp's asnumpy() casts bfloat16 to float32.
+_asnumpy = original(NDArray, "asnumpy")
+
+
+def values_of(array: NDArray) -> Any:
+    """Return an array's values as NumPy's; bfloat16 as float32, of the same values."""
+    values = _asnumpy(array)
+    if values.dtype != BFLOAT16:
+        return values
+    bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32).reshape(array.shape)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts and range of a tensor; `minimum`, `maximum` and `mean` are of its finite values."""
+
+    dtype: str
+    shape: Tuple[int, ...]
+    size: int
+    nan: int
+    inf: int
+    zero: int
+    subnormal: int
+    minimum: Optional[float]
+    maximum: Optional[float]
+    mean: Optional[float]
+
+    @classmethod
+    def of(cls, array: NDArray) -> "Statistics":
+        """Return the statistics of an array; waits for it."""
+        dtype, values = dtype_name(array.dtype), values_of(array)
+        finite = values[np.isfinite(values)].astype(np.float64)
+        nan = int(np.isnan(values).sum())
+        tiny = RANGES[dtype].smallest if dtype in RANGES else float(np.finfo(np.float64).tiny)
+        size = np.abs(finite)
+        some = finite.size > 0
+        return cls(
+            dtype,
+            array.shape,
+            values.size,
+            nan,
+            values.size - nan - finite.size,
+            int((size == 0).sum()),
+            int(((size > 0) & (size < tiny)).sum()),
+            float(finite.min()) if some else None,
+            float(finite.max()) if some else None,
+            float(finite.mean()) if some else None,
+        )
+
+    @property
+    def finite(self) -> bool:
+        """Whether all values are finite."""
+        return not (self.nan or self.inf)
+
+    @property
+    def nonzero(self) -> int:
+        """The number of values other than zero, NaN and Inf included."""
+        return self.size - self.zero
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Return the statistics as a dict for JSON."""
+        data = {**asdict(self), "shape": list(self.shape)}
+        return {_SHORT.get(name, name): value for name, value in data.items()}
+
+    def __str__(self) -> str:
+        counts = [(self.nan, "NaN"), (self.inf, "Inf"), (self.zero, "zero")]
+        parts = [f"{n} {what}" for n, what in (*counts, (self.subnormal, "subnormal")) if n]
+        if self.zero == self.size:
+            parts = ["all zero"]
+        elif self.minimum is not None:
+            parts.append(f"from {self.minimum:.4g} to {self.maximum:.4g}, mean {self.mean:.4g}")
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.dtype} {shape}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -24,14 +105,14 @@ class Finding:
     `kind` is "nonfinite" (Inf or NaN from finite values), "input" (an input or a parameter was not
     finite before anything was computed with it), "overflow" (finite values became infinite in a
     cast, or would in the low dtype), "vanish" (most became zero there) or "dead" (a layer's
-    output is zero everywhere). `tensor` says which of the operator's tensors `statistics` are of.
+    output is zero everywhere). `tensor` names the operator's tensor that `statistics` describe.
     """
 
     kind: str
     phase: str  #: "forward" or "backward"
-    step: int  #: updates that had been made before, since the check began
-    block: str  #: the Gluon block, "" where there is none
-    node: str  #: the graph node; of an eager call, the block and the operator
+    step: int  #: updates since the check began
+    block: str  #: the Gluon block, "" outside of blocks
+    node: str  #: the graph node; for an eager call the block, or without one the operator
     operator: str
     tensor: str
     dtype: str  #: of the tensor
@@ -39,25 +120,24 @@ class Finding:
     detail: str = ""
 
     def to_dict(self) -> Dict[str, Any]:
-        """Return it as a flat dict for JSON."""
+        """Return the finding as a flat dict for JSON."""
         data = {key: getattr(self, key) for key in self.__dataclass_fields__}
         del data["statistics"]
         return {**data, **self.statistics.to_dict()}
 
     def __str__(self) -> str:
         block = f" in block {self.block!r}" if self.block else ""
-        where = f"{self.node!r} ({self.operator}{block})"
         backward = "the backward pass of " if self.phase == "backward" else ""
         detail = f"; {self.detail}" if self.detail else ""
         return (
-            f"step {self.step}: {backward}{where} {_KINDS[self.kind]}: "
-            f"{self.tensor} is {self.statistics}{detail}"
+            f"step {self.step}: {backward}{self.node!r} ({self.operator}{block}) "
+            f"{_KINDS[self.kind]}: {self.tensor} is {self.statistics}{detail}"
         )
 
 
 class NumericsError(AmpError, ArithmeticError):
-    """A check of numerics has found something; `finding` says what and where."""
+    """`check_numerics` has found an operator whose values go wrong: `finding`."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
-        self.finding: Optional[Finding] = finding
+        self.finding = finding

@@ -1,0 +1,392 @@
+"""Charts of training runs as HTML and SVG, for report pages and notebooks.
+
+The drawing stretches with its box (`preserveAspectRatio="none"`). Labels are HTML beside it, so
+that they are as large on a phone as on a desktop.
+"""
+
+import html
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from .trace_lines import TraceStep, duration
+
+__all__ = ["PAGE", "Run", "charts_of", "histogram_chart", "hover_data", "runs_of", "style", "text"]
+
+#: The folder of the page's template, style sheet and script.
+PAGE = Path(__file__).parent / "page"
+WIDTH, HEIGHT = 1000.0, 260.0
+#: Columns of a chart. Steps that share one are drawn as their median and a band around it.
+COLUMNS = 1200
+#: Line styles in the style sheet.
+STYLES = 6
+BANDS = " <small>bands: the least to the greatest of steps side by side</small>"
+
+#: A label that begins beyond this share of the width is aligned with its end.
+_EDGE = 0.95
+#: Sizes that are drawn: axes a little longer than these have ends and ticks that are floats.
+_SMALLEST, _LARGEST = 1e-250, 1e250
+#: From this power of two on, a tick shows the power.
+_POWERS_FROM = 10
+#: float16's exponents: the first subnormal one, the first normal one, and the first beyond.
+_SUBNORMAL, _NORMAL, _BEYOND = -24, -14, 16
+_FARTHEST_EXPONENT = 2**12
+
+Across = Tuple[float, float]  #: the first and the last value of the horizontal axis
+Spread = Tuple[float, float, float]  #: least, median and greatest value in a column
+
+
+class Run(NamedTuple):
+    """One trainer's steps, and their label in the legend."""
+
+    label: str
+    steps: Sequence[TraceStep]
+
+
+class Axis(NamedTuple):
+    """A vertical axis: its range, ticks with labels, and whether it is logarithmic."""
+
+    low: float
+    high: float
+    ticks: Sequence[Tuple[float, str]]
+    log: bool = False
+
+    def y(self, value: float) -> float:
+        """Return the vertical coordinate of a value, clipped to the chart."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(max(value, low))
+        return min(max(1 - (value - low) / (high - low), 0.0), 1.0) * HEIGHT
+
+
+class Measure(NamedTuple):
+    """A value of each step that has a chart: where it is read, and how it is shown."""
+
+    name: str
+    title: str
+    hover: str  #: its name under the pointer
+    read: Callable[[TraceStep], Optional[float]]
+    shown: Callable[[float], str]
+    stairs: bool = False  #: powers of two that hold until the next step
+
+    def value(self, step: TraceStep) -> Optional[float]:
+        """Return a step's value, clipped to drawn sizes; None if it is unknown or not finite."""
+        found = self.read(step)
+        if found is None or not math.isfinite(found) or (self.stairs and found <= 0):
+            return None
+        if abs(found) < _SMALLEST:
+            return _SMALLEST if self.stairs else 0.0
+        return min(max(found, -_LARGEST), _LARGEST)
+
+    def spread(self, steps: Sequence[TraceStep]) -> Optional[Spread]:
+        """Return the least, median and greatest value of steps; None where all are unknown."""
+        values = sorted(value for step in steps if (value := self.value(step)) is not None)
+        return (values[0], values[len(values) // 2], values[-1]) if values else None
+
+
+def _mebibytes(size: Optional[int]) -> Optional[float]:
+    return None if size is None else size / 2**20
+
+
+def _power_of_two(value: float) -> str:
+    power = math.log2(value)
+    if 0 <= power < _POWERS_FROM:
+        return f"{value:g}"
+    return f"2^{power:.0f}" if power.is_integer() else f"{value:.3g}"
+
+
+MEASURES = (
+    Measure("loss", "Loss", "loss", lambda step: step.loss, "{:.4g}".format),
+    Measure("scale", "Loss scale", "scale", lambda step: step.loss_scale, _power_of_two, True),
+    Measure("seconds", "Step time", "seconds", lambda step: step.seconds, duration),
+    Measure(
+        "memory", "Memory of the process", "MiB",
+        lambda step: _mebibytes(step.memory), "{:,.6g} MiB".format,
+    ),
+    Measure(
+        "gpu", "GPU memory", "GPU MiB",
+        lambda step: _mebibytes(step.gpu_memory), "{:,.6g} MiB".format,
+    ),
+)  # fmt: skip
+
+
+def text(value: object) -> str:
+    """Return a value's text, escaped for HTML."""
+    return html.escape(str(value))
+
+
+def style() -> str:
+    """Return the style sheet of charts and pages as an HTML element."""
+    return f"<style>{(PAGE / 'report.css').read_text(encoding='utf-8')}</style>"
+
+
+def runs_of(label: str, steps: Sequence[TraceStep]) -> List[Run]:
+    """Return a run for each trainer of a trace."""
+    trainers = sorted({step.trainer for step in steps})
+    if len(trainers) == 1:
+        return [Run(label, steps)]
+    return [
+        Run(f"{label}, trainer {trainer}", [step for step in steps if step.trainer == trainer])
+        for trainer in trainers
+    ]
+
+
+def charts_of(runs: Sequence[Run]) -> str:
+    """Return the charts of runs, laid over each other, with a legend for several runs."""
+    runs = [run for run in runs if run.steps]
+    if not runs:
+        return "<p>No step was traced.</p>"
+    across = _across(runs)
+    skipped = _lanes(runs, across, "skipped", lambda step: not step.stepped)
+    broken = _lanes(runs, across, "loss not finite", lambda step: not step.loss_finite)
+    lanes = {"loss": skipped + broken, "scale": skipped}
+    charts = [_chart(one, runs, across, lanes.get(one.name, "")) for one in MEASURES]
+    return f'<div class="charts">{_legend(runs)}{"".join(charts)}</div>'
+
+
+def hover_data(runs: Sequence[Run]) -> str:
+    """Return the JSON from which the page's script shows values under the pointer."""
+    runs = [run for run in runs if run.steps]
+    if not runs:
+        return "{}"
+    across = _across(runs)
+    found = {
+        "across": across,
+        "names": [measure.hover for measure in MEASURES],
+        "runs": [
+            {"label": run.label, "rows": [_hover_row(steps) for steps in _columns(run, across)]}
+            for run in runs
+        ],
+    }
+    return json.dumps(found, separators=(",", ":"))
+
+
+def _hover_row(steps: Sequence[TraceStep]) -> List[Any]:
+    """Return [first step, last, [least, greatest] of each measure or 0, skipped steps]."""
+    row: List[Any] = [steps[0].step, steps[-1].step]
+    for measure in MEASURES:
+        spread = measure.spread(steps) or ()
+        row.append(sorted({float(f"{end:.5g}") for end in spread[::2]}) or 0)
+    return [*row, sum(not step.stepped for step in steps)]
+
+
+def _across(runs: Sequence[Run]) -> Across:
+    steps = [step.step for run in runs for step in run.steps]
+    return min(steps), max(steps)
+
+
+def _left(at: float, across: Across) -> float:
+    """Return the place of a value on the horizontal axis, from 0 to 1."""
+    low, high = across
+    return (at - low) / (high - low) if high > low else 0.5
+
+
+def _columns(run: Run, across: Across) -> List[List[TraceStep]]:
+    """Return a run's steps, grouped by the column that they are drawn in."""
+    columns = itertools.groupby(run.steps, lambda step: int(_left(step.step, across) * COLUMNS))
+    return [list(steps) for _, steps in columns]
+
+
+def _legend(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return ""
+    entries = "".join(
+        '<li><svg viewBox="0 0 40 10" aria-hidden="true"><path class="line '
+        f's{i % STYLES}" d="M0 5H40"/></svg>{text(run.label)}</li>'
+        for i, run in enumerate(runs)
+    )
+    return f'<ul class="legend">{entries}</ul>'
+
+
+def _lanes(
+    runs: Sequence[Run], across: Across, label: str, marked: Callable[[TraceStep], bool]
+) -> str:
+    """Return a row of marks for each run that has marked steps."""
+    lanes = ""
+    for i, run in enumerate(runs):
+        places = [_left(step.step, across) for step in run.steps if marked(step)]
+        if not places:
+            continue
+        name = label if len(runs) == 1 else f"{run.label}: {label}"
+        path = "".join(f"M{x:g} 0V10" for x in sorted({round(x * WIDTH, 1) for x in places}))
+        lanes += (
+            f'<div class="lane-label">{text(name)} <b>{len(places):,}</b></div>'
+            f'<div class="lane"><svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" '
+            f'aria-hidden="true"><path class="mark s{i % STYLES}" d="{path}"/></svg></div>'
+        )
+    return lanes
+
+
+def _chart(measure: Measure, runs: Sequence[Run], across: Across, lanes: str) -> str:
+    """Return the chart of a measure over the steps of runs; "" where no step has it."""
+    known = [[v for step in run.steps if (v := measure.value(step)) is not None] for run in runs]
+    values = [value for of_run in known for value in of_run]
+    if not values:
+        return ""
+    low, high, shown = min(values), max(values), measure.shown
+    log = measure.stairs or (low > 0 and high > 100 * low)
+    base = 2.0 if measure.stairs else 10.0
+    axis = _log_axis(low, high, shown, base) if log else _linear_axis(low, high, shown)
+    described = "; ".join(
+        f"{run.label}: first {shown(v[0])}, last {shown(v[-1])}, "
+        f"from {shown(min(v))} to {shown(max(v))}"
+        for run, v in zip(runs, known)
+        if v
+    )
+    lines = "".join(
+        _curve(i % STYLES, measure, _columns(run, across), axis, across)
+        for i, run in enumerate(runs)
+    )
+    grid = "".join(f"M0 {axis.y(at):.1f}H{WIDTH:.0f}" for at, _ in axis.ticks)
+    caption = f"{text(measure.title)}{', logarithmic' if log else ''}"
+    return _figure(
+        f'class="chart" data-chart="{measure.name}"',
+        caption + (BANDS if 'class="band' in lines else ""),
+        f"{measure.title} by step. {described}",
+        f'<path class="grid" d="{grid}"/>{lines}',
+        axis,
+        [(_left(at, across), f"{at:,.0f}") for at in ticks(*across, whole=True)],
+        lanes,
+    )
+
+
+def _curve(
+    number: int, measure: Measure, columns: Sequence[List[TraceStep]], axis: Axis, across: Across
+) -> str:
+    """Return a line through the medians of columns, over a band; unknown values are gaps."""
+    spots = [(_left(steps[0].step, across) * WIDTH, measure.spread(steps)) for steps in columns]
+    line = band = ""
+    for known, group in itertools.groupby(spots, lambda spot: spot[1] is not None):
+        if not known:
+            continue
+        piece = [(x, [axis.y(value) for value in spread]) for x, spread in group if spread]
+        (x, (_, y, _)), *rest = piece
+        step = "H{:.1f}V{:.1f}" if measure.stairs else "L{:.1f} {:.1f}"
+        # "h0" draws a dot where no line follows.
+        line += f"M{x:.1f} {y:.1f}h0" + "".join(step.format(x, ys[1]) for x, ys in rest)
+        edge = [(x, ys[2]) for x, ys in piece] + [(x, ys[0]) for x, ys in reversed(piece)]
+        band += "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in edge) + "Z"
+    drawn = f'<path class="line s{number}" d="{line}"/>'
+    has_band = any(len(steps) > 1 for steps in columns)
+    return f'<path class="band f{number}" d="{band}"/>{drawn}' if has_band else drawn
+
+
+def _figure(
+    attributes: str,
+    caption: str,
+    description: str,
+    drawing: str,
+    axis: Axis,
+    below: Sequence[Tuple[float, str]],
+    rows: str = "",
+    after: str = "",
+) -> str:
+    """Return a chart: a drawing with its labels, rows of marks under it, and what follows them."""
+    beside = "".join(
+        f'<span style="top:{axis.y(at) / HEIGHT:.2%}">{text(label)}</span>'
+        for at, label in axis.ticks
+    )
+    under = "".join(_label(left, label) for left, label in below)
+    return (
+        f"<figure {attributes}><figcaption>{caption}</figcaption>"
+        f'<div class="plot"><div class="ys" aria-hidden="true">{beside}</div>'
+        f'<div class="area"><svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" '
+        f'preserveAspectRatio="none" aria-label="{text(description)}">{drawing}</svg></div>{rows}'
+        f'<div class="xs" aria-hidden="true">{under}</div></div>{after}</figure>'
+    )
+
+
+def _label(left: float, label: str) -> str:
+    # A label centered at the page's edge would stick out of the page.
+    side = "end" if left > _EDGE else "start" if left < 1 - _EDGE else ""
+    return f'<span class="{side}" style="left:{left:.2%}">{text(label)}</span>'
+
+
+def _linear_axis(low: float, high: float, shown: Callable[[float], str]) -> Axis:
+    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    low, high = 0.0 if 0 <= low < high / 2 else low - margin, high + margin
+    return Axis(low, high, [(at, shown(at)) for at in ticks(low, high)])
+
+
+def _log_axis(low: float, high: float, shown: Callable[[float], str], base: float) -> Axis:
+    first = math.floor(math.log(low, base) + 1e-9)
+    last = math.ceil(math.log(high, base) - 1e-9)
+    first, last = (first - 1, last + 1) if first == last else (first, last)
+    # A margin, so that lines at either end are not cut.
+    edge = (last - first) * 0.05
+    marks = [(base**power, shown(base**power)) for power in ticks(first, last, whole=True)]
+    return Axis(base ** (first - edge), base ** (last + edge), marks, log=True)
+
+
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> List[float]:
+    """Return about `count` round numbers from low to high."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    step = max(step, 1.0) if whole else step
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
+
+
+# ---------------------------------------------------------------------- histograms
+
+
+def histogram_chart(data: Mapping[str, Any], title: str) -> Optional[str]:
+    """Return the chart of a "histogram" record, float16's range shaded; None for other data."""
+    try:
+        exponents = [int(exponent) for exponent in data["exponents"]]
+        shares = [float(share) for share in data["share"]]
+        zero = float(data.get("zero") or 0)
+    except (LookupError, TypeError, ValueError, OverflowError):
+        return None
+    if not 0 < len(exponents) == len(shares) or not all(0 <= s <= 1 for s in [*shares, zero]):
+        return None
+    if max(map(abs, exponents)) > _FARTHEST_EXPONENT:
+        return None
+    across = min(_SUBNORMAL, *exponents) - 1, max(_BEYOND, *exponents) + 2
+    top = max(shares) * 1.05 or 1.0
+    axis = Axis(0.0, top, [(at, f"{at:.3g}") for at in ticks(0.0, top, count=4)])
+    zones = _zones(exponents, shares, zero)
+
+    def box(name: str, first: float, last: float, share: float = top) -> str:
+        left, right, y = _left(first, across), _left(last, across), axis.y(share)
+        return (
+            f'<rect class="{name}" x="{left * WIDTH:.1f}" y="{y:.1f}" '
+            f'width="{(right - left) * WIDTH:.1f}" height="{HEIGHT - y:.1f}"/>'
+        )
+
+    bars = [box("bar", e + 0.1, e + 0.9, share) for e, share in zip(exponents, shares) if share > 0]
+    edges = [_left(exponent, across) * WIDTH for exponent in (_SUBNORMAL, _NORMAL, _BEYOND)]
+    edge = "".join(f"M{x:.1f} 0V{HEIGHT:.0f}" for x in edges)
+    shaded = box("subnormal", _SUBNORMAL, _NORMAL) + box("normal", _NORMAL, _BEYOND)
+    entries = "".join(
+        f'<li>{f"<i class={name!r}></i>" if name else ""}{label}</li>' for name, label in zones
+    )
+    return _figure(
+        'class="chart bars"',
+        text(title),
+        "Share of values by exponent. " + "; ".join(label for _, label in zones),
+        f'{shaded}{"".join(bars)}<path class="edge" d="{edge}"/>',
+        axis,
+        [(_left(at, across), f"2^{at:.0f}") for at in ticks(*across, count=6, whole=True)],
+        after=f'<ul class="zones">{entries}</ul>',
+    )
+
+
+def _zones(exponents: Sequence[int], shares: Sequence[float], zero: float) -> List[Tuple[str, str]]:
+    """Return (style, label) of each range of float16, with its share of the values."""
+
+    def between(low: float, high: float) -> float:
+        return sum(share for e, share in zip(exponents, shares) if low <= e < high)
+
+    zones = [
+        ("", "zero", zero),
+        ("", "vanishes in float16", between(-math.inf, _SUBNORMAL)),
+        ("subnormal", "subnormal in float16", between(_SUBNORMAL, _NORMAL)),
+        ("normal", "normal in float16", between(_NORMAL, _BEYOND)),
+        ("", "overflows in float16", between(_BEYOND, math.inf)),
+    ]
+    return [(name, f"{label} {share:.2%}") for name, label, share in zones]
