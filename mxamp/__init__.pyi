@@ -114,7 +114,7 @@ from .scaling.trainer import (
     unscale as unscale,
 )
 from .tools.debugging.drawing import draw as draw
+from .tools.debugging.explain import Plan as Plan
 from .tools.debugging.explain import explain as explain
-from .tools.debugging.plan import Plan as Plan
 from .tools.onnx import export_onnx as export_onnx
 from .tools.tuning.tune import tune as tune

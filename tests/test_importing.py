@@ -25,12 +25,12 @@ from mxamp.framework.patching import patched
 said = {"loaded": sorted(sys.modules), "read": registry.cache_info().currsize, "patched": patched()}
 amp.init("float16")
 amp.debugging  # what it calls of MXNet below all patches, it has to find below them
-from mxamp.tools.debugging.comparing import backward_passes
+from mxamp.tools.debugging import isolated
 from mxamp.tools.debugging.numerics import node_by_node, probes, statistics
 amp.shutdown()
 from mxnet import autograd, nd
 said["below"] = [
-    backward_passes._backward is autograd.backward,
+    isolated._backward is autograd.backward,
     node_by_node._backward is autograd.backward,
     node_by_node._mark_variables is autograd.mark_variables,
     probes._call is autograd.Function.__call__,

@@ -9,12 +9,10 @@ from typing import Dict, Iterable, List, Sequence, Tuple
 import click
 
 from ..framework.cuda import NEWEST_WHEEL
-from ..tools.doctor.collect import collect
+from ..tools.doctor.collect import collect, runs_on
 from ..tools.doctor.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
-from ..tools.doctor.finding import Finding
-from ..tools.doctor.findings import findings
-from ..tools.doctor.gpus import runs_on
-from .group import examples
+from ..tools.doctor.findings import Finding, findings
+from .output import examples
 
 __all__ = ["as_json", "as_text", "doctor", "info"]
 

@@ -1,28 +1,32 @@
 """`mxamp explain`: what mixed precision does to a saved model."""
 
-from typing import Optional, Sequence
+import fnmatch
+from typing import Dict, Optional, Sequence
 
 import click
 from rich.markup import escape
 from rich.table import Table
 
 from ..convert.saved import load_model, saved_semantics
-from ..errors import ArgumentError
+from ..errors import ArgumentError, unknown
+from ..framework.operators import registry, resolve
 from ..framework.tables import cell_text
+from ..framework.wording import shortened
 from ..graph.casts.builder import is_converted
 from ..graph.ir import Graph
-from ..tools.debugging.colours import BY
-from ..tools.debugging.drawing import draw
-from ..tools.debugging.explain import MODES
+from ..policy.rules import SHOWN_CLASSES
+from ..tools.debugging.drawing import BY, draw
+from ..tools.debugging.explain import MODES, PRECISIONS, Plan
 from ..tools.debugging.explain import explain as explain_symbol
-from ..tools.debugging.plan import PRECISIONS, Plan
-from .group import DTYPES, examples, usage_error
 from .inputs import inputs_of
-from .options import chosen_policy, saved_model_options
-from .output import console, table_of
+from .options import chosen_policy, policy_option, saved_model_options
+from .output import DEVICES, DTYPES, console, examples, lines, table_of, usage_error
 from .words import in_options
 
-__all__ = ["explain"]
+__all__ = [
+    "explain",
+    "operators",
+]
 
 _MODE_HELP = "Explain the converted model, or what runs while mxamp is on."
 _NAME_HELP = "Only operators of this name; * and ? stand for any characters."
@@ -120,3 +124,72 @@ def _table(plan: Plan) -> Table:
         cells[place] = f"[{colour}]{cells[place]}[/]" if colour else cells[place]
         shown.append(cells)
     return table_of(headings, shown)
+
+
+_CLASSES = (
+    "low          computes in the target dtype",
+    "fp32         computes in float32",
+    "widest       computes in the widest dtype of its inputs",
+    "neutral      follows its inputs",
+    "untouched    no input is cast",
+    "conditional  float32 for some values of an attribute",
+)
+
+
+@click.command(
+    epilog=lines("Classes", *_CLASSES)
+    + examples(
+        "mxamp operators softmax 'conv*'",
+        "mxamp operators --class low --dtype float16 --device gpu",
+        "mxamp operators --class low --policy my.toml",
+    )
+)
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--dtype", type=DTYPES, help="Default: float16 for GPUs, bfloat16 for CPUs.")
+@click.option("--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU.")
+@policy_option
+@click.option("--class", "op_class", type=click.Choice(SHOWN_CLASSES), help="Only this class.")
+def operators(
+    names: Sequence[str], dtype: Optional[str], device: Optional[str], op_class: Optional[str]
+) -> None:
+    """Show the class of MXNet's operators, and why.
+
+    NAME is any name of an operator, or a pattern in which * and ? stand for any characters. Without
+    one all operators are shown.
+    """
+    policy = chosen_policy(dtype, device)
+    found = _found(names) if names else sorted(policy.rules)
+    rows = []
+    for name in found:
+        rule = policy.rule(name)
+        if op_class in (None, rule.shown_class):
+            missing = f" (no kernel here: {rule.missing})" if rule.missing else ""
+            rows.append((name, rule.shown_class, rule.reason + missing))
+    if not rows:
+        classes = [f"{name} is {policy.rule(name).shown_class}" for name in found]
+        raise ArgumentError(f"no operator of these is {op_class}: {shortened(classes)}")
+    console().print(table_of(["operator", "class", "reason"], rows))
+
+
+def _found(names: Sequence[str]) -> Sequence[str]:
+    """Return the canonical names that names and patterns stand for, each once."""
+    found: Dict[str, None] = {}
+    for pattern in names:
+        if not set("*?[") & set(pattern):
+            found[resolve(pattern).name] = None
+            continue
+        matching = [
+            operator.name
+            for operator in registry().values()
+            if any(_matches(one, pattern) for one in (operator.name, *operator.aliases))
+        ]
+        if not matching:
+            hint = "* and ? stand for any characters"
+            raise unknown("operator", pattern, registry(), hint, listed_by="`mxamp operators`")
+        found.update(dict.fromkeys(sorted(matching)))
+    return list(found)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Tell whether a name is like a pattern, whatever their case: MXNet mixes Concat and concat."""
+    return fnmatch.fnmatchcase(name.lower(), pattern.lower())

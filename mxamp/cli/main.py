@@ -5,10 +5,9 @@ import click
 from .._version import __version__
 from .convert import convert
 from .doctor import doctor, info
-from .explain import explain
-from .group import OneLineErrors, examples
+from .explain import explain, operators
 from .launch import launch
-from .machine_commands import operators
+from .output import OneLineErrors, examples
 from .report import report
 from .run import run
 from .tune import tune

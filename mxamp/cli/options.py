@@ -12,7 +12,7 @@ import click
 from ..convert.saved import epochs_of
 from ..framework.machine import default_dtype
 from ..policy.policy import Policy
-from .group import DEVICES, usage_error
+from .output import DEVICES, usage_error
 from .words import in_their_words
 
 __all__ = [

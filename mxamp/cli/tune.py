@@ -21,10 +21,9 @@ from ..policy.evidence import Evidence
 from ..policy.policy import Policy
 from ..tools.tuning.tune import tune as tune_model
 from ..tools.tuning.tuner import STOPPED
-from .group import DTYPES, IS_THERE, examples, usage_error
 from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
 from .options import chosen_policy, saved_model_options, stop_status
-from .output import console, table_of
+from .output import DTYPES, IS_THERE, console, examples, table_of, usage_error
 from .words import in_options
 
 __all__ = ["tune"]

@@ -1,8 +1,8 @@
 """The command with those of its commands that import no MXNet."""
 
 from .doctor import doctor, info
-from .group import OneLineErrors
 from .launch import launch
+from .output import OneLineErrors
 
 __all__ = ["without_mxnet"]
 

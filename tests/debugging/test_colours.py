@@ -15,9 +15,8 @@ from mxamp.cli.main import main
 from mxamp.graph.ir import Graph
 from mxamp.graph.recognise import fingerprint
 from mxamp.policy.evidence import LayerCost
-from mxamp.tools.debugging.colours import scale_of
-from mxamp.tools.debugging.drawing import to_dot
-from mxamp.tools.debugging.plan import NodePlan, Plan
+from mxamp.tools.debugging.drawing import scale_of, to_dot
+from mxamp.tools.debugging.explain import NodePlan, Plan
 from tuned import EVIDENCE
 
 S = mx.sym

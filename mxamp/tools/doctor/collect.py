@@ -13,19 +13,106 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ..._version import __version__
 from ...framework import machine
 from ...framework.compat import BROKEN
-from ...framework.cuda import missing_libraries
-from . import gpus
-from .facts import MARK, Build, Cpu, Facts, PolicyCounts, Speed, Wheel, without_folders
+from ...framework.cuda import CUDA_WHEELS, missing_libraries
+from .facts import (
+    MARK,
+    Build,
+    Cpu,
+    Facts,
+    Gpu,
+    PolicyCounts,
+    Speed,
+    Wheel,
+    numbers,
+    without_folders,
+)
 from .variables import settings
 
-__all__ = ["Probed", "collect", "cpu_quota", "kernel_threads", "probe", "probed", "reason"]
+__all__ = [
+    "Probed",
+    "collect",
+    "cpu_quota",
+    "kernel_threads",
+    "parse",
+    "probe",
+    "probed",
+    "query",
+    "reason",
+    "runs_on",
+]
+
+_FIELDS = "--query-gpu=name,compute_cap,driver_version"
+#: Drivers before 470 know no compute_cap.
+_OLD_FIELDS = "--query-gpu=name,driver_version"
+_LIMIT = 10  # seconds; a driver that is broken may never answer
+
+TIMED_OUT = f"nvidia-smi gave no answer in {_LIMIT} s"
+
+#: Runs a command; returns its exit status and what it printed.
+Run = Callable[[Sequence[str]], Tuple[int, str]]
+
+
+def runs_on(gpu: Gpu, cuda: str) -> Optional[bool]:
+    """Tell whether a wheel has code for a GPU; None where that is not known."""
+    if gpu.capability is None or cuda not in CUDA_WHEELS:
+        return None
+    return numbers(gpu.capability)[0] in CUDA_WHEELS[cuda].majors
+
+
+def query(run: Optional[Run] = None) -> Tuple[Tuple[Gpu, ...], str]:
+    """Return the GPUs that nvidia-smi lists, and the reason where it fails.
+
+    No nvidia-smi means no driver, and is no failure.
+    """
+    run = run or _run
+    reason = ""
+    for fields in (_FIELDS, _OLD_FIELDS):
+        try:
+            status, output = run(["nvidia-smi", fields, "--format=csv,noheader"])
+        except FileNotFoundError:
+            return (), ""
+        except OSError as error:
+            return (), f"nvidia-smi can't be run: {error.strerror}"
+        except subprocess.TimeoutExpired:
+            return (), TIMED_OUT
+        text = " ".join(output.split())
+        if "no devices" in text.lower():
+            return (), ""
+        if status == 0:
+            return parse(output), ""
+        reason = reason or f"nvidia-smi failed with status {status}: {text[:200]}"
+        if "compute_cap" not in text:
+            break
+    return (), reason
+
+
+def parse(output: str) -> Tuple[Gpu, ...]:
+    """Return the GPUs of nvidia-smi's lines: name, compute capability if it tells, driver.
+
+    >>> parse("Tesla T4, 7.5, 470.57.02")
+    (Gpu(name='Tesla T4', capability='7.5', driver='470.57.02'),)
+    """
+    gpus = []
+    for line in output.splitlines():
+        name, *rest = [part.strip() for part in line.split(",")]
+        if rest:
+            *middle, driver = rest
+            known = [part for part in middle if len(numbers(part)) > 1]
+            gpus.append(Gpu(name, known[0] if known else None, driver))
+    return tuple(gpus)
+
+
+def _run(command: Sequence[str]) -> Tuple[int, str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    return done.returncode, done.stdout + done.stderr
+
 
 #: Of all that MXNet needs to import and measure, in seconds: a few, or 15 on a busy machine.
 PROBE_LIMIT = 60
@@ -61,7 +148,7 @@ def collect(measure: bool = True) -> Facts:
     `measure` times products for two seconds for each device. All takes 80 s at most, where the
     driver or MXNet gives no answer.
     """
-    found, gpu_error = gpus.query()
+    found, gpu_error = query()
     wheels = tuple(_wheels())
     cuda = next((wheel.cuda for wheel in wheels if wheel.cuda), None)
     known = probe(measure)

@@ -14,7 +14,7 @@ from ...convert.distance import Distance
 from ...errors import ArgumentError, StateError
 from ...framework.wording import counted, shortened
 from ...policy.policy import Policy
-from ..debugging.comparing.isolated import arrays_in
+from ..debugging.isolated import arrays_in
 from .deadline import Deadline
 from .subject import Results, Subject, next_numbers, rounded
 

@@ -26,8 +26,7 @@ from ...graph.ir import Node, Output
 from ...policy.active import suspended
 from ...policy.decision import CASTABLE, decide, fixed_inputs
 from ...policy.policy import Policy
-from ..debugging.comparing.isolated import dense_values, outputs_of, tensors_in
-from ..debugging.comparing.randomness import with_masks
+from ..debugging.isolated import dense_values, outputs_of, tensors_in, with_masks
 from .deadline import Deadline, OutOfTimeError
 from .layers import Layer
 from .probes import differentiable, random_signs, with_probes, zeros_like

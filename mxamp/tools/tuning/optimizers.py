@@ -9,7 +9,7 @@ from ...framework.arrays import plain_array
 from ...patches.autocast import autocast
 from ...policy.active import enter_region, leave_region
 from ...policy.policy import Policy
-from ..debugging.comparing.backward_passes import trained_arrays
+from ..debugging.isolated import trained_arrays
 from .deadline import Deadline
 from .subject import Subject
 

@@ -8,8 +8,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...framework.arrays import dtypes_of
 from ...graph.inspect import Tensor
 from ...graph.ir import Graph, Output, Usage
-from ..debugging.comparing.isolated import IsolatedRun
-from ..debugging.comparing.randomness import Seeds
+from ..debugging.isolated import IsolatedRun, Seeds
 
 __all__ = ["Traced", "TracedRun"]
 

@@ -20,8 +20,7 @@ from ...errors import AmpError, StateError
 from ...patches.autocast import autocast
 from ...policy.active import enter_region, leave_region
 from ...policy.policy import Policy
-from ..debugging.comparing.backward_passes import loss_of
-from ..debugging.comparing.isolated import arrays_in
+from ..debugging.isolated import arrays_in, loss_of
 from .deadline import Deadline
 from .subject import Subject
 
