@@ -1,4 +1,4 @@
-"""How a plan is made: what a policy does to a graph, node by node, and why."""
+"""`explain`: the plan of a policy for a model, operator by operator, with reasons."""
 
 import fnmatch
 import json
@@ -30,19 +30,14 @@ from ...policy.layers import Layers
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
 
-__all__ = [
-    "Cast",
-    "NodePlan",
-    "OfflineCast",
-    "PRECISIONS",
-    "Plan",
-    "explain",
-]
+__all__ = ["MODES", "PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan", "explain"]
 
-#: What an operator of a plan may compute in; "as is" where its inputs are not touched.
+#: What an operator of a plan may compute in; "as is" if its inputs are not cast.
 PRECISIONS = (*TARGETS, "float32", "as is")
+MODES = ("converted", "inference", "training")
 
-_GLUON = "_fwd"  # what Gluon adds to a layer's name for its operator
+_GLUON = "_fwd"  # Gluon's suffix for the operator of a layer
+_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -54,13 +49,13 @@ class NodePlan:
     precision: str
     reason: str
     inputs: Tuple[Tuple[str, Optional[str]], ...] = ()  #: (name, the dtype it is cast to or None)
-    error: Optional[float] = None  #: what low precision costs here, as `tune` has measured it
-    gain: Optional[float] = None  #: and the milliseconds that it saves
+    error: Optional[float] = None  #: the error of low precision here, as measured by `tune`
+    gain: Optional[float] = None  #: milliseconds that low precision saves here
 
 
 @dataclass(frozen=True)
 class Cast:
-    """One cast that is inserted: after which node, to which dtype."""
+    """One inserted cast: after which node, to which dtype."""
 
     name: str
     source: str
@@ -69,7 +64,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class OfflineCast:
-    """A parameter that `cast_optional_params` casts, and what that does to its values."""
+    """A parameter that `cast_optional_params` casts, and the values that the cast loses."""
 
     name: str
     dtype: str
@@ -80,7 +75,7 @@ class OfflineCast:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What mixed precision does to a graph, operator by operator; `explain` makes one.
+    """The precision of each operator of a graph, and why; `explain` makes one.
 
     ::
 
@@ -92,10 +87,9 @@ class Plan:
     Plans count and iterate over their operators. Under a policy that `tune` has found for this
     model, operators have an `error` and a `gain`, and the table has columns for them.
 
-    `inputs` are the model's inputs without the parameters that were given.
-    `bytes_before` and `bytes_after` are those of the parameters, the latter with
-    `cast_optional_params`, and `offline` are the parameters that it casts; nothing where no
-    parameters were given.
+    `inputs` are the model's inputs without the given parameters. `bytes_before` and `bytes_after`
+    are the sizes of the parameters without and with `cast_optional_params`, and `offline` are the
+    parameters that it casts; empty if no parameters were given.
     """
 
     target_dtype: str
@@ -132,7 +126,7 @@ class Plan:
         raise self.unknown(name)
 
     def unknown(self, name: object) -> UnknownNameError:
-        """Return the error for a name, or a pattern, that no operator of the plan has."""
+        """Return the error for a name or pattern that matches no operator of the plan."""
         hint = f"The plan has {counted(len(self), 'operator')}"
         if f"{name}{_GLUON}" in self:
             hint += f". Gluon adds {_GLUON} to the name of a layer"
@@ -144,7 +138,7 @@ class Plan:
         operator: Optional[str] = None,
         precision: Optional[str] = None,
     ) -> "Plan":
-        """Return the plan with some of its operators; `name` may hold * and ?.
+        """Return the plan with the operators that match; `name` may hold * and ?.
 
         `operator` is any name of an MXNet operator, `precision` one of "float16", "bfloat16",
         "float32" and "as is".
@@ -177,18 +171,17 @@ class Plan:
         return dict(Counter(node.precision for node in self.nodes))
 
     def to_dict(self) -> Dict[str, Any]:
-        """Return it all as a dict; errors and gains only where the plan has some."""
+        """Return the plan as plain values; with errors and gains for tuned policies only."""
         data = asdict(self)
         for node in data["nodes"]:
             costs = {key: node.pop(key) for key in ("error", "gain")}
             if self.is_tuned:
                 # JSON has no infinity.
-                finite = {k: "inf" if v == math.inf else v for k, v in costs.items()}
-                node.update(finite)
+                node.update({k: "inf" if v == math.inf else v for k, v in costs.items()})
         return data
 
     def to_json(self) -> str:
-        """Return it all as JSON."""
+        """Return the plan as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -199,16 +192,15 @@ class Plan:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether there are errors and gains that `tune` has measured."""
+        """Whether `tune` has measured errors and gains of the operators."""
         return any(node.error is not None or node.gain is not None for node in self.nodes)
 
     def rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """Return headings and rows of the table."""
         costs = ("error", "gain ms") if self.is_tuned else ()
-        measured = [(n.error, n.gain)[: len(costs)] for n in self.nodes]
         rows = [
-            (n.name, n.operator, n.precision, *some, n.reason)
-            for n, some in zip(self.nodes, measured)
+            (n.name, n.operator, n.precision, *(n.error, n.gain)[: len(costs)], n.reason)
+            for n in self.nodes
         ]
         return ("name", "operator", "precision", *costs, "reason"), rows
 
@@ -221,21 +213,19 @@ class Plan:
         return counted(len(self), "operator") + (f": {counts}" if counts else "")
 
     def summary(self) -> str:
-        """Return one line: operators a precision, casts, parameter bytes."""
+        """Return one line: operators by precision, casts, bytes of the parameters."""
         size = ""
         if self.bytes_before:
             sizes = f"{counted(self.bytes_before, 'byte')}, {self.bytes_after:,}"
             size = f"; parameters {sizes} with cast_optional_params"
         if self.lossy:
             names = shortened([cast.name for cast in self.lossy])
-            lossy = counted(len(self.lossy), "parameter")
-            size += f"; which would lose values of {lossy}: {names}"
+            size += f"; it would lose values of {counted(len(self.lossy), 'parameter')}: {names}"
         casts = counted(len(self.casts), "cast")
         return f"{self._counted()}; {casts}{size}"
 
 
-MODES = ("converted", "inference", "training")
-_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+# ---------------------------------------------------------------------- making a plan
 
 
 def explain(
@@ -257,34 +247,34 @@ def explain(
     >>> amp.explain(net, policy=amp.Policy.default("float16", "gpu"))["fc"].precision
     'float16'
 
-    The model is not run and not changed. Printing the plan gives a table.
+    The model does not run and is not changed. Printing the plan gives a table.
 
     Parameters
     ----------
     model : Symbol or HybridBlock
         The model.
     target_dtype : str or dtype, optional
-        "float16" or "bfloat16". With `policy`, what that is for.
+        "float16" or "bfloat16". With `policy`, the dtype of that policy.
     policy : Policy, optional
-        By default mxamp's own for `target_dtype` and this machine's kind of device. Where neither
-        is given, the one that is on (`init`, `autocast`) for "inference" and "training"; else that
-        for float16, as `convert_*` take it.
+        The default is mxamp's own policy for `target_dtype` and this machine's kind of device.
+        Without both, it is the active policy (`init`, `autocast`) for "inference" and "training",
+        and float16's otherwise, as for `convert_*`.
     excluded_sym_names : list of str or Block, optional
-        Layers to keep in float32: Gluon blocks, or names that the plan shows, where * and ? stand
-        for any characters.
+        Layers to keep in float32: Gluon blocks, or names as in the plan, where * and ? stand for
+        any characters.
     input_dtypes : dict of str to dtype, optional
         Dtypes of inputs that are not float32 and can't be inferred.
     params : dict of str to NDArray, optional
-        The parameters of a symbol: `{**arg_params, **aux_params}`. Give them to see what
-        `convert_model` does: some precisions depend on the shapes of weights, and without
-        `params` the plan leaves those rules out. With them it also has the parameters' size, and
-        the values that a cast would lose. A block has its own: leave `params` out.
+        The parameters of a symbol: `{**arg_params, **aux_params}`. With them the plan is that of
+        `convert_model`: it applies rules that depend on the shapes of weights, and has the
+        parameters' size and the values that a cast would lose. Omit `params` for a block, which
+        has its own.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, for a block that was not hybridized and run before.
     mode : str, default "converted"
-        What to explain: "converted" is the model that `convert_*` makes; "inference" and
-        "training" are the graphs that run while mixed precision is on (`init`, `autocast`), with
-        faster equivalents in place of some operators.
+        "converted" explains the model that `convert_*` makes. "inference" and "training" explain
+        the graphs that run while mixed precision is on (`init`, `autocast`), with faster
+        equivalents of some operators.
     input_shapes : dict of str to tuple, optional
         Shapes of inputs, for "inference" and "training", where the precision of some operators
         depends on them (a dense layer of few rows).
@@ -297,7 +287,7 @@ def explain(
     Raises
     ------
     UnknownNameError
-        A layer or an input that the model does not have, with the closest names.
+        The model has no such layer or input; the message has the closest names.
     ArgumentError
         No model, an unknown mode or dtype, or a policy for another dtype.
     StateError
@@ -325,13 +315,34 @@ def explain(
         converting=mode == "converted",
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
-    return _with_costs(_plan_of(result, policy, graph.input_names, held), costs)
+    return _plan_of(result, policy, graph.input_names, held, costs)
+
+
+def _model_of(
+    model: Any, params: Optional[Mapping[str, NDArray]], example_inputs: Examples
+) -> Tuple[Symbol, Dict[str, NDArray]]:
+    """Return a model's symbol and its known parameters."""
+    if isinstance(model, HybridBlock) and params is not None:
+        raise ArgumentError("params are for a Symbol, and a block has its own: leave params out")
+    if isinstance(model, Symbol):
+        if not isinstance(params, (Mapping, type(None))):
+            raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
+        used = set(model.list_inputs())
+        return model, {name: array for name, array in (params or {}).items() if name in used}
+    if not isinstance(model, HybridBlock):
+        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {shown(model)}")
+    traced = trace(model, example_inputs)
+    return traced.symbol, traced.values()
 
 
 def _plan_of(
-    result: Rewrite, policy: Policy, inputs: Sequence[str], held: Mapping[str, NDArray]
+    result: Rewrite,
+    policy: Policy,
+    inputs: Sequence[str],
+    held: Mapping[str, NDArray],
+    costs: Mapping[str, LayerCost],
 ) -> Plan:
-    """Return the plan of a rewritten graph with these inputs, of which some are `held` values."""
+    """Return the plan of a rewritten graph with these inputs; `held` are known parameters."""
     nodes = tuple(
         NodePlan(
             node.name,
@@ -339,6 +350,7 @@ def _plan_of(
             decision.precision,
             decision.reason,
             tuple(_source(graph, i) for i, _ in node.inputs),
+            *_measured(costs.get(node.name)),
         )
         for graph, node, decision in result.decided()
     )
@@ -353,19 +365,12 @@ def _plan_of(
     )
 
 
-def _with_costs(plan: Plan, costs: Mapping[str, LayerCost]) -> Plan:
-    """Return a plan with what was measured of its operators."""
-
-    def with_cost(node: NodePlan) -> NodePlan:
-        cost = costs.get(node.name)
-        if cost is None:
-            return node
-        # What the search did not reach is NaN.
-        error = None if math.isnan(cost.error) else cost.error
-        gain = None if cost.gain is None or math.isnan(cost.gain) else cost.gain
-        return replace(node, error=error, gain=gain)
-
-    return replace(plan, nodes=tuple(map(with_cost, plan.nodes))) if costs else plan
+def _measured(cost: Optional[LayerCost]) -> Tuple[Optional[float], Optional[float]]:
+    """Return an operator's error and gain; None if unknown, which evidence holds as NaN."""
+    if cost is None:
+        return None, None
+    error, gain = (None if v is None or math.isnan(v) else v for v in (cost.error, cost.gain))
+    return error, gain
 
 
 def _size(array: NDArray) -> int:
@@ -378,29 +383,13 @@ def _width(dtype: Any) -> int:
 
 def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
     with suspended():
-        found = cast(copy(array), dtype)  # as a conversion casts it, from the plain layout
+        # A copy has the plain layout, which a conversion casts from.
+        found = cast(copy(array), dtype)
         return OfflineCast(name, dtype, _size(array), *count_losses(array, found))
 
 
-def _model_of(
-    model: Any, params: Optional[Mapping[str, NDArray]], example_inputs: Examples
-) -> Tuple[Symbol, Dict[str, NDArray]]:
-    """Return a model's symbol and the values of its parameters, as far as they are known."""
-    if isinstance(model, HybridBlock) and params is not None:
-        raise ArgumentError("params are for a Symbol, and a block has its own: leave params out")
-    if isinstance(model, Symbol):
-        if not isinstance(params, (Mapping, type(None))):
-            raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
-        used = set(model.list_inputs())
-        return model, {name: array for name, array in (params or {}).items() if name in used}
-    if not isinstance(model, HybridBlock):
-        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {shown(model)}")
-    traced = trace(model, example_inputs)
-    return traced.symbol, traced.values()
-
-
 def _source(graph: Graph, i: int) -> Tuple[str, Optional[str]]:
-    """Return the name of what a reader of node i reads behind inserted casts, and their dtype."""
+    """Return the node behind the inserted casts at node i, and the dtype that they cast to."""
     node, dtype = graph.nodes[i], None
     while _inserted(node) or (node.op == "_copy" and "_amp_copy" in node.name):
         dtype = dtype or node.attrs.get("dtype")
