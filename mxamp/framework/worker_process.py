@@ -1,7 +1,10 @@
-"""A worker process of a parameter server: it says what it waits for, and ends without the others.
+"""A parameter server's worker process: it logs long waits, and exits without the other workers.
 
-A worker that ends frees its kvstore, and MXNet waits there until all workers do the same. Those
-that wait for its gradients would never end, nor would it.
+A worker that exits frees its kvstore, and MXNet waits there until all workers do the same. Workers
+that wait for its gradients never do, so without these patches no process would end.
+
+`mxamp.init` prepares any worker. Workers of `mxamp launch` are prepared as soon as they import
+MXNet, by the start-up hook (mxamp/startup).
 """
 
 import atexit
@@ -18,14 +21,14 @@ from .kvstores import is_distributed
 from .patching import Patch
 from .waiting import waiting
 
-__all__ = ["LAUNCHED", "prepare", "prepare_launched"]
+__all__ = ["LAUNCHED", "prepare"]
 
 logger = logging.getLogger("mxamp")
 
 #: Set by `mxamp launch` for its workers.
 LAUNCHED = "MXAMP_LAUNCHED"
 
-#: Functions of a kvstore that return once all workers have called them.
+#: Methods of a kvstore that return once all workers have called them.
 _MEETINGS = ("init", "broadcast", "_barrier")
 
 START = (
@@ -43,24 +46,18 @@ MEET = (
 
 
 class _Shared:
-    """What this worker shares with others."""
+    """The distributed kvstores of this worker."""
 
-    kvstore = False  #: whether it has asked for one
+    kvstore = False  #: whether one was asked for
     stores: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
-def prepare_launched() -> None:
-    """Prepare a worker that `mxamp launch` has started: what importing mxamp does there."""
-    if os.environ.get(LAUNCHED):
-        prepare()
 
 
 @functools.lru_cache(maxsize=1)
 def prepare() -> None:
-    """Prepare this process, if it is a worker of a parameter server; does nothing elsewhere.
+    """Patch kvstores and exits in a parameter server's worker; a no-op in other processes.
 
-    An uncaught exception ends a worker in any case. `mxamp launch` sees how each worker has ended,
-    and ends the servers after the last: then no exit waits.
+    An uncaught exception always ends the worker. In workers of `mxamp launch` no exit waits: the
+    launcher sees how each of them has ended, and ends the servers after the last.
     """
     if os.environ.get("DMLC_ROLE") != "worker":
         return
@@ -80,7 +77,7 @@ def _warn_alone() -> None:
 
 
 def _free_stores() -> None:
-    """Free the kvstores while Python can: the threads of one that is left end the process."""
+    """Free the kvstores while Python runs: the threads of one that is left abort the process."""
     from mxnet.base import _LIB, KVStoreHandle, check_call
 
     for store in list(_Shared.stores):
@@ -89,7 +86,7 @@ def _free_stores() -> None:
 
 
 def _patches(launched: bool) -> List[Patch]:
-    # Not above: the launcher imports no MXNet.
+    # Imported here, since the launcher imports no MXNet.
     from mxnet import kvstore
 
     patches = [Patch(kvstore.KVStore, name, _patient) for name in _MEETINGS]

@@ -16,7 +16,7 @@ from mxamp.framework import worker_process
 from mxnet import kvstore
 hook, init, create = sys.excepthook, kvstore.KVStore.__init__, kvstore.create
 worker_process.prepare.cache_clear()
-worker_process.{call}()
+worker_process.prepare()
 print(sys.excepthook is hook, kvstore.KVStore.__init__ is init, kvstore.create is create)
 print(kvstore.create("device").type)
 {then}
@@ -25,25 +25,22 @@ WORKER = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2"}
 LAUNCHED = {**WORKER, "MXAMP_LAUNCHED": "1"}
 
 
-def program(environment, then="", call="prepare"):
-    return PREPARED.format(environment=environment, then=then, call=call)
+def program(environment, then=""):
+    return PREPARED.format(environment=environment, then=then)
 
 
 @pytest.mark.parametrize(
-    "call, environment, kept",
+    "environment, kept",
     [
-        ("prepare", {}, [True, True, True]),
-        ("prepare", {"DMLC_ROLE": "server"}, [True, True, True]),
-        ("prepare", {"MXAMP_LAUNCHED": "1"}, [True, True, True]),
-        ("prepare", WORKER, [False, True, False]),
-        ("prepare", LAUNCHED, [False, False, False]),
-        # What importing mxamp does.
-        ("prepare_launched", WORKER, [True, True, True]),
-        ("prepare_launched", LAUNCHED, [False, False, False]),
+        ({}, [True, True, True]),
+        ({"DMLC_ROLE": "server"}, [True, True, True]),
+        ({"MXAMP_LAUNCHED": "1"}, [True, True, True]),
+        (WORKER, [False, True, False]),
+        (LAUNCHED, [False, False, False]),
     ],
 )
-def test_only_workers_are_prepared(tmp_path, call, environment, kept):
-    done = run_forked(program(environment, call=call), tmp_path)
+def test_only_workers_are_prepared(tmp_path, environment, kept):
+    done = run_forked(program(environment), tmp_path)
     assert done.stdout.split() == [*map(str, kept), "device"], done.stderr
 
 
