@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -11,7 +12,7 @@ from mxnet import gluon
 
 import mxamp as amp
 from helpers import kind, randn, run_python
-from mxamp.cli.main import main
+from mxamp.cli.main import COMMANDS, main
 from mxamp.framework import machine
 from mxamp.policy.policy import Policy
 from nets import convolutional, made
@@ -84,7 +85,7 @@ def test_saved_policies(saved, monkeypatch):
         ("info extra", "extra"),
         ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),
         ("operators nom*", "unknown operator 'nom*'"),
-        ("operators softmax --class low", "no operator of these is low: softmax is fp32"),
+        ("operators softmax --class low", "none of these operators is low: softmax is fp32"),
         ("operators --class lo", "'lo' is not one of 'low', 'fp32', 'widest'"),
         ("operators --dtype flot16", "'flot16' is not one of 'float16', 'bfloat16'"),
         ("operators --device tpu", "'tpu' is not one of 'cpu', 'gpu'"),
@@ -223,13 +224,20 @@ def test_interrupted_imports_end_in_one_line(program, status, words):
     assert words is None or done.stderr.splitlines() == words
 
 
-@pytest.mark.slow
-def test_version_and_module():
+@pytest.mark.parametrize("option, shown", [("--version", amp.__version__), ("--help", "Examples:")])
+def test_version_and_help_load_neither_mxnet_nor_a_command(option, shown):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "mxamp", "--version"],
+        [sys.executable, "-X", "importtime", "-m", "mxamp", option],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert amp.__version__ in done.stdout
+    assert shown in done.stdout
+    assert "mxamp.cli.main" in done.stderr
+    assert not re.search(r"\| +(mxnet|mxamp\.cli\.(convert|doctor))$", done.stderr, re.M)
+
+
+def test_every_command_is_loaded_by_its_name():
+    for name in COMMANDS:
+        assert main.get_command(None, name).name == name
 
 
 @pytest.mark.parametrize("cast", [False, True])

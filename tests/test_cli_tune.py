@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from helpers import ROOT, randn
 from mxamp.cli.main import main
-from mxamp.cli.words import in_options
+from mxamp.cli.output import in_options
 from mxamp.policy.policy import Policy
 from mxamp.tools.tuning import tuner
 
@@ -325,8 +325,10 @@ def test_a_model_that_can_not_be_tuned(models, out):
 
 
 def test_arguments_are_called_by_the_names_of_options():
-    text = "or an rtol of 2. rtol must be above 0, and budget must be"
-    assert in_options(text) == "or an --rtol of 2. --rtol must be above 0, and --budget must be"
+    assert (
+        in_options("an `rtol` of 2, not the `mxamp` command")
+        == "an --rtol of 2, not the `mxamp` command"
+    )
     said = in_options(tuner.USED.format(call=tuner._CALLS["fused"]))
     assert said == "Measured as it runs by mxamp convert --policy, which fuses it."
 

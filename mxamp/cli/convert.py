@@ -10,8 +10,8 @@ from ..convert.compare import OutputError
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
 from .inputs import dtypes_of_inputs, values_for
-from .options import chosen_policy, saved_model_options
-from .output import DTYPES, console, examples, table_of, usage_error
+from .options import DTYPES, chosen_policy, saved_model_options
+from .output import console, examples, table_of, usage_error
 
 __all__ = ["convert"]
 

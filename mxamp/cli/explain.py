@@ -1,4 +1,4 @@
-"""`mxamp explain`: what mixed precision does to a saved model."""
+"""`mxamp explain` and `mxamp operators`: the precision of a model's operators, or of all."""
 
 import fnmatch
 from typing import Dict, Optional, Sequence
@@ -19,20 +19,19 @@ from ..tools.debugging.drawing import BY, draw
 from ..tools.debugging.explain import MODES, PRECISIONS, Plan
 from ..tools.debugging.explain import explain as explain_symbol
 from .inputs import inputs_of
-from .options import chosen_policy, policy_option, saved_model_options
-from .output import DEVICES, DTYPES, console, examples, lines, table_of, usage_error
-from .words import in_options
+from .options import DEVICES, DTYPES, chosen_policy, policy_option, saved_model_options
+from .output import console, examples, in_options, lines, table_of, usage_error
 
 __all__ = [
     "explain",
     "operators",
 ]
 
-_MODE_HELP = "Explain the converted model, or what runs while mxamp is on."
+_MODE_HELP = "Explain the converted model, or the graphs that run while mxamp is on."
 _NAME_HELP = "Only operators of this name; * and ? stand for any characters."
-_COLOUR_HELP = "What the colours stand for; error and gain need a policy that was tuned."
+_COLOUR_HELP = "What the colors stand for; error and gain need a tuned policy."
 _INPUT_HELP = "Shape of an input, such as data:1,3,224,224, for the modes inference and training."
-CONVERTED = "This model was converted before. Above is what another conversion would make of it."
+CONVERTED = "This model was converted before. The table is the plan of converting it again."
 _EXAMPLES = examples(
     "mxamp explain model",
     "mxamp explain model-symbol.json --dtype bfloat16 --precision float32",
@@ -44,7 +43,9 @@ _EXAMPLES = examples(
 @saved_model_options
 @click.option("--dtype", type=DTYPES, help="Default: float16 for GPUs, bfloat16 for CPUs.")
 @click.option("--name", metavar="PATTERN", help=_NAME_HELP)
-@click.option("--precision", type=click.Choice(PRECISIONS), help="Only what computes in it.")
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), help="Only operators that compute in it."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--graph", metavar="FILE", help="Draw it too, as .svg, .png, .pdf or .dot.")
 @click.option(
@@ -70,9 +71,9 @@ def explain(
 ) -> None:
     """Show which precision each operator of a saved model computes in, and why.
 
-    PREFIX is what the model's files begin with: model for model-symbol.json and model-0000.params.
-    The name of either file will do. PATTERN is a name as this command shows it, or one in which *
-    and ? stand for any characters; Gluon adds _fwd to the name of a layer.
+    PREFIX is the beginning of the model's file names: model for model-symbol.json and
+    model-0000.params. Either file name works too. PATTERN is a name in this command's output, in
+    which * and ? stand for any characters; Gluon adds _fwd to the name of a layer.
     """
     symbol, args, auxs = load_model(prefix, epoch)
     shapes, _ = inputs_of(inputs)
@@ -103,7 +104,7 @@ def explain(
 
 
 def _filtered(plan: Plan, name: Optional[str], precision: Optional[str]) -> Plan:
-    """Return the operators to show, which are some."""
+    """Return the plan's operators that match; raise if there are none."""
     shown = plan if name is None else plan.filter(name=name)
     if name is not None and not len(shown):
         raise plan.unknown(name)
@@ -155,7 +156,7 @@ def operators(
     """Show the class of MXNet's operators, and why.
 
     NAME is any name of an operator, or a pattern in which * and ? stand for any characters. Without
-    one all operators are shown.
+    a name, all operators are listed.
     """
     policy = chosen_policy(dtype, device)
     found = _found(names) if names else sorted(policy.rules)
@@ -167,12 +168,12 @@ def operators(
             rows.append((name, rule.shown_class, rule.reason + missing))
     if not rows:
         classes = [f"{name} is {policy.rule(name).shown_class}" for name in found]
-        raise ArgumentError(f"no operator of these is {op_class}: {shortened(classes)}")
+        raise ArgumentError(f"none of these operators is {op_class}: {shortened(classes)}")
     console().print(table_of(["operator", "class", "reason"], rows))
 
 
 def _found(names: Sequence[str]) -> Sequence[str]:
-    """Return the canonical names that names and patterns stand for, each once."""
+    """Return the canonical names of the operators that match names or patterns."""
     found: Dict[str, None] = {}
     for pattern in names:
         if not set("*?[") & set(pattern):
@@ -191,5 +192,5 @@ def _found(names: Sequence[str]) -> Sequence[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Tell whether a name is like a pattern, whatever their case: MXNet mixes Concat and concat."""
+    """Return whether a name matches a pattern in any case: MXNet mixes Concat and concat."""
     return fnmatch.fnmatchcase(name.lower(), pattern.lower())

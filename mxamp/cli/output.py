@@ -1,41 +1,121 @@
-"""Tables on standard output: fitted to a terminal, and whole in a pipe or a file."""
+"""Output of the commands: tables, help texts, and the library's messages in terms of options."""
 
+import logging
+import re
 import sys
-from typing import Any, Iterable, List, Optional, Sequence
+from contextlib import contextmanager
+from typing import Iterable, Iterator, NoReturn, Sequence
 
 import click
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
-from ..errors import AmpError, unknown
-from ..policy.targets import DEVICES as _DEVICES
-from ..policy.targets import TARGETS, TARGETS_OR_AUTO, is_auto, one_dtype
-from .starting import INTERRUPTED, STATUS
+from ..errors import AmpError, ArgumentError
 
 __all__ = [
-    "DEVICES",
-    "DTYPES",
-    "DTYPES_OR_AUTO",
     "IS_THERE",
-    "OneLineErrors",
     "console",
+    "end",
     "examples",
+    "in_options",
     "lines",
+    "show_messages",
     "table_of",
     "usage_error",
 ]
 
-#: Columns where there is no terminal: no table of ours is as wide.
+IS_THERE = "--out {path!r} is there already: give another --out, or overwrite it with --force"
+
+#: The width without a terminal: wider than any table.
 _UNLIMITED = 100_000
+
+#: The library's messages put arguments in backquotes. These are the options for them.
+_OPTIONS = {
+    "budget": "--budget",
+    "cast_optional_params": "--cast-params",
+    "convert_hybrid_block(net, policy=policy)": "mxamp convert --policy",
+    "excluded_sym_names": "--keep-fp32",
+    "force=True": "--force",
+    "fuse": "--fuse",
+    "fuse=True": "--fuse",
+    "input_dtypes": "--input-dtype",
+    "input_shapes": "--input",
+    "keep_io_types=False": "--cast-io",
+    "out": "--out",
+    "rtol": "--rtol",
+    "shapes": "--input",
+    "tolerance": "--tolerance",
+}
+
+
+def in_options(message: str) -> str:
+    """Return a message of the library with options in place of its arguments.
+
+    >>> in_options("keep its readers in float32 with `excluded_sym_names`")
+    'keep its readers in float32 with --keep-fp32'
+    """
+    return re.sub("`([^`]+)`", lambda match: _OPTIONS.get(match[1], match[0]), message)
+
+
+@contextmanager
+def show_messages() -> Iterator[Status]:
+    """Show the library's log and errors on standard error; yield the progress line.
+
+    Warnings are lines. Progress is shown on terminals only. An `ArgumentError` is raised again in
+    terms of options; other errors end the process with status 1.
+    """
+    logger = logging.getLogger("mxamp")
+    level, propagate = logger.level, logger.propagate
+    with Console(stderr=True).status("reading") as status:
+        handler = _Shown(status)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield status
+        except ArgumentError as error:
+            raise type(error)(in_options(str(error))) from error
+        except (AmpError, OSError, MemoryError) as error:
+            status.stop()
+            end(f"error: {in_options(str(error))}", 1)
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+class _Shown(logging.Handler):
+    def __init__(self, status: Status) -> None:
+        super().__init__()
+        self.status = status
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = in_options(record.getMessage())
+        if record.levelno >= logging.WARNING:
+            click.echo(f"warning: {text}", err=True)
+        else:
+            self.status.update(text)
+
+
+def end(message: str, status: int) -> NoReturn:
+    """End the process with a message in one line on standard error."""
+    click.echo(" ".join(message.split()), err=True)
+    sys.exit(status)
+
+
+def usage_error(message: str) -> click.UsageError:
+    """Return the error for a bad option of the running command."""
+    return click.UsageError(message, click.get_current_context())
 
 
 def console() -> Console:
-    """Return the console; without a terminal it cuts nothing and has no colour."""
+    """Return the console of standard output; without a terminal, it has no width and no color."""
     return Console() if sys.stdout.isatty() else Console(width=_UNLIMITED, no_color=True)
 
 
 def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table whose cells go over several lines where a terminal is narrow."""
+    """Return a table that wraps its cells on narrow terminals."""
     table = Table(show_header=bool(headings), box=Table().box if headings else None)
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -44,86 +124,12 @@ def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-class _OneDtype(click.Choice):
-    """A target dtype, where "auto" makes no sense and is an error that says why."""
-
-    def convert(
-        self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]
-    ) -> Any:
-        if is_auto(value):
-            raise one_dtype()
-        return super().convert(value, param, ctx)
-
-
-DTYPES = _OneDtype(TARGETS)
-DTYPES_OR_AUTO = click.Choice(TARGETS_OR_AUTO)
-DEVICES = click.Choice(_DEVICES)
-
-IS_THERE = "--out {path!r} is there already: give another --out, or overwrite it with --force"
-
-#: Longer than any summary: the list of commands shows them whole.
-_WHOLE = 1000
-
-
-class OneLineErrors(click.Group):
-    """A group whose errors, click's own of usage included, are one line each."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        try:
-            return super().main(*args, **{**kwargs, "standalone_mode": False})
-        except click.Abort:
-            _end(INTERRUPTED, STATUS)
-        except click.UsageError as error:
-            where = f" ({error.ctx.command_path} --help)" if error.ctx else ""
-            _fail(error.format_message() + where)
-        except click.ClickException as error:
-            _fail(error.format_message())
-        except (AmpError, OSError) as error:
-            _fail(str(error))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; Ctrl-C ends it with one line."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            _end(INTERRUPTED, STATUS)
-
-    def resolve_command(self, ctx: click.Context, args: List[str]) -> Any:
-        """Return the command that is named, or raise with the closest names."""
-        if self.get_command(ctx, args[0]) is None:
-            raise click.UsageError(str(unknown("command", args[0], self.list_commands(ctx))), ctx)
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands with whole summaries, which click would cut."""
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, one.get_short_help_str(_WHOLE)) for name, one in commands if one]
-            )
-
-
 def lines(heading: str, *given: str) -> str:
-    """Return a paragraph of a command's help whose lines stay as they are."""
-    # \b keeps click from filling them.
+    """Return a paragraph of a command's help, which keeps its line breaks."""
+    # \b tells click not to rewrap them.
     return "\n".join(["\b", f"{heading}:", *(f"  {line}" for line in given), "", ""])
 
 
 def examples(*given: str) -> str:
-    """Return the end of a command's help: lines to type."""
+    """Return the examples at the end of a command's help."""
     return lines("Examples", *given)
-
-
-def usage_error(message: str) -> click.UsageError:
-    """Return the error for a bad option of the command that runs."""
-    return click.UsageError(message, click.get_current_context())
-
-
-def _fail(message: str) -> None:
-    _end(f"error: {' '.join(message.split())}", 2)
-
-
-def _end(line: str, status: int) -> None:
-    click.echo(line, err=True)
-    sys.exit(status)

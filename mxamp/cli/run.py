@@ -12,8 +12,9 @@ from ..frontends import automatic
 from ..frontends.log_lines import show_log
 from ..frontends.own_amp import OWN_AMP, imports_mxamp
 from ..policy.policy import Policy
+from ..policy.targets import TARGETS_OR_AUTO
 from ..tools.debugging.operator_counts import operator_stats
-from .output import DTYPES_OR_AUTO, examples
+from .output import examples
 from .script import execute, find_module, find_script
 
 __all__ = ["run"]
@@ -51,7 +52,7 @@ class _Run(click.Command):
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
-@click.option("--dtype", type=DTYPES_OR_AUTO, help=_DTYPE_HELP)
+@click.option("--dtype", type=click.Choice(TARGETS_OR_AUTO), help=_DTYPE_HELP)
 @click.option("--policy", "path", type=click.Path(), help="A policy file (TOML).")
 @click.option("--stats", is_flag=True, help="Print at the end what ran in which dtype.")
 def run(

@@ -22,9 +22,8 @@ from ..policy.policy import Policy
 from ..tools.tuning.tune import tune as tune_model
 from ..tools.tuning.tuner import STOPPED
 from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
-from .options import chosen_policy, saved_model_options, stop_status
-from .output import DTYPES, IS_THERE, console, examples, table_of, usage_error
-from .words import in_options
+from .options import DTYPES, chosen_policy, saved_model_options, stop_status
+from .output import IS_THERE, console, examples, in_options, table_of, usage_error
 
 __all__ = ["tune"]
 

@@ -45,7 +45,7 @@ logger = logging.getLogger("mxamp")
 
 LAYER_NAMES = "* and ? stand for any characters; Gluon's layers end in _fwd"
 
-NO_OPERATORS = "excluded_sym_names: one of the blocks has no operators, and no children"
+NO_OPERATORS = "`excluded_sym_names`: one of the blocks has no operators, and no children"
 
 SHAPE = "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
 TOO_LARGE = (
@@ -114,7 +114,7 @@ def known_dtypes(
     known = {name: dtype_name(dtype) for name, dtype in held.items() if name in read}
     if given is not None and not isinstance(given, Mapping):
         raise ArgumentError(f"input_dtypes must map names of inputs to dtypes, not {shown(given)}")
-    with located("input_dtypes"):
+    with located("`input_dtypes`"):
         for name, dtype in (given or {}).items():
             known_names([name], inputs, "input")
             known[name] = known_dtype(name, dtype)

@@ -32,27 +32,27 @@ TOLERANCE = 0.25
 
 NUMPY_BFLOAT16 = (
     "{prefix!r} was saved under NumPy semantics, where MXNet can't load bfloat16 parameters: leave "
-    "out cast_optional_params and fuse=True, or convert to float16"
+    "out `cast_optional_params` and `fuse=True`, or convert to float16"
 )
 LOST = (
     "the converted model gives Inf or NaN in {elements} of output {name!r} where the "
-    "original is finite; nothing was written. Keep more of it in float32 with excluded_sym_names"
+    "original is finite; nothing was written. Keep more of it in float32 with `excluded_sym_names`"
 )
 FAR_OFF = (
     "output {name!r} of the converted model has a relative error of {found:.2g}, above the "
     "tolerance of {limit:g}; nothing was written. Keep more of it in float32 with "
-    "excluded_sym_names, or give a larger tolerance"
+    "`excluded_sym_names`, or give a larger `tolerance`"
 )
 OTHER_DEVICE = "The model was converted for {device}s, and can be checked there"
-NO_OUT = "the prefix of the files to write is empty: give another out"
+NO_OUT = "the prefix of the files to write is empty: give another `out`"
 SAME_FILES = (
     "{out!r} names the files of the model itself ({path!r}), which a conversion never overwrites: "
-    "give another out"
+    "give another `out`"
 )
-IS_THERE = "{path!r} is there already: give another out, or overwrite it with force=True"
+IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
 LARGER = (
     "the converted files are larger than the model's (%s bytes, from %s): the graph holds casts "
-    "now. cast_optional_params stores parameters in 16 bits"
+    "now. `cast_optional_params` stores parameters in 16 bits"
 )
 
 
@@ -123,7 +123,7 @@ def convert_files(
     """
     read, written = model_files(prefix, epoch), _files_to_write(prefix, out, epoch, force)
     if not isinstance(tolerance, (int, float)) or not tolerance > 0:
-        raise ArgumentError(f"tolerance must be a number above 0, not {shown(tolerance)}")
+        raise ArgumentError(f"`tolerance` must be a number above 0, not {shown(tolerance)}")
     logger.info("reading %s", os.fspath(prefix))
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)

@@ -34,7 +34,7 @@ __all__ = ["Converted", "Params", "cast_params", "convert"]
 Params = Dict[str, NDArray]
 
 NO_DATA_NAMES = (
-    "keep_io_types=False changes the dtype of inputs that are no parameters: name them in "
+    "`keep_io_types=False` changes the dtype of inputs that are no parameters: name them in "
     "data_names, of {inputs}"
 )
 

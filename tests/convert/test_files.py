@@ -162,7 +162,7 @@ def test_what_does_not_fit_together_is_refused(saved, caplog):
 
 @pytest.mark.parametrize("tolerance", [0, -1, None, "much"])
 def test_a_tolerance_is_a_number_above_0(saved, tolerance):
-    with pytest.raises(amp.ArgumentError, match="tolerance must be a number above 0"):
+    with pytest.raises(amp.ArgumentError, match="tolerance` must be a number above 0"):
         amp.convert_files(saved / "model", saved / "low", tolerance=tolerance)
 
 

@@ -217,7 +217,7 @@ class Plan:
         size = ""
         if self.bytes_before:
             sizes = f"{counted(self.bytes_before, 'byte')}, {self.bytes_after:,}"
-            size = f"; parameters {sizes} with cast_optional_params"
+            size = f"; parameters {sizes} with `cast_optional_params`"
         if self.lossy:
             names = shortened([cast.name for cast in self.lossy])
             size += f"; it would lose values of {counted(len(self.lossy), 'parameter')}: {names}"
@@ -303,7 +303,7 @@ def explain(
     graph = Graph.from_symbol(symbol)
     costs = layer_costs(policy, graph)
     policy = checked_policy(recognised(policy, graph), excluded_sym_names, graph)
-    with located("input_shapes"):
+    with located("`input_shapes`"):
         known_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in held.items()}
     if mode != "converted":

@@ -191,7 +191,7 @@ class Accuracy:
 
     def _unstable(self, what: str, noise: float, limit: float) -> StateError:
         more = (
-            "" if self.tolerance.rtol is None else f", or an rtol of {noise / _NOISE:.1e} or more"
+            "" if self.tolerance.rtol is None else f", or an `rtol` of {noise / _NOISE:.1e} or more"
         )
         return StateError(UNSTABLE.format(what=what, noise=noise, limit=limit, more=more))
 

@@ -175,7 +175,7 @@ def _base_of(target_dtype: Any, policy: Optional[Policy]) -> Policy:
 
 def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Tolerance:
     if rtol is not None:
-        rtol = positive_number("rtol", rtol)
+        rtol = positive_number("`rtol`", rtol)
     if metric is None:
         if min_metric is not None:
             raise ArgumentError(NO_METRIC)

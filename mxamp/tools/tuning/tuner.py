@@ -52,8 +52,8 @@ NOTHING = "The policy changes nothing."
 _CALLS = {
     "plain": "",
     "autocast": "init(policy=policy) or autocast(policy=policy), hybridized",
-    "converted": "convert_hybrid_block(net, policy=policy)",
-    "fused": "convert_hybrid_block(net, policy=policy), which fuses it",
+    "converted": "`convert_hybrid_block(net, policy=policy)`",
+    "fused": "`convert_hybrid_block(net, policy=policy)`, which fuses it",
 }
 
 
