@@ -29,20 +29,16 @@ try:
 
     _import_mxnet()
 except _InstallError as _error:
-    # The command is starting and reports it in one line. Other programs get the error here.
+    # The command `mxamp` reports the error itself, in one line.
     if not _starting.is_starting():
         raise
     _problem = _error
-else:
-    from .framework.worker_process import prepare_launched as _prepare_launched
-
-    _prepare_launched()
 
 
 def __getattr__(name: str) -> _Any:
     if _problem is not None and not name.startswith("__"):
         raise _InstallError(str(_problem))
-    # Kept: the next use of the name does not come here.
+    # Stored, so that the next use does not come here.
     try:
         found = globals()[name] = _load(name)
     except AttributeError:

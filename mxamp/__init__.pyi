@@ -111,8 +111,8 @@ from .scaling.trainer import (
     unscale as unscale,
 )
 from .tools.debugging.drawing import draw as draw
+from .tools.debugging.explain import Plan as Plan
 from .tools.debugging.explain import explain as explain
-from .tools.debugging.plan import Plan as Plan
 from .tools.onnx import export_onnx as export_onnx
 from .tools.tuning.tune import tune as tune
 from .tools.tuning.tuning import LayerCost as LayerCost

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from helpers import ROOT, randn
 from mxamp.cli.main import main
-from mxamp.cli.words import in_options
+from mxamp.cli.output import in_options
 from mxamp.policy.policy import Policy
 from mxamp.tools.tuning.tune import USED, WAYS, Tuner
 
@@ -299,8 +299,8 @@ def test_a_model_that_can_not_be_tuned(models, out):
 
 
 def test_arguments_are_called_by_the_names_of_options():
-    text = "or an rtol of 2. rtol must be above 0, and budget must be"
-    assert in_options(text) == "or an --rtol of 2. --rtol must be above 0, and --budget must be"
+    text = "or an `rtol` of 2, not the `mxamp` command"
+    assert in_options(text) == "or an --rtol of 2, not the `mxamp` command"
     said = in_options(USED.format(call=WAYS["fused"]))
     assert said == "Measured as it runs by mxamp convert --policy with --fuse."
 

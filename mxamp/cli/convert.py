@@ -9,10 +9,9 @@ from rich.table import Table
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.outputs import OutputError
 from ..convert.saved import load_model, saved_semantics
-from .group import DTYPES, examples, usage_error
 from .inputs import dtypes_of_inputs, values_for
-from .options import chosen_policy, saved_model_options
-from .output import console, table_of
+from .options import DTYPES, chosen_policy, saved_model_options
+from .output import console, examples, table_of, usage_error
 
 __all__ = ["convert"]
 

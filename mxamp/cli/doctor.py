@@ -1,4 +1,4 @@
-"""`mxamp doctor` and `mxamp info`: what is installed, and what is wrong. They import no MXNet."""
+"""`mxamp doctor` and `mxamp info`: reports about an installation, which import no MXNet."""
 
 import json
 import sys
@@ -9,12 +9,10 @@ from typing import Dict, Iterable, List, Sequence, Tuple
 import click
 
 from ..framework.cuda import NEWEST_WHEEL
-from ..tools.doctor.collect import collect
+from ..tools.doctor.collect import collect, runs_on
 from ..tools.doctor.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
-from ..tools.doctor.finding import Finding
-from ..tools.doctor.findings import findings
-from ..tools.doctor.gpus import runs_on
-from .group import examples
+from ..tools.doctor.findings import Finding, findings
+from .output import examples
 
 __all__ = ["as_json", "as_text", "doctor", "info"]
 
@@ -22,7 +20,7 @@ SCHEMA = 1
 _WIDTH = 100
 _TENSOR_CORES = (7, 0)
 
-#: Of MXNet's features those that matter for mixed precision, and what for.
+#: The features of MXNet that matter for mixed precision, and their use.
 _FEATURES = {
     "MKLDNN": "oneDNN: fast float32 kernels on CPUs, and all bfloat16 ones",
     "OPENMP": "CPU kernels on several threads",
@@ -33,7 +31,7 @@ _FEATURES = {
     "NCCL": "several GPUs",
     "INT64_TENSOR_SIZE": "arrays of more than 2,147,483,647 elements",
 }
-#: Classes of operators in the order of a list; others follow.
+#: The order of the classes of operators.
 _CLASSES = ("low", "fp32", "conditional", "widest", "neutral", "untouched")
 
 Row = Tuple[str, str]
@@ -43,9 +41,9 @@ Row = Tuple[str, str]
 @click.option("--json", "json_wanted", is_flag=True, help="Print JSON.")
 @click.option("--no-measure", is_flag=True, help="Leave out the two seconds of timing.")
 def doctor(json_wanted: bool, no_measure: bool) -> None:
-    """Say what is installed, how fast each dtype is here, and what is wrong.
+    """Report what is installed, how fast each dtype is here, and what is wrong.
 
-    The exit status is 1 if a problem was found, and 0 if there are notes at most.
+    The exit status is 1 if there is a problem. Notes do not count.
     """
     facts = collect(measure=not no_measure)
     found = findings(facts)
@@ -56,7 +54,7 @@ def doctor(json_wanted: bool, no_measure: bool) -> None:
 
 @click.command(epilog=examples("mxamp info"))
 def info() -> None:
-    """Say what this machine computes in which precision: the short form of `doctor`."""
+    """Report what this machine computes in which precision: the short form of `doctor`."""
     facts = collect(measure=False)
     click.echo(
         _lines([*_versions(facts), *_cpu_rows(facts.cpu), *_gpu_rows(facts), *_default_rows(facts)])
@@ -75,7 +73,7 @@ def as_json(facts: Facts, found: Sequence[Finding]) -> str:
 
 
 def as_text(facts: Facts, found: Sequence[Finding]) -> str:
-    """Return facts and findings as text to read and to paste, at most 100 columns wide."""
+    """Return facts and findings as text of at most 100 columns."""
     sections: List[Tuple[str, Iterable[Row]]] = [
         ("Versions", _versions(facts)),
         ("MXNet's features", _feature_rows(facts)),
@@ -134,7 +132,7 @@ def _cpu_rows(cpu: Cpu) -> List[Row]:
             f"{cpu.processors} on {cpu.physical} cores{limit}; threads of a kernel: {cpu.threads}",
         ),
         ("bfloat16 on the CPU", bfloat16),
-        ("float16 on the CPU", "true values, for trying and testing; not faster"),
+        ("float16 on the CPU", "true values, for development and tests; not faster"),
     ]
 
 
@@ -168,9 +166,9 @@ def _policy_rows(facts: Facts) -> List[Row]:
 
 
 def _counts(counts: PolicyCounts) -> str:
-    names = sorted(counts.classes, key=lambda name: (name not in _CLASSES, name))
-    names.sort(key=lambda name: _CLASSES.index(name) if name in _CLASSES else len(_CLASSES))
-    text = ", ".join(f"{counts.classes[name]} {name}" for name in names)
+    text = ", ".join(
+        f"{counts.classes[name]} {name}" for name in _CLASSES if name in counts.classes
+    )
     return f"{text}; {counts.missing} low ones have no kernel here" if counts.missing else text
 
 
@@ -210,7 +208,7 @@ def _speed_rows(facts: Facts) -> List[Row]:
 
 
 def _lines(rows: Sequence[Row], indent: int = 0) -> str:
-    """Return rows of a label and a text, folded to the width."""
+    """Return rows of a label and a text, wrapped to the width."""
     column = indent + min(max(len(label) for label, _ in rows), 24) + 2
     lines = []
     for label, text in rows:
@@ -230,23 +228,22 @@ def _lines(rows: Sequence[Row], indent: int = 0) -> str:
 
 def _finding_texts(found: Sequence[Finding]) -> List[str]:
     texts = []
-    for level, none in (("problem", "No problem found."), ("note", "")):
-        of_level = [finding for finding in found if finding.level == level]
-        if of_level:
-            items = [_item(number, finding) for number, finding in enumerate(of_level, 1)]
-            texts.append("\n".join([f"{level.capitalize()}s", *items]))
-        elif none:
-            texts.append(none)
+    for level in ("problem", "note"):
+        items = [finding for finding in found if finding.level == level]
+        if items:
+            numbered = [_item(number, finding) for number, finding in enumerate(items, 1)]
+            texts.append("\n".join([f"{level.capitalize()}s", *numbered]))
+        elif level == "problem":
+            texts.append("No problem found.")
     return texts
 
 
 def _item(number: int, finding: Finding) -> str:
-    what = finding.what[0].upper() + finding.what[1:]
+    what = f"{finding.what[0].upper()}{finding.what[1:]}."
     advice = f"What to do: {finding.advice}."
-    lines = [(f"  {number}. ", f"{what}."), ("     ", advice)]
     return "\n".join(
         textwrap.fill(
             text, _WIDTH, initial_indent=start, subsequent_indent="     ", break_on_hyphens=False
         )
-        for start, text in lines
+        for start, text in ((f"  {number}. ", what), ("     ", advice))
     )

@@ -11,8 +11,8 @@ from ..convert.options import known_dtype, known_names
 from ..convert.outputs import Model, declared_dtypes, finite_input, random_inputs
 from ..errors import located
 from ..framework.arrays import cast
-from .group import usage_error
 from .options import values_by_name
+from .output import usage_error
 
 __all__ = ["as_inputs", "batches_in", "dtypes_of_inputs", "inputs_of", "values_for"]
 

@@ -7,8 +7,8 @@ from typing import Sequence
 import click
 
 from ..errors import AmpError
-from ..tools.launch.parameter_server import ParameterServerRun
-from .group import examples, lines
+from ..tools.launch import ParameterServerRun
+from .output import examples, lines
 
 __all__ = ["launch"]
 

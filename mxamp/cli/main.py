@@ -1,19 +1,29 @@
-"""The command with all its commands."""
+"""The command `mxamp`: a group that loads the module of a command when it is called."""
+
+import importlib
+from typing import Any, Dict, List, Optional, Tuple
 
 import click
 
 from .._version import __version__
-from .convert import convert
-from .doctor import doctor, info
-from .explain import explain
-from .group import OneLineErrors, examples
-from .launch import launch
-from .machine_commands import operators
-from .report import report
-from .run import run
-from .tune import tune
+from ..errors import AmpError, unknown
+from .output import end, examples
+from .starting import INTERRUPTED, STATUS
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
+
+#: The commands in the order of the help: the module of each, and its summary.
+COMMANDS: Dict[str, Tuple[str, str]] = {
+    "convert": ("convert", "Convert a saved model to mixed precision."),
+    "doctor": ("doctor", "Report what is installed, how fast each dtype is, and problems."),
+    "explain": ("explain", "Show the precision of each operator of a saved model, and why."),
+    "info": ("doctor", "Report what this machine computes in which precision, in short."),
+    "launch": ("launch", "Run a command in several workers with MXNet's parameter server."),
+    "operators": ("explain", "Show the class of MXNet's operators, and why."),
+    "report": ("report", "Make a page of charts from traces of training runs."),
+    "run": ("run", "Run a Python script in mixed precision, loss scaling included."),
+    "tune": ("tune", "Find a policy for a saved model, accurate and fast, by measuring."),
+}
 
 _EXAMPLES = examples(
     "mxamp info",
@@ -23,8 +33,56 @@ _EXAMPLES = examples(
 )
 
 
+class _Commands(click.Group):
+    """The commands; errors, click's own included, are one line with exit status 2."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and report its error."""
+        try:
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.Abort:
+            end(INTERRUPTED, STATUS)
+        except click.UsageError as error:
+            where = f" ({error.ctx.command_path} --help)" if error.ctx else ""
+            end(f"error: {error.format_message()}{where}", 2)
+        except click.ClickException as error:
+            end(f"error: {error.format_message()}", 2)
+        except (AmpError, OSError) as error:
+            end(f"error: {error}", 2)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; Ctrl-C ends it with one line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            end(INTERRUPTED, STATUS)
+
+    def list_commands(self, ctx: click.Context) -> List[str]:
+        """Return the names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        """Load a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f".{COMMANDS[cmd_name][0]}", __package__)
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: List[str]) -> Any:
+        """Return the named command, or raise with the closest names."""
+        if args[0] not in COMMANDS:
+            raise click.UsageError(str(unknown("command", args[0], COMMANDS)), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands, without loading them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
 @click.group(
-    cls=OneLineErrors,
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
     epilog=_EXAMPLES,
@@ -35,7 +93,3 @@ def main(context: click.Context) -> None:
     """Automatic mixed precision for Apache MXNet."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-for command in (doctor, info, run, launch, operators, explain, convert, tune, report):
-    main.add_command(command)

@@ -12,10 +12,13 @@ import click
 from ..convert.saved import epochs_of
 from ..framework.machine import default_dtype
 from ..policy.policy import Policy
-from .group import DEVICES, usage_error
-from .words import in_their_words
+from ..policy.targets import DEVICES as _DEVICES
+from ..policy.targets import TARGETS, is_auto, one_dtype
+from .output import show_messages, usage_error
 
 __all__ = [
+    "DEVICES",
+    "DTYPES",
     "chosen_policy",
     "policy_option",
     "saved_model_options",
@@ -24,6 +27,21 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
+
+
+class _OneDtype(click.Choice):
+    """A target dtype; "auto" is an error that says why."""
+
+    def convert(
+        self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]
+    ) -> Any:
+        if is_auto(value):
+            raise one_dtype()
+        return super().convert(value, param, ctx)
+
+
+DTYPES = _OneDtype(TARGETS)
+DEVICES = click.Choice(_DEVICES)
 
 SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --epoch"
 NOT_IMPORTED = "--import: the module {name!r} can't be imported: {why}"
@@ -75,7 +93,7 @@ def saved_model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def spoken(*args: Any, **options: Any) -> Any:
-        with in_their_words() as status:
+        with show_messages() as status:
             click.get_current_context().meta[_STATUS] = status
             return command(*args, **options)
 

@@ -1,27 +1,135 @@
-"""Tables on standard output: fitted to a terminal, and whole in a pipe or a file."""
+"""Output of the commands: tables, help texts, and the library's messages in terms of options."""
 
+import logging
+import re
 import sys
-from typing import Iterable, Sequence
+from contextlib import contextmanager
+from typing import Iterable, Iterator, NoReturn, Sequence
 
+import click
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
-__all__ = ["console", "table_of"]
+from ..errors import AmpError, ArgumentError
 
-#: Columns where there is no terminal: no table of ours is as wide.
+__all__ = [
+    "IS_THERE",
+    "console",
+    "end",
+    "examples",
+    "in_options",
+    "lines",
+    "show_messages",
+    "table_of",
+    "usage_error",
+]
+
+IS_THERE = "--out {path!r} is there already: give another --out, or overwrite it with --force"
+
+#: The width without a terminal: wider than any table.
 _UNLIMITED = 100_000
+
+#: The library's messages put arguments in backquotes. These are the options for them.
+_OPTIONS = {
+    "budget": "--budget",
+    "cast_optional_params": "--cast-params",
+    "convert_hybrid_block(net, policy=policy)": "mxamp convert --policy",
+    "excluded_sym_names": "--keep-fp32",
+    "force=True": "--force",
+    "fuse": "--fuse",
+    "fuse=True": "--fuse",
+    "input_dtypes": "--input-dtype",
+    "input_shapes": "--input",
+    "keep_io_types=False": "--cast-io",
+    "out": "--out",
+    "rtol": "--rtol",
+    "shapes": "--input",
+    "tolerance": "--tolerance",
+}
+
+
+def in_options(message: str) -> str:
+    """Return a message of the library with options in place of its arguments.
+
+    >>> in_options("keep its readers in float32 with `excluded_sym_names`")
+    'keep its readers in float32 with --keep-fp32'
+    """
+    return re.sub("`([^`]+)`", lambda match: _OPTIONS.get(match[1], match[0]), message)
+
+
+@contextmanager
+def show_messages() -> Iterator[Status]:
+    """Show the library's log and errors on standard error; yield the progress line.
+
+    Warnings are lines. Progress is shown on terminals only. An `ArgumentError` is raised again in
+    terms of options; other errors end the process with status 1.
+    """
+    logger = logging.getLogger("mxamp")
+    level, propagate = logger.level, logger.propagate
+    with Console(stderr=True).status("reading") as status:
+        handler = _Shown(status)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield status
+        except ArgumentError as error:
+            raise type(error)(in_options(str(error))) from error
+        except (AmpError, OSError, MemoryError) as error:
+            status.stop()
+            end(f"error: {in_options(str(error))}", 1)
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+class _Shown(logging.Handler):
+    def __init__(self, status: Status) -> None:
+        super().__init__()
+        self.status = status
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = in_options(record.getMessage())
+        if record.levelno >= logging.WARNING:
+            click.echo(f"warning: {text}", err=True)
+        else:
+            self.status.update(text)
+
+
+def end(message: str, status: int) -> NoReturn:
+    """End the process with a message in one line on standard error."""
+    click.echo(" ".join(message.split()), err=True)
+    sys.exit(status)
+
+
+def usage_error(message: str) -> click.UsageError:
+    """Return the error for a bad option of the running command."""
+    return click.UsageError(message, click.get_current_context())
 
 
 def console() -> Console:
-    """Return the console; without a terminal it cuts nothing and has no colour."""
+    """Return the console of standard output; without a terminal, it has no width and no color."""
     return Console() if sys.stdout.isatty() else Console(width=_UNLIMITED, no_color=True)
 
 
 def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table whose cells go over several lines where a terminal is narrow."""
+    """Return a table that wraps its cells on narrow terminals."""
     table = Table(show_header=bool(headings), box=Table().box if headings else None)
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def lines(heading: str, *given: str) -> str:
+    """Return a paragraph of a command's help, which keeps its line breaks."""
+    # \b tells click not to rewrap them.
+    return "\n".join(["\b", f"{heading}:", *(f"  {line}" for line in given), "", ""])
+
+
+def examples(*given: str) -> str:
+    """Return the examples at the end of a command's help."""
+    return lines("Examples", *given)

@@ -11,8 +11,9 @@ from ..errors import AmpError
 from ..frontends import automatic
 from ..frontends.automatic import OWN_AMP, imports_mxamp, show_log
 from ..policy.policy import Policy
+from ..policy.targets import TARGETS_OR_AUTO
 from ..tools.debugging.operator_counts import operator_stats
-from .group import DTYPES_OR_AUTO, examples
+from .output import examples
 from .script import execute, find_module, find_script
 
 __all__ = ["run"]
@@ -50,7 +51,7 @@ class _Run(click.Command):
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
-@click.option("--dtype", type=DTYPES_OR_AUTO, help=_DTYPE_HELP)
+@click.option("--dtype", type=click.Choice(TARGETS_OR_AUTO), help=_DTYPE_HELP)
 @click.option("--policy", "path", type=click.Path(), help="A policy file (TOML).")
 @click.option("--stats", is_flag=True, help="Print at the end what ran in which dtype.")
 def run(

@@ -1,48 +1,60 @@
-"""The start of the command `mxamp`, two seconds of imports: what Ctrl-C does in them."""
+"""The start of the command `mxamp`: whether it imports MXNet, and Ctrl-C during the imports."""
 
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 __all__ = [
     "INTERRUPTED",
     "STATUS",
-    "WITHOUT_MXNET",
     "guard",
     "is_starting",
+    "needs_mxnet",
     "unguard",
     "without_mxnet",
 ]
 
 INTERRUPTED = "interrupted"
-#: The commands that import no MXNet: a setting may end the process that does, and `launch` starts
-#: others, which import it.
-WITHOUT_MXNET = ("doctor", "info", "launch")
-STATUS = 130  #: what shells take for a program that Ctrl-C has ended
+STATUS = 130  #: shells' exit status for a program that Ctrl-C has ended
+
+#: Commands that import no MXNet: a setting may make the import end the process, which `doctor`
+#: reports, and `launch` starts processes that import it themselves.
+_COMMANDS = ("doctor", "info", "launch")
+_OPTIONS = ("-h", "--help", "--version")
 
 
 def is_starting() -> bool:
-    """Tell whether this process is the command, `mxamp` or `python -m mxamp`."""
+    """Return whether this process is the command, `mxamp` or `python -m mxamp`."""
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
-    # What runs a package with -m has this for a name while it looks for the package.
+    # `python -m` sets the name "-m" while it looks for the package.
     return program == "-m" or Path(program).name == "mxamp"
 
 
+def needs_mxnet(arguments: Sequence[str]) -> bool:
+    """Return whether the command imports MXNet for these arguments."""
+    return bool(arguments) and arguments[0] not in (*_COMMANDS, *_OPTIONS)
+
+
 def without_mxnet() -> bool:
-    """Tell whether this process is one of the commands in `WITHOUT_MXNET`, about to start."""
+    """Return whether this process is the command, about to do something that needs no MXNet."""
     argv = getattr(sys, "argv", None) or [""]
-    if argv[1:2] and argv[1] in WITHOUT_MXNET and argv[0] == "-m":
-        given = getattr(sys, "orig_argv", None)  # Python 3.10
-        return given is None or given[-len(argv)] == "mxamp"
-    return bool(argv[1:2]) and argv[1] in WITHOUT_MXNET and is_starting()
+    if needs_mxnet(argv[1:]) or not is_starting():
+        return False
+    if argv[0] == "-m":
+        given = getattr(sys, "orig_argv", None)  # from Python 3.10 on
+        # Without it, these may be the options of another package.
+        if given is None:
+            return argv[-1] != "-m" and argv[1] in _COMMANDS
+        return bool(given[-len(argv)] == "mxamp")
+    return True
 
 
 def guard() -> None:
     """Let Ctrl-C end the process with one line, until `unguard`.
 
-    An exception would not do: code in C and `except:` clauses of what is imported swallow it.
+    C code and bare `except:` clauses in the imported modules would swallow an exception.
     """
     if is_starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)

@@ -18,10 +18,9 @@ from ..graph.ir import Graph
 from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
 from ..tools.tuning.tuning import Tuning
-from .group import DTYPES, IS_THERE, examples, usage_error
 from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
-from .options import chosen_policy, saved_model_options, stop_status
-from .words import in_options
+from .options import DTYPES, chosen_policy, saved_model_options, stop_status
+from .output import IS_THERE, examples, in_options, usage_error
 
 __all__ = ["tune"]
 

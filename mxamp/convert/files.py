@@ -32,24 +32,24 @@ logger = logging.getLogger("mxamp")
 #: The largest relative error of an output that `convert_files` accepts by default.
 TOLERANCE = 0.25
 
-NO_TOLERANCE = "tolerance must be a number above 0, not {given}"
+NO_TOLERANCE = "`tolerance` must be a number above 0, not {given}"
 NUMPY_BFLOAT16 = (
     "{prefix!r} was saved under NumPy semantics, where MXNet can't load bfloat16 parameters: leave "
-    "out cast_optional_params and fuse=True, or convert to float16"
+    "out `cast_optional_params` and `fuse=True`, or convert to float16"
 )
 LOST = (
     "the converted model gives Inf or NaN in {elements} of output {name!r} where the "
-    "original is finite; nothing was written. Keep more of it in float32 with excluded_sym_names"
+    "original is finite; nothing was written. Keep more of it in float32 with `excluded_sym_names`"
 )
 FAR_OFF = (
     "output {name!r} of the converted model has a relative error of {found:.2g}, above the "
     "tolerance of {limit:g}; nothing was written. Keep more of it in float32 with "
-    "excluded_sym_names, or give a larger tolerance"
+    "`excluded_sym_names`, or give a larger `tolerance`"
 )
-NO_OUT = "the prefix of the files to write is empty: give another out"
+NO_OUT = "the prefix of the files to write is empty: give another `out`"
 SAME_FILES = (
     "{out!r} names the files of the model itself ({path!r}), which a conversion never overwrites: "
-    "give another out"
+    "give another `out`"
 )
 
 

@@ -98,9 +98,9 @@ NO_PREFIX = (
     "({prefix!r}{epoch})"
 )
 A_FILE = (
-    "out must be the prefix of the files to write, not the name of one: {prefix!r}, not {out!r}"
+    "`out` must be the prefix of the files to write, not the name of one: {prefix!r}, not {out!r}"
 )
-NO_LAST_PART = "out must end in a name for the files to write, such as {example!r}, not {out!r}"
+NO_LAST_PART = "`out` must end in a name for the files to write, such as {example!r}, not {out!r}"
 NOT_A_FILE = "{path!r} is {what}, and not a file"
 NO_FILE = "there is no file {path!r}{hint}"
 IS_THERE = "{path!r} is there already: give another out, or overwrite it with force=True"

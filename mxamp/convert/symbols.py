@@ -48,7 +48,7 @@ OVERFLOWS = (
 )
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 NO_DATA_NAMES = (
-    "keep_io_types=False changes the dtype of inputs that are no parameters: name them in "
+    "`keep_io_types=False` changes the dtype of inputs that are no parameters: name them in "
     "data_names, of {inputs}"
 )
 

@@ -1,7 +1,10 @@
-"""A worker process of a parameter server: log lines for long waits, and an exit that never waits.
+"""A parameter server's worker process: it logs long waits, and exits without the other workers.
 
 A worker that exits frees its kvstore, and MXNet waits there until all workers do the same. Workers
-that wait for its gradients never exit, so neither would this one.
+that wait for its gradients never do, so without these patches no process would end.
+
+`mxamp.init` prepares any worker. Workers of `mxamp launch` are prepared as soon as they import
+MXNet, by the start-up hook (mxamp/startup).
 """
 
 import atexit
@@ -18,7 +21,7 @@ from typing import Any, Callable, Iterator, List, Optional, Type
 
 from .patching import Patch
 
-__all__ = ["LAUNCHED", "begin", "end", "prepare", "prepare_launched", "waiting"]
+__all__ = ["LAUNCHED", "begin", "end", "prepare", "waiting"]
 
 logger = logging.getLogger("mxamp")
 
@@ -28,7 +31,7 @@ LAUNCHED = "MXAMP_LAUNCHED"
 #: Seconds after which a worker logs what it waits for.
 _PATIENCE = 60.0
 
-#: Functions of a kvstore that return once all workers have called them.
+#: Methods of a kvstore that return once all workers have called them.
 _MEETINGS = ("init", "broadcast", "_barrier")
 
 START = (
@@ -75,105 +78,104 @@ def waiting(message: str, *args: Any) -> Iterator[None]:
 # ---------------------------------------------------------------------- the process
 
 
-def prepare_launched() -> None:
-    """Prepare a worker that `mxamp launch` has started: what importing mxamp does there."""
-    if os.environ.get(LAUNCHED):
-        prepare()
+class _Shared:
+    """The distributed kvstores of this worker."""
+
+    kvstore = False  #: whether one was asked for
+    stores: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 @functools.lru_cache(maxsize=1)
 def prepare() -> None:
-    """Prepare this process if it is a worker of a parameter server; do nothing elsewhere.
+    """Patch kvstores and exits in a parameter server's worker; a no-op in other processes.
 
-    An uncaught exception ends a worker in any case. `mxamp launch` sees how each worker ends and
-    stops the servers after the last one, so its workers exit without waiting for each other.
+    An uncaught exception always ends the worker. In workers of `mxamp launch` no exit waits: the
+    launcher sees how each of them has ended, and ends the servers after the last.
     """
     if os.environ.get("DMLC_ROLE") != "worker":
         return
-    worker = _Worker(launched=bool(os.environ.get(LAUNCHED)))
-    sys.excepthook = worker.excepthook(sys.excepthook)
-    for patch in worker.patches():
+    launched = bool(os.environ.get(LAUNCHED))
+    sys.excepthook = _show_and_exit(sys.excepthook)
+    for patch in _patches(launched):
         patch.apply()
-    if worker.launched:
-        atexit.register(worker.free_stores)
+    if launched:
+        atexit.register(_free_stores)
         if os.environ.get("DMLC_NUM_WORKER", "1") != "1":
-            atexit.register(worker.warn_alone)
+            atexit.register(_warn_alone)
 
 
-class _Worker:
-    def __init__(self, launched: bool) -> None:
-        self.launched = launched
-        self._has_asked = False  # for a distributed kvstore
-        self._stores: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def patches(self) -> List[Patch]:
-        from mxnet import kvstore  # not above: the launcher imports no MXNet
-
-        patches = [Patch(kvstore.KVStore, name, _build_patient) for name in _MEETINGS]
-        patches.append(Patch(kvstore, "create", self._build_create))
-        if self.launched:
-            patches.append(Patch(kvstore.KVStore, "__init__", self._build_init))
-        return patches
-
-    def _build_create(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        from .distributed import is_distributed
-
-        @functools.wraps(original)
-        def create(name: str = "local") -> Any:
-            if not is_distributed(name):
-                return original(name)
-            self._has_asked = True
-            with waiting(START):
-                return original(name)
-
-        return create
-
-    def _build_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        from mxnet.base import _LIB, check_call
-
-        @functools.wraps(original)
-        def __init__(store: Any, handle: Any) -> None:  # noqa: N807
-            original(store, handle)
-            self._stores.add(store)
-            check_call(_LIB.MXKVStoreSetBarrierBeforeExit(store.handle, ctypes.c_int(0)))
-
-        return __init__
-
-    def warn_alone(self) -> None:
-        if not self._has_asked:
-            logger.warning(ALONE)
-
-    def free_stores(self) -> None:
-        """Free the kvstores while Python runs: the threads of one that is left end the process."""
-        from mxnet.base import _LIB, KVStoreHandle, check_call
-
-        for store in list(self._stores):
-            handle, store.handle = store.handle, KVStoreHandle()
-            check_call(_LIB.MXKVStoreFree(handle))
-
-    def excepthook(self, before: Callable[..., Any]) -> Callable[..., None]:
-        """Return a hook that shows an uncaught exception and ends the process at once."""
-
-        def show_and_exit(
-            kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]
-        ) -> None:
-            before(kind, error, traceback)
-            if sys.flags.interactive or hasattr(sys, "ps1"):
-                return
-            for at_exit in (self.warn_alone, self.free_stores):  # which would wait for gradients
-                atexit.unregister(at_exit)
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-        return show_and_exit
+def _warn_alone() -> None:
+    if not _Shared.kvstore:
+        logger.warning(ALONE)
 
 
-def _build_patient(original: Callable[..., Any]) -> Callable[..., Any]:
+def _free_stores() -> None:
+    """Free the kvstores while Python runs: the threads of one that is left abort the process."""
+    from mxnet.base import _LIB, KVStoreHandle, check_call
+
+    for store in list(_Shared.stores):
+        handle, store.handle = store.handle, KVStoreHandle()
+        check_call(_LIB.MXKVStoreFree(handle))
+
+
+def _patches(launched: bool) -> List[Patch]:
+    # Imported here, since the launcher imports no MXNet.
+    from mxnet import kvstore
+
+    patches = [Patch(kvstore.KVStore, name, _patient) for name in _MEETINGS]
+    patches.append(Patch(kvstore, "create", _patient_start))
+    if launched:
+        patches.append(Patch(kvstore.KVStore, "__init__", _without_barrier))
+    return patches
+
+
+def _patient_start(original: Callable[..., Any]) -> Callable[..., Any]:
+    from .distributed import is_distributed  # which imports this module
+
+    @functools.wraps(original)
+    def create(name: str = "local") -> Any:
+        if not is_distributed(name):
+            return original(name)
+        _Shared.kvstore = True
+        with waiting(START):
+            return original(name)
+
+    return create
+
+
+def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patient(self: Any, *args: Any, **kwargs: Any) -> Any:
         with waiting(MEET, original.__name__.lstrip("_")):
             return original(self, *args, **kwargs)
 
     return patient
+
+
+def _without_barrier(original: Callable[..., None]) -> Callable[..., None]:
+    from mxnet.base import _LIB, check_call
+
+    @functools.wraps(original)
+    def __init__(self: Any, handle: Any) -> None:  # noqa: N807
+        original(self, handle)
+        _Shared.stores.add(self)
+        check_call(_LIB.MXKVStoreSetBarrierBeforeExit(self.handle, ctypes.c_int(0)))
+
+    return __init__
+
+
+def _show_and_exit(before: Callable[..., Any]) -> Callable[..., None]:
+    def show_and_exit(
+        kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]
+    ) -> None:
+        before(kind, error, traceback)
+        if sys.flags.interactive or hasattr(sys, "ps1"):
+            return
+        for at_exit in (_warn_alone, _free_stores):  # which would wait for gradients
+            atexit.unregister(at_exit)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    return show_and_exit

@@ -1,49 +1,60 @@
-"""Turns mixed precision on when MXNet is imported, where the environment asks for it.
+"""Python's start-up hook: prepares MXNet's import as environment variables ask for it.
 
 Every Python that has mxamp installed runs `mxamp_startup.pth` when it starts, and that runs
-`install`. The environment is looked at when the program imports MXNet, so that a program or a
-notebook may set the variable itself before. mxamp is loaded only then, and only if it is set.
+`install`. The hook reads the environment when the program imports MXNet, so a program or notebook
+may set a variable before. It loads mxamp only then, and only if a variable is set:
+
+MXNET_ENABLE_AUTO_MIXED_PRECISION   turns mixed precision on
+MXAMP_LAUNCHED                      prepares a worker that `mxamp launch` has started
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
-# Every start of Python pays for what is imported here: `typing` would be most of it.
+# Every start of Python pays for these imports; `typing` would take most of the time.
 import sys
 
 
 class _Finder:
-    """Finds MXNet as Python does, and has it loaded by way of mxamp."""
+    """Finds MXNet as Python does, but loads it through mxamp."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "mxnet":
             return None
         import os
 
-        if not os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION", "").strip():
+        automatic = os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION", "").strip()
+        if not (automatic or os.environ.get("MXAMP_LAUNCHED")):
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find is not None else None
             if spec is not None:
-                spec.loader = _Loader()
+                spec.loader = _Loader(bool(automatic))
                 return spec
         return None
 
 
 class _Loader:
-    """Lets mxamp import MXNet, which makes it importable on newer Python and NumPy before."""
+    """Has mxamp import MXNet, which makes it importable on newer Python and NumPy first."""
+
+    def __init__(self, automatic):
+        self.automatic = automatic
 
     def create_module(self, spec):
         del spec
-        _remove_finder()
-        by_mxamp = "mxamp" in sys.modules
-        from mxamp.errors import AmpError
-        from mxamp.frontends.automatic import start_from_environment
+        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Finder)]
+        import os
 
-        try:
-            start_from_environment(by_mxamp)
-        except AmpError as error:
-            print(f"mxamp: {error}", file=sys.stderr)
-        module = sys.modules["mxnet"]
+        by_mxamp = "mxamp" in sys.modules
+        import mxamp  # noqa: F401
+
+        if os.environ.get("MXAMP_LAUNCHED"):
+            from mxamp.framework.worker_process import prepare
+
+            prepare()
+        if self.automatic:
+            _start(by_mxamp)
+        import mxnet as module
+
         self.attributes = module.__spec__, module.__loader__
         return module
 
@@ -51,12 +62,18 @@ class _Loader:
         module.__spec__, module.__loader__ = self.attributes
 
 
+def _start(by_mxamp):
+    from mxamp.errors import AmpError
+    from mxamp.frontends.automatic import start_from_environment
+
+    try:
+        start_from_environment(by_mxamp)
+    except AmpError as error:
+        print(f"mxamp: {error}", file=sys.stderr)
+
+
 def install():
     """Wait for the import of MXNet."""
     # Some environments read their .pth files twice, through lib and lib64.
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _remove_finder():
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]

@@ -15,8 +15,7 @@ from mxnet.gluon import nn
 import digits
 import mxamp as amp
 from helpers import BF16, randn
-from mxamp.tools.debugging.comparing.exponents import ExponentCounts
-from mxamp.tools.debugging.comparing.histogram import MARGIN, GradientHistogram
+from mxamp.tools.debugging.gradients import MARGIN, ExponentCounts, GradientHistogram
 from nets import NETS, made, masked, perceptron
 from training import batches, setup
 

@@ -18,8 +18,6 @@ import mxamp as amp
 from helpers import randn
 from mxamp.tools.debugging import operator_stats, read_trace, trace, trace_lines
 from mxamp.tools.debugging.trace_writing import gpu_memory_used, mean_of
-from mxamp.tools.debugging.tracing import trace_lines
-from mxamp.tools.debugging.tracing.tracing import gpu_memory_used, mean_of
 from training import batches, poisoned, setup, train
 
 

@@ -66,7 +66,7 @@ def test_threads_of_a_kernel(environ, threads):
         (1, "OSError: /home/ann/lib/libmxnet.so: cannot open shared object file", "libmxnet.so: cannot open shared object file"),
         (-4, "", "the process died of SIGILL"),
         (-77, "", "the process died of signal 77"),
-        (3, "", "it ended with status 3, and no word"),
+        (3, "", "it ended with status 3, and printed nothing"),
         (3, "out of luck", "out of luck"),
     ],
 )  # fmt: skip

@@ -82,13 +82,11 @@ def test_problems(changes, name, what, advice):
         ({"gpus": (H100,)}, "gpu_without_code", "9.0"),
         ({"gpu_error": "nvidia-smi failed"}, "nvidia_smi", "failed"),
         ({"wheels": CU112}, "no_gpu", "no GPU"),
-        ({"mxnet": replace(BUILD, patched=("dot",))}, "patched", "1 function"),
         (cpu(physical=8), "few_threads", "4 of 8 cores"),
         (cpu(instructions=("avx512",), usable=("avx512",), virtual=True), "no_bfloat16", "a virtual one"),
         ({**cpu(instructions=("avx512",), usable=("avx512",)), **speeds("cpu", "bfloat16", 0.27)}, "no_bfloat16", "0.27 times"),
         (cpu(instructions=("avx2",), usable=()), "no_bfloat16", "float32 on rounded values"),
         (speeds("cpu", "bfloat16", 0.9), "bfloat16_slow", "0.9 times"),
-        (speeds("gpu", "float16", 1.0), "float16_slow", "1 times"),
     ],
 )  # fmt: skip
 def test_notes_are_no_problems(changes, name, what):

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
+from mxamp.tools.doctor.collect import query, runs_on
 from mxamp.tools.doctor.facts import Gpu, Wheel
-from mxamp.tools.doctor.gpus import query, runs_on
 
 OLD_DRIVER = (2, 'Field "compute_cap" is not a valid field to query.\n')
 

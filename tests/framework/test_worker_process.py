@@ -8,7 +8,7 @@ from mxnet.kvstore import KVStore
 
 from helpers import run_forked
 from mxamp.framework import worker_process
-from mxamp.framework.worker_process import _Worker, begin, end, waiting
+from mxamp.framework.worker_process import _patches, begin, end, waiting
 
 PREPARED = """
 import os, sys
@@ -17,7 +17,7 @@ from mxamp.framework import worker_process
 from mxnet import kvstore
 hook, init, create = sys.excepthook, kvstore.KVStore.__init__, kvstore.create
 worker_process.prepare.cache_clear()
-worker_process.{call}()
+worker_process.prepare()
 print(sys.excepthook is hook, kvstore.KVStore.__init__ is init, kvstore.create is create)
 print(kvstore.create("device").type)
 {then}
@@ -26,25 +26,22 @@ WORKER = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2"}
 LAUNCHED = {**WORKER, "MXAMP_LAUNCHED": "1"}
 
 
-def program(environment, then="", call="prepare"):
-    return PREPARED.format(environment=environment, then=then, call=call)
+def program(environment, then=""):
+    return PREPARED.format(environment=environment, then=then)
 
 
 @pytest.mark.parametrize(
-    "call, environment, kept",
+    "environment, kept",
     [
-        ("prepare", {}, [True, True, True]),
-        ("prepare", {"DMLC_ROLE": "server"}, [True, True, True]),
-        ("prepare", {"MXAMP_LAUNCHED": "1"}, [True, True, True]),
-        ("prepare", WORKER, [False, True, False]),
-        ("prepare", LAUNCHED, [False, False, False]),
-        # What importing mxamp does.
-        ("prepare_launched", WORKER, [True, True, True]),
-        ("prepare_launched", LAUNCHED, [False, False, False]),
+        ({}, [True, True, True]),
+        ({"DMLC_ROLE": "server"}, [True, True, True]),
+        ({"MXAMP_LAUNCHED": "1"}, [True, True, True]),
+        (WORKER, [False, True, False]),
+        (LAUNCHED, [False, False, False]),
     ],
 )
-def test_only_workers_are_prepared(tmp_path, call, environment, kept):
-    done = run_forked(program(environment, call=call), tmp_path)
+def test_only_workers_are_prepared(tmp_path, environment, kept):
+    done = run_forked(program(environment), tmp_path)
     assert done.stdout.split() == [*map(str, kept), "device"], done.stderr
 
 
@@ -114,7 +111,7 @@ def test_long_waits_are_logged_once_and_short_ones_never(soon, caplog):
 
 @pytest.mark.parametrize("name", ["init", "broadcast", "_barrier"])
 def test_what_all_workers_have_to_call_says_what_it_waits_for(soon, caplog, name):
-    patch = next(patch for patch in _Worker(launched=False).patches() if patch.name == name)
+    patch = next(patch for patch in _patches(launched=False) if patch.name == name)
 
     def original(self, key=None):
         assert logged(caplog, f"(kvstore.{name.lstrip('_')})") == 1, "during the call"

@@ -144,7 +144,7 @@ def test_a_program_that_does_not_start_is_one_line(tmp_path):
 
 
 KEEPS = """
-import mxamp
+{first}
 import mxnet as mx
 
 store, original = mx.kv.create("dist_sync"), mx.kvstore.KVStore.pushpull
@@ -159,9 +159,11 @@ store.init(3, mx.nd.ones(2))
 
 
 @pytest.mark.slow
-def test_a_script_that_holds_its_kvstore_to_the_end_ends_well(tmp_path):
+@pytest.mark.parametrize("first", ["", "import mxamp", "import mxamp; mxamp.init('bfloat16')"])
+def test_a_script_that_holds_its_kvstore_to_the_end_ends_well(tmp_path, first):
+    pytest.importorskip("mxamp_startup", reason="the start-up hook is not installed")
     script = tmp_path / "train.py"
-    script.write_text(KEEPS)
+    script.write_text(KEEPS.format(first=first))
     command = [sys.executable, "-W", "ignore", str(script)]
     done = launch("-n", "1", *command, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

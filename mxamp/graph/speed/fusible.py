@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 NOT_HERE = (
-    "fuse=True is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
+    "`fuse=True` is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
     "operators; this policy is for {dtype} on the {device}"
 )
 NO_KERNELS = (
     "oneDNN has no bfloat16 kernels for this CPU, which has no avx512 (or DNNL_MAX_CPU_ISA hides "
-    "it): convert without fuse"
+    "it): convert without `fuse`"
 )
 
 DOUBLE = (
@@ -45,9 +45,9 @@ DOUBLE = (
 )
 
 FOUND_FUSED = (
-    "fuse=True can't lower {names}: MXNet has fused them with a BatchNorm or quantized them, "
+    "`fuse=True` can't lower {names}: MXNet has fused them with a BatchNorm or quantized them, "
     "and has no bfloat16 kernel for that. Convert the model as it was before get_backend_symbol or "
-    "optimize_for; or convert without fuse, which leaves these layers as they are"
+    "optimize_for; or convert without `fuse`, which leaves these layers as they are"
 )
 
 #: oneDNN's fused operators.

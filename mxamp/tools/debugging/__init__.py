@@ -1,4 +1,4 @@
-"""What mixed precision does to a model, and why: public as `amp.debugging`.
+"""Tools to debug mixed precision, public as `amp.debugging`.
 
 >>> import mxamp as amp
 >>> with amp.debugging.operator_stats() as stats:
@@ -6,20 +6,18 @@
 >>> len(stats)
 0
 
-What ran, in which dtype   operator_stats, OperatorStats, OperatorCount, CastCount
-Where values went wrong    check_numerics, NumericsCheck, Finding, NumericsError, Statistics
-How far it is from float32 compare, Comparison, TensorError
-How large gradients are    gradient_histogram, GradientHistogram
-A run, step by step        trace, Trace, read_trace, TraceFile, TraceStep, TraceRecord
+Operators and casts that ran     operator_stats, OperatorStats, OperatorCount, CastCount
+First Inf or NaN of a run        check_numerics, NumericsCheck, Finding, NumericsError, Statistics
+Errors against float32, by layer compare, Comparison, TensorError
+Gradients and float16's range    gradient_histogram, GradientHistogram
+A training run, step by step     trace, Trace, read_trace, TraceFile, TraceStep, TraceRecord
 """
 
-from .comparing.comparison import Comparison, TensorError
-from .comparing.gradients import gradient_histogram
-from .comparing.histogram import GradientHistogram
-from .comparing.side_by_side import compare
+from .gradients import GradientHistogram, gradient_histogram
 from .numerics.check import NumericsCheck, check_numerics
 from .numerics.findings import Finding, NumericsError, Statistics
 from .operator_counts import CastCount, OperatorCount, OperatorStats, operator_stats
+from .tensor_errors import Comparison, TensorError, compare
 from .trace_lines import TraceRecord, TraceStep
 from .trace_reading import TraceFile, read_trace
 from .trace_writing import Trace, trace

@@ -1,7 +1,11 @@
-"""How a plan is made: what a policy does to a graph, node by node, and why."""
+"""`explain`: the plan of a policy for a model, operator by operator, with reasons."""
 
+import fnmatch
+import json
 import math
-from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
@@ -9,10 +13,11 @@ from mxnet.symbol import Symbol
 
 from ...convert.blocks import Examples, trace
 from ...convert.options import checked_policy, known_dtypes, known_names, known_shapes
-from ...errors import ArgumentError, located
+from ...errors import ArgumentError, UnknownNameError, located, unknown
 from ...framework.arrays import cast, copy
 from ...framework.machine import dtype_name
-from ...framework.wording import one_of, shown
+from ...framework.operators import resolve
+from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.insert import Rewrite, rewrite
 from ...graph.casts.offline import cast_offline, count_losses
 from ...graph.ir import CASTS, Graph, Node, Usage
@@ -20,13 +25,205 @@ from ...graph.speed.shape_rules import choose
 from ...policy.active import current_policy, suspended
 from ...policy.overrides import Layers
 from ...policy.policy import Policy
-from ...policy.targets import DEFAULT_TARGET
-from .plan import Cast, NodePlan, OfflineCast, Plan
+from ...policy.targets import DEFAULT_TARGET, TARGETS
+from ..tables import html_table, text_table
 
-__all__ = ["explain"]
+__all__ = ["MODES", "PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan", "explain"]
 
+#: What an operator of a plan may compute in; "as is" if its inputs are not cast.
+PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = ("converted", "inference", "training")
+
+_GLUON = "_fwd"  # Gluon's suffix for the operator of a layer
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One operator of the graph: the dtype it computes in ("as is": untouched), and why."""
+
+    name: str
+    operator: str
+    precision: str
+    reason: str
+    inputs: Tuple[Tuple[str, Optional[str]], ...] = ()  #: (name, the dtype it is cast to or None)
+    error: Optional[float] = None  #: the error of low precision here, as measured by `tune`
+    gain: Optional[float] = None  #: milliseconds that low precision saves here
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One inserted cast: after which node, to which dtype."""
+
+    name: str
+    source: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class OfflineCast:
+    """A parameter that `cast_optional_params` casts, and the values that the cast loses."""
+
+    name: str
+    dtype: str
+    size: int
+    overflown: int  #: finite values that become infinite
+    vanished: int  #: values that become zero
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The precision of each operator of a graph, and why; `explain` makes one.
+
+    ::
+
+        plan = amp.explain(net, "bfloat16")
+        print(plan)  # a table, and a summary
+        plan["dense0_fwd"].reason  # Gluon adds _fwd to the name of a layer
+        plan.filter(precision="float32")
+
+    Plans count and iterate over their operators. Under a policy that `tune` has found for this
+    model, operators have an `error` and a `gain`, and the table has columns for them.
+
+    `inputs` are the model's inputs without the given parameters. `bytes_before` and `bytes_after`
+    are the sizes of the parameters without and with `cast_optional_params`, and `offline` are the
+    parameters that it casts; empty if no parameters were given.
+    """
+
+    target_dtype: str
+    device: str
+    nodes: Tuple[NodePlan, ...]
+    casts: Tuple[Cast, ...]
+    inputs: Tuple[str, ...] = ()
+    bytes_before: int = 0
+    bytes_after: int = 0
+    offline: Tuple[OfflineCast, ...] = ()
+
+    @property
+    def lossy(self) -> Tuple[OfflineCast, ...]:
+        """The parameters that lose values when they are cast offline."""
+        return tuple(cast for cast in self.offline if cast.overflown or cast.vanished)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[NodePlan]:
+        return iter(self.nodes)
+
+    def __contains__(self, name: object) -> bool:
+        return any(node.name == name for node in self.nodes)
+
+    def __getitem__(self, name: str) -> NodePlan:
+        """Return the first operator of that name: a block called twice gives two of one name.
+
+        Raises `UnknownNameError`, which is a `LookupError`, with the closest names.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise self.unknown(name)
+
+    def unknown(self, name: object) -> UnknownNameError:
+        """Return the error for a name or pattern that matches no operator of the plan."""
+        hint = f"The plan has {counted(len(self), 'operator')}"
+        if f"{name}{_GLUON}" in self:
+            hint += f". Gluon adds {_GLUON} to the name of a layer"
+        return unknown("operator name", name, [node.name for node in self.nodes], hint)
+
+    def filter(
+        self,
+        name: str = "*",
+        operator: Optional[str] = None,
+        precision: Optional[str] = None,
+    ) -> "Plan":
+        """Return the plan with the operators that match; `name` may hold * and ?.
+
+        `operator` is any name of an MXNet operator, `precision` one of "float16", "bfloat16",
+        "float32" and "as is".
+        """
+        if operator is not None:
+            operator = resolve(operator).name
+        if precision is not None and precision not in PRECISIONS:
+            raise ArgumentError(f"precision must be {one_of(PRECISIONS)}, not {shown(precision)}")
+        kept = tuple(
+            node
+            for node in self.nodes
+            if fnmatch.fnmatchcase(node.name, name)
+            and operator in (None, node.operator)
+            and precision in (None, node.precision)
+        )
+        return replace(self, nodes=kept)
+
+    def compare(self, other: "Plan") -> List[Tuple[str, Optional[str], Optional[str]]]:
+        """Return (name, precision here, precision there) of operators that differ.
+
+        None stands for an operator that the other graph does not have.
+        """
+        here = {node.name: node.precision for node in self.nodes}
+        there = {node.name: node.precision for node in other.nodes}
+        names = dict.fromkeys((*here, *there))
+        return [(n, here.get(n), there.get(n)) for n in names if here.get(n) != there.get(n)]
+
+    def counts(self) -> Dict[str, int]:
+        """Return how many operators compute in each precision."""
+        return dict(Counter(node.precision for node in self.nodes))
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Return the plan as plain values; with errors and gains for tuned policies only."""
+        data = asdict(self)
+        for node in data["nodes"]:
+            costs = {key: node.pop(key) for key in ("error", "gain")}
+            if self.is_tuned:
+                # JSON has no infinity.
+                node.update({k: "inf" if v == math.inf else v for k, v in costs.items()})
+        return data
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return "\n".join([text_table(*self.rows()), self.summary()])
+
+    def _repr_html_(self) -> str:
+        return html_table(*self.rows(), caption=self.summary())
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether `tune` has measured errors and gains of the operators."""
+        return any(node.error is not None or node.gain is not None for node in self.nodes)
+
+    def rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """Return headings and rows of the table."""
+        costs = ("error", "gain ms") if self.is_tuned else ()
+        rows = [
+            (n.name, n.operator, n.precision, *(n.error, n.gain)[: len(costs)], n.reason)
+            for n in self.nodes
+        ]
+        return ("name", "operator", "precision", *costs, "reason"), rows
+
+    def __repr__(self) -> str:
+        numbers = f"{self._counted()}; {counted(len(self.casts), 'cast')}"
+        return f"<Plan {self.target_dtype} on {self.device}: {numbers}>"
+
+    def _counted(self) -> str:
+        counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
+        return counted(len(self), "operator") + (f": {counts}" if counts else "")
+
+    def summary(self) -> str:
+        """Return one line: operators by precision, casts, bytes of the parameters."""
+        size = ""
+        if self.bytes_before:
+            sizes = f"{counted(self.bytes_before, 'byte')}, {self.bytes_after:,}"
+            size = f"; parameters {sizes} with `cast_optional_params`"
+        if self.lossy:
+            names = shortened([cast.name for cast in self.lossy])
+            size += f"; it would lose values of {counted(len(self.lossy), 'parameter')}: {names}"
+        casts = counted(len(self.casts), "cast")
+        return f"{self._counted()}; {casts}{size}"
+
+
+# ---------------------------------------------------------------------- making a plan
 
 
 def explain(
@@ -48,34 +245,34 @@ def explain(
     >>> amp.explain(net, policy=amp.Policy.default("float16", "gpu"))["fc"].precision
     'float16'
 
-    The model is not run and not changed. Printing the plan gives a table.
+    The model does not run and is not changed. Printing the plan gives a table.
 
     Parameters
     ----------
     model : Symbol or HybridBlock
         The model.
     target_dtype : str or dtype, optional
-        "float16" or "bfloat16". With `policy`, what that is for.
+        "float16" or "bfloat16". With `policy`, the dtype of that policy.
     policy : Policy, optional
-        By default mxamp's own for `target_dtype` and this machine's kind of device. Where neither
-        is given, the one that is on (`init`, `autocast`) for "inference" and "training"; else that
-        for float16, as `convert_*` take it.
+        The default is mxamp's own policy for `target_dtype` and this machine's kind of device.
+        Without both, it is the active policy (`init`, `autocast`) for "inference" and "training",
+        and float16's otherwise, as for `convert_*`.
     excluded_sym_names : list of str or Block, optional
-        Layers to keep in float32: Gluon blocks, or names that the plan shows, where * and ? stand
-        for any characters.
+        Layers to keep in float32: Gluon blocks, or names as in the plan, where * and ? stand for
+        any characters.
     input_dtypes : dict of str to dtype, optional
         Dtypes of inputs that are not float32 and can't be inferred.
     params : dict of str to NDArray, optional
-        The parameters of a symbol: `{**arg_params, **aux_params}`. Give them to see what
-        `convert_model` does: some precisions depend on the shapes of weights, and without
-        `params` the plan leaves those rules out. With them it also has the parameters' size, and
-        the values that a cast would lose. A block has its own: leave `params` out.
+        The parameters of a symbol: `{**arg_params, **aux_params}`. With them the plan is that of
+        `convert_model`: it applies rules that depend on the shapes of weights, and has the
+        parameters' size and the values that a cast would lose. Omit `params` for a block, which
+        has its own.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, for a block that was not hybridized and run before.
     mode : str, default "converted"
-        What to explain: "converted" is the model that `convert_*` makes; "inference" and
-        "training" are the graphs that run while mixed precision is on (`init`, `autocast`), with
-        faster equivalents in place of some operators.
+        "converted" explains the model that `convert_*` makes. "inference" and "training" explain
+        the graphs that run while mixed precision is on (`init`, `autocast`), with faster
+        equivalents of some operators.
     input_shapes : dict of str to tuple, optional
         Shapes of inputs, for "inference" and "training", where the precision of some operators
         depends on them (a dense layer of few rows).
@@ -88,7 +285,7 @@ def explain(
     Raises
     ------
     UnknownNameError
-        A layer or an input that the model does not have, with the closest names.
+        The model has no such layer or input; the message has the closest names.
     ArgumentError
         No model, an unknown mode or dtype, or a policy for another dtype.
     StateError
@@ -103,7 +300,7 @@ def explain(
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
     graph = Graph.from_symbol(symbol)
     policy = checked_policy(policy, excluded_sym_names, graph)
-    with located("input_shapes"):
+    with located("`input_shapes`"):
         known_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in held.items()}
     if mode != "converted":
@@ -118,10 +315,30 @@ def explain(
     return _plan_of(result, policy, graph.input_names, held)
 
 
+def _model_of(
+    model: Any, params: Optional[Mapping[str, NDArray]], example_inputs: Examples
+) -> Tuple[Symbol, Dict[str, NDArray]]:
+    """Return a model's symbol and its known parameters."""
+    if isinstance(model, HybridBlock) and params is not None:
+        raise ArgumentError("params are for a Symbol, and a block has its own: leave params out")
+    if isinstance(model, Symbol):
+        if not isinstance(params, (Mapping, type(None))):
+            raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
+        used = set(model.list_inputs())
+        return model, {name: array for name, array in (params or {}).items() if name in used}
+    if not isinstance(model, HybridBlock):
+        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {shown(model)}")
+    traced = trace(model, example_inputs)
+    return traced.symbol, traced.values()
+
+
 def _plan_of(
-    result: Rewrite, policy: Policy, inputs: Sequence[str], held: Mapping[str, NDArray]
+    result: Rewrite,
+    policy: Policy,
+    inputs: Sequence[str],
+    held: Mapping[str, NDArray],
 ) -> Plan:
-    """Return the plan of a rewritten graph with these inputs, of which some are `held` values."""
+    """Return the plan of a rewritten graph with these inputs; `held` are known parameters."""
     nodes = tuple(
         NodePlan(
             node.name,
@@ -153,29 +370,13 @@ def _width(dtype: Any) -> int:
 
 def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
     with suspended():
-        found = cast(copy(array), dtype)  # as a conversion casts it, from the plain layout
+        # A copy has the plain layout, which a conversion casts from.
+        found = cast(copy(array), dtype)
         return OfflineCast(name, dtype, _size(array), *count_losses(array, found))
 
 
-def _model_of(
-    model: Any, params: Optional[Mapping[str, NDArray]], example_inputs: Examples
-) -> Tuple[Symbol, Dict[str, NDArray]]:
-    """Return a model's symbol and the values of its parameters, as far as they are known."""
-    if isinstance(model, HybridBlock) and params is not None:
-        raise ArgumentError("params are for a Symbol, and a block has its own: leave params out")
-    if isinstance(model, Symbol):
-        if not isinstance(params, (Mapping, type(None))):
-            raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
-        used = set(model.list_inputs())
-        return model, {name: array for name, array in (params or {}).items() if name in used}
-    if not isinstance(model, HybridBlock):
-        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {shown(model)}")
-    traced = trace(model, example_inputs)
-    return traced.symbol, traced.values()
-
-
 def _source(graph: Graph, i: int) -> Tuple[str, Optional[str]]:
-    """Return the name of what a reader of node i reads behind inserted casts, and their dtype."""
+    """Return the node behind the inserted casts at node i, and the dtype that they cast to."""
     node, dtype = graph.nodes[i], None
     while _inserted(node) or (node.op == "_copy" and "_amp_copy" in node.name):
         dtype = dtype or node.attrs.get("dtype")

@@ -1,7 +1,7 @@
-"""Seeing what runs: every eager call, every cast of mxamp's, every graph, as it happens.
+"""Observers of everything that runs: eager calls, mxamp's own casts, graphs and executors.
 
-An `Observer` is a set of patches that lie above those of mixed precision. What is not observed
-costs nothing: the patches are in place only while an observer is open.
+An `Observer` is a set of patches on top of those of mixed precision. They are in place only while
+the observer is open, so they cost nothing otherwise.
 """
 
 import contextlib
@@ -37,32 +37,32 @@ class Call(NamedTuple):
     out: Any = None
 
     def decision(self) -> Optional[Decision]:
-        """Return what mixed precision does to the call; None for nothing."""
+        """Return the casts that mixed precision adds to the call, or None."""
         return decision_for(self.operator.handle, self.inputs, self.keys, self.values)
 
 
-#: Makes the call that is observed, with these inputs, and returns its outputs.
+#: Makes the observed call on these inputs, and returns its outputs.
 Run = Callable[[Sequence[NDArray]], Any]
 
 
 class Observer(PatchSet):
-    """Sees everything that runs between `open` and `close`, in all threads of the process.
+    """Observes everything that runs between `open` and `close`, in all threads of the process.
 
-    A subclass overrides the methods for what it wants to see. Each is given what makes the call,
-    `run`, and returns what that returns; the ones here do nothing else.
+    A subclass overrides the `on_` methods that it needs. Each takes `run`, which makes the call,
+    and returns the call's result. The defaults only make the call.
     """
 
     _opened_ones: ClassVar[List["Observer"]] = []
 
     def __init__(self) -> None:
         super().__init__()
-        #: `op`, by thread: whose graph `on_graph` is given.
+        #: `op`, by thread: the cached op whose graph `on_graph` gets.
         self.current = threading.local()
-        # Blocks that follow policies only because they are observed.
+        # Blocks whose cached op was replaced by a `PolicyCachedOp` for the observation only.
         self._followed: "weakref.WeakSet[HybridBlock]" = weakref.WeakSet()
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
+        """Return one patch for each place where calls converge."""
         places: List[Tuple[Any, str, Callable[..., Any]]] = [
             *((module, "_imperative_invoke", self._build_invoke) for module in INVOKE_MODULES),
             (_api_internal, "tensordot", self._build_tensordot),
@@ -75,14 +75,14 @@ class Observer(PatchSet):
         return [Patch(*place, on_top=True) for place in places]
 
     def open(self) -> None:
-        """Put the patches in place, above those of observers that are open."""
+        """Install the patches, on top of those of other open observers."""
         with self._lock:
             super().open()
             if self not in self._opened_ones:
                 self._opened_ones.append(self)
 
     def close(self) -> None:
-        """Take the patches off; blocks are as they were."""
+        """Remove the patches, and restore the blocks' cached ops."""
         with self._lock:
             super().close()
             if self in self._opened_ones:
@@ -93,7 +93,7 @@ class Observer(PatchSet):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Observe what runs inside."""
+        """Return a context that observes the code in it."""
         self.open()
         try:
             yield
@@ -103,34 +103,33 @@ class Observer(PatchSet):
     # ------------------------------------------------------------------ for subclasses
 
     def on_call(self, call: Call, run: Run) -> Any:
-        """See an eager call of the program's."""
+        """Observe an eager call of the program."""
         return run(call.inputs)
 
     def on_cast(self, call: Call, run: Run) -> Any:
-        """See a cast, or a copy, of mxamp's own around such a call."""
+        """Observe a cast or copy that mxamp adds to such a call."""
         return run(call.inputs)
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
-        """See a hybridized block's graph, with the casts in it, and all that it reads.
+        """Observe a hybridized block's graph, with the casts in it, and all its inputs.
 
-        It may be run in another way than by `run`: then other observers have to be told of it, by
-        `tell_others`.
+        An observer that runs the graph itself, not by `run`, calls `tell_others`.
         """
         return run()
 
     def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
-        """See a forward pass of a bound symbol, a module's among them."""
+        """Observe the forward pass of a bound symbol or a module."""
         return run()
 
     def on_backward(self, executor: Executor, heads: Any, run: Callable[[], Any]) -> Any:
-        """See its backward pass from these gradients of its outputs."""
+        """Observe its backward pass from the gradients `heads` of its outputs."""
         return run()
 
     def note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
-        """Take note of a graph that another observer runs in its own way."""
+        """Take note of a graph that another observer runs itself."""
 
     def tell_others(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
-        """Tell observers below this one of a graph that is not run by `run`."""
+        """Call `note_graph` of the observers below this one."""
         with self._lock:
             below = self._opened_ones[: self._opened_ones.index(self)]
         for observer in below:

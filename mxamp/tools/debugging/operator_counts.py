@@ -1,4 +1,4 @@
-"""Counting what runs: operators by dtype, and the bytes that casts move."""
+"""`operator_stats`: counts the operators that run by dtype, and the bytes that casts move."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ from .observing import Call, Observer, Run
 __all__ = ["CastCount", "OperatorCount", "OperatorStats", "operator_stats"]
 
 NO_PANDAS = "to_dataframe() needs pandas: pip install pandas, or use to_json()"
-#: `astype` of an array copies it into a new one.
+#: `NDArray.astype` runs as `_copyto`.
 _CASTS = CASTS | {"_copyto"}
 _ORDERS = ("calls", "operator", "dtype")
 
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """How often an operator ran in a dtype."""
+    """The calls of an operator in a dtype."""
 
     operator: str
     dtype: str
@@ -39,7 +39,7 @@ class OperatorCount:
 
 @dataclass(frozen=True)
 class CastCount:
-    """How often values were cast from one dtype to another, and the bytes read and written."""
+    """The casts from one dtype to another, and the bytes that they read and write."""
 
     source: str
     target: str
@@ -48,9 +48,10 @@ class CastCount:
 
 
 class OperatorStats:
-    """What has run: `str(stats)` is a table, `stats["dot"]` the calls of an operator by dtype.
+    """The operators and casts that ran; printing gives a table.
 
-    It may be read while the context is open, and is final after it.
+    `stats["dot"]` are the calls of an operator by dtype. The statistics may be read while the
+    context is open, and are final after it.
     """
 
     def __init__(self, census: Optional[Census] = None) -> None:
@@ -60,14 +61,14 @@ class OperatorStats:
 
     @property
     def operators(self) -> Tuple[OperatorCount, ...]:
-        """The operators, the most frequent first."""
+        """The operators, most calls first."""
         counts = self._counted().operators.items()
         rows = [OperatorCount(*key, calls) for key, calls in counts if calls]
         return tuple(sorted(rows, key=lambda row: (-row.calls, row.operator, row.dtype)))
 
     @property
     def casts(self) -> Tuple[CastCount, ...]:
-        """The casts, those that move most bytes first."""
+        """The casts, most bytes first."""
         census = self._counted()
         rows = [CastCount(*key, n, census.bytes[key]) for key, n in census.casts.items() if n]
         return tuple(sorted(rows, key=lambda row: (-row.bytes, row.source, row.target)))
@@ -86,7 +87,7 @@ class OperatorStats:
     def filter(
         self, operator: Optional[str] = None, dtype: Optional[str] = None
     ) -> "OperatorStats":
-        """Return the statistics of one operator, of one dtype, or of both."""
+        """Return the statistics of an operator, a dtype, or both."""
         census = self._counted()
         kept = Counter(
             {
@@ -101,26 +102,23 @@ class OperatorStats:
         """Return the operators ordered by "calls" (most first), "operator" or "dtype"."""
         if by not in _ORDERS:
             raise ArgumentError(f"the order must be {one_of(_ORDERS)}, not {shown(by)}")
-        # Sorting keeps the order of equals: most calls first.
-        return (
-            self.operators
-            if by == "calls"
-            else tuple(sorted(self.operators, key=lambda row: str(getattr(row, by))))
-        )
+        if by == "calls":
+            return self.operators
+        return tuple(sorted(self.operators, key=lambda row: str(getattr(row, by))))
 
     def to_json(self) -> str:
-        """Return it all as JSON: lists under "operators" and "casts"."""
+        """Return `to_dict()` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_dict(self) -> Dict[str, List[Dict[str, Any]]]:
-        """Return it all as lists of dicts, under "operators" and "casts"."""
+        """Return the counts as lists of dicts, under "operators" and "casts"."""
         return {
             "operators": [asdict(row) for row in self.operators],
             "casts": [asdict(row) for row in self.casts],
         }
 
     def to_dataframe(self) -> Any:
-        """Return the operators as a pandas data frame; pandas is not installed with mxamp."""
+        """Return the operators as a DataFrame; needs pandas, which mxamp does not install."""
         try:
             import pandas
         except ImportError:
@@ -150,7 +148,7 @@ class OperatorStats:
     # ------------------------------------------------------------------ while it counts
 
     def note_call(self, call: Call, outputs: Any) -> None:
-        """Count an eager call that was made."""
+        """Count an eager call."""
         inputs, results = _tensors(call.inputs), _tensors(as_list(outputs))
         with self._lock:
             if call.operator.name in _CASTS and is_cast(inputs[0].dtype, results[0].dtype):
@@ -162,7 +160,7 @@ class OperatorStats:
             self._census.operators[call.operator.name, dtype] += 1
 
     def note_graph(self, symbol: Symbol, inputs: Mapping[str, NDArray]) -> None:
-        """Count a graph that runs; what that is, is worked out when somebody asks."""
+        """Count a run of a graph; its operators are counted when the statistics are read."""
         dtypes = dtypes_of(list(inputs.values()))
         key = (id(symbol), dtypes, tuple([array.shape for array in inputs.values()]))
         with self._lock:
@@ -173,7 +171,7 @@ class OperatorStats:
             runs.waiting += 1
 
     def _counted(self) -> Census:
-        """Return the counts, with graphs that have run since they were last asked for."""
+        """Return the counts, with the graphs that ran since the last read."""
         with self._lock:
             for runs in self._graphs.values():
                 if runs.waiting:
@@ -183,25 +181,25 @@ class OperatorStats:
 
 
 class _Runs:
-    """Runs of one graph on inputs of one kind, and what each of them counts."""
+    """The runs of one graph on inputs of the same dtypes and shapes."""
 
     def __init__(
         self, symbol: Symbol, dtypes: Mapping[str, str], shapes: Mapping[str, Any]
     ) -> None:
-        self.symbol = symbol  # kept alive: it is known by its id
+        self.symbol = symbol  # kept alive, since its id is the key
         self._dtypes, self._shapes = dtypes, shapes
         self._each: Optional[Census] = None
         self.waiting = 0
 
     def each(self) -> Census:
-        """Return what one run counts."""
+        """Return the counts of one run."""
         if self._each is None:
             self._each = count(Graph.from_symbol(self.symbol), self._dtypes, self._shapes)
         return self._each
 
 
 class _Counting(Observer):
-    """Tells statistics of what runs."""
+    """Counts what it observes."""
 
     def __init__(self, stats: OperatorStats) -> None:
         super().__init__()
@@ -225,7 +223,7 @@ class _Counting(Observer):
     def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
         symbol = self._symbols.get(executor)
         if symbol is None:
-            # As it runs: with casts, and with what oneDNN has fused.
+            # The graph as it runs: with casts, and with operators that oneDNN has fused.
             symbol = self._symbols[executor] = executor.get_optimized_symbol()
         held = {**executor.arg_dict, **executor.aux_dict}
         self._stats.note_graph(symbol, {n: held[n] for n in symbol.list_inputs()})
@@ -246,26 +244,21 @@ def operator_stats() -> Iterator[OperatorStats]:
     >>> stats.casts[0].source, stats.casts[0].target, stats.casts[0].casts
     ('float32', 'bfloat16', 2)
 
-    Counted are forward computations of all threads: eager calls, hybridized blocks and bound
-    symbols (modules), those of MXNet's optimizers and of mxamp among them. MXNet derives backward
-    passes itself; their casts mirror the forward ones. In a graph that oneDNN has fused, fused
-    operators count as one. Bodies of `foreach` count once a step; those of `while_loop` and
-    `cond` in graphs do not. In graphs, casts of arrays whose shape depends on values, as after
+    The counts are of forward passes in all threads: eager calls, hybridized blocks and bound
+    symbols (modules), with the calls of MXNet's optimizers and of mxamp. MXNet derives backward
+    passes itself; their casts mirror the forward ones. An operator that oneDNN has fused counts as
+    one. The body of a `foreach` counts once for each step; bodies of `while_loop` and `cond` in
+    graphs do not count. Casts in graphs of arrays whose shape depends on values, as after
     `boolean_mask`, count without their bytes.
 
-    The dtype is the precision that `explain` names: float16 on a CPU counts as float16 where
-    values are rounded to it, though a float32 kernel computes with them.
+    The dtype is the precision that `explain` names. On a CPU, an operator counts as float16 if its
+    values are rounded to float16, though a float32 kernel computes it.
 
-    Cost: about 30 us an eager call and 40 us a graph that runs, on a 2.5 GHz Xeon; nothing when it
-    is off.
+    Costs about 30 us for an eager call and 40 us for a graph, on a 2.5 GHz Xeon.
     """
     stats = OperatorStats()
-    observer = _Counting(stats)
-    observer.open()
-    try:
+    with _Counting(stats).opened():
         yield stats
-    finally:
-        observer.close()
 
 
 def _tensors(arrays: Sequence[NDArray]) -> Sequence[Tensor]:

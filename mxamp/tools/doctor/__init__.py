@@ -1,1 +1,1 @@
-"""What is installed here, what it means for each dtype, and what is wrong: for `mxamp doctor`."""
+"""Facts about an installation, and its problems, for `mxamp doctor`."""

@@ -1,7 +1,4 @@
-"""Looking at the machine and at what is installed: all facts, without importing MXNet.
-
-What MXNet has to say is found by a process of its own (`probe`).
-"""
+"""Collects the facts of this machine and installation; a process of its own imports MXNet."""
 
 import json
 import math
@@ -13,24 +10,102 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ..._version import __version__
 from ...framework import machine
 from ...framework.compat import BROKEN
-from ...framework.cuda import missing_libraries
-from . import gpus
-from .facts import MARK, Build, Cpu, Facts, PolicyCounts, Speed, Wheel, without_folders
+from ...framework.cuda import CUDA_WHEELS, missing_libraries
+from .facts import (
+    MARK,
+    Build,
+    Cpu,
+    Facts,
+    Gpu,
+    PolicyCounts,
+    Speed,
+    Wheel,
+    numbers,
+    without_folders,
+)
 from .variables import settings
 
-__all__ = ["Probed", "collect", "cpu_quota", "kernel_threads", "probe", "probed", "reason"]
+__all__ = [
+    "collect",
+    "cpu_quota",
+    "kernel_threads",
+    "probe",
+    "probed",
+    "query",
+    "reason",
+    "runs_on",
+]
 
-#: Of all that MXNet needs to import and measure, in seconds: a few, or 15 on a busy machine.
+_FIELDS = "--query-gpu=name,compute_cap,driver_version"
+#: Drivers before 470 have no compute_cap.
+_OLD_FIELDS = "--query-gpu=name,driver_version"
+_LIMIT = 10  #: seconds: nvidia-smi may hang on a broken driver
+
+TIMED_OUT = f"nvidia-smi gave no answer in {_LIMIT} s"
+
+#: Runs a command; returns its exit status and what it printed.
+Run = Callable[[Sequence[str]], Tuple[int, str]]
+
+
+def runs_on(gpu: Gpu, cuda: str) -> Optional[bool]:
+    """Return whether a wheel has code for a GPU, or None if that is unknown."""
+    if gpu.capability is None or cuda not in CUDA_WHEELS:
+        return None
+    return numbers(gpu.capability)[0] in CUDA_WHEELS[cuda].majors
+
+
+def query(run: Optional[Run] = None) -> Tuple[Tuple[Gpu, ...], str]:
+    """Return the GPUs that nvidia-smi lists, and why it failed; no nvidia-smi means no GPU."""
+    run = run or _run
+    reason = ""
+    for fields in (_FIELDS, _OLD_FIELDS):
+        try:
+            status, output = run(["nvidia-smi", fields, "--format=csv,noheader"])
+        except FileNotFoundError:
+            return (), ""
+        except OSError as error:
+            return (), f"nvidia-smi can't be run: {error.strerror}"
+        except subprocess.TimeoutExpired:
+            return (), TIMED_OUT
+        text = " ".join(output.split())
+        if "no devices" in text.lower():
+            return (), ""
+        if status == 0:
+            return _gpus(output), ""
+        reason = reason or f"nvidia-smi failed with status {status}: {text[:200]}"
+        if "compute_cap" not in text:
+            break
+    return (), reason
+
+
+def _gpus(output: str) -> Tuple[Gpu, ...]:
+    """Return the GPUs of nvidia-smi's lines, such as "Tesla T4, 7.5, 470.57.02"."""
+    gpus = []
+    for line in output.splitlines():
+        name, *rest = [part.strip() for part in line.split(",")]
+        if rest:
+            *middle, driver = rest
+            known = [part for part in middle if len(numbers(part)) > 1]
+            gpus.append(Gpu(name, known[0] if known else None, driver))
+    return tuple(gpus)
+
+
+def _run(command: Sequence[str]) -> Tuple[int, str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+#: Seconds for importing MXNet and measuring: a few are usual, 15 on a busy machine.
 PROBE_LIMIT = 60
-#: As programs import MXNet: first of all, where the start-up hook is asked to switch on, else
-#: after mxamp, which makes it importable.
+#: Imports MXNet as programs do: first, if the start-up hook is to turn mixed precision on; else
+#: after mxamp, which makes MXNet importable.
 _PROBE = """
 import os, sys
 if "mxamp_startup" in sys.modules and os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION"):
@@ -39,29 +114,29 @@ import mxamp
 from mxamp.tools.doctor.probe import main
 main()
 """
-#: The instructions that kernels for 16 bits use, and avx2, below which MXNet is slow.
+#: Instructions of 16-bit kernels, and avx2, without which MXNet is slow.
 _INSTRUCTIONS = ("avx2", "f16c", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16")
 
 DIED = "the process died of {signal}"
 TOO_LONG = "it took longer than {limit} s"
-NO_REASON = "it ended with status {status}, and no word"
+NO_REASON = "it ended with status {status}, and printed nothing"
 
 
 class Probed(NamedTuple):
-    """What the process that imports MXNet has found."""
+    """The results of the process that imports MXNet."""
 
     mxnet: Optional[Build] = None
     speed: Tuple[Speed, ...] = ()
-    error: str = ""  #: why it came to no end
+    error: str = ""  #: why it failed
 
 
 def collect(measure: bool = True) -> Facts:
-    """Look at this machine and installation.
+    """Return the facts of this machine and installation.
 
-    `measure` times products for two seconds for each device. All takes 80 s at most, where the
-    driver or MXNet gives no answer.
+    `measure` times products for two seconds on each device. If the driver or MXNet hangs, the call
+    takes 80 s.
     """
-    found, gpu_error = gpus.query()
+    found, gpu_error = query()
     wheels = tuple(_wheels())
     cuda = next((wheel.cuda for wheel in wheels if wheel.cuda), None)
     known = probe(measure)
@@ -89,7 +164,7 @@ def collect(measure: bool = True) -> Facts:
 
 
 def probe(measure: bool, limit: float = PROBE_LIMIT) -> Probed:
-    """Import MXNet in another process, and return what that finds within `limit` seconds."""
+    """Import MXNet in another process; return its results within `limit` seconds."""
     command = [sys.executable, "-c", _PROBE, *([] if measure else ["--no-measure"])]
     try:
         done = subprocess.run(
@@ -110,7 +185,7 @@ def _decoded(output: Optional[bytes]) -> str:
 
 
 def probed(output: str, error: str) -> Probed:
-    """Return what the probe's output says, as far as it goes."""
+    """Return the results in the probe's output, which may be incomplete."""
     build, speeds = None, {}
     for line in output.splitlines():
         if line.startswith(MARK):
@@ -126,8 +201,8 @@ def probed(output: str, error: str) -> Probed:
 
 
 def reason(status: int, errors: str) -> str:
-    """Return in one line why a process that ended with an error did, from what it printed."""
-    # mxamp's own line is the last, but for those that start the process again or clean up after it.
+    """Return in one line why a process failed, from its standard error."""
+    # mxamp's own line is the last one, except for lines of clean-up code.
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     said = [
         line for line in lines if re.match(r"what\(\): |([\w.]+\.)?\w*(Error|Exception): ", line)
@@ -152,7 +227,7 @@ def _signal(number: int) -> str:
 
 
 def _wheels() -> List[Wheel]:
-    """Return the distributions that hold a package `mxnet`."""
+    """Return the installed distributions of MXNet."""
     found = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
@@ -188,7 +263,7 @@ def _cpu() -> Cpu:
 
 
 def kernel_threads(environ: Mapping[str, str], processors: int, x86: bool) -> int:
-    """Return how many threads MXNet's CPU kernels run on (MXNet 1.9.1, src/engine/openmp.cc)."""
+    """Return the number of threads of MXNet's CPU kernels (MXNet 1.9.1, src/engine/openmp.cc)."""
     wanted, most = (
         int(value) if value.isdigit() else 0
         for value in (environ.get(n, "") for n in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
@@ -201,13 +276,13 @@ def kernel_threads(environ: Mapping[str, str], processors: int, x86: bool) -> in
 
 
 def cpu_quota(root: Path = Path("/")) -> Optional[float]:
-    """Return how many processors' time the process's control groups allow; None for no limit."""
+    """Return the limit of the process's control groups, in processors; None without a limit."""
     quotas = (_quota(folder) for folder in _groups(root))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _groups(root: Path) -> Sequence[Path]:
-    """Return the folders of the process's control groups, with those above them."""
+    """Return the folders of the process's control groups and of their parents."""
     base = root / "sys" / "fs" / "cgroup"
     folders = [base, base / "cpu"]
     try:
@@ -224,7 +299,7 @@ def _groups(root: Path) -> Sequence[Path]:
 
 
 def _quota(folder: Path) -> Optional[float]:
-    """Return the limit of one group, of version 2 or 1: processors, or None."""
+    """Return the limit of one control group of version 2 or 1, in processors, or None."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

@@ -1,4 +1,4 @@
-"""Facts about an installation, as values. Nothing here imports MXNet, or looks at the machine."""
+"""Facts about an installation, as values; this module reads nothing from the machine."""
 
 import re
 from dataclasses import dataclass, field
@@ -18,26 +18,22 @@ __all__ = [
     "without_folders",
 ]
 
-#: What the probe's lines begin with: oneDNN and MXNet print lines of their own.
+#: The prefix of the probe's lines, among lines that oneDNN and MXNet print.
 MARK = "mxamp-probe "
 
 
 def numbers(version: str) -> Tuple[int, ...]:
-    """Return a version's leading numbers, to compare with others.
+    """Return a version's leading numbers, for comparisons.
 
     >>> numbers("450.80.02"), numbers("1.9.1.post0")
     ((450, 80, 2), (1, 9, 1))
     """
-    found = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        found.append(int(part))
-    return tuple(found)
+    leading = re.match(r"\d+(\.\d+)*(?![^.])", version)
+    return tuple(map(int, leading[0].split("."))) if leading else ()
 
 
 def without_folders(text: str) -> str:
-    """Return a text with paths cut to their last part: facts are made to be shown to others.
+    """Return a text with each path cut to its last part, since reports are made to be shared.
 
     >>> without_folders("/home/ann/libmxnet.so: cannot open")
     'libmxnet.so: cannot open'
@@ -54,31 +50,31 @@ class Wheel:
 
     @property
     def cuda(self) -> Optional[str]:
-        """The part of the name that says which CUDA it is for, such as "cu112"; None for CPUs."""
-        _, _, suffix = self.name.partition("-cu")
-        return f"cu{suffix[:3]}" if suffix[:3].isdigit() else None
+        """The CUDA version in the wheel's name, such as "cu112"; None for CPU builds."""
+        found = re.search(r"-(cu\d{2,3})", self.name)
+        return found[1] if found else None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the driver's nvidia-smi describes it."""
+    """A GPU as nvidia-smi describes it."""
 
     name: str
-    capability: Optional[str]  #: such as "8.6"; None where the driver does not tell
+    capability: Optional[str]  #: such as "8.6"; None if the driver does not report it
     driver: str
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """The CPU, and what of it this process may use."""
+    """The CPU, and the part of it that this process may use."""
 
     name: str
-    instructions: Tuple[str, ...]  #: of those that matter here, what the CPU has
-    usable: Tuple[str, ...]  #: which of avx512, avx512_bf16 and amx_bf16 oneDNN may use
-    processors: int  #: logical ones that this process may run on
-    physical: int  #: cores behind them
-    quota: Optional[float]  #: processors' worth of time that a container gets
-    threads: int  #: that MXNet's kernels run on
+    instructions: Tuple[str, ...]  #: of the instructions that kernels use, those of the CPU
+    usable: Tuple[str, ...]  #: of avx512, avx512_bf16 and amx_bf16, those that oneDNN may use
+    processors: int  #: logical processors that this process may run on
+    physical: int  #: their cores
+    quota: Optional[float]  #: the container's limit, in processors
+    threads: int  #: of MXNet's kernels
     virtual: bool
 
     @property
@@ -89,39 +85,39 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Setting:
-    """An environment variable that is set, and what it does here."""
+    """An environment variable that is set, and its effect here."""
 
     value: str
     effect: str
-    advice: str = ""  #: what to do about it; empty where it does no harm
+    advice: str = ""  #: empty if the value does no harm
 
 
 @dataclass(frozen=True)
 class PolicyCounts:
-    """How many operators have each class in one of mxamp's own policies."""
+    """The number of operators of each class in one of mxamp's own policies."""
 
     dtype: str
     device: str
     classes: Mapping[str, int]
-    missing: int  #: operators of the class low that have no kernel here
+    missing: int  #: operators of the class low without a kernel here
 
 
 @dataclass(frozen=True)
 class Build:
-    """MXNet, as a fresh process has imported it."""
+    """MXNet as imported by a new process."""
 
     version: str
     features: Mapping[str, bool]
     gpus: int
     policies: Tuple[PolicyCounts, ...]
     policies_error: str  #: why they can't be read
-    on: Optional[str]  #: the target dtype, where mixed precision is on after the import
+    on: Optional[str]  #: the target dtype, if mixed precision is on after the import
     patched: Tuple[str, ...]  #: functions that are patched after the import
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a dense layer's product is on a device in a dtype."""
+    """The speed of a dense layer's product on a device in a dtype."""
 
     device: str
     dtype: str
@@ -130,7 +126,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of an installation."""
+    """All facts about an installation."""
 
     mxamp: str
     python: str
@@ -139,17 +135,22 @@ class Facts:
     cpu: Cpu
     wheels: Tuple[Wheel, ...] = ()
     mxnet: Optional[Build] = None
-    mxnet_error: str = ""  #: why MXNet can't be imported, or died
+    mxnet_error: str = ""  #: why MXNet can't be imported
     gpus: Tuple[Gpu, ...] = ()
-    gpu_error: str = ""  #: why nvidia-smi can't tell
+    gpu_error: str = ""  #: why nvidia-smi failed
     missing_libraries: Tuple[str, ...] = ()  #: CUDA libraries that the wheel needs
-    fast_dtype: str = "float32"  #: what "auto" means here
+    fast_dtype: str = "float32"  #: the dtype of "auto" here
     start_up_hook: bool = False  #: whether Python loaded mxamp's hook when it started
     variables: Mapping[str, Setting] = field(default_factory=dict)
     speed: Tuple[Speed, ...] = ()
-    speed_error: str = ""  #: why it is not measured, where it should have been
+    speed_error: str = ""  #: why measuring failed
 
     @property
     def cuda(self) -> Optional[str]:
-        """What CUDA the installed MXNet is for, such as "cu112"; None for the CPU build."""
+        """The CUDA version of the installed MXNet, such as "cu112"; None for the CPU build."""
         return next((wheel.cuda for wheel in self.wheels if wheel.cuda), None)
+
+    def ratio(self, device: str, dtype: str) -> float:
+        """Return a dtype's speed over float32's on a device, 0 if it was not measured."""
+        gflops = {speed.dtype: speed.gflops for speed in self.speed if speed.device == device}
+        return gflops[dtype] / gflops["float32"] if {dtype, "float32"} <= set(gflops) else 0.0

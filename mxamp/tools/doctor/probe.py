@@ -1,7 +1,7 @@
-"""What a process finds that imports MXNet: run by `collect` as a process of its own.
+"""The process that imports MXNet for `collect`, and prints its results as lines of JSON.
 
-Some settings end the process when MXNet is imported, and some products take for ever: whoever waits
-for this one lives on. It prints a line of JSON for each thing that it has found.
+It is a process of its own because some settings end the process at MXNet's import, and some
+products never end.
 """
 
 import json
@@ -30,7 +30,7 @@ _SIZES = {"cpu": (256, 1024, 1024), "gpu": (4096, 4096, 4096)}
 
 
 def main() -> None:
-    """Report on this process, and measure unless told not to."""
+    """Print the report and, without --no-measure, the speeds."""
     _print({"mxnet": report()})
     if "--no-measure" not in sys.argv:
         for device in ("cpu", "gpu") if default_device() == "gpu" else ("cpu",):
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def report() -> Dict[str, Any]:
-    """Return what MXNet is, and what mixed precision is in this process, as JSON values."""
+    """Return the build of MXNet, and the state of mixed precision in this process."""
     policy = current_policy()
     gpus = mx.context.num_gpus() if default_device() == "gpu" else 0
     pairs = [("bfloat16", "cpu"), *([("float16", "gpu")] if gpus else [])]
@@ -77,8 +77,8 @@ def _counts(policy: Policy) -> Dict[str, Any]:
 def measure(device: str, found: Callable[[List[Any]], None]) -> None:
     """Time a dense layer in float32 and in the device's low dtype, in turns.
 
-    `found` is called with [device, dtype, GFLOP/s]: first for float32 alone, in case the other
-    never ends, then for each. A dtype without a kernel is left out.
+    `found` is called with [device, dtype, GFLOP/s]: first for float32, in case the low dtype never
+    ends, then for each dtype that has a kernel.
     """
     rows, inputs, outputs = _SIZES[device]
     low = "bfloat16" if device == "cpu" else "float16"
@@ -87,7 +87,7 @@ def measure(device: str, found: Callable[[List[Any]], None]) -> None:
         ctx = mx.Context(device)
         arrays = [mx.nd.ones(shape, ctx=ctx) for shape in ((rows, inputs), (outputs, inputs))]
         runs: Dict[str, Callable[[], float]] = {"float32": lambda: _seconds(*arrays)}
-        runs["float32"]()  # makes the kernel
+        runs["float32"]()  # compiles the kernel
         found([device, "float32", work / runs["float32"]()])
         if not Policy.default(low, device).rule("FullyConnected").missing:
             cast_down = [cast(array, low) for array in arrays]

@@ -13,7 +13,7 @@ from ...convert.outputs import Distance, reason
 from ...errors import ArgumentError, StateError
 from ...framework.wording import counted, shortened
 from ...policy.policy import Policy
-from ..debugging.comparing.isolated import arrays_in
+from ..debugging.isolated import arrays_in
 from .deadline import Deadline
 from .model import Results, Subject, next_numbers, rounded
 
@@ -185,7 +185,7 @@ class Accuracy:
         rtol = self.tolerance.rtol
         limit = max(rtol or OUTPUTS, _TIMES_ROUNDED * rounding)
         if noise > limit * _NOISE:
-            more = "" if rtol is None else f", or an rtol of {noise / _NOISE:.1e} or more"
+            more = "" if rtol is None else f", or an `rtol` of {noise / _NOISE:.1e} or more"
             raise StateError(UNSTABLE.format(noise=noise, limit=limit, more=more))
         return limit
 

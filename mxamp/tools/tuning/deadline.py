@@ -17,7 +17,8 @@ __all__ = ["Deadline", "OutOfTimeError", "seconds_of", "stoppable", "watched"]
 logger = logging.getLogger("mxamp")
 
 BUDGET = (
-    "budget must be a number of seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
+    "`budget` must be a number of seconds above 0, or a text such as '90s', '5m' or '1h', not "
+    "{given}"
 )
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([smh]?)\s*")

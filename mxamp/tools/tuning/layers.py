@@ -28,8 +28,7 @@ from ...graph.speed.shape_rules import choose
 from ...policy.active import suspended
 from ...policy.decision import CASTABLE, decide, fixed_inputs
 from ...policy.policy import Policy
-from ..debugging.comparing.isolated import dense_values, outputs_of, tensors_in
-from ..debugging.comparing.randomness import with_masks
+from ..debugging.isolated import dense_values, outputs_of, tensors_in, with_masks
 from .deadline import Deadline, OutOfTimeError
 from .model import Traced
 

@@ -33,11 +33,17 @@ from ...policy.active import suspended
 from ...policy.policy import Policy
 from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler
-from ..debugging.comparing.backward_passes import Recorded, loss_of, trained_arrays
-from ..debugging.comparing.batches import Batch, batches_of
-from ..debugging.comparing.isolated import IsolatedRun, arrays_in, copied, dense_values
-from ..debugging.comparing.randomness import Seeds
-from ..debugging.comparing.saved_models import block_of
+from ..debugging.batches import Batch, batches_of, block_of
+from ..debugging.isolated import (
+    IsolatedRun,
+    Recorded,
+    Seeds,
+    arrays_in,
+    copied,
+    dense_values,
+    loss_of,
+    trained_arrays,
+)
 
 __all__ = [
     "MOST_BATCHES",

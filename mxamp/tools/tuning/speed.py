@@ -22,8 +22,7 @@ from ...framework.arrays import plain_array
 from ...patches.autocast import autocast
 from ...policy.active import enter_region, leave_region
 from ...policy.policy import Policy
-from ..debugging.comparing.backward_passes import loss_of, trained_arrays
-from ..debugging.comparing.isolated import arrays_in
+from ..debugging.isolated import arrays_in, loss_of, trained_arrays
 from .accuracy import Accuracy, Verdict
 from .deadline import Deadline, OutOfTimeError
 from .model import Subject

@@ -85,8 +85,8 @@ NOTHING = "The policy changes nothing."
 WAYS = {
     "plain": "",
     "autocast": "init(policy=policy) or autocast(policy=policy), hybridized",
-    "converted": "convert_hybrid_block(net, policy=policy) with cast_optional_params",
-    "fused": "convert_hybrid_block(net, policy=policy) with fuse=True",
+    "converted": "`convert_hybrid_block(net, policy=policy)` with `cast_optional_params`",
+    "fused": "`convert_hybrid_block(net, policy=policy)` with `fuse=True`",
 }
 
 #: The shares of the budget at which each phase ends.
@@ -213,7 +213,7 @@ def _base_of(target_dtype: Any, policy: Optional[Policy]) -> Policy:
 
 def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Tolerance:
     if rtol is not None:
-        rtol = positive_number("rtol", rtol)
+        rtol = positive_number("`rtol`", rtol)
     if metric is None:
         if min_metric is not None:
             raise ArgumentError(NO_METRIC)

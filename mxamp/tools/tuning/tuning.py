@@ -14,7 +14,7 @@ from ...framework.files import write_file
 from ...framework.wording import counted
 from ...policy.policy import Policy
 from ...policy.saving import text_of
-from ..debugging.plan import NodePlan, Plan
+from ..debugging.explain import NodePlan, Plan
 from ..tables import html_table, text_table
 
 __all__ = ["MODES", "LayerCost", "Trial", "Tuning", "machine_of"]

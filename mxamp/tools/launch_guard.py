@@ -1,7 +1,7 @@
-"""Ends the processes of a launcher that was killed: a program of its own, which outlives it.
+"""The guard: a program that outlives a killed launcher, and ends its processes.
 
-Its standard input holds the process groups, a line each. The end of the input without the line
-`DONE` says that the launcher is gone.
+The guard reads process groups from standard input, one a line. If the input ends without the line
+`DONE`, the launcher was killed.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ DONE = "done"
 
 
 class Guard:
-    """The guard, as the launcher sees it."""
+    """The launcher's side of the guard."""
 
     def __init__(self) -> None:
-        # By path: importing the package would import MXNet.
+        # Run by path, since importing the package imports MXNet.
         self._process = subprocess.Popen(
             [sys.executable, "-E", "-S", str(Path(__file__))],
             stdin=subprocess.PIPE,
@@ -29,30 +29,30 @@ class Guard:
         )
 
     def add(self, group: int) -> None:
-        """End this process group too, should the launcher be killed."""
+        """End this process group if the launcher is killed."""
         self._tell(str(group))
 
     def close(self) -> None:
-        """End the guard: all processes have ended."""
+        """End the guard, after all processes have ended."""
         self._tell(DONE)
         self._process.communicate()
 
     def _tell(self, line: str) -> None:
         pipe = self._process.stdin
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # where somebody has killed the guard
+            with contextlib.suppress(BrokenPipeError):  # the guard was killed
                 pipe.write(f"{line}\n".encode())
                 pipe.flush()
 
 
 def signal_group(group: int, number: int) -> None:
-    """Send a signal to a process group, which may have ended."""
+    """Send a signal to a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 
 def main() -> None:
-    """Wait for the launcher's end."""
+    """Wait for the launcher's end, and kill the process groups unless it was regular."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: List[int] = []

@@ -12,7 +12,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import operators_of, randn, same, values
 from models import model
-from mxamp.tools.debugging.comparing import pictures
+from mxamp.tools.debugging import figures
 from nets import (
     NETS,
     Control,
@@ -445,4 +445,4 @@ def test_pictures(tmp_path):
         result.plot(tmp_path / "errors.what")
     with pytest.raises(amp.ArgumentError, match="no folder"):
         result.plot(tmp_path / "none" / "errors.png")
-    assert pictures.new_figure() is not figure
+    assert figures.new_figure() is not figure

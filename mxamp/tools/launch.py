@@ -1,22 +1,96 @@
-"""A run on MXNet's parameter server: scheduler, servers and workers on this machine."""
+"""Runs on MXNet's parameter server: scheduler, servers and workers on this machine."""
 
 import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from types import FrameType
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, BinaryIO, Callable, Dict, List, Mapping, Optional, Sequence
 
-from ...framework.worker_process import LAUNCHED
-from .guard import Guard
-from .processes import Process
+from ..framework.worker_process import LAUNCHED
+from .launch_guard import Guard, signal_group
 
 __all__ = ["ParameterServerRun"]
 
+_KILLED = 128  #: shells add the signal's number to it
+
+#: Held while a line is printed, so that lines of several processes do not mix.
+_one_line = threading.Lock()
+
+
+class _Process:
+    """A process whose output is shown by line; its process group ends with it."""
+
+    def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            list(command),
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        outputs = (
+            (self._process.stdout, sys.stdout.buffer),
+            (self._process.stderr, sys.stderr.buffer),
+        )
+        self._readers = [
+            threading.Thread(target=_forward, args=(name, *output), daemon=True)
+            for output in outputs
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def group(self) -> int:
+        """The process group."""
+        return self._process.pid
+
+    def status(self) -> Optional[int]:
+        """Return the exit status as a shell does, or None while the process runs."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else _KILLED - code
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process and its children."""
+        signal_group(self.group, number)
+
+    def finish(self) -> None:
+        """Kill the group, and wait until its output is shown."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+        for reader in self._readers:
+            # A process that has left the group may keep the pipe open.
+            reader.join(timeout=2)
+
+    def ending(self) -> str:
+        """Return a sentence about how the process ended."""
+        code = self._process.returncode
+        if code >= 0:
+            return f"{self.name} has ended with status {code}"
+        return f"{self.name} was killed by {signal.Signals(-code).name}"
+
+
+def _forward(name: str, source: BinaryIO, target: BinaryIO) -> None:
+    prefix = f"[{name}] ".encode()
+    for line in source:
+        # Progress bars rewrite a line after \r: show its last version, as a terminal does.
+        text = line.rstrip(b"\r\n").rsplit(b"\r", maxsplit=1)[-1]
+        with _one_line:
+            try:
+                target.write(prefix + text + b"\n")
+                target.flush()
+            except (BrokenPipeError, ValueError):  # no reader: the process goes on
+                pass
+
+
 _HOST = "127.0.0.1"
-#: Importing MXNet serves, by the role that the environment gives; mxamp makes it importable.
+#: MXNet's import runs the scheduler or server that DMLC_ROLE names; mxamp makes it importable.
 _SERVE = "import sys; sys.tracebacklimit = 0; import mxamp"
 _POLL = 0.05
 
@@ -27,8 +101,8 @@ STOPPED = "{name}: ending all processes"
 class ParameterServerRun:
     """Starts scheduler, servers and workers, watches them, and ends them all.
 
-    `say` is called with a line for the user. Once one process fails, the others have `grace`
-    seconds to end, and are killed then.
+    `say` is called with lines for the user. Once one process fails, the others get `grace` seconds
+    to end before they are killed.
     """
 
     def __init__(
@@ -42,8 +116,8 @@ class ParameterServerRun:
         self._command, self._say, self._grace = list(command), say, grace
         self._counts = {"server": servers, "worker": workers}
         self._signals: List[int] = []
-        self._workers: List[Process] = []
-        self._others: List[Process] = []
+        self._workers: List[_Process] = []
+        self._others: List[_Process] = []
 
     def run(self) -> int:
         """Run until all workers have ended; return the status of the first that failed, or 0."""
@@ -63,7 +137,7 @@ class ParameterServerRun:
     def _take(self, number: int, _: Optional[FrameType]) -> None:
         self._signals.append(number)
 
-    def _all(self) -> List[Process]:
+    def _all(self) -> List[_Process]:
         return [*self._workers, *self._others]
 
     def _start(self, guard: Guard) -> None:
@@ -81,7 +155,7 @@ class ParameterServerRun:
                 own = {} if role == "scheduler" else _ranked(role, rank, ports.pop(0))
                 variables = {**shared, "DMLC_ROLE": role, **own}
                 name = role if role == "scheduler" else f"{role} {rank}"
-                into.append(Process(name, command, variables))
+                into.append(_Process(name, command, variables))
                 guard.add(into[-1].group)
 
     def _variables(self, port: int) -> Dict[str, str]:
@@ -94,9 +168,9 @@ class ParameterServerRun:
             "DMLC_NUM_WORKER": str(self._counts["worker"]),
             "DMLC_NODE_HOST": _HOST,
             "DMLC_INTERFACE": "lo",
-            # Lines are to be seen when they are printed, not when a buffer is full.
+            # Lines are shown when they are printed, not when a buffer is full.
             "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
-            # The workers share the cores: with a thread a core in each, all would be slower.
+            # The workers share the cores: one thread per core in each would slow all of them.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         }
 
@@ -114,14 +188,14 @@ class ParameterServerRun:
                 self._end(signal.SIGTERM)
                 return status
             if all(process.status() == 0 for process in self._workers):
-                # Scheduler and servers are ended as what is left: no worker has told them to.
+                # No worker stops the scheduler and the servers: `run` kills them.
                 return 0
             time.sleep(_POLL)
 
     def _end(self, number: int) -> None:
-        """Send a signal to the workers, and end the others without a traceback.
+        """Send the workers a signal and the other processes SIGTERM; wait for `grace` seconds.
 
-        Returns when all have ended, or after the time of grace.
+        SIGINT would make scheduler and servers print a traceback.
         """
         for process in self._all():
             process.send(number if process in self._workers else signal.SIGTERM)
@@ -140,8 +214,7 @@ class ParameterServerRun:
 def _ranked(role: str, rank: int, port: int) -> Dict[str, str]:
     """Return the variables that give a process its rank.
 
-    The scheduler sorts the processes of a host by the port that they listen on, which MXNet reads
-    from this variable.
+    The scheduler sorts the processes of a host by the port that they listen on, which is PORT.
     """
     variables = {"PORT": str(port)}
     own = {"DMLC_WORKER_ID": str(rank), LAUNCHED: "1"}
@@ -149,7 +222,7 @@ def _ranked(role: str, rank: int, port: int) -> Dict[str, str]:
 
 
 def _free_ports(count: int) -> List[int]:
-    """Return ports that nobody listens on, in ascending order."""
+    """Return free ports, in ascending order."""
     with contextlib.ExitStack() as probes:
         found = []
         for _ in range(count):

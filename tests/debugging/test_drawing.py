@@ -10,9 +10,8 @@ import pytest
 
 import mxamp as amp
 from helpers import float16_policy
-from mxamp.tools.debugging.colours import scale_of
-from mxamp.tools.debugging.drawing import to_dot
-from mxamp.tools.debugging.plan import NodePlan, Plan
+from mxamp.tools.debugging.drawing import scale_of, to_dot
+from mxamp.tools.debugging.explain import NodePlan, Plan
 from mxamp.tools.tuning.tuning import LayerCost
 from tuned import TUNING
 

@@ -1,9 +1,0 @@
-"""The command with those of its commands that import no MXNet."""
-
-from .doctor import doctor, info
-from .group import OneLineErrors
-from .launch import launch
-
-__all__ = ["without_mxnet"]
-
-without_mxnet = OneLineErrors("mxamp", commands={"doctor": doctor, "info": info, "launch": launch})

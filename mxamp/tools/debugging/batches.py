@@ -1,0 +1,93 @@
+"""The batches that a measurement runs on, and saved models as blocks that take them."""
+
+import warnings
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Tuple
+
+import mxnet as mx
+from mxnet.context import current_context
+from mxnet.gluon import SymbolBlock
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ...convert.outputs import inferred_labels
+from ...errors import ArgumentError
+from ...framework.wording import shown
+from .isolated import arrays_in
+
+__all__ = ["Batch", "batches_of", "block_of"]
+
+NO_LABEL = (
+    "with a loss, a batch is a tuple of the net's inputs and the label, as a DataLoader yields it: "
+    "(data, label), not {given}"
+)
+NO_BATCH = "a batch is an NDArray or a tuple of the net's inputs, not {given}"
+EMPTY = "a batch holds no elements: one of its arrays is of shape {shape}"
+NO_BATCHES = "data holds no batch"
+NOT_A_NET = (
+    "the model must be a Block, or a saved one as (symbol, arg_params, aux_params), not {given}"
+)
+BY_NAME = "the inputs of a saved model are given by name, as a dict, not as {given}"
+
+
+class Batch(NamedTuple):
+    """The inputs of one call of a net, and the label for its loss."""
+
+    inputs: Tuple[Any, ...]
+    label: Any = None
+
+
+def batches_of(data: Any, labelled: bool) -> Iterator[Batch]:
+    """Yield one batch for an array, a tuple or a dict, else each batch of an iterable.
+
+    With `labelled`, the last part of a batch is the label.
+    """
+    one = isinstance(data, (NDArray, tuple, Mapping))
+    if not one and not isinstance(data, Iterable):
+        raise ArgumentError(NO_BATCH.format(given=type(data).__name__))
+    count = 0
+    for batch in [data] if one else data:
+        yield _batch(batch, labelled)
+        count += 1
+    if not count:
+        raise ArgumentError(NO_BATCHES)
+
+
+def _batch(batch: Any, labelled: bool) -> Batch:
+    if not isinstance(batch, (tuple, list, NDArray, Mapping)):
+        raise ArgumentError(NO_BATCH.format(given=type(batch).__name__))
+    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    for array in arrays_in(parts):
+        if not array.size:
+            raise ArgumentError(EMPTY.format(shape=array.shape))
+    if not labelled:
+        return Batch(parts)
+    if len(parts) < 2:  # noqa: PLR2004
+        raise ArgumentError(NO_LABEL.format(given=f"{len(parts)} {type(batch).__name__}"))
+    return Batch(parts[:-1], parts[-1])
+
+
+def block_of(model: Any, batches: Iterable[Batch]) -> Tuple[SymbolBlock, Iterator[Batch]]:
+    """Return a saved model as a block, and its batches of named inputs in the block's order."""
+    if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], Symbol)):  # noqa: PLR2004
+        raise ArgumentError(NOT_A_NET.format(given=shown(model)))
+    symbol, args, auxs = model
+    values = {**args, **auxs}
+    names = [name for name in symbol.list_inputs() if name not in values]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about type inference, which is not needed
+        block = SymbolBlock(symbol, [mx.sym.var(name) for name in names])
+    for name, param in block.collect_params().items():
+        param.cast(values[name].dtype)
+        param._load_init(values[name], [current_context()])
+
+    def named() -> Iterator[Batch]:
+        for batch in batches:
+            given = batch.inputs[0]
+            if not isinstance(given, Mapping):
+                raise ArgumentError(BY_NAME.format(given=type(given).__name__))
+            missing = [name for name in names if name not in given]
+            known = {name: array for name, array in given.items() if name in names}
+            known.update(inferred_labels(symbol, {**values, **known}, missing))
+            yield Batch(tuple(known[name] for name in names))
+
+    return block, named()

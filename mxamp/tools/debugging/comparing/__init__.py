@@ -1,1 +1,0 @@
-"""Float32 and mixed precision side by side, and how large gradients are."""

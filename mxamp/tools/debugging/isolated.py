@@ -1,0 +1,405 @@
+"""Running a net as a measurement, without side effects on the net.
+
+A block that can be traced runs as a copy with parameters of its own. Other blocks run themselves,
+and their parameters are restored afterwards. A graph runs in a cached op made for the one call,
+since the block's own may hold on to arrays. Random numbers are the same in each run: `Dropout`
+multiplies with a mask that does not depend on the dtype, as MXNet's masks do.
+"""
+
+import contextlib
+import random
+import re
+import threading
+import zlib
+from dataclasses import replace
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.base import MXNetError
+from mxnet.context import Context, current_context
+from mxnet.gluon import Block, HybridBlock
+from mxnet.gluon.parameter import DeferredInitializationError
+from mxnet.ndarray import CachedOp
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+
+from ...convert.blocks import rebuilt, trace
+from ...errors import ArgumentError, StateError
+from ...framework.arrays import as_list, cast, dtypes_of, map_arrays
+from ...framework.patching import original
+from ...framework.wording import shown
+from ...graph.edit import Edit
+from ...graph.inspect import Tensor, tensors_of
+from ...graph.ir import LOOPS, Graph, Node, Output
+from ...policy.active import suspended
+from ...scaling.loss_outputs import scaled_heads
+from ...scaling.losses import scaled_loss
+from .observing import Call, Observer, Run
+
+__all__ = [
+    "IsolatedRun",
+    "Recorded",
+    "Seeds",
+    "arrays_in",
+    "copied",
+    "dense_values",
+    "descendants",
+    "gradients_of",
+    "loss_of",
+    "outputs_of",
+    "tensors_in",
+    "trained_arrays",
+    "unchanged",
+    "with_masks",
+]
+
+_SEED = 20180201
+#: Operators that draw from MXNet's generator, by canonical name.
+_RANDOM = re.compile(
+    r"_random_(?!pdf)|_sample_|_shuffle|_npi_(uniform|normal|gamma|bernoulli|choice|exponential"
+    r"|gumbel|laplace|logistic|multinomial|pareto|powerd|rayleigh|shuffle|weibull)"
+)
+#: The attributes of a hybrid block that hold its graph. MXNet before 1.9.1 sets `_cached_op_args`
+#: only with the first graph.
+_GRAPH = ("_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_format")
+
+#: `autograd.backward` without the front ends' patches, which scale losses.
+_backward = original(autograd, "backward")
+
+NO_LOSS_VALUE = (
+    "the loss must return an NDArray that is computed from the net's output, not {given}"
+)
+#: MXNet's errors for a loss that was not recorded.
+_NOT_RECORDED = "not in a computational graph", "no inputs in computation graph"
+
+
+# ---------------------------------------------------------------------- random numbers
+
+
+class Seeds:
+    """The random number generators of a measurement: seeded alike for each run, then restored.
+
+    MXNet's generator is left alone until something draws from it, since its state can't be read.
+    If something has, it continues from a number that was drawn before the first seed.
+    """
+
+    def __init__(self) -> None:
+        self._resume_from: Optional[int] = None
+        self._seeded = False
+
+    def seed(self) -> None:
+        """Seed MXNet's generator, unless this run has."""
+        if self._seeded:
+            return
+        self._seeded = True
+        with suspended(), autograd.pause():
+            if self._resume_from is None:
+                self._resume_from = int(mx.nd.random.randint(0, 2**31 - 1).asscalar())
+            mx.random.seed(_SEED)
+
+    def begin_run(self) -> None:
+        """Begin a run: seed Python's and NumPy's generators, and MXNet's at its first use."""
+        self._seeded = False
+        random.seed(_SEED)
+        np.random.seed(_SEED)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore all generators at the end."""
+        states = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            if self._resume_from is not None:
+                mx.random.seed(self._resume_from)
+
+
+def _drops(attrs: Mapping[str, str]) -> bool:
+    """Return whether a `Dropout` with these attributes drops elements now."""
+    active = autograd.is_training() or attrs.get("mode") == "always"
+    return active and float(attrs.get("p", 0.5)) > 0
+
+
+def _draws(operator: str, attrs: Mapping[str, str]) -> bool:
+    """Return whether an operator draws random numbers."""
+    if operator == "LeakyReLU":
+        return attrs.get("act_type") == "rrelu" and autograd.is_training()
+    if operator in ("RNN", "Dropout"):
+        default = 0.0 if operator == "RNN" else 0.5
+        return autograd.is_training() and float(attrs.get("p", default)) > 0
+    return _RANDOM.match(operator) is not None
+
+
+def _any_draws(graph: Graph, inside: bool = False) -> bool:
+    """Return whether a graph draws random numbers; its own `Dropout` nodes get masks instead."""
+    return any(
+        (
+            (not node.is_variable and _draws(node.operator, node.attrs))
+            and (inside or node.operator != "Dropout")
+        )
+        or any(_any_draws(body, inside=True) for body in node.subgraphs)
+        for node in graph.nodes
+    )
+
+
+def _mask_of(name: str, attrs: Mapping[str, str], shape: Sequence[int]) -> Any:
+    """Return the mask of a `Dropout`: 0 for elements to drop, 1 / (1 - p) for the rest."""
+    keep = 1 - float(attrs.get("p", 0.5))
+    axes = [int(axis) for axis in re.findall(r"\d+", attrs.get("axes", ""))]
+    sizes = [1 if i in axes else size for i, size in enumerate(shape)]
+    generator = np.random.RandomState(zlib.crc32(name.encode()) ^ _SEED)
+    kept = generator.random_sample(sizes) < keep
+    return kept.astype("float32") / np.float32(keep or 1)
+
+
+def with_masks(graph: Graph, tensors: Mapping[Output, Tensor]) -> Tuple[Graph, Dict[str, Any]]:
+    """Return a graph whose `Dropout` masks are inputs, and these masks by name.
+
+    `tensors` must have all shapes.
+    """
+    masks: Dict[str, Any] = {}
+    edit = Edit(graph, {})
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable or node.operator != "Dropout" or not _drops(node.attrs):
+            continue
+        name = f"_mxamp_mask{len(masks)}"  # by number: two nodes may have one name
+        data = tensors[node.inputs[0]]
+        masks[name] = _mask_of(f"{node.name} {len(masks)}", node.attrs, data.shape or ())
+        mask = edit.add_node(Node("null", name))
+        if data.dtype != "float32":
+            mask = edit.add("amp_cast", f"{name}_cast", [mask], dtype=data.dtype)
+        reads = [*node.inputs, mask]
+        edit.change(i, op="broadcast_mul", attrs={}, inputs=reads, num_outputs=1)
+    return edit.applied(), masks
+
+
+# ---------------------------------------------------------------------- forward passes
+
+
+class IsolatedRun(Observer):
+    """Runs the calls of the thread that opened it as a measurement."""
+
+    def __init__(self, seeds: Seeds) -> None:
+        super().__init__()
+        self._seeds = seeds
+        self._thread = threading.get_ident()
+        self._masks = 0
+
+    def sees(self) -> bool:
+        """Return whether a call made now is part of the run."""
+        return threading.get_ident() == self._thread
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Make calls that this run does not observe."""
+        thread, self._thread = self._thread, -1
+        try:
+            yield
+        finally:
+            self._thread = thread
+
+    def on_call(self, call: Call, run: Run) -> Any:
+        """Make an eager call; `Dropout` multiplies with a mask."""
+        if not self.sees():
+            return run(call.inputs)
+        attrs = dict(zip(call.keys, map(str, call.values)))
+        if call.operator.name == "Dropout" and _drops(attrs):
+            self._masks += 1
+            data = call.inputs[0]
+            values = _mask_of(f"call {self._masks}", attrs, data.shape)
+            with suspended(), self.unseen():
+                mask = cast(mx.nd.array(values, ctx=data.context), dtypes_of([data])[0])
+                return data * (mask.as_np_ndarray() if isinstance(data, mx.np.ndarray) else mask)
+        if _draws(call.operator.name, attrs):
+            self._seeds.seed()
+        return run(call.inputs)
+
+    def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
+        """Run a graph in a new cached op, on copies of its auxiliary states."""
+        if not self.sees():
+            return run()
+        graph = Graph.from_symbol(symbol)
+        values = dict(zip(symbol.list_inputs(), inputs))
+        for name in symbol.list_auxiliary_states():
+            values[name] = values[name].copy()
+        if _any_draws(graph):
+            self._seeds.seed()
+        tensors = tensors_in(graph, type(symbol), values)
+        context = inputs[0].context if inputs else current_context()
+        return self.run_graph(graph, type(symbol), tensors, values, context)
+
+    def run_graph(
+        self,
+        graph: Graph,
+        symbol_class: Any,
+        tensors: Mapping[Output, Tensor],
+        values: Dict[str, NDArray],
+        context: Context,
+    ) -> List[NDArray]:
+        """Run a graph on values of its inputs; `tensors` has the kind of every output."""
+        masked, masks = with_masks(graph, tensors)
+        made = {name: mx.nd.array(mask, ctx=context) for name, mask in masks.items()}
+        return outputs_of(masked, symbol_class, {**values, **made})
+
+
+def copied(net: Block, inputs: Sequence[Any]) -> Block:
+    """Return a copy of `net` with parameters of its own, or `net` if it can't be traced.
+
+    Parameters of deferred shape are initialized by a first call.
+    """
+    if any(param._data is None for param in net.collect_params().values()):
+        try:
+            net(*inputs)
+        except (DeferredInitializationError, RuntimeError) as error:
+            raise StateError(f"block {net.name!r} does not run: {error}") from None
+    if not isinstance(net, HybridBlock):
+        return net
+    try:
+        traced = trace(net, inputs)
+    except Exception:  # the user's own code runs in the trace
+        return net
+    arrays = arrays_in(inputs)
+    context = arrays[0].context if arrays else current_context()
+    return rebuilt(net, traced, traced.symbol, traced.values(), [context], {}, None, {})
+
+
+@contextlib.contextmanager
+def unchanged(*blocks: Any) -> Iterator[None]:
+    """Restore parameters, gradients and cached graphs of blocks; ignore other arguments."""
+    found = [block for block in blocks if isinstance(block, Block)]
+    hybrid = [b for block in found for b in descendants(block) if isinstance(b, HybridBlock)]
+    graphs = [(block, {name: getattr(block, name, []) for name in _GRAPH}) for block in hybrid]
+    params = [param for block in found for param in block.collect_params().values()]
+    data = [array for p in params if p._data is not None for array in p.list_data()]
+    trained = [array for array in data if array.grad is not None]
+    values = [(array, array.copy()) for array in (*data, *(one.grad for one in trained))]
+    fresh = [(array, array._fresh_grad) for array in trained]
+    try:
+        yield
+    finally:
+        for block, kept in graphs:
+            for name, value in kept.items():
+                setattr(block, name, value)
+        with autograd.pause(), suspended():
+            for array, value in values:
+                value.copyto(array)
+            for array, was_fresh in fresh:
+                array._fresh_grad = was_fresh
+
+
+def descendants(block: Block) -> List[Block]:
+    """Return a block and all blocks in it, once each."""
+    found: Dict[int, Block] = {}
+    block.apply(lambda one: found.setdefault(id(one), one))
+    return list(found.values())
+
+
+def arrays_in(value: Any) -> List[NDArray]:
+    """Return all arrays in nested lists, tuples and dicts."""
+    arrays: List[NDArray] = []
+    map_arrays(value, arrays.append, lambda other: other)
+    return arrays
+
+
+def outputs_of(graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]) -> List[NDArray]:
+    """Run a graph on values of its inputs; autograd can record it."""
+    symbol = graph.to_symbol(symbol_class)
+    outputs = CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
+    return list(as_list(outputs))
+
+
+def tensors_in(
+    graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]
+) -> Dict[Output, Tensor]:
+    """Return dtype and shape of every node's outputs, for a graph that runs on `values`.
+
+    If a shape depends on values, the graph runs once in inference mode.
+    """
+    shapes = {name: array.shape for name, array in values.items()}
+    tensors = tensors_of(graph, dict(zip(values, dtypes_of(list(values.values())))), shapes)
+    unknown = [entry for entry, tensor in tensors.items() if tensor.shape is None]
+    if unknown:
+        with suspended(), autograd.pause(train_mode=False):
+            arrays = outputs_of(replace(graph, heads=unknown), symbol_class, values)
+        found = zip(unknown, dtypes_of(arrays), arrays)
+        tensors.update({entry: Tensor(dtype, array.shape) for entry, dtype, array in found})
+    return tensors
+
+
+def dense_values(array: NDArray) -> Any:
+    """Return an array's values as a float32 NumPy array."""
+    with suspended():
+        dense = array if array.stype == "default" else array.tostype("default")
+        return cast(dense, "float32").asnumpy()
+
+
+# ---------------------------------------------------------------------- backward passes
+
+
+class Recorded:
+    """A loss that `record` computes, for several backward passes.
+
+    MXNet can't run the backward pass of a loop in a graph twice: for these blocks each pass
+    computes the loss anew.
+    """
+
+    def __init__(self, block: Block, record: Callable[[], Any]) -> None:
+        self._record = record
+        self._loss, self._fresh = record(), True
+        self._once = any(map(_has_loops, descendants(block)))
+
+    def gradients(self, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
+        """Return the gradients of the loss times a scale; see `gradients_of`."""
+        if self._once and not self._fresh:
+            self._loss = self._record()
+        self._fresh = False
+        return gradients_of(self._loss, arrays, scale)
+
+
+def _has_loops(block: Block) -> bool:
+    graph: Any = block._cached_graph if isinstance(block, HybridBlock) else ()
+    return bool(graph) and not LOOPS.isdisjoint(Graph.from_symbol(graph[1]).operators)
+
+
+def trained_arrays(block: Block) -> Dict[str, NDArray]:
+    """Return the parameters that get gradients, by name: their values on the first device."""
+    params = block.collect_params().values()
+    return {param.name: param.list_data()[0] for param in params if param.grad_req != "null"}
+
+
+def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
+    """Return the loss of an output; raise `ArgumentError` if the function returns no array."""
+    found = loss(output, label)
+    if not arrays_in(found):
+        raise ArgumentError(NO_LOSS_VALUE.format(given=shown(found)))
+    return found
+
+
+def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
+    """Return the gradients of a recorded loss times a scale: the gradient buffers of `arrays`.
+
+    A second call writes to the same buffers.
+    """
+    if not arrays:
+        return []
+    with suspended(), autograd.record():
+        heads = [scaled_loss(one, scale) for one in arrays_in(loss)]
+    with suspended(), autograd.pause(), scaled_heads(scale):
+        for gradient in [array.grad for array in arrays]:
+            # backward skips arrays that the loss does not depend on, and adds to grad_req="add".
+            if gradient.stype == "default":
+                gradient[:] = 0
+            else:
+                mx.nd.sparse.zeros_like(gradient, out=gradient)
+        try:
+            _backward(heads, retain_graph=True)
+        except MXNetError as error:
+            if not any(words in str(error) for words in _NOT_RECORDED):
+                raise
+            raise ArgumentError(NO_LOSS_VALUE.format(given="one of other values")) from None
+    # Read again: MXNet may have replaced a gradient's buffer.
+    return [array.grad for array in arrays]

@@ -1,1 +1,0 @@
-"""Processes that train together on one machine, for `mxamp launch`."""
