@@ -419,6 +419,17 @@ def test_batches_without_a_gradient_say_nothing_of_it():
     assert 0 < verdict.gradient_error < 0.01
 
 
+def test_gradients_that_are_zero_in_float32_are_not_compared():
+    net, data = small()
+    subject = Subject(net, (data, data), lambda output, _: output[:, :1], labelled=True)
+    accuracy = Accuracy(subject, "bfloat16", Tolerance(), Deadline(100), 0)
+    assert not accuracy.unknown
+    subject = Subject(net, (data, data), lambda output, _: output * 0, labelled=True)
+    accuracy = Accuracy(subject, "bfloat16", Tolerance(), Deadline(100), 0)
+    assert sorted(accuracy.unknown) == sorted(net.collect_params())
+    assert "4 gradients could not be compared" in accuracy.said_of_unknown()
+
+
 def test_batches_of_other_shapes_are_an_error():
     net, data = small()
     with pytest.raises(amp.ArgumentError, match="does not run on this data"):
