@@ -121,12 +121,13 @@ def _tables_of(rule: Rule, device: str) -> Dict[str, List[Table]]:
     group: Table = {"class": rule.op_class, "override": given, "reason": rule.reason}
     missing: List[Table] = [
         {
-            "device": device, "unless": kernel.unless,
+            "device": device,
+            "unless": kernel.unless,
             "computes": None if kernel.computes == "float32" else kernel.computes,
             "reason": kernel.reason,
         }
         for kernel in rule.missing_kernels
-    ]  # fmt: skip
+    ]
     by_shape: List[Table] = [
         {
             "rule": one.name,
@@ -134,7 +135,7 @@ def _tables_of(rule: Rule, device: str) -> Dict[str, List[Table]]:
             "reason": one.reason,
         }
         for one in rule.by_shape
-    ]  # fmt: skip
+    ]
     return {
         "group": [] if rule.conditions else [group],
         "conditional": conditional, "missing": missing, "by_shape": by_shape,

@@ -51,12 +51,6 @@ def test_overriding_removes_conditions_and_adds_them():
     assert changed.rule("softmax").op_class == "neutral"
 
 
-def test_layers_kept_by_name():
-    policy = Policy.default("float16", "cpu").override(fp32_layers=["head_*"])
-    assert policy.keeps_layer("head_dense0_fwd")
-    assert not policy.keeps_layer("body_dense0_fwd")
-
-
 def test_operators_by_dtype():
     for policy in (Policy.default("float16", "cpu"), Policy.default("bfloat16")):
         assert policy.operators("float32") == policy.operators("fp32")
@@ -159,7 +153,7 @@ operators = ["dot"]
 [[group]]
 class = "fp32"
 reason = "wide"
-operators = ["_linalg_*"]
+operators = ["_linalg_d*"]
 """
 
 
@@ -168,41 +162,15 @@ def test_a_list_of_ones_own(tmp_path):
     path.write_text(LIST)
     policy = Policy.load(path, device="cpu")
     assert policy.operators("low") == ["dot"]
-    assert "_linalg_det" in policy.operators("fp32")
-    assert len(policy.rules) > 10
+    matching = [name for name in registry() if name.startswith("_linalg_d")]
+    assert policy.operators("fp32") == sorted(matching)
+    assert "_linalg_det" in matching and len(policy.rules) == len(matching) + 1
 
 
 @pytest.mark.parametrize("device", ["tpu", 3])
 def test_devices(device):
     with pytest.raises(amp.ArgumentError, match="'cpu' or 'gpu'"):
         Policy.default("float16", device)
-
-
-def test_conditions():
-    condition = Condition("scalar", beyond_range=True)
-    assert condition.holds({"scalar": "-1e9"})
-    assert condition.holds({"scalar": "1e-30"})
-    assert not condition.holds({"scalar": "0"})
-    assert not condition.holds({"scalar": "65504"})
-    assert not condition.holds({"scalar": "True"})
-    assert not condition.holds({})
-    assert Condition("a", ("x",), default="x").holds({})
-
-
-def test_features_follow_the_limit_on_onednn(monkeypatch):
-    from mxamp.framework import machine
-
-    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset({"avx512", "avx512_bf16"}))
-    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
-    assert machine.features() == {"avx512", "avx512_bf16"}
-    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX512_CORE")
-    assert machine.features() == {"avx512"}
-    assert not Policy.default("bfloat16").rule("Convolution").missing
-    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "avx2")
-    assert machine.features() == {"avx512", "avx512_bf16"}, "oneDNN knows capitals only"
-    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
-    assert machine.features() == frozenset()
-    assert Policy.default("bfloat16").rule("Convolution").missing
 
 
 def test_errors_pickle():

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from mxnet import nd
 
+from helpers import mx_dtype, values
 from mxamp.policy.rules import Condition
-from mxamp.policy.values import out_of_range, same_value
+from mxamp.policy.values import INFINITE_FROM, RANGES, out_of_range, same_value
 
 
 @pytest.mark.parametrize(
@@ -42,19 +44,26 @@ def test_conditions_hold_for_a_value_however_it_is_spelled(given):
     assert Condition("limit", ("None",), default="None").holds({})
 
 
-@pytest.mark.parametrize("dtype, step", [("float16", np.float16), ("bfloat16", None)])
-def test_what_a_dtype_holds(dtype, step):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_range_of_a_dtype(dtype):
+    largest, smallest = RANGES[dtype]
+    if dtype != "bfloat16":
+        info = np.finfo(dtype)
+        assert (float(info.max), float(info.tiny)) == (largest, smallest)
     for text in ("0", "-0.0", "1", "-3.5", "inf", "-inf", "nan", "None", "True", "relu", "(1, 1)"):
         assert not out_of_range(text, dtype), text
-    largest = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}[dtype]
-    assert not out_of_range(repr(largest), dtype)
-    assert out_of_range(repr(-largest * 1.001), dtype)
-    smallest = {"float16": 2.0**-14, "bfloat16": 2.0**-126}[dtype]
-    assert not out_of_range(repr(smallest), dtype)
-    assert out_of_range(repr(-smallest / 2), dtype)
-    if step is not None:
-        info = np.finfo(step)
-        assert (float(info.max), float(info.tiny)) == (largest, smallest)
+    for value, is_out in (
+        (largest, False), (-largest * 1.001, True), (smallest, False), (-smallest / 2, True),
+    ):  # fmt: skip
+        assert out_of_range(repr(value), dtype) == is_out
+
+
+@pytest.mark.parametrize("dtype", INFINITE_FROM)
+def test_numbers_are_infinite_from_half_a_step_above_the_largest(dtype):
+    limit = np.float32(INFINITE_FROM[dtype])
+    below = np.nextafter(limit, np.float32(0))
+    rounded = values(nd.amp_cast(nd.array([limit, below]), dtype=mx_dtype(dtype)))
+    assert np.isinf(rounded[0]) and rounded[1] == RANGES[dtype].largest
 
 
 def test_the_lowest_float32_is_beyond_bfloat16():

@@ -8,8 +8,9 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import with_avx512
 from mxamp.tools.tuning import speed
-from mxamp.tools.tuning.accuracy import Accuracy, Verdict
+from mxamp.tools.tuning.accuracy import Accuracy, Tolerance, Verdict
 from mxamp.tools.tuning.deadline import Deadline, OutOfTimeError, watched
+from mxamp.tools.tuning.model import Subject
 from mxamp.tools.tuning.tune import Tuner
 
 
@@ -78,6 +79,8 @@ def test_the_fastest_form_is_chosen(clock, times, expected):
     assert tuning.policy.lowers == (expected[1:2] == ("low",))
     speeds = [trial.speedup for trial in tuning.trials if trial.within]
     assert tuning.chosen.speedup >= 1
+    assert tuning.trials[0].milliseconds == pytest.approx(10)
+    assert tuning.chosen.milliseconds == pytest.approx(times.get(expected, 10))
     assert tuning.chosen.speedup * 1.02 >= max(speeds)
 
 
@@ -98,6 +101,23 @@ def test_what_is_not_accurate_enough_is_not_chosen(clock, monkeypatch):
     assert chosen(tuning) == ("converted", "low", "relu")
     [fused] = [t for t in tuning.trials if t.way == "fused" and t.precision == "bfloat16"]
     assert (fused.error, fused.within) == (0.9, False)
+
+
+@with_avx512
+def test_forms_of_other_policies_do_not_win(clock):
+    clock.update({("fused", "low", "relu"): 3})
+    net, data = net_with_relu()
+    deadline = Deadline(100)
+    accuracy = Accuracy(
+        Subject(net, data, None, labelled=False), "bfloat16", Tolerance(), deadline, 0
+    )
+    race, low = speed.Race(accuracy, ["relu"], deadline), amp.Policy.default("bfloat16")
+    race.run(race.forms(low), 3, 1.0)
+    race.choose([low])
+    assert race.winner.policy is low
+    for others in ([low.in_float32()], [low.override(fp32_layers=["*conv0_fwd"])]):
+        race.choose(others)
+        assert race.winner is speed.PLAIN
 
 
 @with_avx512
@@ -208,6 +228,7 @@ def test_ratios_are_those_of_one_round(clock, monkeypatch):
     tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
     assert chosen(tuning) == ("fused", "float32", "relu")
     assert tuning.chosen.speedup == pytest.approx(2, rel=0.2)
+    assert 1e3 < tuning.trials[0].spread < tuning.trials[0].milliseconds
 
 
 def test_no_kernels_no_low_precision(clock, monkeypatch):

@@ -221,6 +221,25 @@ def test_names_that_a_pattern_would_not_tell_apart_are_full():
     assert "*a_fwd" not in tuning.policy.fp32_layers
 
 
+class Own(mx.gluon.HybridBlock):
+    """A block whose own product overflows float16."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        with self.name_scope():
+            self.out = mx.gluon.nn.Dense(16, in_units=32, use_bias=False)
+
+    def hybrid_forward(self, F, x):  # noqa: N803
+        return self.out(F.dot(x, x, transpose_b=True) * 1e-7)
+
+
+def test_operators_of_the_block_itself_have_full_names():
+    net = Own(prefix="net_")
+    net.initialize(mx.init.One())
+    tuning = tuned(net, mx.nd.ones((32, 16)) * 100)
+    assert tuning.policy.fp32_layers == ("net_dot0",)
+
+
 class Loop(mx.gluon.HybridBlock):
     """Two layers in a loop, of which the first overflows float16."""
 
