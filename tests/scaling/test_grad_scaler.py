@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from mxnet import autograd, gluon, nd
 import digits
 import mxamp as amp
 from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, weights
+from training import train as step
 
 
 def train(scaler, pairs, data, clip=None, update=True):
@@ -29,12 +31,7 @@ def train(scaler, pairs, data, clip=None, update=True):
 
 def plain(pairs, data, clip=None):
     for net, trainer in pairs:
-        with autograd.record():
-            loss = (net(nd.array(data)) ** 2).sum()
-        loss.backward()
-        if clip:
-            clip(net)
-        trainer.step(len(data))
+        step(net, trainer, data, scaled=False, between=clip and partial(clip, net))
 
 
 def clip(net):
