@@ -4,7 +4,7 @@ What a function computes in Python need not be in proportion to the gradient it 
 clip it, or ignore it. So the scale is taken out before, and put in again after it. A backward pass
 that it runs itself (to compute a part of the net again) scales and unscales for itself.
 
-`scaling.custom_gradients` does the same for operators written in Python.
+`scaling.loss_outputs` does the same for operators written in Python.
 """
 
 import functools

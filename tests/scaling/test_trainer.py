@@ -130,9 +130,12 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_an_overflow_on_any_device_skips_the_update_of_all(name):
+@pytest.mark.parametrize("kvstore", ["device", None])
+def test_an_overflow_on_any_device_skips_the_update_of_all(name, kvstore):
     between, row = BETWEEN[name]
-    net, trainer = setup(CONTEXTS["two"], scaler=amp.LossScaler(init_scale=1024))
+    net, _ = setup(CONTEXTS["two"])
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kvstore)
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
     before, data, found = weights(net), batches(1)[0], []
     data[row, 0] = np.nan
     train(net, trainer, data, between=lambda: found.append(between(trainer)))
