@@ -76,6 +76,18 @@ def assert_same_weights(one, two):
         np.testing.assert_array_equal(a, b)
 
 
+def assert_as_plain(run, scaler=None, **settings):
+    """Call `run(net, trainer, scaled)` with a scaled and a plain trainer; compare the weights."""
+    nets = []
+    for scaled in (True, False):
+        net, trainer = setup(
+            scaler=(scaler or amp.StaticLossScaler(1024)) if scaled else None, **settings
+        )
+        run(net, trainer, scaled)
+        nets.append(net)
+    assert_same_weights(*nets)
+
+
 def batches(count=4, seed=0):
     rng = np.random.RandomState(seed)
     return [rng.randn(4, 4).astype("float32") for _ in range(count)]

@@ -21,15 +21,7 @@ from ..framework.arrays import flat_view, plain_array
 from ..framework.machine import device_kind, dtype_name
 from ..policy.active import suspended
 
-__all__ = [
-    "all_finite",
-    "build_clipping",
-    "finite_flags",
-    "multiply",
-    "square_sum",
-    "square_sums",
-    "unscale",
-]
+__all__ = ["all_finite", "build_clipping", "multiply", "square_sum", "unscale"]
 
 # The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
@@ -53,7 +45,7 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
     """
     on_gpu, on_cpu = _by_device(arrays)
     with autograd.pause(), suspended():
-        pending = finite_flags(on_gpu)  # runs while the CPU checks its own arrays
+        pending = _finite_flags(on_gpu)  # runs while the CPU checks its own arrays
         return all(map(_finite_on_cpu, on_cpu)) and bool(_values(pending).all())
 
 
@@ -66,7 +58,7 @@ def _not_finite(arrays: Sequence[NDArray]) -> Set[int]:
         for i, array in enumerate(arrays):
             on_gpu, on_cpu = _by_device([array])
             if on_gpu:
-                pending[i] = finite_flags(on_gpu)[0]
+                pending[i] = _finite_flags(on_gpu)[0]
             elif not all(map(_finite_on_cpu, on_cpu)):
                 bad.add(i)
         flags = zip(pending, _values(list(pending.values())))
@@ -77,7 +69,7 @@ def square_sum(arrays: Sequence[NDArray]) -> float:
     """Return the sum of squares of all elements; Inf or NaN if one is. Waits for the arrays."""
     on_gpu, on_cpu = _by_device(arrays)
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
-        pending = square_sums(on_gpu)
+        pending = _square_sums(on_gpu)
         on_cpus = sum(map(_square_sum, on_cpu))
         total = float(_values(pending).sum())
         if not np.isfinite(total):  # squares of finite numbers may overflow float32
@@ -169,7 +161,7 @@ def _finite_on_cpu(array: NDArray) -> bool:
         return bool(np.isfinite(np.dot(values, values))) or bool(np.isfinite(values).all())
 
 
-def finite_flags(arrays: Sequence[NDArray]) -> List[NDArray]:
+def _finite_flags(arrays: Sequence[NDArray]) -> List[NDArray]:
     """Return one flag per group of classic arrays, 1 if all are finite. Does not wait."""
     flags = []
     for group in _chunks(arrays):
@@ -179,7 +171,7 @@ def finite_flags(arrays: Sequence[NDArray]) -> List[NDArray]:
     return flags
 
 
-def square_sums(arrays: Sequence[NDArray]) -> List[NDArray]:
+def _square_sums(arrays: Sequence[NDArray]) -> List[NDArray]:
     """Return the sum of squares of each classic array, one result per group. Does not wait."""
     return [mx.nd.multi_sum_sq(*group, num_arrays=len(group)) for group in _chunks(arrays)]
 

@@ -202,12 +202,15 @@ class GradScaler:
             return
         if new_scale is None and not self._finite:
             raise StateError(NOTHING_TO_UPDATE)
+        before = self.get_scale()
         if self._resumes is not None:
             self._scaler, self._resumes = self._resumes, None
         if new_scale is not None:
             self._scaler.set_scale(positive_number("new_scale", new_scale))
         elif self._scales:
             self._scaler.update(all(self._finite))
+        if self.get_scale() != before:
+            logger.info("loss scale %g -> %g", before, self.get_scale())
         self._finite, self._losses = [], []
         passes.forget(self)
         for hook in list(self._stepped):

@@ -332,7 +332,7 @@ class TrainerHook:
             if self.reduction.is_compressed and not self._unscale_to_compress():
                 return
             if not self._pending.is_marked and self.reduction.comes_from_others:
-                # This worker has computed nothing: its sum is what it was in the last step.
+                # This worker has computed nothing: the sum is scaled as in the last step.
                 self._pending.stage, self._pending.scale = self.last_stage, self.loss_scale
         self.reduction.sum(self._pending.overflown)
         self._pending.reduced = self._pending.is_marked

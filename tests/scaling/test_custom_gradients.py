@@ -269,6 +269,7 @@ mx.nd.waitall()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op_type", ["test_no_top_gradient", "test_state_no_top_gradient"])
 def test_a_program_ends_with_a_hybridized_net_alive(op_type):
     tests = str(Path(__file__).parents[1])

@@ -94,6 +94,7 @@ def test_executors_in_inference_are_lowered(how, caplog):
     assert "stay in float32" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["variable", "init"])
 def test_feed_forward(how):
     """MXNet's old estimator: it trains as in float32, and says so."""

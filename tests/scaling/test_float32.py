@@ -15,7 +15,16 @@ from conftest import assert_unpatched
 from helpers import BF16
 from mxamp.framework import machine
 from mxamp.scaling import distributed
-from training import CONTEXTS, assert_same_weights, batches, one_step, poisoned, setup, train
+from training import (
+    CONTEXTS,
+    assert_as_plain,
+    assert_same_weights,
+    batches,
+    one_step,
+    poisoned,
+    setup,
+    train,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -137,42 +146,42 @@ def test_a_scaler_that_is_not_used_is_named(caplog):
     assert "needs no loss scale: LossScaler(1024) is not used" in caplog.text
 
 
-@pytest.mark.parametrize("devices", CONTEXTS)
-def test_unscale_clip_and_update_by_hand(devices):
-    net, trainer = setup(CONTEXTS[devices])
-    control, plain = setup(CONTEXTS[devices])
-    amp.init_trainer(trainer)
-    for batch in batches():
-        train(net, trainer, batch, between=lambda: amp.unscale(trainer))
-        train(control, plain, batch, scaled=False)
-    assert_same_weights(net, control)
+def clip_as_gluonnlp(trainer):
+    """Return GluonNLP's step, which multiplies the norm by the loss scale."""
+
+    def update(size):
+        trainer.allreduce_grads()
+        scale = getattr(trainer, "_amp_loss_scaler", None)
+        gradients = [p.grad(c) for p in trainer._params for c in p.list_ctx()]
+        gluon.utils.clip_global_norm(gradients, 0.5 * (scale.loss_scale if scale else 1))
+        trainer.update(size)
+
+    return update
+
+
+@pytest.mark.parametrize(
+    "way, devices", [("unscale", "one"), ("unscale", "two"), ("gluonnlp", "one")]
+)
+def test_unscale_and_clip(way, devices):
+    def run(net, trainer, scaled):
+        unscales = scaled and way == "unscale"
+        for batch in batches():
+            train(
+                net, trainer, batch, scaled=scaled, between=unscales and (lambda: amp.unscale(trainer)),
+                step=clip_as_gluonnlp(trainer) if way == "gluonnlp" else None,
+            )  # fmt: skip
+
+    assert_as_plain(run, ctx=CONTEXTS[devices])
+
+
+def test_clip_grad_global_norm():
+    net, trainer = setup(scaler=amp.NoScaler())
     norms = []
     train(net, trainer, batches()[0],
           between=lambda: norms.append(amp.clip_grad_global_norm(trainer, 1e-3)))  # fmt: skip
     assert norms[0] > 1e-3
     with pytest.raises(amp.StateError, match="no scaled gradients"):
         amp.unscale(trainer)
-
-
-def test_gluonnlps_way():
-    net, trainer = setup()
-    control, plain = setup()
-    amp.init_trainer(trainer)
-
-    def step(trainer):
-        def update(size):
-            trainer.allreduce_grads()
-            scale = getattr(trainer, "_amp_loss_scaler", None)
-            gradients = [p.grad(c) for p in trainer._params for c in p.list_ctx()]
-            gluon.utils.clip_global_norm(gradients, 0.5 * (scale.loss_scale if scale else 1))
-            trainer.update(size)
-
-        return update
-
-    for batch in batches():
-        train(net, trainer, batch, step=step(trainer))
-        train(control, plain, batch, scaled=False, step=step(plain))
-    assert_same_weights(net, control)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after init", "before init"])
@@ -292,17 +301,17 @@ def test_a_region_is_enough():
 
 
 def test_updates_that_must_stay_on_the_kvstore_stay_there():
-    net, trainer = setup(CONTEXTS["two"])
-    control, plain = setup(CONTEXTS["two"])
-    data = batches()
-    train(net, trainer, data[0], scaled=False)
-    train(control, plain, data[0], scaled=False)
-    assert trainer._update_on_kvstore
-    amp.init_trainer(trainer)
-    for batch in data[1:]:
-        train(net, trainer, batch)
-        train(control, plain, batch, scaled=False)
-    assert_same_weights(net, control)
+    nets = []
+    for scaled in (True, False):
+        net, trainer = setup(CONTEXTS["two"])
+        train(net, trainer, batches()[0], scaled=False)
+        assert trainer._update_on_kvstore
+        if scaled:
+            amp.init_trainer(trainer)
+        for batch in batches()[1:]:
+            train(net, trainer, batch, scaled=scaled)
+        nets.append(net)
+    assert_same_weights(*nets)
     weight = gluon.Parameter("weight", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
     weight.initialize()
     sparse = gluon.Trainer([weight], "sgd")

@@ -1,12 +1,16 @@
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mxnet import autograd, gluon, nd
 
 import digits
 import mxamp as amp
 from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, weights
+from training import train as step
 
 
 def train(scaler, pairs, data, clip=None, update=True):
@@ -27,12 +31,7 @@ def train(scaler, pairs, data, clip=None, update=True):
 
 def plain(pairs, data, clip=None):
     for net, trainer in pairs:
-        with autograd.record():
-            loss = (net(nd.array(data)) ** 2).sum()
-        loss.backward()
-        if clip:
-            clip(net)
-        trainer.step(len(data))
+        step(net, trainer, data, scaled=False, between=clip and partial(clip, net))
 
 
 def clip(net):
@@ -93,27 +92,58 @@ def test_two_devices():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_illegal_moves_are_one_sentence():
+#: The stage after each legal move, by API; every other move is an error.
+LEGAL = {
+    "init_trainer": {
+        ("none", "scale"): "scaled", ("scaled", "scale"): "scaled", ("scaled", "unscale"): "unscaled",
+        ("none", "step"): "none", ("scaled", "step"): "none", ("unscaled", "step"): "none",
+    },
+    "GradScaler": {
+        ("none", "scale"): "none", ("unscaled", "scale"): "unscaled", ("stepped", "scale"): "stepped",
+        ("none", "unscale"): "unscaled", ("none", "step"): "stepped", ("unscaled", "step"): "stepped",
+        ("stepped", "update"): "none",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", LEGAL)
+@given(moves=st.lists(st.sampled_from(["scale", "unscale", "step", "update"]), max_size=8))
+@settings(max_examples=30, deadline=None)
+def test_moves_are_legal_or_one_sentence(api, moves):
+    scaler = amp.GradScaler(8)
+    net, trainer = setup(scaler=amp.StaticLossScaler(8) if api == "init_trainer" else None)
+    own = api == "GradScaler"
+
+    def scale():
+        with autograd.record():
+            loss = net(nd.ones((2, 4))).sum()
+        if own:
+            scaler.scale(loss).backward()
+        else:
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+
+    calls = {
+        "scale": scale,
+        "unscale": lambda: (scaler.unscale_ if own else amp.unscale)(trainer),
+        "step": lambda: (scaler if own else amp.GradScaler(enabled=False)).step(trainer, 2, True),
+        "update": scaler.update,
+    }
+    stage = "none"
+    for move in moves:
+        if (stage, move) in LEGAL[api]:
+            calls[move]()
+            stage = LEGAL[api][stage, move]
+        else:
+            with pytest.raises(amp.StateError) as raised:
+                calls[move]()
+            assert "\n" not in str(raised.value)
+        if hasattr(trainer, "amp_steps"):
+            assert trainer._amp_loss_scaler.stage.value == stage
+
+
+def test_wrong_arguments():
     scaler = amp.GradScaler()
-    _, trainer = pair = setup()
-    with pytest.raises(amp.StateError, match="after step"):
-        scaler.update()
-    train(scaler, [pair], batches(1)[0], update=False)
-    with pytest.raises(amp.StateError, match="already") as raised:
-        scaler.step(trainer, 4)
-    assert "\n" not in str(raised.value)
-    with pytest.raises(amp.StateError, match="before step"):
-        scaler.unscale_(trainer)
-    scaler.update()
-    with autograd.record():
-        loss = (pair[0](nd.array(batches(1)[0])) ** 2).sum()
-    scaler.scale(loss).backward()
-    scaler.unscale_(trainer)
-    with pytest.raises(amp.StateError, match="already"):
-        scaler.unscale_(trainer)
-    scaler.step(trainer, 4)
-    with pytest.raises(amp.StateError, match="own GradScaler"):
-        amp.GradScaler().step(trainer, 4)
     with pytest.raises(amp.ArgumentError, match="new_scale"):
         scaler.update(0)
     with pytest.raises(amp.ArgumentError, match=r"gluon\.Trainer"):

@@ -11,7 +11,16 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import kind, randn, same
 from mxamp.scaling.hook import Stage
-from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train, weights
+from training import (
+    CONTEXTS,
+    assert_as_plain,
+    assert_same_weights,
+    batches,
+    poisoned,
+    setup,
+    train,
+    weights,
+)
 
 SETTINGS = [
     ("sgd", {}), ("sgd", {"momentum": 0.9, "wd": 0.01}), ("adam", {}),
@@ -49,52 +58,35 @@ def test_an_overflowing_step_is_as_if_it_had_not_been(optimizer, settings, ctx, 
     assert next(states) == next(states)
 
 
-def compared(prepare=None, between=None, scaled=lambda i: True):
-    """Train two nets, one of them with a loss scale, and compare their weights."""
-    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
-    control, plain = setup()
-    if prepare:
-        prepare(trainer)
-        prepare(plain)
-    for i, batch in enumerate(batches()):
-        train(
-            net,
-            trainer,
-            batch,
-            scaled=scaled(i),
-            between=between and (lambda: between(net, trainer)),
-        )
-        train(
-            control,
-            plain,
-            batch,
-            scaled=False,
-            between=between and (lambda: between(control, None)),
-        )
-        assert trainer._scale == plain._scale
-        assert trainer._amp_loss_scaler.stage is Stage.NONE
-    assert_same_weights(net, control)
+def unscale_and_clip(net, trainer, scaled):
+    if scaled:
+        amp.unscale(trainer)
+    gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 0.5)
 
 
-@pytest.mark.parametrize(
-    "scaled", [lambda i: True, lambda i: i % 2 == 0], ids=["all", "every other"]
-)
-def test_scaled_training_is_plain_training(scaled):
-    compared(scaled=scaled)
+LOOPS = {
+    "all steps scaled": {},
+    "every other step scaled": {"scaled_steps": (0, 2)},
+    "_scale set by hand": {"scale": 0.5},
+    "unscaled and clipped": {"between": unscale_and_clip},
+}
 
 
-def test_a_loss_scale_set_by_hand_on_the_trainer():
-    compared(lambda trainer: setattr(trainer, "_scale", 0.5))
+@pytest.mark.parametrize("name", LOOPS)
+def test_scaled_training_is_plain_training(name):
+    loop = {"scaled_steps": range(4), "scale": 1.0, "between": lambda *_: None, **LOOPS[name]}
 
+    def run(net, trainer, scaled):
+        trainer._scale = loop["scale"]
+        for i, batch in enumerate(batches()):
+            train(
+                net, trainer, batch, scaled=scaled and i in loop["scaled_steps"],
+                between=lambda: loop["between"](net, trainer, scaled),
+            )  # fmt: skip
+            assert trainer._scale == loop["scale"]
+            assert not scaled or trainer._amp_loss_scaler.stage is Stage.NONE
 
-def test_unscaling_to_clip():
-    def unscale_and_clip(net, trainer):
-        if trainer is not None:
-            amp.unscale(trainer)
-        params = net.collect_params().values()
-        gluon.utils.clip_global_norm([p.grad() for p in params], 0.5)
-
-    compared(between=unscale_and_clip)
+    assert_as_plain(run)
 
 
 def test_the_scale_reacts_at_once(caplog):
@@ -138,9 +130,12 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_an_overflow_on_any_device_skips_the_update_of_all(name):
+@pytest.mark.parametrize("kvstore", ["device", None])
+def test_an_overflow_on_any_device_skips_the_update_of_all(name, kvstore):
     between, row = BETWEEN[name]
-    net, trainer = setup(CONTEXTS["two"], scaler=amp.LossScaler(init_scale=1024))
+    net, _ = setup(CONTEXTS["two"])
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kvstore)
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
     before, data, found = weights(net), batches(1)[0], []
     data[row, 0] = np.nan
     train(net, trainer, data, between=lambda: found.append(between(trainer)))
@@ -239,15 +234,14 @@ def test_an_overflow_that_is_clipped_after_unscaling_is_skipped(way):
 
 
 def test_an_error_inside_leaves_the_trainer_as_it_was():
-    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(nd.ones(1), trainer):
-        raise ZeroDivisionError
-    assert trainer._amp_loss_scaler.stage is Stage.NONE
-    control, plain = setup()
-    data = batches(1)[0]
-    train(net, trainer, data, scaled=False)
-    train(control, plain, data, scaled=False)
-    assert_same_weights(net, control)
+    def run(net, trainer, scaled):
+        if scaled:
+            with pytest.raises(ZeroDivisionError), amp.scale_loss(nd.ones(1), trainer):
+                raise ZeroDivisionError
+            assert trainer._amp_loss_scaler.stage is Stage.NONE
+        train(net, trainer, batches(1)[0], scaled=False)
+
+    assert_as_plain(run)
 
 
 def test_losses_come_back_in_their_containers():
@@ -271,54 +265,59 @@ def test_a_float16_loss_is_scaled_in_float32():
 
 @pytest.mark.parametrize("where", ["inside", "second", "outside"])
 def test_scale_loss_in_and_out_of_record(where):
-    net, trainer = setup(scaler=amp.StaticLossScaler(1024))
-    control, plain = setup()
-    data = batches(1)[0]
-    train(control, plain, data, scaled=False)
-    with autograd.record():
-        loss = (net(nd.array(data)) ** 2).sum()
-        if where == "inside":
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
-    if where == "second":
-        with autograd.record(), amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-    if where == "outside":
-        with amp.scale_loss(loss, trainer) as scaled:
+    def run(net, trainer, scaled):
+        def backward():
+            with amp.scale_loss(loss, trainer) as product:
+                product.backward()
+
+        with autograd.record():
+            loss = (net(nd.array(batches(1)[0])) ** 2).sum()
+            if scaled and where == "inside":
+                backward()
+        if scaled and where == "second":
+            with autograd.record():
+                backward()
+        if scaled and where == "outside":
+            backward()
             assert not autograd.is_recording()
-            scaled.backward()
-    trainer.step(len(data))
-    assert_same_weights(net, control)
+        if not scaled:
+            loss.backward()
+        trainer.step(4)
+
+    assert_as_plain(run)
 
 
 def test_several_threads_scale_losses_of_one_trainer():
-    net, trainer = setup(CONTEXTS["two"], scaler=amp.StaticLossScaler(1024))
-    control, plain = setup(CONTEXTS["two"])
-    data = batches(1)[0]
-    train(control, plain, data, scaled=False)
-    for ctx in CONTEXTS["two"]:
-        net(nd.zeros((2, 4), ctx=ctx))  # tracing a block is not for several threads at once
-    errors = []
+    contexts, data = CONTEXTS["two"], batches(1)[0]
 
-    def work(part, ctx):
-        try:
-            with autograd.record():
-                loss = (net(nd.array(part, ctx=ctx)) ** 2).sum()
-                with amp.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
-        except Exception as error:  # noqa: BLE001
-            errors.append(error)
+    def run(net, trainer, scaled):
+        for ctx in contexts:
+            net(nd.zeros((2, 4), ctx=ctx))  # tracing a block is not for several threads at once
+        errors = []
 
-    threads = [
-        threading.Thread(target=work, args=pair) for pair in zip(np.split(data, 2), CONTEXTS["two"])
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    trainer.step(len(data))
-    assert_same_weights(net, control)
+        def work(part, ctx):
+            try:
+                with autograd.record():
+                    loss = (net(nd.array(part, ctx=ctx)) ** 2).sum()
+                    with amp.scale_loss(loss, trainer) as product:
+                        product.backward()
+            except Exception as error:  # noqa: BLE001
+                errors.append(error)
+
+        if not scaled:
+            train(net, trainer, data, scaled=False)
+            return
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(np.split(data, 2), contexts)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        trainer.step(len(data))
+
+    assert_as_plain(run, ctx=contexts)
 
 
 def test_updates_are_kept_off_the_kvstore(caplog):

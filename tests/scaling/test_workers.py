@@ -273,87 +273,21 @@ def test_a_module_that_compresses_is_refused_where_inf_would_get_lost():
     check_before(module, "device")
 
 
-@pytest.fixture
-def worker():
-    """A trainer that takes itself for one worker of several, and sums nothing."""
-    net, trainer = setup(scaler=LossScaler(1024))
-    trainer._amp_loss_scaler.reduction.workers = SimpleNamespace(
-        check_step=lambda values: None, rank=1
-    )
-    return net, trainer
-
-
-def test_a_stale_gradient_that_overflowed_is_not_summed_again(worker):
-    net, trainer = worker
-    train(net, trainer, poisoned(batches()[0]))
-    assert not trainer.amp_last_step.stepped
-    last = net[1].weight
-    assert not np.isfinite(last.grad().asnumpy()).all()
-    with autograd.record():
-        loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()  # not of the last layer
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-    trainer.step(2, ignore_stale_grad=True)
-    assert trainer.amp_last_step.stepped
-    assert np.isfinite(last.grad().asnumpy()).all()
-
-
-@pytest.mark.parametrize("other", [0.0, 2.0])
-def test_parameters_that_other_workers_alone_have_used(monkeypatch, worker, other):
-    """All update them with what those have computed; none does where nobody has used them."""
-    net, trainer = worker
-    train(net, trainer, batches()[0])
-    last, original = net[1].weight, gluon.Trainer._allreduce_grads
-
-    def with_another(self):
-        original(self)
-        last.grad()[:] += other
-
-    monkeypatch.setattr(gluon.Trainer, "_allreduce_grads", with_another)
-    for _ in range(2):
-        before = last.data().asnumpy()
-        with autograd.record():
-            loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
-        trainer.step(2, ignore_stale_grad=True)
-        assert trainer.amp_last_step.stepped
-        expected = before - 0.1 * other / 2 / 1024
-        np.testing.assert_allclose(last.data().asnumpy(), expected, rtol=1e-6)
-
-
-def test_what_another_worker_has_summed_counts_where_this_one_has_computed_nothing(worker):
-    net, trainer = worker
-    with autograd.record():
-        loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-    hook = trainer._amp_loss_scaler
-    original = hook.reduction.sum
-
-    def with_another(overflown):
-        original(overflown)
-        net[1].weight.grad()[:] = np.inf
-
-    hook.reduction.sum = with_another
-    trainer.step(2, ignore_stale_grad=True)
-    assert trainer.amp_last_step.nonfinite == (net[1].weight.name,)
-
-
-def computed_by_others(monkeypatch, gradient):
-    """Let the other worker's gradients be `gradient` in all elements."""
+def computed_by_others(monkeypatch, gradient, name=""):
+    """Let another worker's gradients, of parameters with this name, be `gradient` everywhere."""
     original = gluon.Trainer._allreduce_grads
 
     def with_another(self):
         original(self)
         for param in self._params:
-            param.grad()[:] += gradient
+            if name in param.name:
+                param.grad()[:] += gradient
 
     monkeypatch.setattr(gluon.Trainer, "_allreduce_grads", with_another)
 
 
 def alone(way):
-    """A worker's net and trainer."""
+    """A trainer that takes itself for one worker of several, and sums nothing."""
     net, optimizer = setup()[0], mx.optimizer.SGD(learning_rate=0.1)
     optimizer = amp.decorate(optimizer, 1024.0) if way == "decorate" else optimizer
     trainer = gluon.Trainer(net.collect_params(), optimizer)
@@ -362,6 +296,48 @@ def alone(way):
     hook = trainer._amp_loss_scaler
     hook.reduction.workers = SimpleNamespace(check_step=lambda values: None, rank=1)
     return net, trainer
+
+
+@pytest.fixture
+def worker():
+    return alone("init_trainer")
+
+
+def first_layer_alone(net, trainer):
+    """A step whose backward pass does not reach the last layer."""
+    with autograd.record():
+        loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.step(2, ignore_stale_grad=True)
+
+
+def test_a_stale_gradient_that_overflowed_is_not_summed_again(worker):
+    net, trainer = worker
+    train(net, trainer, poisoned(batches()[0]))
+    assert not trainer.amp_last_step.stepped
+    last = net[1].weight
+    assert not np.isfinite(last.grad().asnumpy()).all()
+    first_layer_alone(net, trainer)
+    assert trainer.amp_last_step.stepped
+    assert np.isfinite(last.grad().asnumpy()).all()
+
+
+@pytest.mark.parametrize("other", [0.0, 2.0, np.inf])
+def test_parameters_that_other_workers_alone_have_used(monkeypatch, worker, other):
+    """All update them with what those have computed; none does where nobody has used them."""
+    net, trainer = worker
+    train(net, trainer, batches()[0])
+    last = net[1].weight
+    computed_by_others(monkeypatch, other, last.name)
+    for _ in range(2):
+        before, scale = last.data().asnumpy(), trainer.amp_loss_scale
+        first_layer_alone(net, trainer)
+        report = trainer.amp_last_step
+        assert report.stepped == np.isfinite(other)
+        assert report.nonfinite == (() if report.stepped else (last.name,))
+        expected = before - (0.1 * other / 2 / scale if report.stepped else 0)
+        np.testing.assert_allclose(last.data().asnumpy(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("gradient, steps", [(2.0, [True, True]), (np.inf, [False, False])])
