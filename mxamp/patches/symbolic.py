@@ -39,7 +39,7 @@ from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
 from ..framework.patching import Patch
-from ..graph.casts.insert import own_marks, rewritten_symbol
+from ..graph.casts.insert import own_marks, rewritten_graph, runnable_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
 from ..graph.recognise import recognised, warn_of_way
@@ -162,17 +162,12 @@ class _Binding:
         return self._symbols[choices]
 
     def _rewritten(self, usage: Usage, choices: Choices) -> Symbol:
-        graph, kind = self._graph, type(self._symbol)
-        rewritten = rewritten_symbol(graph, kind, self._policy, usage, choices)
-        if rewritten is not None:
-            graph = Graph.from_symbol(rewritten)
-        # MXNet fuses what an executor without gradients runs.
-        final = graph if usage.training else with_barriers(graph)[0]
-        if final is not graph:
-            return final.to_symbol(kind)
-        if rewritten is not None:
-            return rewritten
-        return self._symbol if self._is_plain else graph.to_symbol(kind)
+        graph = rewritten_graph(self._graph, self._policy, usage, choices)
+        if not usage.training:
+            graph = with_barriers(graph)[0]  # MXNet fuses operators in executors without gradients
+        if graph is self._graph and self._is_plain:
+            return self._symbol
+        return runnable_symbol(graph, type(self._symbol), self._graph.input_names)
 
     def bound(self, executor: Executor) -> Executor:
         """Return an executor of a rewritten symbol as one of the user's symbol."""
