@@ -11,7 +11,8 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import randn, same, values, with_avx512
 from mxamp.errors import UnknownNameError
-from mxamp.graph.ir import Graph
+from mxamp.graph.ir import Graph, Usage
+from mxamp.graph.speed.shape_rules import choose
 from mxamp.graph.speed.substitutions import ALL
 from mxamp.policy.rules import SUBSTITUTIONS
 
@@ -519,6 +520,14 @@ def test_inside_loops():
     assert "Activation" in [node.operator for node in plan.nodes]
     with amp.autocast(policy=FLOAT32):
         np.testing.assert_allclose(block(x).asnumpy(), plain.asnumpy(), rtol=1e-6)
+
+
+@mx.util.use_np_shape
+@pytest.mark.parametrize("shape", [(0, 3), (2, 3)])
+def test_empty_arrays_are_clipped_by_mxnets_operator(shape):
+    symbol = symbol_of("relu6")
+    found = choose(Graph.from_symbol(symbol), FLOAT32, Usage(shapes={"data": shape}))
+    assert bool(found.substituted) == (0 not in shape)
 
 
 def test_numpy_blocks():
