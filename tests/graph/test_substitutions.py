@@ -287,36 +287,6 @@ def test_explain_shows_them_and_the_switch_takes_them_out(name):
     assert operators(symbol, policy, "converted", **shapes) == plain
 
 
-def test_sums_of_numpy_arrays_keep_their_rules():
-    """What is broadcast, empty, without axes or not float stays with NumPy's operator."""
-    mx.npx.set_np()
-
-    class Block(gluon.HybridBlock):
-        def hybrid_forward(self, F, x, y):
-            return x + y
-
-    block = Block()
-    block.hybridize()
-    np_random, dtypes = np.random.RandomState(0), ("float32", "float64", "int32")
-    with amp.autocast("bfloat16"):
-        for shapes in [
-            ((2, 3), (2, 3)),
-            ((2, 3), (3,)),
-            ((), ()),
-            ((0, 3), (0, 3)),
-            ((2, 1), (1, 3)),
-        ]:
-            for first in dtypes:
-                for second in dtypes:
-                    x = mx.np.array(np_random.randint(-9, 9, shapes[0]), dtype=first)
-                    y = mx.np.array(np_random.randint(-9, 9, shapes[1]), dtype=second)
-                    with amp.autocast(enabled=False):
-                        plain = x + y
-                    found = block(x, y)
-                    assert (found.dtype, found.shape) == (plain.dtype, plain.shape)
-                    assert same(found, plain)
-
-
 @pytest.mark.parametrize(
     "name, changes, mode, shape",
     [
