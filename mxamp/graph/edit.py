@@ -1,8 +1,7 @@
-"""The view of a graph that a pass gets, and the edit that it records.
+"""The view of a graph that a pass reads, and the edit that it records.
 
-A pass never counts consumers, copies nodes or makes names by itself. The view has the consumers of
-every output, the graph's outputs among them, and the edit is applied in one walk: an output that is
-no longer read disappears with everything that only it has read.
+The view counts the consumers of every output, the caller among them. The edit is applied in one
+walk, which drops nodes without consumers.
 """
 
 from collections import Counter
@@ -24,18 +23,18 @@ _CALLER = -1
 
 
 class Names:
-    """Names that are taken, and new ones."""
+    """Unique names."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
-        self._counts: Dict[str, int] = {}  #: the number that was last put behind a name
+        self._counts: Dict[str, int] = {}  #: the number last appended to a name
 
     def take(self, name: str) -> None:
         """Reserve a name."""
         self._taken.add(name)
 
     def new(self, wanted: str) -> str:
-        """Return `wanted`, with a number behind it if it is taken, and reserve the result."""
+        """Return `wanted`, with a number appended if it is taken, and reserve the result."""
         name, count = wanted, self._counts.get(wanted, 0)
         while name in self._taken:
             count += 1
@@ -47,17 +46,21 @@ class Names:
 
 @dataclass(frozen=True)
 class View:
-    """A graph with its consumers and, where they are known, the values of its parameters."""
+    """A graph with its consumers and the known values of its parameters."""
 
     graph: Graph
     params: Mapping[str, NDArray]
 
     @cached_property
     def consumers(self) -> Mapping[Output, List[Tuple[int, int]]]:
-        """Return the readers of each output: (node, position), or (-1, place) for the caller."""
+        """The readers of each output: (node, position), or (-1, place) for the caller."""
         found: Dict[Output, List[Tuple[int, int]]] = {}
-        for i, node in enumerate(self.graph.nodes):
-            for k, output in enumerate(node.inputs):
+        live = set(self.outputs)
+        for i in range(len(self.graph.nodes) - 1, -1, -1):
+            if i in live:
+                live.update(source for source, _ in self.graph.nodes[i].inputs)
+        for i in sorted(live):
+            for k, output in enumerate(self.graph.nodes[i].inputs):
                 found.setdefault(output, []).append((i, k))
         for place, output in enumerate(self.graph.heads):
             found.setdefault(output, []).append((_CALLER, place))
@@ -65,12 +68,12 @@ class View:
 
     @cached_property
     def _reads(self) -> Mapping[int, int]:
-        """Return how often each node is read, by any of its outputs."""
+        """The number of reads of each node, by any of its outputs."""
         return Counter(i for (i, _), readers in self.consumers.items() for _ in readers)
 
     @cached_property
     def _reads_by_name(self) -> Mapping[str, int]:
-        """Return how often each name is read: two variables of one name are one parameter."""
+        """The number of reads of each name: variables of one name are one parameter."""
         counts: Dict[str, int] = Counter()
         for i, count in self._reads.items():
             counts[self.graph.nodes[i].name] += count
@@ -78,20 +81,20 @@ class View:
 
     @cached_property
     def outputs(self) -> Set[int]:
-        """Return the nodes that give an output of the graph."""
+        """The nodes with a graph output."""
         return {i for i, _ in self.graph.heads}
 
     @cached_property
     def several_read(self) -> Set[int]:
-        """Return the nodes of which another output than the first is read."""
+        """The nodes of which another output than the first is read."""
         return {i for i, k in self.consumers if k}
 
     def is_read_once(self, i: int) -> bool:
-        """Return whether one input in all reads node i, and it gives no output of the graph."""
+        """Return whether node i has a single consumer, which is not the caller."""
         return self._reads.get(i, 0) == 1 and i not in self.outputs
 
     def reads(self, i: int) -> int:
-        """Return how often node i is read, outputs of the graph included."""
+        """Return the number of reads of node i, graph outputs included."""
         return self._reads.get(i, 0)
 
     def own_parameter(self, node: Node, position: int) -> Optional[str]:
@@ -111,10 +114,10 @@ class View:
 
 
 class Edit:
-    """Changes of a graph, by index of node, in the making.
+    """Recorded changes of a graph, by index of node.
 
-    Outputs are those of the source, or of nodes that `add` has made. `params` are the parameters'
-    values; new and changed ones are put there.
+    Outputs are those of the source graph or of added nodes. `params` holds the values of the
+    parameters, new and changed ones included.
     """
 
     def __init__(self, graph: Graph, params: Mapping[str, NDArray]) -> None:
@@ -130,47 +133,47 @@ class Edit:
         return Names([*(node.name for node in self._graph.nodes), *self.params])
 
     def new_name(self, wanted: str) -> str:
-        """Return `wanted`, with a number behind it if a node or a parameter has that name."""
+        """Return `wanted`, with a number appended if a node or a parameter has that name."""
         return self._names.new(wanted)
 
     def add(self, op: str, name: str, inputs: Iterable[Output] = (), **attrs: str) -> Output:
-        """Add a node with a new name made of `name`; return its output."""
+        """Add a node with a unique name based on `name`; return its output."""
         return self.add_node(Node(op, self.new_name(name), attrs, list(inputs)))
 
     def add_node(self, node: Node) -> Output:
-        """Add a node that has its name already; return its first output.
+        """Add a node with its final name; return its first output.
 
-        It reads its inputs as they are by now: a later `alias` may put it behind one of them.
+        Its inputs are resolved now, so that a later `alias` can put the node behind one of them.
         """
         self._added.append(replace(node, inputs=[self._behind(output) for output in node.inputs]))
         return len(self._graph.nodes) + len(self._added) - 1, 0
 
     def add_parameter(self, name: str, value: NDArray) -> Output:
-        """Add a parameter with a new name made of `name`; return the variable."""
+        """Add a parameter with a unique name based on `name`; return the variable."""
         name = self.new_name(name)
         self.params[name] = value
         return self.add_node(Node("null", name))
 
     def change(self, i: int, **fields: Any) -> None:
-        """Change fields of node i; what reads it reads the changed node."""
+        """Change fields of node i; its consumers read the changed node."""
         self._changed[i] = replace(self.node(i), **fields)
 
     def node(self, i: int) -> Node:
-        """Return node i as it is by now."""
+        """Return node i with the changes recorded so far."""
         return self._changed.get(i, self._graph.nodes[i])
 
     def read(self, i: int, position: int, output: Output) -> None:
-        """Let input `position` of node i read another output."""
+        """Connect input `position` of node i to another output."""
         inputs = list(self.node(i).inputs)
         inputs[position] = output
         self.change(i, inputs=inputs)
 
     def alias(self, output: Output, other: Output) -> None:
-        """Let all that reads `output`, outputs of the graph included, read `other`."""
+        """Connect all consumers of `output`, the caller included, to `other`."""
         self._aliases[output] = other
 
     def give(self, place: int, output: Output) -> None:
-        """Let the graph's output number `place` be another one."""
+        """Replace graph output number `place`."""
         self._heads[place] = output
 
     @property
@@ -179,7 +182,7 @@ class Edit:
         return not (self._changed or self._aliases or self._heads)
 
     def applied(self) -> Graph:
-        """Return the changed graph, without what nothing reads."""
+        """Return the changed graph, without nodes that have no consumers."""
         source = self._graph
         if self.is_empty:
             return source
@@ -197,14 +200,14 @@ class Edit:
         return Graph(made, [(places[i], k) for i, k in heads], source.attrs)
 
     def _behind(self, output: Output) -> Output:
-        """Follow aliases to the output that is read in the end."""
+        """Follow aliases to their last output."""
         while output in self._aliases:
             output = self._aliases[output]
         return output
 
 
 def _in_order(inputs: List[List[Output]], heads: List[int], of_source: int) -> List[int]:
-    """Return the nodes that heads are computed from, inputs first, in the source's order."""
+    """Return the nodes that the heads depend on, inputs first, in the order of the source."""
     needed: Set[int] = set()
     open_ones = list(heads)
     while open_ones:

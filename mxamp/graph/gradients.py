@@ -1,9 +1,8 @@
-"""A graph for training, where MXNet's own gradients are wrong: slopes of PReLU, biases.
+"""Graphs for training: right gradients of PReLU and biases, and the loss scale as an input.
 
-MXNet's PReLU writes the gradient of its data over the one that comes in, and reads that again for
-the gradient of the slope, which so is too small by a factor of the slope itself. Where its output
-is an output of the graph it is right, as in eager calls. Written out, each gradient is an operator
-of its own.
+MXNet's PReLU overwrites the incoming gradient with the gradient of its data, then reads it for the
+gradient of the slope, which becomes too small by a factor of the slope. Only eager calls and graph
+outputs are right. Written out, each gradient is a separate operator.
 """
 
 from dataclasses import replace
@@ -29,12 +28,12 @@ __all__ = [
     "without_bias",
 ]
 
-#: A dense layer's inputs, with a bias.
+#: The positions of a dense layer's inputs.
 _DATA, _WEIGHT, _BIAS = range(3)
 
 
 def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
-    """Return the variables that the weights of dense layers with biases are computed from."""
+    """Return the variables that weights of dense layers with biases depend on."""
     found: Set[int] = set()
     for node in graph.nodes:
         if _has_bias(node):
@@ -51,9 +50,10 @@ def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
 
 
 def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
-    """Return a graph that is trained while the variables `frozen` get no gradients.
+    """Return a graph with separate additions of biases whose weight gets no gradient.
 
-    It is the same one where no bias is trained beside a weight without a gradient.
+    `frozen` names the variables without gradients. Returns the same graph if no bias is trained
+    beside such a weight.
     """
     if not any(_has_bias(node) for node in graph.all_nodes):
         return graph
@@ -81,7 +81,7 @@ def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
 
 
 def _changed_bodies(graph: Graph, trained: Sequence[bool]) -> Dict[int, List[Graph]]:
-    """Return the new bodies of the loops that have other ones, by the index of the loop."""
+    """Return the new bodies of changed loops, by index of the loop."""
     changed = {}
     for i, node in enumerate(graph.nodes):
         bodies = list(node.subgraphs)
@@ -96,20 +96,20 @@ def _changed_bodies(graph: Graph, trained: Sequence[bool]) -> Dict[int, List[Gra
 
 
 def _bodies(node: Node) -> Iterable[Tuple[int, Graph]]:
-    """Return the bodies of a loop that are rewritten in training."""
+    """Return the bodies of a loop that are rewritten in training, with their positions."""
     return enumerate(node.subgraphs) if rewrites_bodies(node, training=True) else ()
 
 
 def without_bias(attrs: Dict[str, str]) -> Dict[str, str]:
-    """Return a dense layer's attributes as those of one without a bias."""
+    """Return a dense layer's attributes with the bias switched off."""
     return {**attrs, "no_bias": "True"}
 
 
 def needs_separate_bias(arrays: Sequence[NDArray]) -> bool:
-    """Return whether a recorded dense call may train its bias and not its weight.
+    """Return whether a recorded dense call may train its bias but not its weight.
 
-    Only a weight with a gradient array gets a gradient for sure. A weight that was computed does if
-    nothing on the way to it stops gradients; finding out takes as long as the tape behind it is.
+    Only a weight with a gradient array gets a gradient for sure. For a computed weight, an operator
+    on the tape may stop gradients, and walking the tape takes too long.
     """
     if len(arrays) <= _BIAS or arrays[_WEIGHT].grad is not None:
         return False
@@ -117,9 +117,9 @@ def needs_separate_bias(arrays: Sequence[NDArray]) -> bool:
 
 
 def _is_recorded(array: NDArray) -> bool:
-    """Return whether autograd knows how an array was computed."""
+    """Return whether autograd has recorded the computation of an array."""
     try:
-        autograd.get_symbol(array)  # of its node alone, however long the tape is
+        autograd.get_symbol(array)  # takes constant time
     except MXNetError:
         return False
     return True
@@ -130,7 +130,7 @@ def _has_bias(node: Node) -> bool:
 
 
 def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
-    """Tell of each node whether gradients go through it to a variable."""
+    """Return, for each node, whether gradients flow through it to a variable."""
     trained: List[bool] = []
     for node in graph.nodes:
         if node.is_variable:
@@ -146,9 +146,9 @@ def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
 
 
 def trained_graph(graph: Graph, frozen: AbstractSet[str]) -> Graph:
-    """Return a graph with right gradients that is trained while variables `frozen` get none.
+    """Return a graph with right gradients, where the variables `frozen` get none.
 
-    It is the same one where MXNet's gradients are right.
+    Returns the same graph if MXNet's gradients are right.
     """
     return _with_slopes_apart(with_separate_biases(graph, frozen), frozen)
 
@@ -162,7 +162,7 @@ def _with_slopes_apart(graph: Graph, frozen: AbstractSet[str]) -> Graph:
         if _is_prelu(node) and trained[node.inputs[1][0]]:
             _write_out(edit, i, node)
         elif rewrites_bodies(node, training=True):
-            # What is frozen outside a loop is not known by name inside.
+            # Inside a loop, frozen variables have other names.
             bodies = [_with_slopes_apart(body, frozenset()) for body in node.subgraphs]
             if any(new is not old for new, old in zip(bodies, node.subgraphs)):
                 edit.change(i, subgraphs=bodies)
@@ -182,8 +182,8 @@ def _write_out(edit: Edit, i: int, node: Node) -> None:
 
     above = add("Activation", "above", data, act_type="relu")
     below = add("_minimum_scalar", "below", data, scalar="0")
-    # The slopes for each element: those of a PReLU of -1. It sends no gradient to its data, so
-    # there is nothing to write over the one that comes in.
+    # A PReLU of -1 gives the negative slope of each element. Its data is constant, so there is no
+    # gradient to overwrite the incoming one.
     minus_one = add("_mul_scalar", "minus_one", add("ones_like", "one", data), scalar="-1")
     slopes = edit.add_node(
         replace(node, name=edit.new_name(f"{node.name}_slopes"), inputs=[minus_one, slope])
@@ -192,12 +192,18 @@ def _write_out(edit: Edit, i: int, node: Node) -> None:
     edit.change(i, op="elemwise_sub", attrs=hidden, inputs=[above, lowered])
 
 
-#: The input's name.
+# ---------------------------------------------------------------------- loss scale
+
+#: The name of the input for the loss scale.
 SCALE_INPUT = "amp_loss_scale"
 
 
 def with_scale_input(graph: Graph) -> Optional[Graph]:
-    """Return `graph` with the input `SCALE_INPUT`; None where no operator needs it."""
+    """Return `graph` with the loss scale as the input `SCALE_INPUT`; None if not needed.
+
+    `SoftmaxOutput` and similar operators ignore the gradient of their output, so their first input
+    gets an identity that multiplies the gradient by the scale and changes no value.
+    """
     starting = {
         i
         for i, node in enumerate(graph.nodes)
@@ -215,7 +221,7 @@ def with_scale_input(graph: Graph) -> Optional[Graph]:
 
 
 def _differentiable(graph: Graph, node: Node) -> List[int]:
-    """Return the positions of the inputs that an operator sends gradients to."""
+    """Return the positions of an operator's inputs that get gradients."""
     if node.operator not in WRITTEN_BY_USERS:
         return [0]
     read = node.inputs[: len(node.inputs) - auxiliary_states(node.attrs)]

@@ -1,4 +1,4 @@
-"""A graph run node by node, as eager calls, by code that wants to see every value."""
+"""Run a graph node by node, and count its operators and casts: for tools."""
 
 import re
 from collections import Counter
@@ -52,14 +52,14 @@ _BYTES = {
 
 
 class Tensor(NamedTuple):
-    """What is known of a tensor."""
+    """The dtype and the shape of a tensor."""
 
     dtype: str
-    shape: Optional[Shape]  #: None where it depends on values: after `boolean_mask`, or a loop
+    shape: Optional[Shape]  #: None where it depends on values, as after `boolean_mask` or a loop
 
     @property
     def size(self) -> int:
-        """How many elements it has, as far as that is known."""
+        """The number of elements; 0 if the shape is unknown."""
         return 0 if self.shape is None else prod(self.shape)
 
 
@@ -72,11 +72,11 @@ class Census(NamedTuple):
 
     @classmethod
     def empty(cls) -> "Census":
-        """Return one that has counted nothing."""
+        """Return an empty census."""
         return cls(Counter(), Counter(), Counter())
 
     def add(self, other: "Census", times: int = 1) -> None:
-        """Add another's counts, each `times` times."""
+        """Add the counts of another census, multiplied by `times`."""
         for mine, theirs in zip(self, other):
             for key, number in theirs.items():
                 mine[key] += number * times
@@ -88,11 +88,11 @@ class Census(NamedTuple):
 
 
 def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) -> Census:
-    """Return what one run of a graph with inputs of these dtypes and shapes counts.
+    """Return the census of one run of a graph, for inputs of these dtypes and shapes.
 
-    Bodies of `foreach` count once a step. Those of `while_loop` and `cond` do not count: which of
-    them run, and how often, is known only to MXNet. Where a shape depends on values, casts count
-    without their bytes, and bodies of `foreach` do not count.
+    Bodies of `foreach` count once per step. Bodies of `while_loop` and `cond` don't count, since
+    only MXNet knows how often they run. Where a shape depends on values, casts count without
+    bytes, and bodies of `foreach` don't count.
     """
     census = Census.empty()
     values = tensors_of(graph, dtypes, shapes)
@@ -110,18 +110,18 @@ def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) 
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Tell whether a conversion between these dtypes counts as a cast: between float dtypes."""
+    """Return whether a conversion is a cast between different float dtypes."""
     return source != target and {source, target} <= FLOATS
 
 
 def precision_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
-    """Return the dtype that a call is counted under: that of its first floating-point tensor."""
+    """Return the dtype that a call counts under: that of its first floating-point tensor."""
     dtypes = [tensor.dtype for tensor in (*inputs, *outputs)]
     return next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
 
 
 def precision_at(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> str:
-    """Return the dtype that node i computes in, of a graph whose outputs are these."""
+    """Return the dtype that node i computes in, given the tensors of the graph."""
     node = graph.nodes[i]
     inputs = [values[entry] for entry in node.inputs]
     return node.attrs.get(PRECISION) or precision_of(inputs, [values[i, 0]])
@@ -136,7 +136,7 @@ def _one_step(node: Node, inputs: Sequence[Tensor]) -> Census:
 def tensors_of(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> Dict[Output, Tensor]:
-    """Return dtype and shape of every output of every node, as far as MXNet can infer them."""
+    """Return the dtype and shape of every node's outputs, as far as MXNet can infer them."""
     entries = [(i, k) for i, node in enumerate(graph.nodes) for k in range(node.num_outputs)]
     symbol = replace(graph, heads=entries).to_symbol()
     arguments = set(symbol.list_arguments())
@@ -146,32 +146,32 @@ def tensors_of(
         known = {name: shape for name, shape in shapes.items() if name in arguments}
         _, found, _ = symbol.infer_shape_partial(**known)
     except MXNetError:
-        found = None  # shapes that do not fit: MXNet says why when the graph runs
+        found = None  # inconsistent shapes: MXNet raises when the graph runs
     listed = found or [None] * len(entries)
     return {e: Tensor(dtype, _known(shape)) for e, dtype, shape in zip(entries, types, listed)}
 
 
 def _known(shape: Optional[Shape]) -> Optional[Shape]:
-    """Return a shape that MXNet has inferred, None where a part of it is not known."""
+    """Return an inferred shape, None if a dimension of it is unknown."""
     if shape is None:
         return None
-    # NumPy semantics write -1 for what is unknown, classic ones 0, and () for the whole shape.
+    # NumPy semantics write -1 for an unknown dimension; classic ones 0, and () for the whole shape.
     known = min(shape, default=0) >= 0 if is_np_shape() else min(shape, default=0) > 0
     return tuple(shape) if known else None
 
 
-#: A dimension that MXNet is to find out.
+#: A dimension for MXNet to infer.
 _UNKNOWN = re.compile(r"(?<!\d)(0|-1)(?!\d)")
 
-#: Runs a node on its inputs, and returns its outputs.
+#: A function that runs a node on its inputs and returns its outputs.
 Runner = Callable[[Node, Sequence[NDArray]], Sequence[NDArray]]
 
 
 def interpret(graph: Graph, inputs: Mapping[str, NDArray], run: Runner) -> List[NDArray]:
-    """Return the outputs of a graph for inputs by name, each node having been run by `run`.
+    """Return the outputs of a graph for inputs by name, running each node by `run`.
 
-    Autograd records the nodes, not the graph, and the results are those of the graph: the same
-    kernels run on the same values. Bodies of loops are run by MXNet as one.
+    Autograd records the nodes instead of the graph. The results equal those of the graph, since
+    the same kernels run on the same values. Each loop runs as one node.
     """
     values: Dict[Output, NDArray] = {}
     shapes = _inferred_shapes(graph, inputs)
@@ -189,7 +189,7 @@ def interpret(graph: Graph, inputs: Mapping[str, NDArray], run: Runner) -> List[
 def run_node(
     node: Node, inputs: Sequence[NDArray], context: Any, is_np: bool = False
 ) -> Sequence[NDArray]:
-    """Run one node on these arrays, in this context where there are none."""
+    """Run one node on these arrays; `context` is for nodes without inputs."""
     if node.subgraphs:
         return as_list(_alone(node, len(inputs), is_np)(*inputs))
     operator = resolve(node.op)
@@ -206,7 +206,7 @@ def run_node(
 
 
 def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, Shape]:
-    """Return the shapes of nodes that make arrays of a shape that others know: first states."""
+    """Return the inferred shapes of nodes that make arrays, such as begin states, by index."""
     open_ones = [
         i
         for i, node in enumerate(graph.nodes)
@@ -221,6 +221,6 @@ def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, S
 
 
 def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
-    """Return a loop, or operators that were fused, as a graph of its own."""
+    """Return a cached op of a node with subgraphs: a loop or fused operators."""
     symbol_class = _Symbol if is_np else Symbol
     return CachedOp(alone(node, [{}] * count, node.num_outputs, symbol_class))

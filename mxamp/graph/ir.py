@@ -1,4 +1,4 @@
-"""How a graph is going to be used: the one value that passes over graphs are told."""
+"""The graph of a symbol: nodes by index, their dtypes, and the usage that passes read."""
 
 import ctypes
 import gc
@@ -64,29 +64,29 @@ Shape = Tuple[int, ...]
 
 @dataclass(frozen=True)
 class Usage:
-    """What a graph's variables hold, by name, and whether gradients will be computed.
+    """The use of a graph: dtypes and shapes of its variables, and whether it is trained.
 
     Parameters
     ----------
     dtypes : mapping of str to str
-        The dtype of each variable, or "sparse"; float32 where unnamed.
+        The dtype of each variable, or "sparse"; float32 for other variables.
     shapes : mapping of str to tuple
-        The shapes that are known.
+        The known shapes.
     accumulated : frozenset of str
         Variables whose gradients may be accumulated (`grad_req="add"`).
     stored : frozenset of str
-        Variables that were cast to the target dtype before they are passed in.
+        Variables that are passed in already cast to the target dtype.
     offline : frozenset of str
-        Variables that a conversion casts to the target dtype, where all that reads them does.
+        Variables that a conversion casts to the target dtype if all their consumers do.
     training : bool
         Gradients will be computed.
     restore : bool
-        The graph's outputs get the dtypes that they had; otherwise they stay as computed.
+        The graph's outputs get their original dtypes; otherwise they stay as computed.
     converting : bool
-        The graph is saved, for data of any shape: it keeps its operators, and nothing is chosen
-        by the shapes of data.
+        The graph is saved for data of any shape: it keeps its operators, and no choice depends on
+        the shapes of data.
     off : bool
-        Mixed precision is off around the graph: what its own regions ask for alone is cast.
+        Mixed precision is off around the graph: only its own regions are cast.
     """
 
     dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -102,8 +102,8 @@ class Usage:
 
 Output = Tuple[int, int]  #: (node, output of it)
 CASTS = frozenset({"amp_cast", "Cast"})
-#: An attribute of a `Cast` that stands where `amp_cast` fails for arrays without elements. MXNet
-#: takes no notice of attributes of this form.
+#: The attribute of a `Cast` that replaces `amp_cast`, which fails for empty arrays. MXNet ignores
+#: attributes of this form.
 TAKES_EMPTY = "__mxamp_takes_empty__"
 
 
@@ -117,8 +117,8 @@ class Node:
     inputs: List[Output] = field(default_factory=list)
     subgraphs: List["Graph"] = field(default_factory=list)
     num_outputs: int = 1
-    control_deps: List[int] = field(default_factory=list)  #: nodes that come before it, unread
-    #: Whether it is an input of the graph; every pass asks several times.
+    control_deps: List[int] = field(default_factory=list)  #: nodes that must come before it, unread
+    #: Whether it is an input of the graph.
     is_variable: bool = field(init=False, repr=False, compare=False)
     #: The operator's canonical name.
     operator: str = field(init=False, repr=False, compare=False)
@@ -129,15 +129,15 @@ class Node:
 
     @property
     def call(self) -> Tuple[Any, ...]:
-        """The operator and the attributes that it sees, as a key: equal where the calls are."""
+        """The operator and its visible attributes, a key that equal calls share."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
 
     def reading(self, inputs: List[Output]) -> "Node":
-        """Return a copy that reads other inputs."""
+        """Return a copy with other inputs."""
         return Node(self.op, self.name, self.attrs, inputs, self.subgraphs, self.num_outputs)
 
     def to_json(self) -> Dict[str, Any]:
-        """Return it as MXNet writes it."""
+        """Return the node in MXNet's JSON format."""
         data: Dict[str, Any] = {"op": self.op, "name": self.name}
         if self.attrs:
             data["attrs"] = self.attrs
@@ -151,26 +151,26 @@ class Node:
 
 @dataclass
 class Graph:
-    """Nodes in an order in which inputs come first, and the outputs that make the result."""
+    """Nodes in topological order, and the outputs of the graph."""
 
     nodes: List[Node]
     heads: List[Output]
     attrs: Dict[str, Any] = field(default_factory=dict)
-    #: What it was read from, which MXNet need not load again to be asked about shapes.
+    #: The symbol that the graph was read from, for shape inference without loading it again.
     symbol: Optional[Symbol] = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     @collector_paused()
     def from_symbol(cls, symbol: Symbol) -> "Graph":
-        """Read a symbol, casts included."""
+        """Return the graph of a symbol, casts included."""
         text = Symbol.tojson(symbol, remove_amp_cast=False)
-        graph = cls.from_json(json.loads(text, strict=False))  # control characters are as they are
+        graph = cls.from_json(json.loads(text, strict=False))
         graph.symbol = symbol
         return graph
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Graph":
-        """Read MXNet's JSON, loaded."""
+        """Return the graph of MXNet's JSON, loaded."""
         ends = data["node_row_ptr"]
         nodes = [
             Node(
@@ -187,7 +187,7 @@ class Graph:
         return cls(nodes, heads, dict(data.get("attrs", {})))
 
     def to_json(self) -> Dict[str, Any]:
-        """Return it as MXNet reads it."""
+        """Return the graph in MXNet's JSON format."""
         ends = [0]
         for node in self.nodes:
             ends.append(ends[-1] + node.num_outputs)
@@ -201,61 +201,61 @@ class Graph:
 
     @collector_paused()
     def to_symbol(self, symbol_class: Type[Symbol] = Symbol) -> Symbol:
-        """Return it as a symbol of a class: `mx.sym.Symbol`, or the one of `mx.sym.np`."""
+        """Return the graph as a symbol of a class: `mx.sym.Symbol`, or the class of `mx.sym.np`."""
         return symbol_class(_load(self.to_json()))
 
     @property
     def variables(self) -> List[Node]:
-        """Its inputs: of a graph that was read from a symbol, in the order of `list_inputs`."""
+        """The input nodes; for a graph read from a symbol, in the order of `list_inputs`."""
         return [node for node in self.nodes if node.is_variable]
 
     @property
     def input_names(self) -> List[str]:
-        """The names of its inputs, in the same order."""
+        """The names of the input nodes, in the same order."""
         return [node.name for node in self.variables]
 
     @property
     def all_nodes(self) -> List[Node]:
-        """Its nodes, and after them those in the bodies of its loops, in order."""
+        """All nodes, followed by the nodes in bodies of loops."""
         inner = [one for node in self.nodes for body in node.subgraphs for one in body.all_nodes]
         return [*self.nodes, *inner]
 
     @cached_property
     def marks(self) -> FrozenSet[str]:
-        """The regions that its nodes were made in, and those in the bodies of its loops."""
+        """The regions that mark operators, bodies of loops included."""
         return marks_of(node.attrs for node in self.all_nodes if not node.is_variable)
 
     @property
     def operators(self) -> FrozenSet[str]:
-        """The operators in it, and in the bodies of its loops."""
+        """All operators, bodies of loops included."""
         inner = (body.operators for node in self.nodes for body in node.subgraphs)
         return frozenset(node.op for node in self.nodes if not node.is_variable).union(*inner)
 
 
 # ---------------------------------------------------------------------- dtypes
 
-#: Answers of MXNet on single nodes, which never change.
+#: MXNet's answers on single nodes.
 _inferred: Dict[Any, Tuple[str, ...]] = {}
 
-#: Attributes that say shapes, and dtypes of no operator: a model has dozens of convolutions.
+#: Attributes that no dtype depends on. Without them, the convolutions of a model share a key.
 _OF_SHAPES = frozenset(
     {"kernel", "stride", "pad", "dilate", "num_filter", "num_group", "num_hidden"}
 )
 
-#: Escapes in JSON, and those that MXNet does not know: of control characters.
+#: Escapes in JSON, and the escapes of control characters, which MXNet can't read.
 _ESCAPE = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 _UNREAD = re.compile(r"\\(?:u[0-9a-f]{4}|[bf])")
 
 _major, _minor, _patch = release(__version__)
-#: Without it MXNet takes a graph for one of version 0.8 and "upgrades" it.
+#: Without a version MXNet "upgrades" a graph as one of version 0.8.
 VERSION = {"mxnet_version": ["int", 10000 * _major + 100 * _minor + _patch]}
 
 
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     """Return the dtype of each output of `node`, hidden ones included, for these inputs.
 
-    MXNet is asked, on a graph of that one node (0.1 ms); answers are remembered. Where it can't
-    tell, outputs are taken to be float32.
+    MXNet infers them on a graph of that node alone (0.1 ms, cached). Where it can't, the outputs
+    count as float32.
     """
     if node.subgraphs:
         return _ask(node, dtypes)
@@ -282,9 +282,9 @@ def alone(
     outputs: int = 1,
     symbol_class: Type[Symbol] = Symbol,
 ) -> Symbol:
-    """Return the symbol of one operator, and so many outputs of it.
+    """Return a symbol of one operator, with its first `outputs` outputs.
 
-    It reads variables, one an input, which have these attributes.
+    Its inputs are variables with these attributes.
     """
     count = len(inputs)
     variables = [Node("null", f"input{i}", dict(attrs)) for i, attrs in enumerate(inputs)]
@@ -296,9 +296,9 @@ def alone(
 def infer_types(
     symbol: Symbol, known: Optional[Mapping[str, str]] = None
 ) -> Optional[Tuple[Tuple[str, ...], ...]]:
-    """Return the dtypes of a symbol's arguments, outputs and auxiliary states, by name.
+    """Return the dtypes of a symbol's arguments, outputs and auxiliary states.
 
-    `known` maps names of arguments to dtypes. None where MXNet can't infer them all.
+    `known` maps names of arguments to dtypes. Returns None where MXNet can't infer all dtypes.
     """
     known = known or {}
     keys = (ctypes.c_char_p * len(known))(*(name.encode() for name in known))
@@ -324,7 +324,7 @@ def infer_types(
 
 
 def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> Dict[str, str]:
-    """Return the dtype of every argument, float32 where neither given nor inferred."""
+    """Return the dtype of every argument, by name; float32 where neither given nor inferred."""
     known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
     names, inferred = symbol.list_arguments(), infer_types(symbol, known)
     dtypes = dict(zip(names, inferred[0])) if inferred is not None else {}
@@ -333,7 +333,7 @@ def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> D
 
 def _load(data: Mapping[str, Any]) -> SymbolHandle:
     handle = SymbolHandle()
-    # MXNet reads it character by character, and knows few escapes.
+    # MXNet's JSON reader is slow and knows few escapes.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     if _UNREAD.search(text):
         text = _ESCAPE.sub(_unescaped, text)
@@ -342,34 +342,34 @@ def _load(data: Mapping[str, Any]) -> SymbolHandle:
 
 
 def _unescaped(escape: "re.Match[str]") -> str:
-    """Return a character for an escape that MXNet does not know."""
+    """Return the character of an escape that MXNet can't read, and other escapes unchanged."""
     text = escape.group()
     return str(json.loads(f'"{text}"')) if _UNREAD.fullmatch(text) else text
 
 
-#: Control flow whose gradients in graphs read memory that MXNet has never written: garbage or
-#: right by luck, in plain float32 too. Any change to their bodies changes the luck.
+#: Control flow whose gradients in graphs read uninitialized memory, in plain float32 too. Results
+#: that are right by luck change with any change to the bodies.
 UNSAFE_LOOPS = frozenset({"_while_loop", "_cond"})
 
 LOOPS = UNSAFE_LOOPS | {"_foreach"}
 
-#: The bodies of a node, in order, as its attributes call them.
+#: The bodies of a node, in order, by their names in its attributes.
 _BODIES = {"_while_loop": ("cond", "func"), "_cond": ("cond", "then", "else")}
 
 
 def rewrites_bodies(node: Node, training: bool) -> bool:
-    """Tell whether the graphs that `node` holds are rewritten.
+    """Return whether the subgraphs of `node` are rewritten.
 
-    oneDNN's fused operators hold graphs too, which stay as they are.
+    The subgraphs of oneDNN's fused operators stay as they are.
     """
     return node.operator in LOOPS and not (training and node.operator in UNSAFE_LOOPS)
 
 
 def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -> Usage:
-    """Return how one body of `node` is used, where the node's own inputs have these `dtypes`.
+    """Return the usage of one body of `node`, whose own inputs have these `dtypes`.
 
-    A body's inputs and outputs keep their dtypes. All gradients may be accumulated over the steps
-    of a loop.
+    A body's inputs and outputs keep their dtypes. A loop may accumulate all gradients over its
+    steps.
     """
     names = node.subgraphs[position].input_names
     inputs = body_inputs(node, position)
@@ -384,10 +384,9 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
 
 
 def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shape]:
-    """Return the shapes of what one step of a `foreach` reads, by the names of its body's inputs.
+    """Return the shapes of the inputs of a `foreach` body, by name, as far as they are known.
 
-    `shapes` are those of the node's inputs, data first: a step takes one slice of each. Those that
-    are None are left out.
+    `shapes` are those of the node's inputs, data first: a step reads one slice of each.
     """
     names, data = node.subgraphs[0].input_names, len(_places(node, "in_data_locs"))
     return {
@@ -401,13 +400,13 @@ def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shap
 def body_inputs(node: Node, position: int) -> Dict[int, int]:
     """Map the inputs of a body to the node's own inputs, by position."""
     if node.operator == "_foreach":
-        # The body's positions of what the node takes, in the node's order.
+        # Positions in the body, in the order of the node's inputs.
         locations = ("in_data_locs", "in_state_locs", "remain_locs")
         places = [place for name in locations for place in _places(node, name)]
         return {place: outer for outer, place in enumerate(places)}
     if node.operator not in _BODIES:
         return {}
-    # The node's positions of what the body takes, in the body's order.
+    # Positions in the node, in the order of the body's inputs.
     name = _BODIES[node.operator][position]
     return dict(enumerate(_places(node, f"{name}_input_locs")))
 

@@ -37,7 +37,7 @@ from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
 from ..framework.operators import WRITTEN_BY_USERS, handle_of
-from ..graph.casts.insert import own_marks, rewritten_symbol
+from ..graph.casts.insert import own_marks, rewritten_graph, runnable_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
 from ..graph.speed.fusible import with_barriers
@@ -169,17 +169,12 @@ class _Binding:
         return self._symbols[choices]
 
     def _rewritten(self, usage: Usage, choices: Choices) -> Symbol:
-        graph, kind = self._graph, type(self._symbol)
-        rewritten = rewritten_symbol(graph, kind, self._policy, usage, choices)
-        if rewritten is not None:
-            graph = Graph.from_symbol(rewritten)
-        # Barriers keep MXNet from fusing layers in an executor without gradients.
-        final = graph if usage.training else with_barriers(graph)[0]
-        if final is not graph:
-            return final.to_symbol(kind)
-        if rewritten is not None:
-            return rewritten
-        return self._symbol if self._is_plain else graph.to_symbol(kind)
+        graph = rewritten_graph(self._graph, self._policy, usage, choices)
+        if not usage.training:
+            graph = with_barriers(graph)[0]  # MXNet fuses operators in executors without gradients
+        if graph is self._graph and self._is_plain:
+            return self._symbol
+        return runnable_symbol(graph, type(self._symbol), self._graph.input_names)
 
     def bound(self, executor: Executor) -> Executor:
         """Make an executor of the rewritten symbol look like one of the original symbol."""

@@ -3,17 +3,16 @@
 import mxnet as mx
 import numpy as np
 import pytest
+from fusion import after, model, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mxnet import nd
 from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import exported, operators_of, randn, values, with_avx512
-from mxamp.graph.ir import Graph
 from mxamp.graph.speed import dense_convolutions
 from mxamp.graph.speed.dense_convolutions import make_dense_convolutions
-from mxamp.graph.speed.fuse import FUSED, FusionPass, rewritten
+from mxamp.graph.speed.fuse import FUSED, FusionPass
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -70,28 +69,10 @@ LEFT = {
 }
 
 
-def model(symbol, shape, seed=0):
-    random = np.random.RandomState(seed)
-    shapes, _, _ = symbol.infer_shape(data=shape)
-    params = {n: nd.array(random.randn(*s)) for n, s in zip(symbol.list_arguments(), shapes)}
-    return params, params.pop("data")
-
-
-def run(symbol, params, data):
-    args = {name: data if name == "data" else params[name] for name in symbol.list_arguments()}
-    return [out.asnumpy() for out in symbol.bind(mx.cpu(), args).forward()]
-
-
-def changed(symbol, params, policy=LAYERS):
-    graph = Graph.from_symbol(symbol)
-    graph, new = rewritten(DENSE, graph, params, policy)
-    return graph.to_symbol(), new
-
-
 def check(symbol, shape):
     params, data = model(symbol, shape)
     before = {name: values(array) for name, array in params.items()}
-    new, new_params = changed(symbol, params)
+    new, new_params = after(DENSE, symbol, params, LAYERS)
     for one, other in zip(run(symbol, params, data), run(new, new_params, data)):
         assert one.shape == other.shape
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4)
@@ -143,7 +124,7 @@ def test_what_a_policy_says_stays():
     off = B.override(substitutions=set(B.substitutions) - {"dense_convolution"})
     given_class = B.override(low=["FullyConnected"])
     for policy in (off, given_class, B.in_float32()):
-        assert "Convolution" not in operators_of(changed(symbol, params, policy)[0])
+        assert "Convolution" not in operators_of(after(DENSE, symbol, params, policy)[0])
 
 
 @pytest.mark.parametrize("units, inputs", [(8, 12), (200, 6000), (6000, 200)])

@@ -450,7 +450,5 @@ def test_float64_is_refused():
     net.cast("float64")
     net.initialize()
     x = randn(2, 4).astype("float64")
-    with pytest.raises(
-        amp.ArgumentError, match="float64 is the dtype of .*_weight.*: cast the model"
-    ):
+    with pytest.raises(amp.ArgumentError, match="float64.*_weight"):
         amp.convert_hybrid_block(net, policy=B.in_float32(), example_inputs=x, fuse=True)

@@ -4,7 +4,7 @@ import mxnet as mx
 import pytest
 
 import mxamp as amp
-from helpers import float16_policy, needs_float16
+from helpers import float16_policy, kind, needs_float16, randn, with_avx512
 from mxamp.graph.casts.insert import rewrite, rewritten_symbol
 from mxamp.graph.ir import Graph, Usage
 
@@ -224,3 +224,15 @@ def test_decisions_are_kept_with_their_reasons():
     assert (softmax.name, wide.precision) == ("s", "float32")
     assert "softmax" in wide.reason
     assert result.casts == 3
+
+
+@with_avx512
+def test_a_parameter_that_is_also_an_output_keeps_its_dtype():
+    data, weight = mx.sym.var("data"), mx.sym.var("w")
+    layer = mx.sym.FullyConnected(data, weight, num_hidden=3, no_bias=True)
+    params = {"w": randn(3, 4)}
+    for symbol, stored in ((layer, "bfloat16"), (mx.sym.Group([layer, weight]), "float32")):
+        low = amp.convert_model(symbol, params, {}, "bfloat16", cast_optional_params=True)
+        assert kind(low[1]["w"]) == stored
+        outputs = low[0].bind(mx.cpu(), {"data": randn(2, 4), **low[1]}).forward()
+        assert {kind(out) for out in outputs} == {"float32"}

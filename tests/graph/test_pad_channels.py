@@ -5,6 +5,8 @@ from collections import Counter
 import mxnet as mx
 import numpy as np
 import pytest
+from fusion import after, run
+from fusion import model as random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mxnet import nd
@@ -13,7 +15,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import check_python, exported, kind, operators_of, randn, same, values, with_avx512
 from mxamp.graph.ir import Graph
-from mxamp.graph.speed.fuse import FusionPass, rewritten
+from mxamp.graph.speed.fuse import FusionPass
 from mxamp.graph.speed.pad_channels import Channels, joined, pad_channels, with_added
 
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("unfused")
 B = amp.Policy.default("bfloat16")
 S = mx.sym
 X = S.var("data")
+PADDING = FusionPass(pad_channels, "padded_channels")
 
 
 def conv(data, channels=24, kernel=1, name=None, **more):
@@ -38,28 +41,11 @@ def norm(data, **more):
 
 
 def model(symbol, shape=(2, 16, 5, 5), seed=0):
-    """Return random parameters for a symbol, and data."""
-    random = np.random.RandomState(seed)
-    shapes, _, aux = symbol.infer_shape(data=shape)
-    names = [*symbol.list_arguments(), *symbol.list_auxiliary_states()]
-    params = {
-        name: nd.array((random.rand(*size) + 0.5 if "var" in name else random.randn(*size)) / 4)
-        for name, size in zip(names, [*shapes, *aux])
-    }
-    return params, params.pop("data")
-
-
-def run(symbol, params, data):
-    args = {name: data if name == "data" else params[name] for name in symbol.list_arguments()}
-    auxs = {name: params[name] for name in symbol.list_auxiliary_states()}
-    return [out.asnumpy() for out in symbol.bind(mx.cpu(), args, aux_states=auxs).forward()]
+    return random_model(symbol, shape, seed, scale=0.25)
 
 
 def padded(symbol, params, policy=B):
-    graph, new = rewritten(
-        FusionPass(pad_channels, "padded_channels"), Graph.from_symbol(symbol), params, policy
-    )
-    return graph.to_symbol(), new
+    return after(PADDING, symbol, params, policy)
 
 
 def filters(symbol):
@@ -94,6 +80,7 @@ def shared(weight):
 #: A graph, the output channels of its convolutions then, and how many slices it has.
 GRAPHS = {
     "an output": (lambda: conv(X), [32], 1),
+    "a weight of a declared shape": (lambda: conv(X, weight=S.var("w", shape=(24, 16, 1, 1)), no_bias=True), [32], 1),
     "two outputs": (lambda: S.Group([conv(X), S.relu(conv(X, 40))]), [32, 48], 2),
     "read and returned": (lambda: read_and_returned(conv(X)), [32, 32], 2),
     "1000 to 1008": (lambda: S.Flatten(S.Pooling(S.relu(conv(X, 1000)), global_pool=True)), [1008], 1),
@@ -154,6 +141,8 @@ def test_padded_graphs_answer_the_same(name):
             np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
     assert all(same(params[key], kept[key]) for key in kept)
     assert new.list_inputs() == symbol.list_inputs()
+    size = {"data": (2, 16, 5, 5)}
+    assert new.infer_shape(**size)[1] == symbol.infer_shape(**size)[1]
 
 
 @pytest.mark.parametrize("name", LEFT)

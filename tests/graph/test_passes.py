@@ -110,7 +110,7 @@ SUBSTITUTED = {
 
 #: A pattern for each pass of fusion, by its function.
 FUSED = {
-    "_drop_idle": Pattern(
+    "_drop_no_ops": Pattern(
         lambda x, p: S.Dropout(S.identity(S.Dropout(x, p=0.5)), p=0.5), IMAGES
     ),
     "_rename_activations": Pattern(lambda x, p: S.relu(conv(x, p, pad=(1, 1))), IMAGES),
@@ -331,7 +331,7 @@ def halves(x):
     return S.split(S.concat(x, x * 2, dim=1), num_outputs=2, axis=1)
 
 
-BEHIND_A_SPLIT = FUSED["_drop_idle"]._replace(
+BEHIND_A_SPLIT = FUSED["_drop_no_ops"]._replace(
     build=lambda x, p: S.tanh(S.Dropout(halves(x)[1], p=0.5))
 )
 

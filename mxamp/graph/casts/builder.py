@@ -1,4 +1,4 @@
-"""The graph that a rewrite makes: its nodes and their names, one cast a tensor and dtype."""
+"""Builder of a rewritten graph: unique names, and one cast per tensor and dtype."""
 
 import re
 from dataclasses import replace
@@ -14,23 +14,23 @@ __all__ = ["HALVES", "Builder", "Entry", "is_converted", "is_inserted", "reads_a
 
 HALVES = CASTABLE - {"float32"}
 
-# MXNet's own conversion calls its casts so too. One that is written by hand is called amp_cast0.
+# MXNet's own conversion uses these names too. A cast written by hand is called amp_cast0.
 _INSERTED = re.compile(r"_amp_cast_(float16|bfloat16|float32|float64)\d*$")
 
 
 def is_inserted(node: Node) -> bool:
-    """Tell whether a node may be a cast that a conversion has put into its graph, by its name.
+    """Return whether a node is, by its name, a cast that a conversion may have inserted.
 
-    Where the dtype that it reads is known, `reads_as_inserted` tells for sure of more.
+    `reads_as_inserted` decides for sure where the dtype of the input is known.
     """
     return node.op in CASTS and _INSERTED.search(node.name) is not None
 
 
 def reads_as_inserted(node: Node, dtype: str) -> bool:
-    """Tell whether conversions insert a cast of this operator from this dtype.
+    """Return whether conversions insert casts of this operator from this dtype.
 
-    They never cast integers, and take `Cast` for float64 and, with an attribute, for arrays that
-    may be empty: others are written by hand, whatever their names.
+    They never cast integers. They use `Cast` for float64 and, with the attribute `TAKES_EMPTY`,
+    for arrays that may be empty. Any other cast is written by hand, whatever its name.
     """
     if node.op == "Cast" and TAKES_EMPTY not in node.attrs:
         other = {dtype, node.attrs["dtype"]} - {"float64"}
@@ -39,15 +39,15 @@ def reads_as_inserted(node: Node, dtype: str) -> bool:
 
 
 def is_converted(graph: Graph) -> bool:
-    """Tell whether a conversion has put casts into a graph."""
+    """Return whether a conversion has inserted casts into a graph."""
     return any(is_inserted(node) for node in graph.nodes)
 
 
 class Entry(NamedTuple):
-    """An output in the new graph, its dtype, and what it is a mere widening of.
+    """An output in the new graph, its dtype, and the entry that it is a mere widening of.
 
-    One that is `by_choice` is float32 only because a choice by shape has kept it so: next to the
-    target dtype it is cast down, where others would widen.
+    An entry is float32 `by_choice` where only a shape rule keeps it so. Next to the target dtype
+    it is cast down, instead of widening the other inputs.
     """
 
     output: Output
@@ -57,19 +57,18 @@ class Entry(NamedTuple):
 
 
 class Builder:
-    """The new graph in the making.
+    """The nodes of a new graph for a kind of device.
 
-    A cast up is undone by reading what was cast, never by casting down again. `device` is the kind
-    of device that the graph is for.
+    A cast up is undone by reading its source, never by casting down again.
     """
 
     def __init__(self, graph: Graph, accumulated: AbstractSet[str], device: str = "cpu") -> None:
         self.nodes: List[Node] = []
         self._accumulated = accumulated
-        # GPUs launch an empty grid for amp_cast of an empty array, which is an error; `Cast` looks
-        # at the size. Only NumPy's shapes have arrays without elements.
+        # On GPUs, amp_cast of an empty array launches an empty grid, which is an error. `Cast`
+        # checks the size. Only NumPy semantics allow empty arrays.
         self._may_be_empty = device == "gpu" and is_np_shape()
-        # Names of casts are made anew, so that rewriting a rewritten graph changes nothing.
+        # Casts are named anew, so that rewriting a rewritten graph changes nothing.
         self._names = Names(
             node.name for node in graph.nodes if node.op != "amp_cast" and not is_inserted(node)
         )
@@ -78,32 +77,32 @@ class Builder:
         self._roots: Dict[int, str] = {}
 
     def add(self, node: Node) -> int:
-        """Append a node that has its name already; return its index."""
+        """Append a node with its final name; return its index."""
         self.nodes.append(node)
         return len(self.nodes) - 1
 
     def new_name(self, wanted: str) -> str:
-        """Return `wanted`, with a number behind it if a node has that name."""
+        """Return `wanted`, with a number appended if a node has that name."""
         return self._names.new(wanted)
 
     def reserve(self, name: str) -> None:
-        """Leave a name to a cast that is written by hand: one of ours that has it gets another."""
+        """Reserve a name for a cast written by hand, renaming an inserted cast that has it."""
         taken = [i for i in self._roots if self.nodes[i].name == name]
         for i in taken:
             self.nodes[i] = replace(self.nodes[i], name=self.new_name(name))
         self._names.take(name)
 
     def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:
-        """Return `entry` in `dtype`, cast once for all that read it so.
+        """Return `entry` in `dtype`, through one cast for all its consumers.
 
-        The cast takes a `name` that is given, whoever else reads it.
+        With `name`, the cast takes that name.
         """
         if entry.dtype == dtype:
             return entry
         if entry.source is not None and entry.source.dtype == dtype:
             return entry.source
         if "float32" not in (entry.dtype, dtype):
-            # amp_cast knows no float64, and between the two halves gives garbage in graphs.
+            # amp_cast has no float64, and gives garbage between float16 and bfloat16 in graphs.
             return self.cast(self.cast(entry, "float32"), dtype)
         key = (entry.output, dtype)
         if key not in self._casts:
@@ -120,7 +119,7 @@ class Builder:
         return made
 
     def lowered(self, entries: List[Entry], target: str) -> List[Entry]:
-        """Cast what is float32 by choice to the target dtype, where all others have that."""
+        """Cast entries that are float32 by choice to the target dtype, if all others have it."""
         floats = [entry for entry in entries if entry.dtype in CASTABLE]
         if not any(e.dtype == target for e in floats):
             return entries
@@ -129,22 +128,22 @@ class Builder:
         return [self.cast(e, target) if e.by_choice else e for e in entries]
 
     def without_other_half(self, entry: Entry, target: str) -> Entry:
-        """Widen what an operator gives in the half precision that its policy is not for.
+        """Widen an output in the half precision that is not the policy's target.
 
-        A model that was fused for bfloat16 computes in it under float16 too. The policy does not
-        know which operators behind can't.
+        A model fused for bfloat16 computes in it under a float16 policy too, whose lists don't say
+        which operators can read bfloat16.
         """
         is_other = entry.dtype in HALVES and entry.dtype != target
         return self.cast(entry, "float32") if is_other else entry
 
     def copied(self, output: Output) -> Output:
-        """Return a copy of an output, made once for all that read one."""
+        """Return a copy of an output, through one node for all its consumers."""
         if output not in self._copies:
             self._copies[output] = (self._insert("_copy", output, "amp_copy", {}), 0)
         return self._copies[output]
 
     def in_plain_layout(self, entry: Entry) -> Entry:
-        """Return a float32 output in MXNet's own layout: slices are written in it."""
+        """Return a float32 output in MXNet's plain layout, which slices are written in."""
         if entry.dtype != "float32":
             return entry
         whole = {"axis": "0", "begin": "0", "end": "None"}
@@ -153,10 +152,10 @@ class Builder:
         )
 
     def _read_by_cast(self, entry: Entry, dtype: str) -> Output:
-        """Return what a cast reads: a copy, where autograd may accumulate into a variable.
+        """Return the input of a cast: a copy of a variable that may accumulate gradients.
 
-        On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add": its
-        kernel never commits what it adds to. A copy in between takes the sum instead.
+        On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because its
+        kernel never commits the sum. A copy in between accumulates instead.
         """
         node = self.nodes[entry.output[0]]
         accumulated = node.is_variable and node.name in self._accumulated
@@ -168,7 +167,7 @@ class Builder:
         producer = self.nodes[output[0]]
         group = {k: v for k, v in producer.attrs.items() if k in ("__ctx_group__", "ctx_group")}
         position = str(output[1]) if producer.num_outputs > 1 else ""
-        # Casts of casts are named after what was cast first.
+        # Casts of casts are named after the first source.
         root = self._roots.get(output[0], f"{producer.name}{position}")
         name = self.new_name(f"{root}_{suffix}")
         added = self.add(Node(op, name, {**group, **attrs}, [output]))

@@ -1,7 +1,7 @@
-"""The graph rewrite: puts `amp_cast` where the policy's decisions ask for other dtypes.
+"""The graph rewrite: inserts `amp_cast` where the policy's decisions ask for other dtypes.
 
-One walk over the nodes, inputs first. Each output of the old graph is known by its dtype without
-mxamp ("plain") and by the entry of the new graph that stands for it. Nodes are known by index: a
+The rewrite walks the nodes once, inputs first. It maps each output of the old graph to its dtype
+without mxamp ("plain") and to an entry of the new graph. Nodes are identified by index, because a
 block that is called twice gives two nodes the same name.
 """
 
@@ -49,14 +49,16 @@ __all__ = [
     "Rewrite",
     "own_marks",
     "rewrite",
+    "rewritten_graph",
     "rewritten_symbol",
+    "runnable_symbol",
     "with_reversed_inputs",
 ]
 
 
 @dataclass
 class Rewrite:
-    """The new graph, and what was decided for each operator in it: by index of the new node."""
+    """The new graph, and the decision for each operator in it, by index of the new node."""
 
     graph: Graph
     decisions: Dict[int, Decision] = field(default_factory=dict)
@@ -64,11 +66,11 @@ class Rewrite:
 
     @property
     def casts(self) -> int:
-        """How many casts the graph holds, bodies of loops included."""
+        """The number of casts in the graph, bodies of loops included."""
         return _count_casts(self.graph)
 
     def decided(self) -> Iterator[Tuple[Graph, Node, Decision]]:
-        """Yield each operator with the graph that holds it; bodies follow their loops."""
+        """Yield each operator with its graph and its decision; bodies follow their loops."""
         for i, decision in self.decisions.items():
             yield self.graph, self.graph.nodes[i], decision
             for body in self.bodies.get(i, ()):
@@ -80,21 +82,21 @@ def _count_casts(graph: Graph) -> int:
     return inner + sum(node.op == "amp_cast" or TAKES_EMPTY in node.attrs for node in graph.nodes)
 
 
-#: What a graph that runs calls the precision of nodes whose own dtype does not say it: those that
-#: compute in float32 on rounded values. MXNet takes no notice of attributes of this form.
+#: The attribute for the precision of nodes that compute in float32 on rounded values. MXNet ignores
+#: attributes of this form.
 PRECISION = "__mxamp_precision__"
 
 # The attribute of variables declared with a storage type, and its value for dense ones.
 _STORAGE, _DENSE = "__storage_type__", "0"
 
-#: Why a part of what stands in for an operator computes in float32.
+#: The reason of parts of a substitution that compute in float32.
 FLOAT32_PART = "gates and cells are summed in float32"
 
 
 def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Rewrite:
-    """Insert the casts that `policy` decides on into a graph that is used like this.
+    """Return a copy of a graph with the casts that `policy` decides on for this usage.
 
-    The graph stays as it is. `choices` are what `shape_rules.choose` returns for it.
+    `choices` is the result of `shape_rules.choose` for the graph.
     """
     widened: AbstractSet[str] = frozenset()
     while True:
@@ -107,7 +109,7 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE)
 
 
 class _Value(NamedTuple):
-    """What stands for an output of the old graph, and the dtype it would have without mxamp."""
+    """The new entry for an output of the old graph, and its dtype without mxamp."""
 
     entry: Entry
     plain: str
@@ -139,7 +141,7 @@ class _Rewriter:
         return self.result
 
     def _visit(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Add what stands for node i of the old graph; return what stands for its outputs."""
+        """Add the new nodes for node i of the old graph; return the values of its outputs."""
         if node.is_variable:
             return [self._variable(node)]
         if i in self.substituted and _can_substitute(self.substituted[i][0], inputs):
@@ -148,14 +150,13 @@ class _Rewriter:
         if behind is not None:
             return [behind]
         if is_inserted(node):
-            # Written by hand after all.
             self.builder.reserve(node.name)
         if node.op == "amp_cast" and {inputs[0].entry.dtype, node.attrs["dtype"]} <= CASTABLE:
-            # A cast that is written by hand is asked for; by its name a later conversion knows it.
+            # A cast written by hand keeps its name, by which a later conversion recognizes it.
             entry = self.builder.cast(inputs[0].entry, node.attrs["dtype"], node.name)
             return [_Value(entry, node.attrs["dtype"])]
         if node.op == "amp_multicast" and _castable(inputs):
-            # On CPUs it has no kernel for float16 next to float32; casts of ours say the same.
+            # On CPUs it has no kernel for float16 next to float32.
             narrow = is_true(node.attrs.get("cast_narrow", "False"))
             return self._cast_all(inputs, _common([value.plain for value in inputs], narrow))
         if CAST in node.attrs:
@@ -171,7 +172,7 @@ class _Rewriter:
         return _Value(Entry((self.builder.add(node), 0), held), plain)
 
     def _as_asked(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Return an argument in the dtype that a function of the user's own asks for."""
+        """Return an argument in the dtype that a decorated user function asks for."""
         dtype, cast = dtype_asked(self.policy, node.attrs, self.usage.off), node.attrs[CAST]
         if dtype is not None and cast.startswith(WIDEST_INSIDE):
             given = self.given.setdefault(cast, set())
@@ -196,7 +197,7 @@ class _Rewriter:
     ) -> List[_Value]:
         """Add an operator with the casts around it.
 
-        `kept` is why a choice keeps it in float32, `original` the node that it stands in for.
+        `kept` is the reason to keep it in float32, and `original` the node that it replaces.
         """
         policy = policy_in(self.policy, node.attrs, self.usage.off)
         rule = policy.rule(node.operator)
@@ -210,7 +211,7 @@ class _Rewriter:
         else:
             reads = [self._read(entry, decision, k) for k, entry in enumerate(entries)]
         if rule.is_detour(kept) and decision.through is None and not self.usage.converting:
-            # A view of a float32 one is read by casts no better.
+            # Casts can't read a view of a blocked float32 output either.
             reads[0] = self.builder.in_plain_layout(reads[0])
         read, graphs = [entry.output for entry in reads], [body.graph for body in bodies]
         copied = Node(node.op, node.name, node.attrs, read, graphs, node.num_outputs)
@@ -240,7 +241,7 @@ class _Rewriter:
         kept: Optional[str],
         original: Optional[Node],
     ) -> Decision:
-        """Return what is decided for a call, once for all calls that are alike."""
+        """Return the decision for a call, cached for equal calls."""
         layer = (original or node).name if policy.fp32_layers else None
         dtypes = [entry.dtype for entry in entries]
         key = (node.call, *dtypes, layer, kept, policy)
@@ -256,7 +257,7 @@ class _Rewriter:
     def _rounded(
         self, node: Node, decision: Decision, reads: Sequence[Entry], made: List[Entry]
     ) -> List[Entry]:
-        """Return an operator's outputs in the dtype that its decision rounds them to."""
+        """Return an operator's outputs, rounded to the dtype that its decision asks for."""
         if decision.through is not None:
             return [
                 self.builder.cast(entry, decision.through)
@@ -280,7 +281,7 @@ class _Rewriter:
         return self.builder.cast(entry, dtype)
 
     def _restored(self, value: _Value) -> Entry:
-        """Return an old output in the dtype that it had without mxamp."""
+        """Return an output in the dtype that it has without mxamp."""
         entry, plain = value
         if entry.dtype == plain or not {entry.dtype, plain} <= CASTABLE:
             return entry
@@ -289,7 +290,7 @@ class _Rewriter:
     # ------------------------------------------------------------------ several nodes for one
 
     def _substitute(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Add what stands in for a node; its last parts are the node's outputs."""
+        """Add the parts of a node's substitution; return the values of the node's outputs."""
         name, detail = self.substituted[i]
         substitution = substitutions.ALL[name]
         float32 = substitution.why_float32(self.usage.training)
@@ -297,7 +298,7 @@ class _Rewriter:
         parts = substitution.build(node.attrs, detail)
         values, outputs = list(inputs), list(inputs)
         for part in parts:
-            # The last part has the node's name and outputs, and stays in float32 for its reasons.
+            # The last part takes the node's name, outputs and reason to stay in float32.
             kept = float32 or (FLOAT32_PART if part.float32 else None)
             if kept is None and not part.suffix:
                 kept = self.kept.get(i)
@@ -306,11 +307,11 @@ class _Rewriter:
             stand_in = Node(part.op, name, {**hidden, **part.attrs}, num_outputs=count)
             outputs = self._operator(stand_in, [values[k] for k in part.inputs], kept, node)
             values.append(outputs[0])
-        # Parts that all have names of their own are each an output.
+        # If the last part has a suffix, each part is an output.
         return values[-node.num_outputs :] if parts[-1].suffix else outputs
 
     def _rewrite_bodies(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
-        """Rewrite the bodies of a loop or a branch, where that is safe."""
+        """Rewrite the bodies of a loop or a branch where that is safe."""
         if not node.subgraphs:
             return ()
         if not rewrites_bodies(node, self.usage.training):
@@ -328,13 +329,12 @@ class _Rewriter:
 
 
 def _behind_inserted(node: Node, inputs: Sequence[_Value]) -> Optional[_Value]:
-    """Return what stands for a cast that a conversion has put in; None for other nodes."""
+    """Return the value for a cast inserted by a conversion; None for other nodes."""
     if not is_inserted(node):
         return None
     if reads_as_inserted(node, inputs[0].plain):
-        # The policy decides anew.
         return _Value(inputs[0].entry, node.attrs["dtype"])
-    # MXNet's own conversion casts integers too, which does nothing to them.
+    # MXNet's own conversion casts integers too, which is a no-op.
     return inputs[0] if node.op == "amp_cast" else None
 
 
@@ -350,25 +350,93 @@ def _castable(values: Sequence[_Value]) -> bool:
 def _output_dtypes(
     node: Node, plain: Sequence[str], reads: Sequence[Entry]
 ) -> Tuple[Sequence[str], Sequence[str]]:
-    """Return the dtypes of a node's outputs without mxamp, and with these inputs."""
+    """Return the dtypes of a node's outputs without mxamp, and with the new inputs."""
     before, dtypes = infer_outputs(node, plain), [entry.dtype for entry in reads]
     return before, before if dtypes == list(plain) else infer_outputs(node, dtypes)
 
 
 def _common(dtypes: Sequence[str], narrow: bool) -> str:
-    """Return the dtype that `amp_multicast` brings its inputs to."""
+    """Return the dtype that `amp_multicast` casts its inputs to."""
     halves = sorted(set(dtypes) & HALVES)
     if len(set(dtypes)) == 1 or (narrow and len(halves) == 1):
         return halves[0] if halves else "float32"
     return "float32"
 
 
-def with_reversed_inputs(graph: Graph) -> Graph:
-    """Return a graph that computes the same, whose symbol lists its inputs in reverse.
+# ---------------------------------------------------------------------- symbols
 
-    `graph` has its inputs in the order of its symbol's `list_inputs`, which follows from a
-    depth-first walk. The first comes last once all others are among its dependencies, which the
-    walk visits and nothing reads.
+OTHER_ORDER = (
+    "the rewritten graph takes its inputs in another order; please report this graph: "
+    "{before} became {after}"
+)
+
+
+def own_marks(symbol: Symbol) -> FrozenSet[str]:
+    """Return the regions of a symbol that hold where mixed precision is off around it.
+
+    A converted graph has none: its casts are part of it.
+    """
+    if REGION not in Symbol.tojson(symbol, remove_amp_cast=False):
+        return frozenset()
+    graph = Graph.from_symbol(symbol)
+    return frozenset() if is_converted(graph) else graph.marks
+
+
+@collector_paused()
+def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Graph:
+    """Return a graph with casts, about to run; the same graph if there is nothing to cast."""
+    result = rewrite(graph, policy, usage, choices)
+    for _, node, decision in result.decided():
+        note_precision(node.operator, decision.precision)
+    if result.graph == graph:
+        return graph
+    for _, node, decision in result.decided():
+        if decision.through is not None:
+            node.attrs = {**node.attrs, PRECISION: decision.precision}
+    return result.graph
+
+
+def rewritten_symbol(
+    graph: Graph,
+    symbol_class: Type[Symbol],
+    policy: Policy,
+    usage: Usage,
+    choices: Choices = NONE,
+    reverse: bool = False,
+) -> Optional[Symbol]:
+    """Return the symbol of the rewritten graph; None if there is nothing to cast.
+
+    Inputs and outputs keep their names, order and dtypes. `reverse` reverses the inputs.
+    """
+    rewritten = rewritten_graph(graph, policy, usage, choices)
+    if rewritten is graph:
+        return None
+    if reverse:
+        return runnable_symbol(
+            with_reversed_inputs(rewritten), symbol_class, graph.input_names[::-1]
+        )
+    return runnable_symbol(rewritten, symbol_class, graph.input_names)
+
+
+def runnable_symbol(graph: Graph, symbol_class: Type[Symbol], inputs: Sequence[str]) -> Symbol:
+    """Return the symbol of a rewritten graph; raise if its inputs are in another order."""
+    symbol = graph.to_symbol(symbol_class)
+    after = symbol.list_inputs()
+    if after != list(inputs):
+        raise AmpError(OTHER_ORDER.format(before=inputs, after=after))
+    return symbol
+
+
+def with_reversed_inputs(graph: Graph) -> Graph:
+    """Return an equal graph whose symbol lists its inputs in reverse, to free gradients early.
+
+    MXNet plans the backward pass by a walk from the gradients, in the order of the inputs. The
+    gradient of the first layer's weight needs the whole pass. Asked for first, it makes the
+    half-precision gradients of all other weights wait for their casts to float32: one more copy of
+    the model. Asked for last, each gradient is cast and freed at once.
+
+    `list_inputs` follows a depth-first walk. Control dependencies, which that walk visits and
+    nothing reads, put all other inputs before the first.
     """
     inputs = [i for i, node in enumerate(graph.nodes) if node.is_variable]
     operators = [i for i, node in enumerate(graph.nodes) if not node.is_variable]
@@ -381,52 +449,3 @@ def with_reversed_inputs(graph: Graph) -> Graph:
         last = len(inputs) - 1
         nodes[last].control_deps = list(range(last))
     return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
-
-
-OTHER_ORDER = (
-    "the rewritten graph takes its inputs in another order; please report this graph: "
-    "{before} became {after}"
-)
-
-
-def own_marks(symbol: Symbol) -> FrozenSet[str]:
-    """Return the regions that hold in a graph where mixed precision is off around it.
-
-    A converted graph has its casts, for whoever runs it.
-    """
-    if REGION not in Symbol.tojson(symbol, remove_amp_cast=False):
-        return frozenset()
-    graph = Graph.from_symbol(symbol)
-    return frozenset() if is_converted(graph) else graph.marks
-
-
-@collector_paused()
-def rewritten_symbol(
-    graph: Graph,
-    symbol_class: Type[Symbol],
-    policy: Policy,
-    usage: Usage,
-    choices: Choices = NONE,
-    reverse: bool = False,
-) -> Optional[Symbol]:
-    """Return a symbol's graph rewritten, as a symbol of that class that is about to run.
-
-    None where there is nothing to cast. Inputs and outputs keep names, order and dtypes; inputs
-    that are to `reverse` come in the reverse order.
-    """
-    result = rewrite(graph, policy, usage, choices)
-    for _, node, decision in result.decided():
-        note_precision(node.operator, decision.precision)
-    if result.graph == graph:
-        return None
-    for _, node, decision in result.decided():
-        if decision.through is not None:
-            node.attrs = {**node.attrs, PRECISION: decision.precision}
-    rewritten = with_reversed_inputs(result.graph) if reverse else result.graph
-    symbol = rewritten.to_symbol(symbol_class)
-    before, after = graph.input_names, symbol.list_inputs()
-    if reverse:
-        before = before[::-1]
-    if after != before:
-        raise AmpError(OTHER_ORDER.format(before=before, after=after))
-    return symbol

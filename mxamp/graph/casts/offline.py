@@ -1,4 +1,4 @@
-"""Variables of a converted graph: recorded dtypes, and casts made once instead of each run."""
+"""Variables of a converted graph: recorded dtypes, and casts made offline."""
 
 from dataclasses import replace
 from typing import AbstractSet, Dict, List, Mapping, Optional, Set, Tuple
@@ -26,9 +26,9 @@ FLOAT32 = str(DTYPE_CODES["float32"])
 
 
 def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Record the dtype of each variable that MXNet can't infer any more: those before casts.
+    """Record the dtype of each variable that a cast reads, directly or not.
 
-    MXNet infers dtypes backwards too, but not through a cast, be it in the body of a loop.
+    MXNet infers dtypes backwards too, but not through a cast, in the bodies of loops included.
     """
     nodes = list(graph.nodes)
     before: Set[int] = set()
@@ -47,25 +47,25 @@ def _casts(node: Node) -> bool:
 
 
 def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Graph, Dict[str, str]]:
-    """Drop the casts of variables that are only read through a cast to `dtype`.
+    """Drop the casts of variables whose consumers all cast them to `dtype`.
 
-    The variable takes the dtype itself, recorded in its `__dtype__`. Returns the graph, and the
-    dtype by name of each such variable; those named in `keep` stay as they are.
+    Each such variable gets the dtype itself, recorded in its `__dtype__`. Returns the graph and the
+    new dtypes by name. Variables named in `keep` and graph outputs keep their dtype.
     """
     view = View(graph, {})
     cast_variables: Dict[str, str] = {}
     nodes, edit = graph.nodes, Edit(graph, {})
 
     def casts(i: int) -> Optional[List[int]]:
-        """Return the casts between node i and what reads it in `dtype`; None if not all does."""
+        """Return the casts between node i and its consumers; None if any reads another dtype."""
         found: List[int] = []
         if i in view.outputs or (i, 0) not in view.consumers:
             return None
         for j, _ in view.consumers[i, 0]:
             is_amp = nodes[j].op == "amp_cast" or TAKES_EMPTY in nodes[j].attrs
             to = nodes[j].attrs["dtype"] if is_amp else None
-            # A variable that holds the other half precision is cast by way of float32; weights of
-            # grouped convolutions are copied before they are cast.
+            # A variable in the other half precision is cast through float32, and weights of grouped
+            # convolutions are copied before the cast.
             between = to == "float32" or _is_copy(nodes[j])
             behind = casts(j) if between else [] if to == dtype else None
             if behind is None:
@@ -84,10 +84,10 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
 
 
 def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
-    """Return a converted graph whose variables `names`, in half precision, are float32 ones.
+    """Return a converted graph with float32 in place of the half-precision variables `names`.
 
-    Behind each stands a cast to what it was, such as a conversion inserts: for the dtypes of
-    outputs, until the graph is rewritten.
+    A cast behind each variable restores its dtype, so that outputs keep theirs until the graph is
+    rewritten.
     """
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
@@ -101,15 +101,15 @@ def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
 
 
 def _is_copy(node: Node) -> bool:
-    """Tell whether a conversion has put a copy before casts."""
+    """Return whether a conversion has inserted this copy before casts."""
     return node.op == "_copy" and COPY in node.name
 
 
 def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Put a copy between each variable and its casts to or from bfloat16.
+    """Insert a copy between each variable and its casts to or from bfloat16.
 
-    On CPUs the gradient of such a cast is lost under grad_req="add" (`Builder.cast`), and a saved
-    graph doesn't know how its gradients will be written.
+    On CPUs the gradient of such a cast is lost under grad_req="add" (see `Builder.cast`), and a
+    saved graph may be trained with any grad_req.
     """
 
     def reads_through_copy(node: Node) -> bool:
@@ -129,7 +129,7 @@ def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
 
 
 def without_copies(graph: Graph) -> Graph:
-    """Return the graph without what `with_copies` has put into it."""
+    """Return the graph without the copies that `with_copies` has inserted."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if _is_copy(node) and graph.nodes[node.inputs[0][0]].is_variable:
@@ -138,7 +138,7 @@ def without_copies(graph: Graph) -> Graph:
 
 
 def with_single_variables(graph: Graph) -> Graph:
-    """Return the graph with one variable where several have a name: they are one parameter."""
+    """Return the graph with one variable per name: equal names are one parameter."""
     edit = Edit(graph, {})
     first: Dict[str, int] = {}
     for i, node in enumerate(graph.nodes):
@@ -150,7 +150,7 @@ def with_single_variables(graph: Graph) -> Graph:
 
 
 def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:
-    """Return how many finite values a cast has made infinite, and how many others zero."""
+    """Return how many finite values a cast has made infinite, and how many nonzero ones zero."""
     overflown = vanished = 0
     for old, new in zip(float32_parts(before), float32_parts(after)):
         overflown += int((np.isfinite(old) & np.isinf(new)).sum())

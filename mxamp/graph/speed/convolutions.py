@@ -1,15 +1,14 @@
-"""Grouped convolutions of few channels a group, as convolutions of fewer and wider groups.
+"""Equivalents of convolutions whose channels don't fit oneDNN's blocks of 16.
 
-oneDNN works on blocks of 16 channels. Groups of 4 or 8 get blocks of 4 or 8, and a BatchNorm next
-to them, forward or backward, falls back to a reference kernel that is some 20 times slower, in
-float32 too. Groups of 16 channels, with zeros in the weight between what were different groups,
-cost no more time: the narrow kernels leave most of each vector unused.
+A first layer has 3 input channels, for which oneDNN has no blocked bfloat16 kernel. A grouped
+convolution with 4 or 8 channels a group gets blocks of that size, and a BatchNorm next to it falls
+back to a reference kernel, about 20 times slower, in float32 too.
 """
 
 from typing import Optional, Sequence, Tuple
 
 from ...policy.values import is_true
-from .equivalents import BLOCK, COLORS, Attributes, Call, Detail, Part, Parts
+from .equivalents import BLOCK, COLORS, PLANAR_AXES, Attributes, Call, Detail, Part, Parts
 
 __all__ = [
     "image_convolution",
@@ -19,14 +18,14 @@ __all__ = [
     "widths",
 ]
 
-# Beyond it the fourth channel's products cost more than the layout saves.
+# With larger kernels, the products of the fourth channel cost more than the layout saves.
 _LARGEST_KERNEL = 7
-# Channels a group. Without gradients those of 8 have kernels as fast, and a fast BatchNorm.
+# Channels a group. In inference, groups of 8 have fast kernels too.
 _NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
 
 
 def is_narrow_grouped(call: Call) -> bool:
-    """Tell whether it is a convolution of narrow groups that can be merged into groups of 16."""
+    """Return whether groups of a convolution are narrow and can be merged into groups of 16."""
     weight = planar_weight(call)
     if weight is None:
         return False
@@ -44,15 +43,16 @@ def widths(call: Call) -> Detail:
 
 
 def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the convolution with groups of 16 channels, with zeros in its weight.
+    """Return a convolution with groups of 16 channels, with zeros between the original groups.
 
-    The weight is repeated for each of the groups that become one, and multiplied by a mask.
+    It takes no more time, since the narrow kernels leave most of each vector unused. The weight is
+    repeated for each of the merged groups and multiplied by a mask.
     """
     channels, narrow, height, width = detail
     merged, groups = BLOCK // narrow, channels // BLOCK
     inputs = 2 if is_true(attrs.get("no_bias", "False")) else 3
     parts = Parts(inputs=inputs)
-    # A copy: the weight may be in a layout of oneDNN's that other operators can't read.
+    # A copy, since other operators can't read a weight in oneDNN's layout.
     weight = parts.add_float32("_copy", "weight", 1)
     repeated = parts.add_float32(
         "Concat", "repeated", *[weight] * merged, num_args=str(merged), dim="1"
@@ -70,13 +70,13 @@ def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
 
 
 def planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
-    """Return the shape of the weight of a 2-D convolution in the layout NCHW; None of others."""
+    """Return the weight's shape of a 2-D convolution in NCHW layout; None for other calls."""
     plain = call.attrs.get("layout", "None") in ("None", "NCHW")
-    return call.weight if plain and len(call.weight or ()) == len("OIHW") else None
+    return call.weight if plain and len(call.weight or ()) == PLANAR_AXES else None
 
 
 def is_image_convolution(call: Call) -> bool:
-    """Tell whether it is a first layer that reads colours, with a blocked kernel for four."""
+    """Return whether a convolution reads color images and has a blocked kernel for 4 channels."""
     weight = planar_weight(call)
     return (
         weight is not None
@@ -90,8 +90,8 @@ def is_image_convolution(call: Call) -> bool:
 def image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """Return the convolution with a fourth channel of zeros, in the image and in the weight.
 
-    oneDNN's bfloat16 convolution works on pairs of channels: for three of them it falls back to
-    a matrix product per image, whose output has the plain layout.
+    oneDNN's bfloat16 convolution works on pairs of channels. For 3 channels it falls back to a
+    matrix product per image, whose output has the plain layout.
     """
     bias = () if is_true(attrs.get("no_bias", "False")) else (2,)
     parts = Parts(inputs=2 + len(bias))

@@ -1,7 +1,7 @@
-"""Dense layers as 1x1 convolutions of one image whose pixels are the rows, in fused models.
+"""Large dense layers as 1x1 convolutions, in fused models.
 
-oneDNN packs a convolution's weight once, and a dense layer's at every call: for a few rows that
-takes longer than the product.
+The rows of the data become the pixels of one image. oneDNN packs the weight of a convolution once,
+and that of a dense layer in each call, which takes longer than the product with a few rows.
 """
 
 import math
@@ -19,11 +19,11 @@ from .fusible import FusionView
 
 __all__ = ["make_dense_convolutions"]
 
-#: Elements of a weight, and its rows and columns. With fewer, turning rows into pixels and back
-#: costs more than is gained.
+#: The least elements of a weight, and its least rows and columns. With fewer, turning rows into
+#: pixels and back costs more than the convolution saves.
 _LARGE, _WIDE = 2**20, 1000
 
-#: Operators that take each element alone, in whatever shape.
+#: Elementwise operators, which take any shape.
 _ELEMENTWISE = frozenset(
     {"Activation", "relu", "sigmoid", "tanh", "_copy", "BlockGrad", "_npx_relu", "_npi_tanh"}
 )
@@ -32,16 +32,16 @@ _LEAKY = frozenset({"leaky", "elu", "gelu", "selu"})
 _TO_IMAGE = {"shape": "(-4, 1, -1, -4, -1, 1)"}  # (channels, rows) to (1, channels, rows, 1)
 _TO_MATRIX = {"shape": "(-3, -3)"}  # and back
 
-# What a convolution does not have.
+# The attributes that a convolution lacks.
 _OF_DENSE = frozenset({"num_hidden", "flatten"})
 
 
 def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
-    """Make convolutions of dense layers with large weights.
+    """Make convolutions of dense layers with large weights, in bfloat16.
 
-    A layer stays that is kept in float32, that keeps more than one axis of its data, or whose
-    weight has another consumer. Activations between two of them take the image as it is. In
-    float32, oneDNN's convolution with a sigmoid would make 0 of NaN.
+    A layer stays dense where the policy keeps it in float32, where `flatten` is off, and where its
+    weight has another consumer. Activations between two convolutions read the image. Float32 models
+    stay unchanged, because oneDNN's float32 convolution with a sigmoid turns NaN into 0.
     """
     given = any(view.policy.rule(op).given for op in ("Convolution", "FullyConnected"))
     if given or not view.policy.lowers:
@@ -60,7 +60,7 @@ def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
 
 
 def _weight_of_large(view: FusionView, node: Node) -> Optional[str]:
-    """Return the name of the weight of a dense layer to change; None for other nodes."""
+    """Return the name of a large dense layer's weight; None for nodes that stay."""
     if node.op != "FullyConnected" or not flattens(node.attrs):
         return None
     name = view.own_parameter(node, 1)
@@ -73,14 +73,14 @@ def _weight_of_large(view: FusionView, node: Node) -> Optional[str]:
 
 
 def _convolution(dense: Node) -> Node:
-    """Return the convolution for a dense layer; its inputs are still the layer's."""
+    """Return a convolution with the inputs of a dense layer."""
     attrs = {name: text for name, text in dense.attrs.items() if name not in _OF_DENSE}
     attrs.update(kernel="(1, 1)", num_filter=dense.attrs["num_hidden"])
     return replace(dense, op="Convolution", attrs=attrs)
 
 
 def _with_kernel(weight: NDArray) -> NDArray:
-    """Return a copy of a dense layer's weight as a convolution's, from any of oneDNN's layouts."""
+    """Return a copy of a dense weight with the shape of a convolution's, from any layout."""
     with suspended():
         return mx.nd.reshape(weight.as_nd_ndarray(), shape=(*weight.shape, 1, 1))
 
@@ -91,25 +91,25 @@ def _is_elementwise(node: Node) -> bool:
 
 
 class _Images:
-    """Matrices that are images, and matrices again where anything else reads them."""
+    """Matrices turned into images, and back for consumers that need a matrix."""
 
     def __init__(self, view: FusionView, edit: Edit) -> None:
         self._view, self._edit = view, edit
-        self.images: Dict[Output, Output] = {}  #: outputs of the source that are images
-        self._read: Dict[Output, Output] = {}  # images of matrices of the source
-        self._on_images: Set[int] = set()  # nodes of the source that read an image
+        self.images: Dict[Output, Output] = {}  #: by output of the source graph
+        self._read: Dict[Output, Output] = {}  # by matrix of the source graph
+        self._on_images: Set[int] = set()  # nodes of the source graph that read an image
 
     def add_convolution(self, i: int, node: Node) -> None:
-        """Put the convolution in the place of a dense layer, node i of the source."""
+        """Replace dense layer i of the source graph with a convolution."""
         data, *parameters = node.inputs
         self._put(i, _convolution(node), [self._image(node, data), *parameters])
 
     def add_on_image(self, i: int, node: Node) -> None:
-        """Let node i of the source read an image."""
+        """Let node i of the source graph read an image."""
         self._put(i, node, [self.images[node.inputs[0]]])
 
     def make_matrices(self) -> None:
-        """Turn images into matrices for all that reads one as a matrix."""
+        """Turn images back into matrices for the consumers that need a matrix."""
         for output, image in self.images.items():
             readers = self._view.consumers.get(output, [])
             if all(i in self._on_images and k == 0 for i, k in readers):

@@ -1,6 +1,6 @@
-"""How operators are computed by others that have faster kernels on CPUs, and where they can be.
+"""Equivalents of operators, made of operators with faster kernels on CPUs.
 
-Each equivalent is a function that returns its parts, and one that tells which calls it fits.
+Each equivalent is a function that returns its parts, and a predicate on the calls that it fits.
 """
 
 from typing import List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -10,6 +10,7 @@ from ...policy.values import integers, is_true
 __all__ = [
     "BLOCK",
     "COLORS",
+    "PLANAR_AXES",
     "Attributes",
     "Call",
     "Detail",
@@ -28,73 +29,78 @@ __all__ = [
 
 Attributes = Mapping[str, str]
 Detail = Tuple[int, ...]
-#: Of an operator's inputs; None for those that nobody looks at, or that are not known.
+#: Shapes of an operator's inputs; None where unknown or unneeded.
 Shapes = Sequence[Optional[Tuple[int, ...]]]
 
-#: The channels of a first layer; with one more oneDNN has a blocked kernel for it.
+#: The channels of an image; with one more, oneDNN has a blocked kernel for the convolution.
 COLORS = 3
-#: oneDNN's bfloat16 convolutions work on blocks of so many channels.
+#: The channels in a block of oneDNN's bfloat16 convolutions.
 BLOCK = 16
+#: The axes of a batch of images (NCHW), and of the weight of a 2-D convolution (OIHW).
+PLANAR_AXES = 4
 
 
 class Part(NamedTuple):
-    """One operator of what stands in for another.
+    """One operator of an equivalent.
 
-    `inputs` count the inputs of the operator that is replaced first, and after them the parts.
+    `inputs` number the inputs of the replaced operator first, then the parts before this one.
     """
 
     op: str
-    suffix: str  #: of its name; the last part has the replaced operator's name
+    suffix: str  #: of its name; empty for the last part, which takes the replaced operator's name
     inputs: Tuple[int, ...]
     attrs: Attributes
-    float32: bool = False  #: whatever class its operator has
+    float32: bool = False  #: computes in float32, whatever the class of its operator
 
 
 class Call(NamedTuple):
-    """What is known of a call that may be replaced."""
+    """A call that may be replaced."""
 
-    operator: str  #: by its canonical name
+    operator: str  #: canonical name
     attrs: Attributes
     shapes: Shapes  #: of its inputs
     training: bool  #: gradients will be computed
 
     @property
     def shape(self) -> Optional[Tuple[int, ...]]:
-        """The shape of its first input, where that is known."""
+        """The shape of its first input, None where unknown."""
         return self.shapes[0] if self.shapes else None
 
     @property
     def weight(self) -> Optional[Tuple[int, ...]]:
-        """The shape of its second input, where that is known."""
+        """The shape of its second input, None where unknown."""
         return self.shapes[1] if self.shapes[1:] else None
 
 
 def has_elements(call: Call) -> bool:
-    """Tell whether oneDNN takes the array: NumPy's may be empty or have no axes."""
+    """Return whether the array has elements and axes, or an unknown shape.
+
+    oneDNN fails on empty arrays and on arrays without axes, both of which `mx.np` allows.
+    """
     return call.shape is None or (bool(call.shape) and all(call.shape))
 
 
 class Parts:
-    """A list of parts that grows."""
+    """A growing list of parts."""
 
     def __init__(self, inputs: int) -> None:
         self.inputs = inputs
         self.made: List[Part] = []
 
     def add(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
-        """Append a part; return the number by which later ones read it."""
+        """Append a part; return its number among the inputs of later parts."""
         self.made.append(Part(op, suffix, inputs, attrs))
         return self.inputs + len(self.made) - 1
 
     def add_float32(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
-        """Append a part that computes in float32 whatever class its operator has."""
+        """Append a part that computes in float32, whatever the class of its operator."""
         position = self.add(op, suffix, *inputs, **attrs)
         self.made[-1] = self.made[-1]._replace(float32=True)
         return position
 
 
 def is_relu6(call: Call) -> bool:
-    """Return whether a clip is min(max(x, 0), 6) of an array that oneDNN takes."""
+    """Return whether a clip is min(max(x, 0), 6) of an array with elements."""
     bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
     return bounds == (0, 6) and has_elements(call)
 
@@ -102,8 +108,8 @@ def is_relu6(call: Call) -> bool:
 def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """Return min(max(x, 0), 6), exact in every float dtype.
 
-    The minimum is in float32, whose kernel is faster. Its gradient reads what the relu gives: with
-    that in float32 too, training keeps one tensor for both.
+    The minimum has a faster kernel in float32. Its gradient reads the output of the relu: with both
+    in float32, training keeps one tensor instead of two.
     """
     return [
         Part("Activation", "relu", (0,), {"act_type": "relu"}, float32=True),
@@ -112,17 +118,17 @@ def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
 
 
 def is_trained_layer_norm(call: Call) -> bool:
-    """Tell whether gradients of it will be computed, over the last axis."""
+    """Return whether a LayerNorm is over the last axis and gets gradients."""
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1"
     return call.training and plain and not is_true(attrs.get("output_mean_var", "False"))
 
 
 def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return row sums and broadcasts as products with vectors: their gradients are products too.
+    """Return a LayerNorm whose row sums and broadcasts are products with vectors.
 
-    The gradients of MXNet's own kernel, and of its broadcasts, are reductions that it does one
-    element at a time.
+    Their gradients are products too. The gradients of MXNet's LayerNorm and broadcasts are
+    reductions that add one element at a time.
     """
     x, gamma, beta = 0, 1, 2
     parts = Parts(inputs=3)
@@ -144,27 +150,27 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
 
 
 def is_split_of_rows(call: Call) -> bool:
-    """Tell whether it splits the last axis, where MXNet's kernel copies element by element."""
+    """Return whether a split is along the last axis, where MXNet copies element by element."""
     shape, attrs = call.shape, call.attrs
     if shape is None or not all(shape) or is_true(attrs.get("squeeze_axis", "False")):
         return False
     if int(attrs.get("axis", "1")) not in (-1, len(shape) - 1):
         return False
-    # MXNet has no slices without elements, and NumPy's parts may be empty.
+    # Parts of NumPy's splits may be empty, and MXNet has no empty slices.
     _, *bounds = split_bounds(call)
     return all(a < b for a, b in zip(bounds, bounds[1:]))
 
 
 def split_bounds(call: Call) -> Detail:
-    """Return the number of axes where one kernel can do it, else 0; then the bounds of the parts.
+    """Return the number of axes for a split along a new axis, 0 for slices; then the bounds.
 
-    In training, equal parts are split along an axis of their own before the last: the gradient
-    is then copied together row by row. That of slices is a sum of arrays that are mostly zeros.
+    In training, equal parts are split along a new axis before the last one, so that the gradient is
+    copied row by row. The gradient of slices is a sum of arrays that are mostly zeros.
     """
     shape, attrs = call.shape or (0,), call.attrs
     sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
     if sections:
-        # As NumPy's array_split: the first parts are one longer where they can't be equal.
+        # As in NumPy's array_split, the first parts are longer by one.
         size, longer = divmod(shape[-1], sections)
         axes = len(shape) if call.training and not longer else 0
         return (axes, *(size * i + min(i, longer) for i in range(sections + 1)))
@@ -173,7 +179,7 @@ def split_bounds(call: Call) -> Detail:
 
 
 def split(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return slices, or a split along an axis of its own: see `split_bounds`."""
+    """Return slices, or a split along a new axis, as `split_bounds` says."""
     axes, *bounds = detail
     if not axes:
         return [

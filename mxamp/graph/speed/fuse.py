@@ -1,7 +1,7 @@
 """Fusion for inference on CPUs: oneDNN's fused operators, made by MXNet's own pass.
 
-Before that pass runs the passes of `PASSES`: activations are renamed to those that oneDNN fuses,
-BatchNorm is folded into the product before it, and channels are padded.
+The passes of `PASSES` prepare the graph for it. They rename activations to the operator that oneDNN
+fuses, fold each BatchNorm into the product before it, and pad channels.
 """
 
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -12,11 +12,12 @@ from mxnet.ndarray.ndarray import NDArray
 from ...policy.policy import Policy
 from ...policy.regions import policy_in
 from ...policy.values import flattens, is_true
-from ..edit import Edit, Params, View, without_shape
+from ..edit import Edit, Params, without_shape
 from ..ir import Graph, Node, Output
 from .dense_convolutions import make_dense_convolutions
 from .fusible import (
     FUSED,
+    PRODUCTS,
     FusionView,
     check_fused,
     check_fusible,
@@ -29,97 +30,20 @@ from .pad_channels import pad_channels
 from .shape_rules import stand_in
 from .substitutions import ALL, find
 
-__all__ = [
-    "FUSED",
-    "FusionPass",
-    "PASSES",
-    "fold_into_producers",
-    "fused",
-    "rewritten",
-]
-
-# The products that a BatchNorm folds into, with channels on axis 1 of their output.
-_FOLDED_INTO = frozenset({"Convolution", "FullyConnected"})
-_BIAS = 2  # among a product's inputs, where it has one
-
-
-def fold_into_producers(view: FusionView, edit: Edit) -> None:
-    """Fold BatchNorms into the products before them.
-
-    A BatchNorm stays where something else reads the product or one of the parameters, and where
-    the policy keeps it in float32 by name.
-    """
-    for i, norm in enumerate(view.graph.nodes):
-        if norm.op != "BatchNorm" or i in view.several_read or view.policy.keeps_layer(norm.name):
-            continue
-        source, output = norm.inputs[0]
-        product = view.graph.nodes[source]
-        statistics, names = view.own_parameters(norm), view.own_parameters(product)
-        if output or not view.is_read_once(source) or not _on_channels(norm, product):
-            continue
-        if not statistics or not names:
-            continue
-        scale, shift = _scale_and_shift(norm.attrs, [view.params[name] for name in statistics])
-        weight, bias = _values(view, names)
-        new = weight * scale.reshape((-1,) + (1,) * (weight.ndim - 1))
-        _set(edit, source, names, new, bias * scale + shift)
-        edit.alias((i, 0), (source, 0))
-
-
-def _values(view: View, names: Sequence[str]) -> Tuple[Any, Any]:
-    """Return a product's weight and bias, which is 0 where it has none."""
-    arrays = [view.params[name].asnumpy() for name in names]
-    return arrays[0], arrays[1] if len(arrays) > 1 else 0.0
-
-
-def _set(edit: Edit, i: int, names: Sequence[str], weight: Any, bias: Any) -> None:
-    """Give product i these values; it gets a bias where it has none."""
-    product = edit.node(i)
-    edit.params[names[0]] = float32_array(weight)
-    inputs = product.inputs[:_BIAS]
-    if len(names) > 1:
-        edit.params[names[1]] = float32_array(bias)
-        inputs = product.inputs
-    else:
-        bias_variable = edit.add_parameter(f"{product.name}_folded_bias", float32_array(bias))
-        inputs = [*inputs, bias_variable]
-    edit.change(i, inputs=inputs, attrs={**product.attrs, "no_bias": "False"})
-
-
-def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> Tuple[Any, Any]:
-    """Return what a BatchNorm multiplies with and adds, of its gamma, beta, mean and variance."""
-    gamma, beta, mean, variance = (array.asnumpy().astype(np.float64) for array in statistics)
-    if is_true(attrs.get("fix_gamma", "True")):
-        gamma = np.ones_like(gamma)
-    scale = gamma / np.sqrt(variance + float(attrs.get("eps", "0.001")))
-    return scale, beta - mean * scale
-
-
-def _is_axis_1(norm: Node) -> bool:
-    return norm.attrs.get("axis", "1") == "1"
-
-
-def _on_channels(norm: Node, product: Node) -> bool:
-    """Return whether a norm's axis is that of the product's output channels."""
-    rows = product.op == "FullyConnected" and not flattens(product.attrs)
-    return product.op in _FOLDED_INTO and _is_axis_1(norm) and not rows
-
+__all__ = ["FUSED", "PASSES", "FusionPass", "fold_into_producers", "fused", "rewritten"]
 
 _ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
+_BIAS = 2  # the position of a product's bias among its inputs
 
 #: The convolution that gives an image its fourth channel.
 _TO_FOUR = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
 
 
-#: A pass looks at a view, and says in the edit what changes.
-Rewrite = Callable[[FusionView, Edit], None]
-
-
 class FusionPass(NamedTuple):
-    """A pass of fusion, and when it is made."""
+    """A pass of fusion: it reads the view and records its changes in the edit."""
 
-    rewrite: Rewrite
-    name: Optional[str] = None  #: in a policy's substitutions; None for one that is always made
+    rewrite: Callable[[FusionView, Edit], None]
+    name: Optional[str] = None  #: in a policy's substitutions; None for a pass that always runs
 
 
 def fused(
@@ -127,9 +51,9 @@ def fused(
 ) -> Tuple[Graph, Params, Policy]:
     """Return a float32 model with fused operators, and a policy that lowers them.
 
-    Products that `policy` keeps in float32, by class, shape or name, are kept when they are fused.
-    Raises `ArgumentError` where `policy` is for no fused operators, a parameter is float64, or
-    MXNet has fused operators before in a way that has no bfloat16 kernel.
+    Products that `policy` keeps in float32, by class, shape or name, stay in float32 when fused.
+    Raises `ArgumentError` where the device or dtype has no fused operators, a parameter is float64,
+    or MXNet has fused operators before in a way that has no bfloat16 kernel.
     """
     check_fusible(params, policy)
     values = dict(params)
@@ -151,7 +75,7 @@ def fused(
 def rewritten(
     one: FusionPass, graph: Graph, params: Params, policy: Policy
 ) -> Tuple[Graph, Params]:
-    """Return what a pass makes of a model: the graph, and the parameters that it still reads."""
+    """Return the graph after a pass, and the parameters that it still reads."""
     if one.name is not None and one.name not in policy.substitutions:
         return graph, params
     edit = Edit(graph, params)
@@ -162,28 +86,28 @@ def rewritten(
 
 
 def _fused_by_mxnet(graph: Graph) -> Graph:
-    """Return the graph with oneDNN's fused operators: what MXNet's executors do to it."""
+    """Return the graph with oneDNN's fused operators, as MXNet's executors make them."""
     apart, made = with_barriers(graph, before_norms=True)
     return without_barriers(Graph.from_symbol(apart.to_symbol().get_backend_symbol("MKLDNN")), made)
 
 
-# ---------------------------------------------------------------------- what does nothing
+# ---------------------------------------------------------------------- no-ops and activations
 
 
-def _drop_idle(view: FusionView, edit: Edit) -> None:
-    """Drop what does nothing in inference.
+def _drop_no_ops(view: FusionView, edit: Edit) -> None:
+    """Drop the operators that do nothing in inference.
 
-    MXNet's pass takes it out too, but after it has looked at who reads a product, and it renames
-    the input of a net that begins with two such operators.
+    MXNet's pass drops them too, but only after it has looked at the consumers of a product. It also
+    renames the input of a net that begins with two of them.
     """
     for i, node in enumerate(view.graph.nodes):
-        idle = node.op == "_copy" or (
+        no_op = node.op == "_copy" or (
             node.op == "Dropout" and node.attrs.get("mode", "training") == "training"
         )
-        if not idle or i in view.several_read:
+        if not no_op or i in view.several_read:
             continue
         source = edit.node(i).inputs[0]
-        # An input that is returned as it is would be the caller's own array.
+        # A graph output that is an input would be the caller's own array.
         if i not in view.outputs or not view.graph.nodes[source[0]].is_variable:
             edit.alias((i, 0), source)
 
@@ -197,14 +121,66 @@ def _rename_activations(view: FusionView, edit: Edit) -> None:
             edit.change(i, op=part.op, attrs={**node.attrs, **part.attrs})
 
 
+# ---------------------------------------------------------------------- BatchNorm
+
+
+def fold_into_producers(view: FusionView, edit: Edit) -> None:
+    """Fold each BatchNorm into the weight and the bias of the product before it.
+
+    The values are folded in float32 and cast later: MXNet's own fusion folds in the dtype of the
+    weight, and bfloat16 rounds toward zero. A BatchNorm stays where the product or a parameter has
+    another consumer, and where the policy keeps it in float32 by name.
+    """
+    for i, norm in enumerate(view.graph.nodes):
+        if norm.op != "BatchNorm" or i in view.several_read or view.policy.keeps_layer(norm.name):
+            continue
+        source, output = norm.inputs[0]
+        product = view.graph.nodes[source]
+        if output or not view.is_read_once(source) or not _on_channels(norm, product):
+            continue
+        statistics, names = view.own_parameters(norm), view.own_parameters(product)
+        if statistics and names:
+            scale, shift = _scale_and_shift(norm.attrs, [view.params[name] for name in statistics])
+            _scale_product(edit, source, names, scale, shift)
+            edit.alias((i, 0), (source, 0))
+
+
+def _on_channels(norm: Node, product: Node) -> bool:
+    """Return whether a norm's axis is that of the product's output channels."""
+    rows = product.op == "FullyConnected" and not flattens(product.attrs)
+    return product.op in PRODUCTS and norm.attrs.get("axis", "1") == "1" and not rows
+
+
+def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> Tuple[Any, Any]:
+    """Return the factor and the summand of a BatchNorm, from gamma, beta, mean and variance."""
+    gamma, beta, mean, variance = (array.asnumpy().astype(np.float64) for array in statistics)
+    if is_true(attrs.get("fix_gamma", "True")):
+        gamma = np.ones_like(gamma)
+    scale = gamma / np.sqrt(variance + float(attrs.get("eps", "0.001")))
+    return scale, beta - mean * scale
+
+
+def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: Any) -> None:
+    """Multiply the output channels of product i by `scale` and add `shift`."""
+    product = edit.node(i)
+    weight, *biases = (edit.params[name].asnumpy() for name in names)
+    edit.params[names[0]] = float32_array(weight * scale.reshape(-1, *[1] * (weight.ndim - 1)))
+    if biases:
+        edit.params[names[1]] = float32_array(biases[0] * scale + shift)
+        return
+    bias = edit.add_parameter(f"{product.name}_folded_bias", float32_array(shift))
+    inputs = [*product.inputs[:_BIAS], bias]
+    edit.change(i, inputs=inputs, attrs={**product.attrs, "no_bias": "False"})
+
+
 # ---------------------------------------------------------------------- images
 
 
 def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
     """Give convolutions of images a fourth channel of zeros, as the substitution does in graphs.
 
-    The image's comes from a 1x1 convolution, which stays in float32: one kernel, with three times
-    the speed of oneDNN's concatenation.
+    A 1x1 convolution in float32 adds the channel: it is one kernel, three times as fast as
+    oneDNN's concatenation.
     """
     images: Dict[Output, Output] = {}
     for i, node in enumerate(view.graph.nodes):
@@ -238,11 +214,9 @@ def _weight_of_images(view: FusionView, node: Node) -> Optional[str]:
     return name if substitution is not None and substitution[0] == "image_convolution" else None
 
 
-# ---------------------------------------------------------------------- the table
-
-#: In their order: each sees the graph that those before it have made.
+#: In order: each pass sees the graph that the passes before it have made.
 PASSES = (
-    FusionPass(_drop_idle),
+    FusionPass(_drop_no_ops),
     FusionPass(_rename_activations),
     FusionPass(fold_into_producers),
     FusionPass(pad_channels, "padded_channels"),

@@ -1,4 +1,4 @@
-"""Checks that a model can be fused, and the view that passes of fusion get."""
+"""Limits of MXNet's fusion for oneDNN: what it can fuse, and barriers against its errors."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from .shape_rules import choose
 
 __all__ = [
     "FUSED",
+    "PRODUCTS",
     "FusionView",
     "check_fused",
     "check_fusible",
@@ -40,8 +41,8 @@ NO_KERNELS = (
 )
 
 DOUBLE = (
-    "oneDNN has no float64 kernels, and float64 is the dtype of {names}: cast the model, or leave "
-    "out fuse"
+    "oneDNN has no float64 kernels, and {names} have the dtype float64: cast the model to float32, "
+    "or convert without fuse"
 )
 
 FOUND_FUSED = (
@@ -53,19 +54,21 @@ FOUND_FUSED = (
 #: oneDNN's fused operators.
 FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
 
-#: What they are made of: a product, and what follows it.
-_PRODUCTS = frozenset({"Convolution", "FullyConnected"})
+#: The operators that begin a fused operator.
+PRODUCTS = frozenset({"Convolution", "FullyConnected"})
+
+_BARRIER = "BlockGrad"  # the identity in inference; MXNet runs it in place
 
 
 @dataclass(frozen=True)
 class FusionView(View):
-    """A float32 model that is being fused, and the policy that decides what it computes in."""
+    """A float32 model that is being fused, and the policy that decides its precision."""
 
     policy: Policy
 
     @cached_property
     def _kept_by_shape(self) -> FrozenSet[str]:
-        """Return the operators that choices keep in float32, by name: MXNet's pass moves them."""
+        """Return the names of the operators that shape rules keep in float32."""
         shapes = {name: array.shape for name, array in self.params.items()}
         choices = choose(self.graph, self.policy, Usage(shapes=shapes, converting=True))
         return frozenset(self.graph.nodes[i].name for i, _ in choices.kept)
@@ -74,7 +77,7 @@ class FusionView(View):
         """Return whether the policy keeps a product in float32, by class, shape or name."""
         if node.name in self._kept_by_shape or self.policy.keeps_layer(node.name):
             return True
-        if node.op not in _PRODUCTS:
+        if node.op not in PRODUCTS:
             return False
         inside = policy_in(self.policy, node.attrs)
         if inside.target_dtype != self.policy.target_dtype:
@@ -89,12 +92,12 @@ def float32_array(values: Any) -> NDArray:
 
 
 def nodes_inside(node: Node) -> Iterable[Node]:
-    """Return the operators that a fused operator was made of."""
+    """Return the operators inside a fused operator."""
     return (inner for body in node.subgraphs for inner in body.nodes)
 
 
 def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
-    """Raise where a policy is for no fused operators, or a parameter is float64."""
+    """Raise where the device or dtype has no fused operators, or a parameter is float64."""
     dtype = policy.target_dtype if policy.lowers else "float32"
     if policy.device != "cpu" or dtype == "float16":
         raise ArgumentError(NOT_HERE.format(dtype=dtype, device=policy.device))
@@ -106,10 +109,10 @@ def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
 
 
 def check_fused(graph: Graph, layers: Container[str], policy: Policy) -> None:
-    """Raise where a fused operator that is to be lowered has no bfloat16 kernel.
+    """Raise where a fused operator outside `layers` has no bfloat16 kernel.
 
-    All but `layers` are lowered. Those that MXNet has made before could be left as they are; but
-    who fuses a model for bfloat16 would get one that computes in float32, without a word.
+    MXNet may have made such operators before. In float32 they would run, but silently slower than
+    the caller of `fuse=True` expects.
     """
     fixed = [
         node.name
@@ -121,26 +124,30 @@ def check_fused(graph: Graph, layers: Container[str], policy: Policy) -> None:
 
 
 def _has_no_bfloat16(node: Node) -> bool:
-    # MXNet's pass gets no BatchNorm to fold and nothing quantized from `fuse`.
-    ways = [node.attrs.get(name, "False") for name in ("with_bn", "quantized")]
-    return node.op in FUSED and any(map(is_true, ways))
+    # The fusion of mxamp leaves no BatchNorm to fold and nothing to quantize.
+    return node.op in FUSED and any(
+        is_true(node.attrs.get(name, "False")) for name in ("with_bn", "quantized")
+    )
 
 
-_BARRIER = "BlockGrad"
+# ---------------------------------------------------------------------- barriers
 
 
 def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, AbstractSet[str]]:
-    """Return a graph for inference with barriers, and their names.
+    """Return an inference graph with barriers against wrong fusion, and their names.
 
-    They stand behind each output that is read more than once, and `before_norms`, which MXNet would
-    fold into weights in the dtype that these have.
+    MXNet fuses a product with the operator that reads it, in executors and in
+    `get_backend_symbol`, even where the product is a graph output or has a second consumer. A
+    barrier behind each output with several consumers prevents that. `before_norms` puts one before
+    each BatchNorm too, which MXNet would otherwise fold in the dtype of the weight.
     """
     view, edit = View(graph, {}), Edit(graph, {})
     made: Set[str] = set()
     for i, node in enumerate(graph.nodes):
         for position, output in enumerate(node.inputs):
             source = graph.nodes[output[0]]
-            shared = _is_fusible(source) and view.reads(output[0]) > 1
+            fusible = not source.is_variable and source.num_outputs == 1
+            shared = fusible and view.reads(output[0]) > 1
             if shared or (before_norms and node.op == "BatchNorm" and position == 0):
                 name = edit.new_name(f"{node.name}_{position}_amp_apart")
                 made.add(name)
@@ -155,7 +162,3 @@ def without_barriers(graph: Graph, made: AbstractSet[str]) -> Graph:
         if node.name in made:
             edit.alias((i, 0), node.inputs[0])
     return edit.applied()
-
-
-def _is_fusible(node: Node) -> bool:
-    return not node.is_variable and node.num_outputs == 1

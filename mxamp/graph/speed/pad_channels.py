@@ -1,10 +1,9 @@
-"""Convolutions with as many output channels as oneDNN's kernels work on at once, for inference.
+"""Pad the output channels of convolutions to oneDNN's blocks of 16, for inference.
 
-oneDNN computes convolutions in blocks of 16 channels. For other numbers of output channels it falls
-back to slower kernels: in bfloat16 to a matrix product for each image in the plain layout, with
-reorders on both sides of it. Here such a convolution gets filters of zeros, and what reads its
-output gets weights of zeros for them. The other channels keep their values: zeros are added to
-their sums.
+For other numbers of output channels oneDNN falls back to slower kernels: in bfloat16 to a matrix
+product per image in the plain layout, between two reorders. A padded convolution gets filters of
+zeros, and its consumers get zero weights for them. The other channels keep their values, since only
+zeros are added to their sums.
 """
 
 import math
@@ -27,7 +26,7 @@ import numpy as np
 from ...policy.values import flattens, integers
 from ..edit import Edit, View, without_shape
 from ..ir import Graph, Node, Output
-from .equivalents import BLOCK, COLORS
+from .equivalents import BLOCK, COLORS, PLANAR_AXES
 from .fusible import FusionView, float32_array
 from .shapes import NORMS
 
@@ -41,7 +40,7 @@ __all__ = [
     "with_added",
 ]
 
-#: Channels in their order: so many of the tensor's own, so many added behind them; and so on.
+#: Pairs of (original channels, padding channels behind them), in order.
 Runs = Tuple[Tuple[int, int], ...]
 
 _LARGEST = 1e4
@@ -51,31 +50,31 @@ class Channels(NamedTuple):
     """The channels of a tensor, on its axis 1."""
 
     runs: Runs
-    added_by: FrozenSet[int] = frozenset()  #: the convolutions whose outputs have added ones
-    bound: float = 0.0  #: of the magnitude of an added one
+    added_by: FrozenSet[int] = frozenset()  #: the padded convolutions
+    bound: float = 0.0  #: of the magnitude of a padding channel
 
     @property
     def own(self) -> int:
-        """How many the tensor has, without added ones."""
+        """The number of original channels."""
         return sum(own for own, _ in self.runs)
 
     @property
     def added(self) -> int:
-        """How many were added."""
+        """The number of padding channels."""
         return sum(added for _, added in self.runs)
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """The number of all channels."""
         return self.own + self.added
 
     def times(self, count: int) -> "Channels":
-        """Return them with so many in the place of each."""
+        """Return channels in which each channel is replaced by `count` channels."""
         return self._replace(runs=tuple((own * count, added * count) for own, added in self.runs))
 
 
 def joined(parts: Sequence[Channels]) -> Channels:
-    """Return the channels of tensors in a row."""
+    """Return the channels of concatenated tensors."""
     runs = [parts[0].runs[0]]
     for own, added in [run for part in parts for run in part.runs][1:]:
         before, between = runs[-1]
@@ -88,7 +87,7 @@ def joined(parts: Sequence[Channels]) -> Channels:
 
 
 def with_added(values: Any, axis: int, runs: Runs, fill: float) -> Any:
-    """Return a weight with places for added channels on an axis, where each has equally many."""
+    """Return a weight with `fill` for the padding channels of an axis."""
     sizes = [own + added for own, added in runs]
     starts = np.cumsum([0, *sizes[:-1]])
     own = np.concatenate([start + np.arange(count) for (count, _), start in zip(runs, starts)])
@@ -118,7 +117,7 @@ def _activation(attrs: Mapping[str, str], bound: float) -> float:
 
 
 def _dropout(attrs: Mapping[str, str], bound: float) -> float:
-    # With other channels beside them, a random mask of the same seed is another one.
+    # The random mask of a seed depends on the number of channels.
     return math.inf if attrs.get("mode", "training") == "always" else bound
 
 
@@ -148,7 +147,7 @@ def _same(_attrs: Mapping[str, str], bound: float) -> float:
     return bound
 
 
-#: Operators that treat each channel alike: how large their output is for an input of a bound.
+#: Operators that treat all channels alike: the bound of their output for a bound of the input.
 _ELEMENTWISE: Mapping[str, _Bound] = {
     "Activation": _activation, "LeakyReLU": _leaky, "clip": _clip, "Pooling": _pooling,
     "Dropout": _dropout, "Pad": _pad,
@@ -168,12 +167,12 @@ _SUMS = frozenset(
 )
 _PRODUCTS = frozenset({"elemwise_mul", "broadcast_mul", "_npi_multiply"})
 
-#: Operators of several tensors that all have the same channels.
+#: Operators of several tensors with the same channels.
 SAME_CHANNELS = _SUMS | _PRODUCTS
 
 
 def elementwise(node: Node, given: Sequence[Channels]) -> Optional[Channels]:
-    """Return the channels behind an operator that treats each alike; None for other operators."""
+    """Return the output channels of an operator that treats all alike; None for others."""
     operator, first = node.operator, given[0]
     bounds = [one.bound for one in given]
     if operator in SAME_CHANNELS:
@@ -187,24 +186,24 @@ def elementwise(node: Node, given: Sequence[Channels]) -> Optional[Channels]:
     return joined(given)._replace(runs=first.runs, bound=bound)
 
 
-# At most a third more arithmetic: what the slower kernels lose by measurement, without reorders.
+# At most a third more arithmetic: as much as the slower kernels lose, without the reorders.
 _MOST = 4 / 3
-# What oneDNN's kernels read besides multiples of 16.
+# Numbers of input channels that oneDNN's kernels read besides multiples of 16.
 _FEW = frozenset({2, COLORS, 4, 8, 12})
 
-#: They leave the blocked layout anyway, so that a slice before them costs little.
+#: Operators that leave the blocked layout anyway, so that a slice before them costs little.
 _REORDERS = frozenset(
     {"Flatten", "Reshape", "transpose", "SwapAxis", "_np_reshape", "_npx_reshape", "_np_transpose"}
 )
-# What added channels have in a BatchNorm's gamma, beta, mean and variance.
+# The values of padding channels in a BatchNorm's gamma, beta, mean and variance.
 _OF_NORMS = (0.0, 0.0, 0.0, 1.0)
 
 
 def pad_channels(view: FusionView, edit: Edit) -> None:
-    """Pad the channels of convolutions to multiples of 16, and the weights that read them.
+    """Pad the channels of convolutions to multiples of 16, and the weights of their consumers.
 
-    Outputs of the graph, and operators that reorder axes, read a slice. Where another one can't
-    read added channels, the convolutions that they come from stay as they are.
+    Graph outputs and operators that reorder axes get a slice without the padding. A convolution
+    with any other consumer that can't read padding channels stays as it is.
     """
     rule = view.policy.rule("Convolution")
     if rule.given or rule.missing is not None:
@@ -215,11 +214,11 @@ def pad_channels(view: FusionView, edit: Edit) -> None:
     plan.write(edit)
 
 
-Given = Sequence[Optional[Channels]]  #: the channels of a node's inputs, where they are known
+Given = Sequence[Optional[Channels]]  #: the channels of a node's inputs, None where unknown
 
 
 class _Places(NamedTuple):
-    """Where a parameter gets values for added channels."""
+    """Padding for one axis of a parameter."""
 
     axis: int
     runs: Runs
@@ -227,11 +226,11 @@ class _Places(NamedTuple):
 
 
 class _Plan:
-    """Which channels each tensor has, and what of the graph changes for that."""
+    """The channels of each tensor, and the resulting changes of the graph."""
 
     def __init__(self, view: View, left: FrozenSet[int] = frozenset()) -> None:
         self.view, self.graph, self.left = view, view.graph, left
-        self.refused: Set[int] = set()  #: convolutions to leave as they are, too
+        self.refused: Set[int] = set()  #: more convolutions to leave unpadded
         self._channels: Dict[Output, Channels] = {}
         self._places: Dict[int, List[_Places]] = {}  # by index of the variable
         self._attrs: Dict[int, Dict[str, str]] = {}
@@ -244,7 +243,7 @@ class _Plan:
             self._check_cut(output)
 
     def write(self, edit: Edit) -> None:
-        """Write the channels that are added into the graph and its parameters."""
+        """Write the padding into the graph and its parameters."""
         for i, places in self._places.items():
             variable = self.graph.nodes[i]
             array = self.view.params[variable.name].asnumpy()
@@ -262,7 +261,7 @@ class _Plan:
                 edit.give(place, self._sliced(edit, slices, output))
 
     def _sliced(self, edit: Edit, slices: Dict[Output, Output], output: Output) -> Output:
-        """Return an output's own channels: one slice for all that read it."""
+        """Return an output without padding, through one slice for all consumers."""
         if output not in slices:
             name = f"{self.graph.nodes[output[0]].name}_channels"
             end = str(self._channels[output].own)
@@ -285,7 +284,7 @@ class _Plan:
                 self._check_cut(output)
 
     def _check_cut(self, output: Output) -> None:
-        """Refuse added channels before others: one slice does not take them away."""
+        """Refuse padding between original channels, which no single slice removes."""
         if self._added(output) and len(self._channels[output].runs) > 1:
             self.refused |= self._channels[output].added_by
 
@@ -293,8 +292,8 @@ class _Plan:
         return self._channels[output].added if output in self._channels else 0
 
     # ------------------------------------------------------------------ operators
-    # Each returns the channels of its output: None where they are not known, or where it can't read
-    # those that are given.
+    # Each method returns the channels of the output: None where they are unknown, or where the
+    # operator can't read its input's padding.
 
     def _behind_other(self, _i: int, node: Node, given: Given) -> Optional[Channels]:
         known = [one for one in given if one is not None]
@@ -311,7 +310,7 @@ class _Plan:
     def _behind_convolution(self, i: int, node: Node, given: Given) -> Optional[Channels]:
         data, weight = given[0], self._weight(node)
         own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
-        if weight is not None and len(weight) == len("OIHW") and weight[0] == own:
+        if weight is not None and len(weight) == PLANAR_AXES and weight[0] == own:
             if groups == 1:
                 return self._behind_whole(i, node, data or Channels(((weight[1], 0),)))
             if data is not None and weight[1] == 1 and data.own == groups:
@@ -319,7 +318,7 @@ class _Plan:
         return None if data is not None and data.added else Channels(((own, 0),))
 
     def _behind_whole(self, i: int, node: Node, data: Channels) -> Channels:
-        """Return the channels of a convolution whose outputs read all channels."""
+        """Return the output channels of a convolution without groups."""
         if data.added:
             self._place(node, 1, _Places(1, data.runs))
         own = int(node.attrs["num_filter"])
@@ -368,13 +367,13 @@ class _Plan:
     # ------------------------------------------------------------------ parameters
 
     def _widen(self, i: int, node: Node, behind: Channels, attrs: Dict[str, str]) -> None:
-        """Give a convolution filters for added channels."""
+        """Pad the filters of a convolution."""
         self._attrs[i] = attrs
         for k in range(1, len(node.inputs)):
             self._place(node, k, _Places(0, behind.runs))
 
     def _weight(self, node: Node) -> Optional[Tuple[int, ...]]:
-        """Return the shape of a node's second input, if all but the first may be changed."""
+        """Return the shape of a node's weight, if the node owns all its parameters."""
         names = self.view.own_parameters(node)
         return self.view.params[names[0]].shape if names else None
 
@@ -383,7 +382,7 @@ class _Plan:
 
 
 def _read_by_dense(graph: Graph) -> Set[int]:
-    """Return the nodes that only dense layers read, as their data, be it through a Flatten."""
+    """Return the nodes that only dense layers read as data, directly or through a Flatten."""
     found: Set[int] = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
     read: Set[int] = set()
     for i in range(len(graph.nodes) - 1, -1, -1):

@@ -1,7 +1,7 @@
-"""MXNet's fused `RNN` operator, written out: for large states in inference.
+"""MXNet's fused `RNN` operator written out, for large states in inference.
 
-MXNet's own has no bfloat16. Written out, the products of the inputs of all steps are one product,
-and those of the state one a step; gates and cells are computed in float32.
+MXNet's RNN has no bfloat16 kernel. Written out, one product handles the inputs of all steps, and
+one product per step the state. Gates and cells are computed in float32.
 """
 
 import math
@@ -25,19 +25,18 @@ __all__ = [
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
 #: GRU reset, update and new.
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
-# The weight that a step multiplies its state by has to have so many elements, as 363 units of an
-# LSTM have. With fewer, the operators beside the product take longer than bfloat16 saves, whatever
-# the number of rows is (avx512_bf16; 1 to 256 rows, 128 to 1,500 units).
+# The least elements of the recurrent weight, reached by an LSTM of 363 units. With fewer, the
+# other operators take longer than bfloat16 saves (measured with avx512_bf16, 1 to 256 rows).
 _LARGE_WEIGHT = 2**19
-# Beyond so many steps in all layers the graph, 15 operators a step, takes seconds to make.
+# The most steps in all layers: a graph with more, 15 operators a step, takes seconds to make.
 _MOST_STEPS = 256
 _DATA, _PARAMETERS, _STATE = range(3)
-# Rows of so many elements are copied as a whole.
+# The least elements of rows that MXNet copies at once.
 _WIDE_ROW = 16
 
 
 def is_large_rnn(call: Call) -> bool:
-    """Tell whether it pays to write a call out: inference, with large states and not too long."""
+    """Return whether an RNN call is worth writing out: inference with large states, few steps."""
     attrs, shape = call.attrs, call.shape
     if call.training or shape is None or not all(shape):
         return False
@@ -53,23 +52,26 @@ def is_large_rnn(call: Call) -> bool:
 
 
 def sizes_of_data(call: Call) -> Detail:
-    """Return the number of steps, of rows, and the width of the data."""
+    """Return the number of steps, the number of rows and the width of the data."""
     return tuple(call.shape or (0, 0, 0))
 
 
 def have_common_width(call: Call) -> bool:
-    """Tell whether vectors that are joined can be matrices of the same wide rows."""
+    """Return whether the joined vectors can be matrices with the same wide rows."""
     vectors = all(shape is not None and len(shape) == 1 for shape in call.shapes)
     return vectors and call.attrs.get("dim") == "0" and common_width(call)[0] >= _WIDE_ROW
 
 
 def common_width(call: Call) -> Detail:
-    """Return the greatest width that all vectors are multiples of."""
+    """Return the greatest common divisor of the vectors' lengths."""
     return (reduce(math.gcd, (shape[0] for shape in call.shapes if shape), 0),)
 
 
 def joined_parameters(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the vector of all parameters: MXNet joins vectors one element after the other."""
+    """Return the vector of all parameters, joined row by row.
+
+    MXNet joins vectors one element after the other.
+    """
     count = int(attrs["num_args"])
     parts = Parts(inputs=count)
     rows = f"(-1, {detail[0]})"
@@ -84,7 +86,7 @@ def _directions(attrs: Attributes) -> int:
 
 
 def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return layers of steps; `detail` is the data's shape: steps, rows, width."""
+    """Return the steps of all layers; `detail` is the data's shape (steps, rows, width)."""
     steps, rows, width = detail
     mode, size = attrs["mode"], int(attrs["state_size"])
     directions, layers = _directions(attrs), int(attrs["num_layers"])
@@ -93,7 +95,7 @@ def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     widths = [width] + [size * directions] * (layers - 1)
     matrices = [weights.matrices(widths[k // directions]) for k in range(layers * directions)]
     biases = [weights.biases() for _ in matrices]
-    # Begin states are often zeros whose shape MXNet finds from what reads them: slices don't say.
+    # MXNet often infers the shape of begin states from their consumers, but not from slices.
     shape = f"({layers * directions}, {rows}, {size})"
     begins = [
         parts.add("Reshape", f"begins{k}", k, shape=shape) for k in range(_STATE, parts.inputs)
@@ -113,7 +115,7 @@ def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
         parts.add("_copy", "", below)
         return parts.made
     joined = [_joined(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
-    # What the operator returns comes last.
+    # The operator's outputs come last.
     parts.add("_copy", "out", below)
     for k, tensor in enumerate(joined):
         parts.add("_copy", f"end{k}", tensor)
@@ -127,19 +129,19 @@ def _joined(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> int:
 
 
 class _Weights:
-    """Cuts weights, in MXNet's order, out of the one vector that holds them all."""
+    """Slices of the vector that holds all weights, in MXNet's order."""
 
     def __init__(self, parts: Parts, size: int, gates: int) -> None:
         self._parts, self._size, self._rows = parts, size, size * gates
         self._position = self._count = 0
 
     def matrices(self, width: int) -> Tuple[int, int]:
-        """Return a layer's weights, for its input of this width and for its state."""
+        """Return a layer's weights for an input of this width and for the state."""
         read = self._cut(self._rows * width, f"({self._rows}, {width})")
         return read, self._cut(self._rows * self._size, f"({self._rows}, {self._size})")
 
     def biases(self) -> Tuple[int, int]:
-        """Return a layer's biases; those of all layers follow the weights."""
+        """Return a layer's biases, which follow the weights of all layers."""
         shape = f"({self._rows},)"
         return self._cut(self._rows, shape), self._cut(self._rows, shape)
 
@@ -154,7 +156,7 @@ class _Weights:
 
 
 class _Layer:
-    """One direction of a layer. Tensors of a step have three axes, of which the first is 1."""
+    """One direction of a layer. The first axis of a step's tensors has length 1."""
 
     def __init__(
         self, parts: Parts, name: str, mode: str, size: int, weights: Sequence[int]
@@ -169,7 +171,7 @@ class _Layer:
     def steps(
         self, below: int, order: Sequence[int], begin: Sequence[int]
     ) -> Tuple[List[int], Sequence[int]]:
-        """Return the state of each step, in time, and the state (and cell) after the last."""
+        """Return the state after each step, and the last state (and cell)."""
         gates = self._product("reads", below, self._read, self._read_bias)
         state = begin
         states = {}
@@ -230,11 +232,10 @@ class _Layer:
 
 
 def reads_unset_flag(node: Node) -> bool:
-    """Tell whether an operator can't run right with static_shape, which leaves a flag unset.
+    """Return whether an RNN runs wrong under static_shape, which leaves its training flag unset.
 
-    MXNet does not tell operators then whether gradients are wanted: RNN reads memory that was never
-    written. Where that says yes, an LSTM with a projection fails in inference, with "No training
-    support", and one with dropout drops elements.
+    Where the uninitialized flag says training, an LSTM with a projection fails in inference with
+    "No training support", and an LSTM with dropout drops elements.
     """
     if node.op != "RNN":
         return False

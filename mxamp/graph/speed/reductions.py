@@ -1,14 +1,14 @@
-"""Sums and means over axes next to each other, as products with a row of ones.
+"""Sums, means and broadcasts as products with vectors of ones.
 
-MXNet's own kernels sum one element after the other: BLAS is some 20 times as fast. The gradient is
-a product too, where MXNet's is a broadcast.
+MXNet's own kernels add one element after the other, in sums and in the gradients of broadcasts.
+BLAS is about 20 times as fast.
 """
 
 import math
 from typing import Mapping, Optional, Sequence, Tuple
 
 from ...policy.values import integers, is_true
-from .equivalents import BLOCK, Attributes, Call, Detail, Part, Parts, has_elements
+from .equivalents import BLOCK, PLANAR_AXES, Attributes, Call, Detail, Part, Parts, has_elements
 
 __all__ = [
     "OPERATORS",
@@ -25,43 +25,43 @@ __all__ = [
     "total",
 ]
 
-# Of fewer elements, the operators that stand in take longer to start than one takes to sum.
+# With fewer elements, starting the additional operators takes longer than the sum.
 _FEW = 1024
-# The longest sum: MXNet's kernels carry the rounding errors of longer ones along, BLAS does not.
+# The longest sum: in longer ones MXNet compensates rounding errors, and BLAS does not.
 _LONGEST = 2**16
 
-#: Operators of `mx.np`, and their attributes that rule a product out unless they have these values.
+#: Operators of `mx.np`, and the values of their attributes that a product needs.
 _OF_NUMPY = frozenset({"_np_sum", "_npi_mean"})
 _UNSET = {"dtype": "None", "initial": "None", "where": "None"}
 
 
 def is_long_sum(call: Call) -> bool:
-    """Tell whether it sums over axes next to each other, of an array that is worth it."""
+    """Return whether a sum or mean is over adjacent axes of a large enough array."""
     attrs, shape = call.attrs, call.shape
     if not shape or not all(shape) or is_true(attrs.get("exclude", "False")):
         return False
     if any(attrs.get(name, unset) != unset for name, unset in _UNSET.items()):
         return False
     if call.operator in _OF_NUMPY and attrs.get("axis") == "()":
-        return False  # no axis at all, where the older operators take it for all
+        return False  # no axis; the operators of mx.nd take it for all axes
     span = _span(attrs, len(shape))
     if span is None or math.prod(shape) < _FEW:
         return False
     first, last = span
-    # An output without axes is no shape that Reshape can write.
+    # Reshape can't make an output without axes.
     some_left = last - first < len(shape) or is_true(attrs.get("keepdims", "False"))
     return some_left and 1 < math.prod(shape[first:last]) <= _LONGEST
 
 
 def span_and_shape(call: Call) -> Detail:
-    """Return the first axis, the one behind the last, and the shape: 0 for a batch of any size."""
+    """Return the range of summed axes and the shape, with 0 for a batch of any size."""
     shape = call.shape or ()
     first, last = _span(call.attrs, len(shape)) or (0, len(shape))
     return (first, last, 0 if first else shape[0], *shape[1:])
 
 
 def _span(attrs: Attributes, axes: int) -> Optional[Tuple[int, int]]:
-    """Return the axes that are summed over as a range; None where they are none."""
+    """Return the range of summed axes; None where they are not adjacent."""
     summed = sorted(axis % axes for axis in integers(attrs.get("axis", "()")))
     if not summed:
         return 0, axes
@@ -113,25 +113,25 @@ _GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
 
 
 def is_global_pool(call: Call) -> bool:
-    """Tell whether AdaptiveAvgPooling2D leaves one average of each map."""
+    """Return whether AdaptiveAvgPooling2D averages whole maps."""
     size = integers(call.attrs.get("output_size", "()"))
     return size in ([], [1], [1, 1]) and has_elements(call)
 
 
 def is_slow_pool(call: Call) -> bool:
-    """Tell whether the gradient of a global average by Pooling is slow."""
+    """Return whether a Pooling is a global average with a slow gradient."""
     attrs = call.attrs
     if not is_true(attrs.get("global_pool", "False")) or attrs.get("pool_type", "max") != "avg":
         return False
-    planar = call.shape is not None and len(call.shape) == len("NCHW") and has_elements(call)
+    planar = call.shape is not None and len(call.shape) == PLANAR_AXES and has_elements(call)
     return planar and attrs.get("layout", "None") in ("None", "NCHW") and bool(parts_of_map(call))
 
 
 def global_pool(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return oneDNN's average, which has bfloat16 and reads its input's layout."""
+    """Return the average by oneDNN's Pooling, which has bfloat16 and reads blocked layouts."""
     if not detail:
         return [Part("Pooling", "", (0,), _GLOBAL)]
-    if len(detail) == len("CHW"):
+    if len(detail) == PLANAR_AXES - 1:
         parts = mean({"axis": "(2, 3)", "keepdims": "True"}, (2, 4, 0, *detail))
         return [part._replace(float32=True) for part in parts]
     size = f"({detail[0]}, {detail[1]})"
@@ -140,9 +140,9 @@ def global_pool(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
 
 
 def parts_of_map(call: Call) -> Detail:
-    """Return height and width of the parts that are averaged first, () for one step.
+    """Return the height and width of the parts to average first, () for a single step.
 
-    Where parts are of no help, the shape without the batch is returned, for a product.
+    Where parts don't help, return the shape without the batch: the average becomes a product.
     """
     if not call.training or call.shape is None:
         return ()
@@ -157,12 +157,12 @@ def parts_of_map(call: Call) -> Detail:
 
 
 def _divisor(side: int) -> int:
-    """Return the least divisor but 1."""
+    """Return the least divisor above 1."""
     return next((count for count in range(2, side) if side % count == 0), side)
 
 
 _SUM = "sum"
-#: What is done element by element once both shapes are equal.
+#: The elementwise operator for equal shapes.
 OPERATORS: Mapping[str, str] = {
     "broadcast_add": _SUM, "_npi_add": _SUM,
     "broadcast_sub": "elemwise_sub", "_npi_subtract": "elemwise_sub",
@@ -171,17 +171,17 @@ OPERATORS: Mapping[str, str] = {
 }  # fmt: skip
 _KINDS = tuple(dict.fromkeys(OPERATORS.values()))
 
-# Of fewer elements, the operators that stand in take longer to start than one takes to sum.
+# With fewer elements, starting the additional operators takes longer than the sum.
 _FEW_TO_REPEAT = 2**15
 
 
 def is_long_broadcast(call: Call) -> bool:
-    """Tell whether gradients will be computed, and one input is repeated along outer axes alone."""
+    """Return whether a call in training repeats one input along its first or last axes."""
     return call.training and _repeated(call) is not None
 
 
 def repeats(call: Call) -> Detail:
-    """Return the operator, which input is repeated, how often before and behind, and the shape.
+    """Return the operator, the repeated input, its repeats before and behind, and the shape.
 
     The shape is that of the result, with 0 for a batch of any size.
     """
@@ -190,7 +190,7 @@ def repeats(call: Call) -> Detail:
 
 
 def _repeated(call: Call) -> Optional[Tuple[int, ...]]:
-    """Return what `repeats` does, without the operator; None where nothing is repeated so."""
+    """Return the result of `repeats` without the operator; None where it doesn't apply."""
     one, other = call.shapes
     if not one or not other or math.prod(one) == math.prod(other):
         return None
@@ -207,7 +207,11 @@ def _repeated(call: Call) -> Optional[Tuple[int, ...]]:
 
 
 def of_repeated(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the product, or two of them, and the operator on equal shapes."""
+    """Return one or two products that repeat the input, and the operator on equal shapes.
+
+    The products are exact, since each of their sums has one term. A sum becomes a difference with
+    the sign changed, because the gradients of MXNet's `elemwise_add` share memory.
+    """
     kind, which, before, behind, *shape = detail
     parts = Parts(inputs=2)
     repeated, operator = which, _KINDS[kind]

@@ -1,10 +1,9 @@
-"""Equivalent operators with faster kernels on CPUs, for graphs that are about to run.
+"""The table of substitutions: operators with faster equivalents on CPUs.
 
-MXNet's own kernels are slow where oneDNN or BLAS has a fast one for the same function: `relu`
-against `Activation`, `clip(0, 6)`, LayerNorm in training, the mean over an axis. A substitution
-puts the fast form in the place of the slow one. Graphs that users hold, convert and save keep the
-operators that they have. Which substitutions a policy makes, and what each was measured to gain,
-stands in its operator list.
+Some of MXNet's kernels are slow where oneDNN or BLAS has a fast one: `relu` against `Activation`,
+`clip(0, 6)`, LayerNorm in training, the mean over an axis. Graphs that are about to run get the
+fast equivalent. Graphs that users hold, convert and save keep their operators. The operator list of
+a policy names its substitutions, with their measured gains.
 """
 
 from dataclasses import dataclass, field
@@ -19,11 +18,11 @@ __all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
 
 @dataclass(frozen=True)
 class Substitution:
-    """What stands in for calls of `operators`, where `applies` says so.
+    """An equivalent for calls of `operators` that `applies` accepts.
 
-    `build` gets the attributes, and of the shapes only what `detail` returns: shapes that agree
-    in it share a graph. The outputs are those of a last part without a suffix; else each part is
-    an output.
+    `build` gets the attributes and the result of `detail`, its only knowledge of shapes: calls with
+    the same detail share a graph. The outputs are those of the last part if it has no suffix; else
+    each part is an output.
     """
 
     name: str
@@ -31,29 +30,29 @@ class Substitution:
     build: Callable[[Attributes, Detail], Sequence[Part]]
     applies: Callable[[Call], bool] = lambda _call: True
     detail: Callable[[Call], Detail] = lambda _call: ()
-    #: Its parts compute in float32, whatever class their operators have: when training, always.
+    #: Whether all parts compute in float32: (in training, always).
     float32: Tuple[bool, bool] = (False, False)
-    #: Those of `operators` where `applies` wants shapes, and which inputs': None for those of all.
+    #: The inputs whose shapes `applies` reads, by operator; None for all inputs.
     by_shape: Mapping[str, Optional[Tuple[int, ...]]] = field(default_factory=dict)
-    #: Also where the shapes that `applies` wants are not known: all but empty arrays fit.
+    #: Applies to unknown shapes too, since it fits all arrays with elements.
     guesses_shapes: bool = False
-    #: Its parts hold constants in float32: only for calls in float32.
+    #: Its parts hold float32 constants, so only float32 calls fit.
     constants: bool = False
-    #: Only where this operator, by its class, computes in the target dtype.
+    #: Applies only where this operator computes in the target dtype, by its class.
     lowered: Optional[str] = None
-    #: The gradient of its first input comes in blocks of 16 channels, where MXNet's operator has
-    #: it in the plain layout: in training not behind a Concat of channels.
+    #: The gradient of its first input is in blocks of 16 channels, unlike that of MXNet's operator:
+    #: in training it doesn't apply behind a Concat of channels.
     blocks_gradients: bool = False
-    #: Where MXNet's gradient is 0 whatever comes in, it is 0 times that: in training only where an
-    #: infinite gradient has reached the weights anyway.
+    #: It multiplies infinite gradients by 0, where MXNet's operator returns 0: in training it
+    #: applies only where an infinite gradient reaches the weights anyway.
     multiplies_gradients: bool = False
-    #: The operator that stands in, where it is a single one: layouts of memory depend on it.
+    #: The operator of a substitution by a single operator, for the memory layout.
     single: Optional[str] = None
-    #: Rules by shape (`rules.SHAPE_RULES`) whose reason to keep it in float32 is gone with it.
+    #: Shape rules that no longer keep the operator in float32.
     answers: FrozenSet[str] = frozenset()
 
     def why_float32(self, training: bool) -> Optional[str]:
-        """Return why its parts compute in float32, None if they need not."""
+        """Return the reason for which all parts compute in float32; None without one."""
         when_training, always = self.float32
         if always:
             return "float32 sums"
@@ -186,10 +185,10 @@ _SUBSTITUTIONS = (
     ),
 )
 
-#: All of them, by name.
+#: All substitutions, by name.
 ALL: Mapping[str, Substitution] = MappingProxyType({one.name: one for one in _SUBSTITUTIONS})
 
-#: Operators whose substitutions depend on shapes, and which inputs': all alike for an operator.
+#: The inputs whose shapes substitutions read, by operator.
 BY_SHAPE = {name: which for one in ALL.values() for name, which in one.by_shape.items()}
 
 _BY_OPERATOR = {
@@ -204,7 +203,7 @@ def find(
     training: bool,
     shapes: Shapes = (),
 ) -> Optional[Tuple[str, Detail]]:
-    """Return the substitution for a call of `operator`, with its detail; None if there is none."""
+    """Return the name and the detail of the substitution for a call; None without one."""
     offered = _BY_OPERATOR.get(operator)
     if offered is None:
         return None
