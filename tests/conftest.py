@@ -130,8 +130,12 @@ def clean():
     _said.executors = False
     mx.nd.waitall()
     mx.npx.reset_np()
-    # All that is alive is looked through now and then only: it is more with each test, 50 ms at last.
-    gc.collect(1 if next(_tests) % 50 else 2)
+    gc.collect(1)
+    if next(_tests) % 50 == 0:
+        # What pytest and caches keep grows with each test. Frozen, it is not looked through again,
+        # by the collector or by `decorate`, which searches all objects for arrays with gradients.
+        gc.collect()
+        gc.freeze()
     assert_unpatched()
 
 
