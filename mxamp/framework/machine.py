@@ -45,7 +45,7 @@ DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items
 # MXNet's device types in CPU memory; all others are GPUs.
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 # DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
-_BELOW_AVX512 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"}
+_BELOW_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"})
 _MAX_ISA = "DNNL_MAX_CPU_ISA"
 #: The instructions for bfloat16 arithmetic.
 _BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})

@@ -50,7 +50,7 @@ LOSS_OUTPUTS = (
 
 #: All operators that ignore the head gradient, whatever their attributes; users' own excepted.
 #: lists/loss-outputs-probe.json holds the answers of all operators of 1.9.1 to a backward pass with
-#: a head gradient, and to one with three times that.
+#: a head gradient and to one with three times that.
 #: `SoftmaxOutput(out_grad=True)` is no exception: its backward operator in MXNet 1.9.1 does not get
 #: the head gradient, and multiplies by the operator's output instead.
 BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_loss"})

@@ -224,7 +224,7 @@ class _Casts:
             attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
         kept = None
         if self._sums:
-            kept = reason_by_sums(self._rule, dict(attributes), arrays[0].shape)
+            kept = self._kept(arrays, dict(attributes))
         elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
             kept = self._trained[0]
         key = (codes, attributes, kept)
@@ -237,6 +237,9 @@ class _Casts:
         if decision is None or self._cpu_only or on_device(arrays, self._policy.device):
             return decision
         return None
+
+    def _kept(self, arrays: Sequence[NDArray], attributes: Dict[str, str]) -> Optional[str]:
+        return reason_by_sums(self._rule, attributes, arrays[0].shape)
 
     def _decide_anew(
         self, codes: Sequence[int], attributes: Dict[str, str], kept: Optional[str]

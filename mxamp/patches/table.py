@@ -117,7 +117,7 @@ HOROVOD_FUNCTIONS = (
 _EAGER = "casts the inputs of eager calls, which all end in this function"
 _MARKS = "autocast regions inside hybrid_forward hold in the graph"
 _SERVERS = "arrays of other dtypes end the parameter servers, and the workers hang"
-_HOROVOD = "Horovod fails late, or sums wrongly, for dtypes that it does not know"
+_HOROVOD = "Horovod refuses a dtype by its number, without the name of the array"
 
 #: In the order in which they are installed.
 ALL = (

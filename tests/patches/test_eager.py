@@ -13,6 +13,10 @@ from helpers import check_python, down, kind, randn, rounded, same, up, values
 X, W, B = randn(4, 8), randn(5, 8, seed=1), randn(5, seed=2)
 
 
+def product():
+    return nd.FullyConnected(X, W, B, num_hidden=5)
+
+
 def fully_connected_by_hand(dtype):
     """What FullyConnected has to give: rounded inputs, float32 sums, a rounded result."""
     out = nd.FullyConnected(rounded(X, dtype), rounded(W, dtype), rounded(B, dtype), num_hidden=5)
@@ -78,42 +82,53 @@ def test_gradients_go_through_the_casts(dtype):
         assert kind(got) == "float32"
 
 
-def test_float32_operators_take_half_precision_up(on):
-    low = nd.FullyConnected(X, W, B, num_hidden=5)
+WIDE = randn(4, 5, seed=7)
+INTS, LONGS = nd.array([[1, 2], [3, 4]], dtype="int32"), nd.array([1, 2], dtype="int64")
+#: By the dtype of the result: "low" is the target dtype, "float16" is float32 in bfloat16.
+KINDS = {
+    "low": [
+        lambda low: nd.concat(low, low, dim=0), lambda low: nd.Activation(low, "relu"), nd.LeakyReLU,
+        lambda low: nd.SequenceMask(low, nd.array([1] * 5), use_sequence_length=True),
+    ],
+    "float16": [
+        lambda low: nd.where(nd.ones((4, 5)), low, low), lambda low: nd.take(low, nd.array([0, 3])),
+        lambda low: nd.pick(low, nd.array([0, 1, 2, 3])),
+        lambda low: nd.LeakyReLU(low, B, act_type="prelu"),
+    ],
+    "float32": [
+        nd.softmax, lambda low: low.softmax(), nd.exp, lambda low: low.sum(),
+        lambda low: nd.LayerNorm(low, B, B), lambda low: low + WIDE, lambda low: WIDE + low,
+        lambda low: nd.concat(low, WIDE, dim=0), lambda low: nd.stack(WIDE, low),
+        lambda low: nd.where(nd.ones((4, 5)), low, WIDE), lambda low: nd.Activation(low, "softrelu"),
+        lambda low: nd.Activation(low, act_type="softrelu"),
+        lambda low: nd.LeakyReLU(low, act_type="selu"),
+        lambda low: nd.Embedding(LONGS, W, input_dim=5, output_dim=8),
+        lambda low: nd.sparse.dot(X.tostype("csr"), W.T),
+    ],
+    "float64": [lambda low: nd.dot(X.astype("float64"), W.astype("float64").T)],
+    "int32": [lambda low: INTS + INTS, lambda low: nd.sum(INTS)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wanted, call", [(k, call) for k, calls in KINDS.items() for call in calls]
+)
+def test_dtypes_of_results(on, wanted, call):
+    low = product()
     assert kind(low) == on.dtype
-    for out in (nd.softmax(low), low.softmax(), nd.exp(low), low.sum(), nd.LayerNorm(low, B, B)):
-        assert kind(out) == "float32"
+    out = call(low)
+    by_name = {"low": on.dtype, "float16": "float16" if on.dtype == "float16" else "float32"}
+    assert kind(out) == by_name.get(wanted, wanted)
+    assert np.isfinite(values(out)).all()
+
+
+def test_values_are_those_of_float32_operators(on):
+    low = product()
     assert same(nd.exp(low), nd.exp(up(low)))
-
-
-def test_mixed_floats_are_widened(on):
-    low = nd.FullyConnected(X, W, B, num_hidden=5)
-    wide = randn(4, 5, seed=7)
-    for out in (low + wide, wide + low, nd.concat(low, wide, dim=0), nd.stack(wide, low)):
-        assert kind(out) == "float32"
-    assert same(low + wide, up(low) + wide)
-    assert kind(nd.concat(low, low, dim=0)) == on.dtype
-    condition = nd.ones((4, 5))
-    assert same(nd.where(condition, low, wide), up(low))
-
-
-def test_a_float32_index_or_condition_does_not_widen():
-    low = X.astype("float16")
-    with amp.autocast("float16"):
-        assert kind(nd.where(nd.ones((4, 8)), low, low)) == "float16"
-        assert kind(nd.take(low, nd.array([0, 3]))) == "float16"
-        assert kind(nd.pick(low, nd.array([0, 1, 2, 3]))) == "float16"
-        assert kind(nd.SequenceMask(low, nd.array([1] * 8), use_sequence_length=True)) == "float16"
-
-
-def test_conditionals_by_position_keyword_and_default(dtype):
-    low = down(randn(2, 4, 3, 3), dtype)
-    with amp.autocast(dtype):
-        assert kind(nd.Activation(low, "relu")) == dtype
-        assert kind(nd.Activation(low, "softrelu")) == "float32"
-        assert kind(nd.Activation(low, act_type="softrelu")) == "float32"
-        assert kind(nd.LeakyReLU(low)) == dtype
-        assert kind(nd.LeakyReLU(low, act_type="selu")) == "float32"
+    assert same(low + WIDE, up(low) + WIDE)
+    assert same(nd.where(nd.ones((4, 5)), low, WIDE), up(low))
+    out = nd.sparse.dot(X.tostype("csr"), W.T)
+    np.testing.assert_allclose(out.asnumpy(), X.asnumpy() @ W.asnumpy().T, rtol=1e-5)
 
 
 def test_numbers_that_float16_can_not_hold_are_applied_in_float32():
@@ -123,23 +138,6 @@ def test_numbers_that_float16_can_not_hold_are_applied_in_float32():
         assert kind(low - 1e9) == "float32"
         assert np.isfinite((low - 1e9).asnumpy()).all()
         assert kind(low.as_np_ndarray() * 1e-9) == "float32"
-
-
-def test_prelu(on):
-    layer = nn.PReLU()
-    layer.initialize()
-    low = nd.FullyConnected(X, W, B, num_hidden=5)
-    assert np.isfinite(values(layer(low))).all()
-
-
-def test_integers_booleans_and_float64_are_never_cast(on):
-    ints = nd.array([[1, 2], [3, 4]], dtype="int32")
-    assert kind(nd.dot(X.astype("float64"), W.astype("float64").T)) == "float64"
-    assert kind(ints + ints) == "int32"
-    assert kind(nd.sum(ints)) == "int32"
-    assert kind(mx.np.array([True, False]).sum()) in ("int64", "int32", "float32")
-    index = nd.array([1, 2], dtype="int64")
-    assert kind(nd.Embedding(index, W, input_dim=5, output_dim=8)) == "float32"
 
 
 def test_large_integer_indices_survive(on):
@@ -154,7 +152,7 @@ def test_out_keeps_its_dtype_and_identity(on):
     returned = nd.FullyConnected(X, W, B, num_hidden=5, out=out)
     assert returned is out
     assert kind(out) == "float32"
-    assert same(out, up(nd.FullyConnected(X, W, B, num_hidden=5)))
+    assert same(out, up(product()))
     whole = nd.zeros((8, 5))
     nd.FullyConnected(X, W, B, num_hidden=5, out=whole[2:6])
     assert same(whole[2:6], out)
@@ -165,7 +163,7 @@ def test_out_keeps_its_dtype_and_identity(on):
 
 
 def test_assignment_and_in_place_arithmetic(on):
-    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    low = product()
     x = nd.zeros((4, 5))
     x[:] = low
     assert kind(x) == "float32"
@@ -188,13 +186,6 @@ def test_optimizer_updates_are_left_alone(on):
     assert kind(half) == "float16"
 
 
-def test_sparse_arrays_are_left_alone(on):
-    csr = X.tostype("csr")
-    out = nd.sparse.dot(csr, W.T)
-    assert kind(out) == "float32"
-    np.testing.assert_allclose(out.asnumpy(), X.asnumpy() @ W.asnumpy().T, rtol=1e-5)
-
-
 def test_batch_norm_keeps_statistics_in_float32(on):
     data = randn(4, 3, 5, 5)
     layer = nn.BatchNorm()
@@ -210,7 +201,7 @@ def test_batch_norm_keeps_statistics_in_float32(on):
 
 
 def test_asnumpy_gives_values(on):
-    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    low = product()
     got = low.asnumpy()
     assert got.dtype == ("float16" if on.dtype == "float16" else "float32")
     np.testing.assert_allclose(got, X.asnumpy() @ W.asnumpy().T + B.asnumpy(), rtol=0.05, atol=0.05)
@@ -220,7 +211,7 @@ def test_asnumpy_gives_values(on):
 
 
 def test_metrics_and_losses_take_eager_results(on):
-    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    low = product()
     label = nd.array([0, 1, 2, 3])
     metric = mx.metric.Accuracy()
     metric.update([label], [low])
@@ -265,15 +256,15 @@ def test_threads_have_the_process_policy_and_their_own_regions(on):
     seen = {}
 
     def work():
-        seen["process"] = kind(nd.FullyConnected(X, W, B, num_hidden=5))
+        seen["process"] = kind(product())
         with amp.autocast(enabled=False):
-            seen["island"] = kind(nd.FullyConnected(X, W, B, num_hidden=5))
+            seen["island"] = kind(product())
 
     with amp.autocast(enabled=False):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert kind(nd.FullyConnected(X, W, B, num_hidden=5)) == "float32"
+        assert kind(product()) == "float32"
     assert seen == {"process": on.dtype, "island": "float32"}
 
 
@@ -308,7 +299,7 @@ def test_contexts(on):
 def test_arrays_on_another_kind_of_device_are_left_alone():
     policy = amp.Policy.default("float16", device="gpu")
     with amp.autocast(policy=policy):
-        assert kind(nd.FullyConnected(X, W, B, num_hidden=5)) == "float32"
+        assert kind(product()) == "float32"
         assert kind(nd.exp(X.astype("float16"))) == "float16"
 
 
@@ -337,7 +328,7 @@ def test_custom_operators_see_float32(on):
         def create_operator(self, ctx, shapes, dtypes):
             return Doubled()
 
-    low = nd.FullyConnected(X, W, B, num_hidden=5)
+    low = product()
     out = nd.Custom(low, op_type="mxamp_test_doubled")
     assert same(out, up(low) * 2)
     assert seen == ["float32"]
