@@ -203,16 +203,11 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     for _ in range(_TRIES):
         _finish_interrupted(files)
         before = _state(files)
-        if before is None:
-            continue
         try:
-            model = _load(prefix, epoch, files)
+            return _load(prefix, epoch, files)  # files of two models are an error
         except ArgumentError:
-            if _state(files) == before:
+            if before is not None and _state(files) == before:
                 raise
-        else:
-            if _state(files) == before:
-                return model
     raise ArgumentError(CHANGES.format(path=str(files[0])))
 
 
