@@ -19,24 +19,11 @@ LATER = (
 PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
-import mxamp as amp
-from mxamp.framework.operators import registry
+import mxamp
 from mxamp.framework.patching import patched
-said = {"loaded": sorted(sys.modules), "read": registry.cache_info().currsize, "patched": patched()}
-amp.init("float16")
-amp.debugging  # what it calls of MXNet below all patches, it has to find below them
-from mxamp.tools.debugging import isolated
-from mxamp.tools.debugging.numerics import node_by_node, probes, statistics
-amp.shutdown()
-from mxnet import autograd, nd
-said["below"] = [
-    isolated._backward is autograd.backward,
-    node_by_node._backward is autograd.backward,
-    node_by_node._mark_variables is autograd.mark_variables,
-    probes._call is autograd.Function.__call__,
-    statistics._asnumpy is nd.NDArray.asnumpy,
-]
-print(json.dumps(said))
+loaded = sorted(sys.modules)
+from mxamp.framework.operators import registry
+print(json.dumps([loaded, registry.cache_info().currsize, patched()]))
 """
 
 
@@ -46,11 +33,11 @@ def test_import_loads_what_training_needs():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert not {*LATER} & {*said["loaded"]}
-    assert said["read"] == 0  # 30 ms
-    assert said["patched"] == []
-    assert said["below"] == [True] * 5
+    loaded, read, patched = json.loads(done.stdout)
+    assert not {*LATER} & {*loaded}
+    assert sum(name.split(".")[0] == "mxamp" for name in loaded) < 15
+    assert read == 0, "reading the registry takes 30 ms"
+    assert patched == []
 
 
 def test_unknown_names_are_attribute_errors():

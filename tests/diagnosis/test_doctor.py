@@ -19,7 +19,6 @@ from mxamp.cli.main import main
 from mxamp.cli.starting import without_mxnet
 from mxamp.tools.doctor.collect import collect
 from mxamp.tools.doctor.facts import PolicyCounts, Setting
-from mxamp.tools.doctor.findings import findings
 
 WITHOUT_MXNET = """
 import importlib.util
@@ -125,13 +124,6 @@ def test_everything_that_is_known_is_shown(monkeypatch):
     assert "350 GFLOP/s, 3.50 times float32" in text
     assert "default device     gpu" in text
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_what_is_wrong_is_one_sentence_each():
-    found = findings(replace(HEALTHY, mxnet=None, mxnet_error="gone", python="3.14", numpy="2.4.0"))
-    for finding in found:
-        assert not finding.what.endswith(".")
-        assert not finding.advice.endswith(".")
 
 
 @pytest.mark.parametrize(
