@@ -200,7 +200,7 @@ def test_an_unstable_model_is_an_error():
     with pytest.raises(amp.StateError, match="its outputs change by"):
         tuned(chaotic, data)
     net, data = small()
-    with pytest.raises(amp.StateError, match="or an rtol of"):
+    with pytest.raises(amp.StateError, match="or an `rtol` of"):
         tuned(net, data, rtol=1e-8)
 
 
@@ -317,14 +317,14 @@ def test_other_modes_around_it_do_not_matter():
         ({"mode": "serving"}, "mode must be 'inference' or 'training'"),
         ({"mode": "training"}, "give the loss"),
         ({"mode": "inference", "loss": mx.gluon.loss.L2Loss()}, "leave one of the two out"),
-        ({"rtol": 0}, "rtol must be a positive finite number"),
+        ({"rtol": 0}, "`rtol` must be a positive finite number"),
         ({"min_metric": 0.5}, "give the metric too"),
         ({"metric": "no such metric"}, "metric must be a metric of MXNet's"),
         ({"metric": "acc", "min_metric": "high"}, "min_metric must be a number"),
         ({"metric": "acc", "loss": mx.gluon.loss.L2Loss()}, "asks for training"),
-        ({"budget": "soon"}, "budget must be"),
-        ({"budget": 0}, "budget must be"),
-        ({"budget": True}, "budget must be"),
+        ({"budget": "soon"}, "`budget` must be"),
+        ({"budget": 0}, "`budget` must be"),
+        ({"budget": True}, "`budget` must be"),
         ({"target_dtype": "int8"}, "target dtype must be"),
         ({"net": 3}, "the model must be a Block"),
         ({"data": []}, "no batch"),
