@@ -1,4 +1,4 @@
-"""Nets compared in two precisions: what is measured, where it jumps, and that nothing is left behind."""
+"""Nets compared in two precisions: the errors, where they jump, and no side effects."""
 
 import json
 import random
@@ -66,7 +66,7 @@ class Overflowing(nn.HybridBlock):
 
 
 class Cancelling(nn.HybridBlock):
-    """Takes a large number away from what bfloat16 has rounded next to it."""
+    """Subtracts a large number from values that bfloat16 has rounded next to it."""
 
     def __init__(self):
         super().__init__()
