@@ -8,9 +8,7 @@ CPU = Cpu(
     name="AMD EPYC 9R45", instructions=("avx2", "avx512", "avx512_bf16"),
     usable=("avx512", "avx512_bf16"), processors=8, physical=4, quota=None, threads=4, virtual=False,
 )  # fmt: skip
-BUILD = Build(
-    "1.9.1", {"MKLDNN": True}, gpus=0, policies=(), policies_error="", on=None, patched=()
-)
+BUILD = Build("1.9.1", {"MKLDNN": True}, gpus=0, policies_error="", on=None, patched=())
 HEALTHY = Facts(
     mxamp="1.0.0", python="3.11.7", numpy="1.23.5", system="Linux", cpu=CPU,
     wheels=(Wheel("mxnet", "1.9.1"),), mxnet=BUILD, fast_dtype="bfloat16",

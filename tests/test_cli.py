@@ -74,6 +74,10 @@ PRECISIONS = "'float16', 'bfloat16', 'float32'"
 TRAINING = "explain net --mode training --input"
 
 
+PRECISIONS = "'float16', 'bfloat16', 'float32'"
+TRAINING = "explain net --mode training --input"
+
+
 @pytest.mark.parametrize(
     "arguments, expected",
     [

@@ -10,13 +10,13 @@ import click
 
 from ..framework.cuda import NEWEST_WHEEL
 from ..tools.doctor.collect import collect, runs_on
-from ..tools.doctor.facts import Cpu, Facts, Gpu, PolicyCounts, numbers
+from ..tools.doctor.facts import Cpu, Facts, Gpu, numbers
 from ..tools.doctor.findings import Finding, findings
 from .output import examples
 
 __all__ = ["as_json", "as_text", "doctor", "info"]
 
-SCHEMA = 1
+SCHEMA = 2
 _WIDTH = 100
 _TENSOR_CORES = (7, 0)
 
@@ -31,9 +31,6 @@ _FEATURES = {
     "NCCL": "several GPUs",
     "INT64_TENSOR_SIZE": "arrays of more than 2,147,483,647 elements",
 }
-#: The order of the classes of operators.
-_CLASSES = ("low", "fp32", "conditional", "widest", "neutral", "untouched")
-
 Row = Tuple[str, str]
 
 
@@ -78,7 +75,6 @@ def as_text(facts: Facts, found: Sequence[Finding]) -> str:
         ("Versions", _versions(facts)),
         ("MXNet's features", _feature_rows(facts)),
         ("Machine", [*_cpu_rows(facts.cpu), *_gpu_rows(facts)]),
-        ("Operator lists: how many operators have each class", _policy_rows(facts)),
         ("A program that starts now", _start_rows(facts)),
         ("Environment variables that matter", _variable_rows(facts)),
         ("Speed of a dense layer", _speed_rows(facts)),
@@ -156,20 +152,6 @@ def _default_rows(facts: Facts) -> List[Row]:
     device = "gpu" if facts.mxnet and facts.mxnet.gpus else "cpu"
     off = ", mixed precision off" if facts.fast_dtype == "float32" else ""
     return [("default device", device), ("dtype 'auto'", facts.fast_dtype + off)]
-
-
-def _policy_rows(facts: Facts) -> List[Row]:
-    policies = facts.mxnet.policies if facts.mxnet else ()
-    return [
-        (f"{counts.dtype} on the {counts.device.upper()}", _counts(counts)) for counts in policies
-    ]
-
-
-def _counts(counts: PolicyCounts) -> str:
-    text = ", ".join(
-        f"{counts.classes[name]} {name}" for name in _CLASSES if name in counts.classes
-    )
-    return f"{text}; {counts.missing} low ones have no kernel here" if counts.missing else text
 
 
 def _start_rows(facts: Facts) -> List[Row]:

@@ -40,7 +40,7 @@ Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
 NO_MODEL = "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}"
 NO_SHAPES = (
-    "the shapes of the inputs {inputs} can't be inferred from the parameters: give them in "
+    "the shapes of the inputs {inputs} can't be inferred from the parameters: give them with "
     "`shapes`, as name:1,3,224,224"
 )
 NOT_ON_THESE = "the original does not run on these inputs: {why}"

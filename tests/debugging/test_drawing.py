@@ -1,4 +1,4 @@
-"""What tuning has measured of layers, in plans and in pictures."""
+"""Errors and gains that tuning has measured, in plans and in drawings."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What runs is counted exactly: eager, hybridized, in modules; and nothing is left behind."""
+"""Counts of operators are exact: eager, hybridized and in modules, without side effects."""
 
 import json
 from collections import Counter

@@ -11,7 +11,6 @@ import pytest
 import mxamp as amp
 from helpers import ROOT
 from mxamp.framework.compat import BROKEN
-from mxamp.framework.versions import has_feature
 from mxamp.tools.doctor import collect as module
 from mxamp.tools.doctor.collect import collect, cpu_quota, kernel_threads, probe, probed, reason
 from mxamp.tools.doctor.facts import MARK, Speed
@@ -82,11 +81,6 @@ def test_what_a_probe_printed_counts_as_far_as_it_goes():
     assert found.speed == (Speed("cpu", "float32", 60.0),)
     assert found.error == "it took longer than 60 s"
     assert found.mxnet.version == mx.__version__
-    counts = {(one.dtype, one.device): one for one in found.mxnet.policies}
-    assert sum(counts["bfloat16", "cpu"].classes.values()) == len(
-        amp.Policy.default("bfloat16").rules
-    )
-    assert (("float16", "cpu") in counts) == has_feature("float16_on_cpus")
     assert found.mxnet.on is None
     assert found.mxnet.patched == ()
 

@@ -1,4 +1,4 @@
-"""`mxamp launch`: what its processes print, how they end, and that none is left."""
+"""`mxamp launch`: the output of its processes, their exits, and that none is left."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 
 from helpers import ROOT
 
-# Workers here import no MXNet: only the launcher is looked at.
+# These workers import no MXNet: the tests are of the launcher.
 ALIVE = "print('alive', __import__('os').getpid(), flush=True); __import__('time').sleep(60)"
 
 

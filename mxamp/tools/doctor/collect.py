@@ -24,7 +24,6 @@ from .facts import (
     Cpu,
     Facts,
     Gpu,
-    PolicyCounts,
     Speed,
     Wheel,
     numbers,
@@ -192,7 +191,6 @@ def probed(output: str, error: str) -> Probed:
             found: Dict[str, Any] = json.loads(line[len(MARK) :])
             if "mxnet" in found:
                 given = found["mxnet"]
-                given["policies"] = tuple(PolicyCounts(**counts) for counts in given["policies"])
                 build = Build(**{**given, "patched": tuple(given["patched"])})
             else:
                 device, dtype, gflops = found["speed"]

@@ -10,7 +10,6 @@ __all__ = [
     "Cpu",
     "Facts",
     "Gpu",
-    "PolicyCounts",
     "Setting",
     "Speed",
     "Wheel",
@@ -93,24 +92,13 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class PolicyCounts:
-    """The number of operators of each class in one of mxamp's own policies."""
-
-    dtype: str
-    device: str
-    classes: Mapping[str, int]
-    missing: int  #: operators of the class low without a kernel here
-
-
-@dataclass(frozen=True)
 class Build:
     """MXNet as imported by a new process."""
 
     version: str
     features: Mapping[str, bool]
     gpus: int
-    policies: Tuple[PolicyCounts, ...]
-    policies_error: str  #: why they can't be read
+    policies_error: str  #: why mxamp's policies can't be made
     on: Optional[str]  #: the target dtype, if mixed precision is on after the import
     patched: Tuple[str, ...]  #: functions that are patched after the import
 
