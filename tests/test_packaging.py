@@ -91,7 +91,7 @@ def test_the_source_distribution_is_formatted(built):
 def test_the_wheel_is_the_package(built):
     wanted = {name for name in built.files if re.fullmatch(r"mxamp/(?!startup/).*\.pyi?", name)}
     wanted |= {f"mxamp/{name}" for name in built.files if re.fullmatch(r"lists/.*(toml|py)", name)}
-    wanted |= {name for name in built.files if "/report/page/" in name}
+    wanted |= {name for name in built.files if "/debugging/page/" in name}
     wanted |= {"mxamp/py.typed", "mxamp_startup.py"}
     found = {name for name in built.in_wheel if not re.search(r"\.dist-info/|\.pth$", name)}
     assert found == wanted

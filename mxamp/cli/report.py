@@ -8,8 +8,8 @@ import click
 
 from ..framework.files import checked_folder, write_file
 from ..framework.wording import counted
-from ..tools.debugging.report.report_page import report_page
-from ..tools.debugging.tracing.reading import read_trace
+from ..tools.debugging.report import report_page
+from ..tools.debugging.trace_reading import read_trace
 from .group import IS_THERE, examples, usage_error
 
 __all__ = ["report"]

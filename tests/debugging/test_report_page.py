@@ -15,12 +15,20 @@ from click.testing import CliRunner
 import mxamp as amp
 from helpers import ROOT
 from mxamp.cli.main import main
-from mxamp.tools.debugging.report.charts import BUCKETS, HEIGHT, Axis, Curve, chart, ticks
-from mxamp.tools.debugging.report.histogram_chart import histogram_chart
-from mxamp.tools.debugging.report.report_page import report_page
-from mxamp.tools.debugging.report.run_charts import hover_data, runs_of
-from mxamp.tools.debugging.tracing.reading import TraceFile, read_trace
-from mxamp.tools.debugging.tracing.trace_steps import TraceStep
+from mxamp.tools.debugging.charts import (
+    BUCKETS,
+    HEIGHT,
+    Axis,
+    Curve,
+    chart,
+    histogram_chart,
+    hover_data,
+    runs_of,
+    ticks,
+)
+from mxamp.tools.debugging.report import report_page
+from mxamp.tools.debugging.trace_lines import TraceStep
+from mxamp.tools.debugging.trace_reading import TraceFile, read_trace
 
 EVIL = "</script><img src=x onerror=alert(1)>'\""
 HEADER = {"kind": "header", "schema": 1, "time": 1.7e9, "mxamp": "1.0.0", "mxnet": "1.9.1", "numpy": "1.23.5",
@@ -166,7 +174,7 @@ def contrast(one, two):
 
 
 def test_text_and_lines_can_be_told_from_what_is_behind_them():
-    css = (ROOT / "mxamp/tools/debugging/report/page/report.css",)
+    css = (ROOT / "mxamp/tools/debugging/page/report.css",)
     with open(*css) as file:
         schemes = re.findall(r"--back: (#\w{6}).*?--c5: #\w{6}", file.read(), re.S)
         file.seek(0)

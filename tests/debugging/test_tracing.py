@@ -16,9 +16,8 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import randn
 from mxamp.scaling import step_observers
-from mxamp.tools.debugging import operator_stats, read_trace, trace
-from mxamp.tools.debugging.tracing import trace_lines
-from mxamp.tools.debugging.tracing.tracing import gpu_memory_used, mean_of, resident_memory
+from mxamp.tools.debugging import operator_stats, read_trace, trace, trace_lines
+from mxamp.tools.debugging.trace_writing import gpu_memory_used, mean_of, resident_memory
 from training import batches, poisoned, setup, train
 
 

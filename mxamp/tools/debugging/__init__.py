@@ -17,13 +17,12 @@ from .comparing.comparison import Comparison, TensorError
 from .comparing.gradients import gradient_histogram
 from .comparing.histogram import GradientHistogram
 from .comparing.side_by_side import compare
-from .numerics.findings import Finding, NumericsError
-from .numerics.numerics import NumericsCheck, check_numerics
-from .numerics.statistics import Statistics
+from .numerics.check import NumericsCheck, check_numerics
+from .numerics.findings import Finding, NumericsError, Statistics
 from .operator_counts import CastCount, OperatorCount, OperatorStats, operator_stats
-from .tracing.reading import TraceFile, read_trace
-from .tracing.trace_steps import TraceRecord, TraceStep
-from .tracing.tracing import Trace, trace
+from .trace_lines import TraceRecord, TraceStep
+from .trace_reading import TraceFile, read_trace
+from .trace_writing import Trace, trace
 
 __all__ = [
     "CastCount",

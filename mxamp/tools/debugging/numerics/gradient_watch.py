@@ -1,24 +1,101 @@
 """Judging backward passes: the gradients that came to each operator, and that left it."""
 
+import ctypes
 import threading
 from collections import deque
 from typing import Any, Callable, Deque, Dict, Optional, Sequence, Set
 
-from mxnet import nd
+import mxnet as mx
+from mxnet import autograd, nd
+from mxnet.base import _LIB, SymbolHandle, check_call
 from mxnet.ndarray.ndarray import NDArray
 
+from ....framework.arrays import dtype_code, invoke
+from ....framework.machine import DTYPE_CODES
 from ....framework.nested import as_list
-from ....framework.operators import Operator
+from ....framework.operators import Operator, handle_of
+from ....framework.patching import original
 from ....framework.wording import counted
 from ....framework.zero_gradients import zero_gradients
 from ....graph.casts.builder import HALVES
 from ....graph.ir import CASTS
-from .findings import Finding
+from .findings import Finding, Statistics, values_of
 from .inspection import Site, finding_at, is_float, is_nonfinite
-from .probes import has_gradient, probed
-from .statistics import Statistics, values_of
 
-__all__ = ["GradientWatch"]
+__all__ = [
+    "GradientWatch",
+    "Probe",
+    "has_gradient",
+    "is_own_copy",
+    "probed",
+]
+
+#: Takes the gradient that has come to a probe.
+See = Callable[[NDArray], None]
+
+# As MXNet made it: under mxamp a function's backward is given gradients without the loss scale.
+_call = original(autograd.Function, "__call__")
+_COPY, _CAST = handle_of("identity"), handle_of("amp_cast")
+_state = threading.local()
+
+
+def is_own_copy(operator: str) -> bool:
+    """Tell whether a call is the copy by which MXNet takes what a probe's backward returns."""
+    returned, _state.returned = getattr(_state, "returned", False), False
+    return returned and operator == "_copyto"
+
+
+class Probe(autograd.Function):  # type: ignore[misc]
+    """Returns what it is given, and shows `see` the gradient."""
+
+    def __init__(self, see: See) -> None:
+        super().__init__()
+        self._see = see
+
+    def forward(self, array: NDArray) -> NDArray:
+        """Return another array over the same memory: one can't be recorded twice."""
+        return array.detach()
+
+    def backward(self, gradient: NDArray) -> NDArray:
+        """Show the gradient, and return it."""
+        self._see(gradient)
+        _state.returned = True
+        return gradient
+
+
+def has_gradient(array: NDArray) -> bool:
+    """Tell whether autograd computes a gradient of an array: whether it is in its graph.
+
+    A probe on one that is not would have MXNet compute gradients that nobody wants.
+    """
+    if array.grad is not None and array.grad.stype != "default":
+        return False  # MXNet's functions know no sparse gradients
+    symbol = SymbolHandle()
+    if _LIB.MXAutogradGetSymbol(array.handle, ctypes.byref(symbol)):
+        return False
+    check_call(_LIB.NNSymbolFree(symbol))
+    return True
+
+
+def probed(array: NDArray, see: See) -> NDArray:
+    """Return an array of the same values whose gradient is shown to `see` on its way."""
+    if array.grad is not None:
+        # MXNet's functions don't add to the gradient of an array that has grad_req="add".
+        array = _copy(array)
+    output: Optional[NDArray] = _call(Probe(see), array)
+    # MXNet gives a function, which runs later, the address of a gradient that it has brought from
+    # oneDNN's layout to the plain one, and frees it at once. The gradient of a copy is plain.
+    return array if output is None else _copy(output)
+
+
+def _copy(array: NDArray) -> NDArray:
+    if dtype_code(array) == DTYPE_CODES["bfloat16"]:
+        # oneDNN copies no views in bfloat16; casts take them.
+        is_np = isinstance(array, mx.np.ndarray)
+        wide = invoke(_CAST, [array], ["dtype"], ["float32"], None, is_np, False)
+        return invoke(_CAST, [wide], ["dtype"], ["bfloat16"], None, is_np, False)
+    return invoke(_COPY, [array], [], [], None, isinstance(array, mx.np.ndarray), False)
+
 
 #: Inputs whose gradient no operator can read on CPUs: oneDNN can't bring it to the plain layout.
 _UNREADABLE = {"Deconvolution": (1,)}

@@ -20,8 +20,7 @@ from ....graph.inspect import FLOATS
 from ....graph.ir import CASTS
 from ....policy.policy import Policy
 from ....policy.values import INFINITE_FROM, RANGES
-from .findings import Finding
-from .statistics import Statistics, values_of
+from .findings import Finding, Statistics, values_of
 
 __all__ = ["Inspection", "Site", "finding_at", "is_float", "is_nonfinite"]
 

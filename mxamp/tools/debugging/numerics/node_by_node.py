@@ -1,4 +1,4 @@
-"""Where operators are called: their block, their node, and what their inputs are called."""
+"""Running eager calls and graphs one operator at a time, each judged when it has run."""
 
 import functools
 import threading
@@ -23,9 +23,8 @@ from ....graph.ir import CASTS, Graph, Node
 from ....policy.active import suspended
 from ..observing import Call, Observer, Run
 from .findings import Finding
-from .gradient_watch import GradientWatch
+from .gradient_watch import GradientWatch, is_own_copy
 from .inspection import Inspection, Site
-from .probes import is_own_copy
 
 __all__ = [
     "NodeByNode",

@@ -5,12 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
-from ....errors import ArgumentError
-from ....framework.tables import html_table, text_table
-from ....framework.wording import counted
-from ..report.run_charts import charts_of, runs_of, style
-from .trace_lines import checked_header, checked_path, decoded, is_header
-from .trace_steps import TraceRecord, TraceStep, add_line, duration
+from ...errors import ArgumentError
+from ...framework.tables import html_table, text_table
+from ...framework.wording import counted
+from .charts import charts_of, runs_of, style
+from .trace_lines import (
+    TraceRecord,
+    TraceStep,
+    add_line,
+    checked_header,
+    checked_path,
+    decoded,
+    duration,
+    is_header,
+)
 
 __all__ = ["TraceFile", "last_steps", "read_trace"]
 

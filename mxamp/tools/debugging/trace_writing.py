@@ -1,4 +1,4 @@
-"""How much memory this process holds, on the CPU and on GPUs."""
+"""Writing a trace: a line of JSON for each step of a trainer."""
 
 import atexit
 import logging
@@ -18,19 +18,19 @@ from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ...._version import __version__
-from ....errors import ArgumentError, InstallError, StateError
-from ....framework import machine
-from ....framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
-from ....framework.machine import device_kind
-from ....framework.wording import shown
-from ....policy.active import current_policy, suspended
-from ....scaling.hook import TrainerHook
-from ....scaling.report import StepReport
-from ....scaling.step_observers import observe_steps, stop_observing
-from ..numerics.numerics import NumericsCheck
-from .reading import last_steps
+from ..._version import __version__
+from ...errors import ArgumentError, InstallError, StateError
+from ...framework import machine
+from ...framework.arrays import KIND_NAMES, cast, flat_view, kind_code, plain_array
+from ...framework.machine import device_kind
+from ...framework.wording import shown
+from ...policy.active import current_policy, suspended
+from ...scaling.hook import TrainerHook
+from ...scaling.report import StepReport
+from ...scaling.step_observers import observe_steps, stop_observing
+from .numerics.check import NumericsCheck
 from .trace_lines import SCHEMA, LineFile, checked_path, encoded, plain
+from .trace_reading import last_steps
 
 __all__ = [
     "Trace",

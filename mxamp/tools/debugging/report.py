@@ -1,18 +1,22 @@
-"""The parts of a report's page that are of one trace: its tables, records and machine."""
+"""The page that `mxamp report` makes of traces: one file, which loads nothing."""
 
 import json
 from collections import Counter
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from ....framework.tables import html_table
-from ....framework.wording import counted, shortened
-from ..tracing.reading import TraceFile
-from ..tracing.trace_steps import TraceRecord
-from .charts import text
-from .histogram_chart import histogram_chart
+from ...framework.tables import html_table
+from ...framework.wording import counted, shortened
+from .charts import Run, charts_of, histogram_chart, hover_data, runs_of, style, text
+from .trace_lines import TraceRecord
+from .trace_reading import TraceFile
 
-__all__ = ["sections_of", "table"]
+__all__ = [
+    "report_page",
+    "sections_of",
+    "table",
+]
 
 #: More rows than this make a page slow, and nobody reads them.
 ROWS = 1000
@@ -234,3 +238,42 @@ def _time_of(stamp: Any) -> str:
         return datetime.fromtimestamp(float(stamp), timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (TypeError, ValueError, OverflowError, OSError):
         return "unknown"
+
+
+_SCRIPT = Path(__file__).parent / "page" / "report.js"
+#: Whatever is in a trace, the page loads nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def report_page(traces: Sequence[TraceFile]) -> str:
+    """Return the page of one trace, or of several, whose charts lie over each other."""
+    named = _named(traces)
+    title = "mxamp report: " + ", ".join(name for name, _ in named)
+    runs: List[Run] = [run for name, trace in named for run in runs_of(name, trace.steps)]
+    sections = "".join(
+        f"<section><h2>{text(name)}</h2>{sections_of(trace)}</section>" for name, trace in named
+    )
+    # "<" would end the script, wherever it stands.
+    data = hover_data(runs).replace("<", "\\u003c")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{text(title)}</title>{style()}</head>\n"
+        f'<body class="mxamp"><main><h1>{text(title)}</h1>\n{charts_of(runs)}\n{sections}</main>\n'
+        f'<script type="application/json" id="mxamp-data">{data}</script>\n'
+        f"<script>{_SCRIPT.read_text(encoding='utf-8')}</script></body></html>\n"
+    )
+
+
+def _named(traces: Sequence[TraceFile]) -> List[Tuple[str, TraceFile]]:
+    """Return the traces with names that tell them apart: of the file, or with its path."""
+    counts: Dict[str, int] = {}
+    for trace in traces:
+        name = Path(trace.path).name
+        counts[name] = counts.get(name, 0) + 1
+    return [
+        (name if counts[name] == 1 else trace.path, trace)
+        for name, trace in ((Path(trace.path).name, trace) for trace in traces)
+    ]

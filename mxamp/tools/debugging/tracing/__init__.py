@@ -1,1 +1,0 @@
-"""A training run, step by step, in a file."""
