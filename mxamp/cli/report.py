@@ -17,12 +17,14 @@ __all__ = ["report"]
 
 @click.command(epilog=examples("mxamp report trace.jsonl --out report.html"))
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
-@click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The page.")
+@click.option(
+    "--out", default="report.html", show_default=True, metavar="FILE", help="Page to write."
+)
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 def report(traces: Sequence[str], out: str, force: bool) -> None:
-    """Make a page of traces: loss, loss scale, skipped steps, and what else they hold.
+    """Make a page of traces: loss, loss scale, skipped steps, records and versions.
 
-    Traces are written by `amp.debugging.trace`. The charts of several lie over each other.
+    `amp.debugging.trace` writes traces. Charts of several traces are laid over each other.
     """
     target = Path(out)
     checked_folder(target)
@@ -31,7 +33,7 @@ def report(traces: Sequence[str], out: str, force: bool) -> None:
     if os.path.lexists(target) and not force:
         raise usage_error(IS_THERE.format(path=out))
     found = [read_trace(trace) for trace in traces]
-    # Names that are no proper text, which JSON can hold, are no reason to fail.
+    # JSON can hold names with lone surrogates, which UTF-8 can't.
     write_file(target, report_page(found).encode("utf-8", "replace"))
     for trace in found:
         for warning in trace.warnings:

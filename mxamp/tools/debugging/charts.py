@@ -1,4 +1,8 @@
-"""Charts of training runs, as HTML and SVG that need nothing else."""
+"""Charts of training runs as HTML and SVG, for report pages and notebooks.
+
+The drawing stretches with its box (`preserveAspectRatio="none"`). Labels are HTML beside it, so
+that they are as large on a phone as on a desktop.
+"""
 
 import html
 import itertools
@@ -6,349 +10,119 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import (
-    Any,
-    Callable,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    TypeVar,
-)
+from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from .trace_lines import TraceStep, duration
 
-__all__ = [
-    "Axis",
-    "Curve",
-    "Lane",
-    "Run",
-    "buckets",
-    "chart",
-    "charts_of",
-    "histogram_chart",
-    "hover_data",
-    "labels",
-    "runs_of",
-    "style",
-    "text",
-    "ticks",
-]
+__all__ = ["PAGE", "Run", "charts_of", "histogram_chart", "hover_data", "runs_of", "style", "text"]
 
+#: The folder of the page's template, style sheet and script.
+PAGE = Path(__file__).parent / "page"
 WIDTH, HEIGHT = 1000.0, 260.0
-#: So many columns are told apart; of more points, the least and the most of each are drawn.
-BUCKETS = 600
+#: Columns of a chart. Steps that share one are drawn as their median and a band around it.
+COLUMNS = 1200
+#: Line styles in the style sheet.
+STYLES = 6
+BANDS = " <small>bands: the least to the greatest of steps side by side</small>"
 
-#: Said where not every point is drawn.
-BANDS = "bands: the least to the greatest of steps side by side"
-# From here on a label ends where its mark is.
+#: A label that begins beyond this share of the width is aligned with its end.
 _EDGE = 0.95
+#: The smallest and the largest float, and the smallest range whose ticks are floats.
+_SMALLEST, _LARGEST, _LEAST_RANGE = 5e-324, sys.float_info.max, 1e-300
+_BASE, _POWERS_FROM = 2.0, 10
+#: float16's exponents: the first subnormal one, the first normal one, and the first beyond.
+_SUBNORMAL, _NORMAL, _BEYOND = -24, -14, 16
+_FARTHEST_EXPONENT = 2**12
 
-Across = Tuple[float, float]  #: the first step and the last
-Point = Tuple[float, Optional[float]]
-Entry = TypeVar("Entry")
-
-
-class Curve(NamedTuple):
-    """A line: points in order, None where the value is not known or not finite."""
-
-    style: int
-    points: Sequence[Point]
+Across = Tuple[float, float]  #: the first and the last value of the horizontal axis
+Spread = Tuple[float, float, float]  #: least, median and greatest value in a column
 
 
-class Lane(NamedTuple):
-    """A row of marks under a chart."""
+class Run(NamedTuple):
+    """One trainer's steps, and their label in the legend."""
 
     label: str
-    style: int
-    places: Sequence[float]
+    steps: Sequence[TraceStep]
 
 
 class Axis(NamedTuple):
-    """A vertical axis: its range, ticks with their labels, and whether it is logarithmic."""
+    """A vertical axis: its range, ticks with labels, and whether it is logarithmic."""
 
     low: float
     high: float
     ticks: Sequence[Tuple[float, str]]
     log: bool = False
 
-    def share(self, value: float) -> float:
-        """Return how far down a value lies: 0 at the top, 1 at the bottom."""
+    def y(self, value: float) -> float:
+        """Return the vertical coordinate of a value, clipped to the chart."""
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
-        # Halves: the range of the largest floats is no float.
+        # Halved: high - low may be beyond the largest float.
         low, high, value = low / 2, high / 2, value / 2
-        return min(max(1 - (value - low) / (high - low), 0.0), 1.0)
+        return min(max(1 - (value - low) / (high - low), 0.0), 1.0) * HEIGHT
+
+
+class Measure(NamedTuple):
+    """A value of each step that has a chart: where it is read, and how it is shown."""
+
+    name: str
+    title: str
+    hover: str  #: its name under the pointer
+    read: Callable[[TraceStep], Optional[float]]
+    shown: Callable[[float], str]
+    stairs: bool = False  #: powers of two that hold until the next step
+
+    def value(self, step: TraceStep) -> Optional[float]:
+        """Return a step's value; None where it is unknown or can't be drawn."""
+        found = self.read(step)
+        drawn = found is not None and math.isfinite(found) and not (self.stairs and found <= 0)
+        return found if drawn else None
+
+    def spread(self, steps: Sequence[TraceStep]) -> Optional[Spread]:
+        """Return the least, median and greatest value of steps; None where all are unknown."""
+        values = sorted(value for step in steps if (value := self.value(step)) is not None)
+        return (values[0], values[len(values) // 2], values[-1]) if values else None
+
+
+def _mebibytes(size: Optional[int]) -> Optional[float]:
+    return None if size is None else size / 2**20
+
+
+def _power_of_two(value: float) -> str:
+    power = math.log2(value)
+    if 0 <= power < _POWERS_FROM:
+        return f"{value:g}"
+    return f"2^{power:.0f}" if power.is_integer() else f"{value:.3g}"
+
+
+MEASURES = (
+    Measure("loss", "Loss", "loss", lambda step: step.loss, "{:.4g}".format),
+    Measure("scale", "Loss scale", "scale", lambda step: step.loss_scale, _power_of_two, True),
+    Measure("seconds", "Step time", "seconds", lambda step: step.seconds, duration),
+    Measure(
+        "memory", "Memory of the process", "MiB",
+        lambda step: _mebibytes(step.memory), "{:,.6g} MiB".format,
+    ),
+    Measure(
+        "gpu", "GPU memory", "GPU MiB",
+        lambda step: _mebibytes(step.gpu_memory), "{:,.6g} MiB".format,
+    ),
+)  # fmt: skip
 
 
 def text(value: object) -> str:
-    """Return text as HTML has it."""
+    """Return a value's text, escaped for HTML."""
     return html.escape(str(value))
 
 
-def chart(
-    name: str,
-    title: str,
-    description: str,
-    curves: Sequence[Curve],
-    axis: Axis,
-    across: Across,
-    lanes: Sequence[Lane] = (),
-    steps: bool = False,
-) -> str:
-    """Return a chart of curves over one range, with lanes of marks below it.
-
-    `steps`: values hold until the next one. `description` is what those hear who see no picture.
-    """
-    grid = "".join(f"M0 {axis.share(at) * HEIGHT:.1f}H{WIDTH:.0f}" for at, _ in axis.ticks)
-    lines = "".join(_drawn(curve, axis, across, steps) for curve in curves)
-    marks = "".join(_lane(lane, across) for lane in lanes)
-    across_ticks = [(at, f"{at:,.0f}") for at in ticks(*across, count=5, whole=True)]
-    many = any(len(curve.points) > 2 * BUCKETS for curve in curves)
-    note = f" <small>{BANDS}</small>" if many else ""
-    return (
-        f'<figure class="chart" data-chart="{text(name)}">'
-        f"<figcaption>{text(title)}{note}</figcaption>"
-        f'<div class="plot"><div class="ys" aria-hidden="true">{labels(axis)}</div>'
-        f'<div class="area"><svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" '
-        f'preserveAspectRatio="none" aria-label="{text(description)}">'
-        f'<path class="grid" d="{grid}"/>{lines}</svg></div>{marks}'
-        f'<div class="xs" aria-hidden="true">{_below(across_ticks, across)}</div></div></figure>'
-    )
-
-
-def labels(axis: Axis) -> str:
-    """Return an axis's labels."""
-    return "".join(
-        f'<span style="top:{axis.share(at):.2%}">{text(label)}</span>' for at, label in axis.ticks
-    )
-
-
-def _below(marks: Sequence[Tuple[float, str]], across: Across) -> str:
-    return "".join(_place(_left(at, across), label) for at, label in marks)
-
-
-def _place(left: float, label: str) -> str:
-    # Near an edge a label ends there, or it would stand out of the page.
-    side = "end" if left > _EDGE else "start" if left < 1 - _EDGE else ""
-    return f'<span class="{side}" style="left:{left:.2%}">{text(label)}</span>'
-
-
-def _lane(lane: Lane, across: Across) -> str:
-    """Return a row of marks: all of them, those in one place as one."""
-    places = sorted({round(_left(at, across) * WIDTH, 1) for at in lane.places})
-    path = "".join(f"M{at:g} 0V10" for at in places)
-    count = len(lane.places)
-    return (
-        f'<div class="lane-label">{text(lane.label)} <b>{count:,}</b></div>'
-        f'<div class="lane"><svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" '
-        f'aria-hidden="true"><path class="mark s{lane.style}" d="{path}"/></svg></div>'
-    )
-
-
-def _left(at: float, across: Across) -> float:
-    low, high = across
-    return (at - low) / (high - low) if high > low else 0.5
-
-
-def _drawn(curve: Curve, axis: Axis, across: Across, steps: bool) -> str:
-    """Return a line; through many points one of medians, in a band from the least to the most."""
-    if len(curve.points) <= 2 * BUCKETS:
-        return _line(curve.style, curve.points, axis, across, steps)
-    columns = list(_columns(curve.points, across, steps))
-    middle = [(at, column and column[1]) for at, column in columns]
-    band: List[str] = []
-    for known, group in itertools.groupby(columns, lambda entry: entry[1] is not None):
-        if known:
-            ends = [(at, column) for at, column in group if column is not None]
-            corners = [(at, high) for at, (_, _, high) in ends]
-            corners += [(at, low) for at, (low, _, _) in reversed(ends)]
-            band.append("M" + "L".join(_spot(*corner, axis, across) for corner in corners) + "Z")
-    line = _line(curve.style, middle, axis, across, steps)
-    return f'<path class="band f{curve.style}" d="{"".join(band)}"/>{line}'
-
-
-def _line(style: int, points: Sequence[Point], axis: Axis, across: Across, steps: bool) -> str:
-    parts: List[str] = []
-    pen_down = False
-    for at, value in points:
-        if value is None:
-            pen_down = False
-            continue
-        spot = _spot(at, value, axis, across)
-        # "h0" is a dot where no line follows.
-        parts.append(
-            f"M{spot}h0"
-            if not pen_down
-            else "H{}V{}".format(*spot.split())
-            if steps
-            else f"L{spot}"
-        )
-        pen_down = True
-    return f'<path class="line s{style}" d="{"".join(parts)}"/>'
-
-
-def _spot(at: float, value: float, axis: Axis, across: Across) -> str:
-    return f"{_left(at, across) * WIDTH:.1f} {axis.share(value) * HEIGHT:.1f}"
-
-
-def _columns(
-    points: Sequence[Point], across: Across, last: bool
-) -> Iterator[Tuple[float, Optional[Tuple[float, float, float]]]]:
-    """Yield (place, (least, median or last, most)) of each column; None where nothing is known."""
-    for group in buckets(points, across, lambda point: point[0]):
-        values = [value for _, value in group if value is not None]
-        if not values:
-            yield group[0][0], None
-            continue
-        ordered = sorted(values)
-        middle = values[-1] if last else ordered[len(ordered) // 2]
-        yield group[0][0], (ordered[0], middle, ordered[-1])
-
-
-def buckets(
-    entries: Sequence[Entry], across: Across, place: Callable[[Entry], float]
-) -> Iterable[List[Entry]]:
-    """Yield the entries in groups, a group for each column that can be told apart."""
-    group: List[Entry] = []
-    column = None
-    for entry in entries:
-        at = int(_left(place(entry), across) * BUCKETS)
-        if group and at != column:
-            yield group
-            group = []
-        column = at
-        group.append(entry)
-    if group:
-        yield group
-
-
-def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> List[float]:
-    """Return round numbers from low to high, about `count` of them."""
-    if high <= low:
-        return [low]
-    # The range of the largest floats is no float.
-    rough = (high - low) / count if math.isfinite(high - low) else high / count - low / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    step = max(step, 1.0) if whole else step
-    first = math.ceil(low / step)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-#: float16's exponents: of its subnormal numbers, of its normal ones, and the first beyond.
-SUBNORMAL, NORMAL, BEYOND = -24, -14, 16
-#: Beyond the exponents of all floats, scaled ones too.
-_FARTHEST = 2**12
-
-
-class _Histogram(NamedTuple):
-    exponents: Sequence[int]
-    shares: Sequence[float]
-    zero: float
-
-    def between(self, low: float, high: float) -> float:
-        """Return the share of values whose exponents are in a range."""
-        return sum(s for e, s in zip(self.exponents, self.shares) if low <= e < high)
-
-
-def histogram_chart(data: Mapping[str, Any], title: str) -> Optional[str]:
-    """Return the chart of a record of the kind "histogram"; None where it is none."""
-    found = _parsed(data)
-    if found is None:
-        return None
-    low = min(SUBNORMAL, *found.exponents) - 1
-    high = max(BEYOND, *found.exponents) + 2
-    top = max(found.shares) * 1.05 or 1.0
-    axis = Axis(0.0, top, [(at, f"{at:.3g}") for at in ticks(0.0, top, count=4)])
-
-    def x(exponent: float) -> float:
-        return (exponent - low) / (high - low) * WIDTH
-
-    def box(style: str, first: float, last: float, height: float = HEIGHT) -> str:
-        return (
-            f'<rect class="{style}" x="{x(first):.1f}" y="{HEIGHT - height:.1f}" '
-            f'width="{x(last) - x(first):.1f}" height="{height:.1f}"/>'
-        )
-
-    bars = "".join(
-        box("bar", e + 0.1, e + 0.9, s / top * HEIGHT)
-        for e, s in zip(found.exponents, found.shares)
-        if s > 0
-    )
-    edges = "".join(f"M{x(at):.1f} 0V{HEIGHT:.0f}" for at in (SUBNORMAL, NORMAL, BEYOND))
-    zones = _zones(found)
-    described = "; ".join(f"{name}: {share:.2%}" for _, name, share in zones)
-    below = "".join(
-        f'<span style="left:{x(at) / WIDTH:.2%}">2^{at:.0f}</span>'
-        for at in ticks(low, high, count=6, whole=True)
-    )
-    return (
-        f'<figure class="chart bars"><figcaption>{text(title)}</figcaption>'
-        f'<div class="plot"><div class="ys" aria-hidden="true">{labels(axis)}</div>'
-        f'<div class="area"><svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" '
-        f'preserveAspectRatio="none" aria-label="Share of values by exponent. {text(described)}">'
-        f"{box('subnormal', SUBNORMAL, NORMAL)}{box('normal', NORMAL, BEYOND)}{bars}"
-        f'<path class="edge" d="{edges}"/></svg></div>'
-        f'<div class="xs" aria-hidden="true">{below}</div></div>{_list(zones)}</figure>'
-    )
-
-
-def _zones(found: _Histogram) -> List[Tuple[str, str, float]]:
-    """Return (style, name, share of the values) of the ranges."""
-    return [
-        ("", "zero", found.zero),
-        ("", "vanishes in float16", found.between(-math.inf, SUBNORMAL)),
-        ("subnormal", "subnormal in float16", found.between(SUBNORMAL, NORMAL)),
-        ("normal", "normal in float16", found.between(NORMAL, BEYOND)),
-        ("", "overflows in float16", found.between(BEYOND, math.inf)),
-    ]
-
-
-def _list(zones: Sequence[Tuple[str, str, float]]) -> str:
-    entries = "".join(
-        f'<li>{f"<i class={style!r}></i>" if style else ""}{text(name)} {share:.2%}</li>'
-        for style, name, share in zones
-    )
-    return f'<ul class="zones">{entries}</ul>'
-
-
-def _parsed(data: Mapping[str, Any]) -> Optional[_Histogram]:
-    try:
-        exponents = [int(e) for e in data["exponents"]]
-        shares = [float(s) for s in data["share"]]
-        zero = float(data.get("zero") or 0)
-    except (LookupError, TypeError, ValueError, OverflowError):
-        return None
-    sound = all(0 <= s <= 1 for s in [*shares, zero])
-    sound = sound and max(map(abs, exponents), default=0) <= _FARTHEST
-    whole = sound and len(exponents) == len(shares) > 0
-    return _Histogram(exponents, shares, zero) if whole else None
-
-
-#: So many styles of lines there are.
-STYLES = 6
-#: The ends of what floats hold, and the least range of an axis: its ticks are floats too.
-_SMALLEST, _LARGEST, _LEAST_RANGE = 5e-324, sys.float_info.max, 1e-300
-_PAGE = Path(__file__).parent / "page"
-
-Value = Callable[[TraceStep], Optional[float]]
-
-
-class Run(NamedTuple):
-    """One trainer's steps, under the name that the legend gives them."""
-
-    label: str
-    steps: Sequence[TraceStep]
+def style() -> str:
+    """Return the style sheet of charts and pages as an HTML element."""
+    return f"<style>{(PAGE / 'report.css').read_text(encoding='utf-8')}</style>"
 
 
 def runs_of(label: str, steps: Sequence[TraceStep]) -> List[Run]:
-    """Return the steps of each trainer."""
+    """Return a run for each trainer of a trace."""
     trainers = sorted({step.trainer for step in steps})
     if len(trainers) == 1:
         return [Run(label, steps)]
@@ -358,62 +132,43 @@ def runs_of(label: str, steps: Sequence[TraceStep]) -> List[Run]:
     ]
 
 
-def style() -> str:
-    """Return the style sheet, for notebooks and for the page."""
-    return f"<style>{(_PAGE / 'report.css').read_text(encoding='utf-8')}</style>"
-
-
 def charts_of(runs: Sequence[Run]) -> str:
-    """Return the charts of runs, over each other, with a legend where there are several."""
+    """Return the charts of runs, laid over each other, with a legend for several runs."""
     runs = [run for run in runs if run.steps]
     if not runs:
         return "<p>No step was traced.</p>"
     across = _across(runs)
-    skips = _lanes(runs, "skipped", lambda step: not step.stepped)
-    broken = _lanes(runs, "loss not finite", lambda step: not step.loss_finite)
-    parts = [
-        _legend(runs),
-        _chart("loss", "Loss", runs, across, lambda step: step.loss, "{:.4g}", [*skips, *broken]),
-        _scale_chart(runs, across, skips),
-        _chart("seconds", "Step time", runs, across, lambda step: step.seconds, "s", []),
-        _chart("memory", "Memory of the process", runs, across, _mebibytes, "{:,.6g} MiB", []),
-        _chart("gpu", "GPU memory", runs, across, _gpu_mebibytes, "{:,.6g} MiB", []),
-    ]
-    return f'<div class="charts">{"".join(parts)}</div>'
+    skipped = _lanes(runs, across, "skipped", lambda step: not step.stepped)
+    broken = _lanes(runs, across, "loss not finite", lambda step: not step.loss_finite)
+    lanes = {"loss": skipped + broken, "scale": skipped}
+    charts = [_chart(one, runs, across, lanes.get(one.name, "")) for one in MEASURES]
+    return f'<div class="charts">{_legend(runs)}{"".join(charts)}</div>'
 
 
 def hover_data(runs: Sequence[Run]) -> str:
-    """Return what the page's script shows under the pointer, as JSON."""
+    """Return the JSON from which the page's script shows values under the pointer."""
     runs = [run for run in runs if run.steps]
     if not runs:
         return "{}"
     across = _across(runs)
-    rows = [
-        [_hover_row(group) for group in buckets(run.steps, across, lambda step: step.step)]
-        for run in runs
-    ]
     found = {
         "across": across,
-        "names": ["loss", "scale", "seconds", "MiB"],
-        "runs": [{"label": run.label, "rows": r} for run, r in zip(runs, rows)],
+        "names": [measure.hover for measure in MEASURES],
+        "runs": [
+            {"label": run.label, "rows": [_hover_row(steps) for steps in _columns(run, across)]}
+            for run in runs
+        ],
     }
     return json.dumps(found, separators=(",", ":"))
 
 
-def _hover_row(group: Sequence[TraceStep]) -> List[Any]:
-    """Return [first step, last, [least, greatest] of each value or 0, skipped steps]."""
-    row: List[Any] = [group[0].step, group[-1].step]
-    for value in (
-        _finite(lambda s: s.loss),
-        _finite(lambda s: s.loss_scale),
-        _finite(lambda s: s.seconds),
-        _mebibytes,
-    ):
-        known = [v for v in map(value, group) if v is not None]
-        ends = [float(f"{end(known):.5g}") for end in (min, max)] if known else []
-        row.append(0 if not ends else ends[:1] if ends[0] == ends[1] else ends)
-    row.append(sum(not step.stepped for step in group))
-    return row
+def _hover_row(steps: Sequence[TraceStep]) -> List[Any]:
+    """Return [first step, last, [least, greatest] of each measure or 0, skipped steps]."""
+    row: List[Any] = [steps[0].step, steps[-1].step]
+    for measure in MEASURES:
+        spread = measure.spread(steps) or ()
+        row.append(sorted({float(f"{end:.5g}") for end in spread[::2]}) or 0)
+    return [*row, sum(not step.stepped for step in steps)]
 
 
 def _across(runs: Sequence[Run]) -> Across:
@@ -421,20 +176,16 @@ def _across(runs: Sequence[Run]) -> Across:
     return min(steps), max(steps)
 
 
-def _mebibytes(step: TraceStep) -> Optional[float]:
-    return None if step.memory is None else step.memory / 2**20
+def _left(at: float, across: Across) -> float:
+    """Return the place of a value on the horizontal axis, from 0 to 1."""
+    low, high = across
+    return (at - low) / (high - low) if high > low else 0.5
 
 
-def _gpu_mebibytes(step: TraceStep) -> Optional[float]:
-    return None if step.gpu_memory is None else step.gpu_memory / 2**20
-
-
-def _finite(value: Value) -> Value:
-    def finite(step: TraceStep) -> Optional[float]:
-        found = value(step)
-        return found if found is not None and math.isfinite(found) else None
-
-    return finite
+def _columns(run: Run, across: Across) -> List[List[TraceStep]]:
+    """Return a run's steps, grouped by the column that they are drawn in."""
+    columns = itertools.groupby(run.steps, lambda step: int(_left(step.step, across) * COLUMNS))
+    return [list(steps) for _, steps in columns]
 
 
 def _legend(runs: Sequence[Run]) -> str:
@@ -448,87 +199,111 @@ def _legend(runs: Sequence[Run]) -> str:
     return f'<ul class="legend">{entries}</ul>'
 
 
-def _lanes(runs: Sequence[Run], label: str, marked: Callable[[TraceStep], bool]) -> List[Lane]:
-    lanes = []
+def _lanes(
+    runs: Sequence[Run], across: Across, label: str, marked: Callable[[TraceStep], bool]
+) -> str:
+    """Return a row of marks for each run that has marked steps."""
+    lanes = ""
     for i, run in enumerate(runs):
-        places = [step.step for step in run.steps if marked(step)]
-        if places:
-            name = label if len(runs) == 1 else f"{run.label}: {label}"
-            lanes.append(Lane(name, i % STYLES, places))
+        places = [_left(step.step, across) for step in run.steps if marked(step)]
+        if not places:
+            continue
+        name = label if len(runs) == 1 else f"{run.label}: {label}"
+        path = "".join(f"M{x:g} 0V10" for x in sorted({round(x * WIDTH, 1) for x in places}))
+        lanes += (
+            f'<div class="lane-label">{text(name)} <b>{len(places):,}</b></div>'
+            f'<div class="lane"><svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" '
+            f'aria-hidden="true"><path class="mark s{i % STYLES}" d="{path}"/></svg></div>'
+        )
     return lanes
 
 
-def _curves(runs: Sequence[Run], value: Value) -> List[Curve]:
-    return [
-        Curve(i % STYLES, [(step.step, value(step)) for step in run.steps])
-        for i, run in enumerate(runs)
-    ]
-
-
-def _chart(
-    name: str,
-    title: str,
-    runs: Sequence[Run],
-    across: Across,
-    value: Value,
-    unit: str,
-    lanes: Sequence[Lane],
-) -> str:
-    """Return a chart of one value of each step; nothing where no step has it."""
-    finite = _finite(value)
-    known = [(run, [v for v in map(finite, run.steps) if v is not None]) for run in runs]
-    values = [v for _, of_run in known for v in of_run]
+def _chart(measure: Measure, runs: Sequence[Run], across: Across, lanes: str) -> str:
+    """Return the chart of a measure over the steps of runs; "" where no step has it."""
+    known = [[v for step in run.steps if (v := measure.value(step)) is not None] for run in runs]
+    values = [value for of_run in known for value in of_run]
     if not values:
         return ""
-    shown = duration if unit == "s" else unit.format
-    log = min(values) > 0 and max(values) > 100 * min(values)
-    axis = _log_axis(values, shown, 10.0) if log else _linear_axis(values, shown)
+    low, high, shown = min(values), max(values), measure.shown
+    log = measure.stairs or (low > 0 and high > 100 * low)
+    base = _BASE if measure.stairs else 10.0
+    axis = _log_axis(low, high, shown, base) if log else _linear_axis(low, high, shown)
     described = "; ".join(
         f"{run.label}: first {shown(v[0])}, last {shown(v[-1])}, "
         f"from {shown(min(v))} to {shown(max(v))}"
-        for run, v in known
+        for run, v in zip(runs, known)
         if v
     )
-    curves = _curves(runs, finite)
-    full = f"{title}, logarithmic" if log else title
-    return chart(name, full, f"{title} by step. {described}", curves, axis, across, lanes)
-
-
-def _scale_chart(runs: Sequence[Run], across: Across, lanes: Sequence[Lane]) -> str:
-    known = [_positive_scale(step) for run in runs for step in run.steps]
-    scales = [scale for scale in known if scale is not None]
-    if not scales:
-        return ""
-    axis = _log_axis(scales, _power_of_two, 2.0)
-    described = "; ".join(
-        f"{run.label}: from {run.steps[0].loss_scale:g} to {run.steps[-1].loss_scale:g}"
-        for run in runs
+    lines = "".join(
+        _curve(i % STYLES, measure, _columns(run, across), axis, across)
+        for i, run in enumerate(runs)
     )
-    return chart(
-        "scale",
-        "Loss scale, logarithmic",
-        f"Loss scale by step. {described}",
-        _curves(runs, _positive_scale),
+    grid = "".join(f"M0 {axis.y(at):.1f}H{WIDTH:.0f}" for at, _ in axis.ticks)
+    caption = f"{text(measure.title)}{', logarithmic' if log else ''}"
+    return _figure(
+        f'class="chart" data-chart="{measure.name}"',
+        caption + (BANDS if 'class="band' in lines else ""),
+        f"{measure.title} by step. {described}",
+        f'<path class="grid" d="{grid}"/>{lines}',
         axis,
-        across,
+        [(_left(at, across), f"{at:,.0f}") for at in ticks(*across, whole=True)],
         lanes,
-        steps=True,
     )
 
 
-def _positive_scale(step: TraceStep) -> Optional[float]:
-    return step.loss_scale if 0 < step.loss_scale < math.inf else None
+def _curve(
+    number: int, measure: Measure, columns: Sequence[List[TraceStep]], axis: Axis, across: Across
+) -> str:
+    """Return a line through the medians of columns, over a band; unknown values are gaps."""
+    spots = [(_left(steps[0].step, across) * WIDTH, measure.spread(steps)) for steps in columns]
+    line = band = ""
+    for known, group in itertools.groupby(spots, lambda spot: spot[1] is not None):
+        if not known:
+            continue
+        piece = [(x, [axis.y(value) for value in spread]) for x, spread in group if spread]
+        (x, (_, y, _)), *rest = piece
+        step = "H{:.1f}V{:.1f}" if measure.stairs else "L{:.1f} {:.1f}"
+        # "h0" draws a dot where no line follows.
+        line += f"M{x:.1f} {y:.1f}h0" + "".join(step.format(x, ys[1]) for x, ys in rest)
+        edge = [(x, ys[2]) for x, ys in piece] + [(x, ys[0]) for x, ys in reversed(piece)]
+        band += "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in edge) + "Z"
+    drawn = f'<path class="line s{number}" d="{line}"/>'
+    has_band = any(len(steps) > 1 for steps in columns)
+    return f'<path class="band f{number}" d="{band}"/>{drawn}' if has_band else drawn
 
 
-def _power_of_two(value: float) -> str:
-    power = math.log2(value)
-    if 0 <= power < 10:  # noqa: PLR2004
-        return f"{value:g}"
-    return f"2^{power:.0f}" if power.is_integer() else f"{value:.3g}"
+def _figure(
+    attributes: str,
+    caption: str,
+    description: str,
+    drawing: str,
+    axis: Axis,
+    below: Sequence[Tuple[float, str]],
+    rows: str = "",
+    after: str = "",
+) -> str:
+    """Return a chart: a drawing with its labels, rows of marks under it, and what follows them."""
+    beside = "".join(
+        f'<span style="top:{axis.y(at) / HEIGHT:.2%}">{text(label)}</span>'
+        for at, label in axis.ticks
+    )
+    under = "".join(_label(left, label) for left, label in below)
+    return (
+        f"<figure {attributes}><figcaption>{caption}</figcaption>"
+        f'<div class="plot"><div class="ys" aria-hidden="true">{beside}</div>'
+        f'<div class="area"><svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" '
+        f'preserveAspectRatio="none" aria-label="{text(description)}">{drawing}</svg></div>{rows}'
+        f'<div class="xs" aria-hidden="true">{under}</div></div>{after}</figure>'
+    )
 
 
-def _linear_axis(values: Sequence[float], shown: Callable[[float], str]) -> Axis:
-    low, high = min(values), max(values)
+def _label(left: float, label: str) -> str:
+    # A label centered at the page's edge would stick out of the page.
+    side = "end" if left > _EDGE else "start" if left < 1 - _EDGE else ""
+    return f'<span class="{side}" style="left:{left:.2%}">{text(label)}</span>'
+
+
+def _linear_axis(low: float, high: float, shown: Callable[[float], str]) -> Axis:
     margins = high * 0.05 - low * 0.05, abs(high) * 0.1, 1.0
     margin = next(one for one in margins if one >= _LEAST_RANGE)
     low = 0.0 if 0 <= low < high / 2 else max(low - margin, -_LARGEST)
@@ -536,20 +311,93 @@ def _linear_axis(values: Sequence[float], shown: Callable[[float], str]) -> Axis
     return Axis(low, high, [(at, shown(at)) for at in ticks(low, high)])
 
 
-def _log_axis(values: Sequence[float], shown: Callable[[float], str], base: float) -> Axis:
-    low = math.floor(math.log(min(values), base) + 1e-9)
-    high = math.ceil(math.log(max(values), base) - 1e-9)
-    low, high = (low - 1, high + 1) if low == high else (low, high)
-    powers = ticks(low, high, whole=True)
-    marks = [(at, shown(at)) for at in (_power(base, power) for power in powers)]
+def _log_axis(low: float, high: float, shown: Callable[[float], str], base: float) -> Axis:
+    first = math.floor(math.log(low, base) + 1e-9)
+    last = math.ceil(math.log(high, base) - 1e-9)
+    first, last = (first - 1, last + 1) if first == last else (first, last)
+    powers = [_power(base, exponent) for exponent in ticks(first, last, whole=True)]
     # A margin, so that lines at either end are not cut.
-    edge = (high - low) * 0.05
-    return Axis(_power(base, low - edge), _power(base, high + edge), marks, log=True)
+    edge = (last - first) * 0.05
+    low, high = _power(base, first - edge), _power(base, last + edge)
+    return Axis(low, high, [(at, shown(at)) for at in powers], log=True)
 
 
 def _power(base: float, exponent: float) -> float:
-    """Return a power, or the closest to it that is a float greater than zero."""
+    """Return a power, clipped to the positive floats."""
     try:
         return max(math.pow(base, exponent), _SMALLEST)
     except OverflowError:
         return _LARGEST
+
+
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> List[float]:
+    """Return about `count` round numbers from low to high."""
+    if high <= low:
+        return [low]
+    # The range of the largest floats is no float.
+    rough = (high - low) / count if math.isfinite(high - low) else high / count - low / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    step = max(step, 1.0) if whole else step
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
+
+
+# ---------------------------------------------------------------------- histograms
+
+
+def histogram_chart(data: Mapping[str, Any], title: str) -> Optional[str]:
+    """Return the chart of a "histogram" record, float16's range shaded; None for other data."""
+    try:
+        exponents = [int(exponent) for exponent in data["exponents"]]
+        shares = [float(share) for share in data["share"]]
+        zero = float(data.get("zero") or 0)
+    except (LookupError, TypeError, ValueError, OverflowError):
+        return None
+    if not 0 < len(exponents) == len(shares) or not all(0 <= s <= 1 for s in [*shares, zero]):
+        return None
+    if max(map(abs, exponents)) > _FARTHEST_EXPONENT:
+        return None
+    across = min(_SUBNORMAL, *exponents) - 1, max(_BEYOND, *exponents) + 2
+    top = max(shares) * 1.05 or 1.0
+    axis = Axis(0.0, top, [(at, f"{at:.3g}") for at in ticks(0.0, top, count=4)])
+    zones = _zones(exponents, shares, zero)
+
+    def box(name: str, first: float, last: float, share: float = top) -> str:
+        left, right, y = _left(first, across), _left(last, across), axis.y(share)
+        return (
+            f'<rect class="{name}" x="{left * WIDTH:.1f}" y="{y:.1f}" '
+            f'width="{(right - left) * WIDTH:.1f}" height="{HEIGHT - y:.1f}"/>'
+        )
+
+    bars = [box("bar", e + 0.1, e + 0.9, share) for e, share in zip(exponents, shares) if share > 0]
+    edges = [_left(exponent, across) * WIDTH for exponent in (_SUBNORMAL, _NORMAL, _BEYOND)]
+    edge = "".join(f"M{x:.1f} 0V{HEIGHT:.0f}" for x in edges)
+    shaded = box("subnormal", _SUBNORMAL, _NORMAL) + box("normal", _NORMAL, _BEYOND)
+    entries = "".join(
+        f'<li>{f"<i class={name!r}></i>" if name else ""}{label}</li>' for name, label in zones
+    )
+    return _figure(
+        'class="chart bars"',
+        text(title),
+        "Share of values by exponent. " + "; ".join(label for _, label in zones),
+        f'{shaded}{"".join(bars)}<path class="edge" d="{edge}"/>',
+        axis,
+        [(_left(at, across), f"2^{at:.0f}") for at in ticks(*across, count=6, whole=True)],
+        after=f'<ul class="zones">{entries}</ul>',
+    )
+
+
+def _zones(exponents: Sequence[int], shares: Sequence[float], zero: float) -> List[Tuple[str, str]]:
+    """Return (style, label) of each range of float16, with its share of the values."""
+
+    def between(low: float, high: float) -> float:
+        return sum(share for e, share in zip(exponents, shares) if low <= e < high)
+
+    zones = [
+        ("", "zero", zero),
+        ("", "vanishes in float16", between(-math.inf, _SUBNORMAL)),
+        ("subnormal", "subnormal in float16", between(_SUBNORMAL, _NORMAL)),
+        ("normal", "normal in float16", between(_NORMAL, _BEYOND)),
+        ("", "overflows in float16", between(_BEYOND, math.inf)),
+    ]
+    return [(name, f"{label} {share:.2%}") for name, label, share in zones]

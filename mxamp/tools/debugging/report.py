@@ -4,62 +4,76 @@ import json
 from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from string import Template
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from ...framework.tables import html_table
 from ...framework.wording import counted, shortened
-from .charts import Run, charts_of, histogram_chart, hover_data, runs_of, style, text
+from .charts import PAGE, charts_of, histogram_chart, hover_data, runs_of, style, text
 from .trace_lines import TraceRecord
-from .trace_reading import TraceFile
+from .trace_reading import CULPRIT_HEADINGS, TraceFile
 
-__all__ = [
-    "report_page",
-    "sections_of",
-    "table",
-]
+__all__ = ["report_page"]
 
-#: More rows than this make a page slow, and nobody reads them.
-ROWS = 1000
-_SKIPS = 300
-_PICTURES = 6
-_OTHERS = 20
+#: The most rows of a table, steps, pictures and records of unknown kinds that a page shows.
+_ROWS, _SKIPS, _PICTURES, _OTHERS = 1000, 300, 6, 20
 
-CULPRIT_COLUMNS = (
+_FINDING = (
     "step", "phase", "block", "node", "operator", "dtype", "nan", "inf", "zero", "subnormal",
     "size", "min", "max", "mean",
 )  # fmt: skip
-OPERATOR_COLUMNS = ("operator", "dtype", "calls")
-CAST_COLUMNS = ("source", "target", "casts", "bytes")
-PLAN_COLUMNS = ("name", "operator", "precision", "reason")
+_OPERATOR = ("operator", "dtype", "calls")
+_CAST = ("source", "target", "casts", "bytes")
+_PLAN = ("name", "operator", "precision", "reason")
 
-Rows = Sequence[Sequence[Any]]
-
-
-def sections_of(trace: TraceFile) -> str:
-    """Return what is to be said of a trace, without its charts."""
-    kinds: Dict[str, Callable[[Sequence[TraceRecord]], str]] = {
-        "culprit": _numerics,
-        "histogram": _histograms,
-        "operators": _operators,
-        "plan": _plans,
-    }
-    parts = [_warnings(trace), _cards(trace), _gradients(trace), _skips(trace)]
-    parts += [draw(trace.of_kind(kind)) for kind, draw in kinds.items() if trace.of_kind(kind)]
-    parts.append(_others([record for record in trace.records if record.kind not in kinds]))
-    parts.append(_machine(trace))
-    return "".join(parts)
+Records = Sequence[TraceRecord]
 
 
-def table(caption: str, headings: Sequence[str], rows: Rows) -> str:
-    """Return a table that scrolls in a box of its own, cut where it is long."""
+def report_page(traces: Sequence[TraceFile]) -> str:
+    """Return the page of one trace, or of several with their charts laid over each other."""
+    counts = Counter(Path(trace.path).name for trace in traces)
+    names = [Path(trace.path).name for trace in traces]
+    names = [name if counts[name] == 1 else one.path for name, one in zip(names, traces)]
+    runs = [run for name, one in zip(names, traces) for run in runs_of(name, one.steps)]
+    sections = [
+        f"<section><h2>{text(name)}</h2>{_sections(one)}</section>"
+        for name, one in zip(names, traces)
+    ]
+    return Template((PAGE / "report.html").read_text(encoding="utf-8")).substitute(
+        title=text("mxamp report: " + ", ".join(names)),
+        style=style(),
+        charts=charts_of(runs),
+        sections="".join(sections),
+        # "<" in a name must not end the script element.
+        data=hover_data(runs).replace("<", "\\u003c"),
+        script=(PAGE / "report.js").read_text(encoding="utf-8"),
+    )
+
+
+def _sections(trace: TraceFile) -> str:
+    """Return what the page says of one trace, below the charts."""
+    parts = [_warnings(trace), _cards(trace), _skips(trace)]
+    parts += [draw(trace.of_kind(kind)) for kind, draw in _KINDS.items() if trace.of_kind(kind)]
+    parts.append(_others([record for record in trace.records if record.kind not in _KINDS]))
+    rows = [row for header in trace.headers for row in _header_rows(header)]
+    machine = _table("Of each start of the run", ("", ""), rows)
+    return "".join([*parts, "<h3>Machine and versions</h3>", machine])
+
+
+def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table in a box that scrolls, cut after the first rows."""
     cut = ""
-    if len(rows) > ROWS:
-        shown = f"{ROWS:,} of {counted(len(rows), 'row')} are shown; the trace has them all."
+    if len(rows) > _ROWS:
+        shown = f"{_ROWS:,} of {counted(len(rows), 'row')} are shown; the trace has them all."
         cut = f'<p class="soft">{shown}</p>'
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
-        f"{html_table(headings, rows[:ROWS], caption)}</div>{cut}"
+        f"{html_table(headings, rows[:_ROWS], caption)}</div>{cut}"
     )
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>{content}</details>"
 
 
 def _warnings(trace: TraceFile) -> str:
@@ -77,92 +91,33 @@ def _cards(trace: TraceFile) -> str:
     return f'<dl class="cards">{cards}</dl>'
 
 
-def _gradients(trace: TraceFile) -> str:
-    if not trace.skipped:
-        return ""
-    rows = trace.culprits()
-    without = sum(not step.nonfinite for step in trace.skipped)
-    more = f"<p>{without:,} skipped steps name no gradient.</p>" if without else ""
-    headings = ("parameter", "skipped steps", "first", "last")
-    caption = "Parameters whose gradients held Inf or NaN, those of most skipped steps first"
-    return f"<h3>Gradients that were not finite</h3>{more}" + table(caption, headings, rows)
-
-
 def _skips(trace: TraceFile) -> str:
+    """Return the tables of skipped steps, by parameter and by step; "" without skipped steps."""
     skipped = trace.skipped
     if not skipped:
         return ""
-    rows = [
-        (
-            step.step,
-            _loss_of(step.loss, step.loss_finite),
-            f"{step.loss_scale:g} to {step.next_loss_scale:g}",
-            shortened(step.nonfinite),
-        )
-        for step in skipped[-_SKIPS:]
-    ]
-    caption = f"The last {len(rows):,} of {len(skipped):,}" if len(skipped) > _SKIPS else "All"
+    without = sum(not step.nonfinite for step in skipped)
+    more = f"<p>{without:,} skipped steps name no gradient.</p>" if without else ""
+    caption = "Parameters whose gradients held Inf or NaN, the most frequent first"
+    gradients = _table(caption, ("parameter", *CULPRIT_HEADINGS[1:]), trace.culprits())
+    rows = []
+    for step in skipped[-_SKIPS:]:
+        loss = "" if step.loss is None else f"{step.loss:.6g}"
+        loss = loss if step.loss_finite else f"{loss} (not finite)".strip()
+        scales = f"{step.loss_scale:g} to {step.next_loss_scale:g}"
+        rows.append((step.step, loss, scales, shortened(step.nonfinite)))
+    which = f"The last {len(rows):,} of {len(skipped):,}" if len(skipped) > _SKIPS else "All"
     headings = ("step", "loss", "loss scale", "not finite")
-    content = table(f"{caption} skipped steps", headings, rows)
-    return f"<details><summary>Skipped steps ({len(skipped):,})</summary>{content}</details>"
+    steps = _table(f"{which} skipped steps", headings, rows)
+    folded = _folded(f"Skipped steps ({len(skipped):,})", steps)
+    return f"<h3>Gradients that were not finite</h3>{more}{gradients}{folded}"
 
 
-def _loss_of(loss: Optional[float], finite: bool) -> str:
-    known = "" if loss is None else f"{loss:.6g}"
-    return known if finite else f"{known} (not finite)".strip()
+# ---------------------------------------------------------------------- records
 
 
-def _numerics(records: Sequence[TraceRecord]) -> str:
-    rows = [[record.data.get(name, "") for name in CULPRIT_COLUMNS] for record in records]
-    used = [i for i in range(len(CULPRIT_COLUMNS)) if any(row[i] not in ("", None) for row in rows)]
-    headings = [CULPRIT_COLUMNS[i] for i in used]
-    rows = [[_cell(row[i]) for i in used] for row in rows]
-    return "<h3>Values that were not finite</h3>" + table("Where they came from", headings, rows)
-
-
-def _histograms(records: Sequence[TraceRecord]) -> str:
-    pictures = []
-    for record in records[-_PICTURES:]:
-        parts = [f"Gradients after step {record.step:,}"]
-        parts += [str(record.data["dtype"])] if record.data.get("dtype") else []
-        parts += [f"loss scale {_cell(record.data['scale'])}"] if record.data.get("scale") else []
-        picture = histogram_chart(record.data, ", ".join(parts))
-        pictures.append(picture or f'<p class="warning">Note: {text(parts[0])}: no histogram.</p>')
-    left = len(records) - len(pictures)
-    more = f'<p class="soft">{left:,} earlier histograms are in the trace.</p>' if left else ""
-    return f'<h3>Sizes of gradients</h3>{more}<div class="charts">{"".join(pictures)}</div>'
-
-
-def _operators(records: Sequence[TraceRecord]) -> str:
-    record = records[-1]
-    parts = [f"<h3>What ran, up to step {record.step:,}</h3>"]
-    kinds = (
-        ("operators", OPERATOR_COLUMNS, "Calls by operator and dtype"),
-        ("casts", CAST_COLUMNS, "Casts, and the bytes that they read and wrote"),
-    )
-    for name, columns, caption in kinds:
-        rows = _rows(record.data.get(name), columns)
-        if rows:
-            parts.append(table(caption, columns, rows))
-        else:
-            parts.append(f'<p class="soft">No {text(name)}.</p>')
-    return "".join(parts)
-
-
-def _plans(records: Sequence[TraceRecord]) -> str:
-    data = records[-1].data
-    rows = _rows(data.get("nodes"), PLAN_COLUMNS)
-    counts = Counter(str(row[2]) for row in rows).most_common()
-    summary = ", ".join(f"{count:,} in {precision}" for precision, count in counts)
-    casts = data.get("casts")
-    casts_text = f"; {counted(len(casts), 'cast')}" if isinstance(casts, list) else ""
-    operators = counted(len(rows), "operator")
-    head = f"<h3>The plan</h3><p>{operators}: {text(summary or 'none')}{casts_text}.</p>"
-    content = table("Precision by operator", PLAN_COLUMNS, rows)
-    return f"{head}<details><summary>Every operator, and why</summary>{content}</details>"
-
-
-def _rows(entries: Any, columns: Sequence[str]) -> List[List[Any]]:
+def _cells(entries: Any, columns: Sequence[str]) -> List[List[Any]]:
+    """Return the rows of a list of dicts; records hold whatever the program has given."""
     if not isinstance(entries, list):
         return []
     return [
@@ -173,107 +128,102 @@ def _rows(entries: Any, columns: Sequence[str]) -> List[List[Any]]:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value as a table shows it."""
     if isinstance(value, (dict, list)):
         return json.dumps(value)
-    # As the trace has them.
+    # JSON has no such numbers: a trace holds them as text.
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
-def _others(records: Sequence[TraceRecord]) -> str:
+def _findings(records: Records) -> str:
+    rows = _cells([record.data for record in records], _FINDING)
+    used = [i for i in range(len(_FINDING)) if any(row[i] not in ("", None) for row in rows)]
+    headings = [_FINDING[i] for i in used]
+    table = _table("Where they came from", headings, [[row[i] for i in used] for row in rows])
+    return f"<h3>Values that were not finite</h3>{table}"
+
+
+def _histograms(records: Records) -> str:
+    pictures = ""
+    for step, data in ((record.step, record.data) for record in records[-_PICTURES:]):
+        title = f"Gradients after step {step:,}"
+        details = [str(data["dtype"])] if data.get("dtype") else []
+        details += [f"loss scale {_cell(data['scale'])}"] if data.get("scale") else []
+        picture = histogram_chart(data, ", ".join([title, *details]))
+        pictures += picture or f'<p class="warning">Note: {title}: no histogram.</p>'
+    earlier = _left_out(len(records) - _PICTURES, "histograms")
+    return f'<h3>Sizes of gradients</h3>{earlier}<div class="charts">{pictures}</div>'
+
+
+def _left_out(count: int, what: str) -> str:
+    return f'<p class="soft">{count:,} earlier {what} are in the trace.</p>' if count > 0 else ""
+
+
+def _operators(records: Records) -> str:
+    record = records[-1]
+    parts = [f"<h3>What ran, up to step {record.step:,}</h3>"]
+    for name, columns, caption in (
+        ("operators", _OPERATOR, "Calls by operator and dtype"),
+        ("casts", _CAST, "Casts, and the bytes that they read and wrote"),
+    ):
+        rows = _cells(record.data.get(name), columns)
+        parts.append(_table(caption, columns, rows) if rows else f'<p class="soft">No {name}.</p>')
+    return "".join(parts)
+
+
+def _plans(records: Records) -> str:
+    data = records[-1].data
+    rows, casts = _cells(data.get("nodes"), _PLAN), data.get("casts")
+    counts = Counter(str(row[2]) for row in rows).most_common()
+    summary = ", ".join(f"{count:,} in {precision}" for precision, count in counts)
+    summary += f"; {counted(len(casts), 'cast')}" if isinstance(casts, list) else ""
+    head = f"<h3>The plan</h3><p>{counted(len(rows), 'operator')}: {text(summary or 'none')}.</p>"
+    return head + _folded("Every operator, and why", _table("Precision by operator", _PLAN, rows))
+
+
+def _others(records: Records) -> str:
     if not records:
         return ""
-    rows = [(r.kind, r.step, json.dumps(r.data)[:2000]) for r in records[-_OTHERS:]]
-    left = len(records) - len(rows)
-    more = f'<p class="soft">{left:,} earlier records are in the trace.</p>' if left else ""
-    return f"<h3>Other records</h3>{more}" + table("As they are", ("kind", "step", "data"), rows)
+    rows = [(one.kind, one.step, json.dumps(one.data)[:2000]) for one in records[-_OTHERS:]]
+    table = _table("As they are", ("kind", "step", "data"), rows)
+    return f"<h3>Other records</h3>{_left_out(len(records) - _OTHERS, 'records')}{table}"
 
 
-def _machine(trace: TraceFile) -> str:
-    rows = [row for header in trace.headers for row in _header_rows(header)]
-    return "<h3>Machine and versions</h3>" + table("Of each start of the run", ("", ""), rows)
+_KINDS: Dict[str, Callable[[Records], str]] = {
+    "culprit": _findings,
+    "histogram": _histograms,
+    "operators": _operators,
+    "plan": _plans,
+}
+
+# ---------------------------------------------------------------------- headers
 
 
 def _header_rows(header: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
-    machine = header.get("machine")
-    machine = machine if isinstance(machine, dict) else {}
-    policy = header.get("policy")
-    trainers = header.get("trainers")
-    yield "started", _time_of(header.get("time"))
+    machine, policy = header.get("machine", {}), header.get("policy")
+    started = datetime.fromtimestamp(header.get("time", 0), timezone.utc)
+    yield "started", f"{started:%Y-%m-%d %H:%M:%S} UTC"
     versions = [f"{name} {header[name]}" for name in ("mxamp", "mxnet", "numpy") if name in header]
     yield "versions", ", ".join([*versions, f"Python {header.get('python', 'unknown')}"])
     yield "CPU", f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
-    features = machine.get("features")
-    if features and isinstance(features, list):
-        yield "CPU features", ", ".join(map(str, features))
-    yield "precision", _precision_of(header.get("dtype"), policy)
+    if machine.get("features"):
+        yield "CPU features", ", ".join(machine["features"])
+    precision = f"{header.get('dtype')}; mixed precision was not on when the trace was opened"
+    if policy is not None:
+        kept = policy.get("fp32_layers")
+        layers = f"; float32 layers: {shortened(kept)}" if kept else ""
+        precision = f"{header.get('dtype')} on the {policy.get('device', 'unknown')}{layers}"
+    yield "precision", precision
     if header.get("rank") is not None:
         yield "rank", str(header["rank"])
-    for one in trainers if isinstance(trainers, list) else []:
-        if isinstance(one, dict):
-            yield "trainer", _trainer_of(one)
+    for trainer in header.get("trainers", ()):
+        yield "trainer", ", ".join(_trainer_parts(trainer))
 
 
-def _precision_of(dtype: Any, policy: Any) -> str:
-    if not isinstance(policy, dict):
-        return f"{dtype}; mixed precision was not on when the trace was opened"
-    kept = policy.get("fp32_layers")
-    layers = f"; float32 layers: {shortened([str(k) for k in kept])}" if kept else ""
-    return f"{dtype} on the {policy.get('device', 'unknown')}{layers}"
-
-
-def _trainer_of(trainer: Mapping[str, Any]) -> str:
-    parts = [str(trainer.get("optimizer", "unknown optimizer"))]
-    if isinstance(trainer.get("learning_rate"), (int, float)):
-        parts.append(f"learning rate {trainer['learning_rate']:g}")
+def _trainer_parts(trainer: Mapping[str, Any]) -> Iterator[str]:
+    yield trainer.get("optimizer", "unknown optimizer")
+    if trainer.get("learning_rate") is not None:
+        yield f"learning rate {trainer['learning_rate']:g}"
     elements = trainer.get("elements")
-    size = f" of {counted(elements, 'element')}" if isinstance(elements, int) else ""
-    parts.append(f"{trainer.get('parameters', '?')} parameters{size}")
-    parts.append(f"scaled by {trainer['scaled_by']}" if trainer.get("scaled_by") else "not scaled")
-    return ", ".join(parts)
-
-
-def _time_of(stamp: Any) -> str:
-    try:
-        return datetime.fromtimestamp(float(stamp), timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (TypeError, ValueError, OverflowError, OSError):
-        return "unknown"
-
-
-_SCRIPT = Path(__file__).parent / "page" / "report.js"
-#: Whatever is in a trace, the page loads nothing.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
-
-def report_page(traces: Sequence[TraceFile]) -> str:
-    """Return the page of one trace, or of several, whose charts lie over each other."""
-    named = _named(traces)
-    title = "mxamp report: " + ", ".join(name for name, _ in named)
-    runs: List[Run] = [run for name, trace in named for run in runs_of(name, trace.steps)]
-    sections = "".join(
-        f"<section><h2>{text(name)}</h2>{sections_of(trace)}</section>" for name, trace in named
-    )
-    # "<" would end the script, wherever it stands.
-    data = hover_data(runs).replace("<", "\\u003c")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{text(title)}</title>{style()}</head>\n"
-        f'<body class="mxamp"><main><h1>{text(title)}</h1>\n{charts_of(runs)}\n{sections}</main>\n'
-        f'<script type="application/json" id="mxamp-data">{data}</script>\n'
-        f"<script>{_SCRIPT.read_text(encoding='utf-8')}</script></body></html>\n"
-    )
-
-
-def _named(traces: Sequence[TraceFile]) -> List[Tuple[str, TraceFile]]:
-    """Return the traces with names that tell them apart: of the file, or with its path."""
-    counts: Dict[str, int] = {}
-    for trace in traces:
-        name = Path(trace.path).name
-        counts[name] = counts.get(name, 0) + 1
-    return [
-        (name if counts[name] == 1 else trace.path, trace)
-        for name, trace in ((Path(trace.path).name, trace) for trace in traces)
-    ]
+    size = f" of {counted(elements, 'element')}" if elements is not None else ""
+    yield f"{trainer.get('parameters', '?')} parameters{size}"
+    yield f"scaled by {trainer['scaled_by']}" if trainer.get("scaled_by") else "not scaled"

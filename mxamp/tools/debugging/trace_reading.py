@@ -1,9 +1,8 @@
-"""Reading traces: steps and records as values, and a word on every line that can't be read."""
+"""Reading traces: steps and records as values, and a warning for unreadable lines."""
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Tuple, Union
 
 from ...errors import ArgumentError
 from ...framework.tables import html_table, text_table
@@ -12,16 +11,17 @@ from .charts import charts_of, runs_of, style
 from .trace_lines import (
     TraceRecord,
     TraceStep,
-    add_line,
     checked_header,
     checked_path,
     decoded,
     duration,
     is_header,
+    step_or_record,
 )
 
-__all__ = ["TraceFile", "last_steps", "read_trace"]
+__all__ = ["CULPRIT_HEADINGS", "TraceFile", "last_steps", "read_trace"]
 
+CULPRIT_HEADINGS = ("not finite", "skipped steps", "first", "last")
 CUT = "the last line is cut: the run was killed while it wrote it, or is writing it now"
 UNREADABLE = "line {first} can't be read and is left out{more}"
 
@@ -31,10 +31,10 @@ class TraceFile:
     """A trace that was read: `steps`, `records`, and the headers of its runs."""
 
     path: str
-    headers: Tuple[Mapping[str, Any], ...]  #: one, and one more for each time it was resumed
+    headers: Tuple[Mapping[str, Any], ...]  #: one, and one more for each resume
     steps: Tuple[TraceStep, ...]
     records: Tuple[TraceRecord, ...]
-    warnings: Tuple[str, ...] = ()  #: lines that could not be read
+    warnings: Tuple[str, ...] = ()  #: about unreadable lines
 
     @property
     def header(self) -> Mapping[str, Any]:
@@ -43,34 +43,29 @@ class TraceFile:
 
     @property
     def skipped(self) -> Tuple[TraceStep, ...]:
-        """The steps that were skipped."""
+        """The skipped steps."""
         return tuple(step for step in self.steps if not step.stepped)
 
     def culprits(self) -> List[Tuple[str, int, int, int]]:
-        """Return (parameter, skipped steps, first, last) of gradients that were not finite.
+        """Return (parameter, skipped steps, first, last) of each gradient that was not finite.
 
-        Those of most skipped steps come first.
+        The most frequent parameter comes first.
         """
-        counts: Dict[str, int] = Counter()
-        first: Dict[str, int] = {}
-        last: Dict[str, int] = {}
+        found: Dict[str, List[int]] = {}
         for step in self.steps:
             for name in step.nonfinite:
-                counts[name] += 1
-                first.setdefault(name, step.step)
-                last[name] = step.step
-        ordered = sorted(counts, key=lambda name: (-counts[name], first[name], name))
-        return [(name, counts[name], first[name], last[name]) for name in ordered]
+                found.setdefault(name, []).append(step.step)
+        rows = [(name, len(steps), steps[0], steps[-1]) for name, steps in found.items()]
+        return sorted(rows, key=lambda row: (-row[1], row[2], row[0]))
 
     def of_kind(self, kind: str) -> Tuple[TraceRecord, ...]:
         """Return the records of a kind, such as "operators"."""
         return tuple(record for record in self.records if record.kind == kind)
 
     def summary(self) -> List[Tuple[str, str]]:
-        """Return the run in a few lines: what, and how much."""
+        """Return (name, value) pairs that sum the run up."""
         if not self.steps:
             return [("steps", "0")]
-        last = self.steps[-1]
         seconds = sorted(step.seconds for step in self.steps if step.seconds is not None)
         memory = [step.memory for step in self.steps if step.memory is not None]
         losses = [step.loss for step in self.steps if step.loss is not None]
@@ -78,7 +73,7 @@ class TraceFile:
         rows = [
             ("steps", f"{len(self.steps):,}"),
             ("skipped", f"{skips:,} ({skips / len(self.steps):.2%})"),
-            ("last loss scale", f"{last.next_loss_scale:g}"),
+            ("last loss scale", f"{self.steps[-1].next_loss_scale:g}"),
         ]
         if losses:
             rows.append(("last loss", f"{losses[-1]:.4g}"))
@@ -91,8 +86,7 @@ class TraceFile:
     def __str__(self) -> str:
         lines = [text_table(("", self.path), self.summary())]
         if self.skipped:
-            headings = ("not finite", "skipped steps", "first", "last")
-            lines += ["", text_table(headings, self.culprits())]
+            lines += ["", text_table(CULPRIT_HEADINGS, self.culprits())]
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def __repr__(self) -> str:
@@ -102,14 +96,13 @@ class TraceFile:
     def _repr_html_(self) -> str:
         tables = html_table(("", ""), self.summary(), self.path)
         if self.skipped:
-            headings = ("not finite", "skipped steps", "first", "last")
-            tables += html_table(headings, self.culprits())
+            tables += html_table(CULPRIT_HEADINGS, self.culprits())
         charts = charts_of(runs_of(self.path, self.steps))
         return f'{style()}<div class="mxamp">{tables}{charts}</div>'
 
 
 def read_trace(path: Union[str, Path]) -> TraceFile:
-    """Read what `trace` has written, of a run that goes on or has crashed too.
+    """Read a trace file, of a finished, running or crashed run.
 
     ::
 
@@ -117,39 +110,43 @@ def read_trace(path: Union[str, Path]) -> TraceFile:
         print(run)
         scales = [step.loss_scale for step in run.steps]
 
-    A line that can't be read is left out, with a word in `warnings`. Raises `ArgumentError` where
-    there is no such file, where it is no trace, and where a newer mxamp has written it.
+    Unreadable lines are left out, with a warning in `warnings`. Raises `ArgumentError` if there
+    is no such file, if it is no trace, or if a newer mxamp has written it.
     """
     file = Path(checked_path(path))
     headers: List[Mapping[str, Any]] = []
     steps: List[TraceStep] = []
     records: List[TraceRecord] = []
     bad: List[int] = []
-    cut = False
-    for number, line, whole in _lines(file):
+    warnings = []
+    for number, line in _lines(file):
         entry = decoded(line)
+        found = step_or_record(entry)
         if number == 1 or is_header(entry):
-            headers.append(checked_header(entry, file))
-        elif isinstance(entry, dict) and add_line(entry, steps, records):
-            continue
-        elif whole:
+            advice = "Give a file that amp.debugging.trace has written"
+            headers.append(checked_header(entry, file, advice))
+        elif isinstance(found, TraceStep):
+            steps.append(found)
+        elif found is not None:
+            records.append(found)
+        elif line.endswith("\n"):
             bad.append(number)
         else:
-            cut = True
-    return TraceFile(
-        str(file), tuple(headers), tuple(steps), tuple(records), tuple(_warnings(bad, cut))
-    )
+            warnings.append(CUT)
+    if bad:
+        more = f", and {counted(len(bad) - 1, 'other')}" if len(bad) > 1 else ""
+        warnings.insert(0, UNREADABLE.format(first=bad[0], more=more))
+    return TraceFile(str(file), tuple(headers), tuple(steps), tuple(records), tuple(warnings))
 
 
 def last_steps(path: Path) -> Dict[int, int]:
-    """Return the number of the last step of each trainer, by its place; none for a new file."""
+    """Return the number of each trainer's last step; {} for a new file."""
     if not path.stat().st_size:
         return {}
     return {step.trainer: step.step for step in read_trace(path).steps}
 
 
-def _lines(path: Path) -> Iterator[Tuple[int, str, bool]]:
-    """Yield (number, line, whether it has its end)."""
+def _lines(path: Path) -> Iterator[Tuple[int, str]]:
     if path.is_dir():
         raise ArgumentError(f"a trace is a file, and {str(path)!r} is a folder")
     if not path.exists():
@@ -159,12 +156,4 @@ def _lines(path: Path) -> Iterator[Tuple[int, str, bool]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             if line.strip() or number == 1:
-                yield number, line, line.endswith("\n")
-
-
-def _warnings(bad: Sequence[int], cut: bool) -> Iterator[str]:
-    if bad:
-        more = f", and {counted(len(bad) - 1, 'other')}" if len(bad) > 1 else ""
-        yield UNREADABLE.format(first=bad[0], more=more)
-    if cut:
-        yield CUT
+                yield number, line
