@@ -26,13 +26,13 @@ said = {"loaded": sorted(sys.modules), "read": registry.cache_info().currsize, "
 amp.init("float16")
 amp.debugging  # what it calls of MXNet below all patches, it has to find below them
 from mxamp.tools.debugging.comparing import backward_passes
-from mxamp.tools.debugging.numerics import findings, gradient_watch, node_by_node
+from mxamp.tools.debugging.numerics import check, findings, gradient_watch
 amp.shutdown()
 from mxnet import autograd, nd
 said["below"] = [
     backward_passes._backward is autograd.backward,
-    node_by_node._backward is autograd.backward,
-    node_by_node._mark_variables is autograd.mark_variables,
+    check._backward is autograd.backward,
+    check._mark_variables is autograd.mark_variables,
     gradient_watch._call is autograd.Function.__call__,
     findings._asnumpy is nd.NDArray.asnumpy,
 ]

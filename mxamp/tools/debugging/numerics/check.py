@@ -1,8 +1,8 @@
 """Finding the first operator whose values go wrong, forward and backward.
 
-Eager calls are looked at one by one. A hybridized block's graph is run node by node while it is
-checked, with the casts that are in it, so that the operator that is named is the one at fault. A
-bound symbol is run once more, node by node.
+Eager calls are judged one by one. The graph of a hybridized block runs node by node while it is
+checked, with its casts, so that the finding names the operator at fault. A bound symbol runs as
+usual, and once more node by node.
 """
 
 import contextlib
@@ -11,42 +11,77 @@ import functools
 import inspect
 import json
 import logging
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
+import threading
+from dataclasses import replace
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import autograd
-from mxnet.gluon import Trainer
+from mxnet.executor import Executor
+from mxnet.gluon import Parameter, Trainer
+from mxnet.gluon.block import Block
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
+from mxnet.symbol.numpy import _Symbol
 
 from ....convert.arguments import names_of
 from ....errors import ArgumentError, StateError
+from ....framework.nested import as_list
 from ....framework.operators import resolve
-from ....framework.patching import Patch
+from ....framework.patching import Patch, original
 from ....framework.tables import html_table, text_table
 from ....framework.wording import one_of, shown
+from ....graph.inspect import interpret, run_node
+from ....graph.ir import Graph, Node
+from ....policy.active import suspended
 from ....policy.policy import Policy
 from ....policy.targets import check_target
+from ..observing import Call, Observer, Run
 from .findings import Finding, NumericsError
-from .gradient_watch import GradientWatch
-from .inspection import Inspection, Site
-from .node_by_node import NodeByNode
+from .gradient_watch import GradientWatch, is_probe_copy, unobserved_copy
+from .inspection import Inspection, Site, input_names, prefixes_of, site_of
 
 __all__ = ["NumericsCheck", "check_numerics"]
 
 logger = logging.getLogger("mxamp")
 
 _ON = ("raise", "log", "collect")
-_MOST = 1000
+_MOST_FINDINGS = 1000
 HIGHER_ORDER = (
     "check_numerics watches gradients by functions that can't be differentiated again: use "
     "check_numerics(backward=False) around autograd.grad(create_graph=True)"
 )
 
+# Below all patches: loss scaling must not see the second run of a bound symbol.
+_mark_variables = original(autograd, "mark_variables")
+_backward = original(autograd, "backward")
 
-class NumericsCheck(NodeByNode):
-    """What a check has found: `findings`, the first one of each pass through the program.
 
-    `str(check)` is a table. Falsy where nothing was found.
+class _Eager:
+    """An eager call that is running: its site, its inputs, and the arrays that it reads."""
+
+    def __init__(self, site: Site, inputs: Sequence[NDArray]) -> None:
+        self.site, self.inputs = site, inputs
+        self.read = inputs  #: the inputs, or copies of them with probes
+
+    def place_of(self, array: NDArray) -> Optional[int]:
+        """Return the position of an input; None for any other array."""
+        handles = [one.handle.value for one in self.read]
+        return handles.index(array.handle.value) if array.handle.value in handles else None
+
+
+class _Running(threading.local):
+    """The blocks and eager calls that a thread is in."""
+
+    def __init__(self) -> None:
+        self.blocks: List[Block] = []
+        self.calls: List[_Eager] = []
+
+
+class NumericsCheck(Observer):
+    """The findings of a check: `findings`, the first of each pass through the program.
+
+    `str(check)` is a table. Falsy without findings.
     """
 
     def __init__(
@@ -58,13 +93,19 @@ class NumericsCheck(NodeByNode):
         would_be: Optional[Policy],
         backward: bool,
     ) -> None:
-        super().__init__(Inspection(would_be), GradientWatch() if backward else None)
+        super().__init__()
         self.findings: List[Finding] = []
         self._on, self._operators, self._skip, self._steps = on, operators, skip, steps
+        self._inspection = Inspection(would_be)
+        self._watch = GradientWatch() if backward else None
+        self._running = _Running()
+        self._reported = 0
+        self._parameters: Dict[int, Tuple[NDArray, str]] = {}
+        self._replays: Dict[int, Tuple[Executor, Sequence[NDArray]]] = {}
 
     @property
     def first(self) -> Optional[Finding]:
-        """The first finding, None where there is none."""
+        """The first finding; None without findings."""
         return self.findings[0] if self.findings else None
 
     def __bool__(self) -> bool:
@@ -93,11 +134,13 @@ class NumericsCheck(NodeByNode):
         ]
         return ("step", "phase", "kind", "block", "node", "operator", "tensor", "values"), rows
 
-    # ------------------------------------------------------------------ while it checks
+    # ------------------------------------------------------------------ patches
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches: those that see what runs, backward passes and updates."""
+        """Return the patches of an observer, and of blocks, parameters, backward and updates."""
         places: List[Tuple[Any, str, Callable[..., Any]]] = [
+            (Block, "__call__", self._build_block_call),
+            (Parameter, "data", self._build_data),
             (NDArray, "backward", self._build_backward_pass),
             (autograd, "backward", self._build_backward_pass),
             (autograd, "grad", self._build_backward_pass),
@@ -106,31 +149,39 @@ class NumericsCheck(NodeByNode):
         ]
         return [*super().patches(), *(Patch(*place, on_top=True) for place in places)]
 
-    def looks_at(self, site: Site) -> bool:
-        """Tell whether an operator is to be checked."""
-        return self._operators is None or site.operator.name in self._operators
+    def close(self) -> None:
+        """Take the patches off, and release the arrays."""
+        super().close()
+        self._parameters.clear()
+        self._replays.clear()
 
-    def skips(self, site: Site) -> bool:
-        """Tell whether an operator, or the block or node that it is in, is left out by name."""
-        names = (site.operator.name, site.node, site.block)
-        return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
+    def _build_block_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __call__(block: Block, *args: Any, **options: Any) -> Any:  # noqa: N807
+            self._running.blocks.append(block)
+            try:
+                return original(block, *args, **options)
+            finally:
+                self._running.blocks.pop()
 
-    def report(self, finding: Finding) -> None:
-        """Do with a finding what the user wants done."""
-        if len(self.findings) < _MOST:
-            self.findings.append(finding)
-        if self._on == "log":
-            logger.warning("%s", finding)
-        if self._on == "raise":
-            raise NumericsError(finding)
+        return __call__
+
+    def _build_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def data(parameter: Parameter, *args: Any, **options: Any) -> NDArray:
+            array = original(parameter, *args, **options)
+            self._parameters[id(array)] = array, parameter.name
+            return array
+
+        return data
 
     def _build_backward_pass(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def backward(*args: Any, **options: Any) -> Any:
-            if self.watch is not None and _differentiable(original, args, options):
+            if self._watch is not None and _creates_graph(original, args, options):
                 raise StateError(HIGHER_ORDER)
             results = original(*args, **options)
-            self.after_backward()
+            self._judge_backward()
             return results
 
         return backward
@@ -139,12 +190,158 @@ class NumericsCheck(NodeByNode):
         @functools.wraps(original)
         def update(*args: Any, **options: Any) -> Any:
             results = original(*args, **options)
-            self.inspection.step += 1
-            if self._steps is not None and self.inspection.step >= self._steps:
+            self._inspection.step += 1
+            if self._steps is not None and self._inspection.step >= self._steps:
                 self.close()
             return results
 
         return update
+
+    # ------------------------------------------------------------------ judging
+
+    def _judged(
+        self,
+        site: Site,
+        inputs: Sequence[NDArray],
+        run: Run,
+        watched: bool = True,
+        judged_by: Optional[Sequence[NDArray]] = None,
+    ) -> Any:
+        """Run an operator, with probes if autograd records it, and judge its outputs.
+
+        `judged_by` are the program's own arrays, where the inputs are copies of them.
+        """
+        if self._operators is not None and site.operator.name not in self._operators:
+            return run(inputs)
+        skipped, before = self._skips(site), self._reported
+        if watched and self._watch is not None and autograd.is_recording():
+            outputs = self._watch.around(site, inputs, run, skipped)
+        else:
+            outputs = run(inputs)
+        listed = as_list(outputs)
+        if skipped:
+            self._inspection.accept(listed)
+            return outputs
+        finding = self._inspection.judge(site, inputs if judged_by is None else judged_by, listed)
+        # A fault of a cast inside was reported there.
+        if finding is not None and self._reported == before:
+            self._reported += 1
+            self._report(finding)
+        return outputs
+
+    def _skips(self, site: Site) -> bool:
+        names = (site.operator.name, site.node, site.block)
+        return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
+
+    def _report(self, finding: Finding) -> None:
+        if len(self.findings) < _MOST_FINDINGS:
+            self.findings.append(finding)
+        if self._on == "log":
+            logger.warning("%s", finding)
+        if self._on == "raise":
+            raise NumericsError(finding)
+
+    def _judge_backward(self) -> None:
+        finding = self._watch.judge(self._inspection.step) if self._watch is not None else None
+        if finding is not None:
+            self._report(finding)
+
+    # ------------------------------------------------------------------ eager calls
+
+    def on_call(self, call: Call, run: Run) -> Any:
+        """Judge an eager call; its casts are judged while it runs."""
+        if is_probe_copy(call.operator.name):
+            return run(call.inputs)
+        block = self._running.blocks[-1].name if self._running.blocks else ""
+        names = [
+            self._parameters.get(id(array), (None, name))[1]
+            for array, name in zip(call.inputs, input_names(call.operator, len(call.inputs)))
+        ]
+        attributes = dict(zip(call.keys, call.values))
+        site = Site(block, block or call.operator.name, call.operator, attributes, names)
+        eager = _Eager(site, call.inputs)
+
+        def run_on(given: Sequence[NDArray]) -> Any:
+            eager.read = given
+            return run(given)
+
+        self._running.calls.append(eager)
+        try:
+            return self._judged(site, call.inputs, run_on, watched=call.out is None)
+        finally:
+            self._running.calls.pop()
+
+    def on_cast(self, call: Call, run: Run) -> Any:
+        """Judge a cast around an eager call, at the site of that call."""
+        if not self._running.calls:
+            return run(call.inputs)
+        eager, array, what = self._running.calls[-1], call.inputs[0], "its value"
+        place = eager.place_of(array)
+        if place is not None:
+            array, what = eager.inputs[place], eager.site.names[place]
+        elif self._inspection.is_unknown(array):
+            return run(call.inputs)  # a result of the operator, which is judged with the call
+        dtype = dict(zip(call.keys, call.values)).get("dtype", "")
+        output = f"{what} cast to {dtype}" if dtype else f"copy of {what}"
+        site = eager.site._replace(operator=call.operator, names=[what], output=output)
+        return self._judged(site, call.inputs, run, judged_by=[array])
+
+    # ------------------------------------------------------------------ graphs
+
+    def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
+        """Run a hybridized block's graph node by node."""
+        self.tell_others(symbol, inputs)
+        named = dict(zip(symbol.list_inputs(), inputs))
+        block = self._running.blocks[-1] if self._running.blocks else None
+        hook = _op_hook(self.current.op, symbol)
+        is_np = isinstance(symbol, _Symbol)
+        outputs = self._interpreted(Graph.from_symbol(symbol), named, is_np, block, hook)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
+        """Run a bound symbol, and once more node by node."""
+        results = run()
+        symbol = executor.get_optimized_symbol()
+        named = _variables(executor, symbol, training)
+        with autograd.record() if training else autograd.pause():
+            graph = _without_draws(Graph.from_symbol(symbol))
+            outputs = self._interpreted(graph, named, False)
+        self._replays[id(executor)] = executor, outputs
+        return results
+
+    def on_backward(self, executor: Executor, heads: Any, run: Callable[[], Any]) -> Any:
+        """Run a bound symbol's backward pass, after that of its second run."""
+        _, outputs = self._replays.pop(id(executor), (None, None))
+        if outputs is not None and self._watch is not None:
+            if isinstance(heads, dict):
+                heads = [heads[name] for name in executor._symbol.list_outputs()]
+            given = [heads] if isinstance(heads, NDArray) else heads
+            _backward(outputs, given or None)
+            self._judge_backward()
+        return run()
+
+    def _interpreted(
+        self,
+        graph: Graph,
+        inputs: Mapping[str, NDArray],
+        is_np: bool,
+        block: Optional[Block] = None,
+        hook: Optional[Callable[[Site, Node, Any, Any], None]] = None,
+    ) -> List[NDArray]:
+        context = next(iter(inputs.values())).context
+        prefixes = prefixes_of(block)
+
+        def run(node: Node, arrays: Sequence[NDArray]) -> Sequence[NDArray]:
+            site = site_of(graph, node, prefixes)
+            outputs = as_list(
+                self._judged(site, arrays, lambda given: run_node(node, given, context, is_np))
+            )
+            if hook is not None:
+                hook(site, node, arrays, outputs)
+            return outputs
+
+        with suspended():
+            return interpret(graph, inputs, run)
 
 
 @contextlib.contextmanager
@@ -165,39 +362,39 @@ def check_numerics(
     >>> check.first.operator, check.first.statistics.nan
     ('log', 1)
 
-    An operator is named where its inputs are fine and its output is not; what only passes on
-    values that are not finite is not named. So the first finding is the cause, not a symptom.
+    An operator is named if its inputs are fine and its output is not; operators that only pass on
+    values that are not finite are not named. So the first finding is the cause, not a symptom.
 
     Parameters
     ----------
     on : str, default "raise"
         "raise" a `NumericsError` at the first finding, "log" a warning for each, or "collect"
-        them in what the context gives.
+        them in the `NumericsCheck` that the context yields.
     operators : list of str, optional
         Check these operators only, by any of their names.
     skip : list of str, optional
-        Operators, blocks or nodes whose values are meant to be as they are, by name; * and ? stand
+        Names of operators, blocks or nodes whose values are right by definition; * and ? stand
         for any characters.
     steps : int, optional
-        Stop after so many updates of a trainer or module.
+        Stop after this many updates of a trainer or module.
     dtype : str or dtype, optional
-        Also find float32 values that would overflow, or mostly vanish, in this dtype: of the
-        operators that its default policy does not keep in float32. Use it on a float32 run.
+        Also find float32 values that would overflow, or mostly vanish, in this dtype, in operators
+        that its default policy does not keep in float32. Use it on a float32 run.
     backward : bool, default True
-        Watch gradients too: those of parameters, and those between operators.
+        Watch gradients too: of parameters, and between operators.
 
-    What is found: values that are not finite; inputs and parameters that are not finite to begin
-    with; casts that make infinities, or zeros of most values; layers that give nothing but zeros.
-    Infinities that are written on purpose, as `-inf` into masks, are followed and not found until
+    The check finds values that are not finite; inputs and parameters that are not finite to begin
+    with; casts that make infinities, or zeros of most values; layers whose outputs are all zero.
+    Infinities written on purpose, such as `-inf` into masks, are followed and reported only if
     they make NaN.
 
-    A hybridized block runs node by node inside, with the casts that its graph has; hooks of
-    `register_op_hook` are called for its forward pass. A module's graph is run once more, with
-    nothing dropped. A loop's body is one node. In training, results may differ in the
-    last bits: what is watched has the plain memory layout.
+    The graph of a hybridized block runs node by node inside, with its casts; hooks of
+    `register_op_hook` are called for its forward pass. A module's graph runs once more, without
+    dropout. A loop's body is one node. In training, results may differ in the last bits: watched
+    arrays have the plain memory layout.
 
-    Cost: each value is read back and looked at; training steps take a few times as long
-    (`scripts/bench/debugging`). Nothing when it is off.
+    Cost: each value is read back and examined; training steps take a few times as long
+    (`scripts/bench/debugging`). No cost outside the context.
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
@@ -207,21 +404,66 @@ def check_numerics(
     named = _listed("operators", operators)
     known = None if operators is None else [resolve(name).name for name in named]
     check = NumericsCheck(on, known, _listed("skip", skip), steps, would_be, backward)
-    check.open()
-    try:
+    with check.opened():
         yield check
-    finally:
-        check.close()
 
 
 def _listed(argument: str, names: Optional[Iterable[str]]) -> Sequence[str]:
     return [names] if isinstance(names, str) else names_of(argument, names)
 
 
-def _differentiable(function: Callable[..., Any], args: Any, options: Any) -> bool:
-    """Tell whether a call of `autograd.grad` asks for gradients that can be differentiated."""
+def _creates_graph(function: Callable[..., Any], args: Any, options: Any) -> bool:
+    """Return whether a call of `autograd.grad` asks for gradients that can be differentiated."""
     try:
         given = inspect.signature(function).bind(*args, **options).arguments
     except TypeError:
         return False  # MXNet says what is wrong with the call
     return bool(given.get("create_graph"))
+
+
+def _op_hook(op: Any, symbol: Symbol) -> Optional[Callable[[Site, Node, Any, Any], None]]:
+    """Return a function that calls a cached op's hook as MXNet would; None without a hook."""
+    if op is None or op.hook is None:
+        return None
+    callback, monitor_all = op.hook
+    variables = set(symbol.list_inputs())
+    outputs = symbol.get_internals().list_outputs()
+    names = iter([name for name in outputs if name not in variables])
+
+    def tell(name: str, node: Node, array: NDArray) -> None:
+        own = array.detach()
+        handle, own.handle = own.handle.value, None  # the callback frees the handle
+        callback(name.encode(), node.op.encode(), handle)
+
+    def hook(site: Site, node: Node, inputs: Sequence[NDArray], outputs: Sequence[NDArray]) -> None:
+        if monitor_all:
+            for name, array in zip(input_names(site.operator, len(inputs)), inputs):
+                tell(f"{node.name}_{name}", node, array)
+        for array in outputs:
+            tell(next(names), node, array)
+
+    return hook
+
+
+def _variables(executor: Executor, symbol: Symbol, training: bool) -> Dict[str, NDArray]:
+    """Return the inputs for a second run: with gradients elsewhere, and copies of its states."""
+    gradients = executor.grad_dict
+    held = {name: array.detach() for name, array in executor.arg_dict.items()}
+    held.update({name: unobserved_copy(array) for name, array in executor.aux_dict.items()})
+    wanted = [name for name, gradient in gradients.items() if gradient is not None]
+    if training and wanted:
+        buffers = [unobserved_copy(gradients[name]) for name in wanted]
+        _mark_variables([held[name] for name in wanted], buffers)
+    return {name: held[name] for name in symbol.list_inputs()}
+
+
+def _without_draws(graph: Graph) -> Graph:
+    """Return a graph without dropout: a second run would draw the program's random numbers."""
+    nodes = []
+    for node in graph.nodes:
+        if node.op == "Dropout":
+            node = replace(node, op="_copy", attrs={}, inputs=node.inputs[:1])  # noqa: PLW2901
+        elif node.op == "RNN":
+            node = replace(node, attrs={**node.attrs, "p": "0"})  # noqa: PLW2901
+        nodes.append(node)
+    return replace(graph, nodes=nodes)

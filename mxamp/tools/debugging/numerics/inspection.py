@@ -1,8 +1,8 @@
-"""Judging one operator's values: whether they are worse than what it was given.
+"""Judging one operator's values: whether its outputs are worse than its inputs.
 
-An operator is at fault where its inputs are fine and its outputs are not. Values that are not
-finite are followed: what only passes them on is not at fault. Infinities that a program writes on
-purpose, as `-inf` into a mask, are no fault until something makes NaN of them.
+An operator is at fault if its inputs are fine and its outputs are not. Values that are not finite
+are followed through the program: operators that pass them on are not at fault. Infinities that a
+program writes on purpose, such as `-inf` into a mask, are no fault until they make NaN.
 """
 
 import math
@@ -10,87 +10,138 @@ from dataclasses import replace
 from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+from mxnet.gluon.block import Block
 from mxnet.ndarray.ndarray import NDArray
 
 from ....framework.arrays import dtypes_of
-from ....framework.operators import Operator
+from ....framework.operators import Operator, resolve
 from ....framework.wording import counted
 from ....graph.casts.builder import HALVES
+from ....graph.casts.insert import PRECISION
 from ....graph.inspect import FLOATS
-from ....graph.ir import CASTS
+from ....graph.ir import CASTS, Graph, Node
 from ....policy.policy import Policy
 from ....policy.values import INFINITE_FROM, RANGES
 from .findings import Finding, Statistics, values_of
 
-__all__ = ["Inspection", "Site", "finding_at", "is_float", "is_nonfinite"]
+__all__ = [
+    "Inspection",
+    "Site",
+    "finding_at",
+    "input_names",
+    "is_float",
+    "is_nonfinite",
+    "prefixes_of",
+    "site_of",
+]
 
 #: Operators that make a layer's output: all zero from inputs that are not is a dead layer.
 _LAYERS = frozenset({
     "Activation", "BatchNorm", "Convolution", "Deconvolution", "FullyConnected", "LayerNorm",
     "LeakyReLU", "Pooling", "RNN", "relu", "_npx_relu",
 })  # fmt: skip
-#: Operators that only move values; `while_loop` pads its results with memory that nobody has set.
+#: Operators that only move values; `while_loop` pads its results with uninitialized memory.
 _MOVES = frozenset({
     "Concat", "Flatten", "Reshape", "SliceChannel", "SwapAxis", "_copy", "_copyto",
     "_npi_concatenate", "_npi_stack", "expand_dims", "repeat", "slice", "slice_axis", "squeeze",
     "stack", "tile", "transpose",
 })  # fmt: skip
-_SHIFTS = frozenset({"bias", "beta", "moving_mean", "running_mean"})  # may well be all zero
+_SHIFTS = frozenset({"bias", "beta", "moving_mean", "running_mean"})  # all zero in healthy layers
 _A_LAYER = 8  # fewer values can all be zero by chance
+#: Numbers up to this are zero in the dtype: half of its smallest one.
+_ROUNDED_TO_ZERO = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 
-# An array that is not finite: because of a fault that was found, or on purpose.
+# Why an array is not finite: a fault that was found, or the program's purpose.
 _FAULT, _ON_PURPOSE = "fault", "on purpose"
 _FOLLOWED = 1024
 
 
 class Site(NamedTuple):
-    """Where an operator was called."""
+    """The place where an operator was called."""
 
     block: str
     node: str
     operator: Operator
     attributes: Mapping[str, Any]
-    names: Sequence[str]  #: what its inputs are called: of parameters, their names
+    names: Sequence[
+        str
+    ]  #: of its inputs: a parameter by its name, others as the operator calls them
     output: str = "output"
 
 
+def prefixes_of(block: Optional[Block]) -> Mapping[str, str]:
+    """Return the names of a block and its children by the prefix of their nodes, longest first."""
+    found: Dict[str, str] = {}
+
+    def visit(one: Block) -> None:
+        found.setdefault(one.prefix, one.name)
+        for child in one._children.values():
+            visit(child)
+
+    if block is not None:
+        visit(block)
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+def site_of(graph: Graph, node: Node, prefixes: Mapping[str, str]) -> Site:
+    """Return the site of a node; a cast that rounds a result is named after its source."""
+    block = next((name for prefix, name in prefixes.items() if node.name.startswith(prefix)), "")
+    operator, sources = resolve(node.op), [graph.nodes[i] for i, _ in node.inputs]
+    names = [
+        source.name if source.is_variable else name
+        for source, name in zip(sources, input_names(operator, len(sources)))
+    ]
+    if node.op not in CASTS:
+        return Site(block, node.name, operator, node.attrs, names)
+    source, dtype = sources[0], node.attrs.get("dtype", "")
+    what = source.name if source.is_variable else f"output of {source.name!r}"
+    name = source.name if PRECISION in source.attrs else node.name
+    return Site(block, name, operator, node.attrs, names, f"{what} cast to {dtype}")
+
+
+def input_names(operator: Operator, count: int) -> Sequence[str]:
+    """Return the operator's names for its `count` inputs."""
+    if len(operator.inputs) < count:
+        return [f"input {i}" for i in range(count)]
+    return operator.inputs[:count]
+
+
 class Inspection:
-    """Judges operators one after the other, and remembers arrays that are not finite."""
+    """Judges operators one after the other, and follows arrays that are not finite."""
 
     def __init__(self, would_be: Optional[Policy] = None) -> None:
         self.step = 0
         self._would_be = would_be
-        # By handle; the arrays are kept, so that no other gets the handle of one.
+        # By handle, with the array: a freed handle may become that of another array.
         self._followed: Dict[int, Tuple[NDArray, str]] = {}
 
-    def follow(self, array: NDArray, status: str = _FAULT) -> None:
-        """Remember that an array is not finite, and why."""
-        if len(self._followed) >= _FOLLOWED:
-            del self._followed[next(iter(self._followed))]
-        self._followed[array.handle.value] = (array, status)
-
     def is_unknown(self, array: NDArray) -> bool:
-        """Tell whether an array is not finite for a reason that nothing here has seen."""
+        """Return whether an array is not finite for a reason that was not seen."""
         return is_nonfinite(array) and self._reason(array) is None
 
     def accept(self, arrays: Sequence[NDArray]) -> None:
-        """Take values that are not finite as meant to be so."""
-        for array in arrays:
-            if is_nonfinite(array):
-                self.follow(array, _ON_PURPOSE)
+        """Treat values of arrays that are not finite as written on purpose."""
+        self._follow(filter(is_nonfinite, arrays), _ON_PURPOSE)
 
-    # ------------------------------------------------------------------ forward
+    def _follow(self, arrays: Iterable[NDArray], reason: str) -> None:
+        for array in arrays:
+            if len(self._followed) >= _FOLLOWED:
+                del self._followed[next(iter(self._followed))]
+            self._followed[array.handle.value] = (array, reason)
+
+    def _reason(self, array: NDArray) -> Optional[str]:
+        return self._followed.get(array.handle.value, (None, None))[1]
 
     def judge(
         self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
     ) -> Optional[Finding]:
-        """Return what is wrong with an operator's outputs, None where nothing is, or not by it."""
+        """Return the fault of an operator; None for a sound one, or one that passes a fault on."""
         results = [(array, values_of(array)) for array in outputs if is_float(array)]
         bad = [array for array, values in results if not np.isfinite(values).all()]
         if bad:
             return self._judge_nonfinite(site, inputs, bad)
         for k, (array, values) in enumerate(results):
-            found = self._judge_small(site, inputs, k, array, values)
+            found = self._judge_zeros(site, inputs, k, array, values)
             if found is not None:
                 return found
         return self._judge_would_be(site, inputs, outputs)
@@ -101,62 +152,46 @@ class Inspection:
         sources = [(site.names[i], array) for i, array in enumerate(inputs) if is_nonfinite(array)]
         reasons = {self._reason(array) for _, array in sources}
         if None in reasons:
-            return self._judge_unknown(site, sources, bad)
+            if site.operator.name in _MOVES and reasons == {None}:
+                return None  # the operator that computes with the moved values is judged
+            name, array = next(pair for pair in sources if self._reason(pair[1]) is None)
+            self._follow([array, *bad], _FAULT)
+            return self._finding("input", site, name, array)
         if sources:
             on_purpose = reasons == {_ON_PURPOSE}
-            had_nan = _has_nan([array for _, array in sources])
-            made = on_purpose and _has_nan(bad) and not had_nan
+            made = on_purpose and _has_nan(bad) and not _has_nan([array for _, array in sources])
         else:
             on_purpose = not inputs or any(map(_is_infinite, site.attributes.values()))
             made = not on_purpose
-        if made:
-            return self._made(site, bad)
-        self._pass_on(bad, _ON_PURPOSE if on_purpose else _FAULT)
-        return None
+        self._follow(bad, _ON_PURPOSE if on_purpose and not made else _FAULT)
+        return self._made(site, bad[0]) if made else None
 
-    def _judge_unknown(
-        self, site: Site, sources: Sequence[Tuple[str, NDArray]], bad: Sequence[NDArray]
-    ) -> Optional[Finding]:
-        """Judge inputs that are not finite for a reason that nothing here has seen."""
-        if site.operator.name in _MOVES and not any(self._reason(array) for _, array in sources):
-            return None  # whoever computes with what was moved is judged
-        name, array = next(pair for pair in sources if self._reason(pair[1]) is None)
-        self._pass_on([array, *bad], _FAULT)
-        return self._finding("input", site, name, array)
-
-    def _reason(self, array: NDArray) -> Optional[str]:
-        """Return why an array is not finite, None where that is not known."""
-        return self._followed.get(array.handle.value, (None, None))[1]
-
-    def _made(self, site: Site, bad: Sequence[NDArray]) -> Finding:
-        self._pass_on(bad, _FAULT)
-        found = self._finding("nonfinite", site, site.output, bad[0])
-        statistics = found.statistics
-        if statistics.nan or not (site.operator.name in CASTS or statistics.dtype in HALVES):
+    def _made(self, site: Site, array: NDArray) -> Finding:
+        """Return the finding for an operator that makes NaN or Inf of finite values."""
+        found = self._finding("nonfinite", site, site.output, array)
+        dtype = found.dtype
+        if found.statistics.nan or not (site.operator.name in CASTS or dtype in HALVES):
             return found
-        detail = f"the largest {statistics.dtype} is {RANGES[statistics.dtype].largest:.6g}"
+        detail = f"the largest {dtype} is {RANGES[dtype].largest:.6g}"
         return replace(found, kind="overflow", detail=detail)
 
-    def _pass_on(self, arrays: Iterable[NDArray], status: str) -> None:
-        for array in arrays:
-            self.follow(array, status)
-
-    def _judge_small(
+    def _judge_zeros(
         self, site: Site, inputs: Sequence[NDArray], k: int, array: NDArray, values: Any
     ) -> Optional[Finding]:
-        """Judge a finite output: values lost to zero by a cast, and layers that give only zeros."""
+        """Judge a finite output k: values lost to zero by a cast, and layers of zeros alone."""
         nonzero = np.count_nonzero(values)
         if site.operator.name in CASTS and inputs and is_float(inputs[0]):
             before = np.count_nonzero(values_of(inputs[0]))
             if nonzero < before / 2:
-                return self._finding("vanish", site, site.output, array, _lost(before, nonzero))
+                detail = f"of {counted(before, 'value')} other than zero, {nonzero} are left"
+                return self._finding("vanish", site, site.output, array, detail)
         if k == 0 and not nonzero and values.size >= _A_LAYER and site.operator.name in _LAYERS:
             read = [
                 values_of(source)
                 for name, source in zip(site.operator.inputs, inputs)
                 if name not in _SHIFTS and is_float(source)
             ]
-            # A relu makes zeros of NaN: that is no fault of its own.
+            # A relu makes zeros of NaN, which is not its fault.
             if all(values.any() and np.isfinite(values).all() for values in read):
                 return self._finding("dead", site, site.output, array)
         return None
@@ -164,13 +199,11 @@ class Inspection:
     def _judge_would_be(
         self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
     ) -> Optional[Finding]:
-        """Judge values that are fine as they are by what they would be in the low dtype."""
+        """Judge sound float32 values by how they would be rounded to the low dtype."""
         if self._would_be is None:
             return None
-        op_class, dtype = (
-            self._would_be.rule(site.operator.name).op_class,
-            self._would_be.target_dtype,
-        )
+        dtype = self._would_be.target_dtype
+        op_class = self._would_be.rule(site.operator.name).op_class
         if op_class in ("fp32", "untouched"):
             return None
         read = list(zip(site.names, inputs)) if op_class == "low" else []
@@ -178,13 +211,13 @@ class Inspection:
             if not is_float(array) or dtypes_of([array])[0] in HALVES:
                 continue
             size = np.abs(values_of(array))
-            above = size >= INFINITE_FROM[dtype]
-            below = (size > 0) & (size <= _ROUNDED_TO_ZERO[dtype])
-            if (above & np.isfinite(size)).any():
-                detail = f"{int(above.sum())} would be infinite in {dtype}"
+            infinite = (size >= INFINITE_FROM[dtype]) & np.isfinite(size)
+            zero = (size > 0) & (size <= _ROUNDED_TO_ZERO[dtype])
+            if infinite.any():
+                detail = f"{infinite.sum()} would be infinite in {dtype}"
                 return self._finding("overflow", site, name, array, detail)
-            if below.sum() > np.count_nonzero(size) / 2:
-                detail = f"{int(below.sum())} would be zero in {dtype}"
+            if zero.sum() > np.count_nonzero(size) / 2:
+                detail = f"{zero.sum()} would be zero in {dtype}"
                 return self._finding("vanish", site, name, array, detail)
         return None
 
@@ -195,29 +228,21 @@ class Inspection:
         return finding_at(site, kind, "forward", self.step, tensor, found, detail)
 
 
-#: Numbers up to this are zero in the dtype: half of its smallest one.
-_ROUNDED_TO_ZERO = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
-
-
 def finding_at(
     site: Site, kind: str, phase: str, step: int, tensor: str, found: Statistics, detail: str = ""
 ) -> Finding:
-    """Return the finding on one of an operator's tensors."""
+    """Return the finding for a tensor of the operator at a site."""
     place = (site.block, site.node, site.operator.name)
     return Finding(kind, phase, step, *place, tensor, found.dtype, found, detail)
 
 
-def _lost(before: int, after: int) -> str:
-    return f"of {counted(before, 'value')} other than zero, {after} are left"
-
-
 def is_float(array: NDArray) -> bool:
-    """Tell whether an array has values to judge: dense and floating-point."""
+    """Return whether an array has values to judge: dense, floating-point, not empty."""
     return dtypes_of([array])[0] in FLOATS and array.size > 0
 
 
 def is_nonfinite(array: NDArray) -> bool:
-    """Tell whether an array has values to judge, and some are NaN or infinity."""
+    """Return whether an array has values to judge and holds NaN or Inf."""
     return is_float(array) and not np.isfinite(values_of(array)).all()
 
 
@@ -226,7 +251,6 @@ def _has_nan(arrays: Iterable[NDArray]) -> bool:
 
 
 def _is_infinite(attribute: Any) -> bool:
-    """Tell whether an operator's attribute is a number that is not finite."""
     try:
         return not math.isfinite(float(attribute))
     except (TypeError, ValueError):
