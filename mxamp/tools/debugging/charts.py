@@ -8,7 +8,6 @@ import html
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -27,9 +26,10 @@ BANDS = " <small>bands: the least to the greatest of steps side by side</small>"
 
 #: A label that begins beyond this share of the width is aligned with its end.
 _EDGE = 0.95
-#: The smallest and the largest float, and the smallest range whose ticks are floats.
-_SMALLEST, _LARGEST, _LEAST_RANGE = 5e-324, sys.float_info.max, 1e-300
-_BASE, _POWERS_FROM = 2.0, 10
+#: Sizes that are drawn: axes a little longer than these have ends and ticks that are floats.
+_SMALLEST, _LARGEST = 1e-250, 1e250
+#: From this power of two on, a tick shows the power.
+_POWERS_FROM = 10
 #: float16's exponents: the first subnormal one, the first normal one, and the first beyond.
 _SUBNORMAL, _NORMAL, _BEYOND = -24, -14, 16
 _FARTHEST_EXPONENT = 2**12
@@ -58,8 +58,6 @@ class Axis(NamedTuple):
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
-        # Halved: high - low may be beyond the largest float.
-        low, high, value = low / 2, high / 2, value / 2
         return min(max(1 - (value - low) / (high - low), 0.0), 1.0) * HEIGHT
 
 
@@ -74,10 +72,13 @@ class Measure(NamedTuple):
     stairs: bool = False  #: powers of two that hold until the next step
 
     def value(self, step: TraceStep) -> Optional[float]:
-        """Return a step's value; None where it is unknown or can't be drawn."""
+        """Return a step's value, clipped to drawn sizes; None if it is unknown or not finite."""
         found = self.read(step)
-        drawn = found is not None and math.isfinite(found) and not (self.stairs and found <= 0)
-        return found if drawn else None
+        if found is None or not math.isfinite(found) or (self.stairs and found <= 0):
+            return None
+        if abs(found) < _SMALLEST:
+            return _SMALLEST if self.stairs else 0.0
+        return min(max(found, -_LARGEST), _LARGEST)
 
     def spread(self, steps: Sequence[TraceStep]) -> Optional[Spread]:
         """Return the least, median and greatest value of steps; None where all are unknown."""
@@ -226,7 +227,7 @@ def _chart(measure: Measure, runs: Sequence[Run], across: Across, lanes: str) ->
         return ""
     low, high, shown = min(values), max(values), measure.shown
     log = measure.stairs or (low > 0 and high > 100 * low)
-    base = _BASE if measure.stairs else 10.0
+    base = 2.0 if measure.stairs else 10.0
     axis = _log_axis(low, high, shown, base) if log else _linear_axis(low, high, shown)
     described = "; ".join(
         f"{run.label}: first {shown(v[0])}, last {shown(v[-1])}, "
@@ -304,10 +305,8 @@ def _label(left: float, label: str) -> str:
 
 
 def _linear_axis(low: float, high: float, shown: Callable[[float], str]) -> Axis:
-    margins = high * 0.05 - low * 0.05, abs(high) * 0.1, 1.0
-    margin = next(one for one in margins if one >= _LEAST_RANGE)
-    low = 0.0 if 0 <= low < high / 2 else max(low - margin, -_LARGEST)
-    high = min(high + margin, _LARGEST)
+    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    low, high = 0.0 if 0 <= low < high / 2 else low - margin, high + margin
     return Axis(low, high, [(at, shown(at)) for at in ticks(low, high)])
 
 
@@ -315,27 +314,17 @@ def _log_axis(low: float, high: float, shown: Callable[[float], str], base: floa
     first = math.floor(math.log(low, base) + 1e-9)
     last = math.ceil(math.log(high, base) - 1e-9)
     first, last = (first - 1, last + 1) if first == last else (first, last)
-    powers = [_power(base, exponent) for exponent in ticks(first, last, whole=True)]
     # A margin, so that lines at either end are not cut.
     edge = (last - first) * 0.05
-    low, high = _power(base, first - edge), _power(base, last + edge)
-    return Axis(low, high, [(at, shown(at)) for at in powers], log=True)
-
-
-def _power(base: float, exponent: float) -> float:
-    """Return a power, clipped to the positive floats."""
-    try:
-        return max(math.pow(base, exponent), _SMALLEST)
-    except OverflowError:
-        return _LARGEST
+    marks = [(base**power, shown(base**power)) for power in ticks(first, last, whole=True)]
+    return Axis(base ** (first - edge), base ** (last + edge), marks, log=True)
 
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> List[float]:
     """Return about `count` round numbers from low to high."""
     if high <= low:
         return [low]
-    # The range of the largest floats is no float.
-    rough = (high - low) / count if math.isfinite(high - low) else high / count - low / count
+    rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     step = max(step, 1.0) if whole else step

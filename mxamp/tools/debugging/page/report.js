@@ -107,7 +107,7 @@
       count.textContent = words.length ? `${shown} of ${rows.length} rows` : "";
     });
   }
-  // What is folded away on the screen is printed too.
+  // Print folded sections too.
   addEventListener("beforeprint", () => {
     for (const fold of document.querySelectorAll("details")) fold.open = true;
   });
