@@ -63,9 +63,7 @@ class Site(NamedTuple):
     node: str
     operator: Operator
     attributes: Mapping[str, Any]
-    names: Sequence[
-        str
-    ]  #: of its inputs: a parameter by its name, others as the operator calls them
+    names: Sequence[str]  #: names of its inputs: of the parameter, or as the operator calls them
     output: str = "output"
 
 
