@@ -60,8 +60,8 @@ def executor_of(net, shape):
     symbol = net._cached_graph[1]
     with scaled_executors():
         executor = symbol.simple_bind(mx.cpu(), data=shape, grad_req="write")
-    for name, param in net.collect_params().items():
-        executor.arg_dict[name][:] = param.data()
+    values = {name: param.data() for name, param in net.collect_params().items()}
+    executor.copy_params_from(values, values, allow_extra_params=True)
     return executor
 
 
@@ -364,16 +364,6 @@ def test_a_long_run_of_bad_values_keeps_few_arrays():
     assert kept < 1200
 
 
-def test_executors_are_checked_unseen_by_statistics():
-    symbol, counts = mx.sym.BatchNorm(mx.sym.var("data"), name="norm"), []
-    for check in (contextlib.nullcontext(), check_numerics(on="collect")):
-        executor = symbol.simple_bind(mx.cpu(), data=(2, 3), grad_req="write")
-        with amp.debugging.operator_stats() as stats, check:
-            executor.forward(is_train=True)
-        counts.append(stats.to_dict())
-    assert counts[0] == counts[1]
-
-
 # ---------------------------------------------------------------------- programs of all kinds
 
 
@@ -386,21 +376,68 @@ CONTROL = {
 }  # fmt: skip
 
 
+def assert_same_when_checked(program):
+    """Compare the arrays that a program returns, plain and checked, bit by bit."""
+    plain = [array.asnumpy() for array in program()]
+    with check_numerics():
+        found = [array.asnumpy() for array in program()]
+    assert all(np.array_equal(one, other) for one, other in zip(plain, found))
+
+
 @pytest.mark.parametrize("kind", CONTROL)
 @pytest.mark.parametrize("hybridize", [False, True])
 @pytest.mark.parametrize("train", [False, True])
-def test_loops_and_branches_run(kind, hybridize, train):
+def test_loops_and_branches(kind, hybridize, train):
     net, x = nn.HybridLambda(CONTROL[kind]), nd.ones((3, 4))
     net.hybridize(hybridize)
     x.attach_grad()
-    results = []
-    for check in (contextlib.nullcontext(), check_numerics()):
-        with check, autograd.record() if train else contextlib.nullcontext():
+
+    def program():
+        with autograd.record() if train else contextlib.nullcontext():
             out = net(x)
         if train:
             out.backward()
-        results.append((out.asnumpy(), x.grad.asnumpy()))
-    assert all(np.array_equal(a, b) for a, b in zip(*results))
+        return out, x.grad
+
+    assert_same_when_checked(program)
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_sparse_gradients(hybridize):
+    net = nn.Embedding(10, 3, sparse_grad=True)
+    net.initialize()
+    net.hybridize(hybridize)
+
+    def program():
+        with autograd.record():
+            loss = net(nd.array([1, 2])).sum()
+        loss.backward()
+        return [net.weight.grad()]
+
+    assert_same_when_checked(program)
+
+
+def test_views_in_bfloat16():
+    w = nd.ones((4, 4))
+    w.attach_grad()
+
+    def program():
+        with amp.autocast("bfloat16"), autograd.record():
+            out = nd.FullyConnected(nd.ones((8, 4)), w, num_hidden=4, no_bias=True)[0] * 2
+        out.backward()
+        return [w.grad]
+
+    assert_same_when_checked(program)
+
+
+def test_random_numbers_of_executors():
+    def program():
+        mx.random.seed(9)
+        executor = mx.sym.Dropout(mx.sym.var("data"), p=0.5).simple_bind(mx.cpu(), data=(64,))
+        executor.arg_dict["data"][:] = 1
+        return [executor.forward(is_train=True)[0].sum() for _ in range(6)]
+
+    assert_same_when_checked(program)
 
 
 def test_uninitialized_padding_of_loops_is_no_fault():
@@ -417,29 +454,6 @@ def test_uninitialized_padding_of_loops_is_no_fault():
         assert not check
 
 
-@pytest.mark.parametrize("hybridize", [False, True])
-def test_sparse_gradients(hybridize):
-    net = nn.Embedding(10, 3, sparse_grad=True)
-    net.initialize()
-    net.hybridize(hybridize)
-    with check_numerics():
-        with autograd.record():
-            loss = net(nd.array([1, 2])).sum()
-        loss.backward()
-    assert net.weight.grad().asnumpy().sum() == 6
-
-
-def test_views_in_bfloat16():
-    w = nd.ones((4, 4))
-    w.attach_grad()
-    with amp.autocast("bfloat16"), check_numerics():
-        with autograd.record():
-            x = nd.FullyConnected(nd.ones((8, 4)), w, num_hidden=4, no_bias=True)
-            out = x[0] * 2
-        out.backward()
-    assert (w.grad.asnumpy() == 2).all()
-
-
 def test_an_overflow_in_eager_training_is_found_once():
     net = nn.Dense(4, in_units=4, prefix="den_")
     net.initialize()
@@ -450,28 +464,24 @@ def test_an_overflow_in_eager_training_is_found_once():
     assert (found.kind, found.tensor) == ("overflow", "den_weight cast to float16")
 
 
-@pytest.mark.parametrize("order", ["stats first", "check first"])
-def test_statistics_count_graphs_that_are_checked(order):
-    net = nn.Dense(3, in_units=3)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stats_first", [False, True])
+def test_statistics_count_a_checked_graph_as_without_the_check(way, stats_first):
+    net, counts = nn.HybridSequential(), []
+    net.add(nn.Dense(3, in_units=3), nn.BatchNorm(in_channels=3))
     net.initialize()
-    net.hybridize()
-    stats, check = amp.debugging.operator_stats(), check_numerics()
-    outer, inner = (stats, check) if order == "stats first" else (check, stats)
-    with outer as first, inner as second:
-        net(nd.ones((2, 3)))
-    counted = first if order == "stats first" else second
-    assert counted["FullyConnected"] == {"float32": 1}
-
-
-def test_the_random_numbers_of_executors_stay():
-    sums = []
+    run = prepared(net, way, nd.ones((2, 3)))
+    run()
     for check in (contextlib.nullcontext(), check_numerics()):
-        mx.random.seed(9)
-        executor = mx.sym.Dropout(mx.sym.var("data"), p=0.5).simple_bind(mx.cpu(), data=(64,))
-        executor.arg_dict["data"][:] = 1
-        with check:
-            sums.append([executor.forward(is_train=True)[0].sum().asscalar() for _ in range(6)])
-    assert sums[0] == sums[1]
+        stats = amp.debugging.operator_stats()
+        with contextlib.ExitStack() as stack:
+            opened = [
+                stack.enter_context(one)
+                for one in ((stats, check) if stats_first else (check, stats))
+            ]
+            run()
+        counts.append(opened[not stats_first].to_dict())
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.filterwarnings("ignore:register_op_hook is experimental")
