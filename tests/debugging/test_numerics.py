@@ -1,4 +1,4 @@
-"""Planted faults are found where they are, forward and backward, in every way of running."""
+"""check_numerics names the operator of a planted fault, forward and backward, in each way of running."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ DEPTH, FAULT = 50, 17
 
 
 class Deep(nn.HybridBlock):
-    """Fifty dense layers; before one of them something is done to the activations."""
+    """Fifty dense layers, with a fault in the activations before one of them."""
 
     def __init__(self, fault, position=FAULT, width=8):
         super().__init__()
@@ -336,7 +336,7 @@ def test_higher_derivatives_need_backward_false(arguments):
     assert (x.grad.asnumpy() == [-1, -0.25]).all()
 
 
-# ---------------------------------------------------------------------- what is kept and restored
+# ---------------------------------------------------------------------- state of a check
 
 
 def test_casts_outside_of_calls_are_not_judged_at_an_earlier_call():

@@ -1,4 +1,4 @@
-"""The page of a trace: whole, escaped, small, and right in a browser."""
+"""Report pages: complete, escaped, small, and laid out in a browser."""
 
 import base64
 import json
@@ -81,7 +81,7 @@ def test_findings_of_numerics_are_shown(tmp_path):
     assert {"log", "float32", "3"} <= set(cells), cells
 
 
-def test_the_page_says_what_the_trace_holds(tmp_path):
+def test_the_page_shows_what_the_trace_holds(tmp_path):
     out = tmp_path / "report.html"
     out.write_text("an older page")
     trace = full(tmp_path / "a.jsonl")
@@ -138,7 +138,7 @@ def test_everything_is_escaped_and_nothing_is_loaded(tmp_path):
     assert "default-src 'none'" in page
 
 
-def test_pictures_have_words_for_those_who_see_none(tmp_path):
+def test_charts_have_alt_text(tmp_path):
     seen = elements(report_page([read_trace(full(tmp_path / "a.jsonl"))]))
     pictures = [a for tag, a in seen if tag == "svg"]
     assert all(a.get("aria-hidden") or len(a["aria-label"]) > 20 for a in pictures)
@@ -191,13 +191,9 @@ def test_a_long_trace_makes_a_small_page_with_every_skip_and_peak(tmp_path):
     assert max(row[2][-1] for row in rows) == 1e6
 
 
-def test_several_traces_lie_over_each_other(tmp_path):
+def test_charts_of_several_traces_are_overlaid(tmp_path):
     (tmp_path / "x").mkdir()
-    paths = [
-        full(tmp_path / "a.jsonl"),
-        full(tmp_path / "b.jsonl"),
-        full(tmp_path / "x" / "a.jsonl"),
-    ]
+    paths = [full(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "x/a.jsonl")]
     report(*paths, "--out", tmp_path / "out.html")
     page = (tmp_path / "out.html").read_text()
     assert page.count('<figure class="chart" data-chart=') == 4
@@ -208,7 +204,7 @@ def test_several_traces_lie_over_each_other(tmp_path):
     assert page.count("<section>") == 3
 
 
-def test_trainers_of_one_trace_have_lines_of_their_own(tmp_path):
+def test_each_trainer_of_a_trace_has_a_line(tmp_path):
     trace = written(tmp_path / "a.jsonl", line_of(1), line_of(1, trainer=1))
     assert "a.jsonl, trainer 1</li>" in report_page([read_trace(trace)])
 
@@ -240,14 +236,14 @@ def test_trainers_of_one_trace_have_lines_of_their_own(tmp_path):
         ([line_of(1, nonfinite=["\ud800"], stepped=False)], "skipped"),
     ],
 )  # fmt: skip
-def test_odd_traces_make_pages_too(lines, words, tmp_path):
+def test_pages_of_odd_traces(lines, words, tmp_path):
     report(written(tmp_path / "a.jsonl", *lines), "--out", tmp_path / "out.html")
     page = (tmp_path / "out.html").read_text()
     assert words in page
     elements(page)
 
 
-def test_a_cut_last_line_is_said(tmp_path):
+def test_a_cut_last_line_is_reported(tmp_path):
     path = full(tmp_path / "a.jsonl")
     path.write_text(path.read_text()[:-20])
     done = report(path, "--out", tmp_path / "out.html")
@@ -260,16 +256,13 @@ def test_a_cut_last_line_is_said(tmp_path):
     [
         (lambda p: [p / "none.jsonl"], "there is no trace"),
         (lambda p: [full(p / "a.jsonl"), "--out", p / "a.jsonl"], "would replace the trace"),
-        (
-            lambda p: [full(p / "a.jsonl"), "--out", p / "no" / "x.html"],
-            "there is no folder",
-        ),
+        (lambda p: [full(p / "a.jsonl"), "--out", p / "no" / "x"], "there is no folder"),
         (lambda p: [full(p / "a.jsonl"), "--out", p], "is a folder: give the name of a file"),
         (lambda p: [], "Missing argument"),
         (lambda p: [full(p / "a.jsonl"), "--out", __file__], "is there already"),
     ],
 )
-def test_mistakes_are_one_line(make, words, tmp_path):
+def test_errors_are_one_line(make, words, tmp_path):
     done = report(*make(tmp_path), status=2)
     assert words in done.output
     assert len(done.output.strip().splitlines()) == 1

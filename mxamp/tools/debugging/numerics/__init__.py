@@ -1,1 +1,1 @@
-"""Values that went wrong: found where they arise, forward and backward."""
+"""Finding where values go wrong, forward and backward."""
