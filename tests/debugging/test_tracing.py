@@ -371,7 +371,7 @@ def test_a_killed_process_leaves_all_its_lines(path):
 def test_tensorboard(path, tmp_path):
     pytest.importorskip("tensorboardX")
     net, trainer = setup(scaler=amp.StaticLossScaler(8))
-    run(path, net, trainer, batches(2), tensorboard=str(tmp_path / "board"))
+    run(path, net, trainer, batches(2), tensorboard=tmp_path / "board")
     (events,) = (tmp_path / "board").iterdir()
     content = events.read_bytes()
     for name in (b"training/loss", b"training/loss_scale", b"training/skipped"):

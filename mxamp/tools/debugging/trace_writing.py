@@ -1,6 +1,7 @@
 """Writing a trace: a line of JSON for each step of a trainer."""
 
 import atexit
+import functools
 import logging
 import os
 import platform
@@ -9,7 +10,7 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -103,10 +104,7 @@ class Trace:
     ) -> None:
         trainers = _listed(trainer)
         named = checked_path(path)
-        make_writer = None
-        if tensorboard is not None:
-            checked_path(tensorboard, "TensorBoard's folder")
-            make_writer = _event_writer()
+        make_writer = _event_writer(tensorboard) if tensorboard is not None else None
         rank = _rank(trainers)
         self.path = Path(named.replace("{rank}", str(rank or 0)))
         self._lock = threading.RLock()
@@ -120,7 +118,7 @@ class Trace:
         try:
             last = last_steps(self.path)
             if make_writer is not None:
-                self._writer = make_writer(tensorboard)
+                self._writer = make_writer()
             self._write(_header(trainers, rank, max(last.values(), default=None)))
             for number, one in enumerate(trainers):
                 watched = _Watched(self, one, number, last.get(number, 0))
@@ -301,12 +299,14 @@ def _listed(trainer: Any) -> List[Trainer]:
     return listed
 
 
-def _event_writer() -> Any:
+def _event_writer(folder: Any) -> Callable[[], Any]:
+    """Return a function that opens TensorBoard's event file in a folder."""
+    named = checked_path(folder, "TensorBoard's folder")
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
         raise InstallError(NO_TENSORBOARD) from None
-    return SummaryWriter
+    return functools.partial(SummaryWriter, named)
 
 
 # ---------------------------------------------------------------------- values of a line
