@@ -1,17 +1,12 @@
 """The command with all its commands."""
 
+from importlib import import_module
+from typing import List, Optional
+
 import click
 
 from .._version import __version__
-from .convert import convert
-from .doctor import doctor, info
-from .explain import explain
 from .group import OneLineErrors, examples
-from .launch import launch
-from .machine_commands import operators
-from .report import report
-from .run import run
-from .tune import tune
 
 __all__ = ["main"]
 
@@ -21,10 +16,39 @@ _EXAMPLES = examples(
     "mxamp explain model",
     "mxamp convert model --dtype bfloat16 --out model-bf16",
 )
+#: The module of each command.
+_MODULES = {
+    "doctor": "doctor",
+    "info": "doctor",
+    "run": "run",
+    "launch": "launch",
+    "operators": "machine_commands",
+    "explain": "explain",
+    "convert": "convert",
+    "tune": "tune",
+    "report": "report",
+}
+
+
+class _Commands(OneLineErrors):
+    """A group that loads a command when it is called: a run needs few modules of mxamp."""
+
+    def list_commands(self, ctx: click.Context) -> List[str]:
+        """Return the names of the commands, sorted."""
+        return sorted(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        """Load a command; return None if there is none of this name."""
+        if cmd_name not in _MODULES:
+            return None
+        command: click.Command = getattr(
+            import_module(f".{_MODULES[cmd_name]}", __package__), cmd_name
+        )
+        return command
 
 
 @click.group(
-    cls=OneLineErrors,
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
     epilog=_EXAMPLES,
@@ -35,7 +59,3 @@ def main(context: click.Context) -> None:
     """Automatic mixed precision for Apache MXNet."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-for command in (doctor, info, run, launch, operators, explain, convert, tune, report):
-    main.add_command(command)
