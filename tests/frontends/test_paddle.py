@@ -253,14 +253,15 @@ def test_the_environment_is_left_as_it_was(value, fails, monkeypatch):
     monkeypatch.delenv("MXNET_UPDATE_ON_KVSTORE", raising=False)
     if value is not None:
         monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", value)
+    optimizer = amp.decorate("sgd")
     module = Module(symbol())
     module.bind(iterator().provide_data, iterator().provide_label)
     module.init_params()
     if fails:
         with pytest.raises(TypeError):
-            module.init_optimizer(optimizer=amp.decorate("sgd"), optimizer_params={"none": 1})
+            module.init_optimizer(optimizer=optimizer, optimizer_params={"none": 1})
     else:
-        module.init_optimizer(optimizer=amp.decorate("sgd"))
+        module.init_optimizer(optimizer=optimizer)
     assert os.environ.get("MXNET_UPDATE_ON_KVSTORE") == value
 
 
