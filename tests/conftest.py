@@ -30,7 +30,7 @@ settings.load_profile("mxamp")
 
 # Doctests are looked for in every module. This one is a worker's script: where Horovod is
 # installed it would start Horovod in the tests' own process, and leave its functions to be patched.
-collect_ignore = ["horovod_worker.py"]
+collect_ignore = ["horovod_worker.py", "programs"]
 
 DTYPES = ("float16", "bfloat16")
 #: What errors say of what this version of MXNet lacks: in mxamp's words, and in MXNet's own.

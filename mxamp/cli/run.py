@@ -1,25 +1,26 @@
 """`mxamp run`: a script in mixed precision, with no change to it."""
 
+import importlib.util
 import os
+import pkgutil
 import sys
 from contextlib import contextmanager, nullcontext
-from typing import Iterator, List, Optional, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from types import CodeType, ModuleType
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
 import click
 
 from ..errors import AmpError
 from ..frontends import automatic
-from ..frontends.automatic import OWN_AMP, imports_mxamp, show_log
 from ..policy.policy import Policy
 from ..policy.targets import TARGETS_OR_AUTO
-from ..tools.debugging.operator_counts import operator_stats
 from .output import examples
-from .script import execute, find_module, find_script
 
 __all__ = ["run"]
 
 BEFORE = (
-    "mxamp run has no option {option!r}; those of the script stand behind it: mxamp run SCRIPT "
+    "mxamp run has no option {option!r}; options of the script follow its name: mxamp run SCRIPT "
     "{option} ..."
 )
 _DTYPE_HELP = (
@@ -35,7 +36,7 @@ _EXAMPLES = examples(
 
 class _Run(click.Command):
     def parse_args(self, ctx: click.Context, args: List[str]) -> List[str]:
-        """Read the options; one of the script's in front of it is an error that says so."""
+        """Read the options; explain where an option of the script belongs."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -53,7 +54,7 @@ class _Run(click.Command):
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--dtype", type=click.Choice(TARGETS_OR_AUTO), help=_DTYPE_HELP)
 @click.option("--policy", "path", type=click.Path(), help="A policy file (TOML).")
-@click.option("--stats", is_flag=True, help="Print at the end what ran in which dtype.")
+@click.option("--stats", is_flag=True, help="Print the operators by dtype at the end.")
 def run(
     script: str,
     arguments: Sequence[str],
@@ -64,16 +65,20 @@ def run(
 ) -> None:
     """Run a Python SCRIPT with ARGUMENTS in mixed precision, loss scaling included.
 
-    SCRIPT may be - for standard input. What stands before it are mxamp's options, what follows it
-    is the script's. The script needs no change. One that imports mxamp is left alone; one that
-    calls mxnet.contrib.amp's init goes on by its own calls.
+    SCRIPT may be - for standard input. Options before it are mxamp's, options after it are the
+    script's. The script needs no change. A script that imports mxamp is left alone. A script that
+    calls init of mxnet.contrib.amp goes on by its own calls.
     """
     if dtype and path is not None:
         raise AmpError("--policy holds its target dtype: give --dtype or --policy, not both")
-    program = find_module(script) if as_module else find_script(script)
-    show_log()
-    if imports_mxamp(program.source or program.code):
-        automatic.logger.info(OWN_AMP, script, "mxamp")
+    try:
+        program = _find_module(script) if as_module else _find_script(script)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        sys.excepthook(type(error), error.with_traceback(None), None)  # as Python shows it
+        sys.exit(1)
+    automatic.show_log()
+    if automatic.imports_mxamp(program.code):
+        automatic.logger.info(automatic.OWN_AMP, script)
     else:
         policy = Policy.load(path) if path is not None else None
         automatic.start(dtype, policy, name="mxamp run", instead="give --dtype bfloat16")
@@ -81,15 +86,111 @@ def run(
             # For the processes that it starts.
             os.environ[automatic.VARIABLE] = dtype or "1"
     with _shown_at_end() if stats else nullcontext():
-        execute(program, arguments)
+        _execute(program, [program.name, *arguments])
 
 
 @contextmanager
 def _shown_at_end() -> Iterator[None]:
-    """Count what runs, and print it when the script has ended, in whatever way."""
+    """Count the operators that run, and print the table when the script ends in any way."""
+    from ..tools.debugging.operator_counts import operator_stats
+
     with operator_stats() as counted:
         try:
             yield
         finally:
             sys.stdout.flush()
             click.echo(f"\n{counted}", err=True)
+
+
+# ---------------------------------------------------------------------- running it as `python` does
+
+
+class _Program(NamedTuple):
+    """The code of a main module, and how Python sets the process up for it."""
+
+    name: str  #: `sys.argv[0]`
+    code: CodeType
+    folder: str  #: `sys.path[0]`
+    file: str
+    loader: Any
+    spec: Optional[ModuleSpec] = None
+
+
+def _find_script(name: str) -> _Program:
+    """Return the program in a file, in the `__main__.py` of a folder or zip file, or in "-"."""
+    if name == "-":
+        code = compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True)
+        return _Program(name, code, "", "<stdin>", None)
+    if not os.path.exists(name):
+        raise AmpError(f"there is no file {name!r}")
+    file = os.path.join(os.getcwd(), name)
+    if pkgutil.get_importer(file) is not None:
+        spec = PathFinder.find_spec("__main__", [file])
+        if spec is None:
+            raise AmpError(f"{name!r} has no __main__.py: name the script in it")
+        return _of_spec(spec, name, file)
+    folder = os.path.dirname(os.path.realpath(name))
+    if name.endswith(".pyc"):
+        compiled = SourcelessFileLoader("__main__", file)
+        return _Program(name, _code(compiled, "__main__", name), folder, file, compiled)
+    loader = SourceFileLoader("__main__", file)
+    # Not `get_code`, which would write a .pyc file beside the script.
+    return _Program(name, loader.source_to_code(loader.get_data(file), file), folder, file, loader)
+
+
+def _find_module(name: str) -> _Program:
+    """Return the program that `python -m` would run."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name) if all(name.split(".")) else None
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ModuleNotFoundError, ValueError) as error:
+        missing = getattr(error, "name", None)
+        if missing is not None and not f"{name}.".startswith(f"{missing}."):
+            raise  # a module that the package needs
+        spec = None
+    finally:
+        del sys.path[0]
+    if spec is None:
+        raise AmpError(f"there is no Python module {name!r} to run, seen from {os.getcwd()!r}")
+    return _of_spec(spec, spec.origin or name, os.getcwd())
+
+
+def _of_spec(spec: ModuleSpec, argument: str, folder: str) -> _Program:
+    code = _code(spec.loader, spec.name, argument)
+    return _Program(argument, code, folder, spec.origin or argument, spec.loader, spec)
+
+
+def _code(loader: Any, module: str, name: str) -> CodeType:
+    try:
+        code = loader.get_code(module)
+    except (AttributeError, EOFError, ImportError):
+        code = None
+    if not isinstance(code, CodeType):
+        raise AmpError(f"{name!r} holds no code for this Python")
+    return code
+
+
+def _execute(program: _Program, arguments: List[str]) -> None:
+    """Run a program as the main module of this process; end the process if it fails."""
+    main: Any = ModuleType("__main__")
+    spec = program.spec
+    main.__package__, main.__loader__, main.__spec__ = spec and spec.parent, program.loader, spec
+    main.__annotations__, main.__builtins__ = {}, sys.modules["builtins"]
+    main.__file__, main.__cached__ = program.file, spec and spec.cached
+    # For good, as Python does: threads and functions at exit may outlive the last line.
+    sys.modules["__main__"] = main
+    sys.argv = arguments
+    # An isolated Python has put no folder in front.
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path[:1] = [program.folder]
+    try:
+        exec(program.code, vars(main))  # noqa: S102
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # The traceback without this frame. Shells take 130 for a program that Ctrl-C has ended.
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)

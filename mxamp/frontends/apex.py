@@ -1,4 +1,14 @@
-"""The files of nets whose parameters are float16: they hold float32, as those of any other net."""
+"""Optimization levels: Apex's way.
+
+| level | what it does |
+|---|---|
+| O0 | float32 throughout; nothing is patched; loss scale 1 |
+| O1 | operators run by list (`init`), parameters stay float32, the loss scale is dynamic |
+| O2 | parameters in float16, except norms and embeddings; float32 master weights, dynamic scale |
+| O3 | all in float16 where MXNet has it; loss scale 1 |
+
+With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no bfloat16 ones.
+"""
 
 import functools
 import logging
@@ -22,72 +32,9 @@ from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
 from ..scaling.scaler import Float32Scaler, LossScaler, NoScaler, Scaler, StaticLossScaler
 from ..scaling.trainer import attach_hook, hook_in_force
+from .automatic import hand_over
 
-__all__ = [
-    "initialize",
-    "save_in_float32",
-]
-
-_LOADS = ("ctx", "allow_missing", "ignore_extra", "cast_dtype")
-
-
-def save_in_float32(net: Block) -> None:
-    """Let `save_parameters` and `export` write float32, and `load_parameters` read it."""
-    # Not functions made here: a copy of the net gets ones that are its own.
-    net.save_parameters = functools.partial(_save_parameters, net)
-    net.load_parameters = functools.partial(_load_parameters, net)
-    if isinstance(net, HybridBlock):
-        net.export = functools.partial(_export, net)
-
-
-def _save_parameters(net: Block, *args: Any, **kwargs: Any) -> None:
-    with _widened(net):
-        type(net).save_parameters(net, *args, **kwargs)
-
-
-def _load_parameters(net: Block, filename: str, *args: Any, **kwargs: Any) -> None:
-    options = {"cast_dtype": True, **dict(zip(_LOADS, args)), **kwargs}
-    type(net).load_parameters(net, filename, **options)
-
-
-def _export(net: HybridBlock, *args: Any, **kwargs: Any) -> Any:
-    traced = net._cached_graph
-    with _widened(net) as params:
-        if traced:
-            inputs, symbol = traced
-            net._cached_graph = inputs, _of_float32(symbol, params)
-        try:
-            return type(net).export(net, *args, **kwargs)
-        finally:
-            net._cached_graph = traced
-
-
-@contextmanager
-def _widened(net: Block) -> Iterator[Dict[str, Parameter]]:
-    """Let the float16 parameters of a net give their values in float32; yield them by name."""
-    params = net.collect_params().items()
-    halves = {name: param for name, param in params if dtype_name(param.dtype) == "float16"}
-    for param in halves.values():
-        param._reduce = functools.partial(_reduced, param)
-    try:
-        yield halves
-    finally:
-        for param in halves.values():
-            del param._reduce
-
-
-def _reduced(param: Parameter) -> NDArray:
-    return type(param)._reduce(param).astype("float32")
-
-
-def _of_float32(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
-    """Return a symbol whose variables `params`, which record that they are float16, are float32."""
-    graph = Graph.from_symbol(symbol)
-    for node in graph.variables:
-        if node.name in params and "__dtype__" in node.attrs:
-            node.attrs = {**node.attrs, "__dtype__": str(DTYPE_CODES["float32"])}
-    return graph.to_symbol(type(symbol))
-
+__all__ = ["initialize"]
 
 logger = logging.getLogger("mxamp")
 
@@ -129,7 +76,7 @@ def initialize(
     dtype: Any = "float16",
     ctx: Any = None,
 ) -> Any:
-    """Set nets and trainers up for an optimization level; return them, as they were given.
+    """Prepare nets and trainers for an optimization level, and return them.
 
     ::
 
@@ -143,25 +90,26 @@ def initialize(
     Parameters
     ----------
     models : Block or list of Block
-        Initialized, and cast in place by O2 and O3. Their `save_parameters` and `export` write
-        float32, and `load_parameters` reads it, at every level.
+        Initialized nets; O2 and O3 cast them in place. Their parameter files and exports hold
+        float32 at every level.
     trainers : Trainer or list of Trainer, optional
-        Before their first step.
+        Trainers that have not stepped yet.
     opt_level : str
         "O0": float32 throughout. "O1": operators run by list, parameters stay float32, and the
-        loss scale is dynamic. "O2": parameters in float16, but norms and embeddings, with float32
-        master weights and a dynamic loss scale. "O3": all in float16 that can be, loss scale 1.
+        loss scale is dynamic. "O2": parameters in float16, except norms and embeddings, with
+        float32 master weights and a dynamic loss scale. "O3": all in float16 where MXNet has it,
+        loss scale 1.
     keep_batchnorm_fp32 : bool, optional
-        True with O3 keeps all normalisation in float32, as the other levels do. BatchNorm's
+        True with O3 keeps all normalization in float32, as the other levels do. BatchNorm's
         parameters stay float32 in any case; False is an error.
     loss_scale : float or "dynamic", optional
-        In place of the level's.
+        Replaces the level's loss scale.
     dtype : str, default "float16"
-        "float16" or "bfloat16". With bfloat16, O2 and O3 cast no parameters, and O3's operators
-        run by list. "auto" is the dtype that is fast on this machine; where that is float32, or
-        `init("auto")` has chosen float32 before, every level is O0, with updates as in plain MXNet.
+        "float16", "bfloat16" or "auto", the fast dtype of this machine. With bfloat16, O2 and O3
+        cast no parameters, and O3's operators run by list. If "auto" is float32, or `init("auto")`
+        has chosen float32, every level is O0, with updates as in plain MXNet.
     ctx : Context, optional
-        As of `init`.
+        As in `init`.
 
     Raises
     ------
@@ -169,8 +117,9 @@ def initialize(
         An unknown level, dtype or loss scale, or `keep_batchnorm_fp32=False`.
     StateError
         Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
-        net has parameters that are not float32: it was initialized before.
+        net has float16 parameters.
     """
+    hand_over("initialize")
     level = _checked_level(opt_level, keep_batchnorm_fp32, loss_scale)
     nets, optimizers = _listed("models", models, Block), _listed("trainers", trainers, Trainer)
     policy = chosen_policy(dtype, ctx=ctx)
@@ -193,7 +142,7 @@ def initialize(
     for net in nets:
         if level.cast:
             _cast(net, level.float_norms or bool(keep_batchnorm_fp32), level.master_weights)
-            save_in_float32(net)
+            _save_in_float32(net)
     for trainer in optimizers:
         if level.master_weights:
             trainer._optimizer.multi_precision = True
@@ -218,9 +167,9 @@ def _checked_level(
 def _scaler_maker(
     level: _Level, loss_scale: Union[None, float, str], target: str
 ) -> Callable[[], Scaler]:
-    """Return what makes one scaler a trainer."""
+    """Return a function that makes the scaler of one trainer."""
     if loss_scale is not None and not isinstance(loss_scale, str):
-        StaticLossScaler(loss_scale)  # an error comes before anything is changed
+        StaticLossScaler(loss_scale)  # raises before anything is changed
     if target == "float32":
         return Float32Scaler
     if isinstance(loss_scale, str):
@@ -261,7 +210,7 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
 def _policy_of(policy: Policy, opt_level: str) -> Policy:
     if opt_level != "O3":
         return policy
-    # All low: what the lists keep in float32 follows its inputs, where MXNet has kernels for that.
+    # Float32 operators follow their inputs, except those without kernels in half precision.
     kept = [name for name in policy.operators("fp32") if policy.rule(name).missing is not None]
     return policy.override(fp32=kept, replace_lists=True)
 
@@ -279,11 +228,74 @@ def _cast(net: Block, float_norms: bool, float_embeddings: bool) -> None:
 
 
 def _is_embedding(block: Block, sparse_only: bool) -> bool:
-    """Tell whether a block looks rows of its weight up.
+    """Return whether a block looks up rows of its weight.
 
-    With float16 weights GPUs sum the gradient of a token that occurs often in float16, and know no
-    sparse gradient.
+    With a float16 weight, GPUs sum the gradient of a frequent token in float16, and have no sparse
+    gradient.
     """
     if not isinstance(block, (nn.Embedding, SparseEmbedding)):
         return False
     return not sparse_only or block.weight._grad_stype != "default"
+
+
+# ------------------------------------------------- files of nets with float16 parameters: float32
+
+_LOADS = ("ctx", "allow_missing", "ignore_extra", "cast_dtype")
+
+
+def _save_in_float32(net: Block) -> None:
+    """Let `save_parameters` and `export` write float32, and `load_parameters` read it."""
+    # Partial objects, not closures: a deep copy of the net gets its own.
+    net.save_parameters = functools.partial(_save_parameters, net)
+    net.load_parameters = functools.partial(_load_parameters, net)
+    if isinstance(net, HybridBlock):
+        net.export = functools.partial(_export, net)
+
+
+def _save_parameters(net: Block, *args: Any, **kwargs: Any) -> None:
+    with _widened(net):
+        type(net).save_parameters(net, *args, **kwargs)
+
+
+def _load_parameters(net: Block, filename: str, *args: Any, **kwargs: Any) -> None:
+    options = {"cast_dtype": True, **dict(zip(_LOADS, args)), **kwargs}
+    type(net).load_parameters(net, filename, **options)
+
+
+def _export(net: HybridBlock, *args: Any, **kwargs: Any) -> Any:
+    traced = net._cached_graph
+    with _widened(net) as params:
+        if traced:
+            inputs, symbol = traced
+            net._cached_graph = inputs, _of_float32(symbol, params)
+        try:
+            return type(net).export(net, *args, **kwargs)
+        finally:
+            net._cached_graph = traced
+
+
+@contextmanager
+def _widened(net: Block) -> Iterator[Dict[str, Parameter]]:
+    """Save the float16 parameters of a net as float32 inside; yield them by name."""
+    params = net.collect_params().items()
+    halves = {name: param for name, param in params if dtype_name(param.dtype) == "float16"}
+    for param in halves.values():
+        param._reduce = functools.partial(_reduced, param)
+    try:
+        yield halves
+    finally:
+        for param in halves.values():
+            del param._reduce
+
+
+def _reduced(param: Parameter) -> NDArray:
+    return type(param)._reduce(param).astype("float32")
+
+
+def _of_float32(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
+    """Return a symbol that records float32 for its float16 variables `params`."""
+    graph = Graph.from_symbol(symbol)
+    for node in graph.variables:
+        if node.name in params and "__dtype__" in node.attrs:
+            node.attrs = {**node.attrs, "__dtype__": str(DTYPE_CODES["float32"])}
+    return graph.to_symbol(type(symbol))

@@ -4,7 +4,6 @@
 script begins, with one loss scale for all its trainers and modules.
 """
 
-import ast
 import atexit
 import dis
 import functools
@@ -14,9 +13,8 @@ import os
 import sys
 from pathlib import Path
 from types import CodeType
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
+from typing import Any, Callable, List, Optional, Sequence, Union
 
-from mxnet.contrib import amp as stock
 from mxnet.gluon import Trainer
 from mxnet.module import Module
 
@@ -37,164 +35,15 @@ from .module_api import module_patches
 
 __all__ = [
     "OWN_AMP",
-    "OWN_CALLS",
     "VARIABLE",
+    "hand_over",
     "imports_mxamp",
-    "is_child",
-    "script_imports_mxamp",
     "show_log",
     "start",
     "start_from_environment",
-    "waiting",
 ]
 
-Start = Callable[[], None]
-
-
-class _Waiting(FrontEnd):
-    """Starts mixed precision with the first trainer or module; until then nothing is lowered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._start: Optional[Start] = None
-
-    def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
-        return [
-            Patch(owner, name, functools.partial(_build, owner, name))
-            for owner, name in ((Trainer, "__init__"), (Module, "bind"))
-        ]
-
-    def begin(self, start: Start) -> None:
-        """Call `start` once somebody trains."""
-        self._start = start
-        self.open()
-
-    def end(self) -> None:
-        """Start, unless the program has switched mixed precision on itself."""
-        start, self._start = self._start, None
-        self.close()
-        if start is not None and nearest_policy() is None:
-            start()
-
-
-#: One a process, as the classes that it patches are.
-waiting = _Waiting()
-
-
-def is_child() -> bool:
-    """Tell whether this process is one that `multiprocessing` has started."""
-    # A process that is spawned has no parent yet while it imports the program's main module.
-    preparing = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return preparing or multiprocessing.parent_process() is not None
-
-
-def _build(owner: type, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def trains(self: Any, *args: Any, **kwargs: Any) -> Any:
-        waiting.end()
-        # Looked up now: `start` has patched it.
-        return getattr(owner, name)(self, *args, **kwargs)
-
-    return trains
-
-
 logger = logging.getLogger("mxamp")
-
-
-class _Level(int):
-    """A level that can be told from the same one set by the program."""
-
-
-_INFO = _Level(logging.INFO)
-_handler = logging.StreamHandler()
-_handler.setFormatter(logging.Formatter("mxamp: %(message)s"))
-
-
-def show_log() -> None:
-    """Let log lines be seen, until the program sets up logging itself.
-
-    From then on its own handlers and levels count, and each line comes once.
-    """
-    if _level_chosen() or _handler in logger.handlers:
-        return
-    logger.setLevel(_INFO)
-    if not _other_handlers():
-        logger.addHandler(_handler)
-    logger.addFilter(_give_way)
-
-
-def _other_handlers() -> bool:
-    return any(h is not _handler for h in (*logger.handlers, *logging.getLogger().handlers))
-
-
-def _level_chosen() -> bool:
-    """Tell whether the program has said which lines it wants.
-
-    MXNet and many scripts call `logging.info` with nothing set up: logging then sets itself up as
-    `basicConfig()` does, for warnings alone. Nobody has chosen that.
-    """
-    if (logger.level and logger.level is not _INFO) or set(logger.handlers) - {_handler}:
-        return True
-    root = logging.getLogger()
-    formats = [getattr(handler.formatter, "_fmt", None) for handler in root.handlers]
-    unchosen = root.level == logging.WARNING and formats in ([], [logging.BASIC_FORMAT])
-    return not unchosen
-
-
-def _give_way(record: logging.LogRecord) -> bool:
-    """Leave log lines to the program's own handlers and levels; asked before each line."""
-    if _other_handlers():
-        logger.removeHandler(_handler)
-    if not _level_chosen() or _handler in logger.handlers:
-        # Until a handler of the program's takes over, which the first `logging.info` may add.
-        return True
-    # A new list: logging is going through the old one.
-    logger.filters = [other for other in logger.filters if other is not _give_way]
-    if logger.level is _INFO:
-        logger.setLevel(logging.NOTSET)
-    return logger.isEnabledFor(record.levelno)
-
-
-OWN_AMP = "%s uses %s itself: automatic mixed precision leaves it alone"
-OWN_CALLS = "%s calls %s of %s: from here on it runs by its own calls, by way of mxamp"
-
-
-def imports_mxamp(source: Union[str, bytes, CodeType]) -> bool:
-    """Tell whether Python code imports mxamp; False for what is no Python code."""
-    if isinstance(source, CodeType):
-        return any(name.split(".")[0] == "mxamp" for name in _imported_by(source))
-    try:
-        tree = ast.parse(source)
-    except (ValueError, SyntaxError):
-        return False
-    return any(name.split(".")[0] == "mxamp" for node in ast.walk(tree) for name in _imported(node))
-
-
-def script_imports_mxamp(path: Path) -> bool:
-    """Tell whether a script imports mxamp; False for one that can't be read."""
-    try:
-        return imports_mxamp(path.read_bytes())
-    except OSError:
-        return False
-
-
-def _imported(node: ast.AST) -> List[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        return [node.module]
-    return []
-
-
-def _imported_by(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _imported_by(constant)
-
 
 VARIABLE = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
 _OFF = ("", "0", "false", "off", "no")
@@ -206,13 +55,15 @@ UNKNOWN_VALUE = (
 )
 INSTEAD = f"set {VARIABLE}=bfloat16"
 SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
+OWN_AMP = "%s uses mxamp itself: automatic mixed precision leaves it alone"
+OWN_CALLS = "%s calls %s: from here on it runs by its own calls, by way of mxamp"
 
 
 class _AutomaticRun(FrontEnd):
-    """An automatic run: its policy and scale, and the functions that end it.
+    """An automatic run: its policy and its loss scale.
 
-    A program that calls `init`, of mxamp or of `mxnet.contrib.amp`, goes on by its own calls. One
-    that only imports `mxnet.contrib.amp` runs automatically, as many do that use it on demand.
+    It ends when the program calls `init` or `initialize`, of mxamp or of `mxnet.contrib.amp`. An
+    import of `mxnet.contrib.amp` alone does not end it: many scripts use it on demand.
     """
 
     def __init__(self) -> None:
@@ -221,14 +72,9 @@ class _AutomaticRun(FrontEnd):
         self.scale: Optional[SharedScale] = None
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
+        """Return the patch of the public `init`; `initialize` calls `hand_over` itself."""
         public = sys.modules[__name__.split(".", maxsplit=1)[0]]
-        theirs = functools.partial(_build_init, "mxnet.contrib.amp")
-        ours = functools.partial(_build_init, "mxamp")
-        return [
-            *(Patch(public, name, ours) for name in ("init", "initialize")),
-            *(Patch(module, "init", theirs) for module in (stock, stock.amp)),
-        ]
+        return [Patch(public, "init", _build_init)]
 
     def begin(self, policy: Policy, scale: SharedScale) -> None:
         """Scale the backward passes of all trainers and modules from now on."""
@@ -240,14 +86,14 @@ class _AutomaticRun(FrontEnd):
         self.open()
 
     def close(self) -> None:
-        """Take the patches off, forget the scale, and leave the trainers to other APIs."""
+        """Take the patch off, forget the scale, and leave the trainers to other APIs."""
         super().close()
         if self.scale is not None:
             self.scale.end(backward_patches.trainers)
         self.policy = self.scale = None
 
     def summarize(self) -> None:
-        """Log how the run went; nothing where it has ended before."""
+        """Log how the run went, unless it has ended before."""
         if self.policy is not None and self.scale is not None:
             logger.info(
                 SUMMARY,
@@ -273,10 +119,10 @@ def start(
 ) -> None:
     """Turn mixed precision on, loss scaling included, for code that does neither.
 
-    `dtype` is by default float16 where there is a GPU, else bfloat16. Where "auto" is float32,
-    nothing is done. `name` is what errors and log lines call what has started it. `announced` tells
-    that the process that started this one has said so, `instead` how to turn it on all the same.
-    Raises `StateError` where mixed precision is on already.
+    `dtype` is by default float16 with a GPU, else bfloat16. Does nothing if it is "auto" and that
+    means float32. Errors and log lines call the caller `name`. A parent process that has logged the
+    start passes `announced`. `instead` says how to turn mixed precision on despite "auto".
+    Raises `StateError` if mixed precision is on already.
     """
     if current_policy() is not None:
         raise StateError(f"{name} comes before anything else, and mixed precision is on already")
@@ -287,7 +133,9 @@ def start(
             announce_float32(instead)
         return
     if policy is None:
-        policy = Policy.default(_target(dtype))
+        # "auto" that does not stay off is the default dtype.
+        given = dtype and dtype != AUTO
+        policy = Policy.default(check_target(dtype) if given else machine.default_dtype())
     switch_on(policy)
     if not announced:
         announce(policy)
@@ -301,15 +149,10 @@ def _stays_off(dtype: Optional[str]) -> bool:
     return dtype == AUTO and machine.fast_dtype() == "float32"
 
 
-def _target(dtype: Optional[str]) -> str:
-    # Where "auto" does not stay off, it is the default dtype.
-    return check_target(dtype) if dtype and dtype != AUTO else machine.default_dtype()
-
-
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
-    """Do what the environment variable says: nothing, or `start`; for the start-up hook.
+    """Start an automatic run if the environment variable says so; for the start-up hook.
 
-    `imported_by_mxamp` tells that the program has imported mxamp, and not MXNet.
+    `imported_by_mxamp`: the program has imported mxamp, and mxamp imports MXNet.
     """
     value = os.environ.get(VARIABLE, "").strip().lower()
     if value in _OFF:
@@ -319,40 +162,129 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
     if imported_by_mxamp and (program == "-m" or Path(program).name == "mxamp"):
         return  # the command `mxamp`
-    if imported_by_mxamp or script_imports_mxamp(Path(program)):
+    if imported_by_mxamp or _script_imports_mxamp(program):
         show_log()
-        logger.info(OWN_AMP, program or "this program", "mxamp")
+        logger.info(OWN_AMP, program or "this program")
         return
     dtype = value if value in TARGETS_OR_AUTO else None
-    if is_child() and not _stays_off(dtype):
+    begin = functools.partial(_start_in_view, dtype, announced=_is_child())
+    if _is_child() and not _stays_off(dtype):
         contrib_patches.open()
-        waiting.begin(functools.partial(_start_in_view, dtype, announced=True))
+        _waiting.begin(begin)
     else:
-        _start_in_view(dtype, announced=is_child())
+        begin()
 
 
-def _start_in_view(dtype: Optional[str], announced: bool = False) -> None:
+def _start_in_view(dtype: Optional[str], announced: bool) -> None:
     show_log()
     start(dtype, name=VARIABLE, announced=announced)
 
 
-def _build_init(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+# ------------------------------------------------------------ programs that use mxamp themselves
+
+
+def hand_over(function: str) -> None:
+    """End an automatic run, if there is one: the program calls this function of mxamp itself."""
+    if _run.is_open:
+        logger.info(OWN_CALLS, sys.argv[0] or "this program", function)
+        switch_off()
+        # The program may import mxnet.contrib.amp later.
+        contrib_patches.open()
+
+
+def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def init_of_its_own(*args: Any, **kwargs: Any) -> Any:
-        if _run.is_open:
-            program = sys.argv[0] or "this program"
-            logger.info(OWN_CALLS, program, original.__name__, name)
-            switch_off()
-            # What the program has imported, or is going to, stays mxamp's.
-            contrib_patches.open()
+    def init(*args: Any, **kwargs: Any) -> Any:
+        hand_over("init")
         return original(*args, **kwargs)
 
-    return init_of_its_own
+    return init
+
+
+def imports_mxamp(code: Union[CodeType, str, bytes]) -> bool:
+    """Return whether Python code imports mxamp; False for text that is not Python."""
+    if not isinstance(code, CodeType):
+        try:
+            code = compile(code, "script", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):
+            return False
+    level: Any = 0
+    names: List[str] = []
+    for instruction in dis.get_instructions(code):
+        # An import loads its level (0: absolute) and the names it takes first.
+        if instruction.opname.startswith("LOAD_") and isinstance(instruction.argval, int):
+            level = instruction.argval
+        elif instruction.opname == "IMPORT_NAME" and level == 0:
+            names.append(instruction.argval)
+    return any(name.split(".")[0] == "mxamp" for name in names) or any(
+        imports_mxamp(one) for one in code.co_consts if isinstance(one, CodeType)
+    )
+
+
+def _script_imports_mxamp(path: str) -> bool:
+    try:
+        return imports_mxamp(Path(path).read_bytes())
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------ child processes
+
+
+class _Waiting(FrontEnd):
+    """Starts mixed precision with the first trainer or module of a child process.
+
+    Until then it computes in float32: a worker of a data loader never trains.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start: Optional[Callable[[], None]] = None
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches of the calls that begin training."""
+        return [
+            Patch(owner, name, functools.partial(_build_training, owner, name))
+            for owner, name in ((Trainer, "__init__"), (Module, "bind"))
+        ]
+
+    def begin(self, start: Callable[[], None]) -> None:
+        """Call `start` when training begins."""
+        self._start = start
+        self.open()
+
+    def end(self) -> None:
+        """Start, unless the program has switched mixed precision on itself."""
+        start, self._start = self._start, None
+        self.close()
+        if start is not None and nearest_policy() is None:
+            start()
+
+
+#: One a process, like the classes that it patches.
+_waiting = _Waiting()
+
+
+def _build_training(owner: type, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def trains(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _waiting.end()
+        # Looked up now: `start` has patched it.
+        return getattr(owner, name)(self, *args, **kwargs)
+
+    return trains
+
+
+def _is_child() -> bool:
+    """Return whether `multiprocessing` has started this process."""
+    # A spawned process has no parent yet while it imports the program's main module.
+    preparing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return preparing or multiprocessing.parent_process() is not None
 
 
 @functools.lru_cache(maxsize=1)
 def _at_fork_and_exit() -> None:
-    """Register, once, what is done at exit and in forked processes."""
+    """Register, once, the summary at exit and the restart in forked processes."""
     atexit.register(_run.summarize)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_off_in_child)
@@ -364,4 +296,45 @@ def _off_in_child() -> None:
         return
     switch_off()
     contrib_patches.open()
-    waiting.begin(functools.partial(start, policy=policy, name=scale.scaled_by, announced=True))
+    _waiting.begin(functools.partial(start, policy=policy, name=scale.scaled_by, announced=True))
+
+
+# ------------------------------------------------------------------------- log lines on stderr
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Shows mxamp's log lines as long as no other handler does."""
+
+    def handle(self, record: logging.LogRecord) -> Any:
+        """Show a line if nothing else does."""
+        handlers = (*logger.handlers, *logging.getLogger().handlers)
+        return all(other is self for other in handlers) and super().handle(record)
+
+
+def show_log() -> None:
+    """Show mxamp's log lines until the program sets up logging: then its own settings count."""
+    if logger.level or logger.handlers or _is_set_up():
+        return
+    logger.setLevel(logging.INFO)
+    handler = _Handler()
+    handler.setFormatter(logging.Formatter("mxamp: %(message)s"))
+    logger.addHandler(handler)
+    logger.addFilter(_give_way)
+
+
+def _is_set_up() -> bool:
+    """Return whether the program has said which log lines it wants.
+
+    MXNet and many scripts call `logging.info` before any setup. Logging then sets itself up for
+    warnings only, as `basicConfig()` does: nobody has chosen that.
+    """
+    root = logging.getLogger()
+    formats = [getattr(handler.formatter, "_fmt", None) for handler in root.handlers]
+    return root.level != logging.WARNING or formats not in ([], [logging.BASIC_FORMAT])
+
+
+def _give_way(record: logging.LogRecord) -> bool:
+    """Follow the levels of a program that has set up logging since `show_log`."""
+    if logger.level == logging.INFO and _is_set_up():
+        logger.setLevel(logging.NOTSET)
+    return logger.isEnabledFor(record.levelno)

@@ -58,7 +58,7 @@ class _BackwardPatches(FrontEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        #: For trainers whose optimizer has no scale of its own; None leaves them as they are.
+        #: For trainers whose optimizer was not decorated; None leaves them as they are.
         self.default: Optional[SharedScale] = None
         self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
         self._has_new_trainer = False  # since the last backward pass

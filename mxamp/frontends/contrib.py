@@ -1,13 +1,16 @@
-"""`mxnet.contrib.amp` itself, for scripts whose import lines can't be changed."""
+"""`mxnet.contrib.amp`: its import lines and its operator lists, served by mxamp.
+
+The lists hold canonical operator names, and `init` and `convert_*` take them as they are.
+"""
 
 import sys
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from mxnet.contrib import amp as stock
 
 from ..framework.operators import LOSS_OUTPUTS, registry
-from ..framework.patching import FrontEnd, Patch
+from ..framework.patching import FrontEnd
 from ..policy.active import is_enabled
 from ..policy.policy import Policy
 from ..policy.targets import check_target
@@ -26,51 +29,39 @@ __all__ = [
 
 
 class _StandIn(ModuleType):
-    """What the modules of `mxnet.contrib.amp` are while mxamp stands in for it."""
+    """A module of `mxnet.contrib.amp` whose functions are mxamp's."""
 
-    @property
-    def _amp_initialized(self) -> bool:
+    def __getattribute__(self, name: str) -> Any:
         # GluonNLP reads it, to mask attention with numbers that half precision can hold.
-        return is_enabled()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _public_package().__all__:
-            return getattr(_public_package(), name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name == "_amp_initialized":
+            return is_enabled()
+        # mxamp loads a public name when it is first used: look it up as late as possible.
+        public = sys.modules[__name__.split(".", maxsplit=1)[0]]
+        return getattr(public, name) if name in public.__all__ else super().__getattribute__(name)
 
 
 class _ContribPatches(FrontEnd):
-    """The functions in `mxnet.contrib.amp` and `mxnet.contrib.amp.amp`.
+    """The modules `mxnet.contrib.amp` and `mxnet.contrib.amp.amp`, as mxamp's functions.
 
-    The modules stay, so that every way of importing them, and their lists, are there.
+    The modules themselves stay, so every way of importing them works, and so do their lists.
     """
 
     _MODULES = (stock, stock.amp)
 
-    def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
-        public = _public_package()
-        return [
-            Patch(module, name, _returning(getattr(public, name)))
-            for module in self._MODULES
-            for name in public.__all__
-            if callable(vars(module).get(name))
-        ]
-
     def open(self) -> None:
-        """Put the patches in place."""
+        """Replace the functions."""
         super().open()
         for module in self._MODULES:
             module.__class__ = _StandIn
 
     def close(self) -> None:
-        """Put the old functions back."""
+        """Restore the original functions."""
         super().close()
         for module in self._MODULES:
             module.__class__ = ModuleType
 
 
-#: One a process, as the modules that it patches are.
+#: One a process, like the modules that it patches.
 contrib_patches = _ContribPatches()
 
 
@@ -84,19 +75,13 @@ def patch_contrib() -> None:
         mxamp.patch_contrib()
         from mxnet.contrib import amp  # its functions are mxamp's
 
-    So are those of `mxnet.contrib.amp.amp`. What has imported functions of the old one by name
-    before keeps those.
+    The same holds for `mxnet.contrib.amp.amp`. Functions imported by name before this call stay
+    MXNet's.
     """
     contrib_patches.open()
 
 
-def _public_package() -> ModuleType:
-    # Whoever calls this has imported the package on top.
-    return sys.modules[__name__.split(".", maxsplit=1)[0]]
-
-
-def _returning(value: Any) -> Callable[[Any], Any]:
-    return lambda original: value
+# ------------------------------------------------- the operator lists, under MXNet's names for them
 
 
 def _policy(target_dtype: Any) -> Policy:
@@ -118,7 +103,7 @@ def list_fp32_ops(target_dtype: Any) -> List[str]:
 
 
 def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
-    """Return the operators that follow their inputs, and those that are never cast."""
+    """Return the operators that follow their inputs or are never cast."""
     policy = _policy(target_dtype)
     return sorted(_following(policy, "neutral") + policy.operators("untouched"))
 
@@ -158,9 +143,9 @@ def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool
 
 
 def _following(policy: Policy, op_class: str) -> List[str]:
-    """Return the operators of a class, also those that are float32 for numbers out of range only.
+    """Return the operators of a class, including those with a condition on a range of numbers.
 
-    Lists of `mxnet.contrib.amp` know conditions on values alone.
+    The lists of `mxnet.contrib.amp` know conditions on single values only.
     """
     ranged = [
         rule.operator

@@ -1,12 +1,13 @@
-"""Functions of the user's own: which precision they run in.
+"""The precision of the user's own functions and custom operators.
 
-Built-in operators follow the policy's lists. Python functions of arrays are in no list; here their
-author says what they want. `register_custom_operator` does the same for `mx.operator.CustomOp`.
+The policy's lists hold built-in operators only. Authors of Python functions of arrays and of
+`mx.operator.CustomOp` set the precision here.
 """
 
 import functools
 import itertools
-from typing import Any, Callable, Set, TypeVar
+from contextlib import nullcontext
+from typing import Any, Callable, Optional, Set, TypeVar
 
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
@@ -38,7 +39,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NO_MODULE = "the first argument must be a module, not {given}"
 
 _MARK = "_amp_registered_as"
-#: Numbers the calls of promote_functions that are traced: what one is given is cast together.
+#: Numbers the traced calls of promote_functions: the arguments of one call are cast together.
 _calls = itertools.count()
 
 
@@ -53,20 +54,7 @@ def half_function(function: Function) -> Function:
     Arrays may stand in lists, tuples and dicts. Operators inside follow the policy. While mixed
     precision is off, the function runs as it is.
     """
-    _check_function(function)
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _makes_nodes((args, kwargs)):
-            args, kwargs = _marked_all((args, kwargs), TARGET_INSIDE)
-            return function(*args, **kwargs)
-        policy = current_policy()
-        if policy is None:
-            return function(*args, **kwargs)
-        args, kwargs = _cast_all((args, kwargs), policy.target_dtype)
-        return function(*args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
+    return _casting(function, lambda: TARGET_INSIDE, lambda _, target: target)
 
 
 def float_function(function: Function) -> Function:
@@ -81,20 +69,7 @@ def float_function(function: Function) -> Function:
     """
     _check_function(function)
     check_runs_at_once(function)
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _makes_nodes((args, kwargs)):
-            args, kwargs = _marked_all((args, kwargs), FLOAT32_INSIDE)
-            with autocast(enabled=False):
-                return function(*args, **kwargs)
-        if current_policy() is None:
-            return function(*args, **kwargs)
-        args, kwargs = _cast_all((args, kwargs), "float32")
-        with suspended():
-            return function(*args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
+    return _casting(function, lambda: FLOAT32_INSIDE, lambda *_: "float32", off_inside=True)
 
 
 def promote_function(function: Function) -> Function:
@@ -108,18 +83,40 @@ def promote_function(function: Function) -> Function:
     With a float16 and a float32 array, both are float32 inside. Arrays may stand in lists, tuples
     and dicts.
     """
+
+    def widest(dtypes: Set[str], _target: str) -> Optional[str]:
+        return "float32" if len(dtypes & CASTABLE) > 1 else None
+
+    return _casting(function, lambda: f"{WIDEST_INSIDE} {next(_calls)}", widest)
+
+
+def _casting(
+    function: Function,
+    region: Callable[[], str],
+    dtype_for: Callable[[Set[str], str], Optional[str]],
+    off_inside: bool = False,
+) -> Function:
+    """Return the function with its arrays cast, in eager calls and in graphs.
+
+    `region` marks the symbols of one call. `dtype_for` takes the dtypes of the arrays and the
+    target dtype, and returns the dtype to cast to. `off_inside` turns mixed precision off inside.
+    """
     _check_function(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _makes_nodes((args, kwargs)):
-            args, kwargs = _marked_all((args, kwargs), f"{WIDEST_INSIDE} {next(_calls)}")
+        given, policy = (args, kwargs), current_policy()
+        if _makes_nodes(given):
+            args, kwargs = _marked_all(given, region())
+            with autocast(enabled=False) if off_inside else nullcontext():
+                return function(*args, **kwargs)
+        if policy is None:
             return function(*args, **kwargs)
-        if current_policy() is None:
+        dtype = dtype_for(_dtypes(given), policy.target_dtype)
+        if dtype is not None:
+            args, kwargs = _cast_all(given, dtype)
+        with suspended() if off_inside else nullcontext():
             return function(*args, **kwargs)
-        if len(_dtypes((args, kwargs)) & CASTABLE) > 1:
-            args, kwargs = _cast_all((args, kwargs), "float32")
-        return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 
@@ -131,8 +128,8 @@ def register_half_function(module: Any, name: str) -> None:
 
         amp.register_half_function(my_layers, "attention")
 
-    The module is changed: whoever calls `my_layers.attention` gets the new one, and code that has
-    imported the function by name before keeps the old one.
+    Calls of `my_layers.attention` get the new function. Code that has imported it by name before
+    keeps the old one.
     """
     _register(module, name, half_function)
 
@@ -174,7 +171,7 @@ def _check_function(function: Any) -> None:
 
 
 def _makes_nodes(value: Any) -> bool:
-    """Return whether a symbol is among the arguments: a graph is made, and runs later."""
+    """Return whether a symbol is among the arguments: the call builds a graph that runs later."""
     if isinstance(value, (list, tuple)):
         return any(map(_makes_nodes, value))
     if isinstance(value, dict):
@@ -183,7 +180,7 @@ def _makes_nodes(value: Any) -> bool:
 
 
 def _marked_all(value: Any, cast: str) -> Any:
-    """Return symbols as copies that are cast where their graph runs in mixed precision."""
+    """Return copies of symbols that are cast when their graph runs in mixed precision."""
 
     def marked(one: Any) -> Any:
         if not isinstance(one, Symbol):
@@ -195,7 +192,7 @@ def _marked_all(value: Any, cast: str) -> Any:
 
 
 def _marked(wrap: Callable[[Any], Any], function: Any) -> Any:
-    """Return the function wrapped, and marked: a second registration does nothing."""
+    """Return the wrapped function, marked so that a second registration does nothing."""
     wrapped = wrap(function)
     setattr(wrapped, _MARK, wrap)
     return wrapped
@@ -221,12 +218,12 @@ TOO_LATE = (
     "register_custom_operator before init, or shutdown, register it, and init again"
 )
 
-#: What the user calls a precision, and the class it means.
+#: Class by the user's name for a precision.
 _CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
 
 
 def register_custom_operator(op_type: str, kind: str = "half") -> None:
-    """Say what precision a custom operator (`mx.operator.Custom`) runs in; by default float32.
+    """Set the precision of a custom operator (`mx.operator.Custom`), which is float32 by default.
 
     ::
 
@@ -235,18 +232,18 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
     Parameters
     ----------
     op_type : str
-        The name it was registered under with `mx.operator.register`.
+        Its name in `mx.operator.register`.
     kind : str
         "half" (the target dtype), "float" (float32) or "promote" (the widest of its inputs).
 
-    Policies made after this call follow it: call it before `init`.
+    Call it before `init`: policies made earlier do not know it.
 
     Raises
     ------
     ArgumentError
-        `op_type` is no name, or `kind` is none of the three.
+        `op_type` is not a name, or `kind` is not one of the three.
     StateError
-        Mixed precision is on, and would go on without it.
+        Mixed precision is on by a policy that does not know the operator.
     """
     if not isinstance(op_type, str) or not op_type:
         raise ArgumentError(f"op_type must be the name of a custom operator, not {shown(op_type)}")

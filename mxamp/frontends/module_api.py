@@ -85,7 +85,7 @@ class _ModulePatches(FrontEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        #: For modules whose optimizer has no scale of its own; None leaves them as they are.
+        #: For modules whose optimizer was not decorated; None leaves them as they are.
         self.default: Optional[SharedScale] = None
         self.states: "WeakKeyDictionary[Module, _State]" = WeakKeyDictionary()
 
@@ -140,7 +140,7 @@ def _with_scale(symbol: Symbol) -> Optional[Symbol]:
 
 @contextmanager
 def _bound_as(module: Module, scalable: Optional[Symbol]) -> Iterator[None]:
-    """Let a module bind another symbol: only executors take the scale, what is saved does not."""
+    """Let a module bind another symbol: executors take the scale, saved models do not."""
     symbol, names = module._symbol, module._state_names
     try:
         if scalable is not None:

@@ -21,6 +21,7 @@ WRAPPED = (
     "hvd.DistributedOptimizer(mxamp.decorate(optimizer))"
 )
 
+#: Attributes that change in place: a copy needs its own.
 _COPIED = ("_index_update_count", "_all_index_update_counts", "lr_mult", "wd_mult", "idx2name")
 
 
@@ -33,7 +34,7 @@ def decorate(
     decr_ratio: float = 0.5,
     use_dynamic_loss_scaling: bool = True,
 ) -> Union[str, Optimizer]:
-    """Return an optimizer that trains with loss scaling, wherever MXNet takes an optimizer.
+    """Return an optimizer that scales the losses of any module or trainer that uses it.
 
     ::
 
@@ -43,8 +44,8 @@ def decorate(
         trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.Adam()))
         with autograd.record():
             loss = loss_function(net(data), label)
-        loss.backward()  # scales inside: gradients come out as they would be in float32
-        trainer.step(batch_size)  # skipped where a gradient overflowed
+        loss.backward()  # scales inside: gradients come out as in float32
+        trainer.step(batch_size)  # skipped after an overflow
 
     In `Module`, `BucketingModule` and `fit` the scale enters the graph before `SoftmaxOutput`,
     the regression outputs, `SVMOutput` and `MakeLoss`: decorate before the module is bound (`fit`
@@ -53,24 +54,25 @@ def decorate(
     Parameters
     ----------
     optimizer : str or Optimizer
-        A name comes back as a name, an optimizer as a copy.
-    init_loss_scaling, incr_every_n_steps, decr_every_n_nan_or_inf, incr_ratio, decr_ratio
-        The first scale; so many clean steps before it grows; from how many overflows on, counted
-        since it last grew, it shrinks; and by how much.
+        For a name, the result is a name; for an optimizer, a copy.
+    init_loss_scaling : float, default 2**16
+        The first loss scale.
+    incr_every_n_steps, incr_ratio
+        After so many clean steps the scale grows by this factor.
+    decr_every_n_nan_or_inf, decr_ratio
+        After so many overflows since it last grew, the scale shrinks by this factor.
     use_dynamic_loss_scaling : bool, default True
         False keeps the first scale. Steps that overflow are skipped either way.
 
-    Where `init("auto")` has chosen float32, the scale is 1, and no step is skipped.
-
-    `scaling`, an attribute of what is returned, counts `steps` and `skips` and holds the
-    `loss_scale`.
+    If `init("auto")` has chosen float32, the scale is 1, and no step is skipped. The result's
+    attribute `scaling` counts `steps` and `skips` and holds the `loss_scale`.
 
     Raises
     ------
     ArgumentError
-        Neither a name that MXNet knows nor an optimizer, or numbers that no scaler takes.
+        An unknown name, an object that is no optimizer, or a number out of range.
     StateError
-        It is decorated already.
+        The optimizer is decorated already.
     """
     if getattr(optimizer, "scaling", None) is not None or scale_of(optimizer) is not None:
         raise StateError("this optimizer is decorated already: its losses would be scaled twice")

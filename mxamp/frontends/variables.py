@@ -1,8 +1,8 @@
-"""The arrays that autograd writes gradients of, whoever has asked for them.
+"""The arrays that autograd writes gradients of: its variables.
 
-MXNet does not list its variables. So the garbage collector finds those marked before the patches,
-and `attach_grad` and `mark_variables` are watched from then on. A variable is forgotten when nobody
-else holds it or its gradient: a graph may still write that gradient.
+MXNet does not list them. The garbage collector finds the variables marked before the patches;
+patches of `attach_grad` and `mark_variables` see later ones. A variable is forgotten when nobody
+else holds it or its gradient, since a graph may still write that gradient.
 """
 
 import functools
@@ -22,17 +22,17 @@ from ..framework.patching import Patch, original
 
 __all__ = ["Variable", "Variables", "by_gradient", "imported", "parameters_without_gradients"]
 
-# References to an array that only `Variables` holds: its entry's, and that of the call that counts.
+# References to an array that only `Variables` holds: its entry, and the argument of getrefcount.
 _OURS = 2
-# Holders of an array's memory, and of its gradient's, where nobody else has them: autograd, and the
-# Python object that asks.
+# Holders of the memory of an array or gradient that nobody else has: autograd, and the Python
+# object passed to `holders`.
 _OUR_HOLDERS = 2
 
 
 class Variable(NamedTuple):
-    """An array that autograd writes a gradient of, and whether gradients are added up in it.
+    """An array that autograd writes a gradient of, and whether that gradient is a sum (`adds`).
 
-    `marked_again`: the array has another gradient since; graphs from before still write this one.
+    `marked_again`: the array has a new gradient; earlier graphs still write this one.
     """
 
     array: NDArray
@@ -46,7 +46,7 @@ class Variable(NamedTuple):
 
 
 class Variables:
-    """The variables there are, in order of their marking."""
+    """All variables, in the order of their marking."""
 
     def __init__(self) -> None:
         self._variables: Dict[int, Variable] = {}
@@ -61,11 +61,11 @@ class Variables:
         ]
 
     def find(self) -> None:
-        """Add the variables that there are already, as far as Python holds them."""
+        """Add the existing variables that Python holds."""
         gc.collect()  # arrays that are gone get no gradients
         objects = gc.get_objects()
-        # Only parameters know their `grad_req`. Where it is unknown, "add" is the safe guess: what
-        # an array held before is scaled with it, and then overwritten or not.
+        # Only parameters know their `grad_req`. For other arrays "add" is the safe guess: the old
+        # gradient is scaled too, and a write replaces it.
         for array in objects:
             if issubclass(type(array), NDArray) and array.handle and array.grad is not None:
                 self.add([array], "add")
@@ -74,7 +74,7 @@ class Variables:
                 self.add(param._data, param.grad_req)
 
     def add(self, arrays: Iterable[NDArray], grad_req: str) -> None:
-        """Take note of arrays that autograd was told to write gradients of."""
+        """Add arrays that were just marked."""
         for array in arrays:
             self._variables.pop(id(array), None)
             if grad_req != "null":
@@ -85,7 +85,7 @@ class Variables:
         self._variables.clear()
 
     def all(self) -> List[Variable]:
-        """Return the variables that there were after the last `prune`, and those marked since."""
+        """Return the variables."""
         return list(self._variables.values())
 
     def prune(self) -> None:
@@ -116,7 +116,7 @@ class Variables:
         return attach_grad
 
     def _keep_gradient(self, array: NDArray) -> None:
-        """Keep an array as a variable of its own with the gradient that it is about to lose."""
+        """Keep the gradient that an array is about to lose, as a variable on its own."""
         before = self._variables.get(id(array))
         if before is not None and holders(before.gradient) > _OUR_HOLDERS:
             copy = shallow_copy(array)
@@ -141,14 +141,14 @@ def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:
 
 
 def parameters_without_gradients() -> List[NDArray]:
-    """Return the arrays of all such parameters: BatchNorm's running statistics among them."""
+    """Return the arrays of all parameters without gradients, such as running statistics."""
     params = [param for param in gc.get_objects() if issubclass(type(param), Parameter)]
     frozen = (p for p in params if p.grad_req == "null" and p._data is not None)
     return [array for param in frozen for array in param._data]
 
 
 def imported(owner: Any, name: str, build: Callable[..., Any]) -> List[Patch]:
-    """Return the patches of a function, and of its name in modules that have imported it."""
+    """Return the patches of a function, in its module and in modules that have imported it."""
     functions = original(owner, name), getattr(owner, name)
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     holding = [

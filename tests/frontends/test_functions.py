@@ -1,0 +1,136 @@
+"""The precision of the user's own functions and custom operators."""
+
+import types
+from typing import ClassVar
+
+import mxnet as mx
+import pytest
+from mxnet import nd
+
+import mxamp as amp
+from helpers import kind, randn, same
+
+
+def kinds_of(*arrays):
+    return [kind(a) for a in arrays]
+
+
+def test_functions_of_the_users_own(dtype):
+    seen = []
+
+    def record(a, b, extra=None):
+        seen.append(kinds_of(a, *b))
+        return a
+
+    x, index = randn(2, 3), nd.array([1], dtype="int32")
+    for wrap, wanted in ((amp.half_function, dtype), (amp.float_function, "float32")):
+        wrapped = wrap(record)
+        assert wrapped.__name__ == "record"
+        seen.clear()
+        assert wrapped(x, [x, index]) is x
+        with amp.autocast(dtype):
+            low = nd.FullyConnected(x, x, no_bias=True, num_hidden=2)
+            wrapped(low, [x, index], extra={"more": (x,)})
+        assert seen == [["float32", "float32", "int32"], [wanted, wanted, "int32"]]
+    seen.clear()
+    promoted = amp.promote_function(record)
+    with amp.autocast(dtype):
+        promoted(low, [low, index])
+        promoted(low, [x, index])
+    assert seen == [[dtype, dtype, "int32"], ["float32", "float32", "int32"]]
+
+
+def test_float_functions_are_islands(dtype):
+    @amp.float_function
+    def product(a):
+        return nd.FullyConnected(a, a, no_bias=True, num_hidden=2)
+
+    x = randn(2, 3)
+    with amp.autocast(dtype):
+        out = product(x)
+    assert same(out, nd.FullyConnected(x, x, no_bias=True, num_hidden=2))
+
+
+def test_registered_functions():
+    module = types.ModuleType("layers")
+    module.attention = lambda a: kind(a)
+    module.loss = lambda a: kind(a)
+    originals = module.attention, module.loss
+    amp.register_half_function(module, "attention")
+    amp.register_float_function(module, "loss")
+    amp.register_half_function(module, "attention")
+    with amp.autocast("float16"):
+        assert module.attention(randn(1)) == "float16"
+        assert module.loss(randn(1).astype("float16")) == "float32"
+    amp.shutdown()
+    assert (module.attention, module.loss) == originals
+    with pytest.raises(
+        amp.ArgumentError,
+        match="unknown function of the module layers 'nothing'; there are 'attention'",
+    ):
+        amp.register_promote_function(module, "nothing")
+
+
+class Probe(mx.operator.CustomOp):
+    seen: ClassVar = []
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        Probe.seen.append(kind(in_data[0]))
+        self.assign(out_data[0], req[0], in_data[0] * 2)
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], out_grad[0] * 2)
+
+
+@mx.operator.register("mxamp_probe")
+class ProbeProp(mx.operator.CustomOpProp):
+    def list_arguments(self):
+        return ["data"]
+
+    def infer_shape(self, in_shape):
+        return in_shape, [in_shape[0]], []
+
+    def infer_type(self, in_type):
+        return in_type, [in_type[0]], []
+
+    def create_operator(self, ctx, shapes, dtypes):
+        return Probe()
+
+
+@pytest.mark.parametrize(
+    "registered, wanted",
+    [(None, "float32"), ("half", "float16"), ("float", "float32"), ("promote", "float16")],
+)
+def test_custom_operators(registered, wanted):
+    if registered:
+        amp.register_custom_operator("mxamp_probe", registered)
+    x = randn(2, 3)
+    with amp.autocast("float16"):
+        low = nd.FullyConnected(x, x, no_bias=True, num_hidden=2)
+        Probe.seen.clear()
+        out = nd.Custom(low, op_type="mxamp_probe")
+        out.wait_to_read()
+    assert Probe.seen == [wanted]
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    symbol = mx.sym.Custom(symbol, op_type="mxamp_probe", name="probe")
+    plan = amp.explain(symbol, policy=amp.Policy.default("float16", "gpu"))
+    assert plan["probe"].precision == wanted
+    if registered:
+        assert "registered" in plan["probe"].reason
+
+
+def test_custom_operators_are_registered_before_mixed_precision_is_on():
+    amp.register_custom_operator("mxamp_probe", "half")
+    amp.init("float16", ctx=mx.cpu())
+    amp.register_custom_operator("mxamp_probe", "half")  # as it is known
+    for arguments in (("mxamp_probe", "float"), ("other", "half")):
+        with pytest.raises(amp.StateError, match=f"does not know .*'{arguments[0]}'.*before init"):
+            amp.register_custom_operator(*arguments)
+    with amp.autocast(enabled=False):
+        amp.register_custom_operator("other", "half")
+
+
+@pytest.mark.parametrize("arguments", [("", "half"), (3, "half"), ("name", "low")])
+def test_wrong_registrations(arguments):
+    with pytest.raises(amp.ArgumentError):
+        amp.register_custom_operator(*arguments)

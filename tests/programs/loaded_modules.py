@@ -1,0 +1,20 @@
+"""Trains for three steps, and prints which modules of mxamp are loaded."""
+
+import sys
+
+import mxnet as mx
+from mxnet import autograd, gluon
+
+net = gluon.nn.HybridSequential()
+net.add(gluon.nn.Dense(4, activation="relu"), gluon.nn.Dense(2))
+net.initialize()
+net.hybridize()
+trainer = gluon.Trainer(net.collect_params(), "sgd")
+loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+for _ in range(3):
+    with autograd.record():
+        loss = loss_function(net(mx.nd.ones((8, 5))), mx.nd.zeros(8))
+    loss.backward()
+    trainer.step(8)
+mx.nd.waitall()
+print(*sorted(name for name in sys.modules if name.split(".")[0] == "mxamp"))
