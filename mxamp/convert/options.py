@@ -43,7 +43,7 @@ __all__ = [
 logger = logging.getLogger("mxamp")
 
 LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end in _fwd"
-NO_OPERATORS = "excluded_sym_names: one of the blocks has no operators and no children"
+NO_OPERATORS = "`excluded_sym_names`: one of the blocks has no operators and no children"
 NO_DTYPE = "the dtype of input {name!r} must be one of {allowed}, not {given}"
 NO_SHAPE = (
     "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
@@ -141,7 +141,7 @@ def known_dtypes(
     known = {name: dtype_name(dtype) for name, dtype in held.items() if name in read}
     if given is not None and not isinstance(given, Mapping):
         raise ArgumentError(f"input_dtypes must map names of inputs to dtypes, not {shown(given)}")
-    with located("input_dtypes"):
+    with located("`input_dtypes`"):
         known_names(list(given or ()), inputs, "input")
         known.update({name: known_dtype(name, dtype) for name, dtype in (given or {}).items()})
     arguments = set(sym.list_arguments())

@@ -103,7 +103,7 @@ A_FILE = (
 NO_LAST_PART = "`out` must end in a name for the files to write, such as {example!r}, not {out!r}"
 NOT_A_FILE = "{path!r} is {what}, and not a file"
 NO_FILE = "there is no file {path!r}{hint}"
-IS_THERE = "{path!r} is there already: give another out, or overwrite it with force=True"
+IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
 UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
 CHANGES = "{path!r} and its parameters keep being replaced: read them when that has ended"
 NO_SYMBOL = "{path!r} can't be read as a symbol: {why}"

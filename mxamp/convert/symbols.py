@@ -40,11 +40,11 @@ Params = Dict[str, NDArray]
 
 LOSSY = (
     "casting parameter %r to %s turns %s into infinity and %s into zero: keep "
-    "what reads it in float32 with excluded_sym_names, or leave cast_optional_params off"
+    "what reads it in float32 with `excluded_sym_names`, or leave `cast_optional_params` off"
 )
 OVERFLOWS = (
     "parameter %r holds %s that would be infinity in %s, in which it is read: keep what "
-    "reads it in float32 with excluded_sym_names"
+    "reads it in float32 with `excluded_sym_names`"
 )
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 NO_DATA_NAMES = (

@@ -66,7 +66,7 @@ def test_files_converted_again_keep_their_casts(folder):
         ({"excluded_sym_names": ["f"]}, "'f'"),
         ({"input_dtypes": {"x": "int32"}}, "'x'"),
         ({"check_inputs": {}}, "without a value"),
-        *(({"tolerance": value}, "tolerance must be") for value in (0, -1, None, "much")),
+        *(({"tolerance": value}, "tolerance` must be") for value in (0, -1, None, "much")),
     ],
 )
 def test_failures_write_nothing(folder, change, words):

@@ -280,8 +280,7 @@ def test_names_and_arguments_exist(name):
             assert mine.default is None, "the current context, not gpu(0)"
         else:
             # None is False, but for a policy that was tuned: then it is as was measured.
-            as_tuned = mine.name == "cast_optional_params" and mine.default is None
-            assert as_tuned or mine.default == their.default, mine.name
+            assert mine.default == their.default, mine.name
     for extra in positional[len(stock_positional) :]:
         assert extra.default is None
 

@@ -92,7 +92,7 @@ def test_recurrent_layers_and_symbol_blocks(net, tmp_path):
         ([3], amp.ArgumentError, r"of Gluon blocks, not \[3\]"),
         (nn.Dense(3, prefix="a"), amp.ArgumentError, "prefix 'a' does not end in '_'"),
         (nn.Dense(3, prefix="elsewhere_"), amp.UnknownNameError, "'elsewhere_"),
-        (nn.HybridSequential(), amp.ArgumentError, "no operators, and no children"),
+        (nn.HybridSequential(), amp.ArgumentError, "no operators and no children"),
     ],
 )
 def test_what_is_no_layer(net, given, error, words):

@@ -290,12 +290,12 @@ LOSS = mx.gluon.loss.L2Loss()
     "change, words",
     [
         ({"mode": "serving"}, "mode must be 'inference' or 'training'"), ({"mode": "training"}, "give the loss"),
-        ({"mode": "inference", "loss": LOSS}, "leave one of the two out"), ({"rtol": 0}, "rtol must be a positive"),
+        ({"mode": "inference", "loss": LOSS}, "leave one of the two out"), ({"rtol": 0}, "`rtol` must be a positive"),
         ({"min_metric": 0.5}, "give the metric too"), ({"metric": "no such metric"}, "metric must be a metric of"),
         ({"metric": "acc", "min_metric": "high"}, "min_metric must be a number"),
         ({"metric": "acc", "loss": LOSS}, "asks for training"), ({"metric": "acc"}, "with a loss, a batch is a tuple"),
         ({"metric": "mse"}, "'mse' less is better"), ({"metric": mx.metric.CrossEntropy()}, "less is better"),
-        ({"budget": "soon"}, "budget must be"), ({"budget": 0}, "budget must be"), ({"budget": True}, "budget must be"),
+        ({"budget": "soon"}, "`budget` must be"), ({"budget": 0}, "`budget` must be"), ({"budget": True}, "`budget` must be"),
         ({"target_dtype": "int8"}, "target dtype must be"), ({"net": 3}, "the model must be a Block"),
         ({"net": Eager()}, "can't be traced"), ({"data": []}, "no batch"), ({"data": {"data": X}}, "can't be traced"),
         ({"data": X[:, :5]}, "does not run on this data"), ({"data": [X, mx.nd.ones((5, 7))]}, "does not run on this"),
@@ -321,7 +321,7 @@ def test_a_model_of_another_dtype_is_an_error(dtype):
 
 @pytest.mark.parametrize("bias, labels, options, words", [
     (math.inf, None, {}, "15 elements of its outputs"), (math.nan, None, {}, "15 elements of its outputs"),
-    (0, None, {"rtol": 1e-8}, "or an rtol of"),
+    (0, None, {"rtol": 1e-8}, "or an `rtol` of"),
     (0, mx.nd.full(5, 7), {"metric": "acc", "min_metric": 0.5}, r"min_metric=0\.5: the float32 model itself has 0"),
     (0, mx.nd.zeros(5), {"metric": lambda _label, _prediction: math.nan}, "metric of the float32 model is nan"),
 ])  # fmt: skip

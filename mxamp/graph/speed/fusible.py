@@ -42,7 +42,7 @@ NO_KERNELS = (
 
 DOUBLE = (
     "oneDNN has no float64 kernels, and {names} have the dtype float64: cast the model to float32, "
-    "or convert without fuse"
+    "or convert without `fuse`"
 )
 
 FOUND_FUSED = (
