@@ -1,7 +1,7 @@
 """`scale_loss`: a loss times the scale of the trainers that step on its gradients."""
 
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, ContextManager, Iterator, List, NoReturn, Sequence, Union
+from typing import Any, Callable, Iterator, List, Sequence, Union
 
 from mxnet import autograd
 from mxnet.gluon import Trainer
@@ -23,16 +23,11 @@ LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {
 SCALED_ALREADY = (
     "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
 )
-NOT_ENTERED = (
-    "scale_loss returns a context manager, not the scaled loss: write `with mxamp.scale_loss(loss, "
-    "trainer) as scaled:` and call autograd.backward(scaled) inside"
-)
 NO_TRAINERS = "scale_loss takes a gluon.Trainer or a list of them, not an empty list"
 
 
-def scale_loss(
-    loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]]
-) -> ContextManager[Any]:
+@contextmanager
+def scale_loss(loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]]) -> Iterator[Any]:
     """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
 
     ::
@@ -57,36 +52,7 @@ def scale_loss(
     unchanged. Scaling a loss twice raises `StateError`, and so does the step of a trainer that was
     not given here, on gradients of the scaled loss.
     """
-    return _LossScaling(loss, optimizer_or_trainer)
-
-
-class _LossScaling:
-    """The context manager of `scale_loss`; using it as the scaled loss is an error."""
-
-    def __init__(self, loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> None:
-        self._scaling = _scaling(loss, trainers)
-
-    def __enter__(self) -> Any:
-        return self._scaling.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._scaling.__exit__(*error)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise StateError(NOT_ENTERED)
-
-    def __iter__(self) -> NoReturn:
-        raise StateError(NOT_ENTERED)
-
-    def __len__(self) -> NoReturn:
-        raise StateError(NOT_ENTERED)
-
-
-@contextmanager
-def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator[Any]:
-    hooks = _hooks_of(trainers)
+    hooks = _hooks_of(optimizer_or_trainer)
     check_unscaled(loss)
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scales = [hook.loss_scale for hook in hooks if not isinstance(hook.scaler, NoScaler)]

@@ -13,10 +13,10 @@ import logging
 import os
 import threading
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.base import MXNetError
@@ -26,7 +26,6 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import StateError
 from ..framework.patching import FrontEnd, Patch
 from ..graph.ir import Graph
-from ..policy.active import suspended
 from .finite import multiply
 from .loss_outputs import scaled_heads
 
@@ -44,6 +43,12 @@ FOREIGN = (
     "trainer: after init_trainer for each, scale the loss for both, "
     "`with mxamp.scale_loss(loss, [trainer, other]) as scaled`; with a GradScaler call "
     "scaler.step(trainer, batch_size)"
+)
+
+SEVERAL_SCALES = (
+    "this backward pass starts from losses that were scaled apart, or not all scaled: scale them "
+    "together, `with mxamp.scale_loss([one, other], [trainer, ...]) as scaled`, or call backward "
+    "for each"
 )
 
 #: Parameters, each with its gradients on all devices.
@@ -74,51 +79,50 @@ def _gradients_of(trainer: Trainer) -> Iterator[Tuple[str, NDArray, NDArray]]:
                 yield param.grad_req, data, gradient
 
 
-@dataclass(frozen=True)
-class _GradientScales:
+class _GradientScales(NamedTuple):
     """The scale of a trainer's fresh gradients; exceptions by `id` of parameters' arrays."""
 
     scale: float
-    others: Dict[int, float] = field(default_factory=dict)
+    others: Dict[int, float]
 
     def of(self, array: NDArray) -> float:
         return self.others.get(id(array), self.scale)
 
+    def are_all(self, scale: float) -> bool:
+        return self.scale == scale and not self.others
 
-class _MixedGradients:
-    """One trainer's gradients around a pass whose scale differs from the scale they carry."""
 
-    def __init__(self, trainer: Trainer, scales: _GradientScales, scale: float) -> None:
-        self.trainer, self._scales, self._scale = trainer, scales, scale
-        self._fresh: List[NDArray] = []
-        self._added_to: List[Tuple[NDArray, NDArray, NDArray]] = []
+@contextmanager
+def _kept_apart(
+    trainer: Trainer, before: _GradientScales, after: _GradientScales
+) -> Iterator[None]:
+    """Keep a trainer's gradients apart from those that a pass of another scale writes.
 
-    def begin(self) -> None:
-        """Clear the flags of fresh gradients; rescale gradients that the pass may add to."""
-        for grad_req, data, gradient in _gradients_of(self.trainer):
-            if data._fresh_grad:
-                self._fresh.append(data)
-                data._fresh_grad = False
-            if grad_req == "add":  # the pass also adds to gradients that an earlier step has used
-                with autograd.pause():
-                    self._added_to.append((data, gradient, gradient.copy()))
-                multiply([gradient], self._scale / self._scales.of(data))
-
-    def end(self) -> _GradientScales:
-        """Restore the flags; return the scales of the gradients that are fresh now."""
-        others = {}
-        for data, gradient, before in self._added_to:
+    Gradients that the pass may add to are brought to its scale. `after` receives the exceptions.
+    """
+    fresh, added_to = [], []
+    for grad_req, data, gradient in _gradients_of(trainer):
+        if data._fresh_grad:
+            fresh.append(data)
+            data._fresh_grad = False
+        if grad_req == "add":  # the pass also adds to gradients that an earlier step has used
+            with autograd.pause():
+                added_to.append((data, gradient, gradient.copy()))
+            multiply([gradient], after.scale / before.of(data))
+    try:
+        yield
+    finally:
+        untouched = [data for data in fresh if not data._fresh_grad]
+        for data, gradient, old in added_to:
             if not data._fresh_grad:
                 with autograd.pause():
-                    before.copyto(gradient)
-                others[id(data)] = self._scales.of(data)
-        for data in self._fresh:
-            if not data._fresh_grad:
-                data._fresh_grad = True
-                others[id(data)] = self._scales.of(data)
-        return _GradientScales(
-            self._scale, {key: x for key, x in others.items() if x != self._scale}
-        )
+                    old.copyto(gradient)
+                untouched.append(data)
+        for data in untouched:
+            if before.of(data) != after.scale:
+                after.others[id(data)] = before.of(data)
+        for data in fresh:
+            data._fresh_grad = True
 
 
 @dataclass(eq=False)
@@ -181,7 +185,7 @@ class _Passes(FrontEnd):
 
     def is_scaled(self, losses: Sequence[NDArray]) -> bool:
         """Return whether one of these losses is scaled already."""
-        return any(one.has_made(losses) for one in self._known())
+        return any(one.has_made(losses) for one in list(self._losses.values()))
 
     def add(self, losses: ScaledLosses) -> None:
         """Record scaled losses until `forget`."""
@@ -206,7 +210,7 @@ class _Passes(FrontEnd):
 
     def forget(self, owner: Any, trainer: Optional[Trainer] = None) -> None:
         """Forget the losses of an owner, and the gradients of its trainer after a step."""
-        for one in self._known():
+        for one in list(self._losses.values()):
             if owner in one.owners:
                 self._losses.pop(id(one), None)
         if trainer is not None:
@@ -214,14 +218,13 @@ class _Passes(FrontEnd):
 
     def _forget_scales(self, trainer: Trainer) -> None:
         """Forget the scales of a trainer's gradients, unless later passes add to them."""
-        scales = self._scales.pop(trainer, None)
-        if scales is not None and any(param.grad_req == "add" for param in trainer._params):
-            self._scales[trainer] = scales
+        if all(param.grad_req != "add" for param in trainer._params):
+            self._scales.pop(trainer, None)
 
     def check_own(self, trainer: Trainer) -> None:
         """Raise `StateError` if gradients carry a scale that this trainer will not take out."""
         scales = self._scales.get(trainer)
-        if scales is None or (scales.scale == 1 and not scales.others):
+        if scales is None or scales.are_all(1):
             return
         found = {scales.of(data) for _, data, _ in _gradients_of(trainer) if data._fresh_grad}
         if found - {1.0}:
@@ -230,7 +233,7 @@ class _Passes(FrontEnd):
     def convert(self, trainer: Trainer, scale: float) -> None:
         """Bring all fresh gradients of a trainer to one scale."""
         scales = self._scales.get(trainer)
-        if scales is None or (scales.scale == scale and not scales.others):
+        if scales is None or scales.are_all(scale):
             return
         for grad_req, data, gradient in _gradients_of(trainer):
             if data._fresh_grad or grad_req == "add":
@@ -240,78 +243,50 @@ class _Passes(FrontEnd):
     def set_scale(self, trainer: Trainer, scale: float) -> None:
         """Record that all fresh gradients of a trainer carry `scale`."""
         if self.is_open:
-            self._scales[trainer] = _GradientScales(scale)
-
-    def _known(self) -> List[ScaledLosses]:
-        return list(self._losses.values())
+            self._scales[trainer] = _GradientScales(scale, {})
 
     @property
     def _several(self) -> bool:
         return len(self._trainers) > 1
 
-    def _begun_with(self, heads: Sequence[NDArray]) -> Sequence[ScaledLosses]:
-        """Return the scaled losses that a backward pass from `heads` starts from."""
-        inside, known = _inside.get(), self._known()
+    def _losses_of(self, heads: Sequence[NDArray]) -> Optional[ScaledLosses]:
+        """Return the scaled losses that a backward pass from `heads` starts from, or one of them.
+
+        Raises `StateError` if the pass would mix several scales.
+        """
+        inside, known = _inside.get(), list(self._losses.values())
         found = [one for one in known if one.has_made(heads)]
-        given = any(id(head) in one.given for one in known for head in heads)
-        if not found and known and not given:
+        for head in heads if found else ():
+            of_head = [one for one in found if one.has_made([head])]
+            apart = any(one.owners != found[0].owners for one in of_head)
+            if apart or not (of_head or _are_scaled([head], found[0].scale)):
+                raise StateError(SEVERAL_SCALES)
+        if not found and not any(id(head) in one.given for one in known for head in heads):
             # For example the sum of scaled losses.
             found = [one for one in known if _are_scaled(heads, one.scale)][-1:]
         if not found and inside is not None and inside.scale != 1:
             logger.warning(UNSCALED)
-        # Losses of several scales are brought to the smallest of them: see `_with_one_scale`.
-        scale = min((one.scale for one in found), default=1.0)
-        return [one if one.scale == scale else replace(one, scale=scale) for one in found]
+        return found[0] if found else None
 
     @contextmanager
-    def _one_pass(self, heads: Sequence[NDArray]) -> Iterator[None]:
-        losses = self._begun_with(heads)
-        if not self._several and not self._mixed_by(losses):
+    def _one_pass(self, scale: float) -> Iterator[None]:
+        """Run a backward pass that gives gradients a scale, and record it."""
+        if not self._several and not self._mixed_by(scale):
             yield
             return
-        with self._alone:
-            mixed = self._mixed_by(losses)
-            try:
-                for one in mixed:
-                    one.begin()
-                yield
-            finally:
-                for one in mixed:
-                    self._scales[one.trainer] = one.end()
+        with self._alone, ExitStack() as stack:
+            for trainer, before in self._mixed_by(scale):
+                after = self._scales[trainer] = _GradientScales(scale, {})
+                stack.enter_context(_kept_apart(trainer, before, after))
+            yield
 
-    def _mixed_by(self, losses: Sequence[ScaledLosses]) -> List[_MixedGradients]:
-        """Return the gradients whose scale differs from that of a pass from `losses`."""
-        mixed: List[_MixedGradients] = []
-        for trainer in list(self._trainers):
-            scale = losses[0].scale if losses else 1.0
-            before = self._scales.setdefault(trainer, _GradientScales(scale))
-            if before.scale != scale or before.others:
-                mixed.append(_MixedGradients(trainer, before, scale))
-        return mixed
-
-    def _with_one_scale(self, heads: Sequence[NDArray], given: Any) -> Any:
-        """Return head gradients that bring all losses of a pass to the smallest of their scales."""
-        known = self._known()
-        scales = [next((one.scale for one in known if one.has_made([h])), None) for h in heads]
-        found = {scale for scale in scales if scale is not None}
-        if not found or (len(found) == 1 and None not in scales):
-            return given
-        smallest = min(found)
-        grads = [given] if isinstance(given, NDArray) else given or [None] * len(heads)
-
-        def brought(head: NDArray, grad: Optional[NDArray], scale: Optional[float]) -> Any:
-            if scale is None and any(_are_scaled([head], one) for one in found):
-                return grad  # for example the sum of scaled losses
-            factor = smallest / (scale or 1.0)
-            return grad if factor == 1 else (head.ones_like() if grad is None else grad) * factor
-
-        with suspended(), autograd.pause():
-            return [brought(*one) for one in zip(heads, grads, scales)]
-
-    def _scale_of_outputs(self, heads: Sequence[NDArray]) -> float:
-        """Return the scale of output operators in a pass; 1 where `scale_loss` sets it."""
-        found = (one.scale for one in self._known() if one.sets_outputs and one.has_made(heads))
-        return next(found, 1.0)
+    def _mixed_by(self, scale: float) -> List[Tuple[Trainer, _GradientScales]]:
+        """Return the trainers with gradients of another scale, and these scales."""
+        scales = [
+            (trainer, self._scales.setdefault(trainer, _GradientScales(scale, {})))
+            for trainer in list(self._trainers)
+        ]
+        return [(trainer, before) for trainer, before in scales if not before.are_all(scale)]
 
     def _build_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -322,12 +297,11 @@ class _Passes(FrontEnd):
                 original(heads, *args, **kwargs)
                 return
             self._thread.runs = True
-            listed = [heads] if isinstance(heads, NDArray) else heads
             try:
-                if not isinstance(heads, NDArray) and len(listed) > 1:
-                    given = args[0] if args else kwargs.pop("head_grads", None)
-                    args = (self._with_one_scale(listed, given), *args[1:])
-                with scaled_heads(self._scale_of_outputs(listed)), self._one_pass(listed):
+                losses = self._losses_of([heads] if isinstance(heads, NDArray) else heads)
+                scale = losses.scale if losses else 1.0
+                outputs = scale if losses and losses.sets_outputs else 1.0
+                with scaled_heads(outputs), self._one_pass(scale):
                     original(heads, *args, **kwargs)
             finally:
                 self._thread.runs = False

@@ -265,16 +265,6 @@ def test_an_error_with_several_trainers_takes_all_back():
     second.step(4)
 
 
-@pytest.mark.parametrize("use", [
-    lambda s: s.backward(), autograd.backward, list, len, lambda s: s.mean(),
-], ids=["backward", "autograd", "list", "len", "mean"])  # fmt: skip
-def test_scale_loss_without_with(use):
-    _, trainer = dense(scaler=amp.StaticLossScaler(8))
-    with pytest.raises(amp.StateError, match=r"context manager.*with mxamp\.scale_loss"):
-        use(amp.scale_loss(nd.ones(1), trainer))
-    assert trainer._amp_loss_scaler.stage is Stage.NONE
-
-
 @pytest.mark.parametrize("dtype, scaler, losses_scaled, warns", [
     ("float16", None, [False] * 3, True),
     ("float16", amp.StaticLossScaler(8), [False] * 3, True),
@@ -512,21 +502,24 @@ def test_a_grad_scaler_of_a_gan(updates):
     assert_right(program, None, None)
 
 
-def test_one_pass_from_losses_of_several_scales():
-    def program(encoder, first, decoder, second, scaled):
-        with autograd.record():
-            features = encoder(DATA)
-            losses = [features.sum(), (decoder(features) ** 2).sum()]
-            if not scaled:
+@pytest.mark.parametrize("way", ["two scales", "one unscaled", "two GradScalers"])
+def test_one_pass_from_losses_scaled_apart(way):
+    encoder, first = dense(3, 4, *static(1024))
+    decoder, second = dense(2, 3, *static(32))
+    with autograd.record():
+        features = encoder(DATA)
+        losses = [features.sum(), (decoder(features) ** 2).sum()]
+        if way == "two GradScalers":
+            losses = [amp.GradScaler(8).scale(loss) for loss in losses]
+        with pytest.raises(amp.StateError, match="scale them together"):
+            if way == "two GradScalers":
                 autograd.backward(losses)
-            else:
-                with amp.scale_loss(losses[0], first) as one:
-                    with amp.scale_loss(losses[1], [first, second]) as two:
-                        autograd.backward([one, two])
-        first.step(4)
-        second.step(4)
-
-    assert_right(program, amp.LossScaler(1024), amp.LossScaler(32))
+            with amp.scale_loss(losses[0], first) as one:
+                if way == "one unscaled":
+                    autograd.backward([one, losses[1]])
+                with amp.scale_loss(losses[1], [first, second]) as two:
+                    autograd.backward([one, two])
+    assert first._amp_loss_scaler.stage is second._amp_loss_scaler.stage is Stage.NONE
 
 
 @pytest.mark.parametrize("plain_second", [False, True])
@@ -573,30 +566,3 @@ def test_a_step_knows_whether_a_pass_was_scaled(name, inside, way, caplog):
 
     assert_right(program, amp.LossScaler(64), amp.LossScaler(64))
     assert ("a loss that is not scaled" in caplog.text) == (inside and "before" in name)
-
-
-def test_a_scaled_and_an_unscaled_loss_in_one_pass():
-    def program(net, trainer, _net, _trainer, scaled):
-        with autograd.record():
-            losses = [(net(DATA) ** 2).sum(), net(DATA).sum()]
-            if scaled:
-                with amp.scale_loss(losses[0], trainer) as one:
-                    autograd.backward([one, losses[1]])
-            else:
-                autograd.backward(losses)
-        trainer.step(4)
-
-    assert_right(program, amp.LossScaler(64), amp.LossScaler(64))
-
-
-def test_two_grad_scalers_in_one_pass():
-    def program(one, first, two, second, scaled):
-        scalers = [amp.GradScaler(scale, enabled=scaled) for scale in (64, 1024)]
-        with autograd.record():
-            losses = [s.scale((net(x) ** 2).sum()) for s, net, x in zip(scalers, (one, two), (DATA, DATA[:, :3]))]  # fmt: skip
-        autograd.backward(losses)
-        for scaler, trainer in zip(scalers, (first, second)):
-            scaler.step(trainer, 4)
-            scaler.update()
-
-    assert_right(program, None, None)
