@@ -67,7 +67,7 @@ GRADIENTS = (
     "fewer batches, or with other parameters"
 )
 COMPRESSED = (
-    "MXNet's Trainer can't compress gradients on a distributed kvstore: leave out "
+    "the kvstore would compress Inf to a finite number, so no overflow would be found: leave out "
     "compression_params"
 )
 SECOND_TRAINER = (
@@ -164,11 +164,11 @@ def _checksum(policy: Optional[Policy]) -> Optional[int]:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise if a trainer can't train on its distributed kvstore in mixed precision."""
-    if not is_distributed(trainer._kvstore_params["kvstore"]):
-        return
+    """Raise if a trainer can't train on its kvstore in mixed precision."""
     if trainer._compression_params:
         raise StateError(COMPRESSED)
+    if not is_distributed(trainer._kvstore_params["kvstore"]):
+        return
     for param in trainer._params:
         PARAMETER_SERVER.check_dtype(f"the parameter {param.name!r}", param.dtype)
     if os.environ.get("DMLC_ROLE") == "worker":
@@ -197,14 +197,6 @@ class Reduction:
         if is_horovod_trainer(self._trainer):
             return store_of(self._trainer) is not None
         return is_distributed(self._trainer._kvstore_params["kvstore"])
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether the kvstore compresses gradients.
-
-        Compression turns Inf into finite numbers, and carries the remainder to all later steps.
-        """
-        return bool(self._trainer._compression_params and self._trainer._kvstore)
 
     @property
     def comes_from_others(self) -> bool:

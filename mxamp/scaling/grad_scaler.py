@@ -189,7 +189,7 @@ class GradScaler:
             logger.warning(NOTHING_SCALED, self.get_scale())
         hook.mark_scaled(self._losses)
         trainer.step(batch_size, ignore_stale_grad)
-        hook.wait_for_update()
+        hook.wait_for_update(True)
         self._stepped.add(hook)
 
     def update(self, new_scale: Optional[float] = None) -> None:
@@ -214,7 +214,7 @@ class GradScaler:
         self._finite, self._losses = [], []
         passes.forget(self)
         for hook in list(self._stepped):
-            hook.end_wait()
+            hook.wait_for_update(False)
         self._stepped.clear()
 
     def state_dict(self) -> Dict[str, Any]:
@@ -253,7 +253,7 @@ class GradScaler:
         if hook_in_force(trainer) is None:
             if not isinstance(trainer, Trainer):
                 raise ArgumentError(f"a GradScaler takes a gluon.Trainer, not {shown(trainer)}")
-            attach_hook(trainer, _TrainerView(self), None, "GradScaler", after_backward=True)
+            attach_hook(trainer, _TrainerView(self), scaled_by="GradScaler")
         hook = hook_of(trainer)
         hook.check_scaled_by("GradScaler")
         if not isinstance(hook.scaler, _TrainerView) or hook.scaler.owner is not self:

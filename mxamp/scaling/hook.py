@@ -71,10 +71,8 @@ _HALF = ("float16", "bfloat16")
 
 SCALED_TWICE = (
     "the losses of this trainer are scaled by {one} already; {other} would scale them twice: "
-    "{advice}"
+    "remove {rest}"
 )
-GRAD_SCALER_ALONE = "remove {other}, which a GradScaler does not need"
-LEAVE_ONE_OUT = "leave one of the two out"
 TOO_MANY_SKIPS = (
     "skipped {steps} in a row, and the loss scale is down to {scale:g}. The first had "
     "gradients that are not finite in {names}.{loss} Look for a learning rate that is too high, a "
@@ -160,22 +158,23 @@ class _Pending:
         """Undo `add`."""
         self.losses = max(self.losses - 1, 0)
         self.stage = self.stage if self.losses else Stage.NONE
-        kept = {id(value) for value in values}
-        self.values = [value for value in self.values if id(value) not in kept]
+        self.values = [one for one in self.values if all(one is not value for value in values)]
 
 
-def _growth_setting(
-    field: str, check: Callable[[Any], Any], default: Callable[["TrainerHook"], Any]
-) -> Any:
+#: Held while a hook marks its gradients: several threads may scale losses of one trainer.
+_lock = threading.Lock()
+
+
+def _growth_setting(name: str, check: Callable[[Any], Any]) -> Any:
     """Return a property for a field of `LossScaler`; other scalers ignore an assignment."""
 
     def read(hook: "TrainerHook") -> Any:
-        return getattr(hook.scaler.origin, field, default(hook))
+        return getattr(hook.scaler.origin, name, getattr(LossScaler(), name))
 
     def assign(hook: "TrainerHook", value: Any) -> None:
         value = check(value)
         if isinstance(hook.scaler.origin, LossScaler):
-            setattr(hook.scaler.origin, field, value)
+            setattr(hook.scaler.origin, name, value)
 
     return property(read, assign)
 
@@ -198,11 +197,12 @@ class TrainerHook:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
         self.retired = False  #: the API that scaled the losses has ended; another may take over
         self.loaded: Optional[Mapping[str, Any]] = None  #: the state from a file
-        self.watch = _SkipWatch(max_consecutive_skips)
+        self.max_consecutive_skips = max_consecutive_skips
+        self._skips_in_a_row, self._has_warned_of_skips = 0, False
+        self._first_nonfinite: Tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
         self.most_losses = 0  #: the most losses scaled for one step
         self.reduction = Reduction(trainer)
-        self._lock = threading.Lock()
         self._pending = _Pending()
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
         self._may_warn = scaled_by in ("init_trainer", "initialize")  #: of a loss never scaled
@@ -214,36 +214,22 @@ class TrainerHook:
         scaled = self.stage is Stage.SCALED
         return self._pending.scale if scaled else self.scaler.loss_scale
 
-    # The attributes of contrib's scaler: scripts keep them in files of their own.
-
-    @property
-    def _next_loss_scale(self) -> float:
-        return self.scaler.loss_scale
-
-    @_next_loss_scale.setter
-    def _next_loss_scale(self, scale: float) -> None:
+    def _assign_scale(self, scale: float) -> None:
         self.scaler.origin.assign_scale(scale)
         self.trainer.amp_loss_scale = self.loss_scale
 
-    _loss_scale = property(
-        lambda hook: hook.loss_scale, lambda hook, scale: setattr(hook, "_next_loss_scale", scale)
-    )
-    _unskipped = _growth_setting("_clean_steps", partial(count, "_unskipped"), lambda hook: 0)
-    _scale_seq_len = _growth_setting(
-        "_growth_interval",
-        partial(count, "_scale_seq_len", least=1),
-        lambda hook: LossScaler()._growth_interval,
-    )
-    _max_loss_scale = _growth_setting("_max_scale", float, lambda hook: hook.loss_scale)
+    # The attributes of contrib's scaler, which scripts save and restore by themselves.
+    _loss_scale = _next_loss_scale = property(lambda hook: hook.scaler.loss_scale, _assign_scale)
+    _unskipped = _growth_setting("_clean_steps", partial(count, "_unskipped"))
+    _scale_seq_len = _growth_setting("_growth_interval", partial(count, "_scale_seq_len", least=1))
+    _max_loss_scale = _growth_setting("_max_scale", float)
 
     def check_scaled_by(self, *allowed: str) -> None:
         """Raise `StateError` if an API that is not `allowed` scales this trainer's losses."""
-        if self.scaled_by in allowed:
-            return
-        one, other = self.scaled_by, allowed[0]
-        rest = {one, other} - {"GradScaler"}
-        advice = GRAD_SCALER_ALONE.format(other=rest.pop()) if len(rest) == 1 else LEAVE_ONE_OUT
-        raise StateError(SCALED_TWICE.format(one=one, other=other, advice=advice))
+        if self.scaled_by not in allowed:
+            one, other = self.scaled_by, allowed[0]
+            rest = " or ".join(sorted({one, other} - {"GradScaler"}))
+            raise StateError(SCALED_TWICE.format(one=one, other=other, rest=rest))
 
     @property
     def stage(self) -> Stage:
@@ -266,7 +252,7 @@ class TrainerHook:
 
         `values` are the unscaled losses, checked if the step overflows.
         """
-        with self._lock:
+        with _lock:
             self.check("scale")
             pending = self._pending
             pending.add(scale, values)
@@ -274,13 +260,13 @@ class TrainerHook:
         try:
             yield
         except BaseException:
-            with self._lock:
+            with _lock:
                 pending.take_back(values)
             raise
 
     def mark_scaled(self, values: Sequence[NDArray] = ()) -> None:
         """Mark the gradients as scaled, without `scale_loss`; `values` are the unscaled losses."""
-        with self._lock:
+        with _lock:
             self._pending.add(self.loss_scale, values)
 
     def mark_unscaled(
@@ -296,7 +282,7 @@ class TrainerHook:
         and those whose gradients are not finite. `values` are the losses of the pass. Losses of
         earlier passes, possibly for other trainers, are forgotten.
         """
-        with self._lock:
+        with _lock:
             found = (self._pending.overflown - replaced) | overflown
             losses = self._pending.losses + 1
             self._pending = _Pending(Stage.UNSCALED, scale, losses, list(values), found)
@@ -312,13 +298,9 @@ class TrainerHook:
         self._pending.stage = Stage.UNSCALED
         passes.set_scale(self.trainer, 1.0)
 
-    def wait_for_update(self) -> None:
-        """Allow no second step before `end_wait`, from the update of a `GradScaler`."""
-        self._pending.stage = Stage.STEPPED
-
-    def end_wait(self) -> None:
-        """Allow the next step, and publish the scale."""
-        self._pending.stage = Stage.NONE
+    def wait_for_update(self, waits: bool) -> None:
+        """Forbid a second step before the update of a `GradScaler`, or allow it again."""
+        self._pending.stage = Stage.STEPPED if waits else Stage.NONE
         self.trainer.amp_loss_scale = self.loss_scale
 
     def reduce(self) -> None:
@@ -329,8 +311,6 @@ class TrainerHook:
         self.reduction.wait_for_weights()
         if self.scaler.checks:
             self.reduction.compare_workers(self.scaler)
-            if self.reduction.is_compressed and not self._unscale_to_compress():
-                return
             if not self._pending.is_marked and self.reduction.comes_from_others:
                 # This worker has computed nothing: the sum is scaled as in the last step.
                 self._pending.stage, self._pending.scale = self.last_stage, self.loss_scale
@@ -344,17 +324,6 @@ class TrainerHook:
         else:
             own = self._pending.scale if self.stage is Stage.SCALED else 1.0
             passes.convert(self.trainer, own)
-
-    def _unscale_to_compress(self) -> bool:
-        """Take the scale out of gradients before compression; return whether all are finite.
-
-        Compression rounds by a threshold meant for unscaled gradients.
-        """
-        fresh = fresh_gradients(self.trainer._params)
-        if self.stage is Stage.SCALED:
-            self.unscale()
-        overflown = any(self._has_overflown(param) for param, _ in fresh)
-        return not overflown and all_finite([g for _, of_one in fresh for g in of_one])
 
     @property
     def _checks(self) -> bool:
@@ -370,8 +339,7 @@ class TrainerHook:
         self.last_stage = stage if pending.is_marked else Stage.NONE
         if not pending.is_marked:
             self._warn_of_no_scaling()
-            report = StepReport(True, 1.0, self.loss_scale)
-            self._tell(report, ())
+            self._tell(StepReport(True, 1.0, self.loss_scale), ())
             return False
         fresh = self.reduction.used(params) if self._checks else []
         arrays = [gradient for _, of_one in fresh for gradient in of_one]
@@ -386,9 +354,8 @@ class TrainerHook:
         passes.forget(self, self.trainer)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
-        _log_step(report)
         self._tell(report, pending.values)
-        self.watch.see(report, self.scaler.origin.is_lowest)
+        self._watch(report)
         return not finite
 
     def _tell(self, report: StepReport, losses: Sequence[NDArray]) -> None:
@@ -397,6 +364,30 @@ class TrainerHook:
         self.reduction.compare_step(
             self.steps + self.skips, report.stepped, self.last_stage.value, report.next_loss_scale
         )
+
+    def _watch(self, report: StepReport) -> None:
+        """Log a step; warn of a run that only skips, or end it at the limit of skips in a row."""
+        _log_step(report)
+        if report.stepped:
+            self._skips_in_a_row = 0
+            return
+        if not self._skips_in_a_row:
+            self._first_nonfinite, self._has_warned_of_skips = report.nonfinite, False
+        self._skips_in_a_row += 1
+        steps = self._skips_in_a_row
+        message = TOO_MANY_SKIPS.format(
+            steps=counted(steps, "step"),
+            names=shortened(self._first_nonfinite),
+            scale=report.next_loss_scale,
+            loss="" if report.loss_finite else LOSS_NOT_FINITE,
+        )
+        if steps == self.max_consecutive_skips:
+            self._skips_in_a_row = 0
+            raise StateError(message)
+        stuck = steps >= _STUCK or (steps > 1 and self.scaler.origin.is_lowest)
+        if stuck and not self._has_warned_of_skips:
+            self._has_warned_of_skips = True
+            logger.warning(message)
 
     def _report(self, finite: bool, scale: float, fresh: Gradients) -> StepReport:
         if finite:
@@ -461,60 +452,16 @@ class TrainerHook:
     def __repr__(self) -> str:
         return f"<TrainerHook of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
 
-    def __getstate__(self) -> Dict[str, Any]:
-        # Trainers are copied and pickled with their hook, and a lock can be neither.
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = threading.Lock()
-
-
-class _SkipWatch:
-    """Warns of a run that skips step after step, or ends it at `limit` skips in a row."""
-
-    def __init__(self, limit: Optional[int]) -> None:
-        self.limit = limit
-        self._count = 0
-        self._first: Tuple[str, ...] = ()
-        self._warned = False
-
-    def see(self, report: StepReport, is_lowest: bool) -> None:
-        """Count a step; raise `StateError` at the limit. `is_lowest`: the scale can't fall."""
-        if report.stepped:
-            self._count = 0
-            return
-        if not self._count:
-            self._first, self._warned = report.nonfinite, False
-        self._count += 1
-        if self._count == self.limit:
-            message = self._message(report)
-            self._count = 0
-            raise StateError(message)
-        stuck = self._count >= _STUCK or (self._count > 1 and is_lowest)
-        if stuck and not self._warned:
-            self._warned = True
-            logger.warning(self._message(report))
-
-    def _message(self, report: StepReport) -> str:
-        return TOO_MANY_SKIPS.format(
-            steps=counted(self._count, "step"),
-            names=shortened(self._first),
-            scale=report.next_loss_scale,
-            loss="" if report.loss_finite else LOSS_NOT_FINITE,
-        )
-
 
 def _log_step(report: StepReport) -> None:
     """Log a step that was skipped or has changed the scale."""
-    changed = report.next_loss_scale != report.loss_scale
     scale = f"loss scale {report.loss_scale:g}"
-    scale += f" -> {report.next_loss_scale:g}" if changed else ""
-    if not report.stepped:
-        names = shortened(report.nonfinite)
-        logger.info("step skipped, gradients of %s are not finite; %s", names, scale)
-    elif changed:
-        logger.info(scale)
+    if report.next_loss_scale != report.loss_scale:
+        scale += f" -> {report.next_loss_scale:g}"
+    elif report.stepped:
+        return
+    skipped = f"step skipped, gradients of {shortened(report.nonfinite)} are not finite; "
+    logger.info("%s%s", "" if report.stepped else skipped, scale)
 
 
 def take_out_scale(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 from typing import Any, Optional
 
+from mxnet.contrib.amp.loss_scaler import LossScaler as StockScaler
 from mxnet.gluon import Trainer
 from mxnet.optimizer import Optimizer
 
@@ -16,8 +17,8 @@ from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import taken_state
 from .distributed import check_trainer
-from .finite import all_finite, multiply, square_sum
-from .hook import Stage, TrainerHook, check_before_updates
+from .finite import multiply, square_sum
+from .hook import TrainerHook, check_before_updates
 from .passes import fresh_gradients, passes
 from .scaler import Float32Scaler, LossScaler, NoScaler, Scaler, count, positive_number
 
@@ -52,6 +53,10 @@ HOROVOD_OPTIMIZER = (
     "the optimizer of this trainer has Horovod sum the gradients in each update, where a gradient "
     "that overflowed in one worker alone can't be kept out in all: make the trainer with "
     "hvd.DistributedTrainer, and with the optimizer as it was before hvd.DistributedOptimizer"
+)
+STOCK_SCALER = (
+    "mxnet.contrib.amp has initialized this trainer already and scales its losses: remove its "
+    "init_trainer, or call mxamp.patch_contrib() before it"
 )
 OTHER_SCALE_LOSS = (
     "mxamp scales the losses of this trainer, and this scale_loss is mxnet.contrib.amp's own: use "
@@ -180,8 +185,7 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     limit = positive_number("max_norm", max_norm)
     hook.check("unscale")
     trainer.allreduce_grads()
-    if hook.stage is Stage.SCALED:  # compression has taken the scale out already
-        hook.unscale()
+    hook.unscale()
     gradients = [g for _, of_one in fresh_gradients(trainer._params) for g in of_one]
     first = trainer._contexts[0]
     norm = math.sqrt(square_sum([g for g in gradients if g.context == first]))
@@ -212,13 +216,11 @@ def attach_hook(
     loss_scaler: Optional[Scaler],
     max_consecutive_skips: Optional[int] = None,
     scaled_by: str = "init_trainer",
-    after_backward: bool = False,
 ) -> None:
     """Give a trainer a hook for losses that the API `scaled_by` scales.
 
     An existing hook stays, with the given scaler and limit. A trainer that has loaded states
-    resumes from them, whatever scaler is given. `after_backward` says that the gradients come from
-    a loss that this API has scaled already.
+    resumes from them, whatever scaler is given.
     """
     hook = hook_in_force(trainer)
     if hook is not None and hook.trainer is trainer:
@@ -230,8 +232,10 @@ def attach_hook(
             hook.scaler = loss_scaler
             hook.publish(trainer.amp_last_step)
         if max_consecutive_skips is not None:
-            hook.watch.limit = max_consecutive_skips
+            hook.max_consecutive_skips = max_consecutive_skips
         return
+    if isinstance(getattr(trainer, "_amp_loss_scaler", None), StockScaler):
+        raise StateError(STOCK_SCALER)
     scaler = loss_scaler if loss_scaler is not None else _default_scaler()
     _keep_updates_skippable(trainer, scaler)
     hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
@@ -241,13 +245,7 @@ def attach_hook(
     saved = taken_state(trainer) or (hook.loaded if loss_scaler is None else None)
     if saved is not None:
         hook.load_state_dict(saved)
-    left = _take_from_contrib(trainer)
     _install(trainer, hook)
-    if left is not None and not after_backward:
-        pending = [g for _, of_one in fresh_gradients(trainer._params) for g in of_one]
-        multiply(pending, 1.0 / left)
-        if not all_finite(pending):
-            hook.mark_scaled()  # contrib would have skipped the next step too
 
 
 def _default_scaler() -> Scaler:
@@ -278,22 +276,6 @@ def _install(trainer: Trainer, hook: TrainerHook) -> None:
     trainer._amp_original_scale = _OriginalScale(trainer._scale)
     trainer._amp_loss_scaler = hook
     check_before_updates(trainer)
-
-
-def _take_from_contrib(trainer: Trainer) -> Optional[float]:
-    """Restore the `_scale` of a trainer that `mxnet.contrib.amp` has scaled.
-
-    Returns the loss scale in `_scale`, which waiting gradients carry; None if there is none.
-    """
-    original = getattr(trainer, "_amp_original_scale", None)
-    if original is None or isinstance(original, _OriginalScale):
-        return None
-    last = getattr(trainer._amp_loss_scaler, "loss_scale", 1.0)
-    # The step may have changed the scale since. Any other `_scale` was set by the user.
-    scales = [s for s in (last, last * 2, last / 2) if trainer._scale == original / s]
-    if scales or trainer._scale == 1:  # contrib's `unscale` leaves 1
-        trainer._scale = original
-    return scales[0] if scales else None
 
 
 def _keep_updates_skippable(trainer: Trainer, scaler: Scaler) -> None:

@@ -15,7 +15,7 @@ from mxnet.contrib.amp import scale_loss as stock_scale_loss
 import digits
 import mxamp as amp
 from helpers import BF16
-from training import assert_same_weights, batches, poisoned, setup, train, weights
+from training import batches, setup
 
 #: Every way in that public scripts use, and what each is called in them.
 WAYS_IN = [
@@ -156,16 +156,6 @@ def stock_is_on(monkeypatch):
     monkeypatch.setattr(stock.amp, "_loss_scaler", stock.loss_scaler.LossScaler())
 
 
-def trained_by_stock(original=1.0, steps=2):
-    net, trainer = setup()
-    trainer._scale = original
-    stock.init_trainer(trainer)
-    for data in batches(steps):
-        backward_by_stock(net, trainer, data)
-        trainer.step(4)
-    return net, trainer
-
-
 def backward_by_stock(net, trainer, data):
     with autograd.record():
         loss = (net(nd.array(data)) ** 2).sum()
@@ -173,78 +163,11 @@ def backward_by_stock(net, trainer, data):
             scaled.backward()
 
 
-def plain_steps(original, count):
-    net, trainer = setup()
-    trainer._scale = original
-    for data in batches(count):
-        train(net, trainer, data, scaled=False)
-    return net
-
-
-def step_of(way, net, trainer, data):
-    """Hand the trainer to one of mxamp's APIs, and take a step with it."""
-    if way == "GradScaler":
-        scaler = amp.GradScaler(init_scale=1024)
-        with autograd.record():
-            loss = (net(nd.array(data)) ** 2).sum()
-        scaler.scale(loss).backward()
-        return scaler.step(trainer, 4)
-    amp.init_trainer(trainer, amp.StaticLossScaler(1024))
-    return train(net, trainer, data)
-
-
-@pytest.mark.parametrize("original", [1.0, 0.5])
-@pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
-def test_the_scale_of_stock_amp_is_taken_out_of_a_trainer(stock_is_on, way, original):
-    net, trainer = trained_by_stock(original)
-    step_of(way, net, trainer, batches(3)[2])
-    assert trainer._scale == original
-    for found, plain in zip(weights(net), weights(plain_steps(original, 3))):
-        np.testing.assert_allclose(found, plain, rtol=1e-5)
-
-
-@pytest.mark.parametrize("change", [2, 0.5])
-def test_it_is_known_after_a_step_that_has_changed_the_scale(stock_is_on, change):
-    _, trainer = trained_by_stock()
-    trainer._amp_loss_scaler._loss_scale *= change
-    amp.init_trainer(trainer, amp.NoScaler())
-    assert trainer._scale == 1.0
-
-
-def test_a_scale_of_the_users_own_stays(stock_is_on):
-    _, trainer = trained_by_stock()
-    trainer._scale = 0.25
-    amp.init_trainer(trainer, amp.NoScaler())
-    assert trainer._scale == 0.25
-
-
-@pytest.mark.parametrize("original", [1.0, 0.5])
-def test_gradients_that_stock_amp_has_unscaled(stock_is_on, original):
-    net, trainer = trained_by_stock(original)
-    backward_by_stock(net, trainer, batches(1)[0])
-    stock.unscale(trainer)
-    trainer.step(4)
-    amp.init_trainer(trainer, amp.NoScaler())
-    assert trainer._scale == original
-
-
-def test_gradients_that_stock_amp_has_scaled_wait_for_their_step(stock_is_on):
-    net, trainer = trained_by_stock()
-    backward_by_stock(net, trainer, batches(3)[2])
-    amp.init_trainer(trainer, amp.StaticLossScaler(1024))
-    trainer.step(4)
-    assert_same_weights(net, plain_steps(1.0, 3))
-
-
-def test_gradients_that_have_overflowed_are_not_used(stock_is_on):
-    net, trainer = trained_by_stock()
-    backward_by_stock(net, trainer, poisoned(batches(1)[0]))
-    amp.init_trainer(trainer, amp.StaticLossScaler(1024))
-    trainer.step(4)
-    assert not trainer.amp_last_step.stepped
-    assert_same_weights(net, plain_steps(1.0, 2))
-    train(net, trainer, batches(3)[2])
-    assert_same_weights(net, plain_steps(1.0, 3))
+def test_a_trainer_of_stock_amp_is_refused(stock_is_on):
+    _, trainer = setup()
+    stock.init_trainer(trainer)
+    with pytest.raises(amp.StateError, match=r"patch_contrib\(\)"):
+        amp.init_trainer(trainer, amp.NoScaler())
 
 
 @pytest.mark.parametrize("way", ["before the patch", "after shutdown"])

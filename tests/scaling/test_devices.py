@@ -12,7 +12,6 @@ from mxamp.scaling.hook import take_out_scale
 from training import (
     CONTEXTS,
     assert_as_plain,
-    assert_same_weights,
     batches,
     one_step,
     poisoned,
@@ -67,52 +66,11 @@ def test_two_devices_equal_one_on_the_joined_batch(kvstore, on_kvstore, way):
         np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-6)
 
 
-def compressed(scaled, data):
-    """Weights of training with gradients rounded to 2 bits: mostly nothing, or the threshold."""
-    net, _ = setup(CONTEXTS["two"])
-    trainer = trainer_of(
-        net,
-        kvstore="device",
-        update_on_kvstore=False,
-        compression_params={"type": "2bit", "threshold": 0.25},
-    )
-    if scaled:
-        amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
-    for batch in data:
-        one_step(net, trainer, batch, "scale_loss" if scaled else "decorate")
-    return net, trainer
-
-
-def test_compression_rounds_gradients_without_the_scale():
-    plain, _ = compressed(False, batches(6))
-    net, trainer = compressed(True, batches(6))
-    assert trainer.amp_steps == 6
-    assert_same_weights(net, plain)
-
-
-def test_compression_hides_no_overflow_and_keeps_nothing_of_it():
-    data = batches(6)
-    plain, _ = compressed(False, data)
-    net, trainer = compressed(True, [data[0], poisoned(data[1]), *data[1:]])
-    assert (trainer.amp_steps, trainer.amp_skips) == (6, 1)
-    assert trainer.amp_loss_scale == SCALE / 2
-    assert_same_weights(net, plain)
-
-
-def test_clipping_with_compression():
-    net, _ = setup(CONTEXTS["two"])
+def test_compression_that_would_hide_an_overflow_is_refused():
     settings = {"type": "2bit", "threshold": 0.25}
-    trainer = trainer_of(
-        net, kvstore="device", update_on_kvstore=False, compression_params=settings
-    )
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
-    with autograd.record():
-        losses = [(net(x) ** 2).sum() for x in split_and_load(batches()[0], CONTEXTS["two"])]
-        with amp.scale_loss(losses, trainer) as scaled:
-            autograd.backward(scaled)
-    assert 0.25 <= amp.clip_grad_global_norm(trainer, 0.1) < 100
-    trainer.step(1)
-    assert trainer.amp_last_step.stepped
+    trainer = trainer_of(setup(CONTEXTS["two"])[0], compression_params=settings)
+    with pytest.raises(amp.StateError, match="leave out compression_params"):
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
 
 
 def test_sync_batch_norm_stays_float32(dtype):
