@@ -241,7 +241,7 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             original(self)
         if state.counts:
-            scale = shared.record(finite)
+            scale = shared.update(finite)
             workers = _workers_of(self)
             if workers is not None:
                 step, decision = shared.steps + shared.skips, "update" if finite else "skip"

@@ -19,13 +19,14 @@ __all__ = ["SharedScale", "attach", "hook_with_shared_scale", "scale_in_force", 
 _UNUSED = 8
 
 
-class SharedScale:
+class SharedScale(Scaler):
     """A scaler shared by trainers and modules, with counts of their steps.
 
     `scaled_by` names the API that scales the losses, for errors.
     """
 
     def __init__(self, scaler: Scaler, scaled_by: str) -> None:
+        super().__init__(1.0)
         self.scaler, self.scaled_by = scaler, scaled_by
         self.steps = self.skips = 0
 
@@ -35,11 +36,16 @@ class SharedScale:
         return self.scaler.loss_scale
 
     @property
+    def origin(self) -> Scaler:
+        """The scaler that is shared."""
+        return self.scaler
+
+    @property
     def checks(self) -> bool:
         """Whether gradients are checked, and steps with non-finite ones skipped."""
         return self.scaler.checks
 
-    def record(self, finite: bool) -> float:
+    def update(self, finite: bool) -> float:
         """Count a step done or skipped; return the next scale."""
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         return self.scaler.update(finite)
@@ -54,15 +60,31 @@ class SharedScale:
         Gradients that wait for their update are still checked.
         """
         for trainer in trainers:
-            hook = hook_with_shared_scale(trainer)
-            if hook is not None and _shared(hook) is self:
+            hook = hook_in_force(trainer)
+            if hook is not None and hook.scaler is self:
                 hook.retired = True
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return the scaler's state and the counts."""
+        counts = {"shared_steps": self.steps, "shared_skips": self.skips}
+        return {**self.scaler.state_dict(), **counts}
+
+    def resumed(self, state: Mapping[str, Any]) -> Scaler:
+        """Resume from `state`, for all trainers."""
+        steps, skips = (
+            count(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips")
+        )
+        self.scaler = self.scaler.resumed(state)
+        self.steps, self.skips = steps, skips
+        return self
 
     def __repr__(self) -> str:
         return (
             f"SharedScale({self.loss_scale:g}, {self.steps} steps, {self.skips} skipped, "
             f"by {self.scaled_by})"
         )
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __deepcopy__(self, memo: Any) -> "SharedScale":
         return self  # MXNet copies optimizers; their scale stays shared
@@ -72,47 +94,9 @@ class SharedScale:
         return dict, ()
 
 
-class _TrainerView(Scaler):
-    """The scaler of one trainer's hook: it reports steps to a `SharedScale`."""
-
-    def __init__(self, shared: SharedScale) -> None:
-        super().__init__(1.0)
-        self.shared = shared
-
-    @property
-    def loss_scale(self) -> float:
-        return self.shared.loss_scale
-
-    @property
-    def origin(self) -> Scaler:
-        return self.shared.scaler.origin
-
-    @property
-    def checks(self) -> bool:
-        return self.shared.checks
-
-    def __repr__(self) -> str:
-        return repr(self.shared)
-
-    def update(self, finite: bool) -> float:
-        return self.shared.record(finite)
-
-    def state_dict(self) -> Dict[str, Any]:
-        counts = {"shared_steps": self.shared.steps, "shared_skips": self.shared.skips}
-        return {**self.shared.scaler.state_dict(), **counts}
-
-    def resumed(self, state: Mapping[str, Any]) -> Scaler:
-        steps, skips = (
-            count(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips")
-        )
-        self.shared.scaler = self.shared.scaler.resumed(state)
-        self.shared.steps, self.shared.skips = steps, skips
-        return self
-
-
 def attach(trainer: Trainer, shared: SharedScale) -> None:
     """Make a trainer skip the steps whose backward pass has overflowed."""
-    attach_hook(trainer, _TrainerView(shared), scaled_by=shared.scaled_by)
+    attach_hook(trainer, shared, scaled_by=shared.scaled_by)
     # For a first step whose gradients only other workers have computed.
     hook_of(trainer).last_stage = Stage.UNSCALED
 
@@ -120,11 +104,7 @@ def attach(trainer: Trainer, shared: SharedScale) -> None:
 def hook_with_shared_scale(trainer: Trainer) -> Optional[TrainerHook]:
     """Return the hook of a trainer with a shared scale; None if it has none."""
     hook = hook_in_force(trainer)
-    return hook if hook is not None and _shared(hook) is not None else None
-
-
-def _shared(hook: TrainerHook) -> Optional[SharedScale]:
-    return hook.scaler.shared if isinstance(hook.scaler, _TrainerView) else None
+    return hook if hook is not None and isinstance(hook.scaler, SharedScale) else None
 
 
 def scale_in_force(hooks: Sequence[TrainerHook]) -> SharedScale:
@@ -138,7 +118,7 @@ def scale_in_force(hooks: Sequence[TrainerHook]) -> SharedScale:
     ] or hooks
     limit = _UNUSED * max(1, *(hook.most_losses for hook in owning))
     used = [hook for hook in owning if hook.losses <= limit] or owning
-    shared = [one for one in map(_shared, used) if one is not None]
+    shared = [hook.scaler for hook in used if isinstance(hook.scaler, SharedScale)]
     return min(shared, key=lambda one: one.loss_scale)
 
 
