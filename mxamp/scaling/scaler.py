@@ -11,7 +11,7 @@ next backward pass.
 import logging
 import math
 import numbers
-from typing import Any, Callable, Dict, Mapping, Tuple, Type, TypeVar
+from typing import Any, Dict, Mapping, Tuple, Type, TypeVar
 
 from ..errors import ArgumentError
 from ..framework.wording import shown
@@ -31,8 +31,12 @@ logger = logging.getLogger("mxamp")
 
 STATE_VERSION = 1
 NO_RECOMMENDATION = (
-    "calibrated takes the result of amp.debugging.gradient_histogram, not {given}: call "
-    "gradient_histogram with the trainer or net first"
+    "calibrated takes the result of amp.debugging.gradient_histogram, not {given}, and finds "
+    "init_scale itself"
+)
+NO_STATE = (
+    "the state must be what state_dict of a {kind} gives, not {given}: version {version} has the "
+    "fields {fields}"
 )
 OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
 
@@ -124,24 +128,17 @@ class Scaler:
         Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
         scaler, of a newer mxamp, or lacks a field.
         """
-        for name, value in self._checked(state).items():
-            setattr(self, f"_{name}", value)
+        self._check_state(state)
+        vars(self).update({f"_{name}": state[name] for name in self._fields})
 
-    def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
-        own = type(self).__name__
-        if not isinstance(state, Mapping) or state.get("kind") != own:
-            given = shown(state.get("kind", state) if isinstance(state, Mapping) else state)
-            raise ArgumentError(f"the state must be what state_dict of a {own} gives, not {given}")
-        if state.get("version") != STATE_VERSION:
-            raise ArgumentError(
-                f"the state must have version {STATE_VERSION}, which this mxamp reads, not "
-                f"{shown(state.get('version'))}"
-            )
-        missing = [name for name in self._fields if name not in state]
-        if missing:
-            raise ArgumentError(f"the state of a {own} must also have {', '.join(missing)}")
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        own = {"kind": type(self).__name__, "version": STATE_VERSION}
+        given = state if isinstance(state, Mapping) else {}
+        same = all(given.get(name) == value for name, value in own.items())
+        if not same or not given.keys() >= {*self._fields}:
+            fields = ", ".join(self._fields)
+            raise ArgumentError(NO_STATE.format(given=shown(state), fields=fields, **own))
         positive_number("loss_scale", state["loss_scale"])
-        return {name: state[name] for name in self._fields}
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -270,12 +267,9 @@ class LossScaler(Scaler):
             The arguments of `LossScaler`, except `init_scale`. Limits that are not given are
             widened to hold the scale.
         """
-        recommend = getattr(histogram, "recommended_scale", None)
-        if not callable(recommend):
+        if not hasattr(histogram, "recommended_scale") or "init_scale" in options:
             raise ArgumentError(NO_RECOMMENDATION.format(given=type(histogram).__name__))
-        if "init_scale" in options:
-            raise ArgumentError("calibrated finds init_scale itself: leave it out")
-        scale = positive_number("recommended_scale", recommend(keep))
+        scale = positive_number("recommended_scale", histogram.recommended_scale(keep))
         limits = {"min_scale": min(scale, 1.0), "max_scale": max(scale, 2.0**24)}
         return cls(init_scale=scale, **{**limits, **options})
 
@@ -286,15 +280,12 @@ class LossScaler(Scaler):
                 f"{self._max_scale:g}, not {scale:g}"
             )
 
-    def _checked(self, state: Mapping[str, Any]) -> Dict[str, Any]:
-        values = super()._checked(state)
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
         # The constructor checks the settings; the two counts at the end are not among them.
-        LossScaler(values["loss_scale"], **{name: values[name] for name in self._fields[1:-2]})
-        limits = {"overflows_left": values["hysteresis"], "clean_steps": values["growth_interval"]}
-        for name, most in limits.items():
-            if count(name, values[name]) > most:
-                raise ArgumentError(f"{name} must be at most {most}, not {shown(values[name])}")
-        return values
+        LossScaler(state["loss_scale"], **{name: state[name] for name in self._fields[1:-2]})
+        for name in self._fields[-2:]:
+            count(name, state[name])
 
     @property
     def is_lowest(self) -> bool:
@@ -334,16 +325,10 @@ class LossScaler(Scaler):
         return self._loss_scale
 
 
-_CLASSES: Dict[str, Callable[[], Scaler]] = {
-    scaler.__name__: scaler for scaler in (LossScaler, StaticLossScaler, NoScaler)
-}
-
-
 def from_state_dict(state: Mapping[str, Any]) -> Scaler:
     """Return a new scaler with the state that `state_dict` returned."""
-    make = _CLASSES.get(str(state.get("kind"))) if isinstance(state, Mapping) else None
-    if make is None:
-        raise ArgumentError(f"a scaler's state must come from state_dict, not {shown(state)}")
-    scaler = make()
+    kinds = {kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)}
+    kind = state.get("kind") if isinstance(state, Mapping) else None
+    scaler: Scaler = kinds.get(str(kind), LossScaler)()
     scaler.load_state_dict(state)
     return scaler

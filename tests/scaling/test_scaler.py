@@ -45,19 +45,6 @@ def test_defaults():
     assert scaler.update(False) == 2.0**16
 
 
-def test_the_floor_and_the_ceiling():
-    scaler = LossScaler(init_scale=4, growth_interval=1)
-    assert [scaler.update(False) for _ in range(400)][-1] == 1
-    assert [scaler.update(True) for _ in range(400)][-1] == 2.0**24
-
-
-def test_hysteresis():
-    scaler = LossScaler(init_scale=1024, hysteresis=3, growth_interval=2)
-    assert [scaler.update(False) for _ in range(4)] == [1024, 1024, 512, 256]
-    assert [scaler.update(True) for _ in range(2)] == [256, 512]
-    assert [scaler.update(False) for _ in range(3)] == [512, 512, 256]
-
-
 @pytest.mark.parametrize(
     "argument, value",
     [
@@ -144,7 +131,7 @@ def test_calibrated_starts_from_the_recommended_scale(scale):
     ("source", "options", "message"),
     [
         (3, {}, "gradient_histogram"),
-        (Recommending(4), {"init_scale": 2}, "leave it out"),
+        (Recommending(4), {"init_scale": 2}, "init_scale itself"),
         (Recommending(4), {"max_scale": 2}, "between min_scale and max_scale"),
         (Recommending(0), {}, "positive finite number"),
     ],
