@@ -91,7 +91,6 @@ from .policy.active import current_policy as current_policy
 from .policy.active import is_enabled as is_enabled
 from .policy.policy import Policy as Policy
 from .scaling.grad_scaler import GradScaler as GradScaler
-from .scaling.losses import scale_loss as scale_loss
 from .scaling.scaler import (
     LossScaler as LossScaler,
 )
@@ -107,6 +106,7 @@ from .scaling.trainer import (
 from .scaling.trainer import (
     init_trainer as init_trainer,
 )
+from .scaling.trainer import scale_loss as scale_loss
 from .scaling.trainer import (
     unscale as unscale,
 )

@@ -241,11 +241,7 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             original(self)
         if state.counts:
-            scale = shared.update(finite)
-            workers = _workers_of(self)
-            if workers is not None:
-                step, decision = shared.steps + shared.skips, "update" if finite else "skip"
-                workers.check_step({"step": step, "decision": decision, "loss scale": scale})
+            shared.update(finite)
 
     return update
 
@@ -356,11 +352,6 @@ def _synchronize(module: Module, shared: SharedScale) -> None:
         workers = Workers(kvstore, string_keys=True)
         workers.check_settings(shared.scaler.state_dict())
         setattr(kvstore, _WORKERS, workers)
-
-
-def _workers_of(module: Module) -> Optional[Workers]:
-    workers: Optional[Workers] = getattr(module._kvstore, _WORKERS, None)
-    return workers or _by_optimizer.get(module._optimizer)
 
 
 def _patient(module: Module) -> ContextManager[Any]:

@@ -8,7 +8,6 @@ Like every pickle, a state file can run code when it is loaded: load only files 
 """
 
 import os
-import pickle
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
@@ -22,17 +21,6 @@ from .scaler import count
 __all__ = ["load_states", "save_states", "saved_state", "taken_state"]
 
 _ATTRIBUTE = "_amp_state"
-
-# Raised by unpickling damaged states, or by loading them into a trainer.
-_DAMAGED = (
-    pickle.UnpicklingError,
-    EOFError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ImportError,
-)
 
 NO_STATES = (
     "{path!r} holds no states of a trainer ({why}); the trainer is as it was. Was it written by "
@@ -64,7 +52,9 @@ def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]
     with _restored_on_error(trainer):
         try:
             type(trainer).load_states(trainer, path)
-        except _DAMAGED as error:
+        except OSError:
+            raise
+        except Exception as error:  # unpickling damaged states may raise anything
             why = f"{type(error).__name__}: {error}"
             raise ArgumentError(NO_STATES.format(path=path, why=why)) from error
         state = taken_state(trainer)

@@ -2,8 +2,7 @@
 
 An overflow needs no message. Gradients are summed over the workers before they are checked, and an
 Inf or NaN of one worker is one in the sum of all. Settings are compared once, before the first
-gradients are sent. With `MXAMP_CHECK_WORKERS=1` the workers also compare their state after each
-step, which costs one message a step.
+gradients are sent.
 """
 
 import itertools
@@ -15,7 +14,7 @@ from typing import AbstractSet, Any, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import Parameter, Trainer
+from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from .._version import __version__
@@ -30,12 +29,9 @@ from ..framework.distributed import (
 from ..framework.worker_process import begin, end, prepare, waiting
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
-from .passes import Gradients, fresh_gradients
 from .scaler import Scaler
 
-__all__ = ["GRADIENTS", "VARIABLE", "Reduction", "Workers", "check_trainer", "poison"]
-
-VARIABLE = "MXAMP_CHECK_WORKERS"
+__all__ = ["GRADIENTS", "Reduction", "Workers", "check_trainer", "poison"]
 
 #: Checksums have this many bits: float32 holds them exactly.
 _CHECKSUM = 2**24 - 1
@@ -53,10 +49,6 @@ _DECISIVE = (
 DIFFERENT = (
     "worker {other} differs from worker 0 in {what}: start all workers with the same script, "
     "arguments, mxamp and checkpoint. This is worker {rank}, with {own}"
-)
-OUT_OF_STEP = (
-    "worker {other} is out of step with worker 0: they differ in {what}. This is worker "
-    "{rank}, with {own}. Did a worker train on another number of batches, or change the scale?"
 )
 WAITING = (
     "worker %s waits for the other workers to begin training with mxamp: one of them may have "
@@ -89,8 +81,6 @@ class Workers:
     def __init__(self, kvstore: Any, string_keys: bool = False) -> None:
         self._kvstore, self._string_keys = kvstore, string_keys
         self.rank, self.count = int(kvstore.rank), int(kvstore.num_workers)
-        self._step_key: Any = None
-        self._checks_steps = os.environ.get(VARIABLE, "0") not in ("", "0")
         prepare()
 
     def check_settings(self, scaler_state: Mapping[str, Any]) -> None:
@@ -98,54 +88,34 @@ class Workers:
 
         All workers have to call this before they send any gradient.
         """
-        scale = scaler_state.get("loss_scale")
-        others = {name: value for name, value in scaler_state.items() if name != "loss_scale"}
+        state, policy = dict(scaler_state), current_policy()
         values = {
             "mxamp version": __version__,
-            "policy": _checksum(current_policy()),
-            "loss scale": scale,
-            "loss scaler": sorted(others.items(), key=str),
+            "policy": _checksum(policy),
+            "loss scale": state.pop("loss_scale", None),
+            "loss scaler": sorted(state.items(), key=str),
         }
-        shown = {**values, "policy": repr(current_policy()), "loss scaler": others.get("kind")}
         with waiting(WAITING, self.rank):
-            self._compare(DIFFERENT, self._new_key(len(values)), values, shown)
-
-    def check_step(self, values: Mapping[str, Any]) -> None:
-        """Raise `StateError` in all workers if `values`, their state after a step, differ in one.
-
-        Does nothing unless `MXAMP_CHECK_WORKERS` is set.
-        """
-        if not self._checks_steps:
-            return
-        if self._step_key is None:
-            self._step_key = self._new_key(len(values) + 2)
-        full = {**values, "mxamp version": __version__, "policy": _checksum(current_policy())}
-        self._compare(OUT_OF_STEP, self._step_key, full, values)
-
-    def _compare(
-        self, message: str, key: Any, values: Mapping[str, Any], shown: Mapping[str, Any]
-    ) -> None:
-        """Raise `message` if `values` differ; `shown` is this worker's readable form of them."""
-        table = np.zeros((self.count, len(values)), dtype="float32")
-        table[self.rank] = [zlib.crc32(repr(v).encode()) & _CHECKSUM for v in values.values()]
-        with suspended():
-            array = mx.nd.array(table)
-            self._kvstore.push(key, array)
-            self._kvstore.pull(key, out=array)
-            rows = array.asnumpy()
+            rows = self._exchanged([zlib.crc32(repr(v).encode()) for v in values.values()])
+        shown = {**values, "policy": repr(policy), "loss scaler": state.get("kind")}
+        own = ", ".join(f"{name} {value}" for name, value in shown.items())
         for other, row in enumerate(rows):
-            what = [name for name, here, there in zip(values, rows[0], row) if here != there]
+            what = " and ".join(name for name, a, b in zip(values, rows[0], row) if a != b)
             if what:
-                named = " and ".join(what)
-                own = ", ".join(f"{name} {value}" for name, value in shown.items())
-                raise StateError(message.format(other=other, what=named, rank=self.rank, own=own))
+                raise StateError(DIFFERENT.format(other=other, what=what, rank=self.rank, own=own))
 
-    def _new_key(self, values: int) -> Any:
+    def _exchanged(self, checksums: Sequence[int]) -> Any:
+        """Return a table of the checksums of all workers, a row for each."""
         key: Any = next(_keys)
         key = f"mxamp{key}" if self._string_keys else key
+        table = np.zeros((self.count, len(checksums)), dtype="float32")
+        table[self.rank] = [checksum & _CHECKSUM for checksum in checksums]
         with suspended():
-            self._kvstore.init(key, mx.nd.zeros((self.count, values)))
-        return key
+            array = mx.nd.array(table)
+            self._kvstore.init(key, array.zeros_like())
+            self._kvstore.push(key, array)
+            self._kvstore.pull(key, out=array)
+            return array.asnumpy()
 
 
 def _checksum(policy: Optional[Policy]) -> Optional[int]:
@@ -198,11 +168,6 @@ class Reduction:
             return store_of(self._trainer) is not None
         return is_distributed(self._trainer._kvstore_params["kvstore"])
 
-    @property
-    def comes_from_others(self) -> bool:
-        """Whether only other workers have computed gradients since the last step."""
-        return self.workers is not None and not fresh_gradients(self._trainer._params)
-
     def wait_for_weights(self) -> None:
         """Wait until a distributed kvstore holds the trainer's weights, before gradients follow.
 
@@ -245,13 +210,6 @@ class Reduction:
             # Computed by another worker, which updates with it: so does this worker.
             data._fresh_grad = bool(gradient.asnumpy().any())
 
-    def compare_step(self, step: int, stepped: bool, gradients: str, loss_scale: float) -> None:
-        """Raise if another worker has decided differently about a step."""
-        self.received()
-        if self.workers is not None:
-            decided = {"decision": "update" if stepped else "skip", "gradients": gradients}
-            self.workers.check_step({"step": step, **decided, "loss scale": loss_scale})
-
     def received(self) -> None:
         """End the wait for the sum."""
         end(self._wait)
@@ -278,10 +236,6 @@ class Reduction:
             for _, gradient in stale:
                 gradient[:] = 0
         return stale
-
-    def used(self, params: Sequence[Parameter]) -> Gradients:
-        """Return the gradients that the update uses, computed here or by another worker."""
-        return fresh_gradients(params, stale=self.workers is not None)
 
 
 def poison(gradients: Sequence[NDArray]) -> None:

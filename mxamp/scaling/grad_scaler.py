@@ -19,28 +19,19 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
 from ..policy.active import chose_float32
-from ..policy.targets import check_truth, names_device
+from ..policy.targets import check_truth
 from .hook import Stage, TrainerHook
-from .losses import check_unscaled, map_losses, scaled_loss
 from .passes import ScaledLosses, passes
 from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict, positive_number
-from .trainer import attach_hook, hook_in_force, hook_of
+from .trainer import attach_hook, check_unscaled, hook_in_force, hook_of, map_losses, scaled_loss
 
 __all__ = ["GradScaler"]
 
 logger = logging.getLogger("mxamp")
 
-DISABLED = (
-    "this is the state of a GradScaler(enabled=False), which has no scale: give the state of an "
-    "enabled GradScaler"
-)
 NOTHING_TO_UPDATE = "update() comes after step(trainer, batch_size), and no trainer has stepped"
 OTHER_GRAD_SCALER = (
     "this trainer has its own GradScaler already: call scale, step and update of that one"
-)
-NO_DEVICE = (
-    "the first argument of GradScaler is init_scale, a positive finite number, not {given}; leave "
-    "the device out, as in GradScaler()"
 )
 NOTHING_SCALED = (
     "step is about to divide gradients by the scale of %g, and no loss was scaled since the last "
@@ -117,8 +108,6 @@ class GradScaler:
         *,
         enabled: bool = True,
     ) -> None:
-        if names_device(init_scale):
-            raise ArgumentError(NO_DEVICE.format(given=shown(init_scale)))
         grows = growth_factor, backoff_factor, growth_interval
         self._scaler = LossScaler(init_scale, *grows, min_scale, max_scale, hysteresis)
         self._enabled = check_truth("enabled", enabled)
@@ -223,12 +212,9 @@ class GradScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`."""
-        if not self._enabled:
-            return
-        if not state:
-            raise ArgumentError(DISABLED)
-        self._scaler.load_state_dict(state)
-        self._resumes = None
+        if self._enabled:
+            self._scaler.load_state_dict(state)
+            self._resumes = None
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Resume from the state in a trainer's file; losses scaled already keep their scale."""
@@ -242,9 +228,8 @@ class GradScaler:
 
     def __getstate__(self) -> Dict[str, Any]:
         # Steps since the last update stay with the original.
-        own = {"_scaler": copy.copy(self._scaler), "_finite": list(self._finite)}
-        own.update(_losses=[], _resumes=copy.copy(self._resumes), _stepped=None)
-        return {**vars(self), **own}
+        own = {"_scaler": copy.copy(self._scaler), "_resumes": copy.copy(self._resumes)}
+        return {**vars(self), **own, "_finite": [*self._finite], "_losses": [], "_stepped": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state, _stepped=weakref.WeakSet())

@@ -67,7 +67,7 @@ logger = logging.getLogger("mxamp")
 
 #: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
 _STUCK = 10
-_HALF = ("float16", "bfloat16")
+_HALF = {"float16", "bfloat16"}
 
 SCALED_TWICE = (
     "the losses of this trainer are scaled by {one} already; {other} would scale them twice: "
@@ -201,7 +201,6 @@ class TrainerHook:
         self._skips_in_a_row, self._has_warned_of_skips = 0, False
         self._first_nonfinite: Tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
-        self.most_losses = 0  #: the most losses scaled for one step
         self.reduction = Reduction(trainer)
         self._pending = _Pending()
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
@@ -235,11 +234,6 @@ class TrainerHook:
     def stage(self) -> Stage:
         """Whether the gradients carry the scale now."""
         return self._pending.stage
-
-    @property
-    def losses(self) -> int:
-        """The number of losses scaled since the last step, for this trainer or for all."""
-        return self._pending.losses
 
     def check(self, action: str) -> None:
         """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now."""
@@ -311,8 +305,9 @@ class TrainerHook:
         self.reduction.wait_for_weights()
         if self.scaler.checks:
             self.reduction.compare_workers(self.scaler)
-            if not self._pending.is_marked and self.reduction.comes_from_others:
-                # This worker has computed nothing: the sum is scaled as in the last step.
+            computed = self._pending.is_marked or fresh_gradients(self.trainer._params)
+            if self.reduction.workers is not None and not computed:
+                # Only other workers have computed gradients: scaled as in the last step.
                 self._pending.stage, self._pending.scale = self.last_stage, self.loss_scale
         self.reduction.sum(self._pending.overflown)
         self._pending.reduced = self._pending.is_marked
@@ -341,7 +336,9 @@ class TrainerHook:
             self._warn_of_no_scaling()
             self._tell(StepReport(True, 1.0, self.loss_scale), ())
             return False
-        fresh = self.reduction.used(params) if self._checks else []
+        # All workers use the gradients that one of them has computed.
+        stale = self.reduction.workers is not None
+        fresh = fresh_gradients(params, stale) if self._checks else []
         arrays = [gradient for _, of_one in fresh for gradient in of_one]
         # A script may have hidden an overflow since, for example by clipping element by element.
         hidden = any(self._has_overflown(param) for param, _ in fresh)
@@ -350,7 +347,6 @@ class TrainerHook:
             take_out_scale(optimizer, arrays, scale)
         report = self._report(finite, scale, fresh)
         self._pending = _Pending()
-        self.most_losses = max(self.most_losses, pending.losses)
         passes.forget(self, self.trainer)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
@@ -359,11 +355,9 @@ class TrainerHook:
         return not finite
 
     def _tell(self, report: StepReport, losses: Sequence[NDArray]) -> None:
-        """Pass a report on to the trainer's observers and to the other workers."""
+        """Pass a report on to the trainer's observers, and end the wait for gradients."""
         _tell_observers(self.trainer, report, losses)
-        self.reduction.compare_step(
-            self.steps + self.skips, report.stepped, self.last_stage.value, report.next_loss_scale
-        )
+        self.reduction.received()
 
     def _watch(self, report: StepReport) -> None:
         """Log a step; warn of a run that only skips, or end it at the limit of skips in a row."""
@@ -470,26 +464,16 @@ def take_out_scale(optimizer: Any, gradients: Sequence[NDArray], scale: float) -
     MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Optimizers
     that may not do so, or read gradients before, get gradients that are divided here.
     """
-    if scale == 1:
-        return
-    if _uses_only_rescaled(optimizer, gradients):
+    dtypes = {dtype_name(gradient.dtype) for gradient in gradients}
+    # LBSGD sums unrescaled gradients over steps, and takes its warm-up from their norm. In float16
+    # MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
+    underflows = "float16" in dtypes and not optimizer.multi_precision
+    # Division in half precision would lose the small values that the scale preserves.
+    trusted = type(optimizer).__module__.startswith("mxnet.optimizer") or dtypes & _HALF
+    if trusted and not underflows and not isinstance(optimizer, LBSGD):
         optimizer.rescale_grad /= scale
     else:
         multiply(gradients, 1.0 / scale)
-
-
-def _uses_only_rescaled(optimizer: Any, gradients: Sequence[NDArray]) -> bool:
-    # LBSGD sums unrescaled gradients over steps, and takes its warm-up from their norm.
-    if isinstance(optimizer, LBSGD):
-        return False
-    dtypes = {dtype_name(gradient.dtype) for gradient in gradients}
-    # In float16 MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
-    if "float16" in dtypes and not optimizer.multi_precision:
-        return False
-    if type(optimizer).__module__.startswith("mxnet.optimizer"):
-        return True
-    # Division in half precision would lose the small values that the scale preserves.
-    return not dtypes.isdisjoint(_HALF)
 
 
 def check_before_updates(trainer: Trainer) -> None:

@@ -51,6 +51,7 @@ __all__ = [
     "scale_array",
     "scaled_custom_ops",
     "scaled_heads",
+    "survive_fork",
 ]
 
 #: Names of the operators whose eager calls may need a scalable input, by handle.
@@ -60,21 +61,24 @@ HANDLES = {handle_of(name): name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_US
 _scales: Dict[Any, NDArray] = {}
 atexit.register(_scales.clear)  # before MXNet's library is unloaded
 _lock = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    # A child process would wait forever for a lock that another thread held at the fork.
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-    )
 
 #: The scale of each region that may run backward passes, and whether it stays inside them.
 _regions: Dict[object, Tuple[float, bool]] = {}
 _thread = threading.local()
 
 
-class _Calls:
-    """Counts backward passes of custom operators."""
+#: How many backward passes of custom operators have run with a scale.
+_counts = {"calls": 0}
 
-    total = 0
+
+def survive_fork(lock: Any) -> None:
+    """Hold a lock during forks: a child would wait forever for one that another thread held."""
+    if hasattr(os, "register_at_fork"):
+        release = lock.release
+        os.register_at_fork(before=lock.acquire, after_in_parent=release, after_in_child=release)
+
+
+survive_fork(_lock)
 
 
 def scalable_inputs(
@@ -122,8 +126,8 @@ def scaled_heads(scale: float, stays_inside: bool = False) -> Iterator[None]:
     if scale == 1:
         yield
         return
-    _set(scale)
     try:
+        _set(scale)
         with scaled_custom_ops(scale, stays_inside):
             yield
     finally:
@@ -159,7 +163,7 @@ def _is_any_custom_op_alive() -> bool:
 
 def calls_so_far() -> int:
     """Return how many backward passes of custom operators have run with a scale."""
-    return _Calls.total
+    return _counts["calls"]
 
 
 def in_unscaled_backward() -> bool:
@@ -198,7 +202,7 @@ def _backward(
     if scale == 1:
         backward(req=req, out_grad=out_grad, in_grad=in_grad, **others)
         return
-    _Calls.total += 1
+    _counts["calls"] += 1
     unscales = stays_inside and all(dtype_name(g.dtype) != "float16" for g in out_grad)
     given = _HeadGradients(out_grad, 1 / scale if unscales else 1.0)
     # A gradient that the operator adds to carries the scale already.

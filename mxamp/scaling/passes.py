@@ -10,7 +10,6 @@ gradients the pass has written.
 import functools
 import gc
 import logging
-import os
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,7 +26,7 @@ from ..errors import StateError
 from ..framework.patching import FrontEnd, Patch
 from ..graph.ir import Graph
 from .finite import multiply
-from .loss_outputs import scaled_heads
+from .loss_outputs import scaled_heads, survive_fork
 
 __all__ = ["Gradients", "ScaledLosses", "fresh_gradients", "passes"]
 
@@ -333,13 +332,7 @@ class _Passes(FrontEnd):
 
 #: One per process, like the functions that it patches.
 passes = _Passes()
-if hasattr(os, "register_at_fork"):
-    # A child process would wait forever for a lock that another thread held at the fork.
-    os.register_at_fork(
-        before=passes._alone.acquire,
-        after_in_parent=passes._alone.release,
-        after_in_child=passes._alone.release,
-    )
+survive_fork(passes._alone)
 
 
 def _are_scaled(heads: Sequence[NDArray], scale: float) -> bool:

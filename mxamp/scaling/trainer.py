@@ -1,39 +1,48 @@
-"""Loss scaling for a Gluon Trainer: `init_trainer`, `unscale` and `clip_grad_global_norm`.
+"""Loss scaling for a Gluon Trainer, from `init_trainer` and `scale_loss` to the step.
 
-`hook` holds the trainer's state, and `losses` scales its losses.
+`hook` holds the trainer's state.
 """
 
 import logging
 import math
-from typing import Any, Optional
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
 
+from mxnet import autograd
 from mxnet.contrib.amp.loss_scaler import LossScaler as StockScaler
 from mxnet.gluon import Trainer
+from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
+from ..framework.arrays import map_arrays
 from ..framework.distributed import is_horovod_optimizer
+from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import taken_state
 from .distributed import check_trainer
 from .finite import multiply, square_sum
 from .hook import TrainerHook, check_before_updates
-from .passes import fresh_gradients, passes
+from .loss_outputs import scaled_heads
+from .passes import ScaledLosses, fresh_gradients, passes
 from .scaler import Float32Scaler, LossScaler, NoScaler, Scaler, count, positive_number
 
 __all__ = [
     "attach_hook",
+    "check_unscaled",
     "clip_grad_global_norm",
     "hook_in_force",
     "hook_of",
     "init_trainer",
+    "map_losses",
+    "scale_loss",
+    "scaled_loss",
     "unscale",
 ]
 
 logger = logging.getLogger("mxamp")
 
-UNUSED_SCALER = "'auto' has chosen float32 here, which needs no loss scale: %r is not used"
 NO_POLICY = (
     "mixed precision is off, so init_trainer can't choose a loss scaler for this trainer: "
     "call mxamp.init() first, or pass loss_scaler="
@@ -58,10 +67,15 @@ STOCK_SCALER = (
     "mxnet.contrib.amp has initialized this trainer already and scales its losses: remove its "
     "init_trainer, or call mxamp.patch_contrib() before it"
 )
-OTHER_SCALE_LOSS = (
+LOSS = (
     "mxamp scales the losses of this trainer, and this scale_loss is mxnet.contrib.amp's own: use "
     "mxamp.scale_loss, or import scale_loss after mxamp.patch_contrib()"
 )
+LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
+SCALED_ALREADY = (
+    "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
+)
+NO_TRAINERS = "scale_loss takes a gluon.Trainer or a list of them, not an empty list"
 
 
 def init_trainer(
@@ -122,7 +136,6 @@ def init_trainer(
     if max_consecutive_skips is not None:
         max_consecutive_skips = count("max_consecutive_skips", max_consecutive_skips, least=1)
     if loss_scaler is not None and chose_float32():
-        logger.info(UNUSED_SCALER, loss_scaler)
         loss_scaler = None
     attach_hook(trainer, loss_scaler, max_consecutive_skips)
     if hook_of(trainer).loss_scale != 1:
@@ -257,48 +270,114 @@ def _default_scaler() -> Scaler:
     return LossScaler() if policy.target_dtype == "float16" else NoScaler()
 
 
-class _OriginalScale(float):
-    """A trainer's `_scale`, on which the `scale_loss` of `mxnet.contrib.amp` fails.
-
-    contrib divides it by the loss scale and leaves the result in `trainer._scale`. mxamp divides
-    too, so updates would be far too small.
-    """
-
-    def __truediv__(self, other: Any) -> float:
-        raise StateError(OTHER_SCALE_LOSS)
-
-
 def _install(trainer: Trainer, hook: TrainerHook) -> None:
     """Install the hook as the trainer's loss scaler, and wrap its save, load and allreduce."""
     # Methods of the hook, not closures: a copied trainer gets its own.
     trainer.save_states, trainer.load_states = hook.save_states, hook.load_states
     trainer._allreduce_grads = hook.reduce
-    trainer._amp_original_scale = _OriginalScale(trainer._scale)
     trainer._amp_loss_scaler = hook
     check_before_updates(trainer)
 
 
 def _keep_updates_skippable(trainer: Trainer, scaler: Scaler) -> None:
     """Move updates off the kvstore; raise if they can't be skipped and `scaler` needs that."""
+    settings, obstacle = trainer._kvstore_params, None
+    kvstore = settings["kvstore"]
     if scaler.checks and is_horovod_optimizer(trainer._optimizer):
-        raise StateError(HOROVOD_OPTIMIZER)
-    obstacle = _obstacle(trainer)
+        obstacle = HOROVOD_OPTIMIZER
+    elif trainer._kv_initialized:
+        if trainer._kvstore is not None and trainer._update_on_kvstore:
+            obstacle = ON_KVSTORE
+    elif trainer._contains_sparse_weight:
+        obstacle = ON_KVSTORE + " (row_sparse parameters, which need it, can't be scaled)"
+    elif "async" in str(getattr(kvstore, "type", kvstore)):
+        obstacle = ASYNCHRONOUS
     if obstacle is None:
-        if trainer._kvstore_params["update_on_kvstore"]:
+        if settings["update_on_kvstore"]:
             logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
-        trainer._kvstore_params["update_on_kvstore"] = False
+        settings["update_on_kvstore"] = False
     elif scaler.checks:
         raise StateError(obstacle)
     if scaler.checks:
         check_trainer(trainer)
 
 
-def _obstacle(trainer: Trainer) -> Optional[str]:
-    """Return why a trainer's updates can't be kept off its kvstore; None if they can."""
-    if trainer._kv_initialized:
-        updates_there = trainer._kvstore is not None and trainer._update_on_kvstore
-        return ON_KVSTORE if updates_there else None
-    if trainer._contains_sparse_weight:
-        return ON_KVSTORE + " (row_sparse parameters, which need it, can't be scaled)"
-    kvstore = trainer._kvstore_params["kvstore"]
-    return ASYNCHRONOUS if "async" in str(getattr(kvstore, "type", kvstore)) else None
+@contextmanager
+def scale_loss(loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]]) -> Iterator[Any]:
+    """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
+
+    ::
+
+        with autograd.record():
+            loss = loss_function(net(data), label)
+            with amp.scale_loss(loss, trainer) as scaled:
+                autograd.backward(scaled)
+        trainer.step(batch_size)
+
+    Parameters
+    ----------
+    loss : NDArray, or lists, tuples and dicts of them
+        The scaled loss has the same containers. A float16 loss is scaled to a float32 loss.
+    optimizer_or_trainer : gluon.Trainer, or list of gluon.Trainer
+        All trainers, after `init_trainer`, that step on gradients of this loss. The loss is scaled
+        by the smallest of their scales. Each trainer checks its own gradients: it skips its step
+        and lowers its scale if one of them overflows.
+
+    Works inside `autograd.record()` and outside. Several losses may be scaled before one step, also
+    in several threads: the scale changes only in steps. An error inside leaves the trainer
+    unchanged. Scaling a loss twice raises `StateError`, and so does the step of a trainer that was
+    not given here, on gradients of the scaled loss.
+    """
+    trainers = optimizer_or_trainer
+    listed = trainers if isinstance(trainers, (list, tuple)) else [trainers]
+    hooks = list(dict.fromkeys(hook_of(trainer) for trainer in listed))
+    if not hooks:
+        raise ArgumentError(NO_TRAINERS)
+    for hook in hooks:
+        hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
+    check_unscaled(loss)
+    # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
+    scales = [hook.loss_scale for hook in hooks if not isinstance(hook.scaler, NoScaler)]
+    scale = min(scales, default=hooks[0].loss_scale)
+    given = _arrays(loss)
+    values = [array.detach() for array in given]
+    with autograd.record(train_mode=autograd.is_training()):
+        losses = map_losses(loss, lambda array: scaled_loss(array, scale))
+    made = ScaledLosses(scale, hooks)
+    if scale != 1:
+        made.given = {id(array): array for array in given}
+        made.made = {id(array): array for array in _arrays(losses)}
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook.scaling(scale, values))
+        stack.enter_context(scaled_heads(scale))
+        stack.enter_context(passes.inside(made))
+        yield losses
+
+
+def _arrays(loss: Any) -> List[NDArray]:
+    arrays: List[NDArray] = []
+    map_arrays(loss, arrays.append, _no_loss)
+    return arrays
+
+
+def check_unscaled(loss: Any) -> None:
+    """Raise `StateError` if a loss, or one of several, is scaled already."""
+    if passes.is_scaled(_arrays(loss)):
+        raise StateError(SCALED_ALREADY)
+
+
+def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
+    """Return `loss` with `function` applied to each array, in the same containers."""
+    return map_arrays(loss, function, _no_loss)
+
+
+def _no_loss(value: Any) -> Any:
+    raise ArgumentError(LOSS.format(given=shown(value)))
+
+
+def scaled_loss(loss: NDArray, scale: float) -> NDArray:
+    """Return a loss times `scale`; a half-precision loss becomes float32."""
+    if dtype_name(loss.dtype) not in ("float32", "float64"):
+        loss = loss.astype("float32")  # 65504 is float16's largest number
+    return loss * scale if scale != 1 else loss

@@ -1,12 +1,7 @@
 """The scaler in a trainer's state files."""
 
 import copy
-import os
 import pickle
-import random
-import subprocess
-import sys
-import time
 
 import mxnet as mx
 import numpy as np
@@ -14,7 +9,7 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
-from helpers import ROOT, check_python
+from helpers import check_python
 from training import batches, poisoned, setup, ten_steps, train
 
 
@@ -152,38 +147,6 @@ def test_a_file_that_can_not_be_written_stays_what_it_was(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space"):
         trainer.save_states(str(path))
     assert path.read_bytes() == content
-    assert [file.name for file in tmp_path.iterdir()] == ["states"]
-
-
-KILLED = """
-import mxamp as amp, os, signal, sys, threading, time
-from training import batches, setup, train
-net, trainer = setup(scaler=amp.LossScaler(init_scale=8), momentum=0.9)
-train(net, trainer, batches(1)[0])
-trainer.save_states({path!r})
-print("saved", flush=True)
-while True:
-    trainer.save_states({path!r})
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path):
-    path = tmp_path / "states"
-    for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", KILLED.format(path=str(path))], stdout=subprocess.PIPE,
-            cwd=ROOT / "tests", env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        )  # fmt: skip
-        process.stdout.readline()
-        time.sleep(random.random() / 10)
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        _, trainer = setup(scaler=amp.LossScaler(), momentum=0.9)
-        trainer.load_states(str(path))
-        assert trainer.amp_loss_scale == 8
-    trainer.save_states(str(path))
     assert [file.name for file in tmp_path.iterdir()] == ["states"]
 
 

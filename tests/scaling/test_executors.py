@@ -8,7 +8,7 @@ import pytest
 from mxnet import nd
 
 import mxamp as amp
-from helpers import randn, run_python
+from helpers import randn
 from mxamp.tools.debugging.operator_counts import operator_stats
 
 DATA = randn(16, 4)
@@ -92,37 +92,6 @@ def test_executors_in_inference_are_lowered(how, caplog):
             results.append(executor.forward()[0].asnumpy())
     assert results[0] != results[1]
     assert "stay in float32" not in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["variable", "init"])
-def test_feed_forward(how):
-    """MXNet's old estimator: it trains as in float32, and says so."""
-    program = """
-        import logging
-        logging.basicConfig(level=logging.WARNING)
-        import mxnet as mx, numpy as np
-        if {own}:
-            import mxamp
-            mxamp.init("float16", ctx=mx.cpu())
-        mx.random.seed(0)
-        np.random.seed(0)
-        data = np.random.randn(64, 4).astype("float32")
-        net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-        net = mx.sym.SoftmaxOutput(net, name="softmax")
-        model = mx.model.FeedForward(
-            net, ctx=mx.cpu(), num_epoch=3, numpy_batch_size=16, learning_rate=0.5,
-            initializer=mx.init.Zero(),
-        )
-        model.fit(data, (data[:, 0] > 0).astype("float32"))
-        print(model.arg_params["fc_weight"].asnumpy().ravel().round(6).tolist())
-    """
-    variable = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
-    plain = run_python(program.format(own=False), env={variable: "off"})
-    on = "float16" if how == "variable" else "off"
-    found = run_python(program.format(own=how == "init"), env={variable: on})
-    assert found.stdout == plain.stdout != ""
-    assert found.stderr.count("executors that compute gradients stay in float32") == 1
 
 
 def trained(out, contexts, *, groups, optimizer, sizes=(16, 16, 16)):

@@ -150,10 +150,6 @@ def test_wrong_arguments():
         scaler.step("trainer", 4)
     with pytest.raises(amp.ArgumentError, match="growth_factor"):
         amp.GradScaler(growth_factor=1)
-
-
-def test_a_scale_given_by_hand():
-    scaler = amp.GradScaler()
     scaler.update(new_scale=128)
     assert scaler.get_scale() == 128
 
@@ -182,7 +178,7 @@ def test_states():
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
     assert "64" in repr(scaler)
-    with pytest.raises(amp.ArgumentError, match="enabled=False"):
+    with pytest.raises(amp.ArgumentError, match="what state_dict"):
         other.load_state_dict({})
 
 

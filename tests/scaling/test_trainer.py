@@ -512,21 +512,3 @@ def test_output_operators_are_scaled_with_the_loss_alone(on, name):
         with autograd.record():
             operator(x, label).backward()
         np.testing.assert_array_equal(x.grad.asnumpy(), plain)
-
-
-def test_output_operators_train_as_without_scaling(on):
-    def run(scaled):
-        dense = nn.Dense(3, in_units=4)
-        dense.initialize()
-        dense.weight.set_data(randn(3, 4))
-        trainer = gluon.Trainer(dense.collect_params(), "sgd", {"learning_rate": 0.1})
-        amp.init_trainer(trainer, amp.StaticLossScaler(64 if scaled else 1))
-        for _ in range(3):
-            with autograd.record():
-                out = nd.SoftmaxOutput(dense(randn(4, 4, seed=9)), nd.array([0, 1, 2, 0]))
-                with amp.scale_loss(out, trainer) as out:
-                    out.backward()
-            trainer.step(4)
-        return dense.weight.data().asnumpy()
-
-    np.testing.assert_allclose(run(True), run(False), rtol=0.01, atol=1e-3)

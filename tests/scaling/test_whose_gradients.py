@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import check_python, randn
+from helpers import randn
 from mxamp.scaling.hook import Stage
 from mxamp.scaling.passes import passes
 
@@ -368,54 +368,6 @@ def test_a_decorated_trainer_beside_one_that_scales_explicitly(first_is, scaled_
             second.step(4)
 
     assert_right(program, None, None)
-
-
-@pytest.mark.parametrize("way", ["run", "variable", "patch_contrib"])
-def test_checkpoints_of_a_script_of_contrib_amp(way, tmp_path):
-    """What sockeye 2.3 does with the loss scaler when it saves, and when it goes on."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        """
-import mxnet as mx
-from mxnet import autograd, gluon
-from mxnet.contrib import amp
-amp.init()
-
-def made():
-    net = gluon.nn.Dense(1, in_units=4)
-    net.initialize(mx.init.One())
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
-    amp.init_trainer(trainer)
-    trainer._amp_loss_scaler._scale_seq_len = 2
-    return net, trainer
-
-net, trainer = made()
-scaler = trainer._amp_loss_scaler
-scaler._loss_scale = scaler._next_loss_scale = 8.0
-for _ in range(3):
-    with autograd.record():
-        loss = net(mx.nd.ones((2, 4))).mean()
-        with amp.scale_loss(loss, trainer) as scaled:
-            autograd.backward(scaled)
-    trainer.step(1)
-kept = scaler._loss_scale, scaler._next_loss_scale, scaler._unskipped
-net, trainer = made()
-scaler = trainer._amp_loss_scaler
-scaler._loss_scale, scaler._next_loss_scale, scaler._unskipped = kept
-print(kept, scaler.loss_scale, scaler._max_loss_scale, type(scaler).__name__)
-"""
-    )
-    program = (
-        f"import runpy, sys; sys.argv = ['mxamp', 'run', '--dtype', 'float16', {str(script)!r}]"
-    )
-    program += "; runpy.run_module('mxamp', run_name='__main__')"
-    if way == "variable":
-        program = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
-    elif way == "patch_contrib":
-        program = f"import mxamp; mxamp.patch_contrib(); exec(open({str(script)!r}).read())"
-    on = "float16" if way == "variable" else "off"
-    printed = check_python(program, env={"MXNET_ENABLE_AUTO_MIXED_PRECISION": on})
-    assert printed.splitlines()[-1] == "(16.0, 16.0, 1) 16.0 16777216.0 TrainerHook"
 
 
 @pytest.mark.parametrize("grad_req", ["write", "add"])

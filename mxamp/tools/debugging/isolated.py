@@ -35,7 +35,7 @@ from ...graph.inspect import Tensor, tensors_of
 from ...graph.ir import LOOPS, Graph, Node, Output
 from ...policy.active import suspended
 from ...scaling.loss_outputs import scaled_heads
-from ...scaling.losses import scaled_loss
+from ...scaling.trainer import scaled_loss
 from .observing import Call, Observer, Run
 
 __all__ = [
