@@ -126,7 +126,6 @@ BENCHMARKS = sorted(path.name for path in BENCH.iterdir() if path.is_file() and 
 
 def test_these_are_the_benchmarks():
     assert BENCHMARKS == [
-        "compare",
         "dist",
         "kernels",
         "memory",
@@ -297,17 +296,18 @@ def row(contender, ratio=None, least=None, greatest=None, model="mlp-64"):
 
 @pytest.fixture
 def compared(tmp_path, monkeypatch):
-    """Runs scripts/bench/compare on rows, and changes of the second file's conditions."""
+    """Run scripts/bench/models --compare on rows, the second file's from another CPU."""
 
     def compare(old, new, cpu="Xeon"):
         for name, rows, where in (("old", old, "Xeon"), ("new", new, cpu)):
             machine = {"cpu": where, "features": [], "cores": 1}
             found = {"machine": machine, "setup": {"dtype": "bfloat16"}, "rows": rows}
             (tmp_path / f"{name}.json").write_text(json.dumps(found))
-        return CliRunner().invoke(main, [str(tmp_path / "old.json"), str(tmp_path / "new.json")])
+        files = [str(tmp_path / f"{name}.json") for name in ("old", "new")]
+        return CliRunner().invoke(main, ["--compare", *files])
 
     monkeypatch.syspath_prepend(str(BENCH))
-    main = runpy.run_path(str(BENCH / "compare"))["main"]
+    main = runpy.run_path(str(BENCH / "models"))["main"]
     return compare
 
 
@@ -372,26 +372,17 @@ def models(monkeypatch):
         (["--only", "mxamp,tourch"], "unknown contender 'tourch'; the closest are 'torch', "),
         (["--torch-python", sys.executable], "has no torch, torchvision: give --torch-python one"),
         (["--only", "openvino"], "has no openvino: give --openvino-python one that has"),
-        (["--only", "mxamp", "--compare", "old.json"], "old.json has no figures of scripts/bench"),
     ],
 )
 def test_models_refuses_before_it_measures(models, options, said, tmp_path, monkeypatch):
     for module in ("torch", "openvino"):
         (tmp_path / f"{module}.py").write_text("raise ImportError('none here')")
-    (tmp_path / "old.json").write_text("{")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = CliRunner().invoke(models.main, options)
     assert done.exit_code != 0
     assert said in " ".join(done.output.split())
     assert models.measured == []
-
-
-def test_png_needs_matplotlib_before_anything_is_measured(models, monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    done = CliRunner().invoke(models.main, ["--png", str(tmp_path / "speed.png")])
-    assert (done.exit_code, models.measured) == (1, [])
-    assert "--png needs matplotlib: pip install mxamp[plots]" in done.output
 
 
 def test_figures_of_a_run_that_is_cut_off_are_kept(models, monkeypatch, tmp_path):
@@ -444,9 +435,8 @@ def test_peak_memory_of_a_contender_is_the_kernel_s_own_figure(monkeypatch, tmp_
     )
     monkeypatch.setattr(contenders, "WORKER", worker)
     own = bytearray(300 << 20)  # a child that is forked starts with its parent's ru_maxrss
-    contender = contenders.Contender(
-        "mxamp", "mlp-64", "training", "bfloat16", tmp_path, sys.executable
-    )
+    setup = contenders.Setup("bfloat16", False, (), {})
+    contender = contenders.Contender("mxamp", "mlp-64", "training", setup, sys.executable, tmp_path)
     try:
         status = pathlib.Path(f"/proc/{contender.process.pid}/status").read_text()
         peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024

@@ -18,9 +18,9 @@ _NO_FILE = "no download"
 _PROPOSALS = 32
 #: Attributes that hold the number of proposals.
 _LIMITS = ("_rpn_test_post_nms", "_test_post_nms", "_rcnn_max_dets")
-#: R-CNNs with a feature pyramid use ROIPooling. For ROIAlign, GluonCV gives boxes of other levels the
-#: batch index -1, and MXNet's CPU kernel reads memory before the array: outputs change from run to
-#: run, and become infinite.
+#: R-CNNs with a feature pyramid use ROIPooling. For ROIAlign, GluonCV gives boxes of other levels
+#: the batch index -1, and MXNet's CPU kernel reads memory before the array: outputs change from run
+#: to run, and become infinite.
 _POOLED = "pool"
 #: A Faster R-CNN with a small base, which is trained: GluonCV's settings, but fewer boxes.
 SMALL_RCNN = "faster_rcnn_fpn_resnet18_v1b"
