@@ -199,6 +199,7 @@ def test_the_largest_batch_is_looked_for(limit, wanted, monkeypatch):
     assert len(asked) == len(set(asked)) <= 6
 
 
+@pytest.mark.slow
 def test_plot_draws_what_was_measured(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "speed.png"

@@ -380,6 +380,7 @@ def test_a_decorated_trainer_beside_one_that_scales_explicitly(first_is, scaled_
     assert_right(program, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["run", "variable", "patch_contrib"])
 def test_checkpoints_of_a_script_of_contrib_amp(way, tmp_path):
     """What sockeye 2.3 does with the loss scaler when it saves, and when it goes on."""
