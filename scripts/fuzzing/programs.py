@@ -31,7 +31,7 @@ class Step:
 
 @dataclass
 class Program:
-    """A network and its use; see `sources.source` for what it means."""
+    """A network and its use; `sources.source` renders it as Python."""
 
     way: str  #: "block", "trainer", "bind", "simple_bind", "module", "bucketing"
     policy: str  #: "float32" (with substitutions), "bfloat16", "float16"
