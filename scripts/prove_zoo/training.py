@@ -22,8 +22,8 @@ else:
 import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
-from networks import build, initialize, inputs_of  # noqa: E402
 
+from networks import build, initialize, inputs_of  # noqa: E402
 from processes import serve  # noqa: E402
 from zoo import Shape, case_of  # noqa: E402
 

@@ -17,10 +17,10 @@ logging.disable(logging.CRITICAL)
 import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mxnet.gluon.block import _flatten  # noqa: E402
-from networks import build, initialize, inputs_of, names  # noqa: E402
 
 import mxamp as amp  # noqa: E402
 from calibration import before_selection, calibrate  # noqa: E402
+from networks import build, initialize, inputs_of, names  # noqa: E402
 from processes import Server, first_line, serve  # noqa: E402
 from zoo import (  # noqa: E402
     FAMILIES,
