@@ -1,8 +1,8 @@
-"""What `scripts/check_gpu` runs in its environment: checks on a GPU, and one JSON file of results.
+"""Check mxamp on a GPU, and write one JSON file of results. Run by `scripts/check_gpu`.
 
     gpu_report.py [--fast] [--out FILE]
 
-The parts are processes of their own: one that dies is a result too. The file is written after each.
+Each part is a separate process, so a crash is a result too. The file is written after each part.
 """
 
 import json
@@ -63,7 +63,7 @@ def without_paths(text: str) -> str:
 
 
 def tests(run_it: Run, folder: Path) -> Dict[str, Any]:
-    """Run the tests that are marked gpu; return their counts, and how those failed that did."""
+    """Run the tests marked gpu; return their counts and failures."""
     path = folder / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-rs"]
     done = run_it([*command, "-o", "junit_family=xunit2", f"--junitxml={path}", "tests/gpu"])
@@ -96,7 +96,7 @@ def _said(case: ElementTree.Element, *names: str) -> str:
 
 
 def from_json(run_it: Run, folder: Path, name: str, *command: str) -> Dict[str, Any]:
-    """Run a script that writes JSON; return what it wrote, or what it printed where it failed."""
+    """Run a script that writes JSON; return the JSON, or the output if it fails."""
     path = folder / f"{name}.json"
     done = run_it([sys.executable, "-W", "ignore", *command, "--json", str(path)])
     found: Dict[str, Any] = {"status": done.returncode}
@@ -124,7 +124,7 @@ def parts(fast: bool, run_it: Run, folder: Path) -> Dict[str, Callable[[], Dict[
 
 
 def report(todo: Dict[str, Callable[[], Dict[str, Any]]], path: Path) -> Dict[str, Any]:
-    """Do all parts, and write the file after each."""
+    """Run all parts, and write the file after each."""
     found: Dict[str, Any] = {"schema": SCHEMA, "finished": False, "parts": {}}
     for name, part in todo.items():
         sys.stderr.write(f"\n== {name}\n")
@@ -137,7 +137,7 @@ def report(todo: Dict[str, Callable[[], Dict[str, Any]]], path: Path) -> Dict[st
 
 
 def summary(found: Dict[str, Any]) -> List[str]:
-    """Return what a reader wants to know first."""
+    """Return the most important results as lines."""
     done = found["parts"]
     gpus = ", ".join(gpu["name"] for gpu in done["doctor"].get("gpus", ())) or "unknown GPU"
     lines = [f"GPU: {gpus}"]

@@ -1,15 +1,12 @@
-"""Trains a network on handwritten digits in three precisions, and converts the saved model.
+"""Train a network on handwritten digits in three precisions, and convert the saved model.
 
     scripts/quickstart [--fast]
     main_job.py [--fast] [--device gpu] [--json FILE]
 
-A small convolutional net with BatchNorm, hybridized, same seed each time: in float32, in float16
-with dynamic loss scaling, in bfloat16. The float32 model is then exported, its files are converted
-to either precision, and loaded again by plain MXNet with mxamp switched off.
-
-That net is too small to say anything about speed, so a ResNet-18 with random weights is timed last,
-in float32 and in bfloat16, for inference and for training, on CPUs with avx512. On a GPU the job is
-done in float32 and float16, and nothing is timed: scripts/bench/models does that.
+A small convolutional net trains with the same seed in float32, in float16 with dynamic loss
+scaling, and in bfloat16. The exported float32 model is converted to both, and loaded by plain MXNet
+with mxamp switched off. On CPUs with avx512, a ResNet-18 with random weights is timed in float32
+and bfloat16. On a GPU the job runs in float32 and float16, without timing.
 """
 
 import json
@@ -18,6 +15,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import AbstractSet, Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
@@ -39,9 +37,9 @@ from sklearn.datasets import load_digits
 from mxamp.framework.machine import cpu_name, dtype_name, features, threads
 
 BATCH = 64
-# High enough that the first steps overflow: the scaler has to find its way down.
+# High enough for overflows in the first steps, so that the scaler has to lower it.
 FIRST_SCALE = 2.0**24
-# The timed net's batch, its rounds, and up to where two speeds count as the same.
+# The timed net's batch and rounds, and the difference up to which two speeds count as equal.
 IMAGES, ROUNDS, SAME = 2, 3, 0.05
 
 Data = Tuple[mx.nd.NDArray, mx.nd.NDArray]
@@ -59,16 +57,13 @@ class Row(NamedTuple):
 
 
 def digits() -> Tuple[Data, Data]:
-    """Return 898 images to train on and 899 to test on, 8x8, in a fixed order."""
+    """Return 898 images of 8x8 to train on and 899 to test on, in a fixed order."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(len(images))
     images = (images[order].reshape(-1, 1, 8, 8) / 16).astype("float32")
-    labels = labels[order].astype("float32")
-    cut = len(images) // 2
-    return (
-        (mx.nd.array(images[:cut]), mx.nd.array(labels[:cut])),
-        (mx.nd.array(images[cut:]), mx.nd.array(labels[cut:])),
-    )
+    halves = np.split(np.arange(len(images)), [len(images) // 2])
+    train, test = ((mx.nd.array(images[i]), mx.nd.array(labels[order][i])) for i in halves)
+    return train, test
 
 
 def network() -> nn.HybridBlock:
@@ -77,12 +72,8 @@ def network() -> nn.HybridBlock:
     net = nn.HybridSequential(prefix="digits_")
     with net.name_scope():
         for channels in (16, 32):
-            net.add(
-                nn.Conv2D(channels, 3, padding=1, use_bias=False),
-                nn.BatchNorm(),
-                nn.Activation("relu"),
-                nn.MaxPool2D(2),
-            )
+            net.add(nn.Conv2D(channels, 3, padding=1, use_bias=False), nn.BatchNorm())
+            net.add(nn.Activation("relu"), nn.MaxPool2D(2))
         net.add(nn.Dense(64, activation="relu"), nn.Dense(10))
     net.initialize(mx.init.Xavier())
     net.hybridize(static_alloc=True)
@@ -97,10 +88,9 @@ def train(dtype: Optional[str], data: Data, epochs: int, advance: Any) -> Tuple[
     schedule = mx.lr_scheduler.CosineScheduler(steps, base_lr=0.05, final_lr=0)
     settings = {"lr_scheduler": schedule, "momentum": 0.9, "wd": 1e-4}
     trainer = gluon.Trainer(net.collect_params(), "nag", settings)
-    if dtype == "float16":
-        amp.init_trainer(trainer, amp.LossScaler(init_scale=FIRST_SCALE))
-    elif dtype is not None:
-        amp.init_trainer(trainer)
+    if dtype is not None:
+        low = dtype == "float16"
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=FIRST_SCALE) if low else None)
     loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
     rng = np.random.RandomState(1)
     for _ in range(epochs):
@@ -109,16 +99,17 @@ def train(dtype: Optional[str], data: Data, epochs: int, advance: Any) -> Tuple[
             index = mx.nd.array(order[start : start + BATCH])
             x, y = images.take(index), labels.take(index)
             with autograd.record():
-                loss = loss_function(net(x), y).mean()
-                if dtype is None:
-                    autograd.backward(loss)
-                else:
-                    with amp.scale_loss(loss, trainer) as scaled:
-                        autograd.backward(scaled)
+                backward(loss_function(net(x), y).mean(), trainer if dtype else None)
             trainer.step(1)
             mx.nd.waitall()
             advance()
     return net, trainer
+
+
+def backward(loss: mx.nd.NDArray, trainer: Optional[gluon.Trainer]) -> None:
+    """Compute gradients, of the scaled loss if there is a trainer that scales."""
+    with amp.scale_loss(loss, trainer) if trainer else nullcontext(loss) as scaled:
+        autograd.backward(scaled)
 
 
 def accuracy(outputs: mx.nd.NDArray, data: Data) -> float:
@@ -132,14 +123,14 @@ def parameter_bytes(net: Any) -> int:
     )
 
 
-#: The dtypes that a kind of device has kernels for.
+#: The low-precision dtypes of each device.
 DTYPES = {"cpu": ("float16", "bfloat16"), "gpu": ("float16",)}
 
 
 def trained_rows(
     data: Data, test: Data, epochs: int, folder: Path, progress: Progress
 ) -> List[Row]:
-    """Train in each precision; leaves the exported float32 model in `folder`."""
+    """Train in each precision; export the float32 model to `folder`."""
     rows: List[Row] = []
     ctx = mx.current_context()
     for dtype in (None, *DTYPES[ctx.device_type]):
@@ -167,7 +158,7 @@ def trained_rows(
 
 
 def converted_rows(test: Data, folder: Path) -> List[Row]:
-    """Convert the exported files, load the result with mxamp off, compare."""
+    """Convert the exported files, load them with mxamp off, and compare."""
     rows = []
     device = mx.current_context().device_type
     expected = load(folder / "digits")(test[0])
@@ -189,9 +180,9 @@ def converted_rows(test: Data, folder: Path) -> List[Row]:
 
 
 def load(prefix: Path) -> gluon.SymbolBlock:
-    """Load a saved model the way any MXNet program does."""
+    """Load a saved model as plain MXNet does."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MXNet wonders about the dtype of its input
+        warnings.simplefilter("ignore")  # MXNet warns about the dtype of the input
         files = f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params"
         return gluon.SymbolBlock.imports(*files, ctx=mx.current_context())
 
@@ -199,68 +190,65 @@ def load(prefix: Path) -> gluon.SymbolBlock:
 # ---------------------------------------------------------------------- speed
 
 
-# Measured with oneDNN held to AVX2: 0.03 to 0.05 times float32's speed, minutes for this table.
+# Measured with oneDNN limited to AVX2: 0.03 to 0.05 times float32's speed, minutes for this table.
 NOT_TIMED = (
-    "Speed is not measured here: without avx512 MXNet has no fast kernels for bfloat16 and "
-    "float16. Both are computed in float32 on rounded values, for trying and testing, and are "
-    "many times slower than float32."
+    "Speed is not measured here: without avx512, MXNet has no fast kernels for bfloat16 and "
+    "float16. It computes both in float32 on rounded values, many times slower than float32."
 )
 
 
 class Speed(NamedTuple):
-    """How long one way of running the timed net takes, and how many times as fast it is."""
+    """The time of one way to run the net, and float32's time divided by it."""
 
     name: str
     milliseconds: float
-    ratio: float  # the median over rounds of float32's time to this one's
+    ratio: float
 
 
-def resnet(dtype: Optional[str]) -> Tuple[Callable[[], None], Callable[[], None]]:
-    """Return what runs a ResNet-18 and what trains it a step, on nets of their own."""
-    data, label = mx.nd.random.normal(shape=(IMAGES, 3, 224, 224)), mx.nd.zeros(IMAGES)
-    running, trained = vision.resnet18_v1(), vision.resnet18_v1()
-    for net in (running, trained):
-        net.initialize()
+def resnet() -> nn.HybridBlock:
+    net = vision.resnet18_v1()
+    net.initialize()
+    net.hybridize(static_alloc=True, static_shape=True)
+    return net
+
+
+def inference(dtype: Optional[str], convert: bool = False) -> Callable[[], None]:
+    """Return a function that runs a ResNet-18 once."""
+    net, data = resnet(), mx.nd.random.normal(shape=(IMAGES, 3, 224, 224))
+    if convert:
+        net(data)
+        net = amp.convert_hybrid_block(net, dtype, cast_optional_params=True, example_inputs=data)
         net.hybridize(static_alloc=True, static_shape=True)
-    # mxamp's trainers update outside the kvstore; so does float32's here: the same work for both.
+
+    def run() -> None:
+        with amp.autocast(dtype, enabled=dtype is not None and not convert):
+            net(data).wait_to_read()
+
+    return run
+
+
+def training(dtype: Optional[str]) -> Callable[[], None]:
+    """Return a function that trains a ResNet-18 for one step."""
+    net, data = resnet(), mx.nd.random.normal(shape=(IMAGES, 3, 224, 224))
+    loss_function, label = gluon.loss.SoftmaxCrossEntropyLoss(), mx.nd.zeros(IMAGES)
+    # mxamp's trainers update outside the kvstore; float32's does so here for a fair comparison.
     settings = {"learning_rate": 1e-3, "momentum": 0.9}
-    trainer = gluon.Trainer(trained.collect_params(), "sgd", settings, update_on_kvstore=False)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
     if dtype is not None:
         amp.init_trainer(trainer, amp.NoScaler())
-    loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
-
-    def infer() -> None:
-        with amp.autocast(dtype, enabled=dtype is not None):
-            running(data).wait_to_read()
 
     def step() -> None:
         with amp.autocast(dtype, enabled=dtype is not None):
             with autograd.record():
-                loss = loss_function(trained(data), label)
-                if dtype is None:
-                    autograd.backward(loss)
-                else:
-                    with amp.scale_loss(loss, trainer) as scaled:
-                        autograd.backward(scaled)
+                backward(loss_function(net(data), label), trainer if dtype else None)
             trainer.step(IMAGES)
             mx.nd.waitall()
 
-    return infer, step
+    return step
 
 
-def converted_resnet() -> Callable[[], None]:
-    data = mx.nd.random.normal(shape=(IMAGES, 3, 224, 224))
-    net = vision.resnet18_v1()
-    net.initialize()
-    net.hybridize()
-    net(data)
-    net = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=True, example_inputs=data)
-    net.hybridize(static_alloc=True, static_shape=True)
-    return lambda: net(data).wait_to_read()
-
-
-def in_turn(runs: Dict[str, Callable[[], None]], progress: Progress) -> Dict[str, Speed]:
-    """Time all in turn, round after round; the first is what the others are compared with."""
+def in_turn(runs: Dict[str, Callable[[], None]], progress: Progress) -> List[Speed]:
+    """Time all in turn, round after round, and compare with the first."""
     task = progress.add_task("timing a ResNet-18", total=(ROUNDS + 1) * len(runs))
     times: Dict[str, List[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS + 1):
@@ -269,124 +257,104 @@ def in_turn(runs: Dict[str, Callable[[], None]], progress: Progress) -> Dict[str
             run()
             times[name].append(time.perf_counter() - began)
             progress.advance(task)
-    base = next(iter(times.values()))[1:]  # the first round compiles
-    return {
-        name: Speed(
-            name, statistics.median(spent[1:]) * 1e3,
-            statistics.median(a / b for a, b in zip(base, spent[1:])),
+    # The first round compiles.
+    base, *_ = seconds = [spent[1:] for spent in times.values()]
+    return [
+        Speed(
+            name,
+            statistics.median(spent) * 1e3,
+            statistics.median(a / b for a, b in zip(base, spent)),
         )
-        for name, spent in times.items()
-    }  # fmt: skip
+        for name, spent in zip(times, seconds)
+    ]
 
 
-def speeds(progress: Progress) -> Tuple[Dict[str, Speed], Dict[str, Speed]]:
-    """Return how fast a ResNet-18 runs, and how fast it trains."""
-    (infer, step), (infer_low, step_low) = resnet(None), resnet("bfloat16")
-    inference = {
-        "float32": infer, "bfloat16": infer_low, "converted to bfloat16": converted_resnet()
-    }  # fmt: skip
-    training = {"float32": step, "bfloat16": step_low}
-    return in_turn(inference, progress), in_turn(training, progress)
+def speeds(progress: Progress) -> List[Speed]:
+    """Return the speeds of a ResNet-18: three in inference, two in training."""
+    running = {
+        "inference, float32": inference(None),
+        "inference, bfloat16": inference("bfloat16"),
+        "inference, converted to bfloat16": inference("bfloat16", convert=True),
+    }
+    steps = {
+        f"training step, {dtype or 'float32'}": training(dtype) for dtype in (None, "bfloat16")
+    }
+    return in_turn(running, progress) + in_turn(steps, progress)
 
 
-def speed_of(ratio: float) -> str:
-    """Return a ratio to float32 in words."""
-    return (
+def verdict(inferred: float, trained: float, found: AbstractSet[str]) -> str:
+    """Explain two ratios of bfloat16's speed to float32's on a CPU with these features."""
+    inferring, training = (
         "about float32's speed" if abs(ratio - 1) < SAME else f"{ratio:.2f} times float32's speed"
+        for ratio in (inferred, trained)
     )
-
-
-def verdict(inference: float, training: float, found: AbstractSet[str]) -> str:
-    """Return what the two ratios say of bfloat16 on a CPU with these features."""
-    says = (
-        f"Here bfloat16 runs this net, converted, at {speed_of(inference)}, and trains it at "
-        f"{speed_of(training)}."
-    )
+    says = f"Here bfloat16 runs this net, converted, at {inferring}, and trains it at {training}."
     arithmetic = bool(found & {"avx512_bf16", "amx_bf16"})
-    slower, faster = min(inference, training) < 1 - SAME, max(inference, training) > 1 + SAME
-    if slower and not arithmetic:
-        return f"{says} bfloat16 is slower because this CPU has no bfloat16 arithmetic."
-    if slower:
-        return (
-            f"{says} This CPU has bfloat16 arithmetic, so that is not expected: was it busy with "
-            "something else? scripts/bench/models measures for longer."
-        )
-    if faster and not arithmetic:
-        return (
-            f"{says} This CPU has no bfloat16 arithmetic: the gain comes from mxamp's equivalents "
-            "of operators, and other nets may be slower."
-        )
-    if faster:
-        return f"{says} This CPU has bfloat16 arithmetic."
-    return says
-
-
-def show_speeds(inference: Dict[str, Speed], training: Dict[str, Speed], console: Console) -> None:
-    cores = "1 core" if threads() == 1 else f"{threads()} cores"
-    table = Table(title=f"ResNet-18, {IMAGES} images of 224 x 224, {cores}", box=SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for heading in ("ms", "speed against float32"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for kind, found in (("inference", inference), ("training step", training)):
-        for row in found.values():
-            table.add_row(f"{kind}, {row.name}", f"{row.milliseconds:.0f}", f"{row.ratio:.2f}")
-    console.print(table)
-    inferred = inference["converted to bfloat16"].ratio
-    console.print(verdict(inferred, training["bfloat16"].ratio, features()), highlight=False)
-    console.print("float16 is not timed: on CPUs its values are true and its speed is not.")
+    slower, faster = min(inferred, trained) < 1 - SAME, max(inferred, trained) > 1 + SAME
+    reasons = {
+        (True, False): "bfloat16 is slower because this CPU has no bfloat16 arithmetic.",
+        (True, True): "This CPU has bfloat16 arithmetic, so that is not expected: was it busy with "
+        "something else? scripts/bench/models measures for longer.",
+        (False, False): "This CPU has no bfloat16 arithmetic: the gain comes from mxamp's "
+        "equivalents of operators, and other nets may be slower.",
+        (False, True): "This CPU has bfloat16 arithmetic.",
+    }
+    return f"{says} {reasons[slower, arithmetic]}" if slower or faster else says
 
 
 # ---------------------------------------------------------------------- the report
 
 
-def describe_cpu() -> str:
-    found = features()
-    if found & {"avx512_bf16", "amx_bf16"}:
-        says = "it has bfloat16 arithmetic"
-    elif "avx512" in found:
-        says = "it has avx512 and no bfloat16 arithmetic"
-    else:
-        says = "it has no avx512: bfloat16 is computed in float32 on rounded values"
-    return f"{cpu_name()}: {says}."
+def table(title: str, *headings: str) -> Table:
+    made = Table(title=title, box=SIMPLE_HEAD)
+    made.add_column("", no_wrap=True)
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def show_speeds(found: List[Speed], console: Console) -> None:
+    cores = "1 core" if threads() == 1 else f"{threads()} cores"
+    title = f"ResNet-18, {IMAGES} images of 224 x 224, {cores}"
+    shown = table(title, "ms", "speed against float32")
+    for row in found:
+        shown.add_row(row.name, f"{row.milliseconds:.0f}", f"{row.ratio:.2f}")
+    console.print(shown)
+    _, _, converted, _, trained = (row.ratio for row in found)
+    console.print(verdict(converted, trained, features()), highlight=False)
+    console.print("float16 is not timed: MXNet computes it on CPUs correctly, but slowly.")
 
 
 def show(rows: List[Row], console: Console) -> None:
-    table = Table(title="Handwritten digits, 899 test images", box=SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for heading in (
-        "accuracy", "scale", "skipped", "bytes", "max diff",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right", no_wrap=True)
-
-    def text(value: Any, form: str) -> str:
-        return "" if value is None else format(value, form)
-
+    shown = table(
+        "Handwritten digits, 899 test images", "accuracy", "scale", "skipped", "bytes", "max diff"
+    )
     for row in rows:
-        table.add_row(
-            row.name, f"{row.accuracy:.2%}", text(row.loss_scale, ",.0f"), text(row.skipped, "d"),
-            f"{row.parameter_bytes:,}", f"{row.difference:.2g}",
+        scaled = row.loss_scale is not None
+        shown.add_row(
+            row.name, f"{row.accuracy:.2%}", f"{row.loss_scale:,.0f}" if scaled else "",
+            str(row.skipped) if scaled else "", f"{row.parameter_bytes:,}", f"{row.difference:.2g}",
         )  # fmt: skip
-    console.print(table)
+    console.print(shown)
     console.print(
-        "scale: the loss scale at the end. skipped: steps without an update, as gradients "
-        "overflowed. bytes: of parameters. max diff: the largest difference of an output to "
-        "that of the same weights in float32."
+        "scale: the final loss scale. skipped: steps without an update because gradients "
+        "overflowed. bytes: of parameters. max diff: the largest difference of an output from "
+        "float32's with the same weights."
     )
 
 
 def failures(rows: List[Row]) -> List[str]:
-    """Return what is not as it should be."""
-    plain = rows[0].accuracy
-    found = [
-        f"{row.name}: {row.accuracy:.2%} is not above 97 %" for row in rows if row.accuracy <= 0.97
-    ]
-    found += [
-        f"{row.name}: {row.accuracy:.2%} is more than 0.5 points from float32's {plain:.2%}"
-        for row in rows
-        if abs(row.accuracy - plain) > 0.005
-    ]
+    """Return a sentence for each failed check."""
+    plain, found = rows[0].accuracy, []
+    for row in rows:
+        if row.accuracy <= 0.97:
+            found.append(f"{row.name}: {row.accuracy:.2%} is not above 97 %")
+        if abs(row.accuracy - plain) > 0.005:
+            found.append(
+                f"{row.name}: {row.accuracy:.2%} is more than 0.5 points from float32's {plain:.2%}"
+            )
     if not rows[1].skipped:
-        found.append("float16: the starting scale was to overflow, and no step was skipped")
+        found.append("float16: no step was skipped, although the first loss scale should overflow")
     return found
 
 
@@ -403,7 +371,9 @@ def main(fast: bool, device: str, json_path: Optional[Path]) -> None:
     console = Console()
     timed = None
     if device == "cpu":
-        console.print(describe_cpu(), highlight=False)
+        console.print(
+            f"{cpu_name()}: {', '.join(sorted(features())) or 'no avx512'}.", highlight=False
+        )
     with tempfile.TemporaryDirectory() as name, Progress(
         console=console, transient=True
     ) as progress, mx.Context(device):
@@ -414,7 +384,7 @@ def main(fast: bool, device: str, json_path: Optional[Path]) -> None:
             timed = speeds(progress)
     show(rows, console)
     if timed is not None:
-        show_speeds(*timed, console)
+        show_speeds(timed, console)
     elif device == "cpu":
         console.print(NOT_TIMED, highlight=False)
     problems = failures(rows)
@@ -422,11 +392,11 @@ def main(fast: bool, device: str, json_path: Optional[Path]) -> None:
         found = {"device": device, "rows": [row._asdict() for row in rows], "problems": problems}
         json_path.write_text(json.dumps(found, indent=1) + "\n")
     for problem in problems:
-        console.print(f"[red]not as it should be:[/red] {problem}")
+        console.print(f"[red]failed:[/red] {problem}")
     if problems:
         raise SystemExit(1)
     console.print("All within 0.5 points of float32's accuracy, above 97 %.")
-    console.print("Next: README.md, whose commands are there after `source .venv/bin/activate`.")
+    console.print("Next: `source .venv/bin/activate`, and the commands of README.md.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The steps of scripts/release: build, check, install, measure; publish if that was asked for."""
+"""The steps of scripts/release: build, check, install, measure coverage, and optionally publish."""
 
 import argparse
 import configparser
@@ -21,20 +21,20 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 PYTHONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13")
-#: What runs of the tests on every Python, from outside the checkout. On one of them all fast tests
-#: run; the whole suite runs once, for coverage.
+#: The tests that run on every Python, outside the checkout. One Python runs all fast tests; the
+#: coverage step runs the whole suite.
 TESTS = (
     "tests/policy/test_decision.py", "tests/scaling/test_scaler.py",
     "tests/convert/test_symbols.py", "tests/test_cli.py",
 )  # fmt: skip
 FAST_ON = "3.11"
-#: Extras of which pip would fetch gigabytes even for a dry run: their pins are looked up.
+#: Extras whose dry run downloads gigabytes: only their pins are looked up.
 LARGE = ("cu112",)
 INSTALLED = "import sys, mxamp; assert mxamp.__file__.startswith(sys.prefix), mxamp.__file__"
 
 
 class StepError(Exception):
-    """A step that did not pass; its words are in the table."""
+    """A failed step; the table shows its message."""
 
 
 class Row(NamedTuple):
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What scripts/release was given, and where the steps work."""
+    """The options of scripts/release, and the steps' working folder."""
 
     dry_run: bool
     repository: str
@@ -57,8 +57,8 @@ class Options(NamedTuple):
 
 
 def run(*command: object, cwd: Path = ROOT, **env: str) -> str:
-    """Run a command and return what it printed; its last lines are the failure's words."""
-    # The checkout is not on the path: what is installed is what is tested.
+    """Run a command and return its output; raise with its last line if it fails."""
+    # Without the checkout on the path, the installed package is tested.
     given = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env={**given, **env},
@@ -74,7 +74,7 @@ def run(*command: object, cwd: Path = ROOT, **env: str) -> str:
 
 
 def version() -> str:
-    """Return the version that is going to be released."""
+    """Return the version to release."""
     return re.search(r'__version__ = "(.+)"', (ROOT / "mxamp" / "_version.py").read_text())[1]
 
 
@@ -114,13 +114,13 @@ def _built() -> Dict[str, Path]:
 
 
 def metadata(options: Options) -> str:
-    """Check the metadata as an index would."""
+    """Check the metadata as a package index does."""
     run(sys.executable, "-m", "twine", "check", "--strict", *_built().values())
     return "twine check --strict"
 
 
 def pythons(given: str) -> List[str]:
-    """Return the Pythons to install on, by default all that are supported and on the PATH."""
+    """Return the Pythons to install on; by default all supported ones on the PATH."""
     if given:
         return given.split(",")
     found = [f"python{number}" for number in PYTHONS]
@@ -128,7 +128,7 @@ def pythons(given: str) -> List[str]:
 
 
 def _number(python: str) -> str:
-    """Return a Python's version, such as 3.11, or nothing if it does not run."""
+    """Return a Python's version, such as 3.11, or "" if it does not run."""
     program = "import sys; print('%d.%d' % sys.version_info[:2])"
     try:
         return subprocess.check_output(
@@ -162,7 +162,7 @@ def _pip_install(python: Path, artifact: Path, extras: Sequence[str]) -> None:
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", CONSTRAINTS]
     run(*pip, "pip", "setuptools", "wheel")
     if _number(str(python)) == "3.13":
-        # MXNet asks for NumPy below 2, of which there is none for 3.13, and runs on 2.1.3.
+        # MXNet requires NumPy below 2, which 3.13 lacks, but runs on 2.1.3.
         run(*pip, "--no-deps", "mxnet")
         run(*pip, "requests", "graphviz")
     else:
@@ -179,7 +179,7 @@ def _tests(python: Path, folder: Path) -> str:
         tests = ("tests",)  # some of them read the sources
     else:
         shutil.rmtree(unpacked / "mxamp")
-    # In one process, and not as a module: either would find the sources before what is installed.
+    # `python -m pytest` or worker processes would import the sources, not the installed package.
     said = run(
         python.with_name("pytest"), "-q", "-m", "not slow and not proof", *tests, cwd=unpacked
     )
@@ -187,7 +187,7 @@ def _tests(python: Path, folder: Path) -> str:
 
 
 def extras(name: str, requirements: Sequence[str], options: Options) -> str:
-    """See whether pip can install an extra beside the rest."""
+    """Check that pip can resolve an extra together with mxamp."""
     pip = [sys.executable, "-m", "pip"]
     if name in LARGE:
         for requirement in requirements:
@@ -218,7 +218,7 @@ def docs(options: Options) -> str:
 
 
 def coverage(options: Options) -> str:
-    """Run the whole suite and measure which lines of the package it runs."""
+    """Run the whole suite and measure line coverage of the package."""
     data = {"COVERAGE_FILE": str(options.folder / ".coverage")}
     tool = [sys.executable, "-m", "coverage"]
     cores = str(min(len(os.sched_getaffinity(0)), 4))
@@ -231,13 +231,13 @@ def coverage(options: Options) -> str:
 
 
 def publish(options: Options) -> str:
-    """Upload what was built."""
+    """Upload the distributions."""
     run(sys.executable, "-m", "twine", "upload", "-r", options.repository, *_built().values())
     return options.repository
 
 
 def steps(options: Options) -> Dict[str, Callable[[], str]]:
-    """Return all steps in order; those of one name before the colon belong together."""
+    """Return all steps in order; --only selects by the name before the colon."""
     plain = {"state": state, "build": build, "metadata": metadata}
     found = {name: _bound(step, options) for name, step in plain.items()}
     for python in options.pythons:
@@ -255,7 +255,7 @@ def _bound(step: Callable[..., str], *arguments: object) -> Callable[[], str]:
 
 
 def measured(name: str, step: Callable[[], str]) -> Row:
-    """Run a step, and return its line of the table."""
+    """Run a step, and return its row of the table."""
     print(f"{name} ...", flush=True)
     begun = time.monotonic()
     try:
@@ -270,7 +270,7 @@ def measured(name: str, step: Callable[[], str]) -> Row:
 
 def show(rows: Sequence[Row]) -> None:
     """Print the table."""
-    table = Table("step", "", "seconds", "what it says")
+    table = Table("step", "", "seconds", "result")
     for row in rows:
         table.add_row(
             row.step, "passed" if row.passed else "FAILED", f"{row.seconds:.0f}", row.note
@@ -279,7 +279,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments that scripts/release has let through."""
+    """Parse the arguments passed on by scripts/release."""
     parser = argparse.ArgumentParser(prog="scripts/release")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--repository", default="")
@@ -299,7 +299,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the steps, print the table, publish if all have passed and that was asked for."""
+    """Run the steps, print the table, and publish on request if all passed."""
     given = parsed(arguments)
     chosen = pythons(given.pythons)
     for python in chosen:

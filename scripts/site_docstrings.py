@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: examples as code, remarks before parameters, default values.
+"""Docstrings for the site: examples as code, remarks before parameters, default values.
 
 Griffe, which reads the docstrings for MkDocs, calls this. `help` shows them as they are written.
 """
@@ -17,12 +17,12 @@ class Docstrings(Extension):
     """Rewrites docstrings for Markdown, and names of constants as their values."""
 
     def on_instance(self, *, obj: Object, **kwargs: Any) -> None:
-        """Rewrite the docstring of what has just been read."""
+        """Rewrite the docstring of an object."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_package_loaded(self, *, pkg: Module, loader: GriffeLoader, **kwargs: Any) -> None:
-        """Put the values of constants where they are defaults of parameters."""
+        """Replace constants in parameter defaults by their values."""
         for function in _functions(pkg):
             for parameter in function.parameters:
                 value = _value(function, str(parameter.default or ""))
@@ -45,7 +45,7 @@ def as_markdown(text: str) -> str:
 
 
 def _fenced(lines: List[str]) -> List[str]:
-    """Fence `>>>` examples, and what is indented below a `::`."""
+    """Fence `>>>` examples and blocks indented below a `::`."""
     done: List[str] = []
     fence = ""
     for line in lines:
@@ -113,5 +113,5 @@ def _value(function: Any, name: str) -> Optional[str]:
         found = found.final_target if isinstance(found, Alias) else found
     except KeyError:
         return None
-    # A default that can be told from the same value given is that value to the reader.
+    # A sentinel that equals a value is shown as that value.
     return re.sub(r"^_\w+\((.*)\)$", r"\1", str(getattr(found, "value", name)))

@@ -1,4 +1,4 @@
-"""What the site shows beside docs/: examples, operator lists, the project's own pages, signatures.
+"""Pages of the site from outside docs/: examples, operator lists, project pages, signatures.
 
 On a code host the pages in docs/ are read as they are, and their links lead to files. MkDocs calls
 these functions, which make pages of such files and let the links lead there.
@@ -24,14 +24,14 @@ ROW = re.compile(r"^\| `([\w.]+)(.*)` \| (.*) \|$", re.M)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made of files outside docs/."""
+    """Add the pages made from files outside docs/."""
     for name, text in _pages():
         files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links to files lead to their pages; put docstrings below the tables of the reference."""
+    """Link files to their pages; add docstrings below the tables of the reference."""
     if page.file.src_uri == "api.md":
         markdown = _with_docstrings(markdown)
     folder = (ROOT / "docs" / page.file.src_uri).parent
@@ -66,7 +66,7 @@ def _page_text(path: Path) -> str:
 
 
 def _target(target: str, folder: Path) -> str:
-    """Return where a link leads in the site: a file outside docs/ has a page if it is shown."""
+    """Return the target of a link in the site: the page of a file outside docs/, if it has one."""
     if not target.startswith("../"):
         return target
     path = (folder / target).resolve()
@@ -85,7 +85,7 @@ def _with_docstrings(markdown: str) -> str:
 def _section(text: str) -> str:
     names = [found[1] for found in ROW.finditer(text)]
     rows = ROW.sub(r"| [`\1`](#mxamp.\1) | \3 |", text)
-    # Methods are shown with their classes, and a module by what is in it.
+    # Classes show their methods, and modules their contents.
     shown = [name for name in names if name != "debugging" and not _is_method(name)]
     return rows.rstrip() + "\n\n" + "".join(f"::: mxamp.{name}\n\n" for name in shown)
 

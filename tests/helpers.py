@@ -1,6 +1,7 @@
 """The oracle: casts written by hand, around plain MXNet."""
 
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -42,6 +43,18 @@ def needs(feature):
 
 #: For tests whose failure does not show the error that would skip them (see conftest).
 needs_float16 = needs("float16_on_cpus")
+
+
+def pairwise(*factors):
+    """Return few rows of values in which each pair of values of two factors occurs."""
+    rows = [tuple(enumerate(row)) for row in itertools.product(*factors)]
+    left = {pair for row in rows for pair in itertools.combinations(row, 2)}
+    chosen = []
+    while left:
+        best = max(rows, key=lambda row: len(left.intersection(itertools.combinations(row, 2))))
+        left.difference_update(itertools.combinations(best, 2))
+        chosen.append([value for _, value in best])
+    return chosen
 
 
 def float16_policy():

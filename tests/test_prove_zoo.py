@@ -111,7 +111,7 @@ def test_what_counts_as_wrong(module, change, words):
 def test_boxes_are_matched_by_class_and_overlap(module):
     import numpy as np
 
-    outputs = module("outputs")
+    outputs = module("zoo")
     ours = [
         np.array([[[0.0], [1.0]]]),
         np.array([[[0.9], [0.5]]]),

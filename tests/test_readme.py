@@ -38,7 +38,7 @@ def test_pages(page, tmp_path, monkeypatch):
 
 
 def test_it_is_short_and_has_blocks_and_both_commands():
-    assert len(TEXT.splitlines()) <= 150
+    assert len(TEXT.splitlines()) <= 120
     assert len(BLOCKS) >= 3
     assert "scripts/quickstart" in TEXT
     assert "scripts/test" in TEXT

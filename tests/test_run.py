@@ -45,6 +45,7 @@ def write(path, text, start=IN_MIXED_PRECISION):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--epochs", "3", "-x"], ["--dtype", "int8", "--help", "-m", "a"], ["--", "a", "--"], []]
 )  # fmt: skip
@@ -53,6 +54,7 @@ def test_arguments_are_the_scripts(tmp_path, arguments):
     assert mxamp_run(tmp_path, "train.py", *arguments) == (0, [str(["train.py", *arguments])], [])
 
 
+@pytest.mark.slow
 def test_a_script_in_another_folder_is_the_main_module(tmp_path):
     write(tmp_path / "far" / "beside.py", "x = 1", start="")
     text = """
@@ -72,6 +74,7 @@ def test_a_script_in_another_folder_is_the_main_module(tmp_path):
     assert mxamp_run(tmp_path, "far/train.py") == (0, wanted, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, wanted",
     [
@@ -94,6 +97,7 @@ def test_modules_packages_folders_and_standard_input(tmp_path, arguments, wanted
     assert mxamp_run(tmp_path, *arguments, stdin=stdin) == (0, [wanted], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line, status, last",
     [
@@ -144,6 +148,7 @@ def test_compiled_code_that_imports_mxamp_is_left_alone(tmp_path):
     assert mxamp_run(tmp_path, "train.pyc") == (0, ["False"], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, times", [("bfloat16", 1), pytest.param("float16", 2, marks=needs_float16)]
 )
@@ -156,6 +161,7 @@ def test_a_script_that_calls_init_hears_once_what_has_not_changed(tmp_path, dtyp
     assert not [line for line in said if "is off" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -193,6 +199,7 @@ def test_what_is_no_python_is_shown_as_python_does(tmp_path, arguments):
     assert not any("mxamp" in line for line in errors)
 
 
+@pytest.mark.slow
 @needs_float16
 def test_policy_files(tmp_path):
     text = "import os; print(amp.current_policy().target_dtype, [n for n in os.environ if 'MIXED' in n])"
@@ -220,6 +227,7 @@ def test_a_module_that_the_program_lacks_is_its_own_error(tmp_path):
     assert errors[-1] == "ModuleNotFoundError: No module named 'none_of_that'"
 
 
+@pytest.mark.slow
 def test_forked_processes_that_train_do_so_in_mixed_precision(tmp_path):
     status, lines, errors = mxamp_run(tmp_path, str(PROGRAMS / "children.py"), "fork")
     assert lines[:3] == ["here lowered 1", "fork lowered 1", "fork pool 0 True"], errors

@@ -52,10 +52,8 @@ def test_python_needs_a_value(name, arguments, clone):
 def test_quickstart_refuses_what_it_does_not_know_before_it_sets_up(argument, clone):
     done = clone.run("--python", clone.python(), argument, name="quickstart")
     assert done.returncode == 2
-    assert done.error == (
-        f"error: unknown argument '{argument}'; "
-        "scripts/quickstart takes --fast, --python PYTHON and --help\n"
-    )
+    assert f"'{argument}'" in done.error
+    assert "--fast, --python PYTHON" in done.error
     assert not (clone.path / ".venv").exists()
 
 

@@ -1,10 +1,11 @@
-"""The contenders of `scripts/bench/models`: who can run here, and the process that each is."""
+"""The contenders of `scripts/bench/models` and `memory`: which run here, and their processes."""
 
 import json
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterable, NamedTuple, Optional, Sequence
 
@@ -14,77 +15,70 @@ from mxamp.errors import unknown
 
 FOLDER = Path(__file__).resolve().parent
 WORKER, EXPORT = FOLDER / "models_worker.py", FOLDER / "models_onnx.py"
-CONTENDERS = (
-    "float32", "substituted", "stock", "mxamp", "converted", "fused", "tuned", "torch32", "torch",
-    "onnxruntime", "openvino32", "openvino",
-)  # fmt: skip
-TITLES = {
-    "substituted": "float32, substituted", "stock": "mxnet.contrib.amp",
-    "converted": "mxamp, converted", "fused": "mxamp, fused", "tuned": "mxamp, tuned",
-    "torch32": "PyTorch float32", "torch": "PyTorch autocast",
-    "onnxruntime": "ONNX Runtime float32", "openvino32": "OpenVINO float32",
-    "openvino": "OpenVINO bfloat16",
-}  # fmt: skip
-#: In the order of their options: the contenders of other libraries, and what they import.
-OTHERS = {
-    "torch": (("torch32", "torch"), "torch, torchvision"),
-    "onnxruntime": (("onnxruntime",), "onnxruntime"),
-    "openvino": (("openvino32", "openvino"), "openvino"),
+
+
+class Kind(NamedTuple):
+    """A contender's title, its library if that is not MXNet, and its limits."""
+
+    title: str
+    library: str = ""
+    inference_only: bool = False
+    cpu_only: bool = False
+    bfloat16_only: bool = False
+
+
+CONTENDERS = {
+    "float32": Kind("float32"),
+    "substituted": Kind("float32, substituted", cpu_only=True, bfloat16_only=True),
+    "stock": Kind("mxnet.contrib.amp"),
+    "mxamp": Kind("mxamp"),
+    "converted": Kind("mxamp, converted", inference_only=True),
+    "fused": Kind("mxamp, fused", inference_only=True, cpu_only=True, bfloat16_only=True),
+    "tuned": Kind("mxamp, tuned", cpu_only=True, bfloat16_only=True),
+    "torch32": Kind("PyTorch float32", "torch", cpu_only=True),
+    "torch": Kind("PyTorch autocast", "torch", cpu_only=True),
+    "onnxruntime": Kind("ONNX Runtime float32", "onnxruntime", True, True),
+    "openvino32": Kind("OpenVINO float32", "openvino", True, True),
+    "openvino": Kind("OpenVINO bfloat16", "openvino", True, True, True),
 }
-#: These run the model that MXNet exports.
-ONNX = (*OTHERS["onnxruntime"][0], *OTHERS["openvino"][0])
-ONLY_INFERENCE = ("converted", "fused", *ONNX)
-ONLY_CPU = ("substituted", "fused", "tuned", *ONNX, *OTHERS["torch"][0])
-ONLY_BFLOAT16 = ("substituted", "fused", "tuned", "openvino")
+#: The modules that each library needs. All but PyTorch run the model that MXNet exports.
+LIBRARIES = {"torch": "torch, torchvision", "onnxruntime": "onnxruntime", "openvino": "openvino"}
+MODELS = (
+    "resnet50-16", "resnet50-4", "mobilenet_v2-8", "densenet121-4", "squeezenet1_1-8", "vgg16-2",
+    "resnext50_32x4d-2", "textbook-4", "mlp-64", "bert-16", "bert-4", "bert_base-4",
+    "bert_base_512-1", "lstm-8", "lstm_cell-8", "lstm_650-20",
+)  # fmt: skip
 
 
 class Setup(NamedTuple):
-    """What all contenders have in common."""
+    """The settings that all contenders share."""
 
     dtype: str
     tuned: bool
-    only: Sequence[str]  #: names of contenders; all where it is empty
-    pythons: Dict[str, str]  #: of `OTHERS`: a Python that has the library
+    only: Sequence[str]  #: names of contenders; empty for all
+    pythons: Dict[str, str]  #: for each of `LIBRARIES` that is installed, a Python that has it
     device: str = "cpu"
 
 
-def why(log: Iterable[str]) -> str:
-    """Return why a worker has failed, by the lines of its standard error."""
-    lines = [text.strip() for text in log if "Error" in text] or ["the process died"]
-    return lines[-1].replace("RuntimeError: ", "")[:100]
+def runs_exported(name: str) -> bool:
+    """Return whether a contender runs the model that MXNet exports as ONNX."""
+    return CONTENDERS[name].library in ("onnxruntime", "openvino")
 
 
 class Contender:
-    """A process that holds one model, and takes turns."""
+    """A worker process that holds one model and does a step on demand."""
 
     def __init__(
-        self,
-        name: str,
-        model: str,
-        mode: str,
-        dtype: str,
-        folder: Path,
-        python: str,
-        device: str = "cpu",
+        self, name: str, model: str, mode: str, setup: Setup, python: str, folder: Optional[Path]
     ) -> None:
         self.name = name
-        if name in ONNX and not list(folder.glob("model.onnx*")):
-            # Not in a contender's own process, whose Python needs no MXNet.
+        if folder is not None and runs_exported(name) and not list(folder.glob("model.onnx*")):
+            # The contender's own Python may lack MXNet, which exports.
             export = [sys.executable, "-W", "ignore", str(EXPORT), model, str(folder)]
             subprocess.run(export, capture_output=True, check=False)
-        command = [
-            python,
-            "-W",
-            "ignore",
-            str(WORKER),
-            name,
-            model,
-            mode,
-            dtype,
-            device,
-            str(folder),
-        ]
-        self.log = open(folder / f"{name}.log", "w+", encoding="utf-8")  # noqa: SIM115
+        command = [python, "-W", "ignore", str(WORKER), name, model, mode, setup.dtype]
+        command += [setup.device, *([str(folder)] if folder is not None else [])]
+        self.log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
@@ -92,38 +86,43 @@ class Contender:
         self.said = self.answer()
 
     def answer(self) -> Dict[str, Any]:
-        """Return what the process says next; nothing where it has failed."""
+        """Return the worker's next answer; if it has died, set `failure` and return {}."""
         line = self.process.stdout.readline() if self.process.stdout else ""
         if line:
             return dict(json.loads(line))
         self.process.wait()
         self.log.seek(0)
-        self.failure = why(self.log)
+        self.failure = last_error(self.log)
         return {}
 
-    def turn(self) -> Optional[float]:
-        """Return the seconds of one step, None where it has failed."""
+    def turn(self) -> Dict[str, Any]:
+        """Return the seconds of one step and the peak memory; {} if the worker has died."""
         if self.failure is None and self.process.stdin:
             try:
                 self.process.stdin.write("go\n")
                 self.process.stdin.flush()
             except BrokenPipeError:
                 pass
-            return self.answer().get("seconds")
-        return None
+            return self.answer()
+        return {}
 
     def close(self) -> None:
         """End the process."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in (self.process.stdin, self.process.stdout, self.log):
             if pipe is not None:
                 pipe.close()
-        self.log.close()
+
+
+def last_error(log: Iterable[str]) -> str:
+    """Return the last error in the lines of a worker's standard error."""
+    lines = [text.strip() for text in log if "Error" in text] or ["the process died"]
+    return lines[-1].replace("RuntimeError: ", "")[:100]
 
 
 def chosen(text: Optional[str]) -> Sequence[str]:
-    """Return the names that `--only` gives, float32 with them: all others are compared with it."""
+    """Return the names in `--only`, and float32, the baseline of all ratios."""
     if text is None:
         return ()
     names = [name.strip() for name in text.split(",")]
@@ -133,22 +132,38 @@ def chosen(text: Optional[str]) -> Sequence[str]:
     return [name for name in CONTENDERS if name in names or name == "float32"]
 
 
-def pythons_of(given: Dict[str, Optional[str]], only: Sequence[str]) -> Dict[str, str]:
-    """Return the Pythons that have PyTorch and others, by `OTHERS`; they are asked.
+def checked(_context: Any, _option: Any, names: Sequence[str]) -> Sequence[str]:
+    """Return the names of models; raise if neither MODELS nor GluonCV has one."""
+    own = sorted({model.rsplit("-", 1)[0] for model in MODELS})
+    for name in names:
+        if re.fullmatch(r"[\w.]+-[1-9]\d*(@[1-9]\d*)?", name) is None:
+            raise click.BadParameter(f"{name!r} has no batch: write it as in resnet50-16")
+        title = name.rsplit("-", 1)[0]
+        if title in own:
+            continue
+        from gluoncv import model_zoo
 
-    Raises where one that was given, or that a contender of `only` needs, has not.
+        known = (*own, *model_zoo.get_model_list())
+        if title.lower() not in known:
+            raise click.BadParameter(str(unknown("model", title, known)))
+    return names
+
+
+def pythons_of(given: Dict[str, Optional[str]], only: Sequence[str]) -> Dict[str, str]:
+    """Return a Python for each installed library of `LIBRARIES`.
+
+    Raises if a given Python, or the one that a contender of `only` needs, lacks the library.
     """
-    has_onnx = not _fails([sys.executable, "-c", "import onnx"])
+    has_onnx = _imports(sys.executable, "onnx")
     found = {}
-    for library, (names, modules) in OTHERS.items():
-        python = given[library] or sys.executable
-        asked = given[library] is not None or bool(set(names) & set(only))
-        fits = has_onnx or not set(names) & set(ONNX)
-        if _fails([python, "-c", f"import {modules}"]):
+    for library, modules in LIBRARIES.items():
+        python = given.get(library) or sys.executable
+        asked = given.get(library) or any(CONTENDERS[name].library == library for name in only)
+        if not _imports(python, modules):
             if asked:
                 option = f"--{library}-python"
                 raise click.ClickException(f"{python} has no {modules}: give {option} one that has")
-        elif fits:
+        elif library == "torch" or has_onnx:
             found[library] = python
         elif asked:
             python = sys.executable
@@ -156,37 +171,29 @@ def pythons_of(given: Dict[str, Optional[str]], only: Sequence[str]) -> Dict[str
     return found
 
 
-def _fails(command: Sequence[str]) -> bool:
-    return bool(subprocess.run(command, capture_output=True, check=False).returncode)
+def _imports(python: str, modules: str) -> bool:
+    done = subprocess.run([python, "-c", f"import {modules}"], capture_output=True, check=False)
+    return done.returncode == 0
 
 
 def contenders_of(mode: str, setup: Setup) -> Dict[str, str]:
-    """Return who can run here, and the Python of each."""
-    pythons = {
-        name: setup.pythons[library]
-        for library, (names, _) in OTHERS.items()
-        if library in setup.pythons
-        for name in names
-    }
-    others = {name for names, _ in OTHERS.values() for name in names}
+    """Return the contenders that can run here, and the Python of each."""
     found = {}
     for name in setup.only or CONTENDERS:
-        if name in others and name not in pythons:
-            continue
-        if name in ONLY_INFERENCE and mode != "inference":
-            continue
-        if name == "tuned" and not setup.tuned:
-            continue
-        if name in ONLY_CPU and setup.device != "cpu":
-            continue
-        if name in ONLY_BFLOAT16 and setup.dtype != "bfloat16":
-            continue
-        found[name] = pythons.get(name, sys.executable)
+        kind = CONTENDERS[name]
+        if not (
+            (kind.library and kind.library not in setup.pythons)
+            or (kind.inference_only and mode != "inference")
+            or (kind.cpu_only and setup.device != "cpu")
+            or (kind.bfloat16_only and setup.dtype != "bfloat16")
+            or (name == "tuned" and not setup.tuned)
+        ):
+            found[name] = setup.pythons.get(kind.library, sys.executable)
     return found
 
 
 def versions(pythons: Dict[str, str]) -> Dict[str, str]:
-    """Return the versions of what is compared."""
+    """Return the versions of Python and of each library."""
     import mxnet
 
     import mxamp

@@ -1,7 +1,7 @@
-"""Runs a benchmark in the project's .venv where the Python that started it has nothing installed.
+"""Restart a script in the project's .venv if this Python lacks the packages that it needs.
 
-The benchmarks import this first. Without a .venv, --help still prints what the benchmark says of
-itself, and anything else ends with what to do.
+The scripts import this module first. Without a .venv, --help prints the script's docstring, and any
+other use exits with the command that makes one.
 """
 
 import importlib.util

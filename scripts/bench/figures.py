@@ -1,4 +1,4 @@
-"""Figures of `scripts/bench/models`: kept as JSON, and compared with older ones."""
+"""Figures of `scripts/bench/models`: save, load and compare them."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ import click
 from mxamp.errors import AmpError
 from mxamp.framework.files import write_file
 
-#: A ratio that falls by no more than this is not called slower.
+#: A ratio counts as slower if it falls by more than this.
 TOLERANCE = 0.02
 
 Figures = Dict[str, Any]
 
 
 def save(path: Path, found: Figures) -> None:
-    """Write the figures, whole: a run that is cut off leaves those of before."""
+    """Write the figures atomically, so that an interrupted run keeps the earlier ones."""
     try:
         write_file(path, json.dumps(found, indent=2).encode())
     except AmpError as error:
@@ -24,7 +24,7 @@ def save(path: Path, found: Figures) -> None:
 
 
 def load(path: Path) -> Figures:
-    """Read figures; an error of one line where a file holds none."""
+    """Read figures; raise a one-line error if the file holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         keys = [(r["model"], r["mode"], r["contender"]) for r in found["rows"]]
@@ -40,7 +40,7 @@ def load(path: Path) -> Figures:
 
 
 def check_alike(old: Figures, new: Figures) -> None:
-    """Raise where two sets of figures were taken under other conditions."""
+    """Raise if two sets of figures come from different machines or settings."""
     for part, keys in (("machine", ("cpu", "features", "cores")), ("setup", ("dtype", "device"))):
         for key in keys:
             before, now = (found.get(part, {}).get(key) for found in (old, new))
@@ -51,9 +51,9 @@ def check_alike(old: Figures, new: Figures) -> None:
 
 
 def slower(old: Figures, new: Figures) -> List[str]:
-    """Return a line for each contender whose ratio to float32 has fallen, or that fails now.
+    """Return a line for each contender that got slower, or fails in the new figures only.
 
-    It has where the median is lower by more than `TOLERANCE`, and each of the two medians lies
+    Slower means that the median ratio fell by more than `TOLERANCE`, and that each median lies
     outside the range of the other's rounds.
     """
     before = {_key(row): row for row in old["rows"]}
@@ -82,7 +82,7 @@ def _line(old: Dict[str, Any], new: Dict[str, Any]) -> Optional[str]:
 
 
 def report(old: Figures, new: Figures) -> bool:
-    """Print what got slower; return whether anything did."""
+    """Print the contenders that got slower; return whether there are any."""
     check_alike(old, new)
     lines = slower(old, new)
     for line in lines:

@@ -1,6 +1,6 @@
 """ONNX Runtime and OpenVINO in `scripts/bench/models`: the export, and a step in each.
 
-models_onnx.py MODEL FOLDER writes FOLDER/model.onnx, or why it can't to FOLDER/model.onnx.failed.
+models_onnx.py MODEL FOLDER writes FOLDER/model.onnx, or the error to FOLDER/model.onnx.failed.
 """
 
 import os
@@ -11,9 +11,9 @@ from unittest import mock
 
 import numpy as np
 
-#: MXNet 1.9.1 writes operators as this version defines them, whatever ONNX is installed.
+#: MXNet 1.9.1 writes this version's operators, whatever ONNX is installed.
 OPSET = 13
-_LARGE = 1000  #: elements from which a tensor is made of bytes; one by one takes minutes
+_LARGE = 1000  #: elements from which a tensor is made from bytes: converting each takes minutes
 
 
 def export(model: str, folder: Path) -> None:
@@ -52,7 +52,7 @@ def export(model: str, folder: Path) -> None:
 
 
 def onnx_step(contender: str, model: str, folder: Path) -> Callable[[], Any]:
-    """Return what runs the exported model once."""
+    """Return a function that runs the exported model once."""
     from models_worker import arrays
 
     path = folder / "model.onnx"

@@ -1,9 +1,9 @@
-"""One contender of `scripts/bench/models`: builds a model, and does a step for each line it reads.
+"""One contender of `scripts/bench/models`: build a model, and do a step for each line of input.
 
 models_worker.py CONTENDER MODEL MODE DTYPE DEVICE [FOLDER]
 
-Contenders that are compared load the same parameters from FOLDER, and save there what they compute.
-Without one, nothing runs but steps, as `scripts/bench/memory` wants it.
+Contenders load the same parameters from FOLDER and save their outputs and gradients there. Without
+a folder, as in `scripts/bench/memory`, only steps run.
 """
 
 import json
@@ -20,10 +20,10 @@ def speak(**words: Any) -> None:
 
 
 def peak_memory() -> Optional[int]:
-    """Return the most bytes that this process has held in memory; None where Linux's /proc is not.
+    """Return the most bytes that this process has held in memory; None without Linux's /proc.
 
-    `getrusage` would not do: its maximum survives fork and exec, so that a child starts with its
-    parent's. VmHWM starts anew with each program.
+    `getrusage`'s maximum survives fork and exec, so a child would start with its parent's. VmHWM
+    starts at zero with each program.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def peak_memory() -> Optional[int]:
 
 #: Layers and sequence length of encoders of BERT-base's size.
 BERTS = {"bert": (2, 128), "bert_base": (12, 128), "bert_base_512": (12, 512)}
-#: What float32 saves and the others load.
+#: The file of parameters that float32 saves and the other contenders load.
 PARAMETERS = "mxnet.params"
 #: Steps and units of recurrent networks.
 RECURRENT = {"lstm": (20, 256), "lstm_cell": (20, 256), "lstm_650": (35, 650)}
@@ -128,7 +128,7 @@ def mxnet_model(model: str) -> Any:
             return self.classifier(F.mean(out, axis=1))
 
     class Squeeze(nn.HybridBlock):
-        """A residual block with squeeze and excitation, as textbooks write it: by operators."""
+        """A residual block with squeeze and excitation, written with operators, as in textbooks."""
 
         def __init__(self, channels: int, strides: int) -> None:
             super().__init__()
@@ -174,7 +174,7 @@ def mxnet_model(model: str) -> Any:
 
 
 def switched_on(contender: str, dtype: str) -> Any:
-    """Return the AMP that a contender uses, on if it is to be."""
+    """Return the AMP library of a contender, switched on if the contender needs it."""
     if contender in ("mxamp", "substituted", "converted", "fused", "tuned"):
         import mxamp as amp
 
@@ -198,7 +198,7 @@ def switched_on(contender: str, dtype: str) -> Any:
 
 
 def as_tuned(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) -> Any:
-    """Return a net as `tune` has measured it, and what that has chosen."""
+    """Return the net tuned by `tune`, and a description of the choice."""
     batch = (*data, labels) if loss is not None else tuple(data)
     tuning = amp.tune(net, batch, loss, target_dtype=dtype, budget="60s")
     policy, chosen = tuning.policy, tuning.chosen

@@ -1,4 +1,4 @@
-"""Measures one contender of `scripts/bench/overhead` in a process of its own, and prints JSON.
+"""Measure one contender of `scripts/bench/overhead` in this process, and print JSON.
 
 Arguments: the part ("calls" or "startup"), the contender ("plain", "imported", or a library and a
 dtype such as "mxamp float16"), and how often to call. Only "plain" never imports mxamp.
@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict
 
 
 def switched_on(contender: str) -> None:
-    """Import what a contender imports before MXNet's user does, and turn its AMP on."""
+    """Import a contender's library, and turn its AMP on."""
     if contender == "imported":
         import mxamp  # noqa: F401
     elif contender.startswith("mxamp"):

@@ -11,8 +11,8 @@ __all__ = ["random_program"]
 WAYS = "block", "block", "block", "bind", "simple_bind", "module", "bucketing", "trainer"
 NUMPY_SHARE = 0.25
 
-#: Shapes of data: images, sequences, rows. Some are large enough for what `mxamp` does to long
-#: sums and broadcasts.
+#: Shapes of data: images, sequences, rows. Some are large enough for the substitutions of long sums
+#: and broadcasts.
 SHAPES = (
     (2, 4, 6, 6), (2, 3, 8, 8), (2, 16, 6, 6), (4, 1, 8, 8), (2, 32, 4, 4), (2, 64, 5, 5),
     (6, 8), (8, 32), (64, 32), (8, 600), (2, 5, 16), (4, 6, 48), (8, 32, 16), (16, 64, 48),

@@ -23,7 +23,7 @@ class Node:
 
 @dataclass
 class Step:
-    """Something done with a network: a call, or an event between calls."""
+    """A step in the use of a network: a call, or an event between calls."""
 
     kind: str
     options: Dict[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Step:
 
 @dataclass
 class Program:
-    """A network and its use; see `sources.source` for what it means."""
+    """A network and its use; `sources.source` renders it as Python."""
 
     way: str  #: "block", "trainer", "bind", "simple_bind", "module", "bucketing"
     policy: str  #: "float32" (with substitutions), "bfloat16", "float16"
@@ -49,7 +49,7 @@ class Program:
 
     @property
     def features(self) -> FrozenSet[str]:
-        """Operators, steps and way: what a difference is recognized by."""
+        """Operators, steps and way: the features by which known differences are recognized."""
         ops = {name for node in self.nodes for name in _F.findall(node.op) or [node.op]}
         ops |= {str(node.attrs["act_type"]) for node in self.nodes if "act_type" in node.attrs}
         steps = {f"{step.kind}()" for step in self.steps}
@@ -73,7 +73,7 @@ class Program:
 
     @property
     def keeps_dtypes(self) -> bool:
-        """Whether outputs have the dtypes that they have in plain MXNet: those of graphs do."""
+        """Whether outputs must have plain MXNet's dtypes, as graphs' do."""
         hybridized = [s.options.get("active", True) for s in self.steps if s.kind == "hybridize"]
         eager = self.steps[0].kind != "hybridize" or not all(hybridized)
         return self.way != "block" or not eager
@@ -84,7 +84,7 @@ class Program:
 
     @classmethod
     def from_json(cls, text: str) -> "Program":
-        """Return the program that `to_json` has written."""
+        """Return the program in the JSON of `to_json`."""
         data = json.loads(text)
         data["nodes"] = [Node(**node) for node in data["nodes"]]
         data["steps"] = [Step(**step) for step in data["steps"]]

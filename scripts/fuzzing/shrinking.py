@@ -1,4 +1,4 @@
-"""Smaller programs that fail in the same way."""
+"""Shrink failing programs."""
 
 import re
 from dataclasses import replace
@@ -8,7 +8,7 @@ from .programs import Node, Program, Ref, Step, pruned
 
 __all__ = ["shrunk"]
 
-#: Attributes that an operator does without; a program that can't is invalid, and passed over.
+#: Attributes to drop; a program that needs one becomes invalid and is ignored.
 _OPTIONAL = ("pad", "stride", "dilate", "num_layers", "use_global_stats", "fix_gamma")
 
 
@@ -53,7 +53,7 @@ def simpler(program: Program) -> Iterator[Program]:
     yield from _simpler_parts(program)
 
 
-#: Steps that others need.
+#: Steps that later steps need.
 _NEEDED = ("init_trainer", "decorate", "bind")
 _SIMPLEST: Dict[str, Any] = {
     "special": {}, "inside": None, "front": "autocast", "policy": "float32",

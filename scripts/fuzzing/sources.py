@@ -1,4 +1,4 @@
-"""A program as a Python script: what the worker runs, and what a report shows."""
+"""Render a program as a Python script, for the worker and for reports."""
 
 import re
 from dataclasses import replace

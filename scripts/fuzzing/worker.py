@@ -1,4 +1,4 @@
-"""Runs programs in plain MXNet and with mixed precision, and compares: a process that may die."""
+"""Run programs in plain MXNet and with mixed precision, and compare them. May crash."""
 
 import dataclasses
 import os
@@ -17,11 +17,11 @@ from mxamp.graph.speed import substitutions
 EPSILON = {"float32": 2.0**-22, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 #: A float32 is rounded to the policy's bits by the difference of two of its multiples (Veltkamp).
 ROUND = {"float32": 0.0, "bfloat16": 2.0**16 + 1, "float16": 2.0**13 + 1}
-#: Relative L2 error that is allowed anyway.
+#: The relative L2 error that always passes.
 ALLOWED = {"float32": 3e-5, "bfloat16": 4e-2, "float16": 1e-2}
-#: How often the error that the noise makes may be exceeded.
+#: The error may be this many times the error caused by noise.
 MARGIN = {"float32": 30, "bfloat16": 6, "float16": 6}
-#: Norm below which an error is not looked at, relative to the largest: sums that cancel.
+#: Errors below this norm, relative to the largest, are ignored: sums cancel.
 LEAST = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 2e-3}
 #: Larger values, or their gradients, may overflow in float16.
 LARGE = 100.0
@@ -30,13 +30,11 @@ Arrays = List[Tuple[str, Any]]
 
 
 def serve(pipe: Any, planted: str = "") -> None:
-    """Answer each source with what came of it.
+    """Run each source, and send its result.
 
-    "plain" says that plain MXNet has run it; "suspect" that it differs, before errors of rounding
-    are estimated.
-
-    With `planted`, such as "mean=sum", one substitution computes what another is for: a defect, for
-    tests of the fuzzer.
+    "plain" says that plain MXNet has run it; "suspect" that it differs, before rounding errors are
+    estimated. `planted`, such as "mean=sum", plants a defect for tests of the fuzzer: one
+    substitution builds another's equivalent.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -58,7 +56,7 @@ def serve(pipe: Any, planted: str = "") -> None:
 def judge(
     pipe: Any, source: str, noisy: str, policy: str, special: bool, dtypes: bool
 ) -> Tuple[str, str]:
-    """Return "equal", "invalid", "refused", "error" or "different", and what there is to say."""
+    """Return "equal", "invalid", "refused", "error" or "different", and a description."""
     try:
         plain = execute(source, amp_on=False)
         mx.nd.waitall()
@@ -89,7 +87,7 @@ def judge(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line of an error that says most."""
+    """Return the most informative line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if "Error" in line or "Check failed" in line]
     return (said or lines or [type(error).__name__])[0][:300]
@@ -99,7 +97,7 @@ def execute(source: str, amp_on: bool, **words: Any) -> Arrays:
     """Run a program; return its arrays."""
     space: Dict[str, Any] = {"__name__": "program"}
     mx.random.seed(0)
-    # A program comes with names of its own, which start anew as they do in a script.
+    # MXNet's counters of names start at zero for each program, as in a script.
     with mx.name.NameManager():
         exec(compile(source, "program", "exec"), space)  # noqa: S102
         space.update(AMP=amp_on, **words)
@@ -107,7 +105,7 @@ def execute(source: str, amp_on: bool, **words: Any) -> Arrays:
 
 
 def differing(plain: Arrays, found: Arrays, policy: str, special: bool) -> Dict[str, str]:
-    """Return what is to be said of arrays that differ, by name."""
+    """Return a description of each array that differs, by name."""
     if [name for name, _ in plain] != [name for name, _ in found]:
         return {"arrays": f"{[n for n, _ in found]}, not {[n for n, _ in plain]}"[:300]}
     suspects: Dict[str, str] = {}
@@ -135,7 +133,7 @@ def unexplained(
         noises = [execute(noisy, ROUND=0, PHASE=phase, **words) for phase in (1e3, 7e3)]
         if ROUND[policy]:
             noises.append(execute(noisy, ROUND=ROUND[policy], PHASE=0, **words))
-        # What seldom happens, such as another greatest element, larger errors make happen.
+        # Larger noise provokes rare events, such as a different greatest element.
         words["EPSILON"] *= 4
         large = [execute(noisy, ROUND=0, PHASE=phase, **words) for phase in (1e3, 7e3, 3e4, 5e4)]
     except Exception:
@@ -150,8 +148,8 @@ def unexplained(
         if text is None:
             continue
         eager, others = exact[k][1], [noise[k][1] for noise in noises]
-        # Plain MXNet's graphs are wrong now and then, where its eager calls are right: a difference
-        # counts where the two agree.
+        # Plain MXNet's graphs are sometimes wrong where its eager calls are right. A difference
+        # counts only if both agree.
         if "finite" in text:
             counts = all(np.array_equal(np.isfinite(one), np.isfinite(noise)) for noise in others)
         elif "relative" in text:

@@ -1,15 +1,15 @@
-"""Proves mxamp on real networks: GluonCV's and GluonNLP's models, and NumPy-style ones.
+"""Prove mxamp on real networks: the models of GluonCV and GluonNLP, and NumPy-style ones.
 
     .venv/bin/python scripts/prove_zoo [--only NAME] [--dtype DTYPE] [--jobs N] [--json FILE]
         [--train] [--no-stock] [--fresh] [--timeout SECONDS] [--markdown]
 
-Each model is a process of its own: it is built without downloads, given weights that keep its
-activations in range, run in float32, converted to float16 and bfloat16, run, saved, and loaded by
-a process of plain MXNet. Beside stands what mxnet.contrib.amp makes of the same model. With
---train, one model of each family trains for three steps instead.
+Each model runs in a separate process. It is built without downloads, gets weights that keep its
+activations in range, runs in float32, is converted to float16 and bfloat16, runs, is saved, and is
+loaded by a process of plain MXNet. mxnet.contrib.amp converts the same model for comparison.
+--train trains one model of each family for three steps instead.
 
-The file of --json is written after each model. What it holds is not run again; --fresh does.
---markdown prints the tables of docs/proof.md. That page says what the columns mean.
+The file of --json is written after each model. Models in it are skipped unless --fresh is given.
+--markdown prints the tables of docs/proof.md, which explains the columns.
 """
 
 import os
@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import report
 import results
 import zoo
 from processes import Server
@@ -38,7 +37,7 @@ Task = Tuple[str, str, Tuple[str, ...]]
 def perform(
     tasks: List[Task], jobs: int, limit: float, done: Callable[[str, Dict[str, Any]], None]
 ) -> None:
-    """Run tasks, `jobs` at a time; hand on each result."""
+    """Run tasks, `jobs` at a time, and call `done` with each result."""
     left: "queue.SimpleQueue[Task]" = queue.SimpleQueue()
     for task in tasks:
         left.put(task)
@@ -67,8 +66,8 @@ def perform(
 
 
 def names_of_all() -> List[str]:
-    """Return the names of all models, those of installed packages."""
-    server = Server("names.py")
+    """Return the names of the models of all installed packages."""
+    server = Server("worker.py")
     try:
         return list(server.ask(120.0)["names"])
     finally:
@@ -88,7 +87,7 @@ def trainings(only: Tuple[str, ...], dtypes: Tuple[str, ...], stock: bool) -> Li
     ways = ["float32", *(f"mxamp {dtype}" for dtype in dtypes)]
     ways += [f"stock {dtype}" for dtype in dtypes] if stock else []
     return [
-        (f"{name}: {way}", "stock_trainer.py" if "stock" in way else "trainer.py", (name, way))
+        (f"{name}: {way}", "training.py stock" if "stock" in way else "training.py", (name, way))
         for name in zoo.REPRESENTATIVES
         if not only or name in only
         for way in ways
@@ -96,12 +95,12 @@ def trainings(only: Tuple[str, ...], dtypes: Tuple[str, ...], stock: bool) -> Li
 
 
 def show(found: Dict[str, Any], console: Console) -> bool:
-    """Print what was found, and return whether nothing is wrong."""
-    for headings, rows in report.tables(found):
+    """Print the tables; return whether no model has a problem."""
+    for headings, rows in results.tables(found):
         if rows:
             table = Table(*headings)
             for row in rows:
-                table.add_row(*(report.cell(value) for value in row))
+                table.add_row(*(results.cell(value) for value in row))
             console.print(table)
     return not results.problems(found["models"]) and not results.untrained(found["training"])
 
@@ -112,18 +111,18 @@ def show(found: Dict[str, Any], console: Console) -> bool:
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--json", "path", default=RESULTS, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--train", is_flag=True, help="Train one model of each family.")
-@click.option("--stock/--no-stock", default=True, help="Beside mxnet.contrib.amp's results.")
-@click.option("--resume/--fresh", default=True, help="Keep what the file holds already.")
+@click.option("--stock/--no-stock", default=True, help="Compare with mxnet.contrib.amp.")
+@click.option("--resume/--fresh", default=True, help="Skip the models that the file holds.")
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds for a model.")
 @click.option("--markdown", is_flag=True, help="Print the tables of the file, and run nothing.")
 def main(
     only: Tuple[str, ...], dtypes: Tuple[str, ...], jobs: int, path: Path, train: bool,
     stock: bool, resume: bool, timeout: float, markdown: bool,
 ) -> None:  # fmt: skip
-    """Run what is not in the file yet, and print the tables."""
+    """Run the tasks that are not in the file yet, and print the tables."""
     found = results.read(path)
     if markdown:
-        click.echo(report.markdown(found))
+        click.echo(results.markdown(found))
         return
     part = found["training" if train else "models"]
     tasks = (trainings if train else conversions)(only, dtypes or zoo.DTYPES, stock)
@@ -134,7 +133,7 @@ def main(
 
         def done(name: str, result: Dict[str, Any]) -> None:
             part[name] = result
-            found["machine"] = report.machine()
+            found["machine"] = results.machine()
             results.write(path, found)
             progress.update(bar, advance=1, description=name)
             if not console.is_terminal:

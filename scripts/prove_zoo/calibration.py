@@ -1,9 +1,8 @@
-"""Weights that mean something: statistics that fit, small residual branches, detections.
+"""Calibrate random weights: fitting statistics, small residual branches, distinct detections.
 
 A network of random weights multiplies one rounding by tens or hundreds on its way. A trained one
-does not: each residual branch adds little to what it branches off from, and the statistics of its
-BatchNorms are those of its data. So are they here. The graph is run node by node, and each
-BatchNorm gets the mean and variance of what it is given.
+does not: its residual branches are small, and its BatchNorms hold the statistics of its data. The
+graph is run node by node, and each BatchNorm gets the mean and variance of its input.
 """
 
 import re
@@ -20,10 +19,10 @@ _PRODUCTS = ("elemwise_mul", "broadcast_mul", "_mul", "Dropout", "_mul_scalar")
 _ACTIVATIONS = ("Activation", "relu", "LeakyReLU", "clip", "sigmoid")
 #: gamma of a BatchNorm, or the factor of a convolution, at the end of a residual branch.
 _BRANCH = 0.2
-#: beta before an activation: most of the values pass it, as in trained networks.
+#: beta before an activation: most values stay positive, as in trained networks.
 _SHIFT = 1.0
-#: A channel's least variance, and its least share of the mean square: what varies little, such as
-#: an image's one pooled value, would have its rounding blown up.
+#: A channel's least variance, absolute and as a share of the mean square. A smaller one, such as
+#: that of an image's one pooled value, would amplify its rounding.
 _LEAST_VARIANCE, _LEAST_SHARE = 1e-4, 0.1
 _PRODUCERS = ("Convolution", "FullyConnected")
 
@@ -47,7 +46,7 @@ def _end(graph: Graph, node: Node) -> Any:
 
 
 def predictors(graph: Graph) -> List[Node]:
-    """Return the products whose outputs are selected from, with no other product between."""
+    """Return the last products before selections."""
     if not any(selects(node) for node in graph.nodes):
         return []
     leads = [False] * len(graph.nodes)
@@ -125,12 +124,12 @@ def _set(params: Dict[str, Any], name: str, value: Any, old: Any) -> Any:
 
 
 def selects(node: Node) -> bool:
-    """Tell whether an operator chooses among its inputs, so that the last bit may decide."""
+    """Return whether an operator selects from its inputs, so that their last bits may decide."""
     return bool(re.search(r"nms|topk|argsort|argmax|Proposal", node.op))
 
 
 def before_selection(symbol: Any) -> Any:
-    """Return a symbol of what goes into the first selections, or None if there is none."""
+    """Return a symbol of the inputs of the first selections, or None without selections."""
     graph = Graph.from_symbol(symbol)
     behind = [False] * len(graph.nodes)
     heads = []

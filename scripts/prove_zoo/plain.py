@@ -1,6 +1,6 @@
-"""Models in a process without mxamp: loads what was converted, and converts by mxnet.contrib.amp.
+"""Run models without mxamp: load converted ones, and convert with mxnet.contrib.amp.
 
-It is served tasks: a folder, "load" or "stock", and a dtype. Outputs are written to the folder.
+A task is a folder, "load" or "stock", and a dtype. Outputs are written to the folder.
 """
 
 import sys
@@ -13,8 +13,8 @@ import numpy as np
 warnings.simplefilter("ignore")
 import mxnet as mx  # noqa: E402
 
-from outputs import flat  # noqa: E402
 from processes import serve  # noqa: E402
+from zoo import flat  # noqa: E402
 
 
 def loaded(folder: Path, name: str, inputs: List[str]) -> Any:
@@ -24,9 +24,9 @@ def loaded(folder: Path, name: str, inputs: List[str]) -> Any:
 
 
 def perform(place: str, kind: str, dtype: str) -> Dict[str, Any]:
-    """Run a model and write its outputs; return nothing, having not failed."""
+    """Run a model and write its outputs; return {}."""
     folder = Path(place)
-    # NumPy-style networks are saved with shapes that only this reads.
+    # Only NumPy shape semantics read the shapes saved by NumPy-style networks.
     mx.util.set_np_shape((folder / "numpy").exists())
     given = np.load(folder / "inputs.npz")
     data = [mx.nd.array(given[name], dtype=given[name].dtype) for name in given.files]

@@ -1,4 +1,4 @@
-"""Processes that import MXNet once, and fork one for each task: models that die end no other."""
+"""Worker processes that import MXNet once and fork for each task, so that a crash ends one task."""
 
 import json
 import multiprocessing
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 FOLDER = Path(__file__).parent
-#: No process may fetch anything: a proxy that is not there refuses at once.
+#: No process may download: a missing proxy refuses at once.
 _ENVIRONMENT = {
     "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
     "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
@@ -20,7 +20,7 @@ Task = Callable[..., Dict[str, Any]]
 
 
 def forked(task: Task, arguments: List[str], limit: float) -> Dict[str, Any]:
-    """Run a task in a process forked for it; return what it has found, or how it ended."""
+    """Run a task in a forked process; return its result, or how the process ended."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_perform, args=(task, arguments, send))
@@ -39,7 +39,7 @@ def forked(task: Task, arguments: List[str], limit: float) -> Dict[str, Any]:
 
 
 def _perform(task: Task, arguments: List[str], send: Any) -> None:
-    # What a task prints, and what MXNet writes when it dies, is no answer.
+    # Standard output carries the answers: discard prints, and MXNet's own on a crash.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -50,22 +50,22 @@ def _perform(task: Task, arguments: List[str], send: Any) -> None:
 
 
 def serve(task: Task) -> None:
-    """Answer each line of standard input, a JSON list of a limit and arguments, by a line."""
+    """Run a task for each line of standard input, a JSON list of a limit and arguments."""
     for line in sys.stdin:
         limit, *arguments = json.loads(line)
         print(json.dumps(forked(task, arguments, limit)), flush=True)
 
 
 class Server:
-    """A process that runs `serve`; calls of several threads wait for one another."""
+    """A process that runs `serve`; threads may share it."""
 
     def __init__(self, script: str) -> None:
-        self._command = [sys.executable, str(FOLDER / script)]
+        self._command = [sys.executable, *script.split()]
         self._process: Optional[subprocess.Popen[str]] = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the process, if it does not run."""
+        """Start the process unless it runs."""
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -97,7 +97,7 @@ class Server:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, as one line without places in MXNet's source."""
+    """Return the first line of an error's message that is no place in MXNet's source."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if not line.startswith(("Traceback", "File ", "Stack trace"))]
     return f"{type(error).__name__}: {(said or [''])[0][:200]}"

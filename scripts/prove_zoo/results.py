@@ -1,27 +1,28 @@
-"""The results as JSON: read, written after each model, judged and summed up by family."""
+"""The results: a JSON file, the check of each model, and tables for terminals and docs/proof.md."""
 
 import json
+import platform
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from mxamp.framework.files import write_file
 from zoo import DTYPES, FAMILIES, Case, case_of
 
 Result = Dict[str, Any]
-#: Beyond a family's tolerance an error may be as large as this many roundings of all weights: those
-#: of activations come on top.
+#: An error beyond the family's tolerance passes if it is at most this many times the error of
+#: rounding the weights alone; rounded activations add to it.
 _OF_NOISE = 2.0
 
 
 def read(path: Path) -> Dict[str, Any]:
-    """Return the results of before, or none."""
+    """Return the results of earlier runs."""
     if not path.exists():
         return {"models": {}, "training": {}}
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def write(path: Path, found: Dict[str, Any]) -> None:
-    """Write the results, whole: whoever stops the command keeps what is done."""
+    """Write the results atomically, so that an interrupted run keeps the finished models."""
     lines = ["{"]
     parts = [key for key in found if key not in ("models", "training")]
     lines += [f"{json.dumps(key)}: {json.dumps(found[key], sort_keys=True)}," for key in parts]
@@ -35,12 +36,12 @@ def write(path: Path, found: Dict[str, Any]) -> None:
 
 
 def in_float32(result: Result) -> bool:
-    """Tell whether a model runs in plain float32, with finite values."""
+    """Return whether a model runs in plain float32 with finite outputs."""
     return result.get("float32", {}).get("finite", False)
 
 
 def problem(case: Case, dtype: str, found: Optional[Result]) -> Optional[str]:
-    """Return what is wrong with a model in a dtype, or None."""
+    """Return the problem of a model in a dtype, or None."""
     if found is None:
         return "not run"
     if "failure" in found:
@@ -56,7 +57,7 @@ def problem(case: Case, dtype: str, found: Optional[Result]) -> Optional[str]:
 
 
 def _beyond(case: Case, dtype: str, errors: Result, noise: float) -> Optional[str]:
-    """Return which limit of the family outputs are beyond, or None."""
+    """Return the limit of the family that the outputs exceed, or None."""
     family = FAMILIES[case.family]
     if errors.get("lost"):
         return f"{errors['lost']} values are not finite"
@@ -70,14 +71,14 @@ def _beyond(case: Case, dtype: str, errors: Result, noise: float) -> Optional[st
 
 
 def stock_problem(case: Case, dtype: str, found: Result) -> Optional[str]:
-    """Return what is wrong with what `mxnet.contrib.amp` makes of a model, or None."""
+    """Return the problem of a model under `mxnet.contrib.amp`, or None."""
     theirs = found.get("stock", {"failure": "not run"})
     noise = {"noise": found["noise"]} if "noise" in found else {}
     return problem(case, dtype, {**theirs, **noise})
 
 
 def summary(models: Dict[str, Result]) -> List[List[Any]]:
-    """Return a row for each family and dtype: counts, and the worst error."""
+    """Return counts and the worst error for each family and dtype."""
     rows = []
     for name, family in FAMILIES.items():
         of = {n: r for n, r in models.items() if case_of(n).family == name}
@@ -103,7 +104,7 @@ def summary(models: Dict[str, Result]) -> List[List[Any]]:
 
 
 def problems(models: Dict[str, Result]) -> List[Sequence[str]]:
-    """Return (model, dtype, what is wrong), for models that float32 runs."""
+    """Return (model, dtype, problem) for models that run in float32."""
     found = []
     for name, result in models.items():
         for dtype in DTYPES:
@@ -139,18 +140,18 @@ def line(name: str, result: Result) -> str:
 
 
 def losses(training: Dict[str, Result]) -> List[Sequence[str]]:
-    """Return (model, way, losses or what went wrong)."""
+    """Return (model, way, losses or failure)."""
     return [(*key.split(": ", 1), line(key, result)) for key, result in training.items()]
 
 
 def trains(result: Result) -> bool:
-    """Tell whether losses are finite and fall."""
+    """Return whether the losses are finite and fall."""
     found = result.get("losses", [])
     return len(found) > 1 and all(abs(x) < float("inf") for x in found) and found[-1] < found[0]
 
 
 def untrained(training: Dict[str, Result]) -> List[str]:
-    """Return what does not train with mxamp, though it does in float32."""
+    """Return the trainings that fail with mxamp and succeed in float32."""
     return [
         key
         for key, result in training.items()
@@ -158,3 +159,59 @@ def untrained(training: Dict[str, Result]) -> List[str]:
         and not trains(result)
         and trains(training.get(f"{key.split(': ')[0]}: float32", {}))
     ]
+
+
+# ---------------------------------------------------------------------- tables
+
+Table = Tuple[Sequence[str], List[Sequence[Any]]]
+
+_FAMILIES = (
+    "family", "dtype", "models", "run in float32", "hybridized",
+    "right", "right in mxnet.contrib.amp",
+    "worst error", "worst error there", "answers that agree",
+)  # fmt: skip
+
+
+def machine() -> Dict[str, Any]:
+    """Return what the results were measured on."""
+    from importlib import metadata
+
+    packages = ("mxnet", "mxamp", "numpy", "gluoncv", "gluonnlp")
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
+    flags = next((line for line in info if line.startswith("flags")), "")
+    features = [flag for flag in ("avx2", "avx512f", "avx512_bf16") if f" {flag}" in flags]
+    return {"cpu": model, "features": features, "versions": versions}
+
+
+def tables(found: Dict[str, Any]) -> List[Table]:
+    """Return headings and rows of each table."""
+    return [
+        (_FAMILIES, summary(found["models"])),
+        (("model", "dtype", "what is wrong"), list(problems(found["models"]))),
+        (("model", "does not run in float32 either"), broken(found["models"])),
+        (("trains", "way", "losses"), losses(found["training"])),
+    ]
+
+
+def cell(value: Any) -> str:
+    """Return a value as text: shares of answers and errors with two digits."""
+    if value is None:
+        return ""
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
+def markdown(found: Dict[str, Any]) -> str:
+    """Return all tables in Markdown."""
+    parts = []
+    for headings, rows in tables(found):
+        lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+        lines += [f"| {' | '.join(cell(value) for value in row)} |" for row in rows]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)

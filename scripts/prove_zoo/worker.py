@@ -1,6 +1,7 @@
-"""Proves one model: converts it, runs it, saves it, and has it loaded by plain MXNet.
+"""Prove one model: convert it, run it, save it, and load it in plain MXNet.
 
-It is served tasks: a model's name, dtypes with commas between, and "stock" or nothing.
+A task is a model's name, comma-separated dtypes, and "stock" or "". A task without a name returns
+the names of all models.
 """
 
 import logging
@@ -18,11 +19,20 @@ import numpy as np  # noqa: E402
 from mxnet.gluon.block import _flatten  # noqa: E402
 
 import mxamp as amp  # noqa: E402
-from building import build, initialize, inputs_of  # noqa: E402
 from calibration import before_selection, calibrate  # noqa: E402
-from outputs import agreement, detections, flat, lost, relative  # noqa: E402
+from networks import build, initialize, inputs_of, names  # noqa: E402
 from processes import Server, first_line, serve  # noqa: E402
-from zoo import FAMILIES, UNIT, Case, case_of  # noqa: E402
+from zoo import (  # noqa: E402
+    FAMILIES,
+    UNIT,
+    Case,
+    agreement,
+    case_of,
+    detections,
+    flat,
+    lost,
+    relative,
+)
 
 #: The process without mxamp, and its seconds for a model.
 PLAIN = Server("plain.py")
@@ -101,7 +111,7 @@ def rounded(value: float) -> float:
 
 def converted(subject: Subject, dtype: str, folder: Path) -> Dict[str, Any]:
     """Return how a model converts to a dtype and runs; leave a saved one in the folder."""
-    # One of the two with its parameters cast, as models are saved for inference.
+    # float16 covers cast parameters, as saved for inference; bfloat16 covers float32 ones.
     block = amp.convert_hybrid_block(subject.net, dtype, cast_optional_params=dtype == "float16")
     outputs = flat(block(*subject.data))
     mx.nd.waitall()
@@ -117,7 +127,7 @@ def converted(subject: Subject, dtype: str, folder: Path) -> Dict[str, Any]:
 
 
 def before(subject: Subject, dtype: str) -> Dict[str, Any]:
-    """Return the error of what selections choose from; nothing where there are none."""
+    """Return the error of the inputs of selections; {} without selections."""
     chosen_from = before_selection(subject.symbol)
     if chosen_from is None:
         return {}
@@ -145,7 +155,7 @@ def noise(subject: Subject, dtype: str) -> float:
 def with_plain(
     subject: Subject, dtypes: Sequence[str], stock: bool, folder: Path
 ) -> Dict[str, Any]:
-    """Return how plain MXNet loads what was saved, and what its own conversion gives."""
+    """Return how plain MXNet runs the saved models, and the results of mxnet.contrib.amp."""
     np.savez(folder / "inputs.npz", **{n: v.asnumpy() for n, v in subject.inputs.items()})
     subject.net.export(str(folder / "float32"))
     if subject.case.family == "numpy":
@@ -211,8 +221,10 @@ def prove(case: Case, dtypes: Sequence[str], stock: bool, folder: Path) -> Dict[
     return found
 
 
-def perform(name: str, dtypes: str, stock: str) -> Dict[str, Any]:
-    """Return the result of a model, and the seconds that it took."""
+def perform(name: str = "", dtypes: str = "", stock: str = "") -> Dict[str, Any]:
+    """Return the result of a model and the seconds it took; without a name, all names."""
+    if not name:
+        return {"names": names()}
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         found = prove(case_of(name), dtypes.split(","), bool(stock), Path(place))

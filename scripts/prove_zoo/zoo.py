@@ -1,11 +1,13 @@
-"""Which models are proven: their families, the shapes of their inputs, and what counts as agreeing.
+"""The models of the proof: their families, input shapes, and measures of agreement.
 
-Nothing here imports MXNet: the command that starts the processes reads it too.
+This module must not import MXNet: the command that starts the worker processes imports it.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
 
 Shape = Tuple[int, ...]
 
@@ -16,11 +18,11 @@ UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class Family:
-    """How models of a family are measured, and within what.
+    """The measure of a family, and its limits.
 
-    `measure` names a function of `outputs`. `tolerance` is the largest relative L2 error of an
-    output, or of what goes into the selection of boxes; `agreement` the least share of answers
-    (largest class, pixel, joint, box) that have to stay the same.
+    `measure` is a key of `_MEASURES`. `tolerance` is the largest relative L2 error of an
+    output, or of the inputs of box selection; `agreement` is the smallest share of equal answers
+    (largest class, pixel, joint, box).
     """
 
     title: str
@@ -59,8 +61,8 @@ _FAMILY_OF = (
     (r"", "classification"),
 )  # fmt: skip
 
-#: Shapes of inputs by a pattern of the name: the smallest that the network takes, nearly always.
-#: The first that matches; a list is tried from its start.
+#: Input shapes by a pattern of the name: nearly always the smallest that the network accepts. The
+#: first matching pattern counts; its shapes are tried in order.
 _SHAPES = (
     (r"^siamrpn", [((1, 3, 127, 127), (1, 3, 287, 287))]),
     (r"^monodepth2.*posenet", [((1, 6, 96, 160),)]), (r"^monodepth2", [((1, 3, 96, 160),)]),
@@ -84,13 +86,13 @@ _SHAPES = (
     (r"", [(2, 3, 96, 96), (2, 3, 224, 224)]),
 )  # fmt: skip
 
-#: Models that are not in the proof, and why: (pattern, reason).
+#: Models that the proof leaves out: (pattern, reason).
 LEFT_OUT = (
     (r"_int8$", "a quantized graph, whose integer weights and scales are downloads"),
 )  # fmt: skip
 
 
-#: Deep and wide ones, and those that differ from others in their classes alone.
+#: Large models, and variants that differ only in their classes: they run last.
 _LATER = re.compile(
     r"1[0-9][0-9]_|101|110|128|152|164|200|236|269|452|wideresnet|154|nasnet_[67]|vgg1|vgg_1|161|169"
     r"|201|hrnet_w[346]|64x4d|_custom|_coco|hmdb51|sthsth|ucf101|xception71|resnest50|resnet34"
@@ -108,7 +110,7 @@ class Case:
 
 
 def case_of(name: str) -> Case:
-    """Return what is known of a model by its name."""
+    """Return the case of a model, by patterns of its name."""
     family = next(found for pattern, found in _FAMILY_OF if re.search(pattern, name))
     tries = next(found for pattern, found in _SHAPES if re.search(pattern, name))
     shapes = tuple((one,) if isinstance(one[0], int) else one for one in tries)
@@ -134,3 +136,87 @@ def chosen(names: List[str], only: Tuple[str, ...]) -> List[Case]:
     if not only:
         return cases
     return [c for c in cases if any(c.family == o or re.fullmatch(o, c.name) for o in only)]
+
+
+# ---------------------------------------------------------------------- agreement with float32
+
+#: Detections that count: their least score, and how many of the best at most.
+_SCORE, _MOST = 0.01, 20
+#: Boxes that overlap so much are the same.
+_OVERLAP = 0.7
+
+
+def flat(outputs: Any) -> List[Any]:
+    """Return nested outputs as a list of float32 arrays of NumPy's."""
+    if isinstance(outputs, (list, tuple)):
+        return [array for one in outputs for array in flat(one)]
+    return [] if outputs is None else [outputs.astype("float32").asnumpy()]
+
+
+def relative(ours: List[Any], theirs: List[Any]) -> float:
+    """Return the largest relative L2 error of an output."""
+    errors = []
+    for a, b in zip(ours, theirs):
+        both = np.isfinite(a) & np.isfinite(b)
+        norm = np.linalg.norm(a[both].astype("float64"))
+        errors.append(float(np.linalg.norm((b - a)[both].astype("float64")) / max(norm, 1e-30)))
+    return max(errors)
+
+
+def lost(ours: List[Any], theirs: List[Any]) -> int:
+    """Return how many elements are finite in the first and not in the second."""
+    return sum(int((np.isfinite(a) & ~np.isfinite(b)).sum()) for a, b in zip(ours, theirs))
+
+
+def agreement(measure: str, ours: List[Any], theirs: List[Any]) -> Optional[float]:
+    """Return the share of answers that are the same, or None where an output is no answer."""
+    found = _MEASURES[measure](ours, theirs)
+    return None if found is None else float(found)
+
+
+def _classes(ours: List[Any], theirs: List[Any]) -> Any:
+    return (ours[0].argmax(-1) == theirs[0].argmax(-1)).mean()
+
+
+def _pixels(ours: List[Any], theirs: List[Any]) -> Any:
+    return (ours[0].argmax(1) == theirs[0].argmax(1)).mean()
+
+
+def _joints(ours: List[Any], theirs: List[Any]) -> Any:
+    a, b = (o[0].reshape(o[0].shape[:2] + (-1,)).argmax(-1) for o in (ours, theirs))
+    return (a == b).mean()
+
+
+def detections(outputs: List[Any]) -> List[Any]:
+    """Return for each image rows of (class, score, four corners), those that are found."""
+    parts = [a.reshape(len(a), -1, width) for a, width in zip(outputs, (1, 1, 4))]
+    rows = np.concatenate(parts, -1)
+    return [image[(image[:, 0] >= 0) & (image[:, 1] > _SCORE)] for image in rows]
+
+
+def _boxes(ours: List[Any], theirs: List[Any]) -> Any:
+    matched = total = 0
+    for a, b in zip(detections(ours), detections(theirs)):
+        best = a[a[:, 1].argsort()[::-1][:_MOST]]
+        total += len(best)
+        matched += sum(_found(one, b) for one in best)
+    return matched / total if total else None
+
+
+def _found(one: Any, among: Any) -> bool:
+    same = among[among[:, 0] == one[0]]
+    width = np.minimum(same[:, 4], one[4]) - np.maximum(same[:, 2], one[2])
+    height = np.minimum(same[:, 5], one[5]) - np.maximum(same[:, 3], one[3])
+    shared = width.clip(0) * height.clip(0)
+    areas = (same[:, 4] - same[:, 2]) * (same[:, 5] - same[:, 3])
+    own = (one[4] - one[2]) * (one[5] - one[3])
+    return bool((shared >= _OVERLAP * (areas + own - shared)).any())
+
+
+def _values(ours: List[Any], theirs: List[Any]) -> None:
+    return None
+
+
+_MEASURES: Dict[str, Any] = {
+    "classes": _classes, "pixels": _pixels, "joints": _joints, "boxes": _boxes, "values": _values,
+}  # fmt: skip

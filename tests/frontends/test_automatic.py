@@ -129,6 +129,7 @@ def test_data_loader_workers_compute_as_without(tmp_path):
     assert "mixed precision is off" not in done.stderr
 
 
+@pytest.mark.slow
 def test_mxnet_is_whole_and_loaded_once(tmp_path):
     done = run("whole_mxnet", value="bfloat16", folder=tmp_path)
     found = [said(done, word) for word in ("missing", "spec", "on", "same")]
@@ -142,6 +143,7 @@ def test_off(tmp_path, value):
         assert said(run("whole_mxnet", value=value, folder=tmp_path), "on") == "False"
 
 
+@pytest.mark.slow
 def test_a_wrong_value_is_one_line_and_changes_nothing(tmp_path):
     done = run("whole_mxnet", value="int8", folder=tmp_path)
     (line,) = done.stderr.strip().splitlines()
@@ -291,6 +293,7 @@ def test_it_comes_first():
         automatic.start("bfloat16", amp.Policy.default("bfloat16"))
 
 
+@pytest.mark.slow
 def test_a_forked_process_computes_in_float32_until_it_trains(tmp_path):
     code = """
 import os, mxamp as amp
@@ -356,6 +359,7 @@ def test_a_script_that_never_calls_init_runs_automatically():
     assert theirs.amp._amp_initialized
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["mxnet.contrib.amp", "mxnet.contrib.amp.amp", "mxamp"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_script_that_calls_init_goes_on_by_its_own_calls(through, dtype, caplog):
@@ -462,6 +466,7 @@ def fresh_loggers():
 BASIC = "INFO:mxamp:a WARNING:mxamp:b INFO:mxamp:d"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(
     "settings, own_handler, level, wanted",

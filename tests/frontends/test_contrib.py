@@ -242,6 +242,7 @@ def test_unknown_dtypes(name):
         getattr(amp, name)("int8")
 
 
+@pytest.mark.slow
 def test_stock_lists_of_names_are_understood():
     for name in stock.list_fp32_ops("float16"):
         if name not in ("CuDNNBatchNorm", "_TensorRT"):

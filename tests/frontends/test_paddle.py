@@ -172,6 +172,7 @@ def test_modules_where_auto_is_float32_train_as_plain_ones(float32, contexts):
     assert (scaling.loss_scale, scaling.steps, scaling.skips) == (1, 120 // digits.BATCH + 1, 0)
 
 
+@pytest.mark.slow
 def test_trainers_where_auto_is_float32_train_as_plain_ones(float32):
     data = [*batches(), poisoned(batches()[0])]
     net, trainer = setup(optimizer=amp.decorate("adam", init_loss_scaling=2.0**12))

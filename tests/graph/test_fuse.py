@@ -238,6 +238,7 @@ def test_the_command(tmp_path):
     assert "_sg_mkldnn_conv" in (tmp_path / "low-symbol.json").read_text()
 
 
+@pytest.mark.slow
 def test_without_avx512_it_says_so():
     printed = check_python(
         """

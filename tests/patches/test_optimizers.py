@@ -54,6 +54,7 @@ def stepped(options, seed, odd, policy):
     return [values(a) for a in (*weights, *states)], optimizer.num_update
 
 
+@pytest.mark.slow
 @given(
     rate=FLOATS, decay=st.one_of(st.just(0.0), FLOATS), rescale=FLOATS,
     momentum=st.one_of(st.just(0.0), FLOATS), clip=st.one_of(st.none(), st.floats(1e-3, 10)),

@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import check_python
+from helpers import check_python, pairwise
 from mxamp.frontends import automatic
 from mxamp.policy import rules as custom_operators
 
@@ -170,10 +170,9 @@ def compared(way, dtype, kind, op_type, units=2, req="write", hybrid=True, passe
     np.testing.assert_array_equal(counts[1], counts[0])
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, dtype, kind, hybrid", pairwise(WAYS, ["float16", "bfloat16"], KINDS, [False, True])
+)
 def test_gradients_are_those_of_float32(way, dtype, kind, hybrid):
     if kind in ("clips", "shape") and way in ("scale_loss", "GradScaler"):
         pytest.skip("gradients carry the scale until the step")

@@ -8,7 +8,7 @@ import pytest
 from mxnet import nd
 
 import mxamp as amp
-from helpers import randn
+from helpers import pairwise, randn
 from mxamp.tools.debugging.operator_counts import operator_stats
 
 DATA = randn(16, 4)
@@ -114,9 +114,9 @@ def trained(out, contexts, *, groups, optimizer, sizes=(16, 16, 16)):
     return {name: array.asnumpy() for name, array in module.get_params()[0].items()}
 
 
-@pytest.mark.parametrize("out", ["softmax", "loss"])
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("sizes", [(16, 16), (16, 8, 16)])
+@pytest.mark.parametrize(
+    "out, groups, sizes", pairwise(["softmax", "loss"], [False, True], [(16, 16), (16, 8, 16)])
+)
 def test_modules_of_a_model_over_two_devices(out, groups, sizes, dtype):
     plain = trained(out, mx.cpu(), groups=groups, optimizer="sgd", sizes=sizes)
     amp.init(dtype, ctx=mx.cpu())

@@ -40,6 +40,7 @@ def test_finds_the_bad_ones_alone_within_the_bound(n, k, ranked):
             assert search.evaluations <= bound(n, k)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.integers(1, 8).flatmap(
