@@ -15,7 +15,7 @@ from mxnet.gluon import nn
 import digits
 import mxamp as amp
 from helpers import BF16, randn
-from mxamp.tools.debugging.gradients import MARGIN, ExponentCounts, GradientHistogram
+from mxamp.tools.debugging.gradients import MARGIN, GradientHistogram
 from nets import NETS, made, masked, perceptron
 from training import batches, setup
 
@@ -28,9 +28,9 @@ EDGES = [2.0**-25, 2.0**-24, 2.0**-14, 2.0**-149, 65504.0, 65519.0, 65520.0, 655
 
 
 def counted(values, scale=1.0):
-    counts = ExponentCounts()
-    counts.count(values, scale)
-    return GradientHistogram({"all": counts})
+    histogram = GradientHistogram()
+    histogram.count(values, scale)
+    return histogram
 
 
 def square(output, _label):
@@ -86,13 +86,11 @@ def test_the_ends_of_the_range(power):
     assert histogram.share_overflowing(scale) == np.isinf(half).sum() / nonzero
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
-def test_every_dtype_counts_alike_and_large_arrays_go_in_parts(kind):
+def test_large_arrays_are_counted_in_parts():
     values = 2.0 ** np.random.RandomState(0).randint(-9, 9, 150_000)
-    if kind == "bfloat16":
-        bits = values.astype("float32").view(np.uint32) >> 16
-        assert counted(bits.astype(np.uint16)).counts == counted(values).counts
-    assert counted(values.astype(kind if kind != "bfloat16" else "float32")).size == 150_000
+    for kind in sorted(FLOATS):
+        assert counted(values.astype(kind)).counts == counted(values).counts
+    assert counted(values).size == 150_000
     assert counted(values).share_vanishing(2.0**-25) == (values <= 1).mean()
 
 
@@ -306,10 +304,10 @@ def test_results_show_as_tables_and_as_json():
     "call, message",
     [
         (lambda net, _, batch: histogram_of(3), "a Block or a gluon.Trainer"),
-        (lambda net, _, batch: histogram_of(net, None, square), "without data"),
-        (lambda net, _, batch: histogram_of(net, activations=True), "needs data"),
-        (lambda net, _, batch: histogram_of(net, batch), "needs a loss"),
-        (lambda net, _, batch: histogram_of(net, batch, 3), "needs a loss"),
+        (lambda net, _, batch: histogram_of(net, None, square), "both data and a loss"),
+        (lambda net, _, batch: histogram_of(net, activations=True), "both data and a loss"),
+        (lambda net, _, batch: histogram_of(net, batch), "both data and a loss"),
+        (lambda net, _, batch: histogram_of(net, batch, 3), "both data and a loss"),
         (lambda net, _, batch: histogram_of(net, batch, lambda o, y: None), "return .* not None"),
         (lambda net, _, batch: histogram_of(net, batch, lambda o, y: 0.5), "return .* not 0.5"),
         (lambda net, _, batch: histogram_of(net, batch, lambda o, y: nd.ones(1)), "must return"),

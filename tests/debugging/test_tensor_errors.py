@@ -13,7 +13,7 @@ from planted import chain
 import mxamp as amp
 from helpers import operators_of, randn, same, values
 from models import model
-from mxamp.tools.debugging import figures
+from mxamp.tools.debugging import results
 from nets import (
     NETS,
     Control,
@@ -409,4 +409,4 @@ def test_pictures(tmp_path):
         result.plot(tmp_path / "errors.what")
     with pytest.raises(amp.ArgumentError, match="no folder"):
         result.plot(tmp_path / "none" / "errors.png")
-    assert figures.new_figure() is not figure
+    assert results.new_figure(4.0) is not figure

@@ -24,7 +24,17 @@ from ...patches.eager import INVOKE_MODULES, decision_for
 from ...policy.active import current_policy
 from ...policy.decision import Decision
 
-__all__ = ["Call", "Observer"]
+__all__ = ["Call", "Observer", "probe_copy"]
+
+
+class _ProbeCopy(threading.local):
+    """MXNet's copy of the gradient that a probe's backward returned: no observer sees it."""
+
+    follows = False  #: the probe's backward has just returned
+    runs = False
+
+
+probe_copy = _ProbeCopy()
 
 
 class Call(NamedTuple):
@@ -137,25 +147,29 @@ class Observer(PatchSet):
 
     # ------------------------------------------------------------------ the patches
 
-    def _build_invoke(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return self._observed(original, self.on_call)
-
-    def _build_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return self._observed(original, self.on_cast)
-
-    @staticmethod
-    def _observed(
-        original: Callable[..., Any], see: Callable[[Call, Run], Any]
+    def _build_invoke(
+        self, original: Callable[..., Any], see: Optional[Callable[[Call, Run], Any]] = None
     ) -> Callable[..., Any]:
-        operators = by_handle()
+        operators, see = by_handle(), see or self.on_call
 
         def _imperative_invoke(
             handle: int, inputs: Sequence[NDArray], keys: Any, values: Any, out: Any, *rest: Any
         ) -> Any:
             call = Call(operators[handle], inputs, keys, values, out)
+            if probe_copy.follows:
+                probe_copy.follows, probe_copy.runs = False, call.operator.name == "_copyto"
+                try:
+                    return _imperative_invoke(handle, inputs, keys, values, out, *rest)
+                finally:
+                    probe_copy.runs = False
+            if probe_copy.runs:
+                return original(handle, inputs, keys, values, out, *rest)
             return see(call, lambda given: original(handle, given, keys, values, out, *rest))
 
         return _imperative_invoke
+
+    def _build_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._build_invoke(original, self.on_cast)
 
     def _build_tensordot(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:

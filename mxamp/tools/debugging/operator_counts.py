@@ -1,31 +1,28 @@
 """`operator_stats`: counts the operators that run by dtype, and the bytes that casts move."""
 
 import contextlib
-import json
 import threading
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from mxnet.executor import Executor
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ...errors import ArgumentError, InstallError, unknown
+from ...errors import unknown
 from ...framework.arrays import as_list, dtypes_of
-from ...framework.wording import counted, one_of, shown
+from ...framework.wording import counted
 from ...graph.inspect import FLOATS, Census, Tensor, count, is_cast, precision_of
 from ...graph.ir import CASTS, Graph
-from ..tables import html_table, text_table
 from .observing import Call, Observer, Run
+from .results import Result, Table
 
 __all__ = ["CastCount", "OperatorCount", "OperatorStats", "operator_stats"]
 
-NO_PANDAS = "to_dataframe() needs pandas: pip install pandas, or use to_json()"
 #: `NDArray.astype` runs as `_copyto`.
 _CASTS = CASTS | {"_copyto"}
-_ORDERS = ("calls", "operator", "dtype")
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class CastCount:
     bytes: int
 
 
-class OperatorStats:
+class OperatorStats(Result, Observer):
     """The operators and casts that ran; printing gives a table.
 
     `stats["dot"]` are the calls of an operator by dtype. The statistics may be read while the
@@ -55,9 +52,12 @@ class OperatorStats:
     """
 
     def __init__(self, census: Optional[Census] = None) -> None:
+        super().__init__()
         self._census = census or Census.empty()
-        self._graphs: Dict[Any, _Runs] = {}
-        self._lock = threading.Lock()
+        #: Graphs that ran since the last read: symbol, dtypes and shapes of inputs, and runs.
+        self._graphs: Dict[Any, List[Any]] = {}
+        self._symbols: "weakref.WeakKeyDictionary[Executor, Symbol]" = weakref.WeakKeyDictionary()
+        self._counting = threading.Lock()
 
     @property
     def operators(self) -> Tuple[OperatorCount, ...]:
@@ -89,145 +89,83 @@ class OperatorStats:
     ) -> "OperatorStats":
         """Return the statistics of an operator, a dtype, or both."""
         census = self._counted()
-        kept = Counter(
-            {
-                key: calls
-                for key, calls in census.operators.items()
-                if operator in (None, key[0]) and dtype in (None, key[1])
-            }
-        )
-        return OperatorStats(census._replace(operators=kept))
+        kept = {
+            (name, kind): calls
+            for (name, kind), calls in census.operators.items()
+            if operator in (None, name) and dtype in (None, kind)
+        }
+        return OperatorStats(census._replace(operators=Counter(kept)))
 
-    def sorted(self, by: str = "calls") -> Tuple[OperatorCount, ...]:
-        """Return the operators ordered by "calls" (most first), "operator" or "dtype"."""
-        if by not in _ORDERS:
-            raise ArgumentError(f"the order must be {one_of(_ORDERS)}, not {shown(by)}")
-        if by == "calls":
-            return self.operators
-        return tuple(sorted(self.operators, key=lambda row: str(getattr(row, by))))
-
-    def to_json(self) -> str:
-        """Return `to_dict()` as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    def to_dict(self) -> Dict[str, List[Dict[str, Any]]]:
+    def to_dict(self) -> Dict[str, Any]:
         """Return the counts as lists of dicts, under "operators" and "casts"."""
         return {
-            "operators": [asdict(row) for row in self.operators],
-            "casts": [asdict(row) for row in self.casts],
+            name: [asdict(row) for row in getattr(self, name)] for name in ("operators", "casts")
         }
 
-    def to_dataframe(self) -> Any:
-        """Return the operators as a DataFrame; needs pandas, which mxamp does not install."""
-        try:
-            import pandas
-        except ImportError:
-            raise InstallError(NO_PANDAS) from None
-        columns = ["operator", "dtype", "calls"]
-        return pandas.DataFrame([asdict(row) for row in self.operators], columns=columns)
-
-    def __str__(self) -> str:
-        return "\n".join([text_table(*self._operator_rows()), "", text_table(*self._cast_rows())])
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._operator_rows()) + html_table(*self._cast_rows())
-
-    def __repr__(self) -> str:
+    def summary(self) -> str:
+        """Return one line: calls and casts."""
         calls = sum(row.calls for row in self.operators)
         casts = sum(row.casts for row in self.casts)
-        return f"<OperatorStats: {counted(calls, 'call')}, {counted(casts, 'cast')}>"
+        return f"{counted(calls, 'call')}, {counted(casts, 'cast')}"
 
-    def _operator_rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    def _tables(self) -> Iterable[Table]:
         rows = [(row.operator, row.dtype, row.calls) for row in self.operators]
-        return ("operator", "dtype", "calls"), rows
-
-    def _cast_rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        rows = [(f"{c.source} to {c.target}", c.casts, c.bytes) for c in self.casts]
-        return ("cast", "calls", "bytes"), rows
+        yield "", ("operator", "dtype", "calls"), rows
+        casts = [(f"{row.source} to {row.target}", row.casts, row.bytes) for row in self.casts]
+        yield "", ("cast", "calls", "bytes"), casts
 
     # ------------------------------------------------------------------ while it counts
 
-    def note_call(self, call: Call, outputs: Any) -> None:
+    def on_call(self, call: Call, run: Run) -> Any:
         """Count an eager call."""
+        outputs = run(call.inputs)
         inputs, results = _tensors(call.inputs), _tensors(as_list(outputs))
-        with self._lock:
+        with self._counting:
             if call.operator.name in _CASTS and is_cast(inputs[0].dtype, results[0].dtype):
                 self._census.add_cast(inputs[0].dtype, results[0].dtype, inputs[0].size)
-                return
+                return outputs
             decision = call.decision()
             decided = decision.precision if decision is not None else None
             dtype = decided if decided in FLOATS else precision_of(inputs, results)
             self._census.operators[call.operator.name, dtype] += 1
-
-    def note_graph(self, symbol: Symbol, inputs: Mapping[str, NDArray]) -> None:
-        """Count a run of a graph; its operators are counted when the statistics are read."""
-        dtypes = dtypes_of(list(inputs.values()))
-        key = (id(symbol), dtypes, tuple([array.shape for array in inputs.values()]))
-        with self._lock:
-            runs = self._graphs.get(key)
-            if runs is None:
-                shapes = {name: array.shape for name, array in inputs.items()}
-                runs = self._graphs[key] = _Runs(symbol, dict(zip(inputs, dtypes)), shapes)
-            runs.waiting += 1
-
-    def _counted(self) -> Census:
-        """Return the counts, with the graphs that ran since the last read."""
-        with self._lock:
-            for runs in self._graphs.values():
-                if runs.waiting:
-                    self._census.add(runs.each(), runs.waiting)
-                    runs.waiting = 0
-            return self._census
-
-
-class _Runs:
-    """The runs of one graph on inputs of the same dtypes and shapes."""
-
-    def __init__(
-        self, symbol: Symbol, dtypes: Mapping[str, str], shapes: Mapping[str, Any]
-    ) -> None:
-        self.symbol = symbol  # kept alive, since its id is the key
-        self._dtypes, self._shapes = dtypes, shapes
-        self._each: Optional[Census] = None
-        self.waiting = 0
-
-    def each(self) -> Census:
-        """Return the counts of one run."""
-        if self._each is None:
-            self._each = count(Graph.from_symbol(self.symbol), self._dtypes, self._shapes)
-        return self._each
-
-
-class _Counting(Observer):
-    """Counts what it observes."""
-
-    def __init__(self, stats: OperatorStats) -> None:
-        super().__init__()
-        self._stats = stats
-        self._symbols: "weakref.WeakKeyDictionary[Executor, Symbol]" = weakref.WeakKeyDictionary()
-
-    def on_call(self, call: Call, run: Run) -> Any:
-        outputs = run(call.inputs)
-        self._stats.note_call(call, outputs)
         return outputs
 
     on_cast = on_call
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
+        """Count a run of a hybridized block's graph."""
         self.note_graph(symbol, inputs)
         return run()
 
-    def note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
-        self._stats.note_graph(symbol, dict(zip(symbol.list_inputs(), inputs)))
-
     def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
+        """Count a run of a bound symbol's graph."""
         symbol = self._symbols.get(executor)
         if symbol is None:
             # The graph as it runs: with casts, and with operators that oneDNN has fused.
             symbol = self._symbols[executor] = executor.get_optimized_symbol()
         held = {**executor.arg_dict, **executor.aux_dict}
-        self._stats.note_graph(symbol, {n: held[n] for n in symbol.list_inputs()})
+        self.note_graph(symbol, [held[name] for name in symbol.list_inputs()])
         return run()
+
+    def note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
+        """Count a run of a graph; its operators are counted when the statistics are read."""
+        dtypes, shapes = dtypes_of(inputs), tuple([array.shape for array in inputs])
+        with self._counting:
+            # The symbol is kept alive, since its id is the key.
+            entry = [symbol, dtypes, shapes, 0]
+            self._graphs.setdefault((id(symbol), dtypes, shapes), entry)[-1] += 1
+
+    def _counted(self) -> Census:
+        """Return the counts, with the graphs that ran since the last read."""
+        with self._counting:
+            for symbol, dtypes, shapes, runs in self._graphs.values():
+                names = symbol.list_inputs()
+                graph = Graph.from_symbol(symbol)
+                self._census.add(
+                    count(graph, dict(zip(names, dtypes)), dict(zip(names, shapes))), runs
+                )
+            self._graphs.clear()
+            return self._census
 
 
 @contextlib.contextmanager
@@ -257,7 +195,7 @@ def operator_stats() -> Iterator[OperatorStats]:
     Costs about 30 us for an eager call and 40 us for a graph, on a 2.5 GHz Xeon.
     """
     stats = OperatorStats()
-    with _Counting(stats).opened():
+    with stats.opened():
         yield stats
 
 

@@ -1,16 +1,14 @@
 """The errors of a net's tensors in mixed precision: each layer's output against float32's."""
 
 import contextlib
-import json
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import (
     Any,
     Callable,
     Dict,
     FrozenSet,
+    Iterable,
     Iterator,
     List,
     Mapping,
@@ -39,9 +37,7 @@ from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler, positive_number
-from ..tables import html_table, text_table
 from .batches import Batch, batches_of, block_of
-from .figures import new_figure, png_html, save_figure
 from .isolated import (
     IsolatedRun,
     Recorded,
@@ -54,6 +50,7 @@ from .isolated import (
     trained_arrays,
     unchanged,
 )
+from .results import Drawn, Table, new_figure
 
 __all__ = ["Comparison", "TensorError", "compare"]
 
@@ -71,9 +68,6 @@ NOT_FLOAT32 = (
 
 _HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "lost")
 _SHOWN = 10  #: rows of each table
-#: Color and marker by precision; the colors differ in brightness too.
-_STYLES = {"float16": ("#1b6ca8", "o"), "bfloat16": ("#1b6ca8", "o"), "float32": ("#e8a838", "s")}
-_OTHER_STYLE = ("#777777", "^")
 _NAMED = 24  #: the figure names up to this many layers
 
 
@@ -94,8 +88,8 @@ class TensorError:
     lost: int  #: elements that are finite in float32 only
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Drawn):
     """The errors that mixed precision adds to a net; printing gives a table, worst first.
 
     `outputs` are the layers' outputs in the order of execution, `gradients` those of the
@@ -122,18 +116,6 @@ class Comparison:
         """Return the comparison as plain values."""
         return asdict(self)
 
-    def to_json(self) -> str:
-        """Return the comparison as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    def plot(self, path: Union[None, str, Path] = None) -> Any:
-        """Draw the error of each layer in the order of execution; needs matplotlib.
-
-        Returns the matplotlib figure, and writes it to `path` in the format of its suffix.
-        Raises `InstallError` without matplotlib.
-        """
-        return save_figure(_figure(self), path)
-
     def summary(self) -> str:
         """Return one line: where the error jumps first, and how many elements were lost."""
         lost = sum(error.lost for error in (*self.outputs, *self.gradients))
@@ -144,81 +126,50 @@ class Comparison:
         scale = f", loss scale {self.loss_scale:g}" if self.gradients else ""
         return f"{self.dtype} against float32{scale}: {jump}; {counted(lost, 'element')} not finite"
 
-    def __str__(self) -> str:
-        parts = [self.summary()]
-        for caption, rows in self._tables():
-            parts += ["", caption, text_table(_HEADINGS, rows)]
-        return "\n".join(parts)
+    def _tables(self) -> Iterable[Table]:
+        for kind, errors in (
+            ("outputs of layers", self.worst_outputs),
+            ("gradients of parameters", self.worst_gradients),
+        ):
+            if errors:
+                caption = f"{kind}, the worst {min(len(errors), _SHOWN)} of {len(errors)}"
+                rows = [tuple(getattr(e, h) for h in _HEADINGS) for e in errors[:_SHOWN]]
+                yield caption, _HEADINGS, rows
 
-    def _repr_html_(self) -> str:
-        tables = "".join(html_table(_HEADINGS, rows, caption) for caption, rows in self._tables())
-        return f"<p>{self.summary()}</p>{png_html(lambda: _figure(self))}{tables}"
+    def _figure(self) -> Any:
+        """Draw the errors in the order of execution, and a cross for each layer that lost elements.
 
-    def __repr__(self) -> str:
-        return f"<Comparison: {self.summary()}>"
-
-    def _tables(self) -> Iterator[Tuple[str, List[Tuple[Any, ...]]]]:
-        """Yield the caption and the rows of each table."""
-        kinds = [("outputs of layers", self.worst_outputs)]
-        if self.gradients:
-            kinds.append(("gradients of parameters", self.worst_gradients))
-        for kind, errors in kinds:
-            caption = f"{kind}, the worst {min(len(errors), _SHOWN)} of {len(errors)}"
-            yield caption, [tuple(getattr(e, h) for h in _HEADINGS) for e in errors[:_SHOWN]]
+        Layers without an error to draw lie at the lower edge.
+        """
+        figure, errors = new_figure(height=5.0), self.outputs
+        axes = figure.subplots()
+        least = min((e.relative for e in errors if e.relative), default=1e-8) / 2
+        for halves, color, marker in ((True, "#1b6ca8", "o"), (False, "#e8a838", "s")):
+            drawn = [i for i, e in enumerate(errors) if (e.precision in HALVES) == halves]
+            label = f"computed in {self.dtype if halves else 'float32'}"
+            heights = [max(errors[i].relative, least) for i in drawn]
+            axes.scatter(drawn, heights, color=color, marker=marker, label=label)
+        axes.set_yscale("log")
+        lost = [i for i, error in enumerate(errors) if error.lost]
+        if lost:
+            places, at_top = [0.97] * len(lost), axes.get_xaxis_transform()
+            label = "elements not finite in mixed precision"
+            axes.scatter(lost, places, color="black", marker="x", transform=at_top, label=label)
+        if self.first_jump is not None:
+            label = f"the error jumps first: {self.first_jump.name}"
+            place = errors.index(self.first_jump)
+            axes.axvline(place, color="#b03030", linestyle="--", label=label, zorder=0)
+        axes.set_xlabel("layer, in the order of execution")
+        if len(errors) <= _NAMED:
+            axes.set_xticks(range(len(errors)), [e.name for e in errors], rotation=60, ha="right")
+        axes.set_ylabel("relative error of the output (L2)")
+        axes.set_title(f"{self.dtype} against float32")
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+        return figure
 
 
 def _ranked(errors: Sequence[TensorError]) -> Tuple[TensorError, ...]:
     return tuple(sorted(errors, key=lambda error: (-error.lost, -error.relative)))
-
-
-def _figure(result: Comparison) -> Any:
-    """Draw the errors of layers in the order of execution.
-
-    An error of 0 lies at the lower edge. Layers that lost elements get a cross at the upper edge.
-    Layers that lost all elements have no error to draw.
-    """
-    figure = new_figure(height=5.0)
-    axes = figure.subplots()
-    errors = result.outputs
-    drawn = {i: e for i, e in enumerate(errors) if e.lost < max(math.prod(e.shape), 1)}
-    least = min((e.relative for e in drawn.values() if e.relative), default=1e-8) / 2
-    heights = {i: max(e.relative, least) for i, e in drawn.items()}
-    axes.plot(list(heights), list(heights.values()), color="#bbbbbb", linewidth=1, zorder=1)
-    for precision in dict.fromkeys(e.precision for e in drawn.values()):
-        color, marker = _STYLES.get(precision, _OTHER_STYLE)
-        style = {"color": color, "marker": marker, "edgecolors": "black", "linewidths": 0.5}
-        places = [i for i, e in drawn.items() if e.precision == precision]
-        label = f"computed in {precision}"
-        axes.scatter(places, [heights[i] for i in places], zorder=2, label=label, **style)
-    axes.set_yscale("log")
-    axes.set_xlim(-0.7, len(errors) - 0.3)
-    _mark_losses(axes, result, max(heights.values(), default=0.0))
-    if result.first_jump is not None:
-        place = errors.index(result.first_jump)
-        label = f"the error jumps first: {result.first_jump.name}"
-        axes.axvline(place, color="#b03030", linestyle="--", linewidth=1, label=label, zorder=0)
-    axes.set_xlabel("layer, in the order of execution")
-    if len(errors) <= _NAMED:
-        axes.set_xticks(range(len(errors)), [e.name for e in errors], rotation=60, ha="right")
-        axes.tick_params(axis="x", labelsize="small")
-    axes.set_ylabel("relative error of the output (L2)")
-    axes.set_title(f"{result.dtype} against float32")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    return figure
-
-
-def _mark_losses(axes: Any, result: Comparison, highest: float) -> None:
-    """Draw a cross at the upper edge for each layer that lost elements."""
-    lost = [i for i, error in enumerate(result.outputs) if error.lost]
-    if not lost:
-        return
-    if highest:
-        axes.set_ylim(top=highest * 4)  # room for the crosses
-    style = {"color": "black", "marker": "x", "s": 60, "zorder": 3}
-    style["transform"] = axes.get_xaxis_transform()
-    label = "elements not finite in mixed precision"
-    axes.scatter(lost, [0.97] * len(lost), label=label, **style)
 
 
 # ---------------------------------------------------------------------- two runs of a net
@@ -290,29 +241,34 @@ def compare(
 Key = Tuple[str, int, int]
 
 
-@dataclass(frozen=True)
-class _Layer:
+class _Layer(NamedTuple):
     """One output of a layer, and the keys that it was computed from."""
 
-    key: Key
     block: str
     operator: str
     precision: str
     values: Any  #: a float32 NumPy array
     sources: FrozenSet[Key]
 
-    @property
-    def name(self) -> str:
-        """The layer's name, with the number of the output if it is not the first."""
-        name, _, output = self.key
-        return f"{name}[{output}]" if output else name
 
+class _Errors(Dict[Any, Tuple[TensorError, Distance]]):
+    """The errors of tensors over all batches, by key."""
 
-class _Pass(NamedTuple):
-    """The layers and gradients of one run."""
+    def add(
+        self, key: Any, name: str, plain: Optional[_Layer], mixed: Optional[_Layer], pair: Any
+    ) -> None:
+        """Add the float32 and mixed values of a tensor that belongs to a layer."""
+        if key not in self:
+            block, operator = (plain.block, plain.operator) if plain is not None else ("", "")
+            precision = mixed.precision if mixed is not None else "float32"
+            error = TensorError(name, block, operator, precision, pair[0].shape, 0.0, 0.0, 0)
+            self[key] = error, Distance()
+        self[key][1].add(name, *pair)
 
-    run: "_LayerRun"
-    gradients: Dict[str, Any]
+    def found(self, key: Any) -> TensorError:
+        """Return the error of a tensor."""
+        error, distance = self[key]
+        return replace(error, **vars(distance))
 
 
 class _Comparing:
@@ -331,12 +287,8 @@ class _Comparing:
         self.scale = loss_scale or (LossScaler().loss_scale if self.searching else 1.0)
         self.block: Optional[Block] = None  # the net, or its copy
         self.seeds = Seeds()
-        self.outputs: Dict[Key, Distance] = {}
-        self.gradients: Dict[str, Distance] = {}
-        self.layers: Dict[Key, _Layer] = {}  # in float32
-        self.mixed: Dict[Key, _Layer] = {}
-        self.readers: Dict[str, Key] = {}
-        self.shapes: Dict[str, Tuple[int, ...]] = {}
+        self.outputs, self.gradients = _Errors(), _Errors()
+        self.sources: Dict[Key, FrozenSet[Key]] = {}
 
     def run(self, batches: Iterator[Batch]) -> Comparison:
         """Run all batches; return the errors."""
@@ -346,43 +298,44 @@ class _Comparing:
         return Comparison(
             self.policy.target_dtype,
             self.scale,
-            tuple(map(self._output, self.outputs)),
-            tuple(map(self._gradient, self.gradients)),
+            tuple(map(self.outputs.found, self.outputs)),
+            tuple(map(self.gradients.found, self.gradients)),
             self._first_jump(),
         )
 
     def _compare(self, batch: Batch) -> None:
-        if self.block is None:
-            self.block = copied(self.net, batch.inputs)
-        block = self.block
+        block = self.block = self.block or copied(self.net, batch.inputs)
         kept = [block] if block is self.net else []
         with unchanged(*kept, self.loss):
-            plain = self._pass(block, batch, None)
+            plain, gradients = self._pass(block, batch, None)
         with unchanged(*kept, self.loss):
-            mixed = self._pass(block, batch, self.policy)
-        for key, layer in plain.run.layers.items():
-            self.layers.setdefault(key, layer)
-            other = mixed.run.layers.get(key)
+            mixed, scaled = self._pass(block, batch, self.policy)
+        for key, layer in plain.layers.items():
+            self.sources.setdefault(key, layer.sources)
+            other = mixed.layers.get(key)
             # A policy may replace nodes by faster equivalents.
             if other is not None and other.values.shape == layer.values.shape:
-                self.mixed.setdefault(key, other)
-                self.outputs.setdefault(key, Distance()).add(layer.name, layer.values, other.values)
-        self.readers.update(plain.run.readers)
-        for name, values in plain.gradients.items():
-            self.shapes[name] = values.shape
-            self.gradients.setdefault(name, Distance()).add(name, values, mixed.gradients[name])
+                name = f"{key[0]}[{key[2]}]" if key[2] else key[0]
+                self.outputs.add(key, name, layer, other, (layer.values, other.values))
+        for name, values in gradients.items():
+            reader = plain.readers.get(name, ("", 0, 0))
+            layers = plain.layers.get(reader), mixed.layers.get(reader)
+            self.gradients.add(name, name, *layers, (values, scaled[name]))
 
-    def _pass(self, block: Block, batch: Batch, policy: Optional[Policy]) -> _Pass:
+    def _pass(
+        self, block: Block, batch: Batch, policy: Optional[Policy]
+    ) -> Tuple["_LayerRun", Dict[str, Any]]:
+        """Run a batch; return the layers, and the gradients by parameter."""
         self.seeds.begin_run()
         run = _LayerRun(self.net, self.seeds, plain=policy is None)
         training = self.loss is not None
         recording = autograd.record() if training else autograd.pause(train_mode=False)
         with autocast(enabled=policy is not None, policy=policy), run.opened():
             with recording, run.watching(block, batch.inputs):
-                output = block(*batch.inputs)
+                first = [block(*batch.inputs)]
             if self.loss is None:
-                return _Pass(run, {})
-            loss, first = self.loss, [output]
+                return run, {}
+            loss = self.loss
 
             def record() -> Any:
                 with autograd.record():
@@ -391,33 +344,12 @@ class _Comparing:
 
             recorded = Recorded(block, record)
             params = trained_arrays(block)
-            arrays = list(params.values())
-            scale = 1.0
-            if policy is None:
+            arrays, scale = list(params.values()), 1.0 if policy is None else self.scale
+            gradients = recorded.gradients(arrays, scale)
+            while policy and self.searching and scale > 1 and not all_finite(gradients):
+                self.scale = scale = scale / 2
                 gradients = recorded.gradients(arrays, scale)
-            else:
-                gradients, scale = self._scaled_gradients(recorded, arrays), self.scale
-        return _Pass(
-            run, {name: dense_values(g) / np.float32(scale) for name, g in zip(params, gradients)}
-        )
-
-    def _scaled_gradients(self, recorded: Recorded, arrays: Sequence[NDArray]) -> List[NDArray]:
-        """Return the gradients times `self.scale`, which is halved until they are finite."""
-        gradients = recorded.gradients(arrays, self.scale)
-        while self.searching and self.scale > 1 and not all_finite(gradients):
-            self.scale /= 2
-            gradients = recorded.gradients(arrays, self.scale)
-        return gradients
-
-    def _output(self, key: Key) -> TensorError:
-        layer = self.layers[key]
-        shape, distance = layer.values.shape, self.outputs[key]
-        return _error(layer.name, layer, self.mixed[key], shape, distance)
-
-    def _gradient(self, name: str) -> TensorError:
-        reader = self.readers.get(name, ("", 0, 0))
-        layer, mixed = self.layers.get(reader), self.mixed.get(reader)
-        return _error(name, layer, mixed, self.shapes[name], self.gradients[name])
+        return run, {n: dense_values(g) / np.float32(scale) for n, g in zip(params, gradients)}
 
     def _first_jump(self) -> Optional[TensorError]:
         """Return the first layer whose error is larger than rounding explains."""
@@ -425,37 +357,17 @@ class _Comparing:
         # The relative error and the lost elements of each output. An output that was not compared
         # has those of its inputs.
         errors: Dict[Key, Tuple[float, int]] = {}
-        for key, layer in self.layers.items():
-            given = [errors[source] for source in layer.sources if source in errors]
+        for key, sources in self.sources.items():
+            given = [errors[source] for source in sources if source in errors]
             error = max((one[0] for one in given), default=0.0)
             lost = max((one[1] for one in given), default=0)
-            distance = self.outputs.get(key)
-            if distance is None:
-                errors[key] = error, lost
-                continue
-            if distance.relative > JUMP * max(error, roundoff) or (distance.lost and not lost):
-                return self._output(key)
-            errors[key] = distance.relative, distance.lost
+            errors[key] = error, lost
+            if key in self.outputs:
+                found = self.outputs.found(key)
+                if found.relative > JUMP * max(error, roundoff) or (found.lost and not lost):
+                    return found
+                errors[key] = found.relative, found.lost
         return None
-
-
-def _error(
-    name: str,
-    layer: Optional[_Layer],
-    mixed: Optional[_Layer],
-    shape: Tuple[int, ...],
-    distance: Distance,
-) -> TensorError:
-    return TensorError(
-        name,
-        layer.block if layer is not None else "",
-        layer.operator if layer is not None else "",
-        mixed.precision if mixed is not None else "float32",
-        shape,
-        distance.relative,
-        distance.maximum,
-        distance.lost,
-    )
 
 
 # ---------------------------------------------------------------------- one run, layer by layer
@@ -471,10 +383,9 @@ class _LayerRun(IsolatedRun):
         super().__init__(seeds)
         self._plain = plain
         self._watching = False
-        self._seen: "Counter[str]" = Counter()
-        #: The keys that an array was computed from, by its `id`; `_kept` keeps ids from reuse.
-        self._producers: Dict[int, FrozenSet[Key]] = {}
-        self._kept: List[NDArray] = []
+        self._calls: "Counter[str]" = Counter()
+        #: By `id`, each array and the keys that it was computed from.
+        self._producers: Dict[int, Tuple[NDArray, FrozenSet[Key]]] = {}
         #: The layers, in the order of execution.
         self.layers: Dict[Key, _Layer] = {}
         #: The first layer that reads a parameter, by the parameter's name.
@@ -485,7 +396,8 @@ class _LayerRun(IsolatedRun):
     @contextlib.contextmanager
     def watching(self, block: Block, inputs: Sequence[Any]) -> Iterator[None]:
         """Record the layers of a block that is called with these inputs."""
-        self._produced(arrays_in(inputs), frozenset())
+        for array in arrays_in(inputs):
+            self._producers[id(array)] = array, frozenset()
         hooks = [
             one.register_forward_hook(self._record_block)
             for one in descendants(block)
@@ -517,10 +429,9 @@ class _LayerRun(IsolatedRun):
         heads = list(graph.heads)
         graph = replace(graph, heads=[*heads, *_inner_outputs(graph)])
         outputs = super().run_graph(graph, symbol_class, tensors, values, context)
-        arrays = dict(zip(graph.heads, outputs))
-        keys = self._record_nodes(graph, tensors, values, arrays)
+        keys = self._record_nodes(graph, tensors, values, dict(zip(graph.heads, outputs)))
         for head, array in zip(heads, outputs):
-            self._produced([array], keys.get(head, frozenset()))
+            self._producers[id(array)] = array, keys.get(head, frozenset())
         return outputs[: len(heads)]
 
     def _record_nodes(
@@ -535,64 +446,56 @@ class _LayerRun(IsolatedRun):
         keys: Dict[Output, FrozenSet[Key]] = {}
         for i, node in enumerate(graph.nodes):
             if node.is_variable:
-                array = values.get(node.name)
-                keys[i, 0] = self._producers.get(id(array), frozenset())
+                keys[i, 0] = self._sources([values.get(node.name)])
                 continue
             sources = frozenset().union(*(keys.get(entry, frozenset()) for entry in node.inputs))
-            number = self._number(node.name)
+            block = next((b for prefix, b in self._prefixes if node.name.startswith(prefix)), "")
+            inputs = [graph.nodes[source] for source, _ in node.inputs]
+            read = [one.name for one in inputs if one.is_variable]
+            precision = precision_at(graph, i, tensors)
             for k in range(node.num_outputs):
                 keys[i, k] = sources
-                if (i, k) not in arrays or tensors[i, k].dtype not in FLOATS:
-                    continue
-                key = (node.name, number, k)
-                found = dense_values(arrays[rounded.get((i, k), (i, k))])
-                precision = precision_at(graph, i, tensors)
-                block = self._block_of(node.name)
-                self.layers[key] = _Layer(key, block, node.operator, precision, found, sources)
-                keys[i, k] = frozenset({key})
-                for entry in node.inputs:
-                    if graph.nodes[entry[0]].is_variable:
-                        self.readers.setdefault(graph.nodes[entry[0]].name, key)
+                if (i, k) in arrays and tensors[i, k].dtype in FLOATS:
+                    found = dense_values(arrays[rounded.get((i, k), (i, k))])
+                    layer = _Layer(block, node.operator, precision, found, sources)
+                    keys[i, k] = frozenset({self._record(node.name, k, layer, read)})
+            self._calls[node.name] += 1
         return keys
-
-    def _block_of(self, name: str) -> str:
-        return next((block for prefix, block in self._prefixes if name.startswith(prefix)), "")
 
     def _record_block(self, block: Block, inputs: Sequence[Any], outputs: Any) -> None:
         """Record the outputs of a block that none of its children has returned."""
         if not self._watching:
             return
         given = arrays_in(inputs)
-        known = [self._producers[id(array)] for array in given if id(array) in self._producers]
-        if len(known) < len(given) and self.layers:
+        sources = self._sources(given)
+        if self.layers and any(id(array) not in self._producers for array in given):
             # Eager code between blocks has computed an input: take the last layer for its source.
-            known.append(frozenset({next(reversed(list(self.layers)))}))
-        sources = frozenset().union(*known)
+            sources |= {next(reversed(list(self.layers)))}
         made = [array for array in arrays_in(outputs) if id(array) not in self._producers]
-        number = self._number(block.name) if made else 0
         for k, array in enumerate(made):
-            key = (block.name, number, k)
-            dtype = dtypes_of([array])[0]
-            self._produced([array], frozenset({key}) if dtype in FLOATS else sources)
+            dtype, keys = dtypes_of([array])[0], sources
             if dtype in FLOATS:
                 self._check(block.name, dtype)
-                kind, found = type(block).__name__, dense_values(array)
-                self.layers[key] = _Layer(key, block.name, kind, dtype, found, sources)
-                for param in block._reg_params.values():
-                    self.readers.setdefault(param.name, key)
+                kind, read = type(block).__name__, [p.name for p in block._reg_params.values()]
+                layer = _Layer(block.name, kind, dtype, dense_values(array), sources)
+                keys = frozenset({self._record(block.name, k, layer, read)})
+            self._producers[id(array)] = array, keys
+        self._calls[block.name] += bool(made)
+
+    def _record(self, name: str, output: int, layer: _Layer, read: Sequence[str]) -> Key:
+        key = name, self._calls[name], output
+        self.layers[key] = layer
+        for param in read:
+            self.readers.setdefault(param, key)
+        return key
+
+    def _sources(self, arrays: Sequence[Optional[NDArray]]) -> FrozenSet[Key]:
+        known = [self._producers[id(array)][1] for array in arrays if id(array) in self._producers]
+        return frozenset().union(*known)
 
     def _check(self, name: str, precision: str) -> None:
         if self._plain and precision in HALVES:
             raise ArgumentError(NOT_FLOAT32.format(name=name, precision=precision))
-
-    def _number(self, name: str) -> int:
-        self._seen[name] += 1
-        return self._seen[name] - 1
-
-    def _produced(self, arrays: Sequence[NDArray], keys: FrozenSet[Key]) -> None:
-        for array in arrays:
-            self._producers[id(array)] = keys
-            self._kept.append(array)
 
 
 def _inner_outputs(graph: Graph) -> List[Output]:

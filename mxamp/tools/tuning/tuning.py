@@ -187,7 +187,7 @@ class Tuning:
         ::
 
             plan = tuning.annotated(amp.explain(net, policy=tuning.policy))
-            amp.draw(plan, "net.svg", colour="error")
+            amp.draw(plan, "net.svg", color="error")
         """
         costs = {layer.name: layer for layer in self.layers}
 

@@ -22,10 +22,11 @@ from ....framework.wording import counted
 from ....framework.zero_gradients import zero_gradients
 from ....graph.casts.builder import HALVES
 from ....graph.ir import CASTS
+from ..observing import probe_copy
 from .findings import Finding, Statistics, values_of
 from .inspection import Site, finding_at, is_float, is_nonfinite
 
-__all__ = ["GradientWatch", "is_probe_copy", "unobserved_copy"]
+__all__ = ["GradientWatch", "unobserved_copy"]
 
 #: Inputs whose gradient no operator can read on CPUs: oneDNN can't bring it to the plain layout.
 _UNREADABLE = {"Deconvolution": (1,)}
@@ -44,7 +45,6 @@ _MOST = 100_000
 # Below all patches: under mxamp a function's backward gets gradients without the loss scale.
 _call = original(autograd.Function, "__call__")
 _COPY, _CAST = handle_of("identity"), handle_of("amp_cast")
-_state = threading.local()
 
 
 class _Passage:
@@ -160,12 +160,6 @@ def _vanished(passage: _Passage, step: int) -> Optional[Finding]:
 # ---------------------------------------------------------------------- probes
 
 
-def is_probe_copy(operator: str) -> bool:
-    """Return whether a call is MXNet's copy of the array that a probe's backward returned."""
-    returned, _state.returned = getattr(_state, "returned", False), False
-    return returned and operator == "_copyto"
-
-
 class _Probe(autograd.Function):  # type: ignore[misc]
     def __init__(self, see: Callable[[NDArray], None]) -> None:
         super().__init__()
@@ -178,7 +172,7 @@ class _Probe(autograd.Function):  # type: ignore[misc]
     def backward(self, gradient: NDArray) -> NDArray:
         """Show the gradient, and return it."""
         self._see(gradient)
-        _state.returned = True
+        probe_copy.follows = True
         return gradient
 
 

@@ -1,0 +1,97 @@
+"""Results of the debugging tools: as tables, as JSON, as HTML for notebooks, and as figures."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any, Dict, Iterable, Sequence, Tuple, Union
+
+from ...errors import ArgumentError, InstallError
+from ...framework.files import checked_folder, write_file
+from ..tables import html_table, text_table
+
+__all__ = ["Drawn", "Result", "Table", "new_figure"]
+
+NO_MATPLOTLIB = 'pictures need matplotlib: pip install "matplotlib>=3.7,<4", or mxamp[plots]'
+
+#: A caption (which may be empty), headings, and rows.
+Table = Tuple[str, Sequence[str], Sequence[Sequence[Any]]]
+
+
+class Result:
+    """A result that prints as tables and a summary in one line."""
+
+    def summary(self) -> str:
+        """Return one line."""
+        raise NotImplementedError
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Return the result as plain values."""
+        raise NotImplementedError
+
+    def _tables(self) -> Iterable[Table]:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """Return `to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        parts = []
+        for caption, headings, rows in self._tables():
+            parts += [*([caption] if caption else []), text_table(headings, rows), ""]
+        return "\n".join([*parts, self.summary()])
+
+    def _repr_html_(self) -> str:
+        tables = "".join(html_table(head, rows, caption) for caption, head, rows in self._tables())
+        return f"<p>{self.summary()}</p>{tables}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.summary()}>"
+
+
+class Drawn(Result):
+    """A result that matplotlib draws."""
+
+    def _figure(self) -> Any:
+        raise NotImplementedError
+
+    def plot(self, path: Union[None, str, Path] = None) -> Any:
+        """Draw the result with matplotlib; write it to `path`, in the format of its suffix.
+
+        Returns the figure. Raises `InstallError` without matplotlib.
+        """
+        figure = self._figure()
+        if path is not None:
+            target = Path(path)
+            checked_folder(target)
+            suffix, known = target.suffix[1:].lower(), figure.canvas.get_supported_filetypes()
+            if suffix not in known:
+                allowed = ", ".join(sorted(known))
+                raise ArgumentError(
+                    f"a picture must be a file of one of {allowed}, not {str(path)!r}"
+                )
+            write_file(target, _image(figure, suffix, 120))
+        return figure
+
+    def _repr_html_(self) -> str:
+        try:
+            image = base64.b64encode(_image(self._figure(), "png", 90)).decode()
+        except InstallError:
+            return super()._repr_html_()
+        return f'<img src="data:image/png;base64,{image}">{super()._repr_html_()}'
+
+
+def new_figure(height: float) -> Any:
+    """Return an empty matplotlib figure, made without pyplot."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InstallError(NO_MATPLOTLIB) from None
+    return Figure(figsize=(8.0, height), layout="constrained")
+
+
+def _image(figure: Any, file_format: str, dpi: int) -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format=file_format, dpi=dpi)
+    return stream.getvalue()
