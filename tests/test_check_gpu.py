@@ -11,8 +11,7 @@ import pytest
 from clones import BASH, Clone
 from helpers import ROOT
 from mxamp.framework.cuda import CUDA_WHEELS, NEWEST_WHEEL
-from mxamp.tools.doctor.collect import runs_on
-from mxamp.tools.doctor.facts import Gpu
+from mxamp.tools.doctor.facts import Gpu, runs_on
 
 T4, A100 = "Tesla T4, 7.5, 470.57.02", "NVIDIA A100, 8.0, 450.80.02"
 L4, H100 = "NVIDIA L4, 8.9, 535.104.05", "NVIDIA H100, 9.0, 535.104.05"

@@ -159,23 +159,12 @@ def test_a_model_with_numpy_semantics(models, out):
 
 def test_convert_takes_it_as_it_was_measured(models, tuned):
     path, _ = tuned
-    run(
-        "convert",
-        "m",
-        "--policy",
-        path,
-        "--out",
-        "low",
-        "--force",
-        "--check",
-        "--input",
-        "data:4,8",
-    )
+    run(*"convert m --out low --force --check --input data:4,8 --policy".split(), path)
     symbol, args, _ = mx.model.load_checkpoint("low", 0)
     assert args["fc_weight"].dtype == np.float32
-    text = symbol.tojson(remove_amp_cast=False)
-    assert "amp_cast_float16" in text
-    run("convert", "m", "--dtype", "float16", "--out", "lost", "--device", "cpu", "--force")
+    assert "amp_cast_float16" in symbol.tojson(remove_amp_cast=False)
+    plan = json.loads(run("explain", "m", "--policy", path, "--json"))
+    assert {node["name"]: node["precision"] for node in plan["nodes"]}["large"] == "float32"
 
 
 @pytest.mark.parametrize("way, words", [
@@ -190,23 +179,19 @@ def test_the_last_line_says_how_it_was_measured(models, out, way, words, monkeyp
     assert words in out.read_text()
 
 
-def test_explain_shows_it(tuned):
-    path, _ = tuned
-    plan = json.loads(run("explain", "m", "--policy", path, "--json"))
-    assert {node["name"]: node["precision"] for node in plan["nodes"]}["large"] == "float32"
+SERVE = """
+import mxnet as mx, numpy as np
+net = mx.gluon.SymbolBlock.imports("m-symbol.json", ["data"], "m-0000.params")
+net.hybridize()
+print(np.isfinite(net(mx.nd.array(np.load("data.npy"))).asnumpy()).all())
+"""
 
 
 @pytest.mark.slow
 def test_run_runs_with_it(models, tuned):
     path, _ = tuned
     script = models / "serve.py"
-    script.write_text(
-        "import mxnet as mx, numpy as np\n"
-        "names = 'm-symbol.json', ['data'], 'm-0000.params'\n"
-        "net = mx.gluon.SymbolBlock.imports(*names)\n"
-        "net.hybridize()\n"
-        "print(np.isfinite(net(mx.nd.array(np.load('data.npy'))).asnumpy()).all())\n"
-    )
+    script.write_text(SERVE)
 
     def printed(*options):
         done = subprocess.run(
@@ -222,44 +207,44 @@ def test_run_runs_with_it(models, tuned):
 # ---------------------------------------------------------------------- what is wrong
 
 
-SHAPE = ["--input", "data:4,8"]
+SHAPE = "--input data:4,8"
+
+
+P = "--out p.toml"
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([*F16, "--out", "p.toml"], "give them with --input, as name:1,3,224,224"),
-        ([*F16, *SHAPE], "Missing option '--out'"),
-        ([*F16, *SHAPE, "--out", ""], "the name of the file to write is empty"),
-        ([*F16, *SHAPE, "--out", "none/p.toml"], "there is no folder"),
-        ([*F16, *SHAPE, "--out", "."], "'.' is a folder"),
-        ([*F16, *SHAPE, "--out", "m-symbol.json", "--force"], "is a file that is read here"),
-        ([*F16, "--data", "one.npz", "--out", "./one.npz", "--force"], "is a file that is read"),
-        ([*F16, "--input", "data:data.npy", "--out", "data.npy"], "is a file that is read here"),
-        ([*F16, *SHAPE, "--out", "start.toml"], "overwrite it with --force"),
-        ([*F16, *SHAPE, "--data", "one.npz", "--out", "p.toml"], "give --data or --input, not both"),
-        ([*F16, "--data", "none.npz", "--out", "p.toml"], "'none.npz' can't be read: No such file"),
-        ([*F16, "--data", "text.npz", "--out", "p.toml"], "as numpy.savez writes them"),
-        ([*F16, "--data", "cut.npz", "--out", "p.toml"], "as numpy.savez writes them"),
-        ([*F16, "--data", "flipped.npz", "--out", "p.toml"], "as numpy.savez writes them"),
-        ([*F16, "--data", "objects.npz", "--out", "p.toml"], "as numpy.savez writes them"),
-        ([*F16, "--data", "data.npy", "--out", "p.toml"], "give it as --input NAME:data.npy"),
-        ([*F16, "--data", "wrong.npz", "--out", "p.toml"], "--data wrong.npz: unknown input 'dat'"),
-        ([*F16, "--data", "empty.npz", "--out", "p.toml"], "inputs without a value: data"),
-        ([*F16, "--data", "nan.npz", "--out", "p.toml"], "--data nan.npz: input 'data' is NaN"),
-        ([*F16, "--data", "rows.npz", "--out", "p.toml"], "no elements"),
-        ([*F16, "--data", "wide.npz", "--out", "p.toml"], "the model does not run on this data"),
-        ([*F16, "--input", "dat:4,8", "--out", "p.toml"], "--input: unknown input 'dat'"),
-        ([*F16, *SHAPE, "--input-dtype", "x:int8", "--out", "p.toml"], "unknown input 'x'"),
-        ([*F16, *SHAPE, "--input-dtype", "data:int7", "--out", "p.toml"], "'int7'"),
-        ([*F16, *SHAPE, "--budget", "0s", "--out", "p.toml"], "--budget must be a number of"),
-        ([*F16, *SHAPE, "--budget", "soon", "--out", "p.toml"], "not 'soon'"),
-        ([*F16, *SHAPE, "--rtol", "0", "--out", "p.toml"], "--rtol"),
-        ([*F16, *SHAPE, "--rtol", "nan", "--out", "p.toml"], "--rtol must"),
-        ([*F16, *SHAPE, "--seed", "-1", "--out", "p.toml"], "--seed"),
-        ([*F16, *SHAPE, "--keep-fp32", "fcc", "--out", "p.toml"], "unknown layer 'fcc'"),
-        ([*F16, *SHAPE, "--policy", "start.toml", "--out", "p.toml"], "--dtype or --policy"),
-        (["--dtype", "auto", *SHAPE, "--out", "p.toml"], "has one dtype"),
+        (P, "give them with --input, as name:1,3,224,224"),
+        (SHAPE, "Missing option '--out'"),
+        (f"{SHAPE} --out=", "the name of the file to write is empty"),
+        (f"{SHAPE} --out none/p.toml", "there is no folder"),
+        (f"{SHAPE} --out .", "'.' is a folder"),
+        (f"{SHAPE} --out m-symbol.json --force", "is a file that is read here"),
+        ("--data one.npz --out ./one.npz --force", "is a file that is read"),
+        ("--input data:data.npy --out data.npy", "is a file that is read here"),
+        (f"{SHAPE} --out start.toml", "overwrite it with --force"),
+        (f"{SHAPE} --data one.npz {P}", "give --data or --input, not both"),
+        (f"--data none.npz {P}", "'none.npz' can't be read: No such file"),
+        *((f"--data {name}.npz {P}", "as numpy.savez writes them") for name in ("text", "cut", "flipped", "objects")),
+        (f"--data data.npy {P}", "give it as --input NAME:data.npy"),
+        (f"--data wrong.npz {P}", "--data wrong.npz: unknown input 'dat'"),
+        (f"--data empty.npz {P}", "inputs without a value: data"),
+        (f"--data nan.npz {P}", "--data nan.npz: input 'data' is NaN"),
+        (f"--data rows.npz {P}", "no elements"),
+        (f"--data wide.npz {P}", "the model does not run on this data"),
+        (f"--input dat:4,8 {P}", "--input: unknown input 'dat'"),
+        (f"{SHAPE} --input-dtype x:int8 {P}", "unknown input 'x'"),
+        (f"{SHAPE} --input-dtype data:int7 {P}", "'int7'"),
+        (f"{SHAPE} --budget 0s {P}", "--budget must be a number of"),
+        (f"{SHAPE} --budget soon {P}", "not 'soon'"),
+        (f"{SHAPE} --rtol 0 {P}", "--rtol"),
+        (f"{SHAPE} --rtol nan {P}", "--rtol must"),
+        (f"{SHAPE} --seed -1 {P}", "--seed"),
+        (f"{SHAPE} --keep-fp32 fcc {P}", "unknown layer 'fcc'"),
+        (f"{SHAPE} --policy start.toml {P}", "--dtype or --policy"),
+        (f"{SHAPE} --dtype auto {P}", "has one dtype"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_nothing_is_measured(models, arguments, words, monkeypatch):
@@ -268,7 +253,7 @@ def test_bad_input_is_one_line_and_nothing_is_measured(models, arguments, words,
 
     monkeypatch.setattr(Tuner, "run", none)
     before = {path: path.read_bytes() for path in models.iterdir() if path.is_file()}
-    output = run("tune", "m", *arguments, status=2)
+    output = run("tune", "m", *F16, *arguments.split(), status=2)
     assert words in output
     assert len(output.strip().splitlines()) == 1
     assert {path: path.read_bytes() for path in models.iterdir() if path.is_file()} == before
@@ -280,20 +265,20 @@ def test_a_folder_that_is_read_only_is_found_before(monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.touch", refuse)
     monkeypatch.setattr(Tuner, "run", None)
-    output = run("tune", "m", *F16, *SHAPE, "--out", "p.toml", status=1)
+    output = run("tune", "m", *F16, *SHAPE.split(), "--out", "p.toml", status=1)
     assert "'p.toml' can't be written (Permission denied)" in output
 
 
 @pytest.mark.skipif(mx.context.num_gpus() > 0, reason="there is a GPU")
 def test_a_policy_for_gpus_needs_one():
-    output = run("tune", "m", "--device", "gpu", *SHAPE, "--out", "p.toml", status=2)
+    output = run("tune", "m", "--device", "gpu", *SHAPE.split(), "--out", "p.toml", status=2)
     assert "with --device cpu" in output
 
 
 def test_a_model_that_can_not_be_tuned(models, out):
     params = {**PARAMS, "last_weight": PARAMS["last_weight"] * np.inf}
     mx.model.save_checkpoint("inf", 0, NET, params, {})
-    output = run("tune", "inf", *F16, *SHAPE, "--out", out, status=1)
+    output = run("tune", "inf", *F16, *SHAPE.split(), "--out", out, status=1)
     assert "of its outputs are Inf or NaN" in output
     assert not out.exists()
 

@@ -16,13 +16,10 @@ from .output import usage_error
 
 __all__ = ["as_inputs", "batches_in", "dtypes_of_inputs", "inputs_of", "values_for"]
 
-NO_ELEMENTS = "--input {text}: {path!r} holds {what}: an input has axes, with elements on each"
-NOT_READ = "{option}: {path!r} can't be read: {why}"
 NOT_SAVED = "it is no array that NumPy has saved"
-NOT_ARRAYS = "it holds no arrays by name, as numpy.savez writes them"
-ONE_ARRAY = (
-    "{path!r} holds one array, without a name: give it as --input NAME:{path}, or write it with "
-    "numpy.savez(file, NAME=array)"
+NOT_ARRAYS = (
+    "it holds no arrays by name, as numpy.savez writes them (one array without a name: give it as "
+    "--input NAME:{path})"
 )
 
 #: Errors of `numpy.load` for damaged files and files of other kinds.
@@ -42,7 +39,7 @@ def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[st
     for name, value in values_by_name("--input", texts).items():
         text = f"{name}:{value}"
         if value.endswith(".npy"):
-            values[name] = _array(text, value)
+            values[name] = _loaded(f"--input {text}", value, np.ndarray, NOT_SAVED)
             shapes[name] = values[name].shape
             continue
         parts = value.split(",")
@@ -85,7 +82,7 @@ def batches_in(
         known_names([*dtypes], data, "input")
     for path in files:
         with located(f"--data {path}"):
-            arrays = _arrays(path)
+            arrays = _loaded("--data", path, dict, NOT_ARRAYS.format(path=path))
             known_names([*arrays], data, "input")
             yield as_inputs(model, arrays, dtypes)
 
@@ -105,31 +102,16 @@ def _in_dtype(value: Any, array: Any, dtype: str) -> Any:
     return cast(array, dtype)
 
 
-def _array(text: str, path: str) -> Any:
-    """Return the array of an .npy file."""
-    option = f"--input {text}"
-    array = _loaded(option, path, NOT_SAVED)
-    if not isinstance(array, np.ndarray):
-        raise usage_error(NOT_READ.format(option=option, path=path, why=NOT_SAVED))
-    if not (array.shape and array.size):
-        what = "no elements" if array.shape else "a single value without axes"
-        raise usage_error(NO_ELEMENTS.format(text=text, path=path, what=what))
-    return array
-
-
-def _arrays(path: str) -> Dict[str, Any]:
-    """Return the arrays of an .npz file by name."""
-    found = _loaded("--data", path, NOT_ARRAYS)
-    if isinstance(found, np.ndarray):
-        raise usage_error(f"--data: {ONE_ARRAY.format(path=path)}")
-    return dict(found)
-
-
-def _loaded(option: str, path: str, expected: str) -> Any:
+def _loaded(option: str, path: str, kind: type, expected: str) -> Any:
+    """Return the array of an .npy file, or the arrays of an .npz file by name."""
+    found, why = None, expected
     try:
         with open(path, "rb") as file:
             found = np.load(file)
-            return found if isinstance(found, np.ndarray) else {k: found[k] for k in found.files}
+            if not isinstance(found, np.ndarray):
+                found = {name: found[name] for name in found.files}
     except _UNREADABLE as error:
         why = getattr(error, "strerror", None) or expected
-        raise usage_error(NOT_READ.format(option=option, path=path, why=why)) from None
+    if not isinstance(found, kind):
+        raise usage_error(f"{option}: {path!r} can't be read: {why}") from None
+    return found

@@ -5,21 +5,23 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import click
 
 from ..convert.saved import epochs_of
 from ..framework.machine import default_dtype
 from ..policy.policy import Policy
-from ..policy.targets import DEVICES as _DEVICES
-from ..policy.targets import TARGETS, is_auto, one_dtype
-from .output import show_messages, usage_error
+from ..policy.targets import DEVICES, TARGETS, is_auto, one_dtype
+from .output import POLICY_HOLDS, show_messages, usage_error
 
 __all__ = [
-    "DEVICES",
-    "DTYPES",
+    "device_option",
+    "dtype_option",
     "chosen_policy",
+    "force_option",
+    "input_dtype_option",
+    "input_option",
     "policy_option",
     "saved_model_options",
     "stop_status",
@@ -27,6 +29,15 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
+
+SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --epoch"
+NOT_IMPORTED = "--import: the module {name!r} can't be imported: {why}"
+NO_MODULE_NAME = "--import takes the name of a module, such as package.module, not {text!r}"
+TWICE = "{option} is given twice for {name!r}: {values}"
+NO_DTYPE = "Missing option '--dtype' (or '--policy')."
+
+_STATUS = "mxamp.status"
+_FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
 class _OneDtype(click.Choice):
@@ -40,72 +51,70 @@ class _OneDtype(click.Choice):
         return super().convert(value, param, ctx)
 
 
-DTYPES = _OneDtype(TARGETS)
-DEVICES = click.Choice(_DEVICES)
-
-SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --epoch"
-NOT_IMPORTED = "--import: the module {name!r} can't be imported: {why}"
-NO_MODULE_NAME = "--import takes the name of a module, such as package.module, not {text!r}"
-TWICE = "{option} is given twice for {name!r}: {values}"
-NO_DTYPE = "Missing option '--dtype' (or '--policy')."
-POLICY_HOLDS = "--policy holds its target dtype: give --dtype or --policy, not both"
-
-_IMPORT_HELP = "Module to import first, such as one that registers custom operators."
-_EPOCH_HELP = "Number in the name of the parameter file. Default: the only one there is."
-_KEEP_HELP = "Layers to keep in float32: names, in which * and ? stand for any characters."
-
-_POLICY, _EPOCH, _STATUS = "mxamp.policy", "mxamp.epoch", "mxamp.status"
-_FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
-
-
-def policy_option(command: Command) -> Command:
-    """Add --policy, which `chosen_policy` reads."""
-    option: Command = click.option(
-        "--policy",
-        type=click.Path(),
-        expose_value=False,
-        callback=_keep_policy,
-        help="A policy file (TOML), saved or of your own, in place of --dtype.",
-    )(command)
-    return option
+dtype_option = click.option(
+    "--dtype", type=_OneDtype(TARGETS), help="Default: float16 for GPUs, bfloat16 for CPUs."
+)
+device_option = click.option(
+    "--device", type=click.Choice(DEVICES), help="Default: the GPU if there is one, else the CPU."
+)
+policy_option = click.option(
+    "--policy", type=click.Path(), help="A policy file (TOML), in place of --dtype."
+)
+input_option = click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="NAME:SHAPE|NAME:FILE.npy",
+    help="Shape of an input, such as data:1,3,224,224, or a file with its values.",
+)
+input_dtype_option = click.option(
+    "--input-dtype",
+    "dtypes",
+    multiple=True,
+    metavar="NAME:DTYPE",
+    help="Dtype of an input that is not float32, such as index:int64.",
+)
+force_option = click.option("--force", is_flag=True, help="Overwrite files.")
 
 
 def saved_model_options(command: Command) -> Command:
     """Add the arguments of a saved model, a device and layers to keep in float32."""
-    options: List[Callable[[Command], Command]] = [
-        click.argument("prefix", callback=_prefix),
-        click.option("--epoch", type=click.IntRange(min=0), callback=_epoch, help=_EPOCH_HELP),
-        click.option(
-            "--device", type=DEVICES, help="Default: the GPU if there is one, else the CPU."
-        ),
-        click.option("--keep-fp32", multiple=True, metavar="PATTERN", help=_KEEP_HELP),
-        policy_option,
-        click.option(
-            "--import",
-            multiple=True,
-            metavar="MODULE",
-            expose_value=False,
-            is_eager=True,
-            callback=_import,
-            help=_IMPORT_HELP,
-        ),
-    ]
 
+    @click.argument("prefix")
+    @click.option(
+        "--epoch",
+        type=click.IntRange(min=0),
+        help="Number in the name of the parameter file. Default: the only one there is.",
+    )
+    @device_option
+    @click.option(
+        "--keep-fp32",
+        multiple=True,
+        metavar="PATTERN",
+        help="Layers to keep in float32: names, in which * and ? stand for any characters.",
+    )
+    @policy_option
+    @click.option(
+        "--import",
+        "modules",
+        multiple=True,
+        metavar="MODULE",
+        help="Module to import first, such as one that registers custom operators.",
+    )
     @functools.wraps(command)
-    def spoken(*args: Any, **options: Any) -> Any:
+    def spoken(prefix: str, epoch: Optional[int], modules: Sequence[str], **options: Any) -> Any:
+        _import(modules)
         with show_messages() as status:
             click.get_current_context().meta[_STATUS] = status
-            return command(*args, **options)
+            return command(*_saved(prefix, epoch), **options)
 
-    decorated: Command = spoken
-    for option in reversed(options):
-        decorated = option(decorated)
-    return decorated
+    return spoken
 
 
-def chosen_policy(dtype: Optional[str], device: Optional[str], default: bool = True) -> Policy:
+def chosen_policy(
+    dtype: Optional[str], path: Optional[str], device: Optional[str], default: bool = True
+) -> Policy:
     """Return the policy of --policy or of --dtype; without either the default, if allowed."""
-    path = click.get_current_context().meta.get(_POLICY)
     if path is None:
         if not (dtype or default):
             raise usage_error(NO_DTYPE)
@@ -120,34 +129,19 @@ def stop_status() -> None:
     click.get_current_context().meta[_STATUS].stop()
 
 
-def _prefix(context: click.Context, _: click.Parameter, value: str) -> str:
-    """Return the prefix of a model, given as the prefix or as the name of one of its files."""
-    file = _FILE.fullmatch(value)
-    if file is None:
-        return value
-    context.meta[_EPOCH] = file["epoch"]
-    return file["prefix"]
-
-
-def _keep_policy(context: click.Context, _: click.Parameter, value: Optional[str]) -> None:
-    context.meta[_POLICY] = value
-
-
-def _epoch(context: click.Context, _: click.Parameter, value: Optional[int]) -> int:
-    """Return the given epoch, or the only one there is."""
-    prefix = context.params.get("prefix")
-    if value is None and context.meta.get(_EPOCH) is not None:
-        return int(context.meta[_EPOCH])
-    if value is not None or not prefix:
-        return value or 0
-    epochs = epochs_of(prefix)
+def _saved(prefix: str, epoch: Optional[int]) -> Tuple[str, int]:
+    """Return the prefix and epoch of a model, given by its prefix or one of its files."""
+    file = _FILE.fullmatch(prefix)
+    if file is not None:
+        prefix, number = file["prefix"], file["epoch"]
+        epoch = int(number) if epoch is None and number else epoch
+    epochs = epochs_of(prefix) if prefix and epoch is None else []
     if len(epochs) > 1:
-        listed = ", ".join(map(str, epochs))
-        raise click.UsageError(SEVERAL.format(prefix=prefix, epochs=listed), context)
-    return epochs[0] if epochs else 0
+        raise usage_error(SEVERAL.format(prefix=prefix, epochs=", ".join(map(str, epochs))))
+    return prefix, epochs[0] if epochs else epoch or 0
 
 
-def _import(_: click.Context, __: click.Parameter, names: Sequence[str]) -> None:
+def _import(names: Sequence[str]) -> None:
     """Import the user's modules, from the current folder too, as `python -m` does."""
     here = str(Path.cwd())
     if names and here not in sys.path:
@@ -166,8 +160,8 @@ def values_by_name(option: str, texts: Sequence[str]) -> Dict[str, str]:
     """Return the values of a repeatable option NAME:VALUE by name; raise for a name given twice."""
     values: Dict[str, str] = {}
     for text in texts:
-        name, colon, value = text.partition(":")
-        if not (name and colon and value):
+        name, _, value = text.partition(":")
+        if not (name and value):
             raise usage_error(f"{option} takes NAME:VALUE, not {text!r}")
         if name in values:
             both = f"{values[name]!r} and {value!r}"

@@ -15,6 +15,7 @@ from ..errors import AmpError, ArgumentError
 
 __all__ = [
     "IS_THERE",
+    "POLICY_HOLDS",
     "console",
     "end",
     "examples",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 IS_THERE = "--out {path!r} is there already: give another --out, or overwrite it with --force"
+
+POLICY_HOLDS = "--policy holds its target dtype: give --dtype or --policy, not both"
 
 #: The width without a terminal: wider than any table.
 _UNLIMITED = 100_000

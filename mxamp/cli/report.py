@@ -28,7 +28,7 @@ def report(traces: Sequence[str], out: str, force: bool) -> None:
     """
     target = Path(out)
     checked_folder(target)
-    if target.exists() and any(_same(target, trace) for trace in traces):
+    if target.exists() and any(map(target.samefile, filter(os.path.exists, traces))):
         raise usage_error(f"--out would replace the trace {out!r}: give another file")
     if os.path.lexists(target) and not force:
         raise usage_error(IS_THERE.format(path=out))
@@ -41,7 +41,3 @@ def report(traces: Sequence[str], out: str, force: bool) -> None:
     steps = sum(len(trace.steps) for trace in found)
     skipped = sum(len(trace.skipped) for trace in found)
     click.echo(f"{out}: {counted(steps, 'step')}, {skipped:,} skipped")
-
-
-def _same(target: Path, trace: str) -> bool:
-    return Path(trace).exists() and target.samefile(trace)

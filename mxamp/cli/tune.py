@@ -4,13 +4,12 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Optional, Sequence
 
 import click
 import mxnet as mx
 
 from ..convert.options import checked_policy
-from ..convert.outputs import Model
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..errors import ArgumentError
 from ..framework.files import checked_writable
@@ -19,7 +18,15 @@ from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
 from ..tools.tuning.tuning import Tuning
 from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
-from .options import DTYPES, chosen_policy, saved_model_options, stop_status
+from .options import (
+    chosen_policy,
+    dtype_option,
+    force_option,
+    input_dtype_option,
+    input_option,
+    saved_model_options,
+    stop_status,
+)
 from .output import IS_THERE, examples, in_options, usage_error
 
 __all__ = ["tune"]
@@ -47,10 +54,6 @@ _USES = {
     "fused": "convert the model with it, and fuse it: {convert} --fuse",
 }
 
-_DATA_HELP = "A batch: an .npz file of arrays by name of input; may be given several times."
-_INPUT_HELP = "Shape of an input, for random values, or a file with its values."
-_DTYPE_HELP = "Dtype of an input that is not float32, such as index:int64."
-_RTOL_HELP = "Largest relative error of an output that is allowed. Default: 0.05."
 _EXAMPLES = examples(
     "mxamp tune model --data batch1.npz --data batch2.npz --out policy.toml",
     "mxamp tune model --input data:8,3,224,224 --budget 5m --rtol 0.01 --out policy.toml",
@@ -60,27 +63,35 @@ _EXAMPLES = examples(
 
 @click.command(epilog=_EXAMPLES)
 @saved_model_options
-@click.option("--dtype", type=DTYPES, help="Default: float16 for GPUs, bfloat16 for CPUs.")
+@dtype_option
 @click.option("--out", required=True, metavar="FILE", help="The policy file to write.")
-@click.option("--data", multiple=True, metavar="FILE.npz", help=_DATA_HELP)
 @click.option(
-    "--input", "inputs", multiple=True, metavar="NAME:SHAPE|NAME:FILE.npy", help=_INPUT_HELP
+    "--data",
+    multiple=True,
+    metavar="FILE.npz",
+    help="A batch: an .npz file of arrays by name of input; may be given several times.",
 )
-@click.option("--input-dtype", "dtypes", multiple=True, metavar="NAME:DTYPE", help=_DTYPE_HELP)
+@input_option
+@input_dtype_option
 @click.option(
     "--budget", default="60s", show_default=True, metavar="TIME", help="Such as 90s, 5m or 1h."
 )
-@click.option("--rtol", type=click.FloatRange(min=0, min_open=True), help=_RTOL_HELP)
+@click.option(
+    "--rtol",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Largest relative error of an output that is allowed. Default: 0.05.",
+)
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed."
 )
 @click.option("--accuracy-only", is_flag=True, help="Time nothing: for use on another machine.")
-@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@force_option
 def tune(
     prefix: str,
     epoch: int,
     device: Optional[str],
     keep_fp32: Sequence[str],
+    policy: Optional[str],
     dtype: Optional[str],
     out: str,
     data: Sequence[str],
@@ -103,13 +114,17 @@ def tune(
     files = [*data, *(value for value in values if value.endswith(".npy"))]
     _check_out(out, force, (*model_files(prefix, epoch), *map(Path, files)))
     input_dtypes = dtypes_of_inputs(dtypes)
-    start = chosen_policy(dtype, device)
+    start = chosen_policy(dtype, policy, device)
     if start.device == "gpu" and not mx.context.num_gpus():
         raise ArgumentError(NO_GPU)
     with mx.Context(start.device, 0), saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         start = checked_policy(start, keep_fp32, Graph.from_symbol(model[0]))
-        batches, drawn = _batches(model, data, inputs, input_dtypes, options["seed"])
+        batches: Iterable[Dict[str, Any]] = batches_in(model, data, input_dtypes)
+        drawn: Sequence[str] = ()
+        if not data:
+            given, drawn = values_for(model, inputs, input_dtypes, options["seed"])
+            batches = [as_inputs(model, given, input_dtypes)]
         stop_status()
         tuning = tune_model(model, batches, policy=start, timed=not accuracy_only, **options)
     notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
@@ -125,25 +140,11 @@ def _check_out(out: str, force: bool, read: Iterable[Path]) -> None:
     """Raise before anything is measured where the policy can't be written."""
     target = Path(out)
     if out and os.path.lexists(target) and not target.is_dir():
-        if target.exists() and any(path.exists() and target.samefile(path) for path in read):
+        if target.exists() and any(map(target.samefile, filter(os.path.exists, read))):
             raise usage_error(READ_TOO.format(path=out))
         if not force:
             raise usage_error(IS_THERE.format(path=out))
     checked_writable(out)
-
-
-def _batches(
-    model: Model,
-    data: Sequence[str],
-    inputs: Sequence[str],
-    dtypes: Mapping[str, str],
-    seed: int,
-) -> Tuple[Iterable[Dict[str, Any]], Sequence[str]]:
-    """Return batches of inputs by name, and the names of those that are random numbers."""
-    if data:
-        return batches_in(model, data, dtypes), ()
-    values, drawn = values_for(model, inputs, dtypes, seed)
-    return [as_inputs(model, values, dtypes)], drawn
 
 
 def _use(tuning: Tuning, prefix: str, out: str) -> str:

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from types import FrameType
 from typing import Any, BinaryIO, Callable, Dict, List, Mapping, Optional, Sequence
 
+from ..framework.machine import processors
 from ..framework.worker_process import LAUNCHED
-from .launch_guard import Guard, signal_group
 
 __all__ = ["ParameterServerRun"]
 
@@ -20,6 +19,16 @@ _KILLED = 128  #: shells add the signal's number to it
 
 #: Held while a line is printed, so that lines of several processes do not mix.
 _one_line = threading.Lock()
+
+#: Outlives a killed launcher, and kills the process groups that it has read from standard input.
+_GUARD = """
+trap "" HUP INT TERM
+while read -r group; do
+    [ "$group" = done ] && exit
+    set -- "$@" "-$group"
+done
+kill -s KILL -- "$@" 2>/dev/null
+"""
 
 
 class _Process:
@@ -35,21 +44,14 @@ class _Process:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        outputs = (
-            (self._process.stdout, sys.stdout.buffer),
-            (self._process.stderr, sys.stderr.buffer),
-        )
+        self.group = self._process.pid
+        process, outputs = self._process, (sys.stdout.buffer, sys.stderr.buffer)
         self._readers = [
-            threading.Thread(target=_forward, args=(name, *output), daemon=True)
-            for output in outputs
+            threading.Thread(target=_forward, args=(name, *pipes), daemon=True)
+            for pipes in zip((process.stdout, process.stderr), outputs)
         ]
         for reader in self._readers:
             reader.start()
-
-    @property
-    def group(self) -> int:
-        """The process group."""
-        return self._process.pid
 
     def status(self) -> Optional[int]:
         """Return the exit status as a shell does, or None while the process runs."""
@@ -57,8 +59,9 @@ class _Process:
         return code if code is None or code >= 0 else _KILLED - code
 
     def send(self, number: int) -> None:
-        """Send a signal to the process and its children."""
-        signal_group(self.group, number)
+        """Send a signal to the process and its children, if there are any."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, number)
 
     def finish(self) -> None:
         """Kill the group, and wait until its output is shown."""
@@ -77,43 +80,32 @@ class _Process:
 
 
 def _forward(name: str, source: BinaryIO, target: BinaryIO) -> None:
-    prefix = f"[{name}] ".encode()
     for line in source:
         # Progress bars rewrite a line after \r: show its last version, as a terminal does.
         text = line.rstrip(b"\r\n").rsplit(b"\r", maxsplit=1)[-1]
-        with _one_line:
-            try:
-                target.write(prefix + text + b"\n")
-                target.flush()
-            except (BrokenPipeError, ValueError):  # no reader: the process goes on
-                pass
+        # Without a reader the process goes on.
+        with _one_line, contextlib.suppress(BrokenPipeError, ValueError):
+            target.write(b"[%s] %s\n" % (name.encode(), text))
+            target.flush()
 
 
 _HOST = "127.0.0.1"
 #: MXNet's import runs the scheduler or server that DMLC_ROLE names; mxamp makes it importable.
-_SERVE = "import sys; sys.tracebacklimit = 0; import mxamp"
+_SERVE = [sys.executable, "-W", "ignore", "-c", "import sys; sys.tracebacklimit = 0; import mxamp"]
 _POLL = 0.05
-
-FAILED = "{ending}: ending the other processes"
-STOPPED = "{name}: ending all processes"
+_GRACE = 5.0  #: seconds that processes get to end before they are killed
 
 
 class ParameterServerRun:
     """Starts scheduler, servers and workers, watches them, and ends them all.
 
-    `say` is called with lines for the user. Once one process fails, the others get `grace` seconds
-    to end before they are killed.
+    `say` is called with lines for the user.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        workers: int,
-        servers: int,
-        say: Callable[[str], None],
-        grace: float = 5.0,
+        self, command: Sequence[str], workers: int, servers: int, say: Callable[[str], None]
     ) -> None:
-        self._command, self._say, self._grace = list(command), say, grace
+        self._command, self._say = list(command), say
         self._counts = {"server": servers, "worker": workers}
         self._signals: List[int] = []
         self._workers: List[_Process] = []
@@ -122,45 +114,53 @@ class ParameterServerRun:
     def run(self) -> int:
         """Run until all workers have ended; return the status of the first that failed, or 0."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._take) for number in numbers}
-        guard = Guard()
+        take: Any = lambda number, _: self._signals.append(number)  # noqa: E731
+        before = {number: signal.signal(number, take) for number in numbers}
+        guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
         try:
             self._start(guard)
             return self._watch()
         finally:
             for process in self._all():
                 process.finish()
-            guard.close()
+            _tell(guard, "done")
+            guard.communicate()
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _take(self, number: int, _: Optional[FrameType]) -> None:
-        self._signals.append(number)
 
     def _all(self) -> List[_Process]:
         return [*self._workers, *self._others]
 
-    def _start(self, guard: Guard) -> None:
-        ports = _free_ports(1 + sum(self._counts.values()))
-        serve = [sys.executable, "-W", "ignore", "-c", _SERVE]
-        shared = self._variables(ports.pop(0))
-        for role, count, command, into in (
-            ("scheduler", 1, serve, self._others),
-            ("server", self._counts["server"], serve, self._others),
-            ("worker", self._counts["worker"], self._command, self._workers),
-        ):
-            for rank in range(count):
-                if self._signals:
-                    return
-                own = {} if role == "scheduler" else _ranked(role, rank, ports.pop(0))
-                variables = {**shared, "DMLC_ROLE": role, **own}
-                name = role if role == "scheduler" else f"{role} {rank}"
-                into.append(_Process(name, command, variables))
-                guard.add(into[-1].group)
+    def _start(self, guard: "subprocess.Popen[str]") -> None:
+        servers, workers = self._counts["server"], self._counts["worker"]
+        port, *ports = _free_ports(1 + servers + workers)
+        shared = self._variables(port)
+        self._add(guard, "scheduler", _SERVE, {**shared, "DMLC_ROLE": "scheduler"})
+        # The scheduler sorts the processes of a host by the port that they listen on: their rank.
+        for rank, own in enumerate(ports[:servers]):
+            variables = {**shared, "DMLC_ROLE": "server", "PORT": str(own)}
+            self._add(guard, f"server {rank}", _SERVE, variables)
+        for rank, own in enumerate(ports[servers:]):
+            variables = {**shared, "DMLC_ROLE": "worker", "PORT": str(own), LAUNCHED: "1"}
+            variables["DMLC_WORKER_ID"] = str(rank)
+            self._add(guard, f"worker {rank}", self._command, variables)
+
+    def _add(
+        self,
+        guard: "subprocess.Popen[str]",
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+    ) -> None:
+        if not self._signals:
+            process = _Process(name, command, variables)
+            (self._workers if variables["DMLC_ROLE"] == "worker" else self._others).append(process)
+            _tell(guard, str(process.group))
 
     def _variables(self, port: int) -> Dict[str, str]:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        threads = max(cores // self._counts["worker"], 1)
+        threads = max(processors() // self._counts["worker"], 1)
         return {
             "DMLC_PS_ROOT_URI": _HOST,
             "DMLC_PS_ROOT_PORT": str(port),
@@ -178,13 +178,13 @@ class ParameterServerRun:
         while True:
             if self._signals:
                 number = self._signals[0]
-                self._say(STOPPED.format(name=signal.Signals(number).name))
+                self._say(f"{signal.Signals(number).name}: ending all processes")
                 self._end(number)
-                return 128 + number
+                return _KILLED + number
             failed = next((p for p in self._all() if p.status()), None)
             if failed is not None:
                 status = failed.status() or 1
-                self._say(FAILED.format(ending=failed.ending()))
+                self._say(f"{failed.ending()}: ending the other processes")
                 self._end(signal.SIGTERM)
                 return status
             if all(process.status() == 0 for process in self._workers):
@@ -193,32 +193,22 @@ class ParameterServerRun:
             time.sleep(_POLL)
 
     def _end(self, number: int) -> None:
-        """Send the workers a signal and the other processes SIGTERM; wait for `grace` seconds.
+        """Send the workers a signal and the other processes SIGTERM; wait for them.
 
-        SIGINT would make scheduler and servers print a traceback.
+        SIGINT would make scheduler and servers print a traceback. A second signal ends the wait.
         """
         for process in self._all():
             process.send(number if process in self._workers else signal.SIGTERM)
-        told = len(self._signals)
-        # A second Ctrl-C ends the wait.
-        self._wait(lambda: len(self._signals) > told, self._grace)
-
-    def _wait(self, enough: Callable[[], Any], seconds: float) -> None:
-        limit = time.monotonic() + seconds
-        while time.monotonic() < limit and not enough():
+        told, limit = len(self._signals), time.monotonic() + _GRACE
+        while time.monotonic() < limit and len(self._signals) == told:
             if all(process.status() is not None for process in self._all()):
                 return
             time.sleep(_POLL)
 
 
-def _ranked(role: str, rank: int, port: int) -> Dict[str, str]:
-    """Return the variables that give a process its rank.
-
-    The scheduler sorts the processes of a host by the port that they listen on, which is PORT.
-    """
-    variables = {"PORT": str(port)}
-    own = {"DMLC_WORKER_ID": str(rank), LAUNCHED: "1"}
-    return {**variables, **own} if role == "worker" else variables
+def _tell(guard: "subprocess.Popen[str]", line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the guard was killed
+        print(line, file=guard.stdin, flush=True)
 
 
 def _free_ports(count: int) -> List[int]:

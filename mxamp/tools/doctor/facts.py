@@ -4,21 +4,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
-__all__ = [
-    "MARK",
-    "Build",
-    "Cpu",
-    "Facts",
-    "Gpu",
-    "Setting",
-    "Speed",
-    "Wheel",
-    "numbers",
-    "without_folders",
-]
+from ...framework.cuda import CUDA_WHEELS
 
-#: The prefix of the probe's lines, among lines that oneDNN and MXNet print.
-MARK = "mxamp-probe "
+__all__ = ["Build", "Cpu", "Facts", "Gpu", "Speed", "numbers", "runs_on", "without_folders"]
 
 
 def numbers(version: str) -> Tuple[int, ...]:
@@ -41,20 +29,6 @@ def without_folders(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Wheel:
-    """An installed distribution of MXNet."""
-
-    name: str
-    version: str
-
-    @property
-    def cuda(self) -> Optional[str]:
-        """The CUDA version in the wheel's name, such as "cu112"; None for CPU builds."""
-        found = re.search(r"-(cu\d{2,3})", self.name)
-        return found[1] if found else None
-
-
-@dataclass(frozen=True)
 class Gpu:
     """A GPU as nvidia-smi describes it."""
 
@@ -63,13 +37,20 @@ class Gpu:
     driver: str
 
 
+def runs_on(gpu: Gpu, cuda: str) -> Optional[bool]:
+    """Return whether a wheel has code for a GPU, or None if that is unknown."""
+    if gpu.capability is None or cuda not in CUDA_WHEELS:
+        return None
+    return numbers(gpu.capability)[0] in CUDA_WHEELS[cuda].majors
+
+
 @dataclass(frozen=True)
 class Cpu:
     """The CPU, and the part of it that this process may use."""
 
     name: str
-    instructions: Tuple[str, ...]  #: of the instructions that kernels use, those of the CPU
-    usable: Tuple[str, ...]  #: of avx512, avx512_bf16 and amx_bf16, those that oneDNN may use
+    instructions: Tuple[str, ...]  #: those of avx512, avx512_bf16 and amx_bf16 that it has
+    usable: Tuple[str, ...]  #: those of them that oneDNN may use
     processors: int  #: logical processors that this process may run on
     physical: int  #: their cores
     quota: Optional[float]  #: the container's limit, in processors
@@ -83,24 +64,12 @@ class Cpu:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """An environment variable that is set, and its effect here."""
-
-    value: str
-    effect: str
-    advice: str = ""  #: empty if the value does no harm
-
-
-@dataclass(frozen=True)
 class Build:
     """MXNet as imported by a new process."""
 
     version: str
-    features: Mapping[str, bool]
+    onednn: bool
     gpus: int
-    policies_error: str  #: why mxamp's policies can't be made
-    on: Optional[str]  #: the target dtype, if mixed precision is on after the import
-    patched: Tuple[str, ...]  #: functions that are patched after the import
 
 
 @dataclass(frozen=True)
@@ -121,7 +90,7 @@ class Facts:
     numpy: str
     system: str
     cpu: Cpu
-    wheels: Tuple[Wheel, ...] = ()
+    wheels: Mapping[str, str] = field(default_factory=dict)  #: MXNet's, name and version
     mxnet: Optional[Build] = None
     mxnet_error: str = ""  #: why MXNet can't be imported
     gpus: Tuple[Gpu, ...] = ()
@@ -129,16 +98,24 @@ class Facts:
     missing_libraries: Tuple[str, ...] = ()  #: CUDA libraries that the wheel needs
     fast_dtype: str = "float32"  #: the dtype of "auto" here
     start_up_hook: bool = False  #: whether Python loaded mxamp's hook when it started
-    variables: Mapping[str, Setting] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     speed: Tuple[Speed, ...] = ()
     speed_error: str = ""  #: why measuring failed
 
     @property
     def cuda(self) -> Optional[str]:
         """The CUDA version of the installed MXNet, such as "cu112"; None for the CPU build."""
-        return next((wheel.cuda for wheel in self.wheels if wheel.cuda), None)
+        found = (re.search(r"-(cu\d{2,3})", name) for name in self.wheels)
+        return next((match[1] for match in found if match), None)
 
-    def ratio(self, device: str, dtype: str) -> float:
-        """Return a dtype's speed over float32's on a device, 0 if it was not measured."""
-        gflops = {speed.dtype: speed.gflops for speed in self.speed if speed.device == device}
-        return gflops[dtype] / gflops["float32"] if {dtype, "float32"} <= set(gflops) else 0.0
+    @property
+    def device(self) -> str:
+        """The default device, "gpu" or "cpu"."""
+        return "gpu" if self.mxnet and self.mxnet.gpus else "cpu"
+
+    @property
+    def speedup(self) -> float:
+        """The measured speed of the default device's low dtype over float32's, or 0."""
+        gflops = {one.dtype: one.gflops for one in self.speed if one.device == self.device}
+        low = [dtype for dtype in gflops if dtype != "float32"]
+        return gflops[low[0]] / gflops["float32"] if low else 0.0
