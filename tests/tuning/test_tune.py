@@ -14,9 +14,8 @@ from planted import chain
 
 import mxamp as amp
 from mxamp.policy.overrides import exactly
-from mxamp.tools.tuning.accuracy import Accuracy, Tolerance
+from mxamp.tools.tuning.accuracy import Accuracy, Subject, Tolerance
 from mxamp.tools.tuning.deadline import Deadline, seconds_of
-from mxamp.tools.tuning.model import Subject
 
 KINDS = {"overflow": "float16", "cancellation": "bfloat16"}
 
@@ -206,11 +205,11 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
     net, data, names = chain(40, [10, 30], "overflow")
     of, calls = Accuracy.of, []
 
-    def interrupted(self, policy, block=None, forced=False):
+    def interrupted(self, policy, block=None):
         calls.append(policy)
         if len(calls) == after:
             raise KeyboardInterrupt
-        return of(self, policy, block, forced)
+        return of(self, policy, block)
 
     monkeypatch.setattr(Accuracy, "of", interrupted)
     tuning = tuned(net, data, target_dtype="float16")
@@ -224,11 +223,11 @@ def test_a_signal_ends_it_between_two_measurements(monkeypatch):
     net, data, names = chain(40, [10, 30], "overflow")
     of, calls = Accuracy.of, []
 
-    def signalled(self, policy, block=None, forced=False):
+    def signalled(self, policy, block=None):
         calls.append(policy)
         if len(calls) == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return of(self, policy, block, forced)
+        return of(self, policy, block)
 
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -289,8 +288,7 @@ LOSS = mx.gluon.loss.L2Loss()
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"mode": "serving"}, "mode must be 'inference' or 'training'"), ({"mode": "training"}, "give the loss"),
-        ({"mode": "inference", "loss": LOSS}, "leave one of the two out"), ({"rtol": 0}, "`rtol` must be a positive"),
+        ({"rtol": 0}, "`rtol` must be a positive"),
         ({"min_metric": 0.5}, "give the metric too"), ({"metric": "no such metric"}, "metric must be a metric of"),
         ({"metric": "acc", "min_metric": "high"}, "min_metric must be a number"),
         ({"metric": "acc", "loss": LOSS}, "asks for training"), ({"metric": "acc"}, "with a loss, a batch is a tuple"),
@@ -320,7 +318,7 @@ def test_a_model_of_another_dtype_is_an_error(dtype):
 
 
 @pytest.mark.parametrize("bias, labels, options, words", [
-    (math.inf, None, {}, "15 elements of its outputs"), (math.nan, None, {}, "15 elements of its outputs"),
+    (math.inf, None, {}, "15 elements of output 0"), (math.nan, None, {}, "15 elements of output 0"),
     (0, None, {"rtol": 1e-8}, "or an `rtol` of"),
     (0, mx.nd.full(5, 7), {"metric": "acc", "min_metric": 0.5}, r"min_metric=0\.5: the float32 model itself has 0"),
     (0, mx.nd.zeros(5), {"metric": lambda _label, _prediction: math.nan}, "metric of the float32 model is nan"),
@@ -402,7 +400,7 @@ def test_gradients_that_are_zero_in_float32_are_not_compared():
     subject = Subject(net, (data, data), lambda output, _: output * 0, labelled=True)
     accuracy = Accuracy(subject, "bfloat16", Tolerance(), Deadline(100), 0)
     assert sorted(accuracy.unknown) == sorted(net.collect_params())
-    assert "4 gradients could not be compared" in accuracy.said_of_unknown()
+    assert "4 gradients could not be compared" in accuracy.notes()[0]
 
 
 @pytest.mark.parametrize("training", [False, True])
