@@ -4,27 +4,24 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterable, Optional, Sequence
 
 import click
 import mxnet as mx
 
 from ..convert.options import checked_policy
-from ..convert.outputs import Model
-from ..convert.saved import load_model, model_files, saved_semantics
+from ..convert.saved import load_model, saved_semantics
 from ..errors import ArgumentError
 from ..framework.files import checked_writable
 from ..graph.ir import Graph
 from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
-from ..tools.tuning.tuning import Tuning
 from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
 from .options import DTYPES, chosen_policy, saved_model_options, stop_status
 from .output import IS_THERE, examples, in_options, usage_error
 
 __all__ = ["tune"]
 
-READ_TOO = "--out {path!r} is a file that is read here: give another --out"
 TWO_WAYS = "--data holds batches of all inputs: give --data or --input, not both"
 NO_GPU = (
     "the policy is for GPUs, and there is none here that MXNet can use: tune it on a machine with "
@@ -99,9 +96,9 @@ def tune(
     """
     if data and inputs:
         raise usage_error(TWO_WAYS)
-    values = [text.partition(":")[2] for text in inputs]
-    files = [*data, *(value for value in values if value.endswith(".npy"))]
-    _check_out(out, force, (*model_files(prefix, epoch), *map(Path, files)))
+    if out and not force and os.path.lexists(out) and not Path(out).is_dir():
+        raise usage_error(IS_THERE.format(path=out))
+    checked_writable(out)
     input_dtypes = dtypes_of_inputs(dtypes)
     start = chosen_policy(dtype, device)
     if start.device == "gpu" and not mx.context.num_gpus():
@@ -109,47 +106,21 @@ def tune(
     with mx.Context(start.device, 0), saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         start = checked_policy(start, keep_fp32, Graph.from_symbol(model[0]))
-        batches, drawn = _batches(model, data, inputs, input_dtypes, options["seed"])
+        drawn: Sequence[str] = ()  # the inputs that are random numbers
+        batches: Iterable[Any] = batches_in(model, data, input_dtypes)
+        if not data:
+            values, drawn = values_for(model, inputs, input_dtypes, options["seed"])
+            batches = [as_inputs(model, values, input_dtypes)]
         stop_status()
         tuning = tune_model(model, batches, policy=start, timed=not accuracy_only, **options)
     notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
     tuning = replace(tuning, notes=(*map(in_options, tuning.notes), *notes))
-    use = _use(tuning, prefix, out)
+    file, name = shlex.quote(out), shlex.quote(prefix)
+    convert = f"mxamp convert {name} --policy {file} --out {name}-tuned"
+    use = _USES[tuning.way].format(out=file, convert=convert)
+    if tuning.way == "plain" and not tuning.complete:
+        use = UNDECIDED
     replace(tuning, notes=(*tuning.notes, f"Use: {use}")).save(out)
     click.echo(f"{tuning}\n\n{out}: {use}")
     if STOPPED in tuning.notes:
         click.echo(INTERRUPTED, err=True)
-
-
-def _check_out(out: str, force: bool, read: Iterable[Path]) -> None:
-    """Raise before anything is measured where the policy can't be written."""
-    target = Path(out)
-    if out and os.path.lexists(target) and not target.is_dir():
-        if target.exists() and any(path.exists() and target.samefile(path) for path in read):
-            raise usage_error(READ_TOO.format(path=out))
-        if not force:
-            raise usage_error(IS_THERE.format(path=out))
-    checked_writable(out)
-
-
-def _batches(
-    model: Model,
-    data: Sequence[str],
-    inputs: Sequence[str],
-    dtypes: Mapping[str, str],
-    seed: int,
-) -> Tuple[Iterable[Dict[str, Any]], Sequence[str]]:
-    """Return batches of inputs by name, and the names of those that are random numbers."""
-    if data:
-        return batches_in(model, data, dtypes), ()
-    values, drawn = values_for(model, inputs, dtypes, seed)
-    return [as_inputs(model, values, dtypes)], drawn
-
-
-def _use(tuning: Tuning, prefix: str, out: str) -> str:
-    """Return how to run the model as it was measured."""
-    if tuning.way == "plain" and not tuning.complete:
-        return UNDECIDED
-    file, name = shlex.quote(out), shlex.quote(prefix)
-    convert = f"mxamp convert {name} --policy {file} --out {name}-tuned"
-    return _USES[tuning.way].format(out=file, convert=convert)

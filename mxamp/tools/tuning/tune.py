@@ -54,16 +54,12 @@ LESS_IS_BETTER = (
 )
 NO_METRIC = "min_metric is the least value of a metric: give the metric too"
 
-ACCURACY_ONLY = (
-    "float16 on a CPU is for trying and testing: the policy was tuned for accuracy alone, and "
-    "nothing was timed."
-)
 NO_KERNELS = (
     "This CPU has no bfloat16 kernels (or DNNL_MAX_CPU_ISA hides them): only float32 was tried."
 )
-NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
+NOT_TIMED = "Nothing was timed{why}: the policy was tuned for accuracy alone."
 NOT_LOW = "No policy in {dtype} within the tolerance was found: this one computes in float32."
-FLOAT32 = "Nothing that is accurate enough was faster than float32."
+FLOAT32 = "Nothing that is accurate enough was faster than float32: the policy changes nothing."
 UNDECIDED = "The measurements so far were not enough to choose anything but float32."
 NOT_PAID = (
     "{dtype} does not pay for this model on this machine: it had {low:.2f} times float32's speed "
@@ -74,7 +70,6 @@ OUT_OF_TIME = "The budget was spent before all was tried: a larger one may find 
 SEARCHED = "With {kept} of {layers} in float32 the model is accurate enough{proof}."
 MORE_DATA = f"Of the data, the first {MOST_BATCHES} batches were used."
 USED = "Measured as it runs by {call}."
-NOTHING = "The policy changes nothing."
 #: How to run a model in each way.
 WAYS = {
     "autocast": "init(policy=policy) or autocast(policy=policy), hybridized",
@@ -115,9 +110,9 @@ def tune(
     The model is run in float32 and under mxamp's policy, on your data. Where the errors are larger
     than you allow, `tune` searches for a smallest set of layers to keep in float32; the report says
     whether a smaller one is ruled out. Then it times the ways to run the model in turns, on the
-    first batch: in low precision and in float32, each with and without the faster equivalents of
-    operators, and, for inference, under `init`, converted, and converted with `fuse=True`. Where
-    nothing is faster than float32, the policy changes nothing.
+    first batch: in low precision and in float32, with the faster equivalents of operators, and, for
+    inference, under `init`, converted, and converted with `fuse=True`. Where nothing is faster than
+    plain float32, the policy changes nothing.
 
     Parameters
     ----------
@@ -236,12 +231,11 @@ class Tuner:
         self.base, self.plain, self.seed = base, base.in_float32(), seed
         self.layers, self.applied = lowered_layers(self.subject, base)
         self.notes: List[str] = [MORE_DATA] if self.subject.more else []
-        if base.target_dtype == "float16" and base.device == "cpu":
-            self.notes.append(ACCURACY_ONLY)
-            timed = False
-        elif not timed:
-            self.notes.append(NOT_TIMED)
-        self.timed = timed
+        emulated = base.target_dtype == "float16" and base.device == "cpu"
+        self.timed = timed and not emulated
+        if not self.timed:
+            why = ", as float16 on a CPU is for trying and testing" if emulated else ""
+            self.notes.append(NOT_TIMED.format(why=why))
         self.race: Optional[Race] = None
         #: The layers that stay in float32; None until some are known to be enough.
         self.kept: Optional[FrozenSet[str]] = None
@@ -337,7 +331,7 @@ class Tuner:
 
     def _result(self) -> Tuning:
         way, policy, verdict = self._chosen()
-        accuracy, race, complete = self.accuracy, self.race, self.deadline.complete
+        accuracy, race = self.accuracy, self.race
         by_metric = accuracy.plain.metric is not None and accuracy.tolerance.rtol is None
         kept = self.kept or frozenset() if policy.lowers else frozenset()
         layers = [replace(layer, kept=layer.name in kept) for layer in self.layers.values()]
@@ -359,7 +353,7 @@ class Tuner:
             evaluations=accuracy.evaluations,
             seconds=round(self.deadline.spent, 3),
             seed=self.seed,
-            complete=complete,
+            complete=self.deadline.complete,
             notes=tuple(self._notes(way, policy)),
             chosen=race.chosen() if race is not None else None,
             trials=race.trials() if race is not None else (),
@@ -380,6 +374,6 @@ class Tuner:
             if 0 < low < others:
                 notes.append(NOT_PAID.format(dtype=dtype, low=low, others=others))
         notes += self.accuracy.notes()
-        if self.timed:
-            notes.append(USED.format(call=WAYS[way]) if way in WAYS else NOTHING)
+        if self.timed and way in WAYS:
+            notes.append(USED.format(call=WAYS[way]))
         return notes
