@@ -21,6 +21,11 @@ def net_with_relu():
     return net, mx.nd.random.normal(shape=(32, 16, 6, 6))
 
 
+def tuned(budget=100, **options):
+    net, data = net_with_relu()
+    return amp.tune(net, data, target_dtype="bfloat16", budget=budget, progress=False, **options)
+
+
 def described(form):
     """A form as a tuple: its way, whether it is in low precision, and its substitutions."""
     if form.policy is None:
@@ -67,8 +72,7 @@ def chosen(tuning):
 )  # fmt: skip
 def test_the_fastest_form_is_chosen(clock, times, expected):
     clock.update(times)
-    net, data = net_with_relu()
-    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    tuning = tuned()
     assert chosen(tuning) == expected
     assert tuning.complete
     assert tuning.policy.lowers == (expected[1:2] == ("low",))
@@ -91,8 +95,7 @@ def test_what_is_not_accurate_enough_is_not_chosen(clock, monkeypatch):
         return Verdict(0.9, None, None, within=False) if fused else of(self, policy, block)
 
     monkeypatch.setattr(Accuracy, "of", of_fused)
-    net, data = net_with_relu()
-    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    tuning = tuned()
     assert chosen(tuning) == ("converted", "low", "relu")
     [fused] = [t for t in tuning.trials if t.way == "fused" and t.precision == "bfloat16"]
     assert (fused.error, fused.within) == (0.9, False)
@@ -102,8 +105,7 @@ def test_what_is_not_accurate_enough_is_not_chosen(clock, monkeypatch):
 def test_low_precision_that_does_not_pay_is_not_searched(clock):
     clock.update({("autocast", "low", "relu"): 30, ("converted", "low", "relu"): 30})
     clock.update({("fused", "low", "relu"): 30})
-    net, data = net_with_relu()
-    tuning = amp.tune(net, data, target_dtype="bfloat16", rtol=1e-4, budget=100, progress=False)
+    tuning = tuned(rtol=1e-4)
     assert chosen(tuning) == ("plain",)
     assert any("does not pay" in note for note in tuning.notes)
     assert not any(layer.kept for layer in tuning.layers)
@@ -121,16 +123,14 @@ def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(race.Race, "_round", interrupted)
-    net, data = net_with_relu()
-    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    tuning = tuned()
     assert not tuning.complete
     assert chosen(tuning) in [("fused", "low", "relu"), ("fused", "float32", "relu")]
     assert tuning.error <= 0.05
 
 
 def test_nothing_is_claimed_of_what_was_not_timed(clock):
-    net, data = net_with_relu()
-    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=1e-6, progress=False)
+    tuning = tuned(budget=1e-6)
     said = " ".join(tuning.notes)
     assert "does not pay" not in said
     assert "Nothing that is accurate enough" not in said
@@ -155,15 +155,13 @@ def test_forms_that_do_not_run_are_left_out(clock, monkeypatch):
         raise amp.ArgumentError("no kernels")
 
     monkeypatch.setattr(race, "convert_hybrid_block", fails)
-    net, data = net_with_relu()
-    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    tuning = tuned()
     assert {trial.way for trial in tuning.trials} <= {"plain", "autocast"}
 
 
 def test_what_is_far_too_slow_is_timed_once(clock):
     clock.update({("autocast", "low", "relu"): 500})
-    net, data = net_with_relu()
-    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    tuning = tuned()
     slow = [t for t in tuning.trials if t.speedup < 0.1]
     assert all(trial.spread == 0 for trial in slow)
 
@@ -202,8 +200,8 @@ def test_no_kernels_no_low_precision(clock, monkeypatch):
 
 def test_what_was_chosen_is_what_runs(clock):
     clock.update({("fused", "float32", "relu"): 5})
+    tuning = tuned()
     net, data = net_with_relu()
-    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
     fast = amp.convert_hybrid_block(
         net, policy=tuning.policy, example_inputs=data, **tuning.convert_options
     )

@@ -24,6 +24,11 @@ def tuned(net, data, loss=None, budget=120, timed=False, **options):
     return amp.tune(net, data, loss, budget=budget, timed=timed, progress=False, **options)
 
 
+def accuracy_of(net, data, loss=None, dtype="float16", rtol=None):
+    subject = Subject(net, data, loss, labelled=loss is not None)
+    return Accuracy(subject, dtype, Tolerance(rtol=rtol), Deadline(100), 0)
+
+
 def kept(tuning):
     return {layer.name for layer in tuning.layers if layer.kept}
 
@@ -78,9 +83,7 @@ def test_the_set_is_as_small_as_brute_force_finds(seed):
     net, data, _ = chain(5, [], "cancellation", seed=seed)
     names = [f"net_layer{i}_fwd" for i in range(5)]
     base = amp.Policy.default("bfloat16")
-    accuracy = Accuracy(
-        Subject(net, data, None, labelled=False), "bfloat16", Tolerance(), Deadline(100), 0
-    )
+    accuracy = accuracy_of(net, data, dtype="bfloat16")
 
     def error(some):
         return accuracy.of(base.override(fp32_layers=[exactly(name) for name in some])).error
@@ -191,47 +194,35 @@ def test_a_budget_that_is_too_short_gives_float32():
     assert any("budget" in note for note in tuning.notes)
 
 
-@pytest.mark.parametrize("after", [3, 5])
-def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
+def raised():
+    raise KeyboardInterrupt
+
+
+def signalled():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("after, interrupt", [(3, raised), (5, raised), (4, signalled)])
+def test_ctrl_c_gives_the_best_so_far(monkeypatch, after, interrupt):
     net, data, names = chain(40, [10, 30], "overflow")
     of, calls = Accuracy.of, []
 
     def interrupted(self, policy, block=None):
         calls.append(policy)
         if len(calls) == after:
-            raise KeyboardInterrupt
+            interrupt()
         return of(self, policy, block)
 
-    monkeypatch.setattr(Accuracy, "of", interrupted)
-    tuning = tuned(net, data, target_dtype="float16")
-    assert not tuning.complete
-    assert any("Ctrl-C" in note for note in tuning.notes)
-    assert not tuning.policy.lowers or kept(tuning) >= names
-    assert amp.current_policy() is None
-
-
-def test_a_signal_ends_it_between_two_measurements(monkeypatch):
-    net, data, names = chain(40, [10, 30], "overflow")
-    of, calls = Accuracy.of, []
-
-    def signalled(self, policy, block=None):
-        calls.append(policy)
-        if len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return of(self, policy, block)
-
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        monkeypatch.setattr(Accuracy, "of", signalled)
+        monkeypatch.setattr(Accuracy, "of", interrupted)
         tuning = tuned(net, data, target_dtype="float16")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not tuning.complete
-    assert any("Ctrl-C" in note for note in tuning.notes)
+    assert not tuning.complete and any("Ctrl-C" in note for note in tuning.notes)
     assert not tuning.policy.lowers or kept(tuning) >= names
-    assert len(calls) < 8
+    assert amp.current_policy() is None and len(calls) < after + 4
 
 
 def test_what_the_caller_holds_stays_as_it_is():
@@ -357,9 +348,7 @@ def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones(training):
     net, batches = difference()
     data = [(batch, mx.nd.zeros((4, 1))) for batch in batches] if training else batches
     loss = mx.gluon.loss.L2Loss() if training else None
-    subject = Subject(net, data, loss, labelled=training)
-    accuracy = Accuracy(subject, "float16", Tolerance(rtol=0.01), Deadline(100), 0)
-    verdict = accuracy.of(amp.Policy.default("float16"))
+    verdict = accuracy_of(net, data, loss, rtol=0.01).of(amp.Policy.default("float16"))
     assert verdict.error == 1 and not verdict.within
     assert verdict.gradient_error == (1 if training else None)
     tuning = tuned(net, data, loss, target_dtype="float16", rtol=0.01)
@@ -376,8 +365,7 @@ def test_batches_without_a_gradient_say_nothing_of_it():
     net.weight.set_data(mx.nd.array([[1.0006, -1]]))
     batches = [mx.nd.array([[1.0006, 1.0014]]), mx.nd.array([[3.001, 1]])]
     data = [(batch, mx.nd.zeros((1, 1))) for batch in batches]
-    subject = Subject(net, data, lambda output, label: output + 0 * label, labelled=True)
-    accuracy = Accuracy(subject, "float16", Tolerance(), Deadline(100), 0)
+    accuracy = accuracy_of(net, data, lambda output, label: output + 0 * label)
     verdict = accuracy.of(amp.Policy.default("float16"))
     assert verdict.error == 1
     assert 0 < verdict.gradient_error < 0.01
@@ -385,11 +373,8 @@ def test_batches_without_a_gradient_say_nothing_of_it():
 
 def test_gradients_that_are_zero_in_float32_are_not_compared():
     net, data = small()
-    subject = Subject(net, (data, data), lambda output, _: output[:, :1], labelled=True)
-    accuracy = Accuracy(subject, "bfloat16", Tolerance(), Deadline(100), 0)
-    assert not accuracy.unknown
-    subject = Subject(net, (data, data), lambda output, _: output * 0, labelled=True)
-    accuracy = Accuracy(subject, "bfloat16", Tolerance(), Deadline(100), 0)
+    assert not accuracy_of(net, (data, data), lambda output, _: output[:, :1], "bfloat16").unknown
+    accuracy = accuracy_of(net, (data, data), lambda output, _: output * 0, "bfloat16")
     assert sorted(accuracy.unknown) == sorted(net.collect_params())
     assert "4 gradients could not be compared" in accuracy.notes()[0]
 
@@ -421,10 +406,7 @@ def test_costs_are_those_of_layers_alone(training):
     total = math.sqrt(sum(layer.error**2 for layer in layers))
     assert 0.4 < total / tunings[0].error < 2.5
     # Each alone, with all others kept in float32.
-    accuracy = Accuracy(
-        Subject(net, *(arguments if training else (data, None)), labelled=training),
-        "float16", Tolerance(), Deadline(100), 0,
-    )  # fmt: skip
+    accuracy = accuracy_of(net, *arguments)
     for layer in layers:
         if layer.operator in ("Convolution", "FullyConnected"):
             others = [exactly(one.name) for one in layers if one.name != layer.name]

@@ -159,18 +159,13 @@ def test_all_ways_of_use(planted, tmp_path, way):
     assert error(outputs, plain) < 0.05
 
 
-def test_training_keeps_the_layers_too(planted):
-    net, data, _, tuning, _ = planted
+def test_training_and_changed_policies_keep_the_layers_too(planted):
+    net, data, _, tuning, plain = planted
     net.hybridize()
     with amp.autocast(policy=tuning.policy), autograd.record():
         loss = net(data).sum()
     loss.backward()
     assert np.isfinite(net[0].weight.grad().asnumpy()).all()
-
-
-def test_a_policy_that_is_changed_keeps_its_layers(planted):
-    net, data, _, tuning, plain = planted
-    net.hybridize()
     with amp.autocast(policy=tuning.policy.override(fp32=["relu"])):
         assert error(net(data), plain) < 0.05
 
@@ -205,17 +200,6 @@ class Nested(mx.gluon.HybridBlock):
         return self.small(F.relu(self.large(x)) * 1e-6)
 
 
-def test_names_that_a_pattern_would_not_tell_apart_are_full():
-    net = Nested(prefix="net_")
-    net.initialize(mx.init.One())
-    net.large.weight.set_data(net.large.weight.data() * 1e6)
-    tuning = tuned(net, mx.nd.ones((32, 16)))
-    kept = {layer.name for layer in tuning.layers if layer.kept}
-    assert "net_a_fwd" in kept
-    assert "net_a_fwd" in tuning.policy.fp32_layers
-    assert "*a_fwd" not in tuning.policy.fp32_layers
-
-
 class Own(mx.gluon.HybridBlock):
     """A block whose own product overflows float16."""
 
@@ -228,7 +212,12 @@ class Own(mx.gluon.HybridBlock):
         return self.out(F.dot(x, x, transpose_b=True) * 1e-7)
 
 
-def test_operators_of_the_block_itself_have_full_names():
+def test_names_that_a_pattern_would_not_tell_apart_are_full():
+    net = Nested(prefix="net_")
+    net.initialize(mx.init.One())
+    net.large.weight.set_data(net.large.weight.data() * 1e6)
+    tuning = tuned(net, mx.nd.ones((32, 16)))
+    assert "net_a_fwd" in tuning.policy.fp32_layers and "*a_fwd" not in tuning.policy.fp32_layers
     net = Own(prefix="net_")
     net.initialize(mx.init.One())
     tuning = tuned(net, mx.nd.ones((32, 16)) * 100)
