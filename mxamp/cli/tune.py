@@ -4,7 +4,7 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Iterable, Optional, Sequence
+from typing import Any, Iterable, Optional, Sequence
 
 import click
 import mxnet as mx
@@ -16,7 +16,6 @@ from ..framework.files import checked_writable
 from ..graph.ir import Graph
 from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
-from ..tools.tuning.tuning import Tuning
 from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
 from .options import (
     chosen_policy,
@@ -31,8 +30,8 @@ from .output import IS_THERE, examples, in_options, usage_error
 
 __all__ = ["tune"]
 
-READ_TOO = "--out {path!r} is a file that is read here: give another --out"
 TWO_WAYS = "--data holds batches of all inputs: give --data or --input, not both"
+READ_TOO = "--out {path!r} is a file that is read here: give another --out"
 NO_GPU = (
     "the policy is for GPUs, and there is none here that MXNet can use: tune it on a machine with "
     "one, or for this machine with --device cpu"
@@ -110,8 +109,7 @@ def tune(
     """
     if data and inputs:
         raise usage_error(TWO_WAYS)
-    values = [text.partition(":")[2] for text in inputs]
-    files = [*data, *(value for value in values if value.endswith(".npy"))]
+    files = [*data, *(text.partition(":")[2] for text in inputs if text.endswith(".npy"))]
     _check_out(out, force, (*model_files(prefix, epoch), *map(Path, files)))
     input_dtypes = dtypes_of_inputs(dtypes)
     start = chosen_policy(dtype, policy, device)
@@ -120,16 +118,20 @@ def tune(
     with mx.Context(start.device, 0), saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         start = checked_policy(start, keep_fp32, Graph.from_symbol(model[0]))
-        batches: Iterable[Dict[str, Any]] = batches_in(model, data, input_dtypes)
-        drawn: Sequence[str] = ()
+        drawn: Sequence[str] = ()  # the inputs that are random numbers
+        batches: Iterable[Any] = batches_in(model, data, input_dtypes)
         if not data:
-            given, drawn = values_for(model, inputs, input_dtypes, options["seed"])
-            batches = [as_inputs(model, given, input_dtypes)]
+            values, drawn = values_for(model, inputs, input_dtypes, options["seed"])
+            batches = [as_inputs(model, values, input_dtypes)]
         stop_status()
         tuning = tune_model(model, batches, policy=start, timed=not accuracy_only, **options)
     notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
     tuning = replace(tuning, notes=(*map(in_options, tuning.notes), *notes))
-    use = _use(tuning, prefix, out)
+    file, name = shlex.quote(out), shlex.quote(prefix)
+    convert = f"mxamp convert {name} --policy {file} --out {name}-tuned"
+    use = _USES[tuning.way].format(out=file, convert=convert)
+    if tuning.way == "plain" and not tuning.complete:
+        use = UNDECIDED
     replace(tuning, notes=(*tuning.notes, f"Use: {use}")).save(out)
     click.echo(f"{tuning}\n\n{out}: {use}")
     if STOPPED in tuning.notes:
@@ -145,12 +147,3 @@ def _check_out(out: str, force: bool, read: Iterable[Path]) -> None:
         if not force:
             raise usage_error(IS_THERE.format(path=out))
     checked_writable(out)
-
-
-def _use(tuning: Tuning, prefix: str, out: str) -> str:
-    """Return how to run the model as it was measured."""
-    if tuning.way == "plain" and not tuning.complete:
-        return UNDECIDED
-    file, name = shlex.quote(out), shlex.quote(prefix)
-    convert = f"mxamp convert {name} --policy {file} --out {name}-tuned"
-    return _USES[tuning.way].format(out=file, convert=convert)

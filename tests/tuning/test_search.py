@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxamp.tools.tuning.search import Search
+from mxamp.tools.tuning.layers import Search
 
 
 def brute_force(works, n):

@@ -1,24 +1,57 @@
-"""The error of a model under a policy, and whether it is within the tolerance."""
+"""The model under tuning, its error under a policy, and whether that is within the tolerance."""
 
+import contextlib
+import itertools
 import math
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import mxnet as mx
 import numpy as np
+from mxnet import autograd
 from mxnet.base import MXNetError
-from mxnet.gluon import HybridBlock
+from mxnet.context import current_context
+from mxnet.gluon import Block, HybridBlock
+from mxnet.ndarray.ndarray import NDArray
 
 from ...convert.outputs import Distance, reason
 from ...errors import ArgumentError, StateError
+from ...framework.arrays import cast, dtypes_of, plain_array
+from ...framework.machine import dtype_name
 from ...framework.wording import counted, shortened
+from ...graph.ir import Graph, Usage
+from ...patches.autocast import autocast
+from ...policy.active import suspended
 from ...policy.policy import Policy
-from ..debugging.isolated import arrays_in
+from ...scaling.finite import all_finite
+from ...scaling.scaler import LossScaler
+from ..debugging.batches import Batch, batches_of, block_of
+from ..debugging.isolated import (
+    IsolatedRun,
+    Recorded,
+    Seeds,
+    arrays_in,
+    copied,
+    dense_values,
+    loss_of,
+    trained_arrays,
+)
 from .deadline import Deadline
-from .model import Results, Subject, next_numbers, rounded
 
-__all__ = ["Accuracy", "Tolerance", "Verdict"]
+__all__ = ["MOST_BATCHES", "OUTPUTS", "Accuracy", "Subject", "Tolerance", "Verdict"]
 
+#: The number of batches of `data` that are used.
+MOST_BATCHES = 16
 #: The relative errors that are allowed by default: of outputs, and of gradients.
 OUTPUTS, GRADIENTS = 0.05, 0.5
 #: In training, an output may have so many times the error that rounding the weights causes.
@@ -26,9 +59,20 @@ _TIMES_ROUNDED = 2.0
 #: The largest share of the tolerance that noise may have.
 _NOISE = 0.25
 
+NO_GRAPH = (
+    "tune searches in the model's graph, and block {name!r} can't be traced on this data: give a "
+    "HybridBlock, and as a batch the arguments of one call. Hybridized, a call shows why"
+)
+NO_LABEL = (
+    "a saved model is tuned without a loss and without a metric, for its data has no labels: "
+    "import it as a SymbolBlock to give one"
+)
+NOT_FLOAT32 = (
+    "tune takes a float32 model, and parameter {name!r} is {dtype}: cast the model to float32 first"
+)
 NOT_MEASURED = "the model does not run on this data: {why}"
 NOT_FINITE = (
-    "the model can't be tuned: in float32 already, {elements} of its {what} are Inf or NaN. "
+    "the model can't be tuned: in float32 already, {elements} of {name} are Inf or NaN. "
     "mxamp.debugging.check_numerics finds the operator that they come from"
 )
 UNSTABLE = (
@@ -37,10 +81,154 @@ UNSTABLE = (
 )
 NO_NUMBER = "the metric of the float32 model is {found}: give one that has a finite value for it"
 BELOW = "no policy satisfies min_metric={wanted:g}: the float32 model itself has {found:g}"
+UNKNOWN = (
+    "{gradients} could not be compared: they are zero, or rounding the weights alone changes most "
+    "of them: {names}."
+)
+
+#: The results of a run as float32 arrays: outputs by this prefix and their number, gradients by
+#: the names of their parameters.
+Results = Dict[str, Any]
+_OUTPUT = "output "
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Subject:
+    """A copy of the model, `block`, with its own parameters; the user's model does not change.
+
+    It runs in training mode with a `loss`, and in inference without one.
+    """
+
+    def __init__(
+        self, model: Any, data: Any, loss: Optional[Callable[[Any, Any], Any]], labelled: bool
+    ) -> None:
+        self.loss, self.training = loss, loss is not None
+        #: What Gluon puts before the names of the model's layers.
+        self.prefix: str = model.prefix if isinstance(model, Block) else ""
+        batches = batches_of(data, labelled)
+        if not isinstance(model, Block):
+            if labelled:
+                raise ArgumentError(NO_LABEL)
+            model, batches = block_of(model, batches)
+        self.batches: List[Batch] = list(itertools.islice(batches, MOST_BATCHES))
+        self.more = next(iter(batches), None) is not None
+        with suspended():
+            self.block = copied(model, self.batches[0].inputs)
+        if self.block is model or not isinstance(self.block, HybridBlock):
+            raise ArgumentError(NO_GRAPH.format(name=model.name))
+        for param in self.block.collect_params().values():
+            dtype = dtype_name(param.dtype)
+            if "float" in dtype and dtype != "float32":
+                raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
+        variables, symbol = self.block._cached_graph
+        self.graph, self.symbol_class = Graph.from_symbol(symbol), type(symbol)
+        #: The arrays of the first batch's inputs, by name.
+        self.inputs: Dict[str, NDArray] = {
+            variable.name: array
+            for variable, array in zip(variables, arrays_in(self.batches[0].inputs))
+        }
+        self.context = next((a.context for a in self.inputs.values()), current_context())
+        self.seeds = Seeds()
+        self._scale = LossScaler().loss_scale  #: the last loss scale of a float16 run
+
+    def values(self) -> Dict[str, NDArray]:
+        """Return the graph's variables for the first batch: detached, auxiliary states copied."""
+        params = self.block.collect_params().values()
+        values = {**{param.name: param.list_data()[0] for param in params}, **self.inputs}
+        values = {name: array.detach() for name, array in values.items()}
+        for name in self.block._cached_graph[1].list_auxiliary_states():
+            values[name] = values[name].copy()
+        return values
+
+    def described(self) -> Tuple[Tuple[str, str, Tuple[int, ...]], ...]:
+        """Return name, dtype and shape of each array of the first batch."""
+        arrays = list(self.inputs.values())
+        shapes = [tuple(array.shape) for array in arrays]
+        return tuple(zip(self.inputs, dtypes_of(arrays), shapes))
+
+    def usage(self) -> Usage:
+        """Return the graph's usage: dtypes, shapes, and whether it trains."""
+        values = self.values()
+        dtypes = dict(zip(values, dtypes_of(list(values.values()))))
+        shapes = {name: array.shape for name, array in values.items()}
+        return Usage(dtypes, shapes, accumulated=frozenset(values), training=self.training)
+
+    def run(
+        self, batch: Batch, policy: Optional[Policy], block: Optional[HybridBlock] = None
+    ) -> Results:
+        """Run a batch under a policy, or in float32, on the model or on a converted `block`.
+
+        Random numbers are the same in each run. In float16 the loss is scaled by the largest
+        power of two up to 2**16 at which all gradients are finite.
+        """
+        run, block = IsolatedRun(self.seeds), block or self.block
+        self.seeds.begin_run()
+        outputs: List[Any] = []
+        gradients: Results = {}
+        loss = self.loss
+
+        def record() -> Any:
+            with autograd.record():
+                outputs[:] = [block(*batch.inputs)]
+                return None if loss is None else loss_of(loss, outputs[0], batch.label)
+
+        with autocast(enabled=policy is not None, policy=policy), run.opened():
+            if loss is None:
+                with autograd.pause(train_mode=False):
+                    outputs = [block(*batch.inputs)]
+            else:
+                gradients = self._gradients(Recorded(block, record), policy)
+        found = {f"{_OUTPUT}{i}": dense_values(a) for i, a in enumerate(arrays_in(outputs))}
+        return {**found, **gradients}
+
+    def _gradients(self, loss: Recorded, policy: Optional[Policy]) -> Results:
+        """Return the gradients; in float16, times the largest loss scale that keeps them finite.
+
+        The search for the scale starts from the last one, since backward passes are expensive.
+        """
+        params = trained_arrays(self.block)
+        arrays, scale = list(params.values()), 1.0
+        if policy is not None and policy.target_dtype == "float16":
+            most, scale = LossScaler().loss_scale, self._scale
+            while scale > 1 and not all_finite(loss.gradients(arrays, scale)):
+                scale /= 2
+            if scale == self._scale:
+                while scale < most and all_finite(loss.gradients(arrays, scale * 2)):
+                    scale *= 2
+            self._scale = scale
+        found = loss.gradients(arrays, scale)
+        return {name: dense_values(g) / np.float32(scale) for name, g in zip(params, found)}
+
+    @contextlib.contextmanager
+    def with_weights(self, change: Callable[[NDArray], NDArray]) -> Iterator[None]:
+        """Change the trained parameters inside the context."""
+        arrays = [plain_array(array) for array in trained_arrays(self.block).values()]
+        with suspended(), autograd.pause():
+            kept = [array.copy() for array in arrays]
+            for array in arrays:
+                change(array).copyto(array)
+        try:
+            yield
+        finally:
+            with suspended(), autograd.pause():
+                for array, value in zip(arrays, kept):
+                    value.copyto(array)
+
+
+def _next_numbers(seed: int) -> Callable[[NDArray], NDArray]:
+    """Return a change of weights that moves each to the next float32, up or down at random."""
+    generator = np.random.RandomState(seed)
+
+    def change(array: NDArray) -> NDArray:
+        values = array.asnumpy()
+        towards = np.where(generator.random_sample(values.shape) < 0.5, -np.inf, np.inf)  # noqa: PLR2004
+        # Zeros stay: the next number is a denormal, which no rounding gives.
+        moved = np.where(values == 0, values, np.nextafter(values, towards.astype(values.dtype)))
+        return mx.nd.array(moved, ctx=array.context, dtype=array.dtype)
+
+    return change
+
+
+class Tolerance(NamedTuple):
     """The tolerance: relative errors up to `rtol`, or a metric of at least `min_metric`."""
 
     rtol: Optional[float] = None
@@ -48,8 +236,7 @@ class Tolerance:
     min_metric: Optional[float] = None
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The errors of the model under a policy."""
 
     #: the largest relative error of an output in a batch; Inf where finite elements were lost
@@ -73,51 +260,46 @@ class Accuracy:
         self.evaluations = 0
         self.seconds = 0.0  #: of the longest evaluation
         self._known: Dict[Policy, Verdict] = {}
-        deadline.phase("float32")
-        try:
-            self._plain = [subject.run(batch, None) for batch in subject.batches]
-        except MXNetError as error:
-            raise ArgumentError(NOT_MEASURED.format(why=reason(error))) from None
-        self._check_finite()
-        self.metric = self._metric_of(self._plain)
-        self.min_metric = self._min_metric()
-        deadline.phase("float32, disturbed")
-        with subject.with_weights(next_numbers(seed)):
-            noise = self._distances(self._runs(None))
-        moved: Mapping[str, Distance] = {}
-        if subject.training and tolerance.rtol is None:
-            with subject.with_weights(rounded(dtype)):
-                moved = self._distances(self._runs(None))
+        with deadline.phase("float32"):
+            try:
+                self._plain = self._runs(None)
+            except MXNetError as error:
+                raise ArgumentError(NOT_MEASURED.format(why=reason(error))) from None
+        for name, values in (item for run in self._plain for item in run.items()):
+            bad = int((~np.isfinite(values)).sum())
+            if bad:
+                raise StateError(NOT_FINITE.format(elements=counted(bad, "element"), name=name))
+        metric = self._metric_of(self._plain)
+        self.min_metric = None if metric is None else self._min_metric(metric)
+        #: The verdict on float32 itself.
+        self.plain = Verdict(0.0, 0.0 if subject.training else None, metric, within=True)
+        with deadline.phase("float32, disturbed"):
+            with subject.with_weights(_next_numbers(seed)):
+                noise = self._distances(self._runs(None))
+            moved: Mapping[str, Distance] = {}
+            if subject.training and tolerance.rtol is None:
+                with subject.with_weights(lambda array: cast(cast(array, dtype), "float32")):
+                    moved = self._distances(self._runs(None))
         #: The allowed relative error of each output, and of each gradient that can be compared.
         self.limits = self._limits(noise, moved)
         #: Gradients that are left out: rounding changes them in float32 too.
         self.unknown = sorted(set(noise) - set(self.limits))
 
-    def of(
-        self, policy: Policy, block: Optional[HybridBlock] = None, forced: bool = False
-    ) -> Verdict:
+    def of(self, policy: Policy, block: Optional[HybridBlock] = None) -> Verdict:
         """Return the errors of the model under a policy, or of a converted form of it.
 
-        Raises `OutOfTimeError` if there is no time left, unless it is `forced`.
+        Raises `OutOfTimeError` if there is no time left.
         """
         if block is None and policy in self._known:
             return self._known[policy]
-        if not forced:
-            self.deadline.check(self.seconds)
+        self.deadline.check(self.seconds, whole=True)
         began = self.deadline.spent
-        runs = self._runs(None if block is not None else policy, block)
-        verdict = self._verdict(runs)
+        verdict = self._verdict(self._runs(policy if block is None else None, block))
         self.evaluations += 1
         self.seconds = max(self.seconds, self.deadline.spent - began)
         if block is None:
             self._known[policy] = verdict
         return verdict
-
-    def of_plain(self) -> Verdict:
-        """Return the errors without a policy: none."""
-        return Verdict(0.0, 0.0 if self.subject.training else None, self.metric, within=True)
-
-    # ------------------------------------------------------------------ runs and their errors
 
     def _runs(self, policy: Optional[Policy], block: Optional[HybridBlock] = None) -> List[Results]:
         return [self.subject.run(batch, policy, block) for batch in self.subject.batches]
@@ -126,12 +308,11 @@ class Accuracy:
         """Return the distance of each output and gradient from float32, in its worst batch."""
         found: Dict[str, Distance] = {}
         for plain, run in zip(self._plain, runs):
-            there = _named(run)
-            for name, values in _named(plain).items():
+            for name, values in plain.items():
                 distance = found.setdefault(name, Distance())
-                if name.startswith(_OUTPUT) or values.any() or not np.isfinite(there[name]).all():
-                    distance.add(name, values, there[name])
                 # A gradient that is zero for this batch has no relative error.
+                if name.startswith(_OUTPUT) or values.any() or not np.isfinite(run[name]).all():
+                    distance.add(name, values, run[name])
         return found
 
     def _verdict(self, runs: Sequence[Results]) -> Verdict:
@@ -143,90 +324,56 @@ class Accuracy:
         metric = self._metric_of(runs)
         if metric is not None and self.min_metric is not None:
             within = metric >= self.min_metric and (self.tolerance.rtol is None or within)
-        return Verdict(
-            max(outputs, default=0.0),
-            max(gradients, default=0.0) if self.subject.training else None,
-            metric,
-            within,
-        )
-
-    # ------------------------------------------------------------------ the float32 baseline
-
-    def _check_finite(self) -> None:
-        for what, is_output in (("outputs", True), ("gradients", False)):
-            bad = sum(
-                int((~np.isfinite(values)).sum())
-                for run in self._plain
-                for name, values in _named(run).items()
-                if name.startswith(_OUTPUT) == is_output
-            )
-            if bad:
-                elements = counted(bad, "element")
-                raise StateError(NOT_FINITE.format(elements=elements, what=what))
+        gradient_error = max(gradients, default=0.0) if self.subject.training else None
+        return Verdict(max(outputs, default=0.0), gradient_error, metric, within)
 
     def _limits(
         self, noise: Mapping[str, Distance], moved: Mapping[str, Distance]
     ) -> Dict[str, float]:
+        rtol = self.tolerance.rtol
         limits: Dict[str, float] = {}
         for name, distance in noise.items():
             size = _size(distance)
             rounding = moved[name].relative if name in moved else 0.0
             if name.startswith(_OUTPUT):
-                limits[name] = self._output_limit(size, rounding)
+                limit = max(rtol or OUTPUTS, _TIMES_ROUNDED * rounding)
+                if size > limit * _NOISE:
+                    more = "" if rtol is None else f", or an `rtol` of {size / _NOISE:.1e} or more"
+                    raise StateError(UNSTABLE.format(noise=size, limit=limit, more=more))
+                limits[name] = limit
                 continue
-            limit = self.tolerance.rtol or GRADIENTS
+            limit = rtol or GRADIENTS
             known = max(size, rounding * _NOISE) <= limit * _NOISE
             # A gradient that is zero in float32 has no relative error.
-            if known and any(np.any(run.gradients[name]) for run in self._plain):
+            if known and any(np.any(run[name]) for run in self._plain):
                 limits[name] = limit
         return limits
-
-    def _output_limit(self, noise: float, rounding: float) -> float:
-        rtol = self.tolerance.rtol
-        limit = max(rtol or OUTPUTS, _TIMES_ROUNDED * rounding)
-        if noise > limit * _NOISE:
-            more = "" if rtol is None else f", or an `rtol` of {noise / _NOISE:.1e} or more"
-            raise StateError(UNSTABLE.format(noise=noise, limit=limit, more=more))
-        return limit
-
-    # ------------------------------------------------------------------ the user's metric
 
     def _metric_of(self, runs: Sequence[Results]) -> Optional[float]:
         if self.tolerance.metric is None:
             return None
         labels = [arrays_in([batch.label]) for batch in self.subject.batches]
-        predictions = [[mx.nd.array(values) for values in run.outputs] for run in runs]
+        # Without a loss, all results are outputs.
+        predictions = [[mx.nd.array(values) for values in run.values()] for run in runs]
         return float(self.tolerance.metric(labels, predictions))
 
-    def _min_metric(self) -> Optional[float]:
+    def _min_metric(self, metric: float) -> float:
         """Return the least metric; by default 99 % of float32's."""
         wanted = self.tolerance.min_metric
-        if self.metric is None:
-            return None
-        if not math.isfinite(self.metric):
-            raise StateError(NO_NUMBER.format(found=self.metric))
+        if not math.isfinite(metric):
+            raise StateError(NO_NUMBER.format(found=metric))
         if wanted is None:
-            return self.metric - 0.01 * abs(self.metric)
-        if not self.metric >= wanted:
-            raise StateError(BELOW.format(wanted=wanted, found=self.metric))
+            return metric - 0.01 * abs(metric)
+        if not metric >= wanted:
+            raise StateError(BELOW.format(wanted=wanted, found=metric))
         return wanted
 
-    def said_of_unknown(self) -> str:
-        """Return a sentence on the gradients that are left out."""
+    def notes(self) -> List[str]:
+        """Return sentences on the gradients that are left out."""
+        gradients = counted(len(self.unknown), "gradient")
         names = shortened(self.unknown)
-        return (
-            f"{counted(len(self.unknown), 'gradient')} could not be compared: they are zero, or "
-            f"rounding the weights alone changes most of them: {names}."
-        )
-
-
-_OUTPUT = "output "
-
-
-def _named(results: Results) -> Dict[str, Any]:
-    outputs = {f"{_OUTPUT}{i}": values for i, values in enumerate(results.outputs)}
-    return {**outputs, **results.gradients}
+        return [UNKNOWN.format(gradients=gradients, names=names)] if self.unknown else []
 
 
 def _size(distance: Distance) -> float:
-    return float("inf") if distance.lost else distance.relative
+    return math.inf if distance.lost else distance.relative

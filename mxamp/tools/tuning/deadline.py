@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator
 from ...errors import ArgumentError
 from ...framework.wording import shown
 
-__all__ = ["Deadline", "OutOfTimeError", "seconds_of", "stoppable", "watched"]
+__all__ = ["Deadline", "OutOfTimeError", "seconds_of"]
 
 logger = logging.getLogger("mxamp")
 
@@ -46,87 +46,85 @@ class OutOfTimeError(Exception):
 
 
 class Deadline:
-    """A running budget of seconds, and the current phase of the search."""
+    """A running budget of seconds, spent in phases that may each use it up to a share."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()
-        self.seconds = seconds
-        self._tell: Callable[[str, float], None] = lambda _phase, _spent: None
+        self.seconds = self._until = seconds
         self._phase = ""
+        self._draw: Callable[[], None] = lambda: None
         self.stopped = False  #: by Ctrl-C
+        self.complete = True  #: whether no phase was cut short
 
     @property
     def spent(self) -> float:
         """The seconds since the start."""
         return self._clock() - self._began
 
-    @property
-    def left(self) -> float:
-        """The seconds that are left; negative after the deadline."""
-        return self.seconds - self.spent
+    @contextlib.contextmanager
+    def phase(self, name: str, share: float = 1.0) -> Iterator[None]:
+        """Run a phase, and end it without an error where its share of the budget is spent."""
+        logger.debug("tune: %s after %.1f s", name, self.spent)
+        self._phase, self._until = name, self.seconds * share
+        try:
+            self._draw()
+            yield
+        except OutOfTimeError:
+            self.complete = False
 
-    def phase(self, name: str) -> None:
-        """Begin a phase."""
-        if name != self._phase:
-            logger.debug("tune: %s, %.1f s left", name, self.left)
-        self._phase = name
-        self.tick()
+    def check(self, needed: float = 0.0, whole: bool = False) -> None:
+        """Raise `OutOfTimeError` where `needed` seconds don't fit into the phase.
 
-    def tick(self) -> None:
-        """Update the progress bar."""
-        self._tell(self._phase, min(self.spent, self.seconds))
-
-    def check(self, needed: float = 0.0, until: float = 1.0) -> None:
-        """Raise `OutOfTimeError` where `needed` seconds don't fit into a share of the budget."""
-        self.tick()
-        if self.stopped or self.spent + needed > self.seconds * until:
+        With `whole`, they have to fit into the whole budget only.
+        """
+        self._draw()
+        if self.stopped or self.spent + needed > (self.seconds if whole else self._until):
             raise OutOfTimeError
 
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Let Ctrl-C end the phases between two measurements; a second one raises.
 
-@contextlib.contextmanager
-def stoppable(deadline: Deadline) -> Iterator[None]:
-    """Let Ctrl-C end the search between two measurements; a second one raises KeyboardInterrupt.
+        An exception in the middle of a measurement could be lost, say in a destructor.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        in_main = threading.current_thread() is threading.main_thread()
+        ours = in_main and before is signal.default_int_handler
 
-    An exception in the middle of a measurement could be lost, say in a destructor.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or before is not signal.default_int_handler:
-        yield
-        return
+        def stop(_number: int, _frame: Any) -> None:
+            self.stopped = True
+            signal.signal(signal.SIGINT, before)
 
-    def stop(_number: int, _frame: Any) -> None:
-        deadline.stopped = True
-        signal.signal(signal.SIGINT, before)
+        if ours:
+            signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.stopped, self.complete = True, False
+        finally:
+            if ours:
+                signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    @contextlib.contextmanager
+    def watched(self, show: bool) -> Iterator[None]:
+        """Show a bar with the time left on standard error, if `show` and that is a terminal."""
+        if not (show and sys.stderr.isatty()):
+            yield
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
 
+        name, left = TextColumn("{task.description:<24}"), TextColumn("{task.fields[left]}")
+        stderr = Console(stderr=True)
+        # Drawn between measurements only: a thread of its own would take its share of the cores.
+        bar = Progress(name, BarColumn(), left, console=stderr, auto_refresh=False, transient=True)
+        task = bar.add_task("", total=self.seconds, left="")
 
-@contextlib.contextmanager
-def watched(deadline: Deadline, show: bool) -> Iterator[None]:
-    """Show a bar with the time left on standard error, if `show` and that is a terminal."""
-    if not (show and sys.stderr.isatty()):
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+        def draw() -> None:
+            spent = min(self.spent, self.seconds)
+            left = f"{self.seconds - spent:.0f} s left"
+            bar.update(task, completed=spent, description=self._phase, left=left, refresh=True)
 
-    columns = TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.fields[left]}")
-    # Drawn between measurements only: a thread of its own would take its share of the cores.
-    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
-    task = bar.add_task("", total=deadline.seconds, left="")
-
-    def tell(phase: str, spent: float) -> None:
-        left = f"{max(deadline.seconds - spent, 0):.0f} s left"
-        bar.update(task, completed=spent, description=phase, left=left, refresh=True)
-
-    deadline._tell = tell
-    try:
+        self._draw = draw
         with bar:
             yield
-    finally:
-        deadline._tell = lambda _phase, _spent: None

@@ -1,4 +1,4 @@
-"""The layers of a model in low precision: what each costs in accuracy, and gains in time.
+"""Which layers stay in float32: what low precision costs in each, and the smallest set that works.
 
 Each layer is measured alone, in one float32 run. It computes in both precisions from the same
 inputs. The difference, times the gradient of the model's outputs with respect to the layer's, is to
@@ -10,8 +10,20 @@ import contextlib
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from dataclasses import replace
+from itertools import combinations
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import mxnet as mx
 import numpy as np
@@ -22,98 +34,89 @@ from mxnet.symbol.numpy import _Symbol
 
 from ...framework.arrays import cast, dtypes_of
 from ...graph.casts.insert import rewrite
+from ...graph.edit import Edit
 from ...graph.inspect import run_node
 from ...graph.ir import Graph, Node, Output
 from ...graph.speed.shape_rules import choose
-from ...policy.active import suspended
 from ...policy.decision import CASTABLE, decide, fixed_inputs
 from ...policy.policy import Policy
 from ..debugging.isolated import dense_values, outputs_of, tensors_in, with_masks
+from .accuracy import Subject
 from .deadline import Deadline, OutOfTimeError
-from .model import Traced
+from .tuning import LayerCost
 
-__all__ = [
-    "Layer",
-    "costs_of",
-    "differentiable",
-    "lowered_layers",
-    "random_signs",
-    "substitutions_in",
-    "with_probes",
-    "zeros_like",
-]
+__all__ = ["EXHAUSTIVE", "Layers", "Search", "lowered_layers", "measured_layers"]
 
+logger = logging.getLogger("mxamp")
 
-@dataclass(frozen=True)
-class Layer:
-    """A layer in low precision. Nodes of one name are one layer, since policies go by names."""
+#: Layers by the place of their first node in `Graph.all_nodes`, in order. Nodes of one name are one
+#: layer, since policies go by names.
+Layers = Dict[int, LayerCost]
 
-    name: str
-    operator: str
-    position: int  #: the first node's in `Graph.all_nodes`
-    error: Optional[float] = None  #: relative, of the outputs, to first order; None: not measured
-    gain: Optional[float] = None  #: seconds, forward
+_NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU", "_contrib_SyncBatchNorm"})
+#: The number of random combinations of the outputs.
+_PROBES = 2
+_REPEATS = 2
+#: Elements of activations that are measured together; four copies of each are held (0.5 GB).
+_TOGETHER = 2**25
+#: With up to so many layers, all smaller sets are tried.
+EXHAUSTIVE = 10
+#: With more layers, so many sets of each size are tried, if a smaller set is not ruled out.
+_TRIES = 66
 
 
-def lowered_layers(traced: Traced, policy: Policy, training: bool) -> List[Layer]:
-    """Return the layers of a graph that a policy computes in its target dtype, in order."""
-    usage = traced.usage(training)
-    choices = choose(traced.graph, policy, usage)
+def lowered_layers(subject: Subject, policy: Policy) -> Tuple[Layers, List[str]]:
+    """Return the layers that a policy computes in its target dtype, and its substitutions there."""
+    graph, usage = subject.graph, subject.usage()
+    choices = choose(graph, policy, usage)
     low = {
         node.name
-        for _, node, decision in rewrite(traced.graph, policy, usage, choices).decided()
+        for _, node, decision in rewrite(graph, policy, usage, choices).decided()
         if decision.precision == policy.target_dtype
     }
     # Parts of a substituted node have names of their own.
     substituted = {i for i, _ in choices.substituted}
-    layers: Dict[str, Layer] = {}
-    for i, node in enumerate(traced.graph.all_nodes):
-        if node.is_variable:
-            continue
+    layers: Dict[str, int] = {}
+    for i, node in enumerate(graph.all_nodes):
         parts = i in substituted and any(name.startswith(f"{node.name}_") for name in low)
-        if node.name in low or parts:
-            layers.setdefault(node.name, Layer(node.name, node.operator, i))
-    return list(layers.values())
+        if not node.is_variable and (node.name in low or parts):
+            layers.setdefault(node.name, i)
+    found = {
+        i: LayerCost(name, graph.all_nodes[i].operator, False, math.nan)
+        for name, i in layers.items()
+    }
+    return found, sorted({name for _, (name, _) in choices.substituted})
 
 
-def substitutions_in(traced: Traced, policy: Policy, training: bool) -> List[str]:
-    """Return the substitutions that a policy makes in a graph, sorted."""
-    choices = choose(traced.graph, policy, traced.usage(training))
-    return sorted({name for _, (name, _) in choices.substituted})
+def measured_layers(
+    subject: Subject, layers: Layers, policy: Policy, seed: int, deadline: Deadline
+) -> Layers:
+    """Return the layers with the error and the gain of low precision in each.
+
+    Layers inside loops have none, nor have those that the phase has no time for.
+    """
+    costs = _Costs(subject, policy, seed, [i for i in layers if i < len(subject.graph.nodes)])
+    found = dict(layers)
+    with contextlib.suppress(OutOfTimeError):
+        for group in costs.groups():
+            deadline.check(costs.seconds)
+            for i, (error, gain) in costs.look_at(group).items():
+                found[i] = replace(found[i], error=error, gain=gain * 1e3)
+    return found
 
 
-_NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU", "_contrib_SyncBatchNorm"})
-
-
-def with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Output, str]]:
+def _with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Output, str]]:
     """Return a graph with an input added to each of these entries, and the names of the inputs."""
-    wanted = set(entries)
-    nodes: List[Node] = []
-    places: Dict[Output, Output] = {}
-    names: Dict[Output, str] = {}
-
-    def add(node: Node) -> int:
-        nodes.append(node)
-        return len(nodes) - 1
-
-    for i, node in enumerate(graph.nodes):
-        added = add(replace(node, inputs=[places[entry] for entry in node.inputs]))
-        for k in range(node.num_outputs):
-            places[i, k] = added, k
-            if (i, k) in wanted:
-                names[i, k] = f"_mxamp_probe{len(names)}"
-                probe = add(Node("null", names[i, k]))
-                reads = [(added, k), (probe, 0)]
-                places[i, k] = add(Node("elemwise_add", f"{names[i, k]}_add", {}, reads)), 0
-    return Graph(nodes, [places[head] for head in graph.heads], graph.attrs), names
-
-
-def differentiable(graph: Graph) -> Graph:
-    """Return a graph that computes in training mode as this one does in inference."""
-    return replace(graph, nodes=[_as_in_inference(node) for node in graph.nodes])
+    edit = Edit(graph, {})
+    names = {entry: f"_mxamp_probe{i}" for i, entry in enumerate(entries)}
+    for entry, name in names.items():
+        probe = edit.add_node(Node("null", name))
+        edit.alias(entry, edit.add("elemwise_add", f"{name}_add", [entry, probe]))
+    return edit.applied(), names
 
 
 def _as_in_inference(node: Node) -> Node:
+    """Return a node that computes in training mode as this one does in inference."""
     if node.is_variable:
         return node
     if node.operator in _NORMS:
@@ -129,82 +132,41 @@ def _as_in_inference(node: Node) -> Node:
     return node
 
 
-def zeros_like(array: NDArray) -> NDArray:
-    """Return zeros of an array's shape and class."""
+def _zeros_like(array: NDArray) -> NDArray:
     zeros = mx.nd.zeros(array.shape, ctx=array.context)
     return zeros.as_np_ndarray() if isinstance(array, mx.np.ndarray) else zeros
 
 
-def random_signs(output: NDArray, random: np.random.RandomState) -> NDArray:
+def _random_signs(output: NDArray, random: np.random.RandomState) -> NDArray:
     """Return random signs for an output's elements, divided by the output's norm."""
     values = output.asnumpy()
-    signs = random.choice([-1.0, 1.0], size=values.shape) / (np.linalg.norm(values) or 1.0)
-    heads = mx.nd.array(signs, ctx=output.context, dtype="float32")
-    return heads.as_np_ndarray() if isinstance(output, mx.np.ndarray) else heads
-
-
-logger = logging.getLogger("mxamp")
-
-#: The number of random combinations of the outputs.
-_PROBES = 2
-_REPEATS = 2
-#: Elements of activations that are measured together; four copies of each are held (0.5 GB).
-_TOGETHER = 2**25
-
-
-def costs_of(
-    traced: Traced,
-    layers: Sequence[Layer],
-    policy: Policy,
-    training: bool,
-    seed: int,
-    deadline: Deadline,
-    until: float,
-) -> List[Layer]:
-    """Return the layers with the error and the gain of low precision in each.
-
-    Layers inside loops, and those not reached within the share `until` of the budget, have none.
-    """
-    deadline.phase("layers")
-    found = {layer.position: layer for layer in layers}
-    with suspended(), contextlib.suppress(OutOfTimeError):
-        looking = _Costs(
-            traced, policy, training, seed, [p for p in found if p < len(traced.graph.nodes)]
-        )
-        for group in looking.groups():
-            deadline.check(looking.seconds, until)
-            for position, (error, gain) in looking.look_at(group).items():
-                found[position] = replace(found[position], error=error, gain=gain)
-    return [found[layer.position] for layer in layers]
+    heads = _zeros_like(output)
+    heads[:] = random.choice([-1.0, 1.0], size=values.shape) / (np.linalg.norm(values) or 1.0)
+    return heads
 
 
 class _Costs:
     """Measures layers, a group at a time: their activations are many."""
 
     def __init__(
-        self,
-        traced: Traced,
-        policy: Policy,
-        training: bool,
-        seed: int,
-        positions: Sequence[int],
+        self, subject: Subject, policy: Policy, seed: int, positions: Sequence[int]
     ) -> None:
-        self._policy, self._training = policy, training
-        self._context, self._class = traced.context, traced.symbol_class
-        self._is_np = traced.symbol_class is _Symbol
+        self._policy, self._training = policy, subject.training
+        self._context, self._class = subject.context, subject.symbol_class
+        self._is_np = subject.symbol_class is _Symbol
         self._random = np.random.RandomState(seed)
         self.seconds = 0.0  #: of the longest group
+        self._values = subject.values()
+        tensors = tensors_in(subject.graph, self._class, self._values)
         with self._mode():
-            self._graph, masks = with_masks(traced.graph, traced.tensors)
-        made = {name: mx.nd.array(mask, ctx=traced.context) for name, mask in masks.items()}
-        # Detached: gradients of parameters are not needed.
-        self._values = {n: array.detach() for n, array in {**traced.values, **made}.items()}
+            self._graph, masks = with_masks(subject.graph, tensors)
+        for name, mask in masks.items():
+            self._values[name] = mx.nd.array(mask, ctx=subject.context)
         # The inputs for masks are inserted in between.
-        own = (i for i, node in enumerate(self._graph.nodes) if node.name not in masks)
-        places = dict(enumerate(own))
+        own = [i for i, node in enumerate(self._graph.nodes) if node.name not in masks]
         #: The layers, by node of the graph with masks.
-        self._positions = {places[position]: position for position in positions}
-        self._tensors = tensors_in(self._graph, traced.symbol_class, self._values)
+        self._positions = {own[position]: position for position in positions}
+        self._tensors = tensors_in(self._graph, self._class, self._values)
         read = [e for node in self._graph.nodes for e in node.inputs]
         self._read = {*read, *self._graph.heads}
 
@@ -286,10 +248,11 @@ class _Costs:
         sums: Dict[int, List[float]] = {i: [0.0] * _PROBES for i, _ in moves}
         lost = {entry[0] for entry, move in moves.items() if not np.isfinite(move).all()}
         finite = {entry: move for entry, move in moves.items() if entry[0] not in lost}
-        graph, names = with_probes(
-            self._graph if self._training else differentiable(self._graph), list(finite)
-        )
-        probes = {name: zeros_like(known[entry]) for entry, name in names.items()}
+        graph = self._graph
+        if not self._training:
+            graph = replace(graph, nodes=[_as_in_inference(node) for node in graph.nodes])
+        graph, names = _with_probes(graph, list(finite))
+        probes = {name: _zeros_like(known[entry]) for entry, name in names.items()}
         for probe in probes.values():
             probe.attach_grad()
         try:
@@ -298,7 +261,7 @@ class _Costs:
                 outputs = outputs_of(graph, self._class, {**self._values, **probes})
             outputs = [one for one in outputs if dtypes_of([one])[0] == "float32"]
             for number in range(_PROBES):
-                heads = [random_signs(one, self._random) for one in outputs]
+                heads = [_random_signs(one, self._random) for one in outputs]
                 autograd.backward(outputs, heads, retain_graph=number + 1 < _PROBES)
                 for entry, name in names.items():
                     gradient = dense_values(probes[name].grad)
@@ -313,11 +276,8 @@ class _Costs:
         errors = {i: math.sqrt(sum(x**2 for x in some) / len(some)) for i, some in sums.items()}
         return {i: math.inf if i in lost else error for i, error in errors.items()}
 
-    # ------------------------------------------------------------------ one node
-
     def _run(self, node: Node, inputs: Sequence[NDArray]) -> List[NDArray]:
-        with self._mode():
-            return list(run_node(node, inputs, self._context, self._is_np))
+        return list(run_node(node, inputs, self._context, self._is_np))
 
     def _run_low(self, node: Node, inputs: Sequence[NDArray]) -> List[NDArray]:
         """Run a node as the policy does if its inputs are in the target dtype already."""
@@ -329,20 +289,20 @@ class _Costs:
             for position, kind in enumerate(kinds)
         ]
         decision = decide(node.operator, node.attrs, asked, self._policy)
-        with self._mode():
-            read = []
-            for array, kind, wanted in zip(inputs, asked, decision.reads):
-                low = cast(array, target, self._is_np) if kind == target else array
-                read.append(low if wanted is None else cast(low, wanted, self._is_np))
-            outputs = list(run_node(node, read, self._context, self._is_np))
-            if decision.through is None:
-                return outputs
-            return [
-                cast(one, decision.through, self._is_np)
-                if decision.rounds(k, dtypes_of([one])[0])
-                else one
-                for k, one in enumerate(outputs)
-            ]
+        low = [
+            cast(array, target, self._is_np) if kind == target else array
+            for array, kind in zip(inputs, asked)
+        ]
+        read = [
+            array if wanted is None else cast(array, wanted, self._is_np)
+            for array, wanted in zip(low, decision.reads)
+        ]
+        return [
+            cast(one, decision.through, self._is_np)
+            if decision.through is not None and decision.rounds(k, dtypes_of([one])[0])
+            else one
+            for k, one in enumerate(self._run(node, read))
+        ]
 
     def _rounded(self, array: NDArray) -> NDArray:
         """Return an input rounded as by a layer in low precision, unless that is not finite."""
@@ -356,7 +316,101 @@ class _Costs:
         seconds, outputs = math.inf, []
         for _ in range(_REPEATS):
             began = time.perf_counter()
-            outputs = run()
+            with self._mode():
+                outputs = run()
             mx.nd.waitall()
             seconds = min(seconds, time.perf_counter() - began)
         return outputs, seconds
+
+
+# ---------------------------------------------------------------------- the smallest set
+
+
+class Search:
+    """A search for the smallest set of layers that has to stay in float32, likely ones first.
+
+    `works` returns whether the model is accurate enough with a set of layers in float32; it is with
+    all of them. It may raise to end the search: `best` is the smallest set that worked so far.
+
+    Bisection finds, one by one, layers that can't be done without: the last layer of the shortest
+    prefix of `order` that works is one. For k layers of n there are at most some 2 log2(n) +
+    (k - 1) log2(n) + 4k evaluations. Where keeping more layers hurts, the set may be larger than
+    needed, but it has always been tried.
+    """
+
+    def __init__(self, works: Callable[[FrozenSet[int]], bool], order: Sequence[int]) -> None:
+        self._works = works
+        self._order = list(order)
+        self._known: Dict[FrozenSet[int], bool] = {frozenset(order): True}
+        self.best: FrozenSet[int] = frozenset(order)
+        self.proven = False  #: whether no smaller set works, if keeping more never hurts
+
+    @property
+    def evaluations(self) -> int:
+        """The number of evaluations."""
+        return len(self._known) - 1
+
+    def run(self) -> FrozenSet[int]:
+        """Search to the end; return the smallest set found."""
+        if self._try([]):
+            self.proven = True
+            return self.best
+        found: List[int] = []
+        rest = self._order
+        while not self._try(found):
+            length = self._shortest(found, rest, gallop=not found)
+            found, rest = [*found, rest[length - 1]], rest[: length - 1]
+        self._shrink()
+        if len(self.best) == 1 or len(self._order) <= EXHAUSTIVE:
+            self._try_smaller(self._order)
+            self.proven = True
+            return self.best
+        everything = set(self._order)
+        self.proven = not any(self._try(everything - {one}) for one in self.best)
+        if not self.proven:
+            self._try_smaller(self._order, most=_TRIES)
+        return self.best
+
+    def _try(self, kept: "Sequence[int] | FrozenSet[int] | set[int]") -> bool:
+        layers = frozenset(kept)
+        if layers not in self._known:
+            self._known[layers] = self._works(layers)
+        if self._known[layers] and len(layers) < len(self.best):
+            self.best = layers
+        return self._known[layers]
+
+    def _shortest(self, found: List[int], rest: Sequence[int], gallop: bool) -> int:
+        """Return the length of the shortest prefix of `rest` that works together with `found`.
+
+        The empty prefix fails, the full one works. With `gallop`, lengths 1, 2, 4, ... come first.
+        """
+        fails, works = 0, len(rest)
+        while gallop and 2 * fails + 1 < works:
+            middle = max(1, 2 * fails)
+            if self._try([*found, *rest[:middle]]):
+                works = middle
+                break
+            fails = middle
+        while works - fails > 1:
+            middle = (fails + works) // 2
+            if self._try([*found, *rest[:middle]]):
+                works = middle
+            else:
+                fails = middle
+        return works
+
+    def _shrink(self) -> None:
+        """Remove the layers that are not needed."""
+        for one in sorted(self.best, key=self._order.index, reverse=True):
+            if len(self.best) > 1 and one in self.best:
+                self._try(self.best - {one})
+
+    def _try_smaller(self, layers: Sequence[int], most: float = math.inf) -> None:
+        """Try smaller sets, the smallest first, at most `most` of each size.
+
+        Where errors add up, bisection can end in a set that needs each of its layers.
+        """
+        for size in range(1, len(self.best)):
+            first = next(n for n in range(len(layers), -1, -1) if math.comb(n, size) <= most)
+            if any(self._try(some) for some in combinations(layers[:first], size)):
+                break

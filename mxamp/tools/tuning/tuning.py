@@ -2,7 +2,7 @@
 
 import html
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -17,9 +17,7 @@ from ...policy.saving import text_of
 from ..debugging.explain import NodePlan, Plan
 from ..tables import html_table, text_table
 
-__all__ = ["MODES", "LayerCost", "Trial", "Tuning", "machine_of"]
-
-MODES = ("inference", "training")
+__all__ = ["LayerCost", "Trial", "Tuning", "known", "machine_of"]
 
 #: How many layers a report lists.
 _LISTED = 20
@@ -195,7 +193,7 @@ class Tuning:
             layer = costs.get(node.name)
             if layer is None:
                 return node
-            return replace(node, error=_known(layer.error), gain=_known(layer.gain))
+            return replace(node, error=known(layer.error), gain=known(layer.gain))
 
         return replace(plan, nodes=tuple(map(measured, plan.nodes)))
 
@@ -229,16 +227,17 @@ class Tuning:
         limit = "without a tolerance"
         if self.tolerance is not None:
             limit = f"within a relative error of {self.tolerance:.4g}"
-        said = [f"Tuned for {self.mode}, {limit}.", self._choice()]
-        kept = sum(layer.kept for layer in self.layers)
-        stay = f"{counted(kept, 'layer')} {'stays' if kept == 1 else 'stay'} in float32"
-        if not self.policy.lowers:
-            stay = "All layers compute in float32"
-        said.append(f"{stay}, of a model with {counted(self.operators, 'operator')}.")
-        gradients = ""
+        kept = counted(sum(layer.kept for layer in self.layers), "layer")
+        stay = f"Kept in float32: {kept if self.policy.lowers else 'all layers'}"
+        error = f"The largest relative error of an output is {self.error:.4g}"
         if self.gradient_error is not None:
-            gradients = f", and of a gradient {self.gradient_error:.4g}"
-        said.append(f"The largest relative error of an output is {self.error:.4g}{gradients}.")
+            error += f", and of a gradient {self.gradient_error:.4g}"
+        said = [
+            f"Tuned for {self.mode}, {limit}.",
+            f"Chosen: {self._choice()}.",
+            f"{stay}, of a model with {counted(self.operators, 'operator')}.",
+            f"{error}.",
+        ]
         if self.metric is not None:
             least = "" if self.min_metric is None else f", of at least {self.min_metric:.4g}"
             said.append(f"The metric is {self.metric:.4g}{least}.")
@@ -251,35 +250,33 @@ class Tuning:
     def _choice(self) -> str:
         trial = self.chosen
         if trial is None:
-            return f"Chosen: {self.way}."
+            return self.way
         if trial.way == "plain":
-            return f"Chosen: float32 as it is, {trial.milliseconds:.4g} ms a run."
+            return f"float32 as it is, {trial.milliseconds:.4g} ms a run"
         using = f" with {', '.join(trial.substitutions)}" if trial.substitutions else ""
         times = f"{trial.milliseconds:.4g} ms a run, interquartile range {trial.spread:.4g} ms"
         speed = f"{trial.speedup:.4g} times as fast as plain float32 ({times})"
-        return f"Chosen: {self.way} in {trial.precision}{using}, {speed}."
+        return f"{trial.way} in {trial.precision}{using}, {speed}"
 
     def tables(self) -> Sequence[Tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
         """Return title, headings and rows of each table of the report that has rows."""
-        listed, left = self.ranking[:_LISTED], len(self.layers) - _LISTED
+        left = len(self.layers) - _LISTED
         title = "Layers" if left <= 0 else f"Layers: the first {_LISTED} of {len(self.layers):,}"
-        timed = any(layer.gain is not None for layer in listed)
+        trials, layers = map(_cells, self.trials), map(_cells, self.ranking[:_LISTED])
         inputs = [(name, dtype, "x".join(map(str, shape))) for name, dtype, shape in self.inputs]
         tables = (
-            (
-                "Trials",
-                "way precision substitutions kept ms spread speedup error within".split(),
-                [_trial_row(trial) for trial in self.trials],
-            ),
-            (
-                f"{title}, largest error first",
-                ["layer", "operator", "float32", "error", *(["gain ms"] if timed else [])],
-                [_layer_row(layer, timed) for layer in listed],
-            ),
-            ("Machine", ["what", "value"], self.machine),
-            ("Inputs", ["name", "dtype", "shape"], inputs),
+            ("Trials", "way precision substitutions kept ms spread speedup error within", trials),
+            (f"{title}, largest error first", "layer operator float32 error gain", layers),
+            ("Machine", "what value", self.machine),
+            ("Inputs", "name dtype shape", inputs),
         )
-        return [table for table in tables if table[2]]
+        found = [(name, headings.split(), list(rows)) for name, headings, rows in tables]
+        return [table for table in found if table[2]]
+
+
+def _cells(row: Union[Trial, LayerCost]) -> List[Any]:
+    cells = [", ".join(x) if isinstance(x, tuple) else x for x in astuple(row)]
+    return [("yes" if x else "") if isinstance(x, bool) else x for x in cells]
 
 
 def machine_of(device: str) -> Tuple[Tuple[str, str], ...]:
@@ -294,33 +291,15 @@ def machine_of(device: str) -> Tuple[Tuple[str, str], ...]:
 
 
 def _rank(layer: LayerCost) -> Tuple[float, float]:
-    error, gain = _known(layer.error), _known(layer.gain)
+    error, gain = known(layer.error), known(layer.gain)
     return -math.inf if error is None else -error, math.inf if gain is None else -gain
 
 
-def _known(value: Optional[float]) -> Optional[float]:
+def known(value: Optional[float]) -> Optional[float]:
+    """Return a figure, or None where it was not measured."""
     return None if value is None or math.isnan(value) else value
 
 
 def _printable(line: str) -> str:
     """Return text that a comment of TOML may hold: metrics and inputs have names of any kind."""
     return "".join(letter if letter.isprintable() else " " for letter in line)
-
-
-def _trial_row(trial: Trial) -> List[Any]:
-    return [
-        trial.way,
-        trial.precision,
-        ", ".join(trial.substitutions),
-        trial.kept,
-        trial.milliseconds,
-        trial.spread or "",  # a single turn has none
-        trial.speedup,
-        trial.error,
-        "yes" if trial.within else "no",
-    ]
-
-
-def _layer_row(layer: LayerCost, timed: bool) -> List[Any]:
-    row = [layer.name, layer.operator, "kept" if layer.kept else "", layer.error]
-    return [*row, layer.gain] if timed else row
