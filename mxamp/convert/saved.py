@@ -23,20 +23,8 @@ import struct
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from errno import EXDEV
 from pathlib import Path
-from typing import (
-    Any,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import mxnet as mx
 from mxnet.base import MXNetError
@@ -60,7 +48,7 @@ from ..framework.files import (
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
 from ..graph.ir import Graph
-from .outputs import Model
+from .outputs import Model, reason
 
 __all__ = [
     "IS_THERE",
@@ -127,6 +115,10 @@ RENAMED = (
 )
 ONE_FILE = (
     "{first!r} and {second!r} lead to one file, {place!r}: remove the link, or give another name"
+)
+OTHER_DISK = (
+    "{path!r} can't be replaced together with {place!r}, which is on another file system: remove "
+    "the link, or give another name"
 )
 MIXED = (
     "{first!r} and {second!r} are of different models now: moving the new files to their places "
@@ -278,7 +270,7 @@ def _read_symbol(path: Path) -> Symbol:
         if custom is not None:
             message = NOT_REGISTERED.format(path=str(path), name=custom[1])
             raise ArgumentError(message) from None
-        why = _unknown_attribute(str(error)) or _last_line(error)
+        why = _unknown_attribute(str(error)) or reason(error)
     raise ArgumentError(NO_SYMBOL.format(path=str(path), why=why))
 
 
@@ -301,7 +293,7 @@ def _check_graph(data: Any) -> None:
     for i, node in enumerate(data["nodes"]):
         name = f"node {i} ({node['op']} {node['name']!r})"
         # MXNet loads a graph with a cycle, and may not come back.
-        for source in [entry[0] for entry in node.get("inputs", ())]:
+        for source, *_ in node.get("inputs", ()):
             if not 0 <= source < i:
                 raise ArgumentError(f"{name} reads node {source}, which does not come before it")
         for body in node.get("subgraphs", ()):
@@ -324,7 +316,7 @@ def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
     try:
         arrays = mx.nd.load(str(path))
     except (MXNetError, OSError, ValueError, MemoryError) as error:
-        why = CUT_OFF.format(why=_last_line(error))
+        why = CUT_OFF.format(why=reason(error))
         raise ArgumentError(NO_PARAMS.format(path=str(path), why=why)) from None
     named = arrays if isinstance(arrays, dict) else {}
     if len(named) != len(arrays) or not all(key[:4] in ("arg:", "aux:") for key in named):
@@ -335,20 +327,15 @@ def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
 
 def _check_together(files: Files, symbol: Symbol, params: Mapping[str, NDArray]) -> None:
     """Raise where the symbol's parameters are missing; warn about parameters it does not have."""
-    inputs = symbol.list_inputs()
+    inputs = set(symbol.list_inputs())
     missing = sorted(_surely_parameters(symbol) - params.keys())
-    more = sorted(params.keys() - set(inputs))
+    more = sorted(params.keys() - inputs)
     if not missing and not more:
         return
-    message = OTHER_PARAMS.format(
-        params=str(files[1]),
-        symbol=str(files[0]),
-        missing=len(missing),
-        names=_in_brackets(missing),
-        more=len(more),
-        others=_in_brackets(more),
-    )
-    if missing or not params.keys() & set(inputs):
+    names, others = (f" ({shortened(names)})" if names else "" for names in (missing, more))
+    given = {"names": names, "others": others, "missing": len(missing), "more": len(more)}
+    message = OTHER_PARAMS.format(params=str(files[1]), symbol=str(files[0]), **given)
+    if missing or not params.keys() & inputs:
         raise ArgumentError(message)
     logger.warning("%s; they are kept as they are", message)
 
@@ -368,16 +355,6 @@ def _surely_parameters(symbol: Symbol) -> Set[str]:
             if variable.is_variable and suffix and variable.name[: suffix.start()] == name:
                 found.add(variable.name)
     return found
-
-
-def _in_brackets(names: Sequence[str]) -> str:
-    return f" ({shortened(names)})" if names else ""
-
-
-def _last_line(error: Exception) -> str:
-    """Return the end of an MXNet error message, after the check that failed."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].rpartition(": ")[2]
 
 
 # ---------------------------------------------------------------------- writing
@@ -462,6 +439,9 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
     if places[0] == places[1]:
         given = {"first": str(paths[0]), "second": str(paths[1]), "place": str(places[0])}
         raise ArgumentError(ONE_FILE.format(**given))
+    for place in places:
+        if os.stat(place.parent).st_dev != os.stat(first.parent).st_dev:
+            raise ArgumentError(OTHER_DISK.format(path=str(first), place=str(place)))
     folder = temporary_beside(first)
     aside = [temporary_beside(place, "old-") for place in places]
     with writing(first), locked(first.parent) as is_locked:
@@ -497,7 +477,7 @@ def _switch(
         sync_to_disk(ready.parent)
         # The symbol last: without it nobody reads the parameters.
         for path, place in reversed(list(zip(paths, places))):
-            _move(ready / path.name, place)
+            (ready / path.name).replace(place)
     except BaseException as error:
         try:
             # First, so that no other process finishes the replacement.
@@ -533,28 +513,9 @@ def _finish(paths: Sequence[Path]) -> None:
     with suppress(FileNotFoundError):
         for made in sorted(ready.iterdir()):
             with suppress(FileNotFoundError):
-                _move(made, place_of(ready.parent / made.name))
+                made.replace(place_of(ready.parent / made.name))
         sync_to_disk(ready.parent)
         ready.rmdir()
-
-
-def _move(made: Path, place: Path) -> None:
-    """Move a file to its place, which may be on another file system."""
-    try:
-        made.replace(place)
-    except OSError as error:
-        if error.errno != EXDEV:
-            raise
-        beside = temporary_beside(place)
-        try:
-            shutil.copy(made, beside)
-            sync_to_disk(beside)
-            if checksum(beside) != checksum(made):
-                raise OSError(NOT_THE_SAME) from None
-            beside.replace(place)
-        finally:
-            beside.unlink(missing_ok=True)
-        made.unlink()
 
 
 def _ready(paths: Sequence[Path]) -> Path:
