@@ -10,7 +10,7 @@ import logging
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 from weakref import WeakKeyDictionary
 
 import mxnet as mx
@@ -19,13 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import StateError
-from ..framework.distributed import (
-    PARAMETER_SERVER,
-    check_gradients,
-    is_distributed,
-    is_horovod_optimizer,
-    store_of,
-)
+from ..framework.distributed import PARAMETER_SERVER, is_distributed, is_horovod_optimizer
 from ..framework.patching import FrontEnd, Patch
 from ..framework.worker_process import waiting
 from ..graph.gradients import SCALE_INPUT, with_scale_input
@@ -51,14 +45,16 @@ ON_KVSTORE = (
     "this module updates its parameters on the kvstore {kind!r}, where a gradient that overflowed "
     "can't be kept out: use a synchronous kvstore, such as 'local', 'device' or 'dist_sync'"
 )
+HOROVOD = (
+    "Horovod's optimizers sum gradients in the update, where workers that skip it would be waited "
+    "for: train with gluon.Trainer, or give the module a kvstore such as 'dist_sync'"
+)
 SKIPPED = "module update skipped, gradients are not finite; loss scale %g"
 NOT_DECORATED = "nothing scales this module's losses, which float16 needs: decorate its optimizer"
 
 #: The workers of a kvstore, as an attribute of it: the modules of several buckets share a kvstore.
 #: A reference from anywhere else would keep it alive past MXNet's end, and the process would abort.
 _WORKERS = "_amp_workers"
-#: The workers of modules with a Horovod optimizer.
-_by_optimizer: "WeakKeyDictionary[Any, Workers]" = WeakKeyDictionary()
 
 
 class DecoratedName(str):
@@ -122,20 +118,16 @@ def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> None:
         again = kwargs.get("force_rebind") or args[1:2] == (True,)
-        scalable = None
+        graph = None
         if for_training and (again or not self.binded) and not chose_float32():
-            scalable = _with_scale(self._symbol)
+            graph = with_scale_input(Graph.from_symbol(self._symbol))
+        scalable = None if graph is None else graph.to_symbol(type(self._symbol))
         with _bound_as(self, scalable), scaled_executors():
             original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
         if scalable is not None:
             module_patches.states[self] = _State(in_graph=True)
 
     return bind
-
-
-def _with_scale(symbol: Symbol) -> Optional[Symbol]:
-    graph = with_scale_input(Graph.from_symbol(symbol))
-    return None if graph is None else graph.to_symbol(type(symbol))
 
 
 @contextmanager
@@ -159,6 +151,8 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         shared = own or module_patches.default
         checks = shared is not None and shared.checks
         if checks:
+            if is_horovod_optimizer(optimizer):
+                raise StateError(HOROVOD)
             check_before(self, kvstore)
         with _updates_off_kvstore() if checks else nullcontext():
             original(self, kvstore, optimizer, *args, **kwargs)
@@ -170,7 +164,7 @@ def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         if checks and self._update_on_kvstore:
             raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
         self._optimizer._amp_scaling = shared
-        if checks:
+        if checks and is_distributed(self._kvstore):
             _synchronize(self, shared)
 
     return init_optimizer
@@ -185,7 +179,10 @@ def _build_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             state.scale = 1.0 if shared is None else shared.loss_scale
             # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
             # forward pass.
-            _set_scale(self, state.scale)
+            group = self._exec_group
+            with suspended():
+                for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
+                    array[:] = state.scale
         original(self, *args, **kwargs)
 
     return forward
@@ -235,14 +232,14 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self)
             return
         state, finite = module_patches.states[self], True
+        workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
         if shared.checks:
-            with _patient(self), _summed_by_horovod(self, state.overflown):
+            with waiting(GRADIENTS, workers.rank) if workers else nullcontext():
                 finite = _update(self, shared, state.overflown, original)
         else:
             original(self)
         if state.counts:
             scale = shared.record(finite)
-            workers = _workers_of(self)
             if workers is not None:
                 step, decision = shared.steps + shared.skips, "update" if finite else "skip"
                 workers.check_step({"step": step, "decision": decision, "loss scale": scale})
@@ -293,13 +290,6 @@ def _trained(group: Any) -> List[NDArray]:
     return [g for of_one in group.grad_arrays for g in of_one if g is not None]
 
 
-def _set_scale(module: Module, scale: float) -> None:
-    group = module._exec_group
-    with suspended():
-        for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
-            array[:] = scale
-
-
 def _times(arrays: Any, factor: float) -> Any:
     if arrays is None or factor == 1:
         return arrays
@@ -339,58 +329,13 @@ def check_before(module: Module, kvstore: Any) -> None:
 def _synchronize(module: Module, shared: SharedScale) -> None:
     """Give a module the weights of worker 0, and compare the workers' settings.
 
-    MXNet shares weights only if the kvstore updates them. With Horovod the script does, by
-    `broadcast_parameters`.
+    MXNet shares weights only if the kvstore updates them.
     """
-    kvstore, group, optimizer = module._kvstore, module._exec_group, module._optimizer
-    if is_horovod_optimizer(optimizer):
-        store = store_of(optimizer)
-        if store is not None and optimizer not in _by_optimizer:
-            _by_optimizer[optimizer] = Workers(store)
-            _by_optimizer[optimizer].check_settings(shared.scaler.state_dict())
-    elif is_distributed(kvstore):
-        for name, arrays in zip(group.param_names, group.param_arrays):
-            kvstore.pull(name, out=arrays)
-        mx.nd.waitall()
-        module._params_dirty = True
-        workers = Workers(kvstore, string_keys=True)
-        workers.check_settings(shared.scaler.state_dict())
-        setattr(kvstore, _WORKERS, workers)
-
-
-def _workers_of(module: Module) -> Optional[Workers]:
-    workers: Optional[Workers] = getattr(module._kvstore, _WORKERS, None)
-    return workers or _by_optimizer.get(module._optimizer)
-
-
-def _patient(module: Module) -> ContextManager[Any]:
-    """Log who this worker waits for if the sum of gradients takes long; Horovod does so itself."""
-    workers = getattr(module._kvstore, _WORKERS, None)
-    return nullcontext() if workers is None else waiting(GRADIENTS, workers.rank)
-
-
-@contextmanager
-def _summed_by_horovod(module: Module, overflown: bool) -> Iterator[None]:
-    """Sum a module's gradients now, and not in the updates of its Horovod optimizer.
-
-    Workers would wait for an update that one of them skips. With `overflown`, Inf goes into the
-    sum and tells all workers. Other optimizers are left alone.
-    """
-    optimizer, group = module._optimizer, module._exec_group
-    if not is_horovod_optimizer(optimizer):
-        yield
-        return
-    if optimizer in _by_optimizer:
-        arrays = []
-        for name, gradients in zip(group.param_names, group.grad_arrays):
-            if gradients[0] is not None:
-                check_gradients(name, gradients)
-                if overflown:
-                    poison(gradients)
-                arrays.append(gradients[0])
-        optimizer._do_allreduce(list(range(len(arrays))), arrays)
-    optimizer._do_allreduce = lambda *_: None
-    try:
-        yield
-    finally:
-        del optimizer._do_allreduce
+    kvstore, group = module._kvstore, module._exec_group
+    for name, arrays in zip(group.param_names, group.param_arrays):
+        kvstore.pull(name, out=arrays)
+    mx.nd.waitall()
+    module._params_dirty = True
+    workers = Workers(kvstore, string_keys=True)
+    workers.check_settings(shared.scaler.state_dict())
+    setattr(kvstore, _WORKERS, workers)
