@@ -38,11 +38,7 @@ logger = logging.getLogger("mxamp")
 
 RUN_AGAIN = (
     "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
-    "again with %g, and the next one uses %g"
-)
-RUN_AGAIN_ALONE = (
-    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
-    "again with %g, in this worker alone"
+    "again with %g, %s"
 )
 NOT_FINITE = (
     "a gradient that no trainer owns is not finite with a loss scale of 1 either: float32 would "
@@ -129,19 +125,17 @@ def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, *args, **kwargs)
         given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
         own = getattr(given, "scaling", None) or scale_of(self._optimizer)
-        if own is not None:
-            backward_patches.attach(self, own)
-        elif backward_patches.default is not None:
-            _attach_if_possible(self, backward_patches.default)
+        shared = own or backward_patches.default
+        if shared is None:
+            return
+        try:
+            backward_patches.attach(self, shared)
+        except AmpError as error:
+            if own is not None:
+                raise
+            logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
 
     return __init__
-
-
-def _attach_if_possible(trainer: Trainer, shared: SharedScale) -> None:
-    try:
-        backward_patches.attach(trainer, shared)
-    except AmpError as error:
-        logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
 
 
 def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +172,7 @@ def _run(
     if scale == 1:
         # No scale to take out; trainers check the gradients they are about to use.
         compute(scale, False)
-        return PassResult(scale)
+        return PassResult(scale, set(), set())
     with backward_patches.running():
         # Arrays whose updates trainers skip.
         params = (param for hook in hooks for param in hook.trainer._params)
@@ -256,6 +250,7 @@ def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, fini
         logger.warning(NOT_FINITE)
     elif any(hook.reduction.is_distributed for hook in hooks):
         # All workers hold the same scale, and this overflow is seen by one of them.
-        logger.info(RUN_AGAIN_ALONE, tried, used)
+        logger.info(RUN_AGAIN, tried, used, "in this worker alone")
     else:
-        logger.info(RUN_AGAIN, tried, used, scale_in_force(hooks).lower(tried))
+        after = f"and the next one uses {scale_in_force(hooks).lower(tried):g}"
+        logger.info(RUN_AGAIN, tried, used, after)
