@@ -9,7 +9,7 @@ model and the parameters of another:
   process is killed, the next read or write with mxamp finishes them.
 - In between, plain MXNet gets an error, never numbers. Where another symbol is replaced, all
   parameters are renamed, so that either symbol asks for names that the other's parameters lack.
-- Writers take turns, by a lock on the folder that a killed process releases.
+- Writers and mxamp's readers take turns, by a lock on the folder that a killed process releases.
 """
 
 import hashlib
@@ -68,7 +68,6 @@ Files = Tuple[Path, Path]
 
 _SYMBOL = "-symbol.json"
 _READY = ".mxamp-ready"
-_TRIES = 100  #: reads of a pair of files that is replaced meanwhile
 
 # The start of a parameter file: its magic, a reserved number, how many arrays, and the magic of the
 # first array (NDArray::Load in MXNet's ndarray.cc).
@@ -92,8 +91,7 @@ NO_LAST_PART = "`out` must end in a name for the files to write, such as {exampl
 NOT_A_FILE = "{path!r} is {what}, and not a file"
 NO_FILE = "there is no file {path!r}{hint}"
 IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
-UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
-CHANGES = "{path!r} and its parameters keep being replaced: read them when that has ended"
+NOT_READ = "{path!r} and its parameters can't be read: {why}"
 NO_SYMBOL = "{path!r} can't be read as a symbol: {why}"
 NOT_REGISTERED = (
     "{path!r} uses the custom operator {name!r}, which is not registered: import the module that "
@@ -188,42 +186,19 @@ def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
 def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     """Read a saved model: (symbol, arg_params, aux_params).
 
-    Retries while the files are replaced. Raises `ArgumentError`, with the file's name, where a file
-    is missing or damaged, or where the parameters are not those of the symbol.
+    Waits while the files are replaced, and finishes what a killed process has left. Raises
+    `ArgumentError`, with the file's name, where a file is missing or damaged, or where the
+    parameters are not those of the symbol.
     """
     files = model_files(prefix, epoch)
-    for _ in range(_TRIES):
-        _finish_interrupted(files)
-        before = _state(files)
-        try:
-            return _load(prefix, epoch, files)  # files of two models are an error
-        except ArgumentError:
-            if before is not None and _state(files) == before:
-                raise
-    raise ArgumentError(CHANGES.format(path=str(files[0])))
-
-
-def _finish_interrupted(files: Files) -> None:
-    """Finish the replacement of a pair of files by a process that was killed."""
-    # Not Path.is_dir, which raises where a name is too long for a file.
-    if os.path.isdir(_ready(files)):
-        try:
-            with locked(files[0].parent):
-                _finish(files)
-        except OSError as error:
-            raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
-
-
-def _state(files: Files) -> Optional[Sequence[Any]]:
-    """Return a value that changes when the files are replaced; None while they are."""
-    if os.path.isdir(_ready(files)):
-        return None
-    state: List[Any] = []
-    for path in files:
-        with suppress(OSError):
-            found = os.stat(path)
-            state.append((path, found.st_ino, found.st_size, found.st_mtime_ns))
-    return state
+    if not os.path.isdir(files[0].parent):
+        raise _missing(prefix, files[0])
+    try:
+        with locked(files[0].parent):
+            _finish(files)
+            return _load(prefix, epoch, files)
+    except OSError as error:
+        raise ArgumentError(NOT_READ.format(path=str(files[0]), why=error)) from None
 
 
 def _load(prefix: Prefix, epoch: int, files: Files) -> Model:
@@ -509,6 +484,9 @@ def _kept(place: Path, name: Path) -> Optional[Path]:
 def _finish(paths: Sequence[Path]) -> None:
     """Move files that are ready to their places."""
     ready = _ready(paths)
+    # Not Path.is_dir, which raises where a name is too long for a file.
+    if not os.path.isdir(ready):
+        return
     # Without a lock two processes may do this at once.
     with suppress(FileNotFoundError):
         for made in sorted(ready.iterdir()):

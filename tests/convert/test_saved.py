@@ -404,7 +404,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
 # ---------------------------------------------------------------------- several at once
 
 
-def test_a_write_waits_for_another(folder):
+def test_writes_and_reads_wait_for_another_write(folder):
     convert(folder, 3)
     before = content(folder)
     with saved.locked(folder) as is_locked:
@@ -414,7 +414,12 @@ def test_a_write_waits_for_another(folder):
         thread.join(1)
         assert thread.is_alive()
         assert content(folder) == before
+        reader = threading.Thread(target=load_model, args=(folder / "m",))
+        reader.start()
+        reader.join(0.2)
+        assert reader.is_alive()
     thread.join(60)
+    reader.join(60)
     assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
 
 
@@ -436,25 +441,6 @@ def test_files_that_appear_during_a_conversion_are_not_overwritten(folder, monke
     with pytest.raises(amp.ArgumentError, match="is there already"):
         amp.convert_files(folder.parent / "model3", folder / "m", **BFLOAT16)
     assert os.listdir(folder) == ["m-symbol.json"]
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_mxamp_reads_again_what_was_replaced_meanwhile(folder, times, monkeypatch):
-    convert(folder, 3)
-    real, left = saved._read_params, [times]
-
-    def replaced_first(path):
-        if path.parent == folder and left[0]:
-            left[0] -= 1
-            convert(folder, (5, 3)[left[0] % 2])
-        return real(path)
-
-    monkeypatch.setattr(saved, "_read_params", replaced_first)
-    assert by_mxamp(folder / "m").asnumpy().tolist() == [[25, 25]]
-    left[0] = 10
-    monkeypatch.setattr(saved, "_TRIES", 4)
-    with pytest.raises(amp.ArgumentError, match="being replaced"):
-        load_model(folder / "m")
 
 
 def value_or_none(read, prefix):
