@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence
 from weakref import WeakKeyDictionary
 
 import mxnet as mx
-from mxnet.module import Module, SequentialModule
+from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
@@ -62,9 +62,6 @@ class DecoratedName(str):
 
     scaling: SharedScale
 
-    def __repr__(self) -> str:
-        return f"DecoratedName({str(self)!r}, {getattr(self, 'scaling', None)!r})"
-
 
 @dataclass
 class _State:
@@ -73,7 +70,6 @@ class _State:
     in_graph: bool = False  #: its graph takes the scale
     scale: float = 1.0  #: in its graph since the last forward
     overflown: bool = False  #: a gradient was not finite
-    counts: bool = True  #: its update is a step; False for later modules of a sequence
 
 
 class _ModulePatches(FrontEnd):
@@ -93,7 +89,6 @@ class _ModulePatches(FrontEnd):
             Patch(Module, "forward", _build_forward),
             Patch(Module, "backward", _build_backward),
             Patch(Module, "update", _build_update),
-            Patch(SequentialModule, "update", _build_update_of_all),
         ]
 
     def close(self) -> None:
@@ -238,24 +233,10 @@ def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
                 finite = _update(self, shared, state.overflown, original)
         else:
             original(self)
-        if state.counts:
-            scale = shared.record(finite)
-            if workers is not None:
-                step, decision = shared.steps + shared.skips, "update" if finite else "skip"
-                workers.check_step({"step": step, "decision": decision, "loss scale": scale})
-
-    return update
-
-
-def _build_update_of_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update(self: SequentialModule) -> None:
-        # One batch is one step: all its modules update, or none, and it counts once.
-        states = [module_patches.states[m] for m in self._modules if m in module_patches.states]
-        overflown = any(state.overflown for state in states)
-        for i, state in enumerate(states):
-            state.overflown, state.counts = overflown, i == 0
-        original(self)
+        scale = shared.record(finite)
+        if workers is not None:
+            step, decision = shared.steps + shared.skips, "update" if finite else "skip"
+            workers.check_step({"step": step, "decision": decision, "loss scale": scale})
 
     return update
 
@@ -273,16 +254,15 @@ def _update(
             if gradients[0] is not None:
                 kvstore.push(name, gradients, priority=-i)
                 kvstore.pull(name, out=gradients, priority=-i)
-    finite = not overflown and all_finite(_trained(group))
-    if finite:
-        module._kvstore = None
-        try:
-            original(module)
-        finally:
-            module._kvstore = kvstore
-    else:
+    if overflown or not all_finite(_trained(group)):
         logger.info(SKIPPED, shared.loss_scale)
-    return finite
+        return False
+    module._kvstore = None
+    try:
+        original(module)
+    finally:
+        module._kvstore = kvstore
+    return True
 
 
 def _trained(group: Any) -> List[NDArray]:

@@ -10,7 +10,6 @@ import mxamp as amp
 from helpers import randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
-from mxamp.frontends.module_api import module_patches
 
 
 @pytest.fixture
@@ -288,37 +287,6 @@ def test_an_infinity_that_float32_has_too_does_not_lower_the_scale(run, caplog):
         trainer.step(1)
     assert run.loss_scale == 2.0**16
     assert "loss scale of 1 either" in caplog.text
-
-
-def test_modules_of_a_sequence_step_together(run):
-    data, label = randn(8, 4), nd.array([0, 1] * 4)
-
-    def fully_connected(name, units):
-        return mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=units, name=name)
-
-    sequence = mx.mod.SequentialModule()
-    sequence.add(mx.mod.Module(fully_connected("one", 3), label_names=[]))
-    last = mx.sym.SoftmaxOutput(fully_connected("two", 2), name="softmax")
-    sequence.add(mx.mod.Module(last), take_labels=True, auto_wiring=True)
-    sequence.bind([("data", (8, 4))], [("softmax_label", (8,))])
-    sequence.init_params(mx.init.Xavier())
-    sequence.init_optimizer(optimizer_params={"learning_rate": 0.1})
-
-    def weights():
-        return {k: v.asnumpy() for k, v in sequence.get_params()[0].items() if "weight" in k}
-
-    for scale, factor in ((2.0**4, 1), (2.0**4, np.inf)):
-        run.scaler.set_scale(scale)
-        before = weights()
-        sequence.forward(mx.io.DataBatch([data], [label]), is_train=True)
-        sequence.backward()
-        sequence._modules[1]._exec_group.grad_arrays[0][0][:] *= factor
-        if factor == np.inf:
-            module_patches.states[sequence._modules[1]].overflown = True
-        sequence.update()
-        changed = {name for name, value in weights().items() if (value != before[name]).any()}
-        assert changed == ({"one_weight", "two_weight"} if factor == 1 else set())
-    assert (run.steps, run.skips) == (1, 1)
 
 
 def test_a_module_that_clips(run):
