@@ -117,7 +117,7 @@ def initialize(
         net has float16 parameters.
     """
     hand_over("initialize")
-    level = _checked_level(opt_level, keep_batchnorm_fp32, loss_scale)
+    level = _checked_level(opt_level, keep_batchnorm_fp32)
     nets, optimizers = _listed("models", models, Block), _listed("trainers", trainers, Trainer)
     policy = chosen_policy(dtype, ctx=ctx)
     if chose_float32():
@@ -145,33 +145,29 @@ def initialize(
     return models if trainers is None else (models, trainers)
 
 
-def _checked_level(
-    name: str, keep_batchnorm_fp32: Optional[bool], loss_scale: Union[None, float, str]
-) -> _Level:
+def _checked_level(name: str, keep_batchnorm_fp32: Optional[bool]) -> _Level:
     if name not in _LEVELS:
         raise ArgumentError(
             f"opt_level must be one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
         )
     if keep_batchnorm_fp32 is False:
         raise ArgumentError(NO_HALF_BATCHNORM)
-    if isinstance(loss_scale, str) and loss_scale != "dynamic":
-        raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
     return _LEVELS[name]
 
 
 def _scaler_maker(
     level: _Level, loss_scale: Union[None, float, str], target: str
 ) -> Callable[[], Scaler]:
-    """Return a function that makes the scaler of one trainer."""
-    if loss_scale is not None and not isinstance(loss_scale, str):
-        StaticLossScaler(loss_scale)  # raises before anything is changed
-    if target == "float32":
-        return Float32Scaler
-    if isinstance(loss_scale, str):
-        return LossScaler
-    if loss_scale is not None:
-        return functools.partial(StaticLossScaler, loss_scale)
-    return LossScaler if level.dynamic and target == "float16" else NoScaler
+    """Return a function that makes the scaler of one trainer; raise for a wrong loss scale."""
+    make: Callable[[], Scaler] = LossScaler
+    if loss_scale is None:
+        make = LossScaler if level.dynamic and target == "float16" else NoScaler
+    elif not isinstance(loss_scale, str):
+        StaticLossScaler(loss_scale)
+        make = functools.partial(StaticLossScaler, loss_scale)
+    elif loss_scale != "dynamic":
+        raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
+    return Float32Scaler if target == "float32" else make
 
 
 def _listed(name: str, given: Any, wanted: type) -> List[Any]:

@@ -63,15 +63,6 @@ def test_parameters_are_cast_where_all_readers_are_low():
     assert variables["shared_weight"]["__dtype__"] == "0"
 
 
-def test_data_is_never_cast_offline():
-    out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="fc")
-    symbol = amp.convert_symbol(out, policy=GPU, data_names=["data"], cast_optional_params=True)
-    graph = Graph.from_symbol(symbol)
-    assert [n.name for n in graph.nodes if n.op == "amp_cast"] == [
-        "data_amp_cast_float16", "fc_amp_cast_float32",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("offline", [False, True])
 @pytest.mark.parametrize(
     "value, words",
@@ -205,18 +196,6 @@ def test_saving_never_strips_casts(tmp_path):
     for name in ("a.json", "b.json"):
         assert "amp_cast" in (tmp_path / name).read_text()
     assert isinstance(symbol, mx.sym.Symbol)
-
-
-def test_integer_inputs():
-    index = mx.sym.var("index")
-    table = mx.sym.Embedding(index, input_dim=5, output_dim=4, name="embed")
-    out = mx.sym.FullyConnected(table, num_hidden=2, name="fc")
-    args = {"embed_weight": randn(5, 4), "fc_weight": randn(2, 4), "fc_bias": randn(2)}
-    symbol, args, _ = amp.convert_model(
-        out, args, {}, policy=policy_for("float16"), input_dtypes={"index": "int64"}
-    )
-    bound = symbol.bind(mx.cpu(), {**args, "index": nd.array([1, 4], dtype="int64")})
-    assert bound.forward()[0].shape == (2, 2)
 
 
 @pytest.mark.parametrize("offline", [False, True])

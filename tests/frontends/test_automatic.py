@@ -103,16 +103,6 @@ def test_a_plain_gluon_script(tmp_path, dtype, way):
 
 @slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_gan_with_two_trainers(tmp_path, dtype):
-    done = run("gan", value=dtype, folder=tmp_path)
-    plain = plainly("gan", "mean")
-    assert plain is None or abs(float(said(done, "mean")) - plain) < 0.15 * abs(plain)
-    assert said(done, "steps") == "60 60"
-    assert counted(done)[0] == dtype
-
-
-@slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_module_fit(tmp_path, dtype):
     done = run("module_fit", value=dtype, folder=tmp_path)
     assert float(said(done, "accuracy")) > 0.9
