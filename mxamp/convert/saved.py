@@ -234,10 +234,17 @@ def _missing(prefix: Prefix, path: Path) -> ArgumentError:
 
 def _read_symbol(path: Path) -> Symbol:
     try:
-        _check_symbol(path.read_bytes().decode())
+        # MXNet doesn't escape control characters.
+        _check_graph(json.loads(path.read_bytes().decode(), strict=False))
         return mx.sym.load(str(path))
     except UnicodeDecodeError:
         why = "it is no text"
+    except json.JSONDecodeError as error:
+        why = f"it is no JSON, or was cut off: {error}"
+    except RecursionError:
+        why = "it is nested too deeply"
+    except (AttributeError, LookupError, TypeError):
+        why = "it has no lists of nodes and heads with their names"
     except (ArgumentError, OSError) as error:
         why = str(error)
     except MXNetError as error:
@@ -249,19 +256,8 @@ def _read_symbol(path: Path) -> Symbol:
     raise ArgumentError(NO_SYMBOL.format(path=str(path), why=why))
 
 
-def _check_symbol(text: str) -> None:
-    """Raise `ArgumentError` unless `text` is the JSON of a graph; MXNet checks its operators."""
-    try:
-        _check_graph(json.loads(text, strict=False))  # MXNet doesn't escape control characters
-    except json.JSONDecodeError as error:
-        raise ArgumentError(f"it is no JSON, or was cut off: {error}") from None
-    except RecursionError:
-        raise ArgumentError("it is nested too deeply") from None
-    except (AttributeError, LookupError, TypeError):
-        raise ArgumentError("it has no lists of nodes and heads with their names") from None
-
-
 def _check_graph(data: Any) -> None:
+    """Raise unless this is the data of a graph; MXNet checks its operators."""
     for what in ("nodes", "heads"):
         if not data[what]:
             raise ArgumentError(f"its list of {what} is empty")
