@@ -12,11 +12,11 @@ import os
 import sys
 from pathlib import Path
 from types import CodeType
-from typing import Any, Callable, Optional, Sequence, Union
+from typing import Any, Optional, Sequence, Union
 
 from ..errors import ArgumentError, StateError
 from ..framework import machine
-from ..framework.patching import FrontEnd, Patch
+from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.wording import counted
 from ..patches.announcements import announce, announce_float32
 from ..patches.autocast import switch_off, switch_on
@@ -70,7 +70,7 @@ class _AutomaticRun(FrontEnd):
     def patches(self) -> Sequence[Patch]:
         """Return the patch of the public `init`; `initialize` calls `hand_over` itself."""
         public = sys.modules[__name__.split(".", maxsplit=1)[0]]
-        return [Patch(public, "init", _build_init)]
+        return [Patch(public, "init", wrapping(_patched_init))]
 
     def begin(self, policy: Policy, scale: SharedScale) -> None:
         """Scale the backward passes of all trainers and modules from now on."""
@@ -176,13 +176,9 @@ def hand_over(function: str) -> None:
         contrib_patches.open()
 
 
-def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> Any:
-        hand_over("init")
-        return original(*args, **kwargs)
-
-    return init
+def _patched_init(original: Original, *args: Any, **kwargs: Any) -> Any:
+    hand_over("init")
+    return original(*args, **kwargs)
 
 
 def imports_mxamp(code: Union[CodeType, str, bytes]) -> bool:

@@ -5,7 +5,6 @@ of the module. `backward` unscales the gradients. If one of them is not finite, 
 workers skip the update.
 """
 
-import functools
 import logging
 import os
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import StateError
 from ..framework.distributed import PARAMETER_SERVER, is_distributed, is_horovod_optimizer
-from ..framework.patching import FrontEnd, Patch
+from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.worker_process import waiting
 from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
@@ -84,11 +83,11 @@ class _ModulePatches(FrontEnd):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         return [
-            Patch(Module, "bind", _build_bind),
-            Patch(Module, "init_optimizer", _build_init_optimizer),
-            Patch(Module, "forward", _build_forward),
-            Patch(Module, "backward", _build_backward),
-            Patch(Module, "update", _build_update),
+            Patch(Module, "bind", wrapping(_patched_bind)),
+            Patch(Module, "init_optimizer", wrapping(_patched_init_optimizer)),
+            Patch(Module, "forward", wrapping(_patched_forward)),
+            Patch(Module, "backward", wrapping(_patched_backward)),
+            Patch(Module, "update", wrapping(_patched_update)),
         ]
 
     def close(self) -> None:
@@ -102,27 +101,24 @@ class _ModulePatches(FrontEnd):
 module_patches = _ModulePatches()
 
 
-def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def bind(
-        self: Module,
-        data_shapes: Any,
-        label_shapes: Any = None,
-        for_training: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        again = kwargs.get("force_rebind") or args[1:2] == (True,)
-        graph = None
-        if for_training and (again or not self.binded) and not chose_float32():
-            graph = with_scale_input(Graph.from_symbol(self._symbol))
-        scalable = None if graph is None else graph.to_symbol(type(self._symbol))
-        with _bound_as(self, scalable), scaled_executors():
-            original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
-        if scalable is not None:
-            module_patches.states[self] = _State(in_graph=True)
-
-    return bind
+def _patched_bind(
+    original: Original,
+    self: Module,
+    data_shapes: Any,
+    label_shapes: Any = None,
+    for_training: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    again = kwargs.get("force_rebind") or args[1:2] == (True,)
+    graph = None
+    if for_training and (again or not self.binded) and not chose_float32():
+        graph = with_scale_input(Graph.from_symbol(self._symbol))
+    scalable = None if graph is None else graph.to_symbol(type(self._symbol))
+    with _bound_as(self, scalable), scaled_executors():
+        original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
+    if scalable is not None:
+        module_patches.states[self] = _State(in_graph=True)
 
 
 @contextmanager
@@ -137,50 +133,47 @@ def _bound_as(module: Module, scalable: Optional[Symbol]) -> Iterator[None]:
         module._symbol, module._state_names = symbol, names
 
 
-def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init_optimizer(
-        self: Module, kvstore: Any = "local", optimizer: Any = "sgd", *args: Any, **kwargs: Any
-    ) -> None:
-        own = getattr(optimizer, "scaling", None) or scale_of(optimizer)
-        shared = own or module_patches.default
-        checks = shared is not None and shared.checks
-        if checks:
-            if is_horovod_optimizer(optimizer):
-                raise StateError(HOROVOD)
-            check_before(self, kvstore)
-        with _updates_off_kvstore() if checks else nullcontext():
-            original(self, kvstore, optimizer, *args, **kwargs)
-        if shared is None:
-            policy = current_policy()
-            if policy is not None and policy.target_dtype == "float16":
-                logger.warning(NOT_DECORATED)
-            return
-        if checks and self._update_on_kvstore:
-            raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
-        self._optimizer._amp_scaling = shared
-        if checks and is_distributed(self._kvstore):
-            _synchronize(self, shared)
+def _patched_init_optimizer(
+    original: Original,
+    self: Module,
+    kvstore: Any = "local",
+    optimizer: Any = "sgd",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    own = getattr(optimizer, "scaling", None) or scale_of(optimizer)
+    shared = own or module_patches.default
+    checks = shared is not None and shared.checks
+    if checks:
+        if is_horovod_optimizer(optimizer):
+            raise StateError(HOROVOD)
+        check_before(self, kvstore)
+    with _updates_off_kvstore() if checks else nullcontext():
+        original(self, kvstore, optimizer, *args, **kwargs)
+    if shared is None:
+        policy = current_policy()
+        if policy is not None and policy.target_dtype == "float16":
+            logger.warning(NOT_DECORATED)
+        return
+    if checks and self._update_on_kvstore:
+        raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
+    self._optimizer._amp_scaling = shared
+    if checks and is_distributed(self._kvstore):
+        _synchronize(self, shared)
 
-    return init_optimizer
 
-
-def _build_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: Module, *args: Any, **kwargs: Any) -> None:
-        state = module_patches.states.get(self)
-        if state is not None and state.in_graph:
-            shared = _shared_by(self)
-            state.scale = 1.0 if shared is None else shared.loss_scale
-            # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
-            # forward pass.
-            group = self._exec_group
-            with suspended():
-                for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
-                    array[:] = state.scale
-        original(self, *args, **kwargs)
-
-    return forward
+def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
+    state = module_patches.states.get(self)
+    if state is not None and state.in_graph:
+        shared = _shared_by(self)
+        state.scale = 1.0 if shared is None else shared.loss_scale
+        # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
+        # forward pass.
+        group = self._exec_group
+        with suspended():
+            for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
+                array[:] = state.scale
+    original(self, *args, **kwargs)
 
 
 def _shared_by(module: Module) -> Optional[SharedScale]:
@@ -189,23 +182,19 @@ def _shared_by(module: Module) -> Optional[SharedScale]:
     return shared if shared is not None and shared.checks else None
 
 
-def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def backward(self: Module, out_grads: Any = None) -> None:
-        shared = _shared_by(self)
-        state = module_patches.states.setdefault(self, _State())
-        state.overflown = False
-        if shared is None or not (state.in_graph or out_grads is not None):
-            original(self, out_grads)
-            return
-        scale = state.scale if state.in_graph else shared.loss_scale
-        # The sum has to carry the same scale as what is added to it.
-        multiply(_gradients(self, adding=True), scale)
-        with scaled_custom_ops(scale, stays_inside=True):
-            original(self, _times(out_grads, scale))
-        state.overflown = bool(unscale(_gradients(self), scale))
-
-    return backward
+def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
+    shared = _shared_by(self)
+    state = module_patches.states.setdefault(self, _State())
+    state.overflown = False
+    if shared is None or not (state.in_graph or out_grads is not None):
+        original(self, out_grads)
+        return
+    scale = state.scale if state.in_graph else shared.loss_scale
+    # The sum has to carry the same scale as what is added to it.
+    multiply(_gradients(self, adding=True), scale)
+    with scaled_custom_ops(scale, stays_inside=True):
+        original(self, _times(out_grads, scale))
+    state.overflown = bool(unscale(_gradients(self), scale))
 
 
 def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
@@ -219,26 +208,22 @@ def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
     ]
 
 
-def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update(self: Module) -> None:
-        shared = scale_of(self._optimizer)
-        if shared is None or self not in module_patches.states:
-            original(self)
-            return
-        state, finite = module_patches.states[self], True
-        workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
-        if shared.checks:
-            with waiting(GRADIENTS, workers.rank) if workers else nullcontext():
-                finite = _update(self, shared, state.overflown, original)
-        else:
-            original(self)
-        scale = shared.record(finite)
-        if workers is not None:
-            step, decision = shared.steps + shared.skips, "update" if finite else "skip"
-            workers.check_step({"step": step, "decision": decision, "loss scale": scale})
-
-    return update
+def _patched_update(original: Original, self: Module) -> None:
+    shared = scale_of(self._optimizer)
+    if shared is None or self not in module_patches.states:
+        original(self)
+        return
+    state, finite = module_patches.states[self], True
+    workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
+    if shared.checks:
+        with waiting(GRADIENTS, workers.rank) if workers else nullcontext():
+            finite = _update(self, shared, state.overflown, original)
+    else:
+        original(self)
+    scale = shared.record(finite)
+    if workers is not None:
+        step, decision = shared.steps + shared.skips, "update" if finite else "skip"
+        workers.check_step({"step": step, "decision": decision, "loss scale": scale})
 
 
 def _update(
