@@ -170,45 +170,6 @@ def control(clip=None):
     return values(net)
 
 
-def module_of(rows, optimizer, seed):
-    out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    out = mx.sym.LinearRegressionOutput(out, mx.sym.var("label"), name="lin")
-    module = mx.module.Module(out, label_names=["label"])
-    module.bind([("data", (rows, 4))], [("label", (rows, 2))])
-    mx.random.seed(seed)
-    module.init_params(mx.init.Uniform(0.5))
-    arguments, others = module.get_params()
-    if isinstance(optimizer, hvd.DistributedOptimizer):
-        hvd.broadcast_parameters(arguments, root_rank=0, prefix="module")
-        module.set_params(arguments, others)
-    module.init_optimizer(None, optimizer)
-    return module
-
-
-def train_module(distributed):
-    """Train a module, with a `DistributedOptimizer` or alone, without steps that overflow."""
-    rank, workers = (hvd.rank(), hvd.size()) if distributed else (0, 1)
-    optimizer = mx.optimizer.Adam(learning_rate=0.05, rescale_grad=workers / ROWS)
-    if distributed:
-        optimizer = hvd.DistributedOptimizer(amp.decorate(optimizer, SCALE))
-    module = module_of(ROWS // workers, optimizer, 3 + rank)
-    decisions = []
-    for step in range(STEPS):
-        if step in OVERFLOWS and not distributed:
-            continue
-        data = nd.array(batch(step, rank, workers))
-        module.forward_backward(mx.io.DataBatch([data], [data[:, :2]]))
-        skips = optimizer.scaling.skips if distributed else 0
-        module.update()
-        if distributed:
-            scaling = optimizer.scaling
-            decisions.append((scaling.skips == skips, scaling.loss_scale))
-    arguments, _ = module.get_params()
-    amp.shutdown()
-    arrays = [arguments[name].asnumpy() for name in sorted(arguments)]
-    return [*arrays, np.array(decisions, dtype="float64")]
-
-
 def refused(function):
     """Return the error that a call ends with, in this worker."""
     try:
@@ -248,9 +209,7 @@ def errors():
 def main(out):
     hvd.init(process_sets=[ALONE])
     found = {name: train(**options) for name, options in WAYS.items()}
-    found["Module"] = train_module(distributed=True)
     found["control"], found["control, clipped"] = control(), control(clip=0.5)
-    found["control, Module"] = train_module(distributed=False)
     found["saved"] = train(saved=out)
     hvd.allreduce(nd.zeros((1,)), name="written").wait_to_read()
     found["resumed"] = train(saved=out, first=3)

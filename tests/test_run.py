@@ -227,27 +227,6 @@ def test_a_module_that_the_program_lacks_is_its_own_error(tmp_path):
     assert errors[-1] == "ModuleNotFoundError: No module named 'none_of_that'"
 
 
-@pytest.mark.slow
-def test_forked_processes_that_train_do_so_in_mixed_precision(tmp_path):
-    status, lines, errors = mxamp_run(tmp_path, str(PROGRAMS / "children.py"), "fork")
-    assert lines[:3] == ["here lowered 1", "fork lowered 1", "fork pool 0 True"], errors
-    assert status == 0
-    assert len([line for line in log_lines(tmp_path) if "mixed precision is on: " in line]) == 1
-
-
-@pytest.mark.slow
-def test_spawned_processes_that_train_do_so_too(tmp_path, monkeypatch):
-    places = [str(ROOT), str(ROOT / "mxamp" / "startup")]
-    # An installed mxamp has a start-up hook; here sitecustomize is one.
-    (tmp_path / "sitecustomize.py").write_text("import mxamp_startup; mxamp_startup.install()")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *places]))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    status, lines, errors = mxamp_run(tmp_path, str(PROGRAMS / "children.py"), "spawn")
-    wanted = ["here lowered 1", "spawn lowered 1", "spawn pool 0 True", "other True"]
-    assert (status, lines) == (0, wanted), errors
-    assert len([line for line in log_lines(tmp_path) if "mixed precision is on: " in line]) == 1
-
-
 def test_statistics_are_printed_whatever_the_end(tmp_path):
     text = "import mxnet as mx\nmx.nd.relu(mx.nd.relu(mx.nd.ones(1)))\nraise SystemExit(3)"
     write(tmp_path / "counted.py", text)

@@ -123,14 +123,16 @@ def convert_files(
     WriteError
         The files can't be written.
     """
-    options = Options.of(locals())
+    policy = Policy.from_lists(target_dtype, policy=policy)
+    options = Options(
+        policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes, fuse
+    )
     read, written = model_files(prefix, epoch), _files_to_write(prefix, out, epoch, force)
     if not isinstance(tolerance, (int, float)) or not tolerance > 0:
         raise ArgumentError(NO_TOLERANCE.format(given=shown(tolerance)))
     logger.info("reading %s", os.fspath(prefix))
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        policy = options.policy
         casts = policy.lowers and policy.target_dtype == "bfloat16" and options.casts_offline
         if casts and mx.util.is_np_shape():
             raise ArgumentError(NUMPY_BFLOAT16.format(prefix=str(prefix)))

@@ -93,7 +93,17 @@ def convert_symbol(
     ArgumentError
         An argument has the wrong type, or an operator is in two lists.
     """
-    return convert(sym, Options.of(locals())).symbol
+    lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
+    policy = Policy.from_lists(target_dtype, *lists, policy=policy)
+    options = Options(
+        policy,
+        excluded_sym_names,
+        cast_optional_params,
+        keep_io_types,
+        input_dtypes,
+        data_names=data_names,
+    )
+    return convert(sym, options).symbol
 
 
 def convert_model(
@@ -129,7 +139,11 @@ def convert_model(
     by oneDNN's fused operators. The model then runs only on MXNet's CPU builds and does not train;
     parameters are cast as with `cast_optional_params`.
     """
-    options = Options.of(locals())
+    lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
+    policy = Policy.from_lists(target_dtype, *lists, policy=policy)
+    options = Options(
+        policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes, fuse
+    )
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
             raise ArgumentError(f"{name} must map names to NDArrays, not {shown(params)}")
@@ -200,7 +214,11 @@ def convert_hybrid_block(
     StateError
         The block has no graph yet and no example was given, or a parameter has no value.
     """
-    options = Options.of(locals())
+    lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
+    policy = Policy.from_lists(target_dtype, *lists, policy=policy)
+    options = Options(
+        policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes, fuse
+    )
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
     options = replace(options, input_dtypes=traced.dtypes_with(input_dtypes))
@@ -258,7 +276,9 @@ def convert_bucketing_module(
         raise ArgumentError(NO_MODULE.format(given=shown(bucketing_mod)))
     if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
         raise StateError(NOT_BOUND)
-    options = Options.of(locals())
+    lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
+    policy = Policy.from_lists(target_dtype, *lists, policy=policy)
+    options = Options(policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes)
     args, auxs = bucketing_mod.get_params()
     buckets = _converted_buckets(bucketing_mod, options, {**args, **auxs})
     # A bucket returns new values only for the parameters that its graph reads.

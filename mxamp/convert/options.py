@@ -27,7 +27,7 @@ from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
 from ..policy.overrides import Layers, layer_patterns
 from ..policy.policy import Policy
-from ..policy.targets import DEFAULT_TARGET, check_truth
+from ..policy.targets import check_truth
 
 __all__ = [
     "Names",
@@ -58,36 +58,23 @@ Names = Optional[Iterable[str]]
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert a model: the checked arguments of a `convert_*` function.
+    """How to convert a model: the arguments of a `convert_*` function, with one policy for lists.
 
-    `policy` includes the operator lists. Inputs in `not_offline` are never cast offline.
+    Inputs in `not_offline` are never cast offline.
     """
 
     policy: Policy
     excluded_sym_names: Layers = None
-    data_names: Names = None
     cast_optional_params: bool = False
     keep_io_types: bool = True
     input_dtypes: Optional[Mapping[str, Any]] = None
     fuse: bool = False
+    data_names: Names = None
     not_offline: FrozenSet[str] = frozenset()
 
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> "Options":
-        """Return the checked options among the arguments of a `convert_*` function (`locals()`)."""
-        policy = Policy.from_lists(
-            arguments.get("target_dtype", DEFAULT_TARGET),
-            arguments.get("target_dtype_ops"),
-            arguments.get("fp32_ops"),
-            arguments.get("widest_dtype_ops"),
-            arguments.get("conditional_fp32_ops"),
-            policy=arguments["policy"],
-        )
-        shared = ("excluded_sym_names", "data_names", "keep_io_types", "input_dtypes")
-        options = {name: arguments[name] for name in shared if name in arguments}
-        for name in ("cast_optional_params", "fuse"):
-            options[name] = check_truth(name, arguments.get(name, False))
-        return cls(policy, **options)
+    def __post_init__(self) -> None:
+        check_truth("cast_optional_params", self.cast_optional_params)
+        check_truth("fuse", self.fuse)
 
     @property
     def casts_offline(self) -> bool:

@@ -9,7 +9,7 @@ model and the parameters of another:
   process is killed, the next read or write with mxamp finishes them.
 - In between, plain MXNet gets an error, never numbers. Where another symbol is replaced, all
   parameters are renamed, so that either symbol asks for names that the other's parameters lack.
-- Writers take turns, by a lock on the folder that a killed process releases.
+- Writers and mxamp's readers take turns, by a lock on the folder that a killed process releases.
 """
 
 import hashlib
@@ -23,20 +23,8 @@ import struct
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from errno import EXDEV
 from pathlib import Path
-from typing import (
-    Any,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import mxnet as mx
 from mxnet.base import MXNetError
@@ -60,7 +48,7 @@ from ..framework.files import (
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
 from ..graph.ir import Graph
-from .outputs import Model
+from .outputs import Model, reason
 
 __all__ = [
     "IS_THERE",
@@ -80,7 +68,6 @@ Files = Tuple[Path, Path]
 
 _SYMBOL = "-symbol.json"
 _READY = ".mxamp-ready"
-_TRIES = 100  #: reads of a pair of files that is replaced meanwhile
 
 # The start of a parameter file: its magic, a reserved number, how many arrays, and the magic of the
 # first array (NDArray::Load in MXNet's ndarray.cc).
@@ -104,8 +91,7 @@ NO_LAST_PART = "`out` must end in a name for the files to write, such as {exampl
 NOT_A_FILE = "{path!r} is {what}, and not a file"
 NO_FILE = "there is no file {path!r}{hint}"
 IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
-UNFINISHED = "a conversion to {path!r} was cut off, and can't be finished here: {why}"
-CHANGES = "{path!r} and its parameters keep being replaced: read them when that has ended"
+NOT_READ = "{path!r} and its parameters can't be read: {why}"
 NO_SYMBOL = "{path!r} can't be read as a symbol: {why}"
 NOT_REGISTERED = (
     "{path!r} uses the custom operator {name!r}, which is not registered: import the module that "
@@ -127,6 +113,10 @@ RENAMED = (
 )
 ONE_FILE = (
     "{first!r} and {second!r} lead to one file, {place!r}: remove the link, or give another name"
+)
+OTHER_DISK = (
+    "{path!r} can't be replaced together with {place!r}, which is on another file system: remove "
+    "the link, or give another name"
 )
 MIXED = (
     "{first!r} and {second!r} are of different models now: moving the new files to their places "
@@ -196,42 +186,19 @@ def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
 def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     """Read a saved model: (symbol, arg_params, aux_params).
 
-    Retries while the files are replaced. Raises `ArgumentError`, with the file's name, where a file
-    is missing or damaged, or where the parameters are not those of the symbol.
+    Waits while the files are replaced, and finishes what a killed process has left. Raises
+    `ArgumentError`, with the file's name, where a file is missing or damaged, or where the
+    parameters are not those of the symbol.
     """
     files = model_files(prefix, epoch)
-    for _ in range(_TRIES):
-        _finish_interrupted(files)
-        before = _state(files)
-        try:
-            return _load(prefix, epoch, files)  # files of two models are an error
-        except ArgumentError:
-            if before is not None and _state(files) == before:
-                raise
-    raise ArgumentError(CHANGES.format(path=str(files[0])))
-
-
-def _finish_interrupted(files: Files) -> None:
-    """Finish the replacement of a pair of files by a process that was killed."""
-    # Not Path.is_dir, which raises where a name is too long for a file.
-    if os.path.isdir(_ready(files)):
-        try:
-            with locked(files[0].parent):
-                _finish(files)
-        except OSError as error:
-            raise ArgumentError(UNFINISHED.format(path=str(files[0]), why=error)) from None
-
-
-def _state(files: Files) -> Optional[Sequence[Any]]:
-    """Return a value that changes when the files are replaced; None while they are."""
-    if os.path.isdir(_ready(files)):
-        return None
-    state: List[Any] = []
-    for path in files:
-        with suppress(OSError):
-            found = os.stat(path)
-            state.append((path, found.st_ino, found.st_size, found.st_mtime_ns))
-    return state
+    if not os.path.isdir(files[0].parent):
+        raise _missing(prefix, files[0])
+    try:
+        with locked(files[0].parent):
+            _finish(files)
+            return _load(prefix, epoch, files)
+    except OSError as error:
+        raise ArgumentError(NOT_READ.format(path=str(files[0]), why=error)) from None
 
 
 def _load(prefix: Prefix, epoch: int, files: Files) -> Model:
@@ -267,10 +234,17 @@ def _missing(prefix: Prefix, path: Path) -> ArgumentError:
 
 def _read_symbol(path: Path) -> Symbol:
     try:
-        _check_symbol(path.read_bytes().decode())
+        # MXNet doesn't escape control characters.
+        _check_graph(json.loads(path.read_bytes().decode(), strict=False))
         return mx.sym.load(str(path))
     except UnicodeDecodeError:
         why = "it is no text"
+    except json.JSONDecodeError as error:
+        why = f"it is no JSON, or was cut off: {error}"
+    except RecursionError:
+        why = "it is nested too deeply"
+    except (AttributeError, LookupError, TypeError):
+        why = "it has no lists of nodes and heads with their names"
     except (ArgumentError, OSError) as error:
         why = str(error)
     except MXNetError as error:
@@ -278,30 +252,19 @@ def _read_symbol(path: Path) -> Symbol:
         if custom is not None:
             message = NOT_REGISTERED.format(path=str(path), name=custom[1])
             raise ArgumentError(message) from None
-        why = _unknown_attribute(str(error)) or _last_line(error)
+        why = _unknown_attribute(str(error)) or reason(error)
     raise ArgumentError(NO_SYMBOL.format(path=str(path), why=why))
 
 
-def _check_symbol(text: str) -> None:
-    """Raise `ArgumentError` unless `text` is the JSON of a graph; MXNet checks its operators."""
-    try:
-        _check_graph(json.loads(text, strict=False))  # MXNet doesn't escape control characters
-    except json.JSONDecodeError as error:
-        raise ArgumentError(f"it is no JSON, or was cut off: {error}") from None
-    except RecursionError:
-        raise ArgumentError("it is nested too deeply") from None
-    except (AttributeError, LookupError, TypeError):
-        raise ArgumentError("it has no lists of nodes and heads with their names") from None
-
-
 def _check_graph(data: Any) -> None:
+    """Raise unless this is the data of a graph; MXNet checks its operators."""
     for what in ("nodes", "heads"):
         if not data[what]:
             raise ArgumentError(f"its list of {what} is empty")
     for i, node in enumerate(data["nodes"]):
         name = f"node {i} ({node['op']} {node['name']!r})"
         # MXNet loads a graph with a cycle, and may not come back.
-        for source in [entry[0] for entry in node.get("inputs", ())]:
+        for source, *_ in node.get("inputs", ()):
             if not 0 <= source < i:
                 raise ArgumentError(f"{name} reads node {source}, which does not come before it")
         for body in node.get("subgraphs", ()):
@@ -324,7 +287,7 @@ def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
     try:
         arrays = mx.nd.load(str(path))
     except (MXNetError, OSError, ValueError, MemoryError) as error:
-        why = CUT_OFF.format(why=_last_line(error))
+        why = CUT_OFF.format(why=reason(error))
         raise ArgumentError(NO_PARAMS.format(path=str(path), why=why)) from None
     named = arrays if isinstance(arrays, dict) else {}
     if len(named) != len(arrays) or not all(key[:4] in ("arg:", "aux:") for key in named):
@@ -335,20 +298,15 @@ def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
 
 def _check_together(files: Files, symbol: Symbol, params: Mapping[str, NDArray]) -> None:
     """Raise where the symbol's parameters are missing; warn about parameters it does not have."""
-    inputs = symbol.list_inputs()
+    inputs = set(symbol.list_inputs())
     missing = sorted(_surely_parameters(symbol) - params.keys())
-    more = sorted(params.keys() - set(inputs))
+    more = sorted(params.keys() - inputs)
     if not missing and not more:
         return
-    message = OTHER_PARAMS.format(
-        params=str(files[1]),
-        symbol=str(files[0]),
-        missing=len(missing),
-        names=_in_brackets(missing),
-        more=len(more),
-        others=_in_brackets(more),
-    )
-    if missing or not params.keys() & set(inputs):
+    names, others = (f" ({shortened(names)})" if names else "" for names in (missing, more))
+    given = {"names": names, "others": others, "missing": len(missing), "more": len(more)}
+    message = OTHER_PARAMS.format(params=str(files[1]), symbol=str(files[0]), **given)
+    if missing or not params.keys() & inputs:
         raise ArgumentError(message)
     logger.warning("%s; they are kept as they are", message)
 
@@ -368,16 +326,6 @@ def _surely_parameters(symbol: Symbol) -> Set[str]:
             if variable.is_variable and suffix and variable.name[: suffix.start()] == name:
                 found.add(variable.name)
     return found
-
-
-def _in_brackets(names: Sequence[str]) -> str:
-    return f" ({shortened(names)})" if names else ""
-
-
-def _last_line(error: Exception) -> str:
-    """Return the end of an MXNet error message, after the check that failed."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].rpartition(": ")[2]
 
 
 # ---------------------------------------------------------------------- writing
@@ -462,6 +410,9 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
     if places[0] == places[1]:
         given = {"first": str(paths[0]), "second": str(paths[1]), "place": str(places[0])}
         raise ArgumentError(ONE_FILE.format(**given))
+    for place in places:
+        if os.stat(place.parent).st_dev != os.stat(first.parent).st_dev:
+            raise ArgumentError(OTHER_DISK.format(path=str(first), place=str(place)))
     folder = temporary_beside(first)
     aside = [temporary_beside(place, "old-") for place in places]
     with writing(first), locked(first.parent) as is_locked:
@@ -497,7 +448,7 @@ def _switch(
         sync_to_disk(ready.parent)
         # The symbol last: without it nobody reads the parameters.
         for path, place in reversed(list(zip(paths, places))):
-            _move(ready / path.name, place)
+            (ready / path.name).replace(place)
     except BaseException as error:
         try:
             # First, so that no other process finishes the replacement.
@@ -529,32 +480,16 @@ def _kept(place: Path, name: Path) -> Optional[Path]:
 def _finish(paths: Sequence[Path]) -> None:
     """Move files that are ready to their places."""
     ready = _ready(paths)
+    # Not Path.is_dir, which raises where a name is too long for a file.
+    if not os.path.isdir(ready):
+        return
     # Without a lock two processes may do this at once.
     with suppress(FileNotFoundError):
         for made in sorted(ready.iterdir()):
             with suppress(FileNotFoundError):
-                _move(made, place_of(ready.parent / made.name))
+                made.replace(place_of(ready.parent / made.name))
         sync_to_disk(ready.parent)
         ready.rmdir()
-
-
-def _move(made: Path, place: Path) -> None:
-    """Move a file to its place, which may be on another file system."""
-    try:
-        made.replace(place)
-    except OSError as error:
-        if error.errno != EXDEV:
-            raise
-        beside = temporary_beside(place)
-        try:
-            shutil.copy(made, beside)
-            sync_to_disk(beside)
-            if checksum(beside) != checksum(made):
-                raise OSError(NOT_THE_SAME) from None
-            beside.replace(place)
-        finally:
-            beside.unlink(missing_ok=True)
-        made.unlink()
 
 
 def _ready(paths: Sequence[Path]) -> Path:

@@ -8,14 +8,18 @@ other ones, so that an observer sees calls as the program makes them. An attribu
 has replaced since is left alone.
 """
 
+import functools
 import logging
 import os
 import threading
 from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
 
-__all__ = ["FrontEnd", "Patch", "PatchSet", "original", "patched"]
+__all__ = ["FrontEnd", "Original", "Patch", "PatchSet", "original", "patched", "wrapping"]
 
 logger = logging.getLogger("mxamp")
+
+#: A function that a patch replaces.
+Original = Callable[..., Any]
 
 #: The patches of each attribute by owner and name, bottom first: undoing one below rebuilds those
 #: above it. One a process, as the attributes are. Empty while nothing is patched.
@@ -84,6 +88,19 @@ def _restack(patches: Sequence[Patch], original: Any) -> None:
     for patch in patches:
         patch._put_over(original)
         original = patch.ours
+
+
+def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
+    """Return the `build` of a patch: `function` replaces the original, its first argument."""
+
+    def build(original: Original) -> Original:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return wrapper
+
+    return build
 
 
 def original(owner: Any, name: str) -> Any:

@@ -13,8 +13,7 @@ With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no
 import functools
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
 from mxnet.gluon.contrib.nn import SparseEmbedding
@@ -41,20 +40,18 @@ logger = logging.getLogger("mxamp")
 _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
 
-@dataclass(frozen=True)
-class _Level:
-    patched: bool
-    cast: bool
-    master_weights: bool
-    dynamic: bool
-    float_norms: bool
+class _Level(NamedTuple):
+    patched: bool = True
+    cast: bool = False
+    dynamic: bool = False  #: loss scale
+    float_norms: bool = True
 
 
 _LEVELS = {
-    "O0": _Level(False, False, False, False, True),
-    "O1": _Level(True, False, False, True, True),
-    "O2": _Level(True, True, True, True, True),
-    "O3": _Level(True, True, False, False, False),
+    "O0": _Level(patched=False),
+    "O1": _Level(dynamic=True),
+    "O2": _Level(cast=True, dynamic=True),
+    "O3": _Level(cast=True, float_norms=False),
 }
 
 NO_HALF_BATCHNORM = (
@@ -120,7 +117,7 @@ def initialize(
         net has float16 parameters.
     """
     hand_over("initialize")
-    level = _checked_level(opt_level, keep_batchnorm_fp32, loss_scale)
+    level = _checked_level(opt_level, keep_batchnorm_fp32)
     nets, optimizers = _listed("models", models, Block), _listed("trainers", trainers, Trainer)
     policy = chosen_policy(dtype, ctx=ctx)
     if chose_float32():
@@ -128,55 +125,49 @@ def initialize(
     target = policy.target_dtype
     if policy is FLOAT32:
         level = _LEVELS["O0"]
-    uncast = level.cast and target != "float16"
-    if uncast:
-        level = replace(level, cast=False, master_weights=False)
+    casts = level.cast and target == "float16"
+    master_weights = casts and level.dynamic
     scaler = _scaler_maker(level, loss_scale, target)
     _check_fresh(nets, optimizers)
     if isinstance(policy, Policy) and level.patched:
-        init(policy=_policy_of(policy, "O1" if uncast else opt_level))
+        init(policy=_all_half(policy) if casts and not level.dynamic else policy)
     elif policy is FLOAT32 and switch_on(policy):
         announce_float32()
-    if uncast:
+    if level.cast and not casts:
         logger.info(STAY_FLOAT32, opt_level)
-    for net in nets:
-        if level.cast:
-            _cast(net, level.float_norms or bool(keep_batchnorm_fp32), level.master_weights)
-            _save_in_float32(net)
+    for net in nets if casts else ():
+        _cast(net, level.float_norms or bool(keep_batchnorm_fp32), master_weights)
+        _save_in_float32(net)
     for trainer in optimizers:
-        if level.master_weights:
+        if master_weights:
             trainer._optimizer.multi_precision = True
         attach_hook(trainer, scaler(), scaled_by="initialize")
     return models if trainers is None else (models, trainers)
 
 
-def _checked_level(
-    name: str, keep_batchnorm_fp32: Optional[bool], loss_scale: Union[None, float, str]
-) -> _Level:
+def _checked_level(name: str, keep_batchnorm_fp32: Optional[bool]) -> _Level:
     if name not in _LEVELS:
         raise ArgumentError(
             f"opt_level must be one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
         )
     if keep_batchnorm_fp32 is False:
         raise ArgumentError(NO_HALF_BATCHNORM)
-    if isinstance(loss_scale, str) and loss_scale != "dynamic":
-        raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
     return _LEVELS[name]
 
 
 def _scaler_maker(
     level: _Level, loss_scale: Union[None, float, str], target: str
 ) -> Callable[[], Scaler]:
-    """Return a function that makes the scaler of one trainer."""
-    if loss_scale is not None and not isinstance(loss_scale, str):
-        StaticLossScaler(loss_scale)  # raises before anything is changed
-    if target == "float32":
-        return Float32Scaler
-    if isinstance(loss_scale, str):
-        return LossScaler
-    if loss_scale is not None:
-        return functools.partial(StaticLossScaler, loss_scale)
-    return LossScaler if level.dynamic and target == "float16" else NoScaler
+    """Return a function that makes the scaler of one trainer; raise for a wrong loss scale."""
+    make: Callable[[], Scaler] = LossScaler
+    if loss_scale is None:
+        make = LossScaler if level.dynamic and target == "float16" else NoScaler
+    elif not isinstance(loss_scale, str):
+        StaticLossScaler(loss_scale)
+        make = functools.partial(StaticLossScaler, loss_scale)
+    elif loss_scale != "dynamic":
+        raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
+    return Float32Scaler if target == "float32" else make
 
 
 def _listed(name: str, given: Any, wanted: type) -> List[Any]:
@@ -207,35 +198,28 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
                 raise StateError(f"parameter {name!r} is float16 already: was it cast before?")
 
 
-def _policy_of(policy: Policy, opt_level: str) -> Policy:
-    if opt_level != "O3":
-        return policy
-    # Float32 operators follow their inputs, except those without kernels in half precision.
+def _all_half(policy: Policy) -> Policy:
+    """Return the policy of O3: float32 operators follow their inputs if MXNet has a half kernel."""
     kept = [name for name in policy.operators("fp32") if policy.rule(name).missing is not None]
     return policy.override(fp32=kept, replace_lists=True)
 
 
 def _cast(net: Block, float_norms: bool, float_embeddings: bool) -> None:
-    net.cast("float16")
-
-    def back(block: Block) -> None:
-        norm = isinstance(block, _NORMS if float_norms else nn.BatchNorm)
-        if norm or _is_embedding(block, sparse_only=not float_embeddings):
-            for param in block._reg_params.values():
-                param.cast("float32")
-
-    net.apply(back)
-
-
-def _is_embedding(block: Block, sparse_only: bool) -> bool:
-    """Return whether a block looks up rows of its weight.
+    """Cast a net to float16, except norms and embeddings.
 
     With a float16 weight, GPUs sum the gradient of a frequent token in float16, and have no sparse
     gradient.
     """
-    if not isinstance(block, (nn.Embedding, SparseEmbedding)):
-        return False
-    return not sparse_only or block.weight._grad_stype != "default"
+    net.cast("float16")
+
+    def back(block: Block) -> None:
+        is_float = isinstance(block, _NORMS if float_norms else nn.BatchNorm)
+        if isinstance(block, (nn.Embedding, SparseEmbedding)):
+            is_float = float_embeddings or block.weight._grad_stype != "default"
+        for param in block._reg_params.values() if is_float else ():
+            param.cast("float32")
+
+    net.apply(back)
 
 
 # ------------------------------------------------- files of nets with float16 parameters: float32

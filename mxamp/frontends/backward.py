@@ -4,7 +4,6 @@
 the shared scale, and unscale the gradients that come back. Trainers skip steps that overflowed.
 """
 
-import functools
 import gc
 import logging
 import weakref
@@ -18,7 +17,7 @@ from mxnet.operator import CustomOpProp
 
 from ..errors import AmpError
 from ..framework.machine import dtype_name
-from ..framework.patching import FrontEnd, Patch
+from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..patches.eager import updated_arrays
 from ..scaling.hook import TrainerHook
 from ..scaling.loss_outputs import build_init as build_custom_init
@@ -38,11 +37,7 @@ logger = logging.getLogger("mxamp")
 
 RUN_AGAIN = (
     "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
-    "again with %g, and the next one uses %g"
-)
-RUN_AGAIN_ALONE = (
-    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
-    "again with %g, in this worker alone"
+    "again with %g, %s"
 )
 NOT_FINITE = (
     "a gradient that no trainer owns is not finite with a loss scale of 1 either: float32 would "
@@ -68,10 +63,10 @@ class _BackwardPatches(FrontEnd):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         return [
-            Patch(Trainer, "__init__", _build_init),
-            *imported(autograd, "backward", _build_backward),
-            Patch(NDArray, "backward", _build_method),
-            *imported(autograd, "grad", _build_grad),
+            Patch(Trainer, "__init__", wrapping(_patched_init)),
+            *imported(autograd, "backward", wrapping(_patched_backward)),
+            Patch(NDArray, "backward", wrapping(_patched_method)),
+            *imported(autograd, "grad", wrapping(_patched_grad)),
             *self.variables.patches(),
             self.pass_.patch(),
             Patch(CustomOpProp, "__init__", build_custom_init),
@@ -123,52 +118,46 @@ class _BackwardPatches(FrontEnd):
 backward_patches = _BackwardPatches()
 
 
-def _build_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(self: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
-        own = getattr(given, "scaling", None) or scale_of(self._optimizer)
-        if own is not None:
-            backward_patches.attach(self, own)
-        elif backward_patches.default is not None:
-            _attach_if_possible(self, backward_patches.default)
-
-    return __init__
-
-
-def _attach_if_possible(trainer: Trainer, shared: SharedScale) -> None:
+def _patched_init(original: Original, self: Trainer, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
+    own = getattr(given, "scaling", None) or scale_of(self._optimizer)
+    shared = own or backward_patches.default
+    if shared is None:
+        return
     try:
-        backward_patches.attach(trainer, shared)
+        backward_patches.attach(self, shared)
     except AmpError as error:
+        if own is not None:
+            raise
         logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
 
 
-def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def backward(
-        heads: Any, head_grads: Any = None, retain_graph: bool = False, train_mode: bool = True
-    ) -> None:
-        hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
-        # A custom operator in float16 is given scaled gradients, and passes them on.
-        if not hooks or (pass_.is_inner and not pass_.in_function):
-            original(heads, head_grads, retain_graph, train_mode)
-            return
-        listed = Heads(heads, head_grads)
+def _patched_backward(
+    original: Original,
+    heads: Any,
+    head_grads: Any = None,
+    retain_graph: bool = False,
+    train_mode: bool = True,
+) -> None:
+    hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
+    # A custom operator in float16 is given scaled gradients, and passes them on.
+    if not hooks or (pass_.is_inner and not pass_.in_function):
+        original(heads, head_grads, retain_graph, train_mode)
+        return
+    listed = Heads(heads, head_grads)
 
-        def compute(scale: float, keep_graph: bool) -> None:
-            gradients = listed.scaled_gradients(scale)
-            original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
+    def compute(scale: float, keep_graph: bool) -> None:
+        gradients = listed.scaled_gradients(scale)
+        original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
 
-        if pass_.is_inner:
-            pass_.run_inner(compute, backward_patches.variables.all())
-            return
-        result = _run(compute, hooks, listed)
-        losses = listed.losses()
-        for hook in hooks:
-            hook.mark_unscaled(*result, losses)
-
-    return backward
+    if pass_.is_inner:
+        pass_.run_inner(compute, backward_patches.variables.all())
+        return
+    result = _run(compute, hooks, listed)
+    losses = listed.losses()
+    for hook in hooks:
+        hook.mark_unscaled(*result, losses)
 
 
 def _run(
@@ -178,7 +167,7 @@ def _run(
     if scale == 1:
         # No scale to take out; trainers check the gradients they are about to use.
         compute(scale, False)
-        return PassResult(scale)
+        return PassResult(scale, set(), set())
     with backward_patches.running():
         # Arrays whose updates trainers skip.
         params = (param for hook in hooks for param in hook.trainer._params)
@@ -189,55 +178,50 @@ def _run(
     return result
 
 
-def _build_method(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def backward(
-        self: NDArray, out_grad: Any = None, retain_graph: bool = False, train_mode: bool = True
-    ) -> None:
-        if backward_patches.trainers:
-            # The patched function, looked up at each call.
-            autograd.backward([self], [out_grad], retain_graph, train_mode)
-        else:
-            original(self, out_grad, retain_graph, train_mode)
+def _patched_method(
+    original: Original,
+    self: NDArray,
+    out_grad: Any = None,
+    retain_graph: bool = False,
+    train_mode: bool = True,
+) -> None:
+    if backward_patches.trainers:
+        # The patched function, looked up at each call.
+        autograd.backward([self], [out_grad], retain_graph, train_mode)
+    else:
+        original(self, out_grad, retain_graph, train_mode)
 
-    return backward
 
+def _patched_grad(
+    original: Original,
+    heads: Any,
+    variables: Any,
+    head_grads: Any = None,
+    retain_graph: Optional[bool] = None,
+    create_graph: bool = False,
+    train_mode: bool = True,
+) -> Any:
+    hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
+    listed = Heads(heads, head_grads)
+    inner, scale = pass_.is_inner, 1.0
+    if inner and pass_.in_function:
+        scale = pass_.scale
+    elif hooks and not inner:
+        scale = _scale_for(hooks, listed)
+    if scale == 1:
+        return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
 
-def _build_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def grad(
-        heads: Any,
-        variables: Any,
-        head_grads: Any = None,
-        retain_graph: Optional[bool] = None,
-        create_graph: bool = False,
-        train_mode: bool = True,
-    ) -> Any:
-        hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
-        listed = Heads(heads, head_grads)
-        inner, scale = pass_.is_inner, 1.0
-        if inner and pass_.in_function:
-            scale = pass_.scale
-        elif hooks and not inner:
-            scale = _scale_for(hooks, listed)
-        if scale == 1:
-            return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
+    def compute(scale: float) -> List[NDArray]:
+        gradients = listed.scaled_gradients(scale)
+        # The graph is kept, to run again after an overflow.
+        return list(original(listed.heads, variables, gradients, True, create_graph, train_mode))
 
-        def compute(scale: float) -> List[NDArray]:
-            gradients = listed.scaled_gradients(scale)
-            # The graph is kept, to run again after an overflow.
-            return list(
-                original(listed.heads, variables, gradients, True, create_graph, train_mode)
-            )
-
-        if inner:
-            return [unscaled(gradient, scale) for gradient in compute(scale)]
-        with backward_patches.running():
-            found, used, finite = pass_.run_grad(compute, scale)
-        _note_overflow(hooks, scale, used, finite)
-        return found
-
-    return grad
+    if inner:
+        return [unscaled(gradient, scale) for gradient in compute(scale)]
+    with backward_patches.running():
+        found, used, finite = pass_.run_grad(compute, scale)
+    _note_overflow(hooks, scale, used, finite)
+    return found
 
 
 def _scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
@@ -256,6 +240,7 @@ def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, fini
         logger.warning(NOT_FINITE)
     elif any(hook.reduction.is_distributed for hook in hooks):
         # All workers hold the same scale, and this overflow is seen by one of them.
-        logger.info(RUN_AGAIN_ALONE, tried, used)
+        logger.info(RUN_AGAIN, tried, used, "in this worker alone")
     else:
-        logger.info(RUN_AGAIN, tried, used, scale_in_force(hooks).lower(tried))
+        after = f"and the next one uses {scale_in_force(hooks).lower(tried):g}"
+        logger.info(RUN_AGAIN, tried, used, after)

@@ -7,7 +7,7 @@ The policy's lists hold built-in operators only. Authors of Python functions of 
 import functools
 import itertools
 from contextlib import nullcontext
-from typing import Any, Callable, Optional, Set, TypeVar
+from typing import Any, Callable, List, Optional, Set, TypeVar
 
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
@@ -36,8 +36,15 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-NO_MODULE = "the first argument must be a module, not {given}"
+TOO_LATE = (
+    "mixed precision is on, by a policy that does not know the custom operator {name!r}: call "
+    "register_custom_operator before init, or shutdown, register it, and init again"
+)
 
+#: Class by the user's name for a precision.
+_CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
+
+#: On a registered function: the decorator, so that a second registration does nothing.
 _MARK = "_amp_registered_as"
 #: Numbers the traced calls of promote_functions: the arguments of one call are cast together.
 _calls = itertools.count()
@@ -106,19 +113,38 @@ def _casting(
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         given, policy = (args, kwargs), current_policy()
-        if _makes_nodes(given):
-            args, kwargs = _marked_all(given, region())
+        arrays: List[NDArray] = []
+        others: List[Any] = []
+        map_arrays(given, arrays.append, others.append)
+        # A call with symbols builds a graph, which runs later.
+        if any(isinstance(one, Symbol) for one in others):
+            mark = region()
+            args, kwargs = map_arrays(given, lambda array: array, lambda one: _marked(one, mark))
             with autocast(enabled=False) if off_inside else nullcontext():
                 return function(*args, **kwargs)
         if policy is None:
             return function(*args, **kwargs)
-        dtype = dtype_for(_dtypes(given), policy.target_dtype)
+        dtype = dtype_for({dtype_name(array.dtype) for array in arrays}, policy.target_dtype)
         if dtype is not None:
-            args, kwargs = _cast_all(given, dtype)
+            args, kwargs = map_arrays(given, lambda one: _cast(one, dtype), lambda other: other)
         with suspended() if off_inside else nullcontext():
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+def _marked(value: Any, region: str) -> Any:
+    """Return a copy of a symbol that is cast when its graph runs in mixed precision."""
+    if not isinstance(value, Symbol):
+        return value
+    copy = mx.sym.identity(value.as_nd_ndarray(), attr={CAST: region})
+    return copy.as_np_ndarray() if isinstance(value, mx.sym.np._Symbol) else copy
+
+
+def _cast(array: NDArray, dtype: str) -> NDArray:
+    if dtype_name(array.dtype) not in CASTABLE:
+        return array
+    return cast(array, dtype, isinstance(array, mx.np.ndarray))
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -157,69 +183,24 @@ def register_promote_function(module: Any, name: str) -> None:
 def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     here = getattr(module, "__dict__", None)
     if here is None:
-        raise ArgumentError(NO_MODULE.format(given=shown(module)))
+        raise ArgumentError(f"the first argument must be a module, not {shown(module)}")
     functions = [one for one, value in here.items() if callable(value)]
     if name not in functions:
         raise unknown(f"function of {shown(module)}", name, functions)
-    if getattr(vars(module)[name], _MARK, None) is not wrap:
-        FrontEnd([Patch(module, name, functools.partial(_marked, wrap))]).open()
+    if getattr(vars(module)[name], _MARK, None) is wrap:
+        return
+
+    def build(function: Any) -> Any:
+        wrapped = wrap(function)
+        setattr(wrapped, _MARK, wrap)
+        return wrapped
+
+    FrontEnd([Patch(module, name, build)]).open()
 
 
 def _check_function(function: Any) -> None:
     if not callable(function):
         raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
-
-
-def _makes_nodes(value: Any) -> bool:
-    """Return whether a symbol is among the arguments: the call builds a graph that runs later."""
-    if isinstance(value, (list, tuple)):
-        return any(map(_makes_nodes, value))
-    if isinstance(value, dict):
-        return any(map(_makes_nodes, value.values()))
-    return isinstance(value, Symbol)
-
-
-def _marked_all(value: Any, cast: str) -> Any:
-    """Return copies of symbols that are cast when their graph runs in mixed precision."""
-
-    def marked(one: Any) -> Any:
-        if not isinstance(one, Symbol):
-            return one
-        copy = mx.sym.identity(one.as_nd_ndarray(), attr={CAST: cast})
-        return copy.as_np_ndarray() if isinstance(one, mx.sym.np._Symbol) else copy
-
-    return map_arrays(value, lambda array: array, marked)
-
-
-def _marked(wrap: Callable[[Any], Any], function: Any) -> Any:
-    """Return the wrapped function, marked so that a second registration does nothing."""
-    wrapped = wrap(function)
-    setattr(wrapped, _MARK, wrap)
-    return wrapped
-
-
-def _dtypes(value: Any) -> Set[str]:
-    dtypes: Set[str] = set()
-    map_arrays(value, lambda array: dtypes.add(dtype_name(array.dtype)), lambda other: None)
-    return dtypes
-
-
-def _cast_all(value: Any, dtype: str) -> Any:
-    def cast_one(array: NDArray) -> NDArray:
-        if dtype_name(array.dtype) not in CASTABLE:
-            return array
-        return cast(array, dtype, isinstance(array, mx.np.ndarray))
-
-    return map_arrays(value, cast_one, lambda other: other)
-
-
-TOO_LATE = (
-    "mixed precision is on, by a policy that does not know the custom operator {name!r}: call "
-    "register_custom_operator before init, or shutdown, register it, and init again"
-)
-
-#: Class by the user's name for a precision.
-_CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
 
 
 def register_custom_operator(op_type: str, kind: str = "half") -> None:

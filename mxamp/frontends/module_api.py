@@ -5,28 +5,21 @@ of the module. `backward` unscales the gradients. If one of them is not finite, 
 workers skip the update.
 """
 
-import functools
 import logging
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 from weakref import WeakKeyDictionary
 
 import mxnet as mx
-from mxnet.module import Module, SequentialModule
+from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import StateError
-from ..framework.distributed import (
-    PARAMETER_SERVER,
-    check_gradients,
-    is_distributed,
-    is_horovod_optimizer,
-    store_of,
-)
-from ..framework.patching import FrontEnd, Patch
+from ..framework.distributed import PARAMETER_SERVER, is_distributed, is_horovod_optimizer
+from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.worker_process import waiting
 from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
@@ -51,23 +44,22 @@ ON_KVSTORE = (
     "this module updates its parameters on the kvstore {kind!r}, where a gradient that overflowed "
     "can't be kept out: use a synchronous kvstore, such as 'local', 'device' or 'dist_sync'"
 )
+HOROVOD = (
+    "Horovod's optimizers sum gradients in the update, where workers that skip it would be waited "
+    "for: train with gluon.Trainer, or give the module a kvstore such as 'dist_sync'"
+)
 SKIPPED = "module update skipped, gradients are not finite; loss scale %g"
 NOT_DECORATED = "nothing scales this module's losses, which float16 needs: decorate its optimizer"
 
 #: The workers of a kvstore, as an attribute of it: the modules of several buckets share a kvstore.
 #: A reference from anywhere else would keep it alive past MXNet's end, and the process would abort.
 _WORKERS = "_amp_workers"
-#: The workers of modules with a Horovod optimizer.
-_by_optimizer: "WeakKeyDictionary[Any, Workers]" = WeakKeyDictionary()
 
 
 class DecoratedName(str):
     """An optimizer's name with a scale: `Module` makes the optimizer itself."""
 
     scaling: SharedScale
-
-    def __repr__(self) -> str:
-        return f"DecoratedName({str(self)!r}, {getattr(self, 'scaling', None)!r})"
 
 
 @dataclass
@@ -77,7 +69,6 @@ class _State:
     in_graph: bool = False  #: its graph takes the scale
     scale: float = 1.0  #: in its graph since the last forward
     overflown: bool = False  #: a gradient was not finite
-    counts: bool = True  #: its update is a step; False for later modules of a sequence
 
 
 class _ModulePatches(FrontEnd):
@@ -92,12 +83,11 @@ class _ModulePatches(FrontEnd):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         return [
-            Patch(Module, "bind", _build_bind),
-            Patch(Module, "init_optimizer", _build_init_optimizer),
-            Patch(Module, "forward", _build_forward),
-            Patch(Module, "backward", _build_backward),
-            Patch(Module, "update", _build_update),
-            Patch(SequentialModule, "update", _build_update_of_all),
+            Patch(Module, "bind", wrapping(_patched_bind)),
+            Patch(Module, "init_optimizer", wrapping(_patched_init_optimizer)),
+            Patch(Module, "forward", wrapping(_patched_forward)),
+            Patch(Module, "backward", wrapping(_patched_backward)),
+            Patch(Module, "update", wrapping(_patched_update)),
         ]
 
     def close(self) -> None:
@@ -111,31 +101,24 @@ class _ModulePatches(FrontEnd):
 module_patches = _ModulePatches()
 
 
-def _build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def bind(
-        self: Module,
-        data_shapes: Any,
-        label_shapes: Any = None,
-        for_training: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        again = kwargs.get("force_rebind") or args[1:2] == (True,)
-        scalable = None
-        if for_training and (again or not self.binded) and not chose_float32():
-            scalable = _with_scale(self._symbol)
-        with _bound_as(self, scalable), scaled_executors():
-            original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
-        if scalable is not None:
-            module_patches.states[self] = _State(in_graph=True)
-
-    return bind
-
-
-def _with_scale(symbol: Symbol) -> Optional[Symbol]:
-    graph = with_scale_input(Graph.from_symbol(symbol))
-    return None if graph is None else graph.to_symbol(type(symbol))
+def _patched_bind(
+    original: Original,
+    self: Module,
+    data_shapes: Any,
+    label_shapes: Any = None,
+    for_training: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    again = kwargs.get("force_rebind") or args[1:2] == (True,)
+    graph = None
+    if for_training and (again or not self.binded) and not chose_float32():
+        graph = with_scale_input(Graph.from_symbol(self._symbol))
+    scalable = None if graph is None else graph.to_symbol(type(self._symbol))
+    with _bound_as(self, scalable), scaled_executors():
+        original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
+    if scalable is not None:
+        module_patches.states[self] = _State(in_graph=True)
 
 
 @contextmanager
@@ -150,45 +133,47 @@ def _bound_as(module: Module, scalable: Optional[Symbol]) -> Iterator[None]:
         module._symbol, module._state_names = symbol, names
 
 
-def _build_init_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init_optimizer(
-        self: Module, kvstore: Any = "local", optimizer: Any = "sgd", *args: Any, **kwargs: Any
-    ) -> None:
-        own = getattr(optimizer, "scaling", None) or scale_of(optimizer)
-        shared = own or module_patches.default
-        checks = shared is not None and shared.checks
-        if checks:
-            check_before(self, kvstore)
-        with _updates_off_kvstore() if checks else nullcontext():
-            original(self, kvstore, optimizer, *args, **kwargs)
-        if shared is None:
-            policy = current_policy()
-            if policy is not None and policy.target_dtype == "float16":
-                logger.warning(NOT_DECORATED)
-            return
-        if checks and self._update_on_kvstore:
-            raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
-        self._optimizer._amp_scaling = shared
-        if checks:
-            _synchronize(self, shared)
+def _patched_init_optimizer(
+    original: Original,
+    self: Module,
+    kvstore: Any = "local",
+    optimizer: Any = "sgd",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    own = getattr(optimizer, "scaling", None) or scale_of(optimizer)
+    shared = own or module_patches.default
+    checks = shared is not None and shared.checks
+    if checks:
+        if is_horovod_optimizer(optimizer):
+            raise StateError(HOROVOD)
+        check_before(self, kvstore)
+    with _updates_off_kvstore() if checks else nullcontext():
+        original(self, kvstore, optimizer, *args, **kwargs)
+    if shared is None:
+        policy = current_policy()
+        if policy is not None and policy.target_dtype == "float16":
+            logger.warning(NOT_DECORATED)
+        return
+    if checks and self._update_on_kvstore:
+        raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
+    self._optimizer._amp_scaling = shared
+    if checks and is_distributed(self._kvstore):
+        _synchronize(self, shared)
 
-    return init_optimizer
 
-
-def _build_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: Module, *args: Any, **kwargs: Any) -> None:
-        state = module_patches.states.get(self)
-        if state is not None and state.in_graph:
-            shared = _shared_by(self)
-            state.scale = 1.0 if shared is None else shared.loss_scale
-            # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
-            # forward pass.
-            _set_scale(self, state.scale)
-        original(self, *args, **kwargs)
-
-    return forward
+def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
+    state = module_patches.states.get(self)
+    if state is not None and state.in_graph:
+        shared = _shared_by(self)
+        state.scale = 1.0 if shared is None else shared.loss_scale
+        # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
+        # forward pass.
+        group = self._exec_group
+        with suspended():
+            for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
+                array[:] = state.scale
+    original(self, *args, **kwargs)
 
 
 def _shared_by(module: Module) -> Optional[SharedScale]:
@@ -197,23 +182,19 @@ def _shared_by(module: Module) -> Optional[SharedScale]:
     return shared if shared is not None and shared.checks else None
 
 
-def _build_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def backward(self: Module, out_grads: Any = None) -> None:
-        shared = _shared_by(self)
-        state = module_patches.states.setdefault(self, _State())
-        state.overflown = False
-        if shared is None or not (state.in_graph or out_grads is not None):
-            original(self, out_grads)
-            return
-        scale = state.scale if state.in_graph else shared.loss_scale
-        # The sum has to carry the same scale as what is added to it.
-        multiply(_gradients(self, adding=True), scale)
-        with scaled_custom_ops(scale, stays_inside=True):
-            original(self, _times(out_grads, scale))
-        state.overflown = bool(unscale(_gradients(self), scale))
-
-    return backward
+def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
+    shared = _shared_by(self)
+    state = module_patches.states.setdefault(self, _State())
+    state.overflown = False
+    if shared is None or not (state.in_graph or out_grads is not None):
+        original(self, out_grads)
+        return
+    scale = state.scale if state.in_graph else shared.loss_scale
+    # The sum has to carry the same scale as what is added to it.
+    multiply(_gradients(self, adding=True), scale)
+    with scaled_custom_ops(scale, stays_inside=True):
+        original(self, _times(out_grads, scale))
+    state.overflown = bool(unscale(_gradients(self), scale))
 
 
 def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
@@ -227,36 +208,19 @@ def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
     ]
 
 
-def _build_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update(self: Module) -> None:
-        shared = scale_of(self._optimizer)
-        if shared is None or self not in module_patches.states:
-            original(self)
-            return
-        state, finite = module_patches.states[self], True
-        if shared.checks:
-            with _patient(self), _summed_by_horovod(self, state.overflown):
-                finite = _update(self, shared, state.overflown, original)
-        else:
-            original(self)
-        if state.counts:
-            shared.update(finite)
-
-    return update
-
-
-def _build_update_of_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update(self: SequentialModule) -> None:
-        # One batch is one step: all its modules update, or none, and it counts once.
-        states = [module_patches.states[m] for m in self._modules if m in module_patches.states]
-        overflown = any(state.overflown for state in states)
-        for i, state in enumerate(states):
-            state.overflown, state.counts = overflown, i == 0
+def _patched_update(original: Original, self: Module) -> None:
+    shared = scale_of(self._optimizer)
+    if shared is None or self not in module_patches.states:
         original(self)
-
-    return update
+        return
+    state, finite = module_patches.states[self], True
+    workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
+    if shared.checks:
+        with waiting(GRADIENTS, workers.rank) if workers else nullcontext():
+            finite = _update(self, shared, state.overflown, original)
+    else:
+        original(self)
+    shared.update(finite)
 
 
 def _update(
@@ -272,28 +236,20 @@ def _update(
             if gradients[0] is not None:
                 kvstore.push(name, gradients, priority=-i)
                 kvstore.pull(name, out=gradients, priority=-i)
-    finite = not overflown and all_finite(_trained(group))
-    if finite:
-        module._kvstore = None
-        try:
-            original(module)
-        finally:
-            module._kvstore = kvstore
-    else:
+    if overflown or not all_finite(_trained(group)):
         logger.info(SKIPPED, shared.loss_scale)
-    return finite
+        return False
+    module._kvstore = None
+    try:
+        original(module)
+    finally:
+        module._kvstore = kvstore
+    return True
 
 
 def _trained(group: Any) -> List[NDArray]:
     """Return the gradients of trained parameters, on all devices."""
     return [g for of_one in group.grad_arrays for g in of_one if g is not None]
-
-
-def _set_scale(module: Module, scale: float) -> None:
-    group = module._exec_group
-    with suspended():
-        for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
-            array[:] = scale
 
 
 def _times(arrays: Any, factor: float) -> Any:
@@ -335,53 +291,13 @@ def check_before(module: Module, kvstore: Any) -> None:
 def _synchronize(module: Module, shared: SharedScale) -> None:
     """Give a module the weights of worker 0, and compare the workers' settings.
 
-    MXNet shares weights only if the kvstore updates them. With Horovod the script does, by
-    `broadcast_parameters`.
+    MXNet shares weights only if the kvstore updates them.
     """
-    kvstore, group, optimizer = module._kvstore, module._exec_group, module._optimizer
-    if is_horovod_optimizer(optimizer):
-        store = store_of(optimizer)
-        if store is not None and optimizer not in _by_optimizer:
-            _by_optimizer[optimizer] = Workers(store)
-            _by_optimizer[optimizer].check_settings(shared.scaler.state_dict())
-    elif is_distributed(kvstore):
-        for name, arrays in zip(group.param_names, group.param_arrays):
-            kvstore.pull(name, out=arrays)
-        mx.nd.waitall()
-        module._params_dirty = True
-        workers = Workers(kvstore, string_keys=True)
-        workers.check_settings(shared.scaler.state_dict())
-        setattr(kvstore, _WORKERS, workers)
-
-
-def _patient(module: Module) -> ContextManager[Any]:
-    """Log who this worker waits for if the sum of gradients takes long; Horovod does so itself."""
-    workers = getattr(module._kvstore, _WORKERS, None)
-    return nullcontext() if workers is None else waiting(GRADIENTS, workers.rank)
-
-
-@contextmanager
-def _summed_by_horovod(module: Module, overflown: bool) -> Iterator[None]:
-    """Sum a module's gradients now, and not in the updates of its Horovod optimizer.
-
-    Workers would wait for an update that one of them skips. With `overflown`, Inf goes into the
-    sum and tells all workers. Other optimizers are left alone.
-    """
-    optimizer, group = module._optimizer, module._exec_group
-    if not is_horovod_optimizer(optimizer):
-        yield
-        return
-    if optimizer in _by_optimizer:
-        arrays = []
-        for name, gradients in zip(group.param_names, group.grad_arrays):
-            if gradients[0] is not None:
-                check_gradients(name, gradients)
-                if overflown:
-                    poison(gradients)
-                arrays.append(gradients[0])
-        optimizer._do_allreduce(list(range(len(arrays))), arrays)
-    optimizer._do_allreduce = lambda *_: None
-    try:
-        yield
-    finally:
-        del optimizer._do_allreduce
+    kvstore, group = module._kvstore, module._exec_group
+    for name, arrays in zip(group.param_names, group.param_arrays):
+        kvstore.pull(name, out=arrays)
+    mx.nd.waitall()
+    module._params_dirty = True
+    workers = Workers(kvstore, string_keys=True)
+    workers.check_settings(shared.scaler.state_dict())
+    setattr(kvstore, _WORKERS, workers)

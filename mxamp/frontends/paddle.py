@@ -17,8 +17,8 @@ from .module_api import DecoratedName, module_patches
 __all__ = ["decorate"]
 
 WRAPPED = (
-    "decorate the optimizer first, and let Horovod wrap the result: "
-    "hvd.DistributedOptimizer(mxamp.decorate(optimizer))"
+    "decorate the optimizer first, and let Horovod's trainer take the result: "
+    "hvd.DistributedTrainer(params, mxamp.decorate(optimizer))"
 )
 
 #: Attributes that change in place: a copy needs its own.

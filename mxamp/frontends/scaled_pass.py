@@ -12,18 +12,7 @@ import functools
 import random
 import threading
 from contextlib import closing, contextmanager
-from typing import (
-    AbstractSet,
-    Any,
-    Callable,
-    Generator,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-)
+from typing import Any, Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Set
 
 import mxnet as mx
 import numpy as np
@@ -82,8 +71,8 @@ class PassResult(NamedTuple):
     """The scale that was used; by `id` of arrays, which gradients it replaced, which overflowed."""
 
     scale: float
-    replaced: AbstractSet[int] = frozenset()
-    overflown: AbstractSet[int] = frozenset()
+    replaced: Set[int]
+    overflown: Set[int]
 
 
 class ScaledPass:
@@ -130,7 +119,7 @@ class ScaledPass:
         compute: Compute,
         scale: float,
         variables: Sequence[Variable],
-        owned: AbstractSet[int],
+        owned: Set[int],
     ) -> PassResult:
         """Run a backward pass, unscale the gradients it has written, and find overflows.
 
@@ -215,7 +204,7 @@ class ScaledPass:
             _write(values, arrays)
             self.scale = 1.0
 
-    def _unscale(self, variables: Sequence[Variable], scale: float) -> AbstractSet[int]:
+    def _unscale(self, variables: Sequence[Variable], scale: float) -> Set[int]:
         """Unscale gradients; return the variables whose new gradients are not finite."""
         written = {id(v.array) for v in variables if v.array._fresh_grad}
         scaled = written - self._written_inside

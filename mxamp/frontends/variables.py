@@ -5,7 +5,6 @@ patches of `attach_grad` and `mark_variables` see later ones. A variable is forg
 else holds it or its gradient, since a graph may still write that gradient.
 """
 
-import functools
 import gc
 import sys
 from types import ModuleType
@@ -18,7 +17,7 @@ from mxnet.gluon import Parameter
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import address, holders, shallow_copy
-from ..framework.patching import Patch, original
+from ..framework.patching import Original, Patch, original, wrapping
 
 __all__ = ["Variable", "Variables", "by_gradient", "imported", "parameters_without_gradients"]
 
@@ -54,10 +53,10 @@ class Variables:
     def patches(self) -> List[Patch]:
         """Return the patches that watch for variables."""
         return [
-            *imported(autograd, "mark_variables", self._build_mark),
-            *imported(contrib_autograd, "mark_variables", self._build_mark),
-            Patch(NDArray, "attach_grad", self._build_attach),
-            Patch(mx.np.ndarray, "attach_grad", self._build_attach),
+            *imported(autograd, "mark_variables", wrapping(self._patched_mark)),
+            *imported(contrib_autograd, "mark_variables", wrapping(self._patched_mark)),
+            Patch(NDArray, "attach_grad", wrapping(self._patched_attach)),
+            Patch(mx.np.ndarray, "attach_grad", wrapping(self._patched_attach)),
         ]
 
     def find(self) -> None:
@@ -93,27 +92,23 @@ class Variables:
         for key in [key for key, v in self._variables.items() if _only_ours(v)]:
             del self._variables[key]
 
-    def _build_mark(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def mark_variables(variables: Any, gradients: Any, grad_reqs: Any = "write") -> None:
-            listed = [variables] if isinstance(variables, NDArray) else list(variables)
-            for array in listed:
-                self._keep_gradient(array)
-            original(variables, gradients, grad_reqs)
-            reqs = [grad_reqs] * len(listed) if isinstance(grad_reqs, str) else grad_reqs
-            for array, grad_req in zip(listed, reqs):
-                self.add([array], grad_req)
-
-        return mark_variables
-
-    def _build_attach(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def attach_grad(array: NDArray, grad_req: str = "write", *args: Any, **kwargs: Any) -> None:
+    def _patched_mark(
+        self, original: Original, variables: Any, gradients: Any, grad_reqs: Any = "write"
+    ) -> None:
+        listed = [variables] if isinstance(variables, NDArray) else list(variables)
+        for array in listed:
             self._keep_gradient(array)
-            original(array, grad_req, *args, **kwargs)
+        original(variables, gradients, grad_reqs)
+        reqs = [grad_reqs] * len(listed) if isinstance(grad_reqs, str) else grad_reqs
+        for array, grad_req in zip(listed, reqs):
             self.add([array], grad_req)
 
-        return attach_grad
+    def _patched_attach(
+        self, original: Original, array: NDArray, grad_req: str = "write", *args: Any, **kwargs: Any
+    ) -> None:
+        self._keep_gradient(array)
+        original(array, grad_req, *args, **kwargs)
+        self.add([array], grad_req)
 
     def _keep_gradient(self, array: NDArray) -> None:
         """Keep the gradient that an array is about to lose, as a variable on its own."""

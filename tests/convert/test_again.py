@@ -124,27 +124,6 @@ def test_blocks(first, fuse):
     assert (kept(x).asnumpy() == expected).all()
 
 
-@with_avx512
-@pytest.mark.parametrize("then", ["float16", "bfloat16"])
-def test_bucketing_modules(dtype, then):
-    module = mx.mod.BucketingModule(lambda _: (NET, ("data",), None), default_bucket_key=1)
-    module.bind([("data", (4, 64))], for_training=False)
-    module.init_params(arg_params=PARAMS)
-    once = amp.convert_bucketing_module(module, dtype, cast_optional_params=True)
-    once.bind([("data", (4, 64))], for_training=False)
-    once.init_params()
-    again = amp.convert_bucketing_module(once, then)
-    batch = mx.io.DataBatch([INPUTS["data"]], None, bucket_key=1, provide_data=[("data", (4, 64))])
-    outputs = []
-    for one in (module, again):
-        if one is again:
-            one.bind([("data", (4, 64))], for_training=False)
-            one.init_params()
-        one.forward(batch, is_train=False)
-        outputs.append(one.get_outputs()[0].asnumpy())
-    assert abs(outputs[1] - outputs[0]).max() < 0.02
-
-
 def types(symbol, **known):
     return [None if found is None else list(found) for found in symbol.infer_type(**known)]
 

@@ -180,19 +180,6 @@ def test_what_it_exports_differs_from_it_by_rounding_alone(net, tmp_path):
     assert np.linalg.norm(out - other) < 2 * np.linalg.norm(other - plain)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: gluon.nn.Dense(2, in_units=4), lambda: gluon.rnn.LSTM(2, input_size=4)]
-)
-def test_its_representation_has_a_public_name(make):
-    block = make()
-    block.initialize()
-    block.hybridize()
-    block(randn(1, 1, 4) if hasattr(block, "begin_state") else randn(1, 4))
-    low = amp.convert_hybrid_block(block, "bfloat16")
-    assert repr(low).startswith("Converted")
-    assert low.name.startswith("converted")
-
-
 def test_states_and_nested_inputs_stay():
     cell = gluon.rnn.LSTMCell(8, input_size=6)
     cell.initialize()

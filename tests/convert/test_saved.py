@@ -241,17 +241,7 @@ def fails_at(monkeypatch, steps, owner=Path, name="replace", error=EIO):
 REPLACE = Path.replace
 
 
-def between_disks(source, target):
-    """Path.replace where `out` is a file system of its own."""
-    if ("out" in source.parts) != ("out" in Path(target).parts):
-        raise os_error(errno.EXDEV)
-    return REPLACE(source, target)
-
-
-PLACES = [
-    "nothing", "files", "no hard links", "links", "one link", "links to a disk", "one to a disk",
-    "link to a folder",
-]  # fmt: skip
+PLACES = ["nothing", "files", "no hard links", "links", "one link", "link to a folder"]
 
 
 @pytest.fixture(params=PLACES)
@@ -260,8 +250,6 @@ def place(request, folder, tmp_path, monkeypatch):
     if request.param == "nothing":
         return folder
     convert(folder, 3)
-    if request.param.endswith("disk"):
-        monkeypatch.setattr(Path, "replace", between_disks)
     if request.param == "no hard links":
         fails_at(monkeypatch, range(9), saved.os, "link", os_error(errno.EPERM))
     place = tmp_path / "place"
@@ -271,7 +259,7 @@ def place(request, folder, tmp_path, monkeypatch):
         return place if place.exists() else folder
     place.mkdir()
     for part in PART:
-        if request.param.startswith("links") or part == PART[0]:
+        if request.param == "links" or part == PART[0]:
             (place / f"m-{part}").symlink_to(Path("..") / "out" / f"m-{part}")
         else:
             shutil.move(folder / f"m-{part}", place / f"m-{part}")
@@ -303,18 +291,12 @@ def test_a_failure_while_the_files_are_moved_leaves_the_old_pair(
     assert links == [(place / f"m-{part}").is_symlink() for part in PART]
 
 
-def test_a_disk_that_is_full_when_a_linked_file_is_copied(place, folder, monkeypatch):
-    before = content(place)
-    with monkeypatch.context() as patch:
-        calls = fails_at(patch, [1, 2, 3], saved.shutil, "copy", os_error(errno.ENOSPC))
-        if (place / "m-symbol.json").is_symlink() and Path.replace is not REPLACE:
-            with pytest.raises(amp.WriteError, match="No space left on device.*unchanged"):
-                convert(place, 5)
-            assert content(place) == before
-        else:
-            convert(place, 5)
-            assert not calls
-    assert not hidden(place, folder)
+def test_links_to_another_file_system_are_refused(folder):
+    (folder / "m-symbol.json").symlink_to("/dev/shm/m-symbol.json")
+    if os.stat("/dev/shm").st_dev == os.stat(folder).st_dev:
+        pytest.skip("one file system")
+    with pytest.raises(amp.ArgumentError, match="another file system"):
+        convert(folder, 5)
 
 
 def test_an_error_that_can_not_be_undone_says_so(folder, monkeypatch):
@@ -387,16 +369,16 @@ def write(paths, text):
             (folder / path.name).write_text(text)
 
 
-@pytest.mark.parametrize("linked, stages", [(False, 9), (True, 14)])
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, linked, stages):
+def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, linked):
     folder, places = tmp_path / "folder", tmp_path / "out"
     folder.mkdir()
     places.mkdir()
     paths = [folder / f"m-{part}" for part in PART]
     for path in paths if linked else ():
         path.symlink_to(places / path.name)
-    for stage in range(stages):
+    for stage in range(9):
         for path in paths:
             path.write_text("old")
         child = os.fork()
@@ -404,7 +386,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
             try:
                 dying = dies_at(stage)
                 saved.sync_to_disk = dying(saved.sync_to_disk)
-                Path.replace, Path.rmdir = dying(between_disks), dying(Path.rmdir)
+                Path.replace, Path.rmdir = dying(REPLACE), dying(Path.rmdir)
                 write(paths, "new")
             finally:
                 os._exit(0)
@@ -422,7 +404,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
 # ---------------------------------------------------------------------- several at once
 
 
-def test_a_write_waits_for_another(folder):
+def test_writes_and_reads_wait_for_another_write(folder):
     convert(folder, 3)
     before = content(folder)
     with saved.locked(folder) as is_locked:
@@ -432,7 +414,12 @@ def test_a_write_waits_for_another(folder):
         thread.join(1)
         assert thread.is_alive()
         assert content(folder) == before
+        reader = threading.Thread(target=load_model, args=(folder / "m",))
+        reader.start()
+        reader.join(0.2)
+        assert reader.is_alive()
     thread.join(60)
+    reader.join(60)
     assert by_block(folder / "m").asnumpy().tolist() == [[25, 25]]
 
 
@@ -454,25 +441,6 @@ def test_files_that_appear_during_a_conversion_are_not_overwritten(folder, monke
     with pytest.raises(amp.ArgumentError, match="is there already"):
         amp.convert_files(folder.parent / "model3", folder / "m", **BFLOAT16)
     assert os.listdir(folder) == ["m-symbol.json"]
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_mxamp_reads_again_what_was_replaced_meanwhile(folder, times, monkeypatch):
-    convert(folder, 3)
-    real, left = saved._read_params, [times]
-
-    def replaced_first(path):
-        if path.parent == folder and left[0]:
-            left[0] -= 1
-            convert(folder, (5, 3)[left[0] % 2])
-        return real(path)
-
-    monkeypatch.setattr(saved, "_read_params", replaced_first)
-    assert by_mxamp(folder / "m").asnumpy().tolist() == [[25, 25]]
-    left[0] = 10
-    monkeypatch.setattr(saved, "_TRIES", 4)
-    with pytest.raises(amp.ArgumentError, match="being replaced"):
-        load_model(folder / "m")
 
 
 def value_or_none(read, prefix):

@@ -10,7 +10,6 @@ import mxamp as amp
 from helpers import randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
-from mxamp.frontends.module_api import module_patches
 
 
 @pytest.fixture
@@ -123,23 +122,6 @@ def test_an_overflow_that_the_script_hides_before_it_adds_more(run):
     assert trainer.amp_last_step.stepped
 
 
-@pytest.mark.parametrize("mark", ["attach_grad", "mark_variables"])
-def test_gradients_of_inputs(run, mark):
-    net, _ = net_and_trainer()
-    x = randn(16, 4)
-    if mark == "attach_grad":
-        x.attach_grad()
-    else:
-        autograd.mark_variables(x, nd.zeros_like(x))
-    backward(net, x)
-    found = x.grad.asnumpy()
-    amp.shutdown()
-    net, _ = net_and_trainer()
-    x.attach_grad()
-    backward(net, x)
-    assert_close([found], [x.grad.asnumpy()])
-
-
 def test_hand_written_sgd_beside_a_trainer_never_sees_an_overflow(run):
     net, trainer = net_and_trainer()
     w = nd.ones((4, 3))
@@ -189,29 +171,6 @@ def test_added_gradients(run, scales):
     assert_close(found, expected(randn(16, 4), times=2, grad_req="add"))
 
 
-def test_added_gradients_of_a_script_are_right_after_an_overflow(run):
-    _, trainer = net_and_trainer()
-    w = nd.ones((4, 3))
-    w.attach_grad("add")
-    wanted = np.zeros((4, 3))
-    for factor in (1.0, 50.0):
-        with autograd.record():
-            loss = (nd.dot(randn(8, 4), w)).sum() * factor
-        loss.backward()
-        wanted += factor * randn(8, 4).asnumpy().sum(0)[:, None]
-    np.testing.assert_allclose(w.grad.asnumpy(), wanted, rtol=1e-2, atol=0.05)
-    assert trainer is not None
-
-
-def test_a_backward_pass_that_fails_leaves_gradients_as_they_were(run):
-    net, _ = net_and_trainer("add")
-    backward(net, randn(16, 4))
-    before = gradients(net)
-    with pytest.raises(mx.MXNetError):
-        nd.ones(2).backward()
-    assert_close(gradients(net), before)
-
-
 def test_grad_and_higher_orders(run):
     _, trainer = net_and_trainer()
     x = nd.array([[1.0, 2.0]])
@@ -224,23 +183,6 @@ def test_grad_and_higher_orders(run):
     np.testing.assert_allclose(dx.asnumpy(), np.cos(values), rtol=1e-3)
     penalty.backward()
     np.testing.assert_allclose(x.grad.asnumpy(), -np.sin(2 * values), rtol=1e-3)
-    assert trainer is not None
-
-
-def test_grad_without_recording_and_with_an_overflow(run):
-    net, trainer = net_and_trainer()
-    x = randn(16, 4)
-    x.attach_grad()
-    with autograd.record():
-        loss = (net(x) ** 2).sum() * 50
-    (found,) = autograd.grad(loss, [x])
-    assert np.isfinite(found.asnumpy()).all()
-    amp.shutdown()
-    net, _ = net_and_trainer()
-    with autograd.record():
-        loss = (net(x) ** 2).sum() * 50
-    (wanted,) = autograd.grad(loss, [x])
-    assert_close([found.asnumpy()], [wanted.asnumpy()])
     assert trainer is not None
 
 
@@ -301,20 +243,21 @@ class Clipped(autograd.Function):
 @pytest.mark.parametrize("function", [OwnLoss, Clipped])
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_functions_in_python_see_gradients_without_the_scale(run, function, hybrid):
-    run.scaler.set_scale(256)
-
     def passed():
         net, trainer = net_and_trainer(hybrid=hybrid)
         with autograd.record():
             loss = (function()(net(randn(16, 4))) ** 2).mean()
         loss.backward()
-        return gradients(net), trainer
+        trainer.step(1)
+        return gradients(net)
 
-    found, trainer = passed()
-    trainer.step(1)
-    assert trainer.amp_last_step.stepped
+    found = []
+    for scale in (256, 1):  # the second pass scales nothing: its functions must not see 256
+        run.scaler.set_scale(scale)
+        found += passed()
+    assert (run.steps, run.skips) == (2, 0)
     amp.shutdown()
-    assert_close(found, passed()[0])
+    assert_close(found, 2 * passed())
 
 
 def test_variables_that_nobody_holds_are_forgotten(run):
@@ -332,53 +275,6 @@ def test_variables_that_nobody_holds_are_forgotten(run):
     assert trainer is not None
 
 
-@pytest.mark.parametrize("mark", ["attach_grad", "contrib"])
-def test_a_gradient_whose_array_was_dropped(run, mark):
-    net, trainer = net_and_trainer()
-
-    def passed():
-        z = randn(16, 4)
-        gradient = nd.zeros_like(z)
-        if mark == "attach_grad":
-            z.attach_grad()
-            gradient = z.grad
-        else:
-            mx.contrib.autograd.mark_variables([z], [gradient])
-        with autograd.record():
-            loss = (net(z) ** 2).mean()
-        return loss, gradient
-
-    loss, gradient = passed()
-    loss.backward()
-    found = gradient.asnumpy()
-    amp.shutdown()
-    net, _ = net_and_trainer()
-    loss, gradient = passed()
-    loss.backward()
-    assert_close([found], [gradient.asnumpy()])
-    assert trainer is not None
-
-
-def test_statistics_move_once_however_often_a_pass_runs(run):
-    def statistics():
-        mx.random.seed(1)
-        net = nn.HybridSequential()
-        net.add(nn.Dense(8, in_units=4), nn.BatchNorm(in_channels=8), nn.Dense(2, in_units=8))
-        net.initialize(mx.init.Xavier())
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
-        for _ in range(2):
-            x = randn(16, 4)
-            x.attach_grad()
-            backward(net, x, 2e5)
-            trainer.step(1)
-        return [net[1].running_mean.data().asnumpy(), net[1].running_var.data().asnumpy()]
-
-    found = statistics()
-    assert run.loss_scale < 2.0**16
-    amp.shutdown()
-    assert_close(found, statistics())
-
-
 def test_an_infinity_that_float32_has_too_does_not_lower_the_scale(run, caplog):
     net, trainer = net_and_trainer()
     w = nd.ones((4, 3))
@@ -391,37 +287,6 @@ def test_an_infinity_that_float32_has_too_does_not_lower_the_scale(run, caplog):
         trainer.step(1)
     assert run.loss_scale == 2.0**16
     assert "loss scale of 1 either" in caplog.text
-
-
-def test_modules_of_a_sequence_step_together(run):
-    data, label = randn(8, 4), nd.array([0, 1] * 4)
-
-    def fully_connected(name, units):
-        return mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=units, name=name)
-
-    sequence = mx.mod.SequentialModule()
-    sequence.add(mx.mod.Module(fully_connected("one", 3), label_names=[]))
-    last = mx.sym.SoftmaxOutput(fully_connected("two", 2), name="softmax")
-    sequence.add(mx.mod.Module(last), take_labels=True, auto_wiring=True)
-    sequence.bind([("data", (8, 4))], [("softmax_label", (8,))])
-    sequence.init_params(mx.init.Xavier())
-    sequence.init_optimizer(optimizer_params={"learning_rate": 0.1})
-
-    def weights():
-        return {k: v.asnumpy() for k, v in sequence.get_params()[0].items() if "weight" in k}
-
-    for scale, factor in ((2.0**4, 1), (2.0**4, np.inf)):
-        run.scaler.set_scale(scale)
-        before = weights()
-        sequence.forward(mx.io.DataBatch([data], [label]), is_train=True)
-        sequence.backward()
-        sequence._modules[1]._exec_group.grad_arrays[0][0][:] *= factor
-        if factor == np.inf:
-            module_patches.states[sequence._modules[1]].overflown = True
-        sequence.update()
-        changed = {name for name, value in weights().items() if (value != before[name]).any()}
-        assert changed == ({"one_weight", "two_weight"} if factor == 1 else set())
-    assert (run.steps, run.skips) == (1, 1)
 
 
 def test_a_module_that_clips(run):

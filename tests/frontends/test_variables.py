@@ -191,7 +191,7 @@ def parts_of_one_buffer(run, hybrid):
     net, x, buffer = dense(hybrid=hybrid), X.copy(), nd.zeros((4, 3))
     run.start()
     run.trainer(net)
-    autograd.mark_variables([x], [buffer[1:3]])
+    mx.contrib.autograd.mark_variables([x], [buffer[1:3]])
     with autograd.record():
         loss = net(x).sum()
     del x
