@@ -15,6 +15,9 @@ from .trainer import attach_hook, hook_in_force, hook_of
 
 __all__ = ["SharedScale", "attach", "hook_with_shared_scale", "scale_in_force", "scale_of"]
 
+#: A trainer that has not stepped for this many times the backward passes of a step is unused.
+_UNUSED = 8
+
 
 class SharedScale(Scaler):
     """A scaler shared by trainers and modules, with counts of their steps.
@@ -105,8 +108,17 @@ def hook_with_shared_scale(trainer: Trainer) -> Optional[TrainerHook]:
 
 
 def scale_in_force(hooks: Sequence[TrainerHook]) -> SharedScale:
-    """Return the lowest scale of these trainers."""
-    shared = [hook.scaler for hook in hooks if isinstance(hook.scaler, SharedScale)]
+    """Return the lowest scale of the trainers in use.
+
+    A trainer is unused if it has not stepped for far more backward passes than steps take here, or
+    if all its parameters have another trainer since.
+    """
+    owning = [
+        hook for hook in hooks if any(p._trainer is hook.trainer for p in hook.trainer._params)
+    ] or hooks
+    limit = _UNUSED * max(1, *(hook.most_losses for hook in owning))
+    used = [hook for hook in owning if hook.losses <= limit] or owning
+    shared = [hook.scaler for hook in used if isinstance(hook.scaler, SharedScale)]
     return min(shared, key=lambda one: one.loss_scale)
 
 
