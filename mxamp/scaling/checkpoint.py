@@ -8,13 +8,15 @@ Like every pickle, a state file can run code when it is loaded: load only files 
 """
 
 import os
+import pickletools
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError
-from ..framework.files import replaced_file
+from ..framework.files import NOT_THE_SAME, checksum, replaced_file
 from ..framework.wording import shown
 from .scaler import count
 
@@ -38,10 +40,24 @@ def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
     optimizer = trainer._optimizer
     setattr(optimizer, _ATTRIBUTE, dict(state))
     try:
-        with replaced_file(path, lambda _: None) as temporary:
+        with replaced_file(path, _read_back) as temporary:
             type(trainer).save_states(trainer, os.fspath(temporary))
     finally:
         delattr(optimizer, _ATTRIBUTE)
+
+
+def _read_back(path: Path) -> None:
+    """Raise if a written file is incomplete: a pickle marks its own end."""
+    checksum(path)  # from the disk, into memory
+    try:
+        with open(path, "rb") as file:
+            for _ in pickletools.genops(file):
+                pass
+            whole = not file.read(1)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise OSError(NOT_THE_SAME)
 
 
 def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None]) -> None:
