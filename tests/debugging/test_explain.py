@@ -161,7 +161,7 @@ def test_names_that_a_plan_does_not_have(capsys):
 def test_a_plan_shows_itself_in_one_line():
     plan = amp.explain(dense_net(), policy=GPU)
     assert "4 operators: 1 in float16, 3 in float32; 4 casts" in repr(plan)
-    assert str(plan).count("\n") == 5
+    assert str(plan).count("\n") == 6
 
 
 def with_plan(call):
