@@ -87,14 +87,6 @@ def test_blocks_count_their_parameters(dtype):
     assert plan.bytes_after == stored
 
 
-def test_a_table_and_a_summary():
-    text = str(amp.explain(dense_net(), policy=GPU))
-    lines = text.splitlines()
-    assert lines[0].split() == ["name", "operator", "precision", "reason"]
-    assert lines[1].startswith("fc ")
-    assert lines[-1].startswith("4 operators: 1 in float16, 3 in float32")
-
-
 @pytest.mark.parametrize(
     "filters, names",
     [
@@ -158,10 +150,13 @@ def test_names_that_a_plan_does_not_have(capsys):
         plan[0]
 
 
-def test_a_plan_shows_itself_in_one_line():
+def test_a_plan_shows_itself():
     plan = amp.explain(dense_net(), policy=GPU)
     assert "4 operators: 1 in float16, 3 in float32; 4 casts" in repr(plan)
-    assert str(plan).count("\n") == 5
+    lines = str(plan).splitlines()
+    assert lines[0].split() == ["name", "operator", "precision", "reason"]
+    assert lines[1].startswith("fc ")
+    assert lines[-1].startswith("4 operators: 1 in float16, 3 in float32")
 
 
 def with_plan(call):

@@ -1,7 +1,6 @@
 """`explain`: the plan of a policy for a model, operator by operator, with reasons."""
 
 import fnmatch
-import json
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from ...policy.active import current_policy, suspended
 from ...policy.overrides import Layers
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
-from ..tables import html_table, text_table
+from .results import Result, Table
 
 __all__ = ["MODES", "PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan", "explain"]
 
@@ -72,7 +71,7 @@ class OfflineCast:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Result):
     """The precision of each operator of a graph, and why; `explain` makes one.
 
     ::
@@ -178,15 +177,8 @@ class Plan:
                 node.update({k: "inf" if v == math.inf else v for k, v in costs.items()})
         return data
 
-    def to_json(self) -> str:
-        """Return the plan as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    def __str__(self) -> str:
-        return "\n".join([text_table(*self.rows()), self.summary()])
-
-    def _repr_html_(self) -> str:
-        return html_table(*self.rows(), caption=self.summary())
+    def _tables(self) -> Iterable[Table]:
+        yield ("", *self.rows())
 
     @property
     def is_tuned(self) -> bool:
