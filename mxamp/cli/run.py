@@ -5,7 +5,7 @@ import os
 import pkgutil
 import sys
 from contextlib import contextmanager, nullcontext
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
@@ -15,14 +15,10 @@ from ..errors import AmpError
 from ..frontends import automatic
 from ..policy.policy import Policy
 from ..policy.targets import TARGETS_OR_AUTO
-from .output import examples
+from .output import POLICY_HOLDS, examples, usage_error
 
 __all__ = ["run"]
 
-BEFORE = (
-    "mxamp run has no option {option!r}; options of the script follow its name: mxamp run SCRIPT "
-    "{option} ..."
-)
 _DTYPE_HELP = (
     "Default: float16 with a GPU, else bfloat16. With auto, CPUs without bfloat16 arithmetic run "
     "the script in float32."
@@ -34,17 +30,7 @@ _EXAMPLES = examples(
 )
 
 
-class _Run(click.Command):
-    def parse_args(self, ctx: click.Context, args: List[str]) -> List[str]:
-        """Read the options; explain where an option of the script belongs."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            raise click.UsageError(BEFORE.format(option=error.option_name), ctx) from None
-
-
 @click.command(
-    cls=_Run,
     epilog=_EXAMPLES,
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS] [-m]",
@@ -70,7 +56,7 @@ def run(
     calls init of mxnet.contrib.amp goes on by its own calls.
     """
     if dtype and path is not None:
-        raise AmpError("--policy holds its target dtype: give --dtype or --policy, not both")
+        raise usage_error(POLICY_HOLDS)
     try:
         program = _find_module(script) if as_module else _find_script(script)
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
@@ -130,9 +116,6 @@ def _find_script(name: str) -> _Program:
             raise AmpError(f"{name!r} has no __main__.py: name the script in it")
         return _of_spec(spec, name, file)
     folder = os.path.dirname(os.path.realpath(name))
-    if name.endswith(".pyc"):
-        compiled = SourcelessFileLoader("__main__", file)
-        return _Program(name, _code(compiled, "__main__", name), folder, file, compiled)
     loader = SourceFileLoader("__main__", file)
     # Not `get_code`, which would write a .pyc file beside the script.
     return _Program(name, loader.source_to_code(loader.get_data(file), file), folder, file, loader)
@@ -158,18 +141,14 @@ def _find_module(name: str) -> _Program:
 
 
 def _of_spec(spec: ModuleSpec, argument: str, folder: str) -> _Program:
-    code = _code(spec.loader, spec.name, argument)
-    return _Program(argument, code, folder, spec.origin or argument, spec.loader, spec)
-
-
-def _code(loader: Any, module: str, name: str) -> CodeType:
+    loader: Any = spec.loader
     try:
-        code = loader.get_code(module)
-    except (AttributeError, EOFError, ImportError):
+        code = loader.get_code(spec.name)
+    except (AttributeError, ImportError):
         code = None
-    if not isinstance(code, CodeType):
-        raise AmpError(f"{name!r} holds no code for this Python")
-    return code
+    if code is None:
+        raise AmpError(f"{argument!r} holds no code for this Python")
+    return _Program(argument, code, folder, spec.origin or argument, loader, spec)
 
 
 def _execute(program: _Program, arguments: List[str]) -> None:

@@ -201,6 +201,7 @@ class TrainerHook:
         self._skips_in_a_row, self._has_warned_of_skips = 0, False
         self._first_nonfinite: Tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
+        self.most_losses = 0  #: the most losses scaled for one step
         self.reduction = Reduction(trainer)
         self._pending = _Pending()
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
@@ -234,6 +235,11 @@ class TrainerHook:
     def stage(self) -> Stage:
         """Whether the gradients carry the scale now."""
         return self._pending.stage
+
+    @property
+    def losses(self) -> int:
+        """The number of losses scaled since the last step, for this trainer or for all."""
+        return self._pending.losses
 
     def check(self, action: str) -> None:
         """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now."""
@@ -347,6 +353,7 @@ class TrainerHook:
             take_out_scale(optimizer, arrays, scale)
         report = self._report(finite, scale, fresh)
         self._pending = _Pending()
+        self.most_losses = max(self.most_losses, pending.losses)
         passes.forget(self, self.trainer)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
