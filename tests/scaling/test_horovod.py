@@ -147,7 +147,10 @@ def nets():
 REFUSED = {
     "bfloat16": (amp.ArgumentError, "the gradient of 'dense.*' is bfloat16: leave parameters in"),
     "two devices": (amp.StateError, "is on 2 devices: start a process a device"),
-    "sparse": (amp.StateError, "that of 'embedding0_weight' is row_sparse: make its layer with"),
+    "sparse": (
+        amp.StateError,
+        "the gradient of 'embedding0_weight' is row_sparse: make its layer with",
+    ),
 }
 
 
