@@ -57,7 +57,7 @@ def test_saved_policies(saved, monkeypatch):
         assert "GPU" in output
     Policy.default("float16", "cpu").save("cpu.toml")
     output = run("operators", "--policy", "cpu.toml", "--device", "gpu", status=2).output
-    assert "it is for the cpu alone" in output
+    assert "the list is for the cpu only" in output
     output = run("operators", "--policy", "cpu.toml", "--dtype", "float16", status=2).output
     assert "--dtype or --policy, not both" in output
 

@@ -1,1 +1,1 @@
-"""MXNet and the machine as they are: loading, registry, arrays, patching. Imports `errors`."""
+"""Access to MXNet and the machine: import, registry, arrays, patching. Imports `errors`."""

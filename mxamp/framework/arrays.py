@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _SPARSE = -2
-#: The names of what `kind_code` returns: a dtype, or "sparse".
+#: The name of each number that `kind_code` returns: a dtype, or "sparse".
 KIND_NAMES: Mapping[int, str] = {**DTYPE_NAMES, _SPARSE: "sparse"}
 _SPARSE_TYPES = frozenset({CSRNDArray, RowSparseNDArray})
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
@@ -53,7 +53,7 @@ _SLICE_AXIS = handle_of("slice_axis")
 
 
 def dtype_code(array: NDArray) -> int:
-    """Return MXNet's number for an array's dtype (0.3 us; `array.dtype` takes 2)."""
+    """Return MXNet's number for an array's dtype, six times as fast as `array.dtype`."""
     code = ctypes.c_int()
     _LIB.MXNDArrayGetDType(array.handle, ctypes.byref(code))
     return code.value
@@ -75,7 +75,7 @@ def on_device(arrays: Sequence[NDArray], device: str) -> bool:
 
 
 def plain_array(array: NDArray) -> NDArray:
-    """Return an `mx.np` array as an `mx.nd` array over the same memory, any other unchanged."""
+    """Return an `mx.np` array as an `mx.nd` array over the same memory; other arrays unchanged."""
     return array.as_nd_ndarray() if isinstance(array, mx.np.ndarray) else array
 
 
@@ -132,7 +132,7 @@ def float32_parts(array: NDArray) -> Iterator[Any]:
 
 
 def write(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
-    """Write `source` into `target` of this dtype; `castable` if amp_cast knows both dtypes."""
+    """Cast `source` into `target`, an array of `dtype`; `castable`: amp_cast knows both dtypes."""
     operator = _AMP_CAST if castable else _CAST
     invoke(operator, [source], ["dtype"], [dtype], target, False, False)
 
@@ -143,14 +143,14 @@ def _is_leaf(array: NDArray) -> bool:
 
 
 def shallow_copy(array: NDArray) -> NDArray:
-    """Return another array over the same memory that is the same variable to autograd."""
+    """Return a second NDArray over the same memory; to autograd both are one variable."""
     handle = ctypes.c_void_p()
     check_call(_LIB.MXShallowCopyNDArray(array.handle, ctypes.byref(handle)))
     return type(array)(handle=handle, writable=array.writable)
 
 
 def address(array: NDArray) -> int:
-    """Return the address of an array's elements, 0 if it has none. Waits for the array."""
+    """Return the address of an array's memory, 0 without memory. Waits for pending writes."""
     array.wait_to_read()
     data = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(data)))
@@ -160,8 +160,8 @@ def address(array: NDArray) -> int:
 def holders(array: NDArray) -> int:
     """Return how many NDArrays share an array's memory, views included; 0 if unknown.
 
-    Arrays held by Python, by autograd and by pending calls count. MXNet has no call for it: this
-    reads the count of the `std::shared_ptr` at the beginning of an NDArray.
+    Arrays held by Python, by autograd and by pending calls count. MXNet has no API for the number,
+    so read the count of the `std::shared_ptr` at the beginning of the C++ NDArray.
     """
     least = _least_count()
     return 0 if least is None else _shared_count(array) - least + 1
@@ -169,7 +169,7 @@ def holders(array: NDArray) -> int:
 
 @lru_cache(maxsize=1)
 def _least_count() -> Optional[int]:
-    """Return the count of an array with one holder: 1, or 0 in libc++; None if unknown."""
+    """Return the shared count of an array with one holder: 1, 0 in libc++, None if unknown."""
     with autograd.pause():
         array = mx.nd.zeros((1,))
         array.wait_to_read()
@@ -210,7 +210,7 @@ def as_list(outputs: Any) -> Sequence[Any]:
 def map_arrays(
     value: Any, function: Callable[[NDArray], Any], otherwise: Callable[[Any], Any]
 ) -> Any:
-    """Apply `function` to the arrays in nested lists, tuples and dicts, `otherwise` to the rest.
+    """Map nested lists, tuples and dicts: `function` on arrays, `otherwise` on other leaves.
 
     The result has the same containers.
     """

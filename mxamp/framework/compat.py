@@ -1,7 +1,7 @@
 """The import of MXNet 1.7 to 1.9.1 on today's Python, NumPy and CUDA wheels.
 
-MXNet, of 2020 to 2022, reads names that NumPy has dropped since, imports `distutils`, which Python
-3.12 dropped, and looks for CUDA on the system. `prepare` adds the missing names before
+MXNet reads names that later NumPy versions removed, imports `distutils`, which Python 3.12 removed,
+and looks for CUDA on the system. `prepare` adds the missing names before
 `import mxnet` and changes no existing ones.
 """
 
@@ -31,18 +31,18 @@ FAILED_BEFORE = (
     "MXNet was imported before mxamp and failed, and can't be imported a second time in the same "
     "process. Start a new process and put `import mxamp` above the first `import mxnet`."
 )
-BROKEN = "MXNet is installed, and can't be imported: {error}. `mxamp doctor` says what to do."
+BROKEN = "MXNet is installed, but can't be imported: {error}. `mxamp doctor` says what to do."
 SERVING = (
-    "the {role} of this run has failed: {error}. Where it could not bind, another program listens "
-    "on its port: set another DMLC_PS_ROOT_PORT, or start `mxamp launch` again, which looks for one"
+    "the {role} of this run has failed: {error}. If it could not bind, another program uses its "
+    "port: set another DMLC_PS_ROOT_PORT, or run `mxamp launch` again, which finds a free port"
 )
 NO_NUMPY = f'NumPy is not installed: pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
 WRONG_NUMPY = (
-    f"NumPy {{}} is installed, and MXNet needs {NUMPY_FROM} or later, below {NUMPY_BELOW}: "
+    f"NumPy {{}} is installed, but MXNet needs {NUMPY_FROM} or later, below {NUMPY_BELOW}: "
     f'pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
 )
 WRONG_MXNET = (
-    f"MXNet {{}} is installed, and mxamp runs on {', '.join(SUPPORTED[:-1])} and {NEWEST}: "
+    f"MXNet {{}} is installed, but mxamp runs on {', '.join(SUPPORTED[:-1])} and {NEWEST}: "
     f"pip install mxnet=={NEWEST}"
 )
 NOT_INSTALLED = (
@@ -51,12 +51,12 @@ NOT_INSTALLED = (
 )
 
 
-#: The error of a failed import, raised again by the next one: MXNet can't be imported twice.
+#: The error of a failed import, raised again by the next import: MXNet can't be imported twice.
 _failed: List[InstallError] = []
 
 
 def import_mxnet() -> Any:
-    """Return the module `mxnet`, made importable first.
+    """Import MXNet, on Python and NumPy newer than it supports, and return the module.
 
     Raises `InstallError` if MXNet, NumPy or the GPU build's driver is missing, if MXNet or NumPy is
     too old or too new, and if the import fails or has failed before in this process.
@@ -77,7 +77,7 @@ def import_mxnet() -> Any:
             except Exception as error:
                 said = (str(error).strip() or type(error).__name__).splitlines()[-1]
                 role = os.environ.get("DMLC_ROLE", "")
-                # In these processes the import itself serves until all workers have ended.
+                # In a scheduler or server, `import mxnet` serves until all workers have ended.
                 serves = role in ("scheduler", "server") and type(error).__name__ == "MXNetError"
                 message = SERVING if serves else BROKEN
                 _failed.append(InstallError(message.format(role=role, error=said)))
@@ -115,7 +115,7 @@ def prepare() -> None:
 
 
 def _release(version: str) -> Tuple[int, ...]:
-    """Return the first two numbers of a version: (2, 6) of "2.6.0rc1"."""
+    """Return the first two numbers of a version: (2, 6) for "2.6.0rc1"."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
@@ -146,10 +146,10 @@ def _print_plain_numbers(numpy: Any) -> None:
 
 
 def _numpy_names(numpy: Any) -> Dict[str, Any]:
-    """Return the names that NumPy 1.24 to 2.5 dropped and MXNet reads, with their values."""
+    """Return the names that MXNet reads and NumPy 1.24 to 2.5 removed, with their values."""
 
     def financial(name: str) -> Callable[..., Any]:
-        # MXNet only looks these up, for its table of functions that fall back to NumPy.
+        # MXNet only looks these functions up, for its table of fallbacks to NumPy.
         def missing(*_args: Any, **_kwargs: Any) -> Any:
             raise AttributeError(f"numpy.{name} was removed from NumPy; see numpy_financial")
 
@@ -171,7 +171,7 @@ def _numpy_names(numpy: Any) -> Dict[str, Any]:
 
 
 def _restore_distutils() -> None:
-    """Add a `distutils.version` with the comparison of LooseVersion, which MXNet uses."""
+    """Add `distutils.version` with LooseVersion's comparisons, the only part that MXNet uses."""
     if "distutils" in sys.modules or importlib.util.find_spec("distutils") is not None:
         return
 

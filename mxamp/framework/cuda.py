@@ -23,8 +23,8 @@ __all__ = [
 class CudaWheel(NamedTuple):
     """The requirements of one of MXNet's CUDA builds."""
 
-    driver: str  #: the oldest one on Linux
-    majors: Tuple[int, ...]  #: major compute capabilities that it has machine code for
+    driver: str  #: the oldest driver on Linux
+    majors: Tuple[int, ...]  #: major compute capabilities that the build has machine code for
 
 
 #: Sources: MXNet 1.9.1's config/distribution/linux_cu*.cmake, and CUDA's release notes for drivers.
@@ -68,7 +68,7 @@ NO_DRIVER = (
 def preload() -> None:
     """Load CUDA 11 from the nvidia-*-cu11 wheels, so that mxnet-cu112 needs no CUDA on the system.
 
-    Raises `InstallError` if one of MXNet's CUDA wheels is installed, and the driver is not.
+    Raises `InstallError` if a CUDA wheel of MXNet is installed without the NVIDIA driver.
     """
     cuda = _installed()
     if cuda is None:

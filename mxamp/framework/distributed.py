@@ -1,6 +1,6 @@
 """The transports between workers: MXNet's distributed kvstores, and Horovod.
 
-Horovod is looked at only if the program has imported it.
+mxamp never imports Horovod: it uses the module that the program has imported, if any.
 """
 
 import sys
@@ -25,16 +25,16 @@ __all__ = [
 ]
 
 UNSUPPORTED = (
-    "{transport} takes arrays of {allowed}, and {name} is {dtype}: leave parameters in float32 "
-    "(mixed precision casts them where it computes with them), or cast what you send to float32"
+    "{transport} sends arrays of {allowed}, but {name} is {dtype}: leave parameters in float32 "
+    "(mixed precision casts them for computation), or cast the array to float32 before sending it"
 )
 SPARSE = (
-    "Horovod sums dense gradients, and that of {name!r} is {stype}: make its layer with "
-    "sparse_grad=False"
+    "Horovod sums only dense gradients, but the gradient of {name!r} is {stype}: make its layer "
+    "with sparse_grad=False"
 )
 SEVERAL_DEVICES = (
-    "Horovod sums the gradients of one device a process, and {name!r} is on {devices}: start "
-    "a process a device, each with ctx=mx.gpu(hvd.local_rank())"
+    "Horovod sums the gradients of one device per process, but {name!r} is on {devices}: start "
+    "one process per device, each with ctx=mx.gpu(hvd.local_rank())"
 )
 
 
@@ -67,14 +67,14 @@ def _arrays(value: Any) -> Iterator[NDArray]:
             yield from _arrays(one)
 
 
-#: Any other dtype ends the servers, and the workers wait for them forever.
+#: Any other dtype crashes the servers, and the workers then wait forever.
 PARAMETER_SERVER = Transport("the parameter server", ("float32", "float16", "float64"))
 #: The dtypes that both MXNet and Horovod have.
 HOROVOD = Transport("Horovod", ("float32", "float16", "float64", "int8", "uint8", "int32", "int64"))
 
 
 def is_distributed(kvstore: Any) -> bool:
-    """Return whether a kvstore, or one of this name, spans several processes."""
+    """Return whether a kvstore, given itself or by name, spans several processes."""
     return "dist" in str(getattr(kvstore, "type", kvstore))
 
 
@@ -97,7 +97,7 @@ def is_horovod_optimizer(optimizer: Any) -> bool:
 
 
 class HorovodStore:
-    """Horovod behind the part of a kvstore's interface by which workers compare settings."""
+    """A kvstore over Horovod, with the methods by which workers compare settings."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
@@ -119,7 +119,7 @@ class HorovodStore:
 
 
 def store_of(owner: Any) -> Optional[HorovodStore]:
-    """Return the workers of a Horovod trainer or optimizer; None if it trains alone."""
+    """Return a store over the workers of a Horovod trainer or optimizer; None for one worker."""
     process_set = owner._process_set
     if not process_set.included() or process_set.size() == 1:
         return None

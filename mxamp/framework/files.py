@@ -37,13 +37,13 @@ NO_PATH = "path must be the path of a file to write, not {given}"
 NO_NAME = "the name of the file to write is empty: give one"
 A_FOLDER = "{path!r} is a folder: give the name of a file"
 NO_SUCH_NAME = "{path!r} can't be written ({why}): give another name"
-NO_FOLDER = "there is no folder {path!r} to write to: make it, or write elsewhere"
-NOT_WRITTEN = "{path!r} can't be written ({why}); what was there before is unchanged"
+NO_FOLDER = "there is no folder {path!r}: create it, or choose another path"
+NOT_WRITTEN = "{path!r} can't be written ({why}); an existing file is unchanged"
 NOT_CONFIRMED = (
     "{path!r} is replaced, but the disk has not confirmed it ({why}): after a crash the old file "
     "may be there again"
 )
-NOT_THE_SAME = "what was read back is not what was written"
+NOT_THE_SAME = "the content read back differs from the content written"
 
 
 def write_file(path: Union[str, Path], content: bytes) -> None:
@@ -64,8 +64,9 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
 def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iterator[Path]:
     """Yield a temporary path to write to, which then replaces `path` atomically.
 
-    Before that it is synced to the disk and `check` reads it back. The target of a symbolic link is
-    replaced, and the mode of the old file kept. Temporary files of killed processes are removed.
+    Before the replacement, the temporary file is synced to the disk and `check` reads it back. The
+    target of a symbolic link is replaced, and the mode of the old file kept. Temporary files of
+    killed processes are removed.
     Raises `WriteError` on failure, and leaves `path` as it was; raises `ArgumentError` if `path`
     can't be the name of a file.
     """
@@ -111,9 +112,9 @@ def confirmed(path: Union[str, Path]) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder, waiting for other threads and processes.
+    """Hold an exclusive lock on a folder; wait while another thread or process holds it.
 
-    Yields False if the file system can't lock folders, as NFS. The lock of a process ends with it.
+    Yields False if the file system can't lock folders, as on NFS. The lock ends with the process.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -132,7 +133,7 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def checked_path(path: Any) -> Path:
-    """Return `path` as a `Path`; raise `ArgumentError` if it is no path."""
+    """Return `path` as a `Path`; raise `ArgumentError` unless it is a string or path."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(NO_PATH.format(given=shown(path)))
     return Path(path)
@@ -160,7 +161,7 @@ def checked_folder(path: Union[str, Path]) -> None:
 def checked_writable(path: Union[str, Path]) -> None:
     """Raise as `write_file` would if the folder is missing or read-only.
 
-    A long computation calls it first, so that it does not fail at the end.
+    Call it before a long computation, which would otherwise fail at its end.
     """
     checked_folder(path)
     temporary = temporary_beside(place_of(Path(path)))
@@ -177,13 +178,13 @@ def place_of(path: Path) -> Path:
 
 
 def take_mode(written: Path, old: Path) -> None:
-    """Copy the mode of the old file, if there is one, to the written one."""
+    """Copy the mode of the old file, if it exists, to the written file."""
     if old.exists():
         shutil.copymode(old, written)
 
 
 def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file, read from the disk and not from the cache if possible."""
+    """Return the CRC-32 of a file, read from the disk rather than the cache if possible."""
     with open(path, "rb") as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

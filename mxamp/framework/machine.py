@@ -76,13 +76,13 @@ def default_device() -> str:
 def device_kind(ctx: Any) -> str:
     """Return "cpu" or "gpu" for a context.
 
-    Every module asks here, so that tests can run GPU paths on CPU arrays.
+    All modules call this function, so that tests can patch it and run GPU paths on CPU arrays.
     """
     return "cpu" if ctx.device_type in _CPU_TYPES else "gpu"
 
 
 def default_dtype(device: Optional[str] = None) -> str:
-    """Return float16 for GPUs and bfloat16 for CPUs; the default device is this machine's."""
+    """Return float16 for GPUs and bfloat16 for CPUs; `device` defaults to this machine's."""
     return "float16" if (device or default_device()) == "gpu" else "bfloat16"
 
 
@@ -131,10 +131,7 @@ def processors() -> int:
 
 
 def features() -> FrozenSet[str]:
-    """Return those of avx512, avx512_bf16 and amx_bf16 that oneDNN may use on this CPU.
-
-    `DNNL_MAX_CPU_ISA` limits them.
-    """
+    """Return the `cpu_features` that oneDNN may use: `DNNL_MAX_CPU_ISA` limits them."""
     # oneDNN ignores unknown names, lower-case ones included.
     limit = os.environ.get(_MAX_ISA, "ALL")
     flags = cpu_features()
@@ -151,7 +148,7 @@ def computes_bfloat16() -> bool:
 
 
 def cpu_flags() -> FrozenSet[str]:
-    """Return the flags of the CPU by Linux's names."""
+    """Return the CPU's flags, by their names in /proc/cpuinfo."""
     return frozenset(_cpu_info().get("flags", "").split())
 
 
@@ -184,7 +181,7 @@ def _cpu_info() -> Dict[str, str]:
 
 @lru_cache(maxsize=None)
 def cpu_features() -> FrozenSet[str]:
-    """Return those of avx512, avx512_bf16 and amx_bf16 that the CPU has."""
+    """Return which of the features avx512, avx512_bf16 and amx_bf16 the CPU has."""
     flags = cpu_flags()
     # oneDNN calls these four avx512_core.
     avx512 = {"avx512"} if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags else set()

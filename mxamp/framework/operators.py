@@ -1,7 +1,7 @@
-"""MXNet's operator registry: names, inputs and attributes of each operator, users' own included.
+"""MXNet's operator registry: names, inputs and attributes of each operator, `Custom` included.
 
 MXNet 1.9.1 registers 886 operators under 1167 names, older versions fewer. Aliases share one
-handle, so an operator is known here by its handle and its one canonical name.
+handle, so an operator is identified by its handle or its one canonical name.
 """
 
 import ctypes
@@ -48,20 +48,20 @@ LOSS_OUTPUTS = (
     "MAERegressionOutput",
 )
 
-#: All operators that ignore the head gradient, whatever their attributes; users' own excepted.
-#: lists/loss-outputs-probe.json holds the answers of all operators of 1.9.1 to a backward pass with
-#: a head gradient and to one with three times that.
+#: All operators that ignore the head gradient, whatever their attributes, without custom operators.
+#: lists/loss-outputs-probe.json records, for every operator of 1.9.1, whether its gradients triple
+#: when the head gradient is tripled.
 #: `SoftmaxOutput(out_grad=True)` is no exception: its backward operator in MXNet 1.9.1 does not get
 #: the head gradient, and multiplies by the operator's output instead.
 BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_loss"})
 
-#: The attribute that is false if an operator of the old Python interface ignores the head gradient.
+#: The attribute that is false if an operator of the legacy Python API ignores the head gradient.
 NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_grad"})
 
 #: Operators that call Python: any of their inputs may need a gradient.
 WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
 
-CAME_LATER = "operator {name!r} came with MXNet {since}, and an older one is installed"
+CAME_LATER = "operator {name!r} came with MXNet {since}, but an older MXNet is installed"
 
 _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
@@ -91,8 +91,8 @@ class Operator:
 
     `inputs` are the names of its tensors in order; a variadic operator has one name for all.
     `attributes` are the names of its other arguments, `defaults` the printed defaults of optional
-    ones, `choices` the allowed words of enumerations. `mutable_inputs` are the positions of the
-    inputs that it writes to.
+    arguments, `choices` the allowed words of enumerations. `mutable_inputs` are the positions of
+    the inputs that the operator writes to.
     """
 
     name: str
@@ -146,7 +146,7 @@ def registry() -> Mapping[str, Operator]:
 
 @lru_cache(maxsize=None)
 def by_handle() -> Mapping[int, Operator]:
-    """Return every operator by the handle that calls carry."""
+    """Return every operator by the handle that identifies it in calls."""
     return MappingProxyType({operator.handle: operator for operator in registry().values()})
 
 
@@ -189,7 +189,7 @@ def needs_one_dtype(name: str) -> bool:
 
 
 def without_bfloat16() -> Mapping[str, str]:
-    """Return the operators whose bfloat16 kernels came with a later MXNet, and its version."""
+    """Return the operators that lack bfloat16 kernels here, and the version that added them."""
     return {operator: feature.since for feature in _lacking() for operator in feature.bfloat16}
 
 
@@ -270,15 +270,15 @@ def _default(description: str) -> Optional[str]:
     return match.group(1).strip("'") if match else None
 
 
-# ---------------------------------------------------------------------- operators of users
+# ---------------------------------------------------------------------- custom operators
 
 
 class _Registered:
-    """The classes registered by `mx.operator.register`, by op_type; new ones are found on demand.
+    """The classes registered by `mx.operator.register`, by op_type, read on demand.
 
     MXNet keeps a class only in the closure of a function behind a ctypes callback (in
-    `mx.operator._registry`), where the garbage collector can follow references. That registry
-    numbers its entries and gets one for each call of a custom operator too: each is read once.
+    `mx.operator._registry`), which `gc.get_referents` reaches. Each call of a custom operator adds
+    a numbered entry to that registry too, so `get` reads each entry once.
     """
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ class _Registered:
         return self._classes.get(op_type)
 
 
-#: One a process, as MXNet's registry is.
+#: Global, as MXNet's registry is.
 _registered = _Registered()
 
 
@@ -307,7 +307,7 @@ def prop_class(op_type: str) -> Optional[type]:
 
 
 def _class_of(callback: Any) -> Optional[Tuple[str, type]]:
-    """Return the op_type and the class that a callback creates; None for any other object."""
+    """Return the op_type and class of a callback that creates one; None for any other object."""
     objects = getattr(callback, "_objects", None)
     if not callable(callback) or objects is None:
         return None
@@ -326,30 +326,31 @@ def _class_of(callback: Any) -> Optional[Tuple[str, type]]:
 
 
 def needs_head_gradient(op_type: str, attributes: Mapping[str, Any]) -> bool:
-    """Return whether a custom operator uses the gradient that comes to it.
+    """Return whether a custom operator uses the head gradient.
 
-    False where its `CustomOpProp` was made with `need_top_grad=False`: it starts the backward
-    pass. True for an unknown name and for a constructor that fails.
+    False if its `CustomOpProp` has `need_top_grad=False`: the operator starts the backward pass.
+    True for an unknown op_type and for a constructor that fails.
     """
-    return _described(op_type, attributes)[0]
+    return _custom_properties(op_type, attributes)[0]
 
 
 def auxiliary_states(attributes: Mapping[str, Any]) -> int:
-    """Return how many of `Custom`'s arrays, counted from the last, the operator writes to."""
-    return _described(str(attributes.get("op_type", "")), attributes)[1]
+    """Return the number of auxiliary states of `Custom`: its last inputs, which it writes to."""
+    return _custom_properties(str(attributes.get("op_type", "")), attributes)[1]
 
 
-def _described(op_type: str, attributes: Mapping[str, Any]) -> Tuple[bool, int]:
+def _custom_properties(op_type: str, attributes: Mapping[str, Any]) -> Tuple[bool, int]:
+    """Return whether the operator needs the head gradient, and its number of auxiliary states."""
     cls = prop_class(op_type)
     # The constructor does not get op_type, nor the attributes that begin with `__`.
     arguments = ((k, str(v)) for k, v in attributes.items() if k != "op_type" and k[:2] != "__")
-    return (True, 0) if cls is None else _description(cls, tuple(sorted(arguments)))
+    return (True, 0) if cls is None else _properties_of(cls, tuple(sorted(arguments)))
 
 
-@lru_cache(maxsize=1024)  # eager code asks at every call
-def _description(cls: type, arguments: Tuple[Tuple[str, str], ...]) -> Tuple[bool, int]:
+@lru_cache(maxsize=1024)  # called at every eager call
+def _properties_of(cls: type, arguments: Tuple[Tuple[str, str], ...]) -> Tuple[bool, int]:
     try:
         prop = cls(**dict(arguments))
         return bool(getattr(prop, "need_top_grad_", True)), len(prop.list_auxiliary_states())
-    except Exception:  # the user's code; MXNet reports it when it makes the operator
+    except Exception:  # the user's code failed; MXNet reports it when it creates the operator
         return True, 0

@@ -3,9 +3,9 @@
 A `Patch` replaces one attribute. A `PatchSet` applies several patches, all or none, and undoes them
 in `close`. A `FrontEnd` is a patch set that `mxamp.shutdown()` closes.
 
-Patches of one attribute stack and are undone in any order. A patch that is `on_top` stays above the
-other ones, so that an observer sees calls as the program makes them. An attribute that other code
-has replaced since is left alone.
+Patches of one attribute stack, and can be undone in any order. A patch that is `on_top` stays above
+all others, so that an observer sees calls as the program makes them. An attribute that other code
+has replaced since is not restored.
 """
 
 import functools
@@ -21,13 +21,13 @@ logger = logging.getLogger("mxamp")
 #: A function that a patch replaces.
 Original = Callable[..., Any]
 
-#: The patches of each attribute by owner and name, bottom first: undoing one below rebuilds those
-#: above it. One a process, as the attributes are. Empty while nothing is patched.
+#: The patches of each attribute by owner's id and name, bottom first. Undoing a patch rebuilds the
+#: patches above it. Global, as the attributes are; empty while nothing is patched.
 _stacks: Dict[Tuple[int, str], List["Patch"]] = {}
 
 
 class Patch:
-    """One attribute of one owner, and the function that makes its replacement.
+    """One attribute of one owner, and the function that builds its replacement.
 
     `build` takes the original and returns its replacement. It is called again, with another
     original, when a patch below this one comes or goes.
@@ -42,7 +42,7 @@ class Patch:
 
     def apply(self) -> None:
         """Install the replacement."""
-        getattr(self.owner, self.name, None)  # modules may load it when it is first asked for
+        getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current = vars(self.owner)[self.name]
         stack = _stacks.setdefault(self._key, [])
@@ -66,7 +66,7 @@ class Patch:
         if not stack:
             del _stacks[self._key]
         if not ours_on_top:
-            logger.warning("%s was patched by others too; left as it is", self)
+            logger.warning("%s was patched by other code too; mxamp leaves it as it is", self)
             return
         setattr(self.owner, self.name, self.original)
         _restack(above, self.original)
@@ -104,7 +104,7 @@ def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
 
 
 def original(owner: Any, name: str) -> Any:
-    """Return an attribute as it is below all patches, for calls that bypass them."""
+    """Return the unpatched attribute, for calls that bypass all patches."""
     stack = _stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
 
@@ -160,7 +160,7 @@ class PatchSet:
 
 
 if hasattr(os, "register_at_fork"):
-    # In a child forked while another thread holds the lock, it would stay locked.
+    # A lock that another thread holds during a fork would stay locked in the child.
     os.register_at_fork(
         before=PatchSet._lock.acquire,
         after_in_parent=PatchSet._lock.release,
@@ -175,7 +175,7 @@ class FrontEnd(PatchSet):
     _opened: ClassVar[List["FrontEnd"]] = []
 
     def open(self) -> None:
-        """Install all patches, or none, until `close` or `close_all`."""
+        """Install all patches, or none after an error, until `close` or `close_all`."""
         with self._lock:
             super().open()
             if self not in self._opened:

@@ -24,13 +24,13 @@ class Feature(NamedTuple):
     """A feature that came with a version of MXNet."""
 
     since: str
-    without: str  #: what older versions have instead; empty if mxamp makes up for it
+    without: str  #: the limit of older versions, for messages; empty if mxamp works around it
     operators: Tuple[str, ...] = ()  #: new operators, canonical names
-    one_dtype: Tuple[str, ...] = ()  #: operators that need inputs of one dtype without it
-    bfloat16: Tuple[str, ...] = ()  #: operators that lack bfloat16 kernels without it
+    one_dtype: Tuple[str, ...] = ()  #: operators that need inputs of one dtype in older versions
+    bfloat16: Tuple[str, ...] = ()  #: operators without bfloat16 kernels in older versions
 
 
-#: By the name that tests and messages use.
+#: Every feature by its name, as `has_feature` and `why_not` take it.
 FEATURES: Mapping[str, Feature] = {
     "mixed_broadcast_like": Feature("1.8.0", "", one_dtype=("broadcast_like",)),
     "skipped_updates": Feature("1.8.0", ""),  # trainers ask whether gradients overflowed
@@ -39,7 +39,7 @@ FEATURES: Mapping[str, Feature] = {
         ("_contrib_BatchNormWithReLU", "_backward_contrib_BatchNormWithReLU"),
     ),
     "float16_on_cpus": Feature(
-        "1.9.0", "no float16 casts on CPUs: there float16 is for GPUs alone"
+        "1.9.0", "no float16 casts on CPUs: float16 runs on GPUs only"
     ),
     "bfloat16_deconvolution": Feature(
         "1.9.0", "no bfloat16 for transposed convolutions: they compute in float32",
@@ -95,7 +95,7 @@ def has_feature(name: str) -> bool:
 
 
 def why_not(name: str) -> str:
-    """Return a sentence on a feature that the loaded MXNet lacks, with the version that has it."""
+    """Return the sentence that says that the loaded MXNet lacks a feature, and which has it."""
     feature = FEATURES[name]
     return f"MXNet {_loaded()} has {feature.without} (MXNet {feature.since} and later have it)"
 

@@ -1,10 +1,10 @@
-"""A parameter server's worker process: it logs long waits, and exits without the other workers.
+"""Patches for a parameter server's worker: log long waits, and exit without the other workers.
 
-A worker that exits frees its kvstore, and MXNet waits there until all workers do the same. Workers
+A worker that exits frees its kvstore, and MXNet then waits until all workers free theirs. Workers
 that wait for its gradients never do, so without these patches no process would end.
 
-`mxamp.init` prepares any worker. Workers of `mxamp launch` are prepared as soon as they import
-MXNet, by the start-up hook (mxamp/startup).
+`mxamp.init` patches any worker. The start-up hook (mxamp/startup) patches workers of `mxamp launch`
+as soon as they import MXNet.
 """
 
 import atexit
@@ -36,15 +36,15 @@ _MEETINGS = ("init", "broadcast", "_barrier")
 
 START = (
     "this worker waits for the scheduler, all servers and all workers to start, and for each "
-    "worker to create its kvstore: one of them may have ended, or never does it"
+    "worker to create its kvstore: one of them may have ended, or may never create one"
 )
 ALONE = (
-    "this worker created no distributed kvstore, so it shared nothing with the others: give "
-    "kvstore='dist_sync' to gluon.Trainer or module.fit"
+    "this worker created no distributed kvstore, so it exchanged no gradients with other workers: "
+    "give kvstore='dist_sync' to gluon.Trainer or module.fit"
 )
 MEET = (
-    "this worker waits for all workers to come to the same point (kvstore.%s): one of them may "
-    "have ended, or trains with other parameters"
+    "this worker waits for all workers to call kvstore.%s(): one of them may have ended, or may "
+    "have other parameters"
 )
 
 
@@ -52,7 +52,7 @@ MEET = (
 
 
 def begin(message: str, *args: Any) -> Timer:
-    """Return a timer that logs a warning after a minute, unless it is given to `end`."""
+    """Start a timer that logs a warning after a minute, unless `end` stops it."""
     timer = Timer(_PATIENCE, logger.warning, (message, *args))
     timer.daemon = True
     timer.start()
@@ -81,7 +81,7 @@ def waiting(message: str, *args: Any) -> Iterator[None]:
 class _Shared:
     """The distributed kvstores of this worker."""
 
-    kvstore = False  #: whether one was asked for
+    kvstore = False  #: whether the worker has called `kvstore.create` for one
     stores: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
@@ -89,8 +89,8 @@ class _Shared:
 def prepare() -> None:
     """Patch kvstores and exits in a parameter server's worker; a no-op in other processes.
 
-    An uncaught exception always ends the worker. In workers of `mxamp launch` no exit waits: the
-    launcher sees how each of them has ended, and ends the servers after the last.
+    An uncaught exception always ends the worker. Workers of `mxamp launch` never wait at exit: the
+    launcher sees how each worker ends, and ends the servers after the last.
     """
     if os.environ.get("DMLC_ROLE") != "worker":
         return
@@ -110,7 +110,7 @@ def _warn_alone() -> None:
 
 
 def _free_stores() -> None:
-    """Free the kvstores while Python runs: the threads of one that is left abort the process."""
+    """Free the kvstores before Python shuts down, when their threads would abort the process."""
     from mxnet.base import _LIB, KVStoreHandle, check_call
 
     for store in list(_Shared.stores):
@@ -130,7 +130,7 @@ def _patches(launched: bool) -> List[Patch]:
 
 
 def _patient_start(original: Callable[..., Any]) -> Callable[..., Any]:
-    from .distributed import is_distributed  # which imports this module
+    from .distributed import is_distributed  # imports MXNet, which the launcher must not
 
     @functools.wraps(original)
     def create(name: str = "local") -> Any:

@@ -1,9 +1,8 @@
-"""Operators whose gradient is zero by definition, and the crash that they cause in MXNet.
+"""Operators whose gradient is zero by definition, and a workaround for the crash that they cause.
 
-If all of an array's gradient is such a zero, eager backward makes zeros "like" the inputs of the
-operators before, back to one that computes a gradient. It has kept only the inputs that gradients
-are computed from. At a freed one, such as the input of a cast, the process dies by a segmentation
-fault.
+If an array gets no gradient but such zeros, eager backward calls `zeros_like` on the inputs of the
+preceding operators, back to one that computes a gradient. But autograd has freed the inputs that no
+gradient needs, such as the input of a cast: reading one is a segmentation fault.
 """
 
 from functools import lru_cache
@@ -16,8 +15,8 @@ from .operators import handle_of
 
 __all__ = ["kept_safe", "zero_gradients"]
 
-# The operators that MXNet's sources make with MakeZeroGradNodes, and those that make zeros for one
-# of their inputs; without those that take integers alone.
+# Operators that MXNet's sources register with MakeZeroGradNodes, or with a zero gradient for one
+# input. Operators that take only integers are left out.
 _COMPARISONS = ("equal", "not_equal", "greater", "greater_equal", "lesser", "lesser_equal")
 _NUMPY_COMPARISONS = ("equal", "not_equal", "greater", "greater_equal", "less", "less_equal")
 _LOGIC = ("logical_and", "logical_or", "logical_xor")
@@ -57,7 +56,7 @@ _SUM = handle_of("add_n")
 
 @lru_cache(maxsize=None)
 def zero_gradients() -> Mapping[int, Optional[FrozenSet[int]]]:
-    """Return the inputs whose gradient is always zero by operator handle; None for all inputs."""
+    """Return each operator's inputs with a zero gradient, by its handle; None for all inputs."""
     table = {handle_of(name): inputs for name, inputs in _OF_ONE_INPUT.items()}
     return {**table, **{handle_of(name): None for name in _OF_ALL_INPUTS}}
 
@@ -65,9 +64,9 @@ def zero_gradients() -> Mapping[int, Optional[FrozenSet[int]]]:
 def kept_safe(
     arrays: Sequence[NDArray], positions: Optional[FrozenSet[int]], is_np_op: bool
 ) -> List[NDArray]:
-    """Return an operator's inputs with copies at `positions`, which backward survives.
+    """Return an operator's inputs, copied at `positions` so that backward does not crash.
 
-    Each copy is a sum of one array: a sum computes its gradient from the one that comes to it.
+    Each copy is an `add_n` of one array, whose gradient needs no inputs.
     """
     return [
         invoke(_SUM, [array], ["num_args"], ["1"], None, is_np_op, False)

@@ -1,1 +1,1 @@
-"""Graph in, graph out: every change to a symbol's graph. Imports `policy` and below."""
+"""Rewrites of a symbol's graph: each takes a graph and returns one. Imports `policy` and below."""

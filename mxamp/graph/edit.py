@@ -23,7 +23,7 @@ _CALLER = -1
 
 
 class Names:
-    """Unique names."""
+    """The names in use, and unique new ones."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
@@ -86,7 +86,7 @@ class View:
 
     @cached_property
     def several_read(self) -> Set[int]:
-        """The nodes of which another output than the first is read."""
+        """The nodes with a consumer of an output other than the first."""
         return {i for i, k in self.consumers if k}
 
     def is_read_once(self, i: int) -> bool:
@@ -108,7 +108,7 @@ class View:
         return variable.name if self._reads_by_name[variable.name] == 1 else None
 
     def own_parameters(self, node: Node) -> Optional[List[str]]:
-        """Return the names of all inputs but the first, if each is an own parameter; else None."""
+        """Return `own_parameter` of all inputs but the first; None if any of them is None."""
         names = [self.own_parameter(node, k) for k in range(1, len(node.inputs))]
         return None if None in names else [name for name in names if name is not None]
 
@@ -116,8 +116,8 @@ class View:
 class Edit:
     """Recorded changes of a graph, by index of node.
 
-    Outputs are those of the source graph or of added nodes. `params` holds the values of the
-    parameters, new and changed ones included.
+    Arguments may name outputs of the source graph and of added nodes. `params` holds the values of
+    all parameters, with those that the edit adds or changes.
     """
 
     def __init__(self, graph: Graph, params: Mapping[str, NDArray]) -> None:
@@ -209,12 +209,12 @@ class Edit:
 def _in_order(inputs: List[List[Output]], heads: List[int], of_source: int) -> List[int]:
     """Return the nodes that the heads depend on, inputs first, in the order of the source."""
     needed: Set[int] = set()
-    open_ones = list(heads)
-    while open_ones:
-        i = open_ones.pop()
+    pending = list(heads)
+    while pending:
+        i = pending.pop()
         if i not in needed:
             needed.add(i)
-            open_ones += [j for j, _ in inputs[i]]
+            pending += [j for j, _ in inputs[i]]
     order: List[int] = []
     placed: Set[int] = set()
     for root in [i for i in range(of_source) if i in needed] + heads:

@@ -1,8 +1,8 @@
-"""Graphs for training: right gradients of PReLU and biases, and the loss scale as an input.
+"""Graphs for training: correct gradients of PReLU and biases, and the loss scale as an input.
 
 MXNet's PReLU overwrites the incoming gradient with the gradient of its data, then reads it for the
 gradient of the slope, which becomes too small by a factor of the slope. Only eager calls and graph
-outputs are right. Written out, each gradient is a separate operator.
+outputs are right. In the operators that replace PReLU here, each gradient has its own memory.
 """
 
 from dataclasses import replace
@@ -75,8 +75,8 @@ def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
         node = graph.nodes[i]
         edit.change(i, attrs=without_bias(node.attrs), inputs=node.inputs[:_BIAS])
         reads = [(i, 0), node.inputs[_BIAS]]
-        hidden = {key: value for key, value in node.attrs.items() if key.startswith("__")}
-        edit.alias((i, 0), edit.add("_npi_add", f"{node.name}_with_bias", reads, **hidden))
+        name = f"{node.name}_with_bias"
+        edit.alias((i, 0), edit.add("_npi_add", name, reads, **node.hidden_attrs))
     return edit.applied()
 
 
@@ -130,7 +130,7 @@ def _has_bias(node: Node) -> bool:
 
 
 def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
-    """Return, for each node, whether gradients flow through it to a variable."""
+    """Return, for each node, whether gradients flow through it to a variable not in `frozen`."""
     trained: List[bool] = []
     for node in graph.nodes:
         if node.is_variable:
@@ -146,7 +146,7 @@ def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
 
 
 def trained_graph(graph: Graph, frozen: AbstractSet[str]) -> Graph:
-    """Return a graph with right gradients, where the variables `frozen` get none.
+    """Return a graph with correct gradients, where the variables `frozen` get none.
 
     Returns the same graph if MXNet's gradients are right.
     """
@@ -160,7 +160,7 @@ def _with_slopes_apart(graph: Graph, frozen: AbstractSet[str]) -> Graph:
     trained, edit = trained_nodes(graph, frozen), Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if _is_prelu(node) and trained[node.inputs[1][0]]:
-            _write_out(edit, i, node)
+            _replace_prelu(edit, i, node)
         elif rewrites_bodies(node, training=True):
             # Inside a loop, frozen variables have other names.
             bodies = [_with_slopes_apart(body, frozenset()) for body in node.subgraphs]
@@ -173,23 +173,22 @@ def _is_prelu(node: Node) -> bool:
     return node.operator == "LeakyReLU" and node.attrs.get("act_type") == "prelu"
 
 
-def _write_out(edit: Edit, i: int, node: Node) -> None:
+def _replace_prelu(edit: Edit, i: int, node: Node) -> None:
     data, slope = node.inputs
-    hidden = {name: text for name, text in node.attrs.items() if name.startswith("__")}
 
     def add(op: str, suffix: str, *inputs: Output, **attrs: str) -> Output:
-        return edit.add(op, f"{node.name}_{suffix}", inputs, **hidden, **attrs)
+        return edit.add(op, f"{node.name}_{suffix}", inputs, **node.hidden_attrs, **attrs)
 
     above = add("Activation", "above", data, act_type="relu")
     below = add("_minimum_scalar", "below", data, scalar="0")
-    # A PReLU of -1 gives the negative slope of each element. Its data is constant, so there is no
-    # gradient to overwrite the incoming one.
+    # A PReLU of -1 is the negative slope of each element. Its data is constant, so MXNet computes
+    # no gradient of the data that could overwrite the incoming gradient.
     minus_one = add("_mul_scalar", "minus_one", add("ones_like", "one", data), scalar="-1")
     slopes = edit.add_node(
         replace(node, name=edit.new_name(f"{node.name}_slopes"), inputs=[minus_one, slope])
     )
     lowered = add("elemwise_mul", "lowered", below, slopes)
-    edit.change(i, op="elemwise_sub", attrs=hidden, inputs=[above, lowered])
+    edit.change(i, op="elemwise_sub", attrs=node.hidden_attrs, inputs=[above, lowered])
 
 
 # ---------------------------------------------------------------------- loss scale

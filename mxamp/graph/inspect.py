@@ -115,7 +115,7 @@ def is_cast(source: str, target: str) -> bool:
 
 
 def precision_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
-    """Return the dtype that a call counts under: that of its first floating-point tensor."""
+    """Return the dtype that a call counts under: the dtype of its first floating-point tensor."""
     dtypes = [tensor.dtype for tensor in (*inputs, *outputs)]
     return next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
 
@@ -152,10 +152,11 @@ def tensors_of(
 
 
 def _known(shape: Optional[Shape]) -> Optional[Shape]:
-    """Return an inferred shape, None if a dimension of it is unknown."""
+    """Return an inferred shape; None if one of its dimensions is unknown."""
     if shape is None:
         return None
-    # NumPy semantics write -1 for an unknown dimension; classic ones 0, and () for the whole shape.
+    # NumPy semantics write -1 for an unknown dimension. Classic semantics write 0, and () for an
+    # unknown shape.
     known = min(shape, default=0) >= 0 if is_np_shape() else min(shape, default=0) > 0
     return tuple(shape) if known else None
 
@@ -207,16 +208,16 @@ def run_node(
 
 def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, Shape]:
     """Return the inferred shapes of nodes that make arrays, such as begin states, by index."""
-    open_ones = [
+    unshaped = [
         i
         for i, node in enumerate(graph.nodes)
         if not node.inputs and _UNKNOWN.search(node.attrs.get("shape", ""))
     ]
-    if not open_ones:
+    if not unshaped:
         return {}
     dtypes = dict(zip(inputs, dtypes_of(list(inputs.values()))))
     found = tensors_of(graph, dtypes, {name: array.shape for name, array in inputs.items()})
-    shapes = {i: found[i, 0].shape for i in open_ones}
+    shapes = {i: found[i, 0].shape for i in unshaped}
     return {i: shape for i, shape in shapes.items() if shape is not None}
 
 

@@ -46,9 +46,8 @@ __all__ = [
 def collector_paused() -> Iterator[None]:
     """Pause Python's garbage collector, if it is on.
 
-    A graph is made of a hundred thousand small objects that live. Whenever their number has grown
-    by a quarter, Python would look through all objects of the process, of which MXNet alone has as
-    many (50 ms each time).
+    A graph consists of many small long-lived objects. Whenever their number grew by a quarter, the
+    collector would scan all objects of the process.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -100,7 +99,7 @@ class Usage:
     off: bool = False
 
 
-Output = Tuple[int, int]  #: (node, output of it)
+Output = Tuple[int, int]  #: (index of the node, index among its outputs)
 CASTS = frozenset({"amp_cast", "Cast"})
 #: The attribute of a `Cast` that replaces `amp_cast`, which fails for empty arrays. MXNet ignores
 #: attributes of this form.
@@ -117,8 +116,8 @@ class Node:
     inputs: List[Output] = field(default_factory=list)
     subgraphs: List["Graph"] = field(default_factory=list)
     num_outputs: int = 1
-    control_deps: List[int] = field(default_factory=list)  #: nodes that must come before it, unread
-    #: Whether it is an input of the graph.
+    control_deps: List[int] = field(default_factory=list)  #: nodes that come first, unread
+    #: Whether the node is an input of the graph.
     is_variable: bool = field(init=False, repr=False, compare=False)
     #: The operator's canonical name.
     operator: str = field(init=False, repr=False, compare=False)
@@ -131,6 +130,11 @@ class Node:
     def call(self) -> Tuple[Any, ...]:
         """The operator and its visible attributes, a key that equal calls share."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
+
+    @property
+    def hidden_attrs(self) -> Dict[str, str]:
+        """The attributes whose names begin with __, such as marks: operators ignore them."""
+        return {name: text for name, text in self.attrs.items() if name.startswith("__")}
 
     def reading(self, inputs: List[Output]) -> "Node":
         """Return a copy with other inputs."""
@@ -234,10 +238,10 @@ class Graph:
 
 # ---------------------------------------------------------------------- dtypes
 
-#: MXNet's answers on single nodes.
+#: The inferred output dtypes of single nodes: a cache.
 _inferred: Dict[Any, Tuple[str, ...]] = {}
 
-#: Attributes that no dtype depends on. Without them, the convolutions of a model share a key.
+#: Attributes that no dtype depends on: left out, so that a model's convolutions share a cache key.
 _OF_SHAPES = frozenset(
     {"kernel", "stride", "pad", "dilate", "num_filter", "num_group", "num_hidden"}
 )
@@ -347,8 +351,8 @@ def _unescaped(escape: "re.Match[str]") -> str:
     return str(json.loads(f'"{text}"')) if _UNREAD.fullmatch(text) else text
 
 
-#: Control flow whose gradients in graphs read uninitialized memory, in plain float32 too. Results
-#: that are right by luck change with any change to the bodies.
+#: Control flow whose gradients in graphs read uninitialized memory, in plain float32 too. A change
+#: to the bodies can change results that were right by luck.
 UNSAFE_LOOPS = frozenset({"_while_loop", "_cond"})
 
 LOOPS = UNSAFE_LOOPS | {"_foreach"}
@@ -366,7 +370,7 @@ def rewrites_bodies(node: Node, training: bool) -> bool:
 
 
 def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -> Usage:
-    """Return the usage of one body of `node`, whose own inputs have these `dtypes`.
+    """Return the usage of one body of `node`, given the `dtypes` of the node's inputs.
 
     A body's inputs and outputs keep their dtypes. A loop may accumulate all gradients over its
     steps.
@@ -386,7 +390,7 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
 def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shape]:
     """Return the shapes of the inputs of a `foreach` body, by name, as far as they are known.
 
-    `shapes` are those of the node's inputs, data first: a step reads one slice of each.
+    `shapes` are the shapes of the node's inputs, data first: a step reads one slice of each.
     """
     names, data = node.subgraphs[0].input_names, len(_places(node, "in_data_locs"))
     return {
@@ -398,7 +402,7 @@ def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shap
 
 
 def body_inputs(node: Node, position: int) -> Dict[int, int]:
-    """Map the inputs of a body to the node's own inputs, by position."""
+    """Map the inputs of a body to the node's inputs, by position."""
     if node.operator == "_foreach":
         # Positions in the body, in the order of the node's inputs.
         locations = ("in_data_locs", "in_state_locs", "remain_locs")

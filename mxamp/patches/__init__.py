@@ -1,1 +1,1 @@
-"""Mixed precision switched on in running code. Imports `scaling`, `graph` and below."""
+"""Patches of MXNet that apply mixed precision to running code. Imports `scaling` and below."""

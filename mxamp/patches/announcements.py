@@ -11,7 +11,7 @@ __all__ = ["announce", "announce_float32", "announce_off", "announce_unscaled_ex
 logger = logging.getLogger("mxamp")
 
 NO_GPU = (
-    "mixed precision is on for GPUs, and MXNet sees none here: arrays on the CPU stay as they are, "
+    "mixed precision is on for GPUs, but MXNet sees no GPU: arrays on the CPU stay as they are, "
     "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu()"
 )
 SLOW = (
@@ -19,7 +19,7 @@ SLOW = (
     "faster than float32"
 )
 ONLY_TRUE = (
-    "float16 on a CPU is for trying and testing: its values are true half-precision ones, and most "
+    "float16 on a CPU is for trying and testing: it rounds values to true half precision, but most "
     "models run 10 to 25 times slower than in float32. %s"
 )
 STAYS_OFF = (
@@ -42,7 +42,7 @@ class _Said:
         self.executors = False
 
 
-#: One a process, as its log is.
+#: Global, since the process has one log.
 _said = _Said()
 
 
@@ -87,5 +87,5 @@ def _warn_of_speed(policy: Policy) -> None:
     if policy.target_dtype == "bfloat16" and not fast:
         logger.warning(SLOW, machine.cpu_name())
     elif policy.target_dtype == "float16":
-        advice = "bfloat16 is the fast one here" if fast else "float32 is the fast one here"
+        advice = f"{'bfloat16' if fast else 'float32'} is the fast dtype here"
         logger.warning(ONLY_TRUE, advice)

@@ -1,7 +1,7 @@
 """Mixed precision on and off: for the process by `init`, for a region of code by `autocast`.
 
-MXNet's functions are patched while either is in force, and restored afterwards. The patches stay
-until `shutdown` for a graph that holds regions while mixed precision is off outside.
+MXNet's functions are patched while either is in force, and restored afterwards. If a graph contains
+regions while mixed precision is off around it, the patches stay until `shutdown`.
 """
 
 import functools
@@ -67,12 +67,13 @@ def init(
     'bfloat16'
     >>> amp.shutdown()
 
-    Blocks may be made, hybridized and imported before or after it.
+    Blocks may be made, hybridized and imported before or after the call.
 
     Parameters
     ----------
     target_dtype : str or dtype, default "float16"
-        "float16", or "bfloat16" (on CPUs only, as in MXNet 1.9.1). By default that of `policy`.
+        "float16", or "bfloat16" (on CPUs only, as in MXNet 1.9.1). Taken from `policy` if
+        that is given.
         "auto" is the dtype that is fast on the device: float16 on GPUs, bfloat16 on CPUs with
         bfloat16 arithmetic. On other CPUs it is float32: mixed precision stays off, and a log
         line says why. The same script runs there too: loss scales are 1, and trainers update
@@ -88,7 +89,7 @@ def init(
         "auto" means here, and is ignored where that is float32.
     ctx : Context or str, optional
         The kind of device to run in mixed precision. By default the GPU if there is one, else
-        the CPU. Arrays on other devices are left alone.
+        the CPU. Operators on other devices are not cast.
     tuned : bool, default True
         Allow faster equivalents of operators, and precisions by shape, in bfloat16 graphs.
         False is `policy.untuned()`.
@@ -191,7 +192,7 @@ class autocast:
     Raises
     ------
     ArgumentError
-        The dtype is unknown, or `policy` is for another one.
+        The dtype is unknown, or `policy` is for another dtype.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class autocast:
         self._enabled = check_truth("enabled", enabled)
 
     def __enter__(self) -> "autocast":
-        """Begin the region. The same object may be entered again inside it."""
+        """Begin the region; reentrant."""
         policy = self._choose() if self._enabled else None
         if policy is FLOAT32:
             announce_float32()

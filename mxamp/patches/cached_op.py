@@ -1,7 +1,7 @@
 """Hybridized blocks: their cached op runs the graph rewritten for the policy in force.
 
-The block keeps one `CachedOp` for each policy, dtypes and choices by shape. The graph that it holds
-and exports stays the plain one.
+The block keeps one `CachedOp` for each policy, dtypes and choices by shape. It exports the original
+graph.
 """
 
 import functools
@@ -46,11 +46,11 @@ FUSED_ALREADY = (
     "hybridize() without a backend; for fused inference in bfloat16, convert_hybrid_block(net, "
     '"bfloat16", fuse=True)'
 )
-#: Graphs that a block keeps for data of different shapes: each may hold memory.
+#: The most graphs that a block keeps for data of different shapes: each may hold memory.
 _MOST_GRAPHS = 32
 _FUSED_PREFIX = "_sg_mkldnn"
 _STATIC_SHAPE = "static_shape"
-#: The loss scale's position among the arguments: it follows them.
+#: The loss scale's index among a call's inputs: the scale follows the block's arguments.
 _SCALE = -1
 
 
@@ -88,7 +88,7 @@ def build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
     def __setattr__(self: HybridBlock, name: str, value: Any) -> None:  # noqa: N807
         original(self, name, value)
         # A block whose code enters regions needs a rewritten graph even if mixed precision is off
-        # outside, and the call that traces it is past the patch of `_call_cached_op` already.
+        # outside. The call that traces it has already passed the patch of `_call_cached_op`.
         made = name == "_cached_op" and isinstance(value, CachedOp) and not current_policy()
         if made and vars(self).get("_source") is None and own_marks(self._cached_graph[1]):
             follow(self, ())
@@ -107,7 +107,7 @@ class Source(NamedTuple):
 def follow(block: HybridBlock, args: Sequence[Any], source: Optional[Source] = None) -> None:
     """Replace a block's cached op with one that runs graphs rewritten for the policy in force.
 
-    A converted block runs those of its `source`. A block not traced yet is traced with `args`.
+    A converted block runs the graph of its `source`. A block not traced yet is traced with `args`.
     """
     if block._cached_op is None:
         block._build_cache(*args)
@@ -124,7 +124,7 @@ def unfollow(block: HybridBlock) -> None:
 class _ReorderedOp:
     """A cached op whose graph reads the block's arguments in another order.
 
-    `_SCALE` in that order is the loss scale of output operators, an additional input.
+    The index `_SCALE` in that order stands for the loss scale of output operators.
     """
 
     def __init__(self, op: CachedOp, order: Sequence[int]) -> None:
@@ -150,7 +150,7 @@ class _Op(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The properties of a call that its graph and the choices by shape depend on."""
+    """The properties of a call that select its graph and its choices by shape: a cache key."""
 
     policy: Policy
     dtypes: Tuple[str, ...]
@@ -162,7 +162,7 @@ class PolicyCachedOp:
     """A block's cached op that runs the graph rewritten for the policy in force at each call.
 
     It makes one `CachedOp` for each policy, dtypes of inputs and choices by shape, on demand.
-    Without a policy it runs the block's own. The block's graph is read once, here.
+    Without a policy it runs the block's own cached op. The constructor reads the block's graph.
     """
 
     def __init__(self, block: HybridBlock, source: Optional[Source] = None) -> None:
@@ -183,13 +183,13 @@ class PolicyCachedOp:
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self._flags = block._flags
         self._unset = any(map(reads_unset_flag, self._graph.nodes))
-        # Without such loops and without a trained graph, training runs the graph of inference.
+        # Without unsafe loops and without changes for training, training runs the inference graph.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
         weights = weights_beside_biases(self._graph)
         params = [(self._names[i], p) for i, p in self._parameters]
         self._weights = [(name, param) for name, param in params if name in weights]
-        # Whether an array that is passed in needs a gradient is unknown here: taken for frozen.
+        # Whether a passed-in array needs a gradient is unknown here: treat it as frozen.
         self._passed_in = weights.intersection(self._names[i] for i in self._inputs)
         self._trained: Dict[FrozenSet[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
@@ -201,7 +201,7 @@ class PolicyCachedOp:
 
     @property
     def is_np_sym(self) -> bool:
-        """Whether outputs are arrays of `mx.np`, as MXNet's cached op has it."""
+        """Whether outputs are `mx.np` arrays, as `CachedOp.is_np_sym`."""
         return bool(self._plain.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
@@ -233,16 +233,16 @@ class PolicyCachedOp:
         key = (call, added, differs, choices)
         op = self._ops.get(key)
         if op is None:
-            # An array that is passed in may be accumulated into as well: that is unknown here.
+            # Whether a passed-in array accumulates gradients is unknown: assume that it does.
             accumulated = frozenset(self._names[i] for i in (*self._inputs, *added))
             usage = replace(self._usage(call, differs), accumulated=accumulated)
             op = self._ops[key] = self._build(call, graph, usage, choices)
         return op
 
     def _renew(self) -> None:
-        """Drop all ops after `grad_req` changed: static ones keep writing to the old gradients.
+        """Drop all ops after `grad_req` changed: static ops keep writing to the old gradients.
 
-        MXNet's own op, too: it has not seen the calls that others have run.
+        Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
         self._ops.clear()
         self._plain = self._cached_op(self._unchanged.symbol, range(len(self._names)))
@@ -251,9 +251,9 @@ class PolicyCachedOp:
             self._plain._register_op_hook(*self._hook)
 
     def _graph_for(self, training: bool) -> Graph:
-        """Return the graph to rewrite: in training, one with the loss scale as an input.
+        """Return the graph to rewrite, which for training has the loss scale as an input.
 
-        It also separates the bias from each dense layer whose weight needs no gradient.
+        For training, biases are also separated from dense layers whose weight needs no gradient.
         """
         if not training:
             return self._graph
@@ -269,7 +269,7 @@ class PolicyCachedOp:
     ) -> Choices:
         """Return the choices by shape, cached by the data's shapes.
 
-        Beyond `_MOST_GRAPHS`, data of new shapes shares the choices that hold for any shape.
+        Once `_MOST_GRAPHS` exist, data of new shapes shares the choices that hold for any shape.
         """
         key: Tuple[Any, ...] = (call, training, *[args[i].shape for i in self._inputs])
         looked_at: Sequence[int] = range(len(args))

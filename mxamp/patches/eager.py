@@ -16,7 +16,7 @@ from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework import arrays as mx_arrays
-from ..framework.arrays import KIND_NAMES, cast, dtype_code, kind_code, on_device
+from ..framework.arrays import KIND_NAMES, as_list, cast, dtype_code, kind_code, on_device
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, auxiliary_states, by_handle, handle_of, registry
 from ..framework.zero_gradients import kept_safe, zero_gradients
@@ -40,10 +40,10 @@ __all__ = [
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
 _TENSORDOT = handle_of("_npi_tensordot")
-#: What `astype`, `copyto` and assignments to slices call.
+#: The operator that `astype`, `copyto` and assignments to slices call.
 _COPY_TO = handle_of("_copyto")
 
-# Decisions kept for an operator. A scalar factor that changes with every call adds one each time.
+# The most decisions cached per operator: a scalar that changes with every call adds one each time.
 _MANY_DECISIONS = 4096
 
 # Operators whose attributes `num_group` or `mode` a decision reads.
@@ -67,7 +67,7 @@ def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         output_is_list: bool,
     ) -> Any:
         if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
-            # Also in a region where mixed precision is off: the loss behind it is scaled.
+            # Even where mixed precision is off, since the backward pass is scaled all the same.
             ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
         policy = current_policy()
         if policy is None:
@@ -104,8 +104,8 @@ def _product_and_bias(
     *reads, bias = arrays
     attrs = without_bias(dict(zip(keys, vals)))
     product = invoke(_DENSE, reads, list(attrs), list(attrs.values()), None, is_np_op, False)
-    # Repeated by a product with ones: its gradient is a product as well, several times as fast as
-    # the sum that broadcasting needs.
+    # Repeat the bias by a product with ones: its gradient is a product too, several times as fast
+    # as the sum that is the gradient of broadcasting.
     ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
     attrs["flatten"] = "False"
     both = [ones, bias.reshape((-1, 1))]
@@ -135,7 +135,7 @@ def build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `asnumpy` that gives float32 values for bfloat16 arrays."""
+    """Return an `asnumpy` that returns float32 values for bfloat16 arrays."""
 
     @functools.wraps(original)
     def asnumpy(self: NDArray) -> Any:
@@ -209,7 +209,7 @@ class _Casts:
         named += [a for a in (SPARSE_GRADIENT,) if a in operator.attributes]
         named += ["subscripts"] if operator.name == "_npi_einsum" else []
         self._attributes = frozenset(named)
-        # All attributes go to the constructor of a custom operator.
+        # A custom operator's constructor reads all attributes.
         self._reads_all = operator.name == "Custom"
         # Without a GPU every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"
@@ -224,7 +224,7 @@ class _Casts:
             attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
         kept = None
         if self._sums:
-            kept = self._kept(arrays, dict(attributes))
+            kept = reason_by_sums(self._rule, dict(attributes), arrays[0].shape)
         elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
             kept = self._trained[0]
         key = (codes, attributes, kept)
@@ -237,9 +237,6 @@ class _Casts:
         if decision is None or self._cpu_only or on_device(arrays, self._policy.device):
             return decision
         return None
-
-    def _kept(self, arrays: Sequence[NDArray], attributes: Dict[str, str]) -> Optional[str]:
-        return reason_by_sums(self._rule, attributes, arrays[0].shape)
 
     def _decide_anew(
         self, codes: Sequence[int], attributes: Dict[str, str], kept: Optional[str]
@@ -283,9 +280,7 @@ def _rounded(array: NDArray, position: int, decision: Decision, is_np_op: bool) 
 
 def _write_out(outputs: Any, out: Any) -> Any:
     """Write results to the arrays of `out=`, in the dtypes of those arrays."""
-    results = outputs if isinstance(outputs, list) else [outputs]
-    targets = out if isinstance(out, (list, tuple)) else [out]
-    for result, target in zip(results, targets):
+    for result, target in zip(as_list(outputs), as_list(out)):
         dtype = dtype_name(target.dtype)
         castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
         mx_arrays.write(result, target, dtype, castable)
@@ -301,21 +296,21 @@ class _UpdatedArrays:
     Hybridized blocks update Gluon parameters, which are found without this.
     """
 
-    #: References to an array that nobody else holds: the entry's, and that of the call that counts.
+    #: `sys.getrefcount` of an array that only this table holds: the entry, and the argument.
     _OURS = 2
 
     def __init__(self) -> None:
-        #: By the handles of the operators to note: positions of the inputs that they update.
+        #: The positions of the inputs that each watched operator updates, by its handle.
         self.handles: Mapping[int, Tuple[int, ...]] = {}
         self._arrays: Dict[int, NDArray] = {}
         self._most = 1000
 
     def watch(self) -> None:
-        """Note calls from now on."""
+        """Start to remember updated arrays."""
         self.handles = _updating()
 
     def note(self, handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]) -> None:
-        """Note a recorded call of one of these operators."""
+        """Remember the arrays that a recorded call of a watched operator updates."""
         positions = self.handles[handle]
         if not positions:
             count = len(arrays)
@@ -325,19 +320,19 @@ class _UpdatedArrays:
         self._arrays.update((id(arrays[i]), arrays[i]) for i in positions if i < len(arrays))
 
     def all(self) -> List[NDArray]:
-        """Return the noted arrays that the program still holds."""
+        """Return the remembered arrays that the program still holds."""
         for key in list(self._arrays):
             if sys.getrefcount(self._arrays[key]) <= self._OURS:
                 del self._arrays[key]
         return list(self._arrays.values())
 
     def stop(self) -> None:
-        """Note no more calls, and release the arrays."""
+        """Stop, and release the arrays."""
         self.handles = {}
         self._arrays.clear()
 
 
-#: One a process, as the patched functions are.
+#: Global, as the patched functions are.
 updated_arrays = _UpdatedArrays()
 
 

@@ -19,14 +19,14 @@ from ..policy.active import current_policy
 
 __all__ = ["build_sgd"]
 
-#: Elements of a block: weight, gradient, momentum and two scratch blocks fit into the cache.
+#: Elements per block: weight, gradient, momentum and two scratch blocks fit into the cache.
 _BLOCK = 2**15
 
 #: With more cores MXNet's kernel, which uses all of them, is as fast as NumPy on one.
 _MOST_CORES = 3
 
-#: Elements of an array, on average, from which NumPy is faster: below, its overhead (46 us an array
-#: against 15) outweighs what it saves (4 us in 1000 elements).
+#: Average elements per array from which NumPy is faster: below, its call overhead outweighs its
+#: speed.
 _LEAST = 2**14
 
 _float = np.float32
@@ -59,7 +59,7 @@ def build_sgd(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_faster(optimizer: SGD, arrays: Sequence[Any]) -> bool:
-    """Return whether the policy in force wants the step in NumPy, and NumPy can do it."""
+    """Return whether the policy in force allows NumPy steps, and NumPy is faster on the arrays."""
     policy = current_policy()
     return (
         policy is not None
@@ -127,13 +127,13 @@ def _sgd(
 
 
 def _parsed(value: Any) -> Any:
-    """Return a number as MXNet's operators read it: they parse its text, and miss the last bit."""
+    """Return a number as MXNet's operators parse it from text, where the last bit may differ."""
     return _read_by_mxnet(as_float(value))  # `trainer.step(batch_size)` takes arrays of one element
 
 
 @functools.lru_cache(maxsize=256)
 def _read_by_mxnet(value: float) -> Any:
-    """Return the float32 that an operator makes of a number's text (30 us): 0 - value * -1."""
+    """Let an operator parse a number and compute 0 - value * -1 (slow, so cached)."""
     zero = mx.nd.zeros((1,), ctx=mx.cpu())
     minus_one = mx.nd.full((1,), -1, ctx=mx.cpu())
     return _float(mx.nd.sgd_update(zero, minus_one, lr=value).asscalar())

@@ -1,7 +1,7 @@
 """Executors: a symbol's graph is rewritten when it is bound, and again when it is reshaped.
 
-Dtypes and device are known only when a symbol is bound. The symbols that programs hold and save
-stay plain. A rewrite may depend on shapes, so a reshaped executor gets a graph rewritten anew.
+Dtypes and device are known only when a symbol is bound. The program's symbol is never changed. A
+rewrite may depend on shapes, so a reshaped executor gets a newly rewritten graph.
 
 Executors in training stay in float32 under a float16 policy: their backward pass scales no loss and
 skips no update. Callers that scale the losses themselves bind inside `scaled_executors`.
@@ -65,11 +65,11 @@ UNSPECIFIED = (
     "give its shape, or partial_shaping=True"
 )
 NOT_REACHED = (
-    "autocast(enabled=False) around the custom operator %r holds in eager calls alone: MXNet "
+    "autocast(enabled=False) around the custom operator %r only affects eager calls: MXNet "
     "passes the attributes of a node to the operator's constructor, so the node can't be marked. "
     "In graphs it computes in half precision, as it was registered"
 )
-INCOMPLETE = "reshape can't infer the shapes of all arguments from {given}: give more of them"
+INCOMPLETE = "reshape can't infer the shapes of all arguments from {given}: give more shapes"
 
 
 def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,8 +122,8 @@ def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         shapes = {name: options[name] for name in names if name in options}
         symbol = binding.symbol_for(shapes)
         if symbol is not self:
-            # MXNet can't infer dtypes and shapes of arguments that a cast reads. Variables declare
-            # bfloat16 themselves: type_dict can't hold it.
+            # MXNet can't infer dtypes and shapes of arguments that a cast reads. bfloat16 is left
+            # out, since type_dict can't hold it: bfloat16 variables declare their dtype.
             named = {name: one for name, one in dtypes.items() if one != "bfloat16"}
             type_dict = {**named, **(type_dict or {})}
             inferred, _, _ = self.infer_shape_partial(**shapes)
@@ -135,7 +135,7 @@ def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Binding:
-    """A symbol and what its rewrites for an executor depend on: one rewrite for each choice."""
+    """A bound symbol, the usage that its rewrites depend on, and the rewrites by `Choices`."""
 
     def __init__(
         self,
@@ -185,16 +185,16 @@ class _Binding:
 
 
 class _RewrittenExecutor(Executor):  # type: ignore[misc]
-    """An executor of a rewritten graph; it stays one after mixed precision is switched off."""
+    """An executor of a rewritten graph, also after mixed precision is switched off."""
 
     _binding: _Binding
 
     def reshape(
         self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: Any
     ) -> Executor:
-        """Return an executor for other shapes, as MXNet's does, with its graph rewritten."""
+        """Return an executor for other shapes, as MXNet's `reshape`, with its graph rewritten."""
         names, states = self._symbol.list_arguments(), self._symbol.list_auxiliary_states()
-        # MXNet's ignores names that the symbol lacks.
+        # Ignore names that the symbol lacks, as MXNet's `reshape`.
         given = {name: shape for name, shape in kwargs.items() if name in names}
         shapes, _, state_shapes = self._symbol.infer_shape(**given)
         if shapes is None:
@@ -209,7 +209,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
                 raise ArgumentError(UNSPECIFIED.format(**words))
             size = math.prod(shape)
             if size <= array.size:
-                # A view, as MXNet's: values and accumulated gradients stay.
+                # A view, as in MXNet's `reshape`: values and accumulated gradients stay.
                 return array.reshape((-1,))[:size].reshape(shape)
             if not allow_up_sizing:
                 raise ArgumentError(UP_SIZED.format(**words))
@@ -233,7 +233,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             self._grad_req,
             states_now,
             group2ctx=self._group2ctx,
-            # Loops in executors that share memory read stale values of the other one.
+            # Loops in executors that share memory read stale values of the other executor.
             shared_exec=None if self._binding.has_loops else self,
         )
         executor.grad_arrays = [gradients.get(name) for name in names]
@@ -250,7 +250,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
 
 @contextmanager
 def scaled_executors() -> Iterator[None]:
-    """Lower executors bound in the body to float16 in training too: the caller scales losses."""
+    """Let executors bound in the body train in float16: the caller scales their losses."""
     before = _scaled.set(True)
     try:
         yield
@@ -261,8 +261,8 @@ def scaled_executors() -> Iterator[None]:
 def _policy_for(symbol: Symbol, ctx: Any, requests: Mapping[str, str]) -> Optional[Policy]:
     """Return the policy to rewrite a symbol for; None to bind it as it is.
 
-    That is the policy in force, or that of the symbol's own regions. None on another kind of device
-    than the policy's, and for training in float16 with unscaled losses.
+    This is the policy in force, else the policy of the symbol's regions. None on other devices than
+    the policy's, and for training in float16 with unscaled losses.
     """
     policy = current_policy() or policy_outside(own_marks(symbol))
     if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:

@@ -1,8 +1,8 @@
 """Every patch that mixed precision installs, in one table.
 
-`init` and each `autocast` region install the whole table or nothing; the last user takes it off.
+`init` and each `autocast` region install the whole table or nothing; the last user removes it.
 Each row names the attribute of MXNet that is replaced, the function that builds its replacement
-from the original, and why MXNet's own does not do.
+from the original, and why MXNet's own attribute is not enough.
 """
 
 import functools
@@ -55,7 +55,7 @@ def _build_loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(self: DataLoader) -> Iterator[Any]:  # noqa: N807
         batches = original(self)
         while True:
-            # Not around the yield: the code that asks for batches is the script's.
+            # Suspend only the loader: the code that runs during the yield is the script's.
             with suspended():
                 try:
                     batch = next(batches)
@@ -100,7 +100,7 @@ def _build_horovod_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Row(NamedTuple):
-    """One patch; an owner given by its name is patched if the program has imported that module."""
+    """One patch; an owner given by module name is patched only if the program has imported it."""
 
     owner: Any
     attribute: str
@@ -116,14 +116,14 @@ HOROVOD_FUNCTIONS = (
 
 _EAGER = "casts the inputs of eager calls, which all end in this function"
 _MARKS = "autocast regions inside hybrid_forward hold in the graph"
-_SERVERS = "arrays of other dtypes end the parameter servers, and the workers hang"
-_HOROVOD = "Horovod refuses a dtype by its number, without the name of the array"
+_SERVERS = "arrays of other dtypes crash the parameter servers, and the workers hang"
+_HOROVOD = "Horovod's own error names neither the dtype nor the array"
 
 #: In the order in which they are installed.
 ALL = (
     *(Row(module, "_imperative_invoke", eager.build_invoke, _EAGER)
       for module in eager.INVOKE_MODULES),
-    Row(_api_internal, "tensordot", eager.build_tensordot, "the one operator that bypasses them"),
+    Row(_api_internal, "tensordot", eager.build_tensordot, "the only operator that bypasses it"),
     Row(NDArray, "asnumpy", eager.build_asnumpy, "plain MXNet returns bfloat16's raw bits"),
     Row(Symbol, "bind", symbolic.build_bind, "rewrites the graphs of executors"),
     Row(Symbol, "simple_bind", symbolic.build_simple_bind, "rewrites the graphs of executors"),
@@ -135,13 +135,13 @@ ALL = (
     Row(autograd.Function, "__call__", _build_function_call,
         "MXNet runs backward later, outside the autocast region around forward"),
     Row(DataLoader, "__iter__", _build_loader_iter,
-        "transforms are no part of the net, and OpenCV knows no half precision"),
+        "transforms are not part of the net, and OpenCV has no half precision"),
     Row(dataloader, "_thread_worker_fn", _build_thread_worker, "the same in worker threads"),
     *(Row(KVStore, name, _build_store_call, _SERVERS)
       for name in ("init", "broadcast", "push", "pushpull")),
     *(Row("horovod.mxnet", name, _build_horovod_call, _HOROVOD) for name in HOROVOD_FUNCTIONS),
     Row(SGD, "_update_impl", optimizers.build_sgd,
-        "few cores update weights several times as fast in NumPy, to the same bits"),
+        "on few cores NumPy updates weights several times as fast, to the same bits"),
     Row(gluon.utils, "clip_global_norm", finite.build_clipping,
         "the square of a norm overflows half precision"),
     Row(CustomOpProp, "__init__", loss_outputs.build_init,
@@ -150,7 +150,7 @@ ALL = (
 
 
 class _CastingPatches(PatchSet):
-    """The patches of the table, in place while somebody uses them."""
+    """The reference-counted patches of the table: installed while they have a user."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _CastingPatches(PatchSet):
         self._is_held = False
 
     def patches(self) -> List[Patch]:
-        """Return new patches for the table's rows, without those of modules not imported."""
+        """Return new patches for the table's rows whose modules are imported."""
         owners = [
             sys.modules.get(row.owner) if isinstance(row.owner, str) else row.owner for row in ALL
         ]
@@ -169,20 +169,20 @@ class _CastingPatches(PatchSet):
         ]
 
     def acquire(self) -> None:
-        """Install the patches for one more user."""
+        """Add a user, and install the patches for the first."""
         with self._lock:
             self.open()
             self._users += 1
 
     def release(self) -> None:
-        """Take the patches off with the last user."""
+        """Remove a user, and undo the patches after the last."""
         with self._lock:
             self._users -= 1
             if not self._users:
                 self.close()
 
     def hold(self, wanted: bool) -> None:
-        """Keep the patches for graphs that enter regions themselves, or stop keeping them."""
+        """Count graphs that contain regions as a user of the patches, or stop counting them."""
         with self._lock:
             if wanted is not self._is_held:
                 self._is_held = wanted
@@ -200,5 +200,5 @@ class _CastingPatches(PatchSet):
             self.release()
 
 
-#: One a process, as MXNet's functions are: `init` and every region share the patches.
+#: Global, as MXNet's functions are: `init` and every region share the patches.
 casting = _CastingPatches()

@@ -1,1 +1,1 @@
-"""Which precision each operator computes in, as values. Imports `framework`."""
+"""Policies: immutable values that say which precision each operator computes in."""

@@ -1,7 +1,7 @@
-"""The policy in force: that of the process, or of the innermost `autocast` region around the code.
+"""The policy in force: the process's policy, or that of the innermost `autocast` region.
 
 Regions belong to the execution context (`contextvars`): each thread and each asyncio task has its
-own. The patches ask `current_policy` at every call.
+own. The patches call `current_policy` at every operator call.
 
 Where "auto" has chosen float32, `FLOAT32` takes the place of a policy: mixed precision is off, and
 `autocast()` and loss scaling, which follow the dtype around them, stay off too.
@@ -75,7 +75,7 @@ def is_enabled() -> bool:
 
 
 def nearest_policy() -> Optional[Choice]:
-    """Return the policy of the innermost region that has one, else that of the process.
+    """Return the policy of the innermost region that has one, else the process's policy.
 
     `FLOAT32` where "auto" has chosen float32 there.
     """
@@ -103,7 +103,7 @@ def leave_region() -> Optional[Choice]:
 
 
 class suspended:
-    """A context without casting, for mxamp's own code, which knows its dtypes.
+    """Context manager that turns casting off, for mxamp's own code.
 
     Unlike `autocast(enabled=False)` it patches nothing, and takes microseconds less.
     """

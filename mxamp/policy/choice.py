@@ -13,8 +13,8 @@ from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, device_type,
 __all__ = ["chosen_policy", "differing"]
 
 OTHER_POLICY = (
-    "'auto' is {chosen} here, and the policy is for {own}: leave 'auto' out to use the policy as "
-    "it is, or give ctx for the kind of device that you mean"
+    "'auto' is {chosen} here, but the policy is for {own}: leave 'auto' out to use the policy as "
+    "it is, or give ctx to choose the kind of device"
 )
 
 
@@ -30,8 +30,8 @@ def chosen_policy(
 ) -> Choice:
     """Return the policy that the arguments of `init` describe, or `FLOAT32`.
 
-    As `Policy.from_lists`, and "auto" is allowed too. Wrong arguments are errors even where "auto"
-    means float32 and they are not used.
+    Like `Policy.from_lists`, but `target_dtype` may be "auto". Arguments are checked even where
+    "auto" means float32 and ignores them.
     """
     if policy is None or target_dtype is not DEFAULT_TARGET:
         target_dtype = check_target(target_dtype, TARGETS_OR_AUTO)
@@ -58,7 +58,7 @@ _Values = Tuple[str, Any, Any]
 
 
 def differing(old: Choice, new: Choice) -> str:
-    """Return how two policies differ: "target_dtype: bfloat16 instead of float16"."""
+    """Describe how two policies differ: "target_dtype: bfloat16 instead of float16"."""
     for values in _compared(old, new):
         parts = [f"{name}: {one} instead of {other}" for name, one, other in values if one != other]
         if parts:
@@ -67,7 +67,7 @@ def differing(old: Choice, new: Choice) -> str:
 
 
 def _compared(old: Choice, new: Choice) -> Iterator[List[_Values]]:
-    """Yield values to compare, the most general first: other dtypes imply other operators."""
+    """Yield values to compare, the most general first: different dtypes imply different rules."""
     dtypes = ("target_dtype", old.target_dtype, new.target_dtype)
     if not (isinstance(old, Policy) and isinstance(new, Policy)):
         yield [dtypes]

@@ -1,7 +1,7 @@
-"""The one decision: which dtype each input of an operator is cast to, and why.
+"""Decisions: which dtype each input of an operator is cast to, and why.
 
 `decide` is a pure function of names and dtypes. Eager calls, graphs about to run and saved graphs
-all ask it, so that they agree bit for bit.
+all call it, so that they agree bit for bit.
 """
 
 from dataclasses import dataclass
@@ -15,29 +15,26 @@ from .values import is_dilated, is_true, kernel_axes
 
 __all__ = ["CASTABLE", "Decision", "SPARSE_GRADIENT", "decide", "fixed_inputs"]
 
-#: Only these are ever cast; integers, booleans and float64 never are.
+#: The only dtypes that are cast: integers, booleans and float64 never are.
 CASTABLE = frozenset({"float16", "bfloat16", "float32"})
 
 _WIDE = frozenset({"float32", "float64"})
 
-# A call with one of these inputs runs as without mxamp: amp_cast knows no float64 and no sparse
-# storage.
+# A call with an input of one of these kinds is never lowered: amp_cast supports neither.
 _FOREIGN = frozenset({"float64", "sparse"})
 
 
-CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes to memory it does not have"
+CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes out of bounds"
 NO_FLOAT64 = (
-    "a transposed convolution that is 3-D or dilated has no kernel in half precision, and none in "
-    "float64 that is right"
+    "a transposed convolution that is 3-D or dilated has no kernel in half precision, and a wrong "
+    "one in float64"
 )
 HALF_WEIGHT = (
-    "a transposed convolution that is dilated, with a weight in {dtype}, has no right kernel on "
-    "CPUs: MXNet's own takes no notice of dilation, and oneDNN's writes gradients to memory that "
-    "it does not have. Keep the weight in float32"
+    "a dilated transposed convolution with a weight in {dtype} has no right kernel on CPUs: "
+    "MXNet's own kernel ignores dilation, and oneDNN's writes gradients out of bounds. Keep the "
+    "weight in float32"
 )
-DIAGONAL = (
-    "MXNet writes its gradient on the diagonal alone: what a cast would read beside it is garbage"
-)
+DIAGONAL = "MXNet writes its gradient only on the diagonal: beside it, a cast would read garbage"
 AUXILIARY = "its auxiliary states are in float32, and MXNet gives an operator one dtype"
 SPARSE = "the gradient of a cast weight would not be row_sparse"
 
@@ -56,7 +53,7 @@ class Decision:
 
     reads: Tuple[Optional[str], ...]
     reason: str
-    precision: str = "as is"  #: the dtype of the computation, for readers
+    precision: str = "as is"  #: the dtype of the computation, for reports
     through: Optional[str] = None
     keep_outputs: Tuple[int, ...] = ()
     guards: FrozenSet[int] = frozenset()
@@ -71,7 +68,7 @@ class Decision:
         return self.through is not None or any(dtype is not None for dtype in self.reads)
 
 
-OTHER_HALF = "MXNet's bfloat16 kernels are not known to a float16 policy, and some end the process"
+OTHER_HALF = "a float16 policy doesn't know MXNet's bfloat16 kernels, and some crash the process"
 
 
 def decide(
@@ -172,7 +169,7 @@ def _compute_dtype(
     """Return the dtype of the computation for an operator of this class and these inputs."""
     target = policy.target_dtype
     if dtypes & _FOREIGN:
-        return "float32", "next to float64 or sparse inputs nothing is lowered"
+        return "float32", "an operator with a float64 or sparse input is not lowered"
     if op_class == "low":
         if floats <= {target, "float32"}:
             return target, reason
@@ -197,7 +194,7 @@ def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> Froze
 
 
 def _leading(rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str]) -> Set[str]:
-    """Return the dtypes of all inputs that do not follow the other inputs."""
+    """Return the dtypes of the inputs that decide: all but the rule's `follow_inputs`."""
     operator = registry().get(rule.operator)
     if operator is None or not rule.follow_inputs:
         return set(floats.values())

@@ -38,14 +38,14 @@ logger = logging.getLogger("mxamp")
 Table = Mapping[str, Any]
 
 OTHER_DEVICE = (
-    'it is for the {own} alone (device = "{own}"), and the {given} was asked for: load it without '
-    "a device, or load a file for the {given}"
+    'the list is for the {own} only (device = "{own}"), not for the {given}: load it without a '
+    "device, or load a file for the {given}"
 )
 NO_KERNELS = (
     "%s: MXNet has no %s kernel on a %s for %s, and no [[missing]] table says so: calls fail, or "
     "give wrong results. Copy the [[missing]] tables of %s"
 )
-SINGLE_BRACKETS = ". Tables of which there are several have two brackets: [[group]]"
+SINGLE_BRACKETS = ". Tables that can be repeated have two brackets: [[group]]"
 NOT_THE_SAME = (
     "{where}: operator {name!r} {key} {here} here and {there} in {first}; write the same in both"
 )
@@ -68,7 +68,7 @@ class OperatorList:
     rules: Mapping[str, Rule]  #: by canonical operator name
     #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
     fp32_layers: Tuple[str, ...] = ()
-    #: the faster equivalents that graphs about to run get: name, and its measured gain
+    #: faster equivalents that graphs get before they run: name, and measured gain
     substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -98,8 +98,8 @@ def read_list(
 ) -> OperatorList:
     """Read an operator list; every error names the file.
 
-    `custom` are the classes of registered custom operators. Lowered operators that have no kernel
-    are a warning.
+    `custom` are the classes of registered custom operators. Logs a warning if the list lowers
+    operators that have no kernel.
     """
     data = _parsed(path)
     with located(path):
@@ -126,7 +126,7 @@ def _parsed(path: Union[str, Path]) -> Table:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     if not os.fspath(path):
-        raise ArgumentError("the path of the policy file is empty: give that of a TOML file")
+        raise ArgumentError("the path of the policy file is empty: give the path of a TOML file")
     text = ""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -138,7 +138,7 @@ def _parsed(path: Union[str, Path]) -> Table:
     except OSError as error:
         raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ArgumentError(f"{str(path)!r} is not valid TOML: it is no UTF-8 text") from None
+        raise ArgumentError(f"{str(path)!r} is not valid TOML: it is not UTF-8 text") from None
     except RecursionError:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: nested too deeply") from None
     except ValueError as error:  # of TOML, with line and column, or of a path with a null byte
@@ -158,7 +158,7 @@ def loads(text: str) -> Table:
 def list_of(
     data: Table, device: Optional[str], features: FrozenSet[str], custom: CustomClasses = ()
 ) -> OperatorList:
-    """Return the list in the data of a file; raise `ArgumentError` for any mistake in it."""
+    """Return the list that a file's data describes; raise `ArgumentError` for any mistake in it."""
     check_list(data)
     dtype, own = data["dtype"], data.get("device")
     found = check_device(dtype, device or own)
@@ -253,7 +253,7 @@ class _Rules:
 
     def _add_missing(self, table: Table, names: List[str], where: str) -> None:
         if table["device"] == "gpu" and "unless" in table:
-            raise ArgumentError(f"{where}: unless names instructions of CPUs, not of gpu")
+            raise ArgumentError(f"{where}: 'unless' names CPU instructions, but device is 'gpu'")
         if table["device"] != self._device:
             return
         unless, computes = table.get("unless"), table.get("computes", "float32")
@@ -314,7 +314,7 @@ class _Rules:
         first = self._given_by.setdefault(rule.operator, where)
         if rule.operator in self.by_name:
             where = f"twice in {where}" if first == where else f"in {first} and in {where}"
-            raise ArgumentError(f"operator {rule.operator!r} stands {where}; leave it in one place")
+            raise ArgumentError(f"operator {rule.operator!r} is listed {where}; list it once")
         self.by_name[rule.operator] = rule
 
     def _amend(self, name: str, **changes: Any) -> None:
@@ -323,7 +323,7 @@ class _Rules:
 
 
 def _expand(patterns: Iterable[str]) -> List[str]:
-    """Return the operators with these names, or that match these patterns ending in *.
+    """Return the operators that canonical names and patterns ending in * match.
 
     Operators of later MXNet versions are left out: no program can call them here.
     """

@@ -1,4 +1,4 @@
-"""Changes of a policy: checks of operators and layers that users give, and the new rules."""
+"""Changes to a policy: checks of the given operators and layers, and the changed rules."""
 
 from dataclasses import replace
 from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
@@ -31,14 +31,14 @@ Layers = Union[None, Block, Iterable[Union[str, Block]]]
 
 NO_LAYERS = "{argument} must be a list of names or of Gluon blocks, not {given}"
 NO_NAMES = (
-    "{argument}: the operators of block {name} can't be told from others by their names, as its "
-    "prefix {prefix!r} does not end in '_'. Give the block a prefix that does, or the names of its "
-    "layers, which explain shows"
+    "{argument}: the names of block {name}'s operators are ambiguous, since its prefix {prefix!r} "
+    "does not end in '_'. Give the block a prefix that does, or list the names of its layers, "
+    "which explain shows"
 )
 
 
 def exactly(name: str) -> str:
-    """Return the pattern that matches this name alone.
+    """Return the pattern that matches only this name.
 
     >>> exactly("stage[0]_conv*")
     'stage[[]0]_conv[*]'
@@ -72,7 +72,7 @@ def _patterns_of(argument: str, block: Block) -> Sequence[str]:
         return [exactly(name) for name in names]
     inner = [_patterns_of(argument, child) for child in block._children.values()]
     patterns = [pattern for few in inner for pattern in few]
-    if _calls_nothing_itself(block):
+    if _is_plain_sequence(block):
         return patterns
     prefix = block.prefix
     if not prefix.endswith("_"):
@@ -83,7 +83,7 @@ def _patterns_of(argument: str, block: Block) -> Sequence[str]:
     return [f"{own}*", *(one for one in patterns if not one.startswith(own))]
 
 
-def _calls_nothing_itself(block: Block) -> bool:
+def _is_plain_sequence(block: Block) -> bool:
     """Return whether a block only calls its children in sequence."""
     forward: Tuple[Any, ...] = (Sequential.forward, HybridSequential.hybrid_forward)
     own = getattr(type(block), "hybrid_forward", None), type(block).forward
@@ -130,7 +130,7 @@ def overridden(
 
 
 def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
-    """Return rules without the rules by shape that are for speed alone."""
+    """Return rules without the shape rules that only affect speed."""
     return {
         name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
         for name, rule in rules.items()
@@ -152,9 +152,9 @@ def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
 
 
 def following(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
-    """Return rules under which operators compute in the dtype of their inputs, as without mxamp.
+    """Return rules under which operators compute in the dtype of their inputs, as in plain MXNet.
 
-    Inputs of different float dtypes, which MXNet would refuse, are widened.
+    Inputs of different float dtypes, which MXNet refuses, are widened.
     """
     return {
         name: rule
@@ -266,6 +266,6 @@ def _put(
         )
     for name, of_one in conditions.items():
         old = rules.get(name, UNLISTED)
-        # Not fp32, which would make the condition void: the operator follows its input.
+        # In class fp32 the condition would have no effect, so the operator follows its input.
         op_class = "neutral" if old.op_class in ("fp32", "untouched") else old.op_class
         rules[name] = replace(old, operator=name, op_class=op_class, conditions=of_one)

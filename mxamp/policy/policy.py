@@ -28,20 +28,19 @@ NO_POLICY = (
 )
 TUNING = "; give the policy of the tuning: policy=tuning.policy"
 BESIDE_LISTS = (
-    "a policy has operator lists of its own: give it without other lists, or change it with "
-    "policy.override"
+    "a policy contains operator lists: give no lists beside it, or change it with policy.override"
 )
 
 
 class Caches:
-    """Results derived from one policy, by the module that keeps them."""
+    """Results that other modules derive from one policy."""
 
     __slots__ = ("eager", "fingerprint", "regions", "workers")
 
     def __init__(self) -> None:
         #: `patches.eager`: the casts of each operator, by its handle.
         self.eager: Optional[Dict[int, Any]] = None
-        #: `policy.regions`: the policies of regions in graphs under this one, by mark.
+        #: `policy.regions`: the policies of regions in graphs under this policy, by mark.
         self.regions: Dict[str, Policy] = {}
         #: `policy.regions`: a hash of the policy's file.
         self.fingerprint: Optional[str] = None
@@ -130,7 +129,7 @@ class Policy(OperatorList):
 
     @cached_property
     def caches(self) -> Caches:
-        """Results that other modules keep for this policy; freed with it."""
+        """Caches of other modules for this policy; freed with it."""
         return Caches()
 
     @classmethod
@@ -187,7 +186,7 @@ class Policy(OperatorList):
         of `ctx`, with each given operator list in place of the policy's own.
 
         Raises `ArgumentError` if `policy` is no policy, is given beside operator lists, or is for
-        another dtype or device than the one beside it; and the errors of `override`.
+        another dtype or device than `target_dtype` and `ctx`; and the errors of `override`.
         """
         lists = (low, fp32, widest, conditional)
         if policy is not None:
@@ -279,7 +278,7 @@ def _default(dtype: str, device: str, features: FrozenSet[str], custom: CustomCl
     return _interned(Policy(**vars(own_list(dtype, device, features, custom))))
 
 
-#: One policy object for each value in use: code that makes its policy anew in each step finds the
+#: One policy object for each value in use: code that makes an equal policy in each step finds the
 #: cached graphs and casts.
 _policies: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
 

@@ -1,8 +1,8 @@
 """Regions in graphs: `autocast` in a model's own code, as attributes of nodes.
 
 `autocast` inside `hybrid_forward`, or around code that builds a symbol, is in force while nodes are
-made, not while they run. So each node made in a region has a mark, which says under which policy
-the node is cast when its graph is rewritten. Such attributes survive in files; MXNet ignores them.
+made, not while they run. So each node made in a region gets a mark, an attribute that names the
+policy under which the node is cast later. Marks are saved with the graph; MXNet ignores them.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ CAST_WORDS = {
     WIDEST_INSIDE: "promote_function in the model's code",
 }
 
-#: Policies of regions by fingerprint, kept since graphs may outlive other references to them.
+#: Policies of regions by fingerprint. Graphs hold only the fingerprint, so keep the policies alive.
 _held: Dict[str, Policy] = {}
 
 
@@ -102,7 +102,7 @@ _regions: "ContextVar[Tuple[Optional[Region], ...]]" = ContextVar("mxamp_marks",
 
 
 def enter(region: Optional[Region]) -> None:
-    """Begin to mark new nodes with a region; with None, nodes get no marks."""
+    """Mark nodes made from now on with a region, until `leave`; with None, don't mark them."""
     around = _regions.get()
     if region is not None and region.is_bare:
         inside = reversed(around)
@@ -224,7 +224,7 @@ def _known(mark: str) -> str:
 
 
 def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
-    """Return the decision with the region that the node was made in as its reason."""
+    """Return the decision with the node's region in its reason."""
     mark, cast = attrs.get(REGION), attrs.get(CAST)
     if mark == _OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
         return decision
@@ -236,7 +236,7 @@ def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> 
 
 
 def words_of(mark: str, policy: Policy) -> str:
-    """Return the words for a region at the start of reasons."""
+    """Return the words about a region with which reasons begin."""
     if mark == _OFF:
         return OFF_WORDS
     given = "policy=..." if mark.startswith(_POLICY) else "" if mark == _ON else repr(mark)
@@ -260,7 +260,7 @@ def policies_of(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
 
 
 def policy_outside(marks: "frozenset[str]") -> Optional[Policy]:
-    """Return the policy of a graph that runs while mixed precision is off, for its regions alone.
+    """Return the policy for the regions of a graph that runs while mixed precision is off.
 
     None where no region casts anything.
     """

@@ -20,12 +20,12 @@ __all__ = [
     "reason_by_sums",
     "register_class",
     "registered_classes",
-    "terms",
+    "sums_exceed",
 ]
 
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
 
-#: The classes that readers see; "conditional" depends on an attribute.
+#: The classes that reports show: "conditional" operators depend on an attribute.
 SHOWN_CLASSES = (*CLASSES, "conditional")
 
 #: Names of rules by shapes and neighbors in operator lists: functions of `graph.shape_rules`.
@@ -33,19 +33,18 @@ SHAPE_RULES = (
     "few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight", "volume_views",
 )  # fmt: skip
 
-#: Shape rules that results depend on. The others are for speed, and hold in tuned graphs alone.
+#: Shape rules that affect results. The others only affect speed, and apply only in tuned graphs.
 _EXACT = frozenset({"long_sums", "cast_weight", "volume_views"})
 
-#: Shape rules by which an operator computes in float32 on values of the target dtype, as without
-#: a kernel. By the others it stays in float32.
+#: Shape rules that stand for a missing kernel: the operator computes in float32 on values of the
+#: target dtype. All other shape rules keep the operator in float32.
 _DETOURS = frozenset({"volume_views"})
 
 #: Shape rules that have a limit.
 LIMITED = frozenset({"long_sums"})
 
-#: Names of substitutions, which operator lists and policies use: those of `graph.substitutions`,
-#: those that fused models alone have, and the optimizer whose steps `patches.optimizers` makes
-#: faster.
+#: Names of substitutions in operator lists and policies: first those of `graph.speed` for graphs,
+#: then those for fused models only, then "sgd", the faster optimizer step of `patches.optimizers`.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "global_pool", "pool_in_parts", "image_convolution", "split",
@@ -77,7 +76,7 @@ class Condition:
 
 
 class ShapeRule(NamedTuple):
-    """A rule by shape for one operator."""
+    """A rule that, depending on shapes and neighbors, keeps one operator in float32."""
 
     name: str  #: one of `SHAPE_RULES`
     reason: str
@@ -85,7 +84,7 @@ class ShapeRule(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether results depend on the rule, and not speed alone."""
+        """Whether the rule affects results, not only speed."""
         return self.name in _EXACT
 
     @property
@@ -98,7 +97,7 @@ class MissingKernel(NamedTuple):
     """A kernel in the target dtype that a kind of device does not have."""
 
     reason: str
-    unless: Optional[str] = None  #: the CPU feature with which there is a kernel
+    unless: Optional[str] = None  #: the CPU feature with which the kernel exists
     computes: str = "float32"  #: the dtype to compute in without the kernel
 
 
@@ -113,9 +112,9 @@ class Rule:
     keep_inputs: Tuple[str, ...] = ()  #: inputs that are never cast
     follow_inputs: Tuple[str, ...] = ()  #: inputs that get the dtype that the other inputs decide
     keep_outputs: Tuple[int, ...] = ()
-    missing: Optional[str] = None  #: why there is no kernel in the target dtype; None: there is one
+    missing: Optional[str] = None  #: why the kernel in the target dtype is missing; None: it exists
     computes: str = "float32"  #: the dtype to compute in where the kernel is missing
-    missing_kernels: Tuple[MissingKernel, ...] = ()  #: `missing` and `computes` on any CPU
+    missing_kernels: Tuple[MissingKernel, ...] = ()  #: `missing` and `computes` for every CPU
     by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of registered custom operators
     lowers_custom: bool = True  #: False: custom operators registered as low are in class fp32
     by_shape: Tuple[ShapeRule, ...] = ()
@@ -142,11 +141,11 @@ class Rule:
         return any(one.name == shape_rule for one in self.by_shape)
 
     def is_detour(self, reason: Optional[str]) -> bool:
-        """Return whether `reason` is that of a shape rule that stands for a missing kernel."""
+        """Return whether `reason` belongs to a shape rule that stands for a missing kernel."""
         return any(one.is_detour and one.reason == reason for one in self.by_shape)
 
     def is_exact(self, reason: Optional[str]) -> bool:
-        """Return whether `reason`, why a call stays in float32, is that of an exact shape rule."""
+        """Return whether `reason` belongs to a shape rule that affects results."""
         return any(one.exact and one.reason == reason for one in self.by_shape)
 
 
@@ -158,10 +157,10 @@ UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
 Shape = Tuple[int, ...]
 
 
-def terms(operator: str, attributes: Mapping[str, str], first: Optional[Shape]) -> Optional[int]:
-    """Return how many products an element of the result sums; None without the input's shape.
+def _terms(operator: str, attributes: Mapping[str, str], first: Optional[Shape]) -> Optional[int]:
+    """Return the number of products that each result element sums; None if the shape is unknown.
 
-    >>> terms("batch_dot", {"transpose_a": "True"}, (8, 64, 32))
+    >>> _terms("batch_dot", {"transpose_a": "True"}, (8, 64, 32))
     64
     """
     if not first:
@@ -173,16 +172,22 @@ def terms(operator: str, attributes: Mapping[str, str], first: Optional[Shape]) 
 def reason_by_sums(
     rule: Rule, attributes: Mapping[str, str], first: Optional[Shape]
 ) -> Optional[str]:
-    """Return why a product stays in float32 for the length of its sums; None if it does not.
+    """Return why the rule long_sums keeps a product in float32; None if it does not.
 
-    Some kernels sum in half precision.
+    Some kernels sum in half precision, which loses digits in long sums.
     """
     for one in rule.by_shape:
-        if one.name == "long_sums":
-            count = terms(rule.operator, attributes, first)
-            if count is None or count > one.limit:
-                return one.reason
+        if one.name == "long_sums" and sums_exceed(one.limit, rule.operator, attributes, first):
+            return one.reason
     return None
+
+
+def sums_exceed(
+    limit: int, operator: str, attributes: Mapping[str, str], first: Optional[Shape]
+) -> bool:
+    """Return whether an operator may sum more than `limit` products; True for unknown shapes."""
+    count = _terms(operator, attributes, first)
+    return count is None or count > limit
 
 
 # ---------------------------------------------------------------------- custom operators
@@ -190,12 +195,12 @@ def reason_by_sums(
 #: (registered name, class) of each custom operator.
 CustomClasses = Tuple[Tuple[str, str], ...]
 
-#: Class by registered name. One a process, as MXNet's registry of custom operators is.
+#: Class by registered name. Global, as MXNet's registry of custom operators is.
 _registered: Dict[str, str] = {}
 
 
 def register_class(op_type: str, op_class: str) -> None:
-    """Give a custom operator a class, for the policies that are made from now on."""
+    """Set the class of a custom operator, for policies made from now on."""
     _registered[op_type] = op_class
 
 

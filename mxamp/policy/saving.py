@@ -18,24 +18,24 @@ __all__ = ["text_of"]
 
 HEAD = f"""\
 # A policy: which precision each of MXNet's operators computes in. Written by Policy.save of mxamp
-# {__version__}, for Policy.load on any machine. Comments and the order of the tables mean nothing
-# to it. docs/policy-files.md describes all tables and keys.
+# {__version__}, for Policy.load on any machine, which ignores comments and the order of the tables.
+# docs/policy-files.md describes all tables and keys.
 """
 
 NO_TEXT = (
-    "the policy can't be saved: {line} holds half of a surrogate pair, which is no text; give what "
-    "is called so another name"
+    "the policy can't be saved: {line} holds half of a surrogate pair, which UTF-8 can't encode; "
+    "choose another name"
 )
 NOT_THE_SAME = (
-    "the policy can't be saved, as its {what} would not be read back; was it made by hand? Make it "
-    "with Policy.default, Policy.load and Policy.override"
+    "the policy can't be saved, as its {what} would not be read back; make policies only with "
+    "Policy.default, Policy.load and Policy.override"
 )
 
 _WIDTH = 100
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
-# Operators written as one pattern where all of them are in a table: gradients, and operators of GPU
-# builds alone, so that CPU builds can read the file.
+# Operators written as one pattern if a table holds all of them: gradients, and operators that only
+# GPU builds have, so that CPU builds can read the file.
 _PATTERNS = (
     "_backward_", "CuDNNBatchNorm", "_FusedOp", "_TensorRT", "_contrib_mrcnn_mask_target",
 )  # fmt: skip
@@ -46,7 +46,7 @@ Table = Dict[str, Any]
 def text_of(policy: OperatorList) -> str:
     """Return the text of the policy's file.
 
-    Raises `ArgumentError` if a name is no text, or if no file can hold the policy's rules.
+    Raises `ArgumentError` if UTF-8 can't encode a name, or if no file can hold the policy's rules.
     """
     text = "\n".join([_head(policy), *_rules(policy), *_exceptions(policy)])
     try:
@@ -63,7 +63,7 @@ def text_of(policy: OperatorList) -> str:
 
 
 def _portable(policy: OperatorList) -> OperatorList:
-    """Return a policy without the parts that belong to a machine or a process."""
+    """Return a policy without the parts that depend on the machine or process, for comparison."""
     rules = {
         name: replace(rule, missing=None, computes="float32", by_op_type=())
         for name, rule in policy.rules.items()
@@ -85,7 +85,7 @@ def _head(policy: OperatorList) -> str:
 
 
 def _rules(policy: OperatorList) -> Iterator[str]:
-    """Yield the tables of rules: operators with equal tables share one, in each one's order."""
+    """Yield the tables of the rules; operators with equal tables share one table."""
     of_each = {name: _tables_of(rule, policy.device) for name, rule in policy.rules.items()}
     for kind in ("group", "conditional", "missing", "by_shape"):
         of_kind = {name: tables[kind] for name, tables in of_each.items()}
@@ -143,7 +143,7 @@ def _tables_of(rule: Rule, device: str) -> Dict[str, List[Table]]:
 
 
 def _listed(names: Sequence[str]) -> Sequence[str]:
-    """Return operators, sorted, with a pattern in place of all operators that match it."""
+    """Return sorted names, with one pattern for each complete set of operators that match it."""
     left, patterns = set(names), []
     for start in _PATTERNS:
         alike = {name for name in registry() if name.startswith(start)}
@@ -192,10 +192,10 @@ def _line(key: str, value: Any) -> str:
 def _value(value: Any) -> str:
     """Return a value on one line."""
     if isinstance(value, str):
-        # JSON's escapes are TOML's; the one control character that JSON leaves is escaped too.
+        # TOML has JSON's escapes, but also requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value, value))}]"
-    return repr(value)  # of numbers: inf and nan are words of TOML's too
+    return repr(value)  # a number: TOML writes inf and nan like Python

@@ -38,7 +38,7 @@ class Key(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table: [[several]] of these `keys`, or, without them, [one] from names to an `entry`."""
+    """A kind of table: a repeatable [[table]] of `keys`, or one [table] of names and an `entry`."""
 
     keys: Keys = MappingProxyType({})
     entry: Key = Key(Kind("", bool))
@@ -109,13 +109,13 @@ TABLES: Mapping[str, Table] = {
 }  # fmt: skip
 
 NOTHING_LOWERED = (
-    "it has no [[group]] and no [[conditional]] table, so nothing would be computed in {dtype}: "
+    "it has no [[group]] and no [[conditional]] table, so no operator would compute in {dtype}: "
     'add a [[group]] table with class = "low"'
 )
 
 
 def place(table: str, number: int) -> str:
-    """Return the name of a table in errors, which count from 1 as readers do.
+    """Return the name of a table for error messages, counted from 1.
 
     >>> place("group", 0)
     '[[group]] table 1'
@@ -140,7 +140,7 @@ def check_list(data: Mapping[str, Any]) -> None:
 
 
 def _tables(name: str, table: Table, value: Any) -> Iterator[Tuple[str, Mapping[str, Any]]]:
-    """Yield the tables of one name, with their names in errors."""
+    """Yield the tables called `name`, each with its name for error messages."""
     header = table.header(name)
     if value is None:
         return

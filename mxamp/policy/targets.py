@@ -29,12 +29,12 @@ __all__ = [
 
 NO_FLOAT16 = "{why}: give bfloat16, or a GPU as the device"
 OTHER_POLICY = (
-    "the policy is for {own}, and {given} is given beside it: give a policy for {given}, or leave "
+    "the policy is for {own}, but {given} is given beside it: give a policy for {given}, or leave "
     "{given} out"
 )
 
 TARGETS = ("float16", "bfloat16")
-#: The target dtype that stands for the fast one of this machine.
+#: Stands for the target dtype that is fast on this machine.
 AUTO = "auto"
 TARGETS_OR_AUTO = (*TARGETS, AUTO)
 DEVICES = ("cpu", "gpu")
@@ -48,7 +48,7 @@ NO_DEVICE = "; leave the device out, as in autocast('float16')"
 
 ONE_DTYPE = (
     "'auto' is for programs that run here: for init, autocast, initialize and `mxamp run`. A "
-    "policy or a file has one dtype: give {targets} ({fast} is the fast one on this machine)"
+    "policy or a file has one dtype: give {targets} ({fast} is the fast dtype on this machine)"
 )
 
 
@@ -81,7 +81,7 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
         raise one_dtype()
     if is_auto(dtype):
         return AUTO
-    # An array is no dtype, though NumPy would take its own for one.
+    # np.dtype(array) returns the array's dtype, but an array is not a valid argument.
     name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name not in TARGETS:
         said = NO_TARGET.format(allowed=one_of(allowed), given=shown(dtype))
@@ -103,7 +103,7 @@ def check_truth(name: str, value: Any) -> bool:
 
 
 def check_class(name: Any, target_dtype: str) -> str:
-    """Return the class of operators with this name, or that computes in this dtype."""
+    """Return the operator class that a name stands for: a class, or the dtype it computes in."""
     known = {one: one for one in SHOWN_CLASSES}
     known.update({target_dtype: "low", "float32": "fp32"})
     wanted = dtype_name(name) if isinstance(name, (type, np.dtype)) else name
@@ -113,7 +113,7 @@ def check_class(name: Any, target_dtype: str) -> str:
 
 
 def check_device(dtype: str, device: Optional[str]) -> str:
-    """Return the kind of device of a policy for `dtype`; raise where it lacks that dtype."""
+    """Return the kind of device of a policy for `dtype`; raise if the device lacks that dtype."""
     if device is None:
         # MXNet has no bfloat16 kernel on GPUs, so bfloat16 always means the CPU.
         device = default_device() if dtype == "float16" else "cpu"
@@ -129,7 +129,7 @@ def check_device(dtype: str, device: Optional[str]) -> str:
 
 
 def device_type(ctx: Any) -> Optional[str]:
-    """Return "cpu" or "gpu" for a context, a list of contexts, or such a string."""
+    """Return "cpu" or "gpu" for a context, a device name, or a list of them."""
     if ctx is None:
         return None
     contexts: Sequence[Any] = ctx if isinstance(ctx, (list, tuple)) else [ctx]

@@ -31,7 +31,7 @@ RANGES: Mapping[str, _Range] = {
     "float32": _Range((2 - 2.0**-23) * 2.0**127, 2.0**-126),
 }
 
-#: Numbers from here on are rounded to infinity: half a step above the largest.
+#: The least number of each dtype that rounds to infinity: half a step above the largest.
 INFINITE_FROM: Mapping[str, float] = {
     "float16": 65520.0,
     "bfloat16": (2 - 2.0**-8) * 2.0**127,
@@ -53,7 +53,7 @@ def same_value(one: str, other: str) -> bool:
 
 
 def is_true(text: str) -> bool:
-    """Return whether a text is true to MXNet, whose other languages write "true" or "1".
+    """Return whether MXNet reads a text as true: "True", or "true" or "1" from other languages.
 
     >>> is_true("True"), is_true("true"), is_true("1"), is_true("False")
     (True, True, True, False)
@@ -70,7 +70,7 @@ def out_of_range(text: str, dtype: str) -> bool:
     """Return whether a number becomes infinite or zero in a dtype, or loses digits.
 
     Below the smallest normal number, digits are lost: float16 makes 1.19e-7 of 1e-7. Infinity,
-    zero and texts that are no number are not out of range.
+    zero and texts that are not numbers are not out of range.
     """
     value = _parsed(text)
     if not isinstance(value, (int, float)):
@@ -113,7 +113,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _single(value: float) -> float:
-    """Return a number as MXNet's `float` parameters hold it, which print 0.1 as 0.100000001."""
+    """Round to float32, as MXNet stores `float` parameters: it prints 0.1 as 0.100000001."""
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:

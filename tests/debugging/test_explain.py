@@ -186,7 +186,7 @@ def explained(*arguments, **options):
         (explained(excluded_sym_names=["fcc"]), "'fc'"),
         (explained(mode=3), "'converted', 'inference' or 'training', not 3"),
         (explained("int8"), "must be 'float16' or 'bfloat16', not 'int8'"),
-        (explained("bfloat16", policy=GPU), "the policy is for float16, and bfloat16"),
+        (explained("bfloat16", policy=GPU), "the policy is for float16, but bfloat16"),
     ],
 )
 def test_wrong_arguments(call, words):

@@ -184,7 +184,7 @@ def test_other_commands_say_why_mxnet_is_not_there(tmp_path):
     done = command("operators", "dot", PYTHONPATH=path)
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "error: MXNet is installed, and can't be imported: libcudnn.so.8: not there. `mxamp doctor` "
+        "error: MXNet is installed, but can't be imported: libcudnn.so.8: not there. `mxamp doctor` "
         "says what to do."
     )
     code = "try:\n    import mxamp\nexcept ImportError as error:\n    print(type(error.__cause__))"

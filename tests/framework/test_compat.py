@@ -62,7 +62,7 @@ def modules():
         yield sys.modules
 
 
-def test_an_import_that_failed_is_recognised(modules):
+def test_an_import_that_failed_is_recognized(modules):
     del modules["mxnet"]
     with pytest.raises(InstallError, match="above the first `import mxnet`"):
         _compat.import_mxnet()
@@ -96,7 +96,7 @@ def test_supported_versions_alone_are_imported(version, words, tmp_path, monkeyp
 
 def test_another_version_that_was_imported_before(monkeypatch):
     monkeypatch.setattr(_compat, "is_supported", lambda version: False)
-    with pytest.raises(InstallError, match=f"MXNet {mx.__version__} is installed, and mxamp runs"):
+    with pytest.raises(InstallError, match=f"MXNet {mx.__version__} is installed, but mxamp runs"):
         _compat.import_mxnet()
 
 
@@ -112,8 +112,8 @@ def test_mxnet_that_is_not_installed(monkeypatch, forgotten):
     [
         ("scheduler", mx.base.MXNetError("bind failed"), "the scheduler of this run has failed: "),
         ("server", mx.base.MXNetError("bind failed"), "the server of this run has failed: bind"),
-        ("server", ImportError("no library"), "MXNet is installed, and can't be imported: no lib"),
-        ("worker", mx.base.MXNetError("it"), "MXNet is installed, and can't be imported: it. "),
+        ("server", ImportError("no library"), "MXNet is installed, but can't be imported: no lib"),
+        ("worker", mx.base.MXNetError("it"), "MXNet is installed, but can't be imported: it. "),
     ],
 )
 def test_a_server_that_fails_is_no_broken_installation(monkeypatch, forgotten, role, error, words):

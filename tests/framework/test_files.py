@@ -126,7 +126,7 @@ def test_old_files_stay_where_writing_fails(writer, folder, fault, monkeypatch):
 
         monkeypatch.setattr(files, "sync_to_disk", cut_off)
         monkeypatch.setattr(saved, "sync_to_disk", cut_off)
-        words = "read back is not what was written"
+        words = "content read back differs"
     refused(writer, folder, words)
     monkeypatch.undo()
     assert content(folder, writer.names) == before

@@ -69,7 +69,7 @@ def test_somebody_elses_patch_on_top_stays(owner, caplog):
     one.close()
     two.close()
     assert owner.name is theirs
-    assert caplog.text.count("patched by others") == 2
+    assert caplog.text.count("patched by other code") == 2
 
 
 def test_close_all_closes_front_ends_the_last_one_first(owner):

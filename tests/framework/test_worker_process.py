@@ -114,7 +114,7 @@ def test_what_all_workers_have_to_call_says_what_it_waits_for(soon, caplog, name
     patch = next(patch for patch in _patches(launched=False) if patch.name == name)
 
     def original(self, key=None):
-        assert logged(caplog, f"(kvstore.{name.lstrip('_')})") == 1, "during the call"
+        assert logged(caplog, f"kvstore.{name.lstrip('_')}()") == 1, "during the call"
         return key
 
     original.__name__ = name

@@ -132,7 +132,7 @@ def test_a_policy_beside_it(monkeypatch):
     with amp.autocast("auto", policy=mine):
         assert amp.current_policy() is mine
     half = amp.Policy.default("float16", "cpu")
-    words = "'auto' is bfloat16 on the CPU here, and the policy is for float16 on the CPU"
+    words = "'auto' is bfloat16 on the CPU here, but the policy is for float16 on the CPU"
     for use in (amp.init, amp.autocast):
         with pytest.raises(amp.ArgumentError, match=words):
             use("auto", policy=half)
@@ -157,7 +157,7 @@ def test_a_policy_beside_it(monkeypatch):
         ({"fp32_ops": ["Convolutoin"]}, amp.UnknownNameError, "'Convolution'"), ({"ctx": "tpu"}, amp.ArgumentError, "tpu"),
         ({"policy": "mine"}, amp.ArgumentError, "mxamp.Policy"),
         ({"policy": amp.Policy.default("bfloat16"), "ctx": "gpu"}, amp.ArgumentError, "gpu|GPU"),
-        ({"policy": amp.Policy.default("bfloat16"), "fp32_ops": ["dot"]}, amp.ArgumentError, "lists of its own"),
+        ({"policy": amp.Policy.default("bfloat16"), "fp32_ops": ["dot"]}, amp.ArgumentError, "policy contains operator lists"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_errors_on_every_machine(expected, arguments, error, words):
@@ -258,7 +258,7 @@ NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
     ],
 )  # fmt: skip
 def test_what_needs_one_dtype_says_so(use, expected):
-    words = f"'auto' is for programs .* 'float16' or 'bfloat16' ({expected} is the fast one on"
+    words = f"'auto' is for programs .* 'float16' or 'bfloat16' ({expected} is the fast dtype on"
     with pytest.raises(amp.ArgumentError, match=re.escape(words).replace(r"\.\*", ".*")):
         use("auto")
 
@@ -274,7 +274,7 @@ def test_saved_models_and_the_command_need_one_dtype(tmp_path, float32):
             main, [*command.replace(" m ", f" {tmp_path}/m ").split(), "auto"]
         )
         assert done.exit_code == 2
-        words = "error: 'auto' is for programs .*float32 is the fast one on this machine.*\n"
+        words = "error: 'auto' is for programs .*float32 is the fast dtype on this machine.*\n"
         assert re.fullmatch(words, done.output)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m-0000.params", "m-symbol.json"]
 

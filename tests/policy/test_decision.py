@@ -85,7 +85,7 @@ def test_a_missing_kernel_computes_on_rounded_values():
     assert decide("Deconvolution", {}, [F, F], Policy.default(H, "cpu")).reads == (D, D)
     dilated = {"kernel": "(3, 3)", "dilate": "(1, 2)"}
     assert decide("Deconvolution", dilated, [F, F], Policy.default(H, "cpu")).reads == (None, None)
-    with pytest.raises(ArgumentError, match="a weight in float16, has no right kernel"):
+    with pytest.raises(ArgumentError, match="a weight in float16 has no right kernel"):
         decide("Deconvolution", dilated, [F, H], Policy.default(H, "cpu"))
     # There is none in float64 for three axes.
     volume = decide("Deconvolution", {"kernel": "(3, 3, 3)"}, [F, F], Policy.default(H, "cpu"))

@@ -105,9 +105,9 @@ def test_overrides_that_are_wrong(change, words):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("bfloat16",), "the policy is for float16, and bfloat16 is given beside it"),
-        ((mx_dtype("bfloat16"),), "the policy is for float16, and bfloat16"),
-        (("float16", ["dot"]), "a policy has operator lists of its own"),
+        (("bfloat16",), "the policy is for float16, but bfloat16 is given beside it"),
+        ((mx_dtype("bfloat16"),), "the policy is for float16, but bfloat16"),
+        (("float16", ["dot"]), "a policy contains operator lists"),
         (("float8",), "not 'float8'"),
     ],
 )
@@ -115,9 +115,9 @@ def test_a_policy_beside_what_differs_from_it(arguments, words):
     policy = Policy.default("float16", "cpu")
     with pytest.raises(amp.ArgumentError, match=words):
         Policy.from_lists(*arguments, policy=policy)
-    with pytest.raises(amp.ArgumentError, match="the policy is for cpu, and gpu is given"):
+    with pytest.raises(amp.ArgumentError, match="the policy is for cpu, but gpu is given"):
         Policy.from_lists(policy=policy, ctx=mx.gpu())
-    with pytest.raises(amp.ArgumentError, match="the policy is for bfloat16, and float16"):
+    with pytest.raises(amp.ArgumentError, match="the policy is for bfloat16, but float16"):
         Policy.from_lists("float16", policy=Policy.default("bfloat16"))
     assert Policy.from_lists("float16", policy=policy, ctx=[mx.cpu()]) is policy
     assert Policy.from_lists(policy=Policy.default("bfloat16")).target_dtype == "bfloat16"

@@ -162,7 +162,7 @@ def test_a_file_is_for_one_kind_of_device(tmp_path):
     path = saved(F16, tmp_path)
     with pytest.raises(
         amp.ArgumentError,
-        match=r'saved.toml: it is for the cpu alone \(device = "cpu"\), and the gpu',
+        match=r'saved.toml: the list is for the cpu only \(device = "cpu"\), not for the gpu',
     ):
         Policy.load(path, device="gpu")
     with pytest.raises(amp.ArgumentError, match="'cpu' or 'gpu', not 'tpu'"):
@@ -217,8 +217,8 @@ def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change, words", [
     ({"fp32_layers": ("a\ud800",)}, "holds half of a surrogate pair"),
-    ({"rules": {"dot": replace(F16.rule("dot"), missing_kernels=(), conditions=(Condition("transpose_a", ("1",)),))}}, "its rules would not be read back; was it made by hand"),
-    ({"rules": {}}, "no .*table, so nothing would be"),
+    ({"rules": {"dot": replace(F16.rule("dot"), missing_kernels=(), conditions=(Condition("transpose_a", ("1",)),))}}, "its rules would not be read back; make policies only"),
+    ({"rules": {}}, "no .*table, so no operator would"),
 ])  # fmt: skip
 def test_policies_that_no_file_holds(tmp_path, change, words):
     with pytest.raises(amp.ArgumentError, match=words) as raised:

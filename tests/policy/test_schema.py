@@ -68,7 +68,7 @@ def test_the_whole_of_it_is_right(tmp_path):
         (ALL, GROUP + HEAD, "the key 'format' is missing; it must be 1, above the first table"),
         ('"softrelu"', '"softRelu"', "the closest is 'softrelu'"),
         (SHAPE, "[[keep_inputs]]\nx = 1", "keep_inputs must be written as [keep_inputs], one table, not as [[tables]]"),
-        ("[[conditional]]", "[[missing]]\ndevice = 'gpu'\nunless = 'avx512'\noperators = ['dot']\nreason = 'x'\n[[conditional]]", "unless names instructions of CPUs"),
+        ("[[conditional]]", "[[missing]]\ndevice = 'gpu'\nunless = 'avx512'\noperators = ['dot']\nreason = 'x'\n[[conditional]]", "'unless' names CPU instructions"),
         (SHAPE, MISSING + "computes = 'float64'\n", "computes in float64 here and in float32 in another [[missing]] table"),
         (SHAPE, "[slower]\nConvolutoin = 'x'", "[slower]: unknown operator 'Convolutoin'"),
         (SHAPE, "[keep_inputs]\ndot = ['lhs']\n[follow_inputs]\ndot = ['lhs']", "input 'lhs' of dot is in [follow_inputs]"),
@@ -110,8 +110,8 @@ def test_the_whole_of_it_is_right(tmp_path):
         ('"dot"', '"dott"', "[[group]] table 1: unknown operator 'dott'; the closest"),
         ('"dot"', '"Dense"', "unknown operator 'Dense'; `mxamp operators` lists all"),
         ('"dot"', '"concat"', "[[group]] table 1: 'concat' is an alias; write 'Concat'"),
-        ('"dot"', '"dot", "dot"', "operator 'dot' stands twice in [[group]] table 1"),
-        (GROUP, GROUP + GROUP, "'dot' stands in [[group]] table 1 and in [[group]] table 2"),
+        ('"dot"', '"dot", "dot"', "operator 'dot' is listed twice in [[group]] table 1"),
+        (GROUP, GROUP + GROUP, "'dot' is listed in [[group]] table 1 and in [[group]] table 2"),
         (GROUP, GROUP.replace("dot", "Activation"), "in [[group]] table 1 and in [[conditional]] table 1"),
         ("act_type", "act_typ", "[[conditional]] table 1: unknown attribute of Activation 'act_typ'"),
         (CONDITION, CONDITION + CONDITION.replace("neutral", "low"), "otherwise 'low' here and 'neutral'"),
@@ -133,7 +133,7 @@ def test_one_sentence(tmp_path, old, new, expected):
 
 @pytest.mark.parametrize(
     "content, words",
-    [(b"\xff\xfe\x00", "no UTF-8 text"), (b"a = " + b"[" * 100_000, "nested too deeply")],
+    [(b"\xff\xfe\x00", "not UTF-8 text"), (b"a = " + b"[" * 100_000, "nested too deeply")],
 )
 def test_files_that_are_no_text(tmp_path, content, words):
     assert f"is not valid TOML: {words}" in error_of(tmp_path, content).replace("it is ", "")

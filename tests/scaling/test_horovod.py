@@ -146,8 +146,11 @@ def nets():
 
 REFUSED = {
     "bfloat16": (amp.ArgumentError, "the gradient of 'dense.*' is bfloat16: leave parameters in"),
-    "two devices": (amp.StateError, "is on 2 devices: start a process a device"),
-    "sparse": (amp.StateError, "that of 'embedding0_weight' is row_sparse: make its layer with"),
+    "two devices": (amp.StateError, "is on 2 devices: start one process per device"),
+    "sparse": (
+        amp.StateError,
+        "the gradient of 'embedding0_weight' is row_sparse: make its layer with",
+    ),
 }
 
 
@@ -295,7 +298,7 @@ class TestRuns:
             ("bfloat16 gradients", "is bfloat16: leave parameters in float32"),
             ("bfloat16 weights", "is bfloat16: leave parameters in float32"),
             ("sparse gradients", "is row_sparse: make its layer with sparse_grad=False"),
-            ("two devices", "is on 2 devices: start a process a device"),
+            ("two devices", "is on 2 devices: start one process per device"),
             ("decorated too late", "decorate the optimizer first"),
             ("another trainer", "make the trainer with hvd.DistributedTrainer"),
             ("another scale", "worker 1 differs from worker 0 in loss scale: start all"),

@@ -27,10 +27,10 @@ def is_inserted(node: Node) -> bool:
 
 
 def reads_as_inserted(node: Node, dtype: str) -> bool:
-    """Return whether conversions insert casts of this operator from this dtype.
+    """Return whether conversions insert a cast like `node` for an input of this dtype.
 
-    They never cast integers. They use `Cast` for float64 and, with the attribute `TAKES_EMPTY`,
-    for arrays that may be empty. Any other cast is written by hand, whatever its name.
+    Conversions never cast integers. They use `Cast` for float64 and, with the attribute
+    `TAKES_EMPTY`, for arrays that may be empty. The user has written any other cast.
     """
     if node.op == "Cast" and TAKES_EMPTY not in node.attrs:
         other = {dtype, node.attrs["dtype"]} - {"float64"}
@@ -44,10 +44,10 @@ def is_converted(graph: Graph) -> bool:
 
 
 class Entry(NamedTuple):
-    """An output in the new graph, its dtype, and the entry that it is a mere widening of.
+    """An output in the new graph, its dtype, and its `source`: the entry that it widens, if any.
 
-    An entry is float32 `by_choice` where only a shape rule keeps it so. Next to the target dtype
-    it is cast down, instead of widening the other inputs.
+    An entry is float32 `by_choice` where only a shape rule keeps it in float32. Next to inputs in
+    the target dtype it is cast down, instead of widening the other inputs.
     """
 
     output: Output
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 class Builder:
     """The nodes of a new graph for a kind of device.
 
-    A cast up is undone by reading its source, never by casting down again.
+    To undo a cast up, consumers read its source: values are never cast down again.
     """
 
     def __init__(self, graph: Graph, accumulated: AbstractSet[str], device: str = "cpu") -> None:
@@ -68,7 +68,7 @@ class Builder:
         # On GPUs, amp_cast of an empty array launches an empty grid, which is an error. `Cast`
         # checks the size. Only NumPy semantics allow empty arrays.
         self._may_be_empty = device == "gpu" and is_np_shape()
-        # Casts are named anew, so that rewriting a rewritten graph changes nothing.
+        # Casts get new names, so that rewriting a rewritten graph changes nothing.
         self._names = Names(
             node.name for node in graph.nodes if node.op != "amp_cast" and not is_inserted(node)
         )
@@ -143,7 +143,7 @@ class Builder:
         return self._copies[output]
 
     def in_plain_layout(self, entry: Entry) -> Entry:
-        """Return a float32 output in MXNet's plain layout, which slices are written in."""
+        """Return a float32 entry in MXNet's plain layout: a slice of all of it, which is a copy."""
         if entry.dtype != "float32":
             return entry
         whole = {"axis": "0", "begin": "0", "end": "None"}
@@ -154,8 +154,8 @@ class Builder:
     def _read_by_cast(self, entry: Entry, dtype: str) -> Output:
         """Return the input of a cast: a copy of a variable that may accumulate gradients.
 
-        On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because its
-        kernel never commits the sum. A copy in between accumulates instead.
+        On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because the
+        kernel never commits the sum. A copy before the cast accumulates the gradient instead.
         """
         node = self.nodes[entry.output[0]]
         accumulated = node.is_variable and node.name in self._accumulated

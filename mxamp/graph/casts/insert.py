@@ -62,7 +62,8 @@ class Rewrite:
 
     graph: Graph
     decisions: Dict[int, Decision] = field(default_factory=dict)
-    bodies: Dict[int, List["Rewrite"]] = field(default_factory=dict)  #: of loops, by their index
+    #: The rewritten bodies of loops, by index of the loop.
+    bodies: Dict[int, List["Rewrite"]] = field(default_factory=dict)
 
     @property
     def casts(self) -> int:
@@ -86,7 +87,7 @@ def _count_casts(graph: Graph) -> int:
 #: attributes of this form.
 PRECISION = "__mxamp_precision__"
 
-# The attribute of variables declared with a storage type, and its value for dense ones.
+# The attribute of variables declared with a storage type, and its value for dense storage.
 _STORAGE, _DENSE = "__storage_type__", "0"
 
 #: The reason of parts of a substitution that compute in float32.
@@ -99,6 +100,8 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE)
     `choices` is the result of `shape_rules.choose` for the graph.
     """
     widened: AbstractSet[str] = frozenset()
+    # The dtypes of a promote_function's arguments are known only after a walk. Where they differ,
+    # the next walk widens them.
     while True:
         rewriter = _Rewriter(graph, policy, usage, choices)
         result = rewriter.run(widened)
@@ -156,7 +159,7 @@ class _Rewriter:
             entry = self.builder.cast(inputs[0].entry, node.attrs["dtype"], node.name)
             return [_Value(entry, node.attrs["dtype"])]
         if node.op == "amp_multicast" and _castable(inputs):
-            # On CPUs it has no kernel for float16 next to float32.
+            # On CPUs amp_multicast has no kernel for float16 next to float32.
             narrow = is_true(node.attrs.get("cast_narrow", "False"))
             return self._cast_all(inputs, _common([value.plain for value in inputs], narrow))
         if CAST in node.attrs:
@@ -197,7 +200,7 @@ class _Rewriter:
     ) -> List[_Value]:
         """Add an operator with the casts around it.
 
-        `kept` is the reason to keep it in float32, and `original` the node that it replaces.
+        `kept` is the reason to keep `node` in float32, and `original` the node that it replaces.
         """
         policy = policy_in(self.policy, node.attrs, self.usage.off)
         rule = policy.rule(node.operator)
@@ -294,7 +297,7 @@ class _Rewriter:
         name, detail = self.substituted[i]
         substitution = substitutions.ALL[name]
         float32 = substitution.why_float32(self.usage.training)
-        hidden = {k: v for k, v in node.attrs.items() if k.startswith("__")}
+
         parts = substitution.build(node.attrs, detail)
         values, outputs = list(inputs), list(inputs)
         for part in parts:
@@ -304,7 +307,7 @@ class _Rewriter:
                 kept = self.kept.get(i)
             name = self.builder.new_name(f"{node.name}_{part.suffix}") if part.suffix else node.name
             count = 1 if part.suffix else node.num_outputs
-            stand_in = Node(part.op, name, {**hidden, **part.attrs}, num_outputs=count)
+            stand_in = Node(part.op, name, {**node.hidden_attrs, **part.attrs}, num_outputs=count)
             outputs = self._operator(stand_in, [values[k] for k in part.inputs], kept, node)
             values.append(outputs[0])
         # If the last part has a suffix, each part is an output.
@@ -329,7 +332,7 @@ class _Rewriter:
 
 
 def _behind_inserted(node: Node, inputs: Sequence[_Value]) -> Optional[_Value]:
-    """Return the value for a cast inserted by a conversion; None for other nodes."""
+    """Return the value behind a cast that a conversion has inserted; None for other nodes."""
     if not is_inserted(node):
         return None
     if reads_as_inserted(node, inputs[0].plain):
@@ -366,7 +369,7 @@ def _common(dtypes: Sequence[str], narrow: bool) -> str:
 # ---------------------------------------------------------------------- symbols
 
 OTHER_ORDER = (
-    "the rewritten graph takes its inputs in another order; please report this graph: "
+    "the rewritten graph has its inputs in another order; please report this graph: "
     "{before} became {after}"
 )
 
@@ -431,12 +434,12 @@ def with_reversed_inputs(graph: Graph) -> Graph:
     """Return an equal graph whose symbol lists its inputs in reverse, to free gradients early.
 
     MXNet plans the backward pass by a walk from the gradients, in the order of the inputs. The
-    gradient of the first layer's weight needs the whole pass. Asked for first, it makes the
-    half-precision gradients of all other weights wait for their casts to float32: one more copy of
-    the model. Asked for last, each gradient is cast and freed at once.
+    gradient of the first layer's weight needs the whole pass. If it comes first, the half-precision
+    gradients of all other weights stay in memory until the pass ends, and are cast to float32 only
+    then: one more copy of the model. If it comes last, each gradient is cast and freed at once.
 
-    `list_inputs` follows a depth-first walk. Control dependencies, which that walk visits and
-    nothing reads, put all other inputs before the first.
+    `list_inputs` follows a depth-first walk. Control dependencies, which no operator reads but the
+    walk visits, put all other inputs before the first.
     """
     inputs = [i for i, node in enumerate(graph.nodes) if node.is_variable]
     operators = [i for i, node in enumerate(graph.nodes) if not node.is_variable]

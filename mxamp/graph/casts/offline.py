@@ -26,9 +26,9 @@ FLOAT32 = str(DTYPE_CODES["float32"])
 
 
 def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Record the dtype of each variable that a cast reads, directly or not.
+    """Record the dtype of each variable that a cast depends on, in its `__dtype__`.
 
-    MXNet infers dtypes backwards too, but not through a cast, in the bodies of loops included.
+    MXNet infers dtypes from consumers too, but not through a cast, nor through a loop with a cast.
     """
     nodes = list(graph.nodes)
     before: Set[int] = set()
@@ -150,7 +150,7 @@ def with_single_variables(graph: Graph) -> Graph:
 
 
 def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:
-    """Return how many finite values a cast has made infinite, and how many nonzero ones zero."""
+    """Return how many finite values a cast made infinite, and how many nonzero values zero."""
     overflown = vanished = 0
     for old, new in zip(float32_parts(before), float32_parts(after)):
         overflown += int((np.isfinite(old) & np.isinf(new)).sum())

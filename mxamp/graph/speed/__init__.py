@@ -1,1 +1,1 @@
-"""TODO."""
+"""Faster graphs on CPUs: substitutions, choices by shape, and fusion."""

@@ -15,12 +15,12 @@ __all__ = [
     "is_image_convolution",
     "is_narrow_grouped",
     "merged_groups",
-    "widths",
+    "weight_shape",
 ]
 
 # With larger kernels, the products of the fourth channel cost more than the layout saves.
 _LARGEST_KERNEL = 7
-# Channels a group. In inference, groups of 8 have fast kernels too.
+# Channels per group. In inference, groups of 8 have fast kernels too.
 _NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
 
 
@@ -37,16 +37,16 @@ def is_narrow_grouped(call: Call) -> bool:
     )
 
 
-def widths(call: Call) -> Detail:
-    """Return the shape of the weight."""
+def weight_shape(call: Call) -> Detail:
+    """Return the shape of the weight: the detail that `merged_groups` depends on."""
     return call.weight or ()
 
 
 def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     """Return a convolution with groups of 16 channels, with zeros between the original groups.
 
-    It takes no more time, since the narrow kernels leave most of each vector unused. The weight is
-    repeated for each of the merged groups and multiplied by a mask.
+    The result takes no more time, since narrow kernels leave most of each vector unused. The weight
+    is repeated for each of the merged groups and multiplied by a mask.
     """
     channels, narrow, height, width = detail
     merged, groups = BLOCK // narrow, channels // BLOCK

@@ -1,7 +1,7 @@
 """Large dense layers as 1x1 convolutions, in fused models.
 
 The rows of the data become the pixels of one image. oneDNN packs the weight of a convolution once,
-and that of a dense layer in each call, which takes longer than the product with a few rows.
+but the weight of a dense layer in each call, which takes longer than the product with a few rows.
 """
 
 import math
@@ -37,7 +37,7 @@ _OF_DENSE = frozenset({"num_hidden", "flatten"})
 
 
 def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
-    """Make convolutions of dense layers with large weights, in bfloat16.
+    """Replace dense layers with large weights by convolutions, in bfloat16.
 
     A layer stays dense where the policy keeps it in float32, where `flatten` is off, and where its
     weight has another consumer. Activations between two convolutions read the image. Float32 models
@@ -55,7 +55,7 @@ def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
             edit.change(variable, attrs=without_shape(view.graph.nodes[variable]))
             made.add_convolution(i, node)
         elif _is_elementwise(node) and node.inputs[0] in made.images:
-            made.add_on_image(i, node)
+            made.add_elementwise(i, node)
     made.make_matrices()
 
 
@@ -104,8 +104,8 @@ class _Images:
         data, *parameters = node.inputs
         self._put(i, _convolution(node), [self._image(node, data), *parameters])
 
-    def add_on_image(self, i: int, node: Node) -> None:
-        """Let node i of the source graph read an image."""
+    def add_elementwise(self, i: int, node: Node) -> None:
+        """Let elementwise node i of the source graph read the image of its input matrix."""
         self._put(i, node, [self.images[node.inputs[0]]])
 
     def make_matrices(self) -> None:

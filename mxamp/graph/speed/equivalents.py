@@ -47,7 +47,7 @@ class Part(NamedTuple):
     """
 
     op: str
-    suffix: str  #: of its name; empty for the last part, which takes the replaced operator's name
+    suffix: str  #: appended to the replaced operator's name; empty for the last part
     inputs: Tuple[int, ...]
     attrs: Attributes
     float32: bool = False  #: computes in float32, whatever the class of its operator
@@ -138,14 +138,14 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     share = add("broadcast_div", "share", ones, add("sum", "count", ones))
     weights = add("Reshape", "weights", share, shape="(-1, 1)")
     mean = add("dot", "mean", x, weights)
-    centred = add("elemwise_sub", "centred", x, add("dot", "means", mean, row))
-    variance = add("dot", "variance", add("square", "square", centred), weights)
+    centered = add("elemwise_sub", "centered", x, add("dot", "means", mean, row))
+    variance = add("dot", "variance", add("square", "square", centered), weights)
     padded = add("_plus_scalar", "padded", variance, scalar=attrs.get("eps", "1e-05"))
     inverse = add("rsqrt", "inverse", padded)
     scale = add("dot", "scale", inverse, add("Reshape", "gammas", gamma, shape="(1, -1)"))
     one = add("ones_like", "one", inverse)
     shift = add("dot", "shift", one, add("Reshape", "betas", beta, shape="(1, -1)"))
-    add("elemwise_add", "", add("elemwise_mul", "scaled", centred, scale), shift)
+    add("elemwise_add", "", add("elemwise_mul", "scaled", centered, scale), shift)
     return parts.made
 
 

@@ -1,6 +1,6 @@
 """Fusion for inference on CPUs: oneDNN's fused operators, made by MXNet's own pass.
 
-The passes of `PASSES` prepare the graph for it. They rename activations to the operator that oneDNN
+`PASSES` prepare the graph for MXNet's pass. They rename activations to the operator that oneDNN
 fuses, fold each BatchNorm into the product before it, and pad channels.
 """
 
@@ -53,7 +53,7 @@ def fused(
 
     Products that `policy` keeps in float32, by class, shape or name, stay in float32 when fused.
     Raises `ArgumentError` where the device or dtype has no fused operators, a parameter is float64,
-    or MXNet has fused operators before in a way that has no bfloat16 kernel.
+    or the graph already contains fused operators without a bfloat16 kernel.
     """
     check_fusible(params, policy)
     values = dict(params)
@@ -107,7 +107,7 @@ def _drop_no_ops(view: FusionView, edit: Edit) -> None:
         if not no_op or i in view.several_read:
             continue
         source = edit.node(i).inputs[0]
-        # A graph output that is an input would be the caller's own array.
+        # Without the no-op, a graph output that is an input would be the caller's array itself.
         if i not in view.outputs or not view.graph.nodes[source[0]].is_variable:
             edit.alias((i, 0), source)
 
@@ -146,7 +146,7 @@ def fold_into_producers(view: FusionView, edit: Edit) -> None:
 
 
 def _on_channels(norm: Node, product: Node) -> bool:
-    """Return whether a norm's axis is that of the product's output channels."""
+    """Return whether a norm's axis is the axis of the product's output channels."""
     rows = product.op == "FullyConnected" and not flattens(product.attrs)
     return product.op in PRODUCTS and norm.attrs.get("axis", "1") == "1" and not rows
 
@@ -177,7 +177,7 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: 
 
 
 def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
-    """Give convolutions of images a fourth channel of zeros, as the substitution does in graphs.
+    """Give convolutions of images a fourth channel of zeros, like the substitution in graphs.
 
     A 1x1 convolution in float32 adds the channel: it is one kernel, three times as fast as
     oneDNN's concatenation.

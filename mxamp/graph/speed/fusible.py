@@ -46,8 +46,8 @@ DOUBLE = (
 )
 
 FOUND_FUSED = (
-    "`fuse=True` can't lower {names}: MXNet has fused them with a BatchNorm or quantized them, "
-    "and has no bfloat16 kernel for that. Convert the model as it was before get_backend_symbol or "
+    "`fuse=True` can't lower {names}: MXNet has fused them with a BatchNorm or quantized them, and "
+    "such layers have no bfloat16 kernel. Convert the model as it was before get_backend_symbol or "
     "optimize_for; or convert without `fuse`, which leaves these layers as they are"
 )
 
@@ -81,7 +81,7 @@ class FusionView(View):
             return False
         inside = policy_in(self.policy, node.attrs)
         if inside.target_dtype != self.policy.target_dtype:
-            return self.policy.lowers  # oneDNN fuses for one half precision alone
+            return self.policy.lowers  # fused operators support only one half precision
         inputs = ["float32"] * len(node.inputs)
         return not decide(node.op, node.attrs, inputs, inside).changes
 
@@ -111,8 +111,8 @@ def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
 def check_fused(graph: Graph, layers: Container[str], policy: Policy) -> None:
     """Raise where a fused operator outside `layers` has no bfloat16 kernel.
 
-    MXNet may have made such operators before. In float32 they would run, but silently slower than
-    the caller of `fuse=True` expects.
+    The graph may have contained such operators before the conversion. In float32 they would run,
+    but silently slower than the caller of `fuse=True` expects.
     """
     fixed = [
         node.name
@@ -138,8 +138,8 @@ def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, Abst
 
     MXNet fuses a product with the operator that reads it, in executors and in
     `get_backend_symbol`, even where the product is a graph output or has a second consumer. A
-    barrier behind each output with several consumers prevents that. `before_norms` puts one before
-    each BatchNorm too, which MXNet would otherwise fold in the dtype of the weight.
+    barrier behind each output with several consumers prevents that. `before_norms` also puts a
+    barrier before each BatchNorm, which MXNet would otherwise fold in the dtype of the weight.
     """
     view, edit = View(graph, {}), Edit(graph, {})
     made: Set[str] = set()

@@ -2,8 +2,8 @@
 
 For other numbers of output channels oneDNN falls back to slower kernels: in bfloat16 to a matrix
 product per image in the plain layout, between two reorders. A padded convolution gets filters of
-zeros, and its consumers get zero weights for them. The other channels keep their values, since only
-zeros are added to their sums.
+zeros, and its consumers get zero weights for the added channels. The original channels keep their
+values, since only zeros are added to their sums.
 """
 
 import math
@@ -43,6 +43,7 @@ __all__ = [
 #: Pairs of (original channels, padding channels behind them), in order.
 Runs = Tuple[Tuple[int, int], ...]
 
+#: The largest bound allowed: padding channels must stay finite, as zero times infinity is NaN.
 _LARGEST = 1e4
 
 
@@ -51,7 +52,7 @@ class Channels(NamedTuple):
 
     runs: Runs
     added_by: FrozenSet[int] = frozenset()  #: the padded convolutions
-    bound: float = 0.0  #: of the magnitude of a padding channel
+    bound: float = 0.0  #: the largest magnitude that a padding channel may have
 
     @property
     def own(self) -> int:
@@ -87,7 +88,7 @@ def joined(parts: Sequence[Channels]) -> Channels:
 
 
 def with_added(values: Any, axis: int, runs: Runs, fill: float) -> Any:
-    """Return a weight with `fill` for the padding channels of an axis."""
+    """Return a weight with padding channels inserted on an axis, filled with `fill`."""
     sizes = [own + added for own, added in runs]
     starts = np.cumsum([0, *sizes[:-1]])
     own = np.concatenate([start + np.arange(count) for (count, _), start in zip(runs, starts)])
@@ -147,7 +148,7 @@ def _same(_attrs: Mapping[str, str], bound: float) -> float:
     return bound
 
 
-#: Operators that treat all channels alike: the bound of their output for a bound of the input.
+#: Operators that treat all channels alike, with the bound of their output for one of their input.
 _ELEMENTWISE: Mapping[str, _Bound] = {
     "Activation": _activation, "LeakyReLU": _leaky, "clip": _clip, "Pooling": _pooling,
     "Dropout": _dropout, "Pad": _pad,
@@ -172,7 +173,7 @@ SAME_CHANNELS = _SUMS | _PRODUCTS
 
 
 def elementwise(node: Node, given: Sequence[Channels]) -> Optional[Channels]:
-    """Return the output channels of an operator that treats all alike; None for others."""
+    """Return the output channels of an operator that treats all channels alike; else None."""
     operator, first = node.operator, given[0]
     bounds = [one.bound for one in given]
     if operator in SAME_CHANNELS:
@@ -292,8 +293,8 @@ class _Plan:
         return self._channels[output].added if output in self._channels else 0
 
     # ------------------------------------------------------------------ operators
-    # Each method returns the channels of the output: None where they are unknown, or where the
-    # operator can't read its input's padding.
+    # Each `_behind` method returns the channels of the operator's output. None means that they are
+    # unknown, or that the operator can't read its input's padding.
 
     def _behind_other(self, _i: int, node: Node, given: Given) -> Optional[Channels]:
         known = [one for one in given if one is not None]

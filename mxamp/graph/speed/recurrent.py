@@ -1,7 +1,7 @@
-"""MXNet's fused `RNN` operator written out, for large states in inference.
+"""MXNet's fused `RNN` operator unrolled into steps, for large states in inference.
 
-MXNet's RNN has no bfloat16 kernel. Written out, one product handles the inputs of all steps, and
-one product per step the state. Gates and cells are computed in float32.
+MXNet's RNN has no bfloat16 kernel. The unrolled layer computes one product for the inputs of all
+steps, and one product per step for the state. Gates and cells are computed in float32.
 """
 
 import math
@@ -19,7 +19,7 @@ __all__ = [
     "joined_parameters",
     "rnn",
     "reads_unset_flag",
-    "sizes_of_data",
+    "data_shape",
 ]
 
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
@@ -28,7 +28,7 @@ _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 # The least elements of the recurrent weight, reached by an LSTM of 363 units. With fewer, the
 # other operators take longer than bfloat16 saves (measured with avx512_bf16, 1 to 256 rows).
 _LARGE_WEIGHT = 2**19
-# The most steps in all layers: a graph with more, 15 operators a step, takes seconds to make.
+# The most steps in all layers: with 15 operators per step, a larger graph takes seconds to build.
 _MOST_STEPS = 256
 _DATA, _PARAMETERS, _STATE = range(3)
 # The least elements of rows that MXNet copies at once.
@@ -36,7 +36,7 @@ _WIDE_ROW = 16
 
 
 def is_large_rnn(call: Call) -> bool:
-    """Return whether an RNN call is worth writing out: inference with large states, few steps."""
+    """Return whether an RNN call is worth unrolling: inference with large states, few steps."""
     attrs, shape = call.attrs, call.shape
     if call.training or shape is None or not all(shape):
         return False
@@ -51,7 +51,7 @@ def is_large_rnn(call: Call) -> bool:
     return weight >= _LARGE_WEIGHT and shape[0] * layers <= _MOST_STEPS
 
 
-def sizes_of_data(call: Call) -> Detail:
+def data_shape(call: Call) -> Detail:
     """Return the number of steps, the number of rows and the width of the data."""
     return tuple(call.shape or (0, 0, 0))
 
@@ -86,7 +86,7 @@ def _directions(attrs: Attributes) -> int:
 
 
 def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the steps of all layers; `detail` is the data's shape (steps, rows, width)."""
+    """Return the parts of an unrolled RNN; `detail` is the data's shape (steps, rows, width)."""
     steps, rows, width = detail
     mode, size = attrs["mode"], int(attrs["state_size"])
     directions, layers = _directions(attrs), int(attrs["num_layers"])

@@ -17,8 +17,8 @@ __all__ = [
     "is_long_broadcast",
     "is_long_sum",
     "is_slow_pool",
+    "broadcast",
     "mean",
-    "of_repeated",
     "parts_of_map",
     "repeats",
     "span_and_shape",
@@ -128,7 +128,7 @@ def is_slow_pool(call: Call) -> bool:
 
 
 def global_pool(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the average by oneDNN's Pooling, which has bfloat16 and reads blocked layouts."""
+    """Return the average by oneDNN's Pooling, which has a bfloat16 kernel for blocked layouts."""
     if not detail:
         return [Part("Pooling", "", (0,), _GLOBAL)]
     if len(detail) == PLANAR_AXES - 1:
@@ -142,7 +142,7 @@ def global_pool(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
 def parts_of_map(call: Call) -> Detail:
     """Return the height and width of the parts to average first, () for a single step.
 
-    Where parts don't help, return the shape without the batch: the average becomes a product.
+    Where parts don't help, return the shape without the batch: `global_pool` then uses a product.
     """
     if not call.training or call.shape is None:
         return ()
@@ -176,14 +176,14 @@ _FEW_TO_REPEAT = 2**15
 
 
 def is_long_broadcast(call: Call) -> bool:
-    """Return whether a call in training repeats one input along its first or last axes."""
+    """Return whether a call in training broadcasts one input along its first or last axes."""
     return call.training and _repeated(call) is not None
 
 
 def repeats(call: Call) -> Detail:
     """Return the operator, the repeated input, its repeats before and behind, and the shape.
 
-    The shape is that of the result, with 0 for a batch of any size.
+    The shape is the result's, with 0 for a batch of any size.
     """
     found = _repeated(call)
     return (_KINDS.index(OPERATORS[call.operator]), *found) if found is not None else ()
@@ -206,8 +206,8 @@ def _repeated(call: Call) -> Optional[Tuple[int, ...]]:
     return (which, before, behind, large[0] if kept[0] else 0, *large[1:])
 
 
-def of_repeated(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return one or two products that repeat the input, and the operator on equal shapes.
+def broadcast(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return one or two products that repeat an input, then the operator on equal shapes.
 
     The products are exact, since each of their sums has one term. A sum becomes a difference with
     the sign changed, because the gradients of MXNet's `elemwise_add` share memory.

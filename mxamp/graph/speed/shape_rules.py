@@ -23,7 +23,7 @@ from typing import (
 
 from ...policy.policy import Policy
 from ...policy.regions import policies_of, policy_in
-from ...policy.rules import Rule, terms
+from ...policy.rules import Rule, sums_exceed
 from ...policy.values import flattens
 from ..ir import Graph, Node, Output, Usage
 from . import substitutions
@@ -37,8 +37,8 @@ from .shapes import (
     gives_blocks,
     in_blocks,
     input_shapes,
+    may_give_blocks,
     readers_of_views,
-    shapes_layout,
     volume_readers,
 )
 
@@ -48,7 +48,7 @@ StandIn = Tuple[str, Detail]  #: the name of a substitution, and the detail that
 
 
 class Choices(NamedTuple):
-    """By node index: the reason to keep it in float32, and its substitution with its detail.
+    """The choices for a graph, by node index: reasons to keep nodes in float32, and substitutions.
 
     `bodies` hold the choices for bodies of loops, by (index of the loop, position of the body).
     Graphs with equal choices share a compiled graph.
@@ -69,7 +69,7 @@ _ROWS_A_CAST = 24
 
 
 def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
-    """Return the choices of `policy` for a graph.
+    """Return which nodes of a graph shape rules keep in float32, and which are substituted.
 
     Rules about speed don't apply where a shape that they need is unknown.
     """
@@ -137,7 +137,7 @@ def _kept(
         if node.is_variable:
             continue
         rule = policies[i].rule(node.operator)
-        if not rule.by_shape and i not in substituted and not shapes_layout(node):
+        if not rule.by_shape and i not in substituted and not may_give_blocks(node):
             continue
         uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
         site = Site(
@@ -163,7 +163,7 @@ def _kept(
 
 
 def _as_run(graph: Graph, substituted: Mapping[int, StandIn]) -> List[Node]:
-    """Return the graph's nodes, with the operator of a substitution that is a single one."""
+    """Return the graph's nodes, with the new operator where one operator replaces a node."""
     nodes = list(graph.nodes)
     for i, (name, _) in substituted.items():
         single = substitutions.ALL[name].single
@@ -201,9 +201,9 @@ def _casts_weight(graph: Graph, node: Node, uses: int, policy: Policy, usage: Us
 
 
 def stand_in(node: Node, policy: Policy, training: bool, shapes: Shapes = ()) -> Optional[StandIn]:
-    """Return the substitution for an operator, unless a user has classed that operator.
+    """Return the substitution for an operator, unless the user has set that operator's class.
 
-    `shapes` are those of its inputs, None where unknown.
+    `shapes` are the shapes of its inputs, None where unknown.
     """
     rule = policy.rule(node.operator)
     fitting = substitutions.find(node.operator, node.attrs, training, shapes)
@@ -242,8 +242,9 @@ def few_rows(site: Site) -> bool:
 def odd_channels(site: Site) -> bool:
     """Find convolutions without a blocked bfloat16 kernel, where that costs most.
 
-    With channels that are no multiples of 16, the output has the plain layout, in which a BatchNorm
-    is 5 times slower. With 3 input channels, as in a first layer, the convolution itself is slower.
+    If a number of channels is not a multiple of 16, the output has the plain layout, in which a
+    BatchNorm is several times slower. With 3 input channels, as in a first layer, the convolution
+    itself is slower.
     """
     both = channels(site)
     if both is None:
@@ -259,16 +260,16 @@ def plain_layout(site: Site) -> bool:
 def long_sums(site: Site) -> bool:
     """Find products that add too many terms for a kernel with half-precision sums.
 
-    Results depend on this rule: it holds in eager calls too, and where the shape is unknown.
+    The rule affects results, so it also applies to eager calls, and where the shape is unknown.
     """
-    count = terms(site.node.operator, site.node.attrs, site.shapes[0] if site.shapes else None)
-    return count is None or count > site.limit
+    first = site.shapes[0] if site.shapes else None
+    return sums_exceed(site.limit, site.node.operator, site.node.attrs, first)
 
 
 def cast_weight(site: Site) -> bool:
     """Find transposed convolutions that would be trained through a cast of their weight.
 
-    Results depend on this rule too. Eager calls look at the dtype of the weight instead.
+    This rule affects results too. Eager calls look at the dtype of the weight instead.
     """
     return site.casts_weight
 
@@ -278,7 +279,7 @@ def volume_views(site: Site) -> bool:
     return site.reads_volume
 
 
-#: By their names in the operator lists.
+#: The shape rules by their names in the operator lists.
 RULES: Mapping[str, Callable[[Site], bool]] = {
     rule.__name__: rule
     for rule in (few_rows, odd_channels, plain_layout, long_sums, cast_weight, volume_views)

@@ -1,6 +1,6 @@
 """Shapes, channels and memory layouts of a graph's tensors, as far as speed depends on them.
 
-`shape_rules` decides by them which operators stay in float32 and which get a faster equivalent.
+From them, `shape_rules` decides which operators stay in float32 and which get a faster equivalent.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ __all__ = [
     "gives_blocks",
     "in_blocks",
     "input_shapes",
+    "may_give_blocks",
     "readers_of_views",
-    "shapes_layout",
     "volume_readers",
 ]
 
@@ -53,10 +53,10 @@ class Site:
     training: bool
     feeds_norm: bool  #: a BatchNorm reads its output, with nothing between that changes its layout
     blocked: bool  #: its first input is in oneDNN's blocked layout
-    uses: int  #: how often the graph reads its second input; 0 where that needs no cast
+    uses: int  #: how often the graph reads its second input; 0 if that input needs no cast
     casts_weight: bool  #: gradients may be computed, and its second input would be cast
     reads_volume: bool  #: an input may be a 3-D convolution's output, in the blocked layout
-    limit: int = 0  #: of the rule that is asked
+    limit: int = 0  #: the limit of the rule that is applied
 
 
 # ---------------------------------------------------------------------- blocked layouts
@@ -77,7 +77,7 @@ def in_blocks(site: Site, both: Tuple[int, int]) -> bool:
     read, written = both
     groups = int(site.node.attrs.get("num_group", "1"))
     if groups not in (1, read, written):
-        # Half blocks are as fast as whole ones, except for the gradient of a BatchNorm.
+        # Half blocks are as fast as whole blocks, except for the gradient of a BatchNorm.
         block = BLOCK if site.training else BLOCK // 2
         return all(channel % groups == 0 and channel // groups % block == 0 for channel in both)
     return (read % BLOCK == 0 or read == COLORS + 1) and written % BLOCK == 0
@@ -95,8 +95,8 @@ def gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> b
     return all(blocked.get(output, False) for output in tensors)
 
 
-def shapes_layout(node: Node) -> bool:
-    """Return whether the operator's output may be in blocks."""
+def may_give_blocks(node: Node) -> bool:
+    """Return whether the operator's output may be in the blocked layout."""
     return node.operator in CONVOLUTIONS or _keeps_layout(node)
 
 
@@ -106,10 +106,10 @@ def _keeps_layout(node: Node) -> bool:
 
 
 def behind_concats(nodes: Sequence[Node]) -> FrozenSet[int]:
-    """Return the nodes whose gradient is, unchanged in layout, that of a Concat of channels.
+    """Return each Concat of channels, and the nodes behind it that keep its layout.
 
-    oneDNN splits a blocked gradient among the inputs of a Concat. It fails, or ends the process,
-    where an input ends within a block of channels.
+    A blocked gradient of such a node reaches the Concat, where oneDNN splits it among the inputs.
+    oneDNN fails, or crashes the process, if an input ends within a block of channels.
     """
     behind: Set[int] = set()
     for i, node in enumerate(nodes):
@@ -164,9 +164,9 @@ def feeding_products(graph: Graph) -> FrozenSet[int]:
 
 # ---------------------------------------------------------------------- views of volumes
 # In a graph, a view of a 3-D convolution's output keeps the blocked layout of five axes under a
-# shape of other axes. In bfloat16 oneDNN's next operator can't read it: "could not create a
-# primitive descriptor for a reorder primitive". In float32 it reads the view, but no view of that
-# view.
+# shape with other axes. In bfloat16, oneDNN's next operator can't read the view: "could not create
+# a primitive descriptor for a reorder primitive". In float32 it reads the view, but not a view of
+# the view.
 
 
 def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
@@ -242,7 +242,7 @@ def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
 _READ_BY_RULE = {"few_rows": {0, 1}, "long_sums": {0}, "odd_channels": {1}}
 _READ_IN_CONVERSIONS = frozenset({"odd_channels"})
 
-#: How many outputs an operator shows, by call.
+#: The number of visible outputs of an operator, by call: a cache.
 _shown: Dict[Any, int] = {}
 
 
@@ -263,7 +263,7 @@ def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes
             ]
     asked = {o for few in wanted.values() for o in few if o is not None and shapes.get(o) is None}
     if asked and any(shapes.values()):
-        # With the operators' outputs, since the shapes of parameters follow from other inputs.
+        # Infer the operators' outputs too, so that MXNet infers parameters from other inputs.
         shapes.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
     return {
         i: tuple([None if output is None else shapes.get(output) for output in outputs])
@@ -309,7 +309,7 @@ def _visible_outputs(graph: Graph) -> Sequence[Output]:
 
 
 def _visible(node: Node) -> int:
-    """Return how many outputs an operator shows, as MXNet says for a graph of that operator."""
+    """Return the number of visible outputs of an operator, from a symbol of that operator alone."""
     if node.num_outputs == 1:
         return 1
     key = (*node.call, len(node.inputs))

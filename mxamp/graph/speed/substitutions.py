@@ -1,9 +1,9 @@
 """The table of substitutions: operators with faster equivalents on CPUs.
 
 Some of MXNet's kernels are slow where oneDNN or BLAS has a fast one: `relu` against `Activation`,
-`clip(0, 6)`, LayerNorm in training, the mean over an axis. Graphs that are about to run get the
-fast equivalent. Graphs that users hold, convert and save keep their operators. The operator list of
-a policy names its substitutions, with their measured gains.
+`clip(0, 6)`, LayerNorm in training, the mean over an axis. A graph gets the fast equivalents when
+it runs; symbols and saved models keep their operators. The operator list of a policy names its
+substitutions, with their measured gains.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ __all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
 
 @dataclass(frozen=True)
 class Substitution:
-    """An equivalent for calls of `operators` that `applies` accepts.
+    """A faster equivalent for the calls of `operators` that `applies` accepts.
 
     `build` gets the attributes and the result of `detail`, its only knowledge of shapes: calls with
-    the same detail share a graph. The outputs are those of the last part if it has no suffix; else
-    each part is an output.
+    the same detail share a graph. The last part has the operator's outputs if it has no suffix;
+    else each part is an output.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Substitution:
     constants: bool = False
     #: Applies only where this operator computes in the target dtype, by its class.
     lowered: Optional[str] = None
-    #: The gradient of its first input is in blocks of 16 channels, unlike that of MXNet's operator:
-    #: in training it doesn't apply behind a Concat of channels.
+    #: The gradient of its first input is in blocks of 16 channels, and MXNet's operator has plain
+    #: gradients: in training the substitution doesn't apply behind a Concat of channels.
     blocks_gradients: bool = False
-    #: It multiplies infinite gradients by 0, where MXNet's operator returns 0: in training it
-    #: applies only where an infinite gradient reaches the weights anyway.
+    #: It multiplies infinite gradients by 0, where MXNet's operator returns 0: in training the
+    #: substitution applies only where an infinite gradient reaches the weights anyway.
     multiplies_gradients: bool = False
     #: The operator of a substitution by a single operator, for the memory layout.
     single: Optional[str] = None
@@ -93,7 +93,7 @@ _SUBSTITUTIONS = (
     Substitution(
         name="broadcast",
         operators=frozenset(reductions.OPERATORS),
-        build=reductions.of_repeated,
+        build=reductions.broadcast,
         applies=reductions.is_long_broadcast,
         detail=reductions.repeats,
         float32=(True, True),
@@ -150,7 +150,7 @@ _SUBSTITUTIONS = (
         operators=frozenset({"Convolution"}),
         build=convolutions.merged_groups,
         applies=convolutions.is_narrow_grouped,
-        detail=convolutions.widths,
+        detail=convolutions.weight_shape,
         by_shape={"Convolution": (1,)},
         answers=frozenset({"odd_channels"}),
         constants=True,
@@ -161,7 +161,7 @@ _SUBSTITUTIONS = (
         operators=frozenset({"RNN"}),
         build=recurrent.rnn,
         applies=recurrent.is_large_rnn,
-        detail=recurrent.sizes_of_data,
+        detail=recurrent.data_shape,
         by_shape={"RNN": (0,)},
         lowered="FullyConnected",
     ),
