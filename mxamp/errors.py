@@ -32,7 +32,7 @@ class UnknownNameError(ArgumentError, LookupError):
 
 
 class StateError(AmpError, RuntimeError):
-    """A call came at the wrong time: before what it needs, or twice."""
+    """A call out of order: before the call that it needs, or twice."""
 
 
 class WriteError(AmpError, OSError):

@@ -252,4 +252,4 @@ def test_a_run_loads_few_modules_of_mxamp(tmp_path):
     loaded = done.stdout.split()
     assert "mxamp.frontends.automatic" in loaded
     assert not [name for name in loaded if name.startswith(("mxamp.tools", "mxamp.convert"))]
-    assert len(loaded) <= 125
+    assert len(loaded) <= 90

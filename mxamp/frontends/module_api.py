@@ -165,7 +165,7 @@ def _patched_init_optimizer(
 def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
     state = module_patches.states.get(self)
     if state is not None and state.in_graph:
-        shared = _shared_by(self)
+        shared = _decorated_scale(self)
         state.scale = 1.0 if shared is None else shared.loss_scale
         # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
         # forward pass.
@@ -176,14 +176,14 @@ def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any
     original(self, *args, **kwargs)
 
 
-def _shared_by(module: Module) -> Optional[SharedScale]:
+def _decorated_scale(module: Module) -> Optional[SharedScale]:
     """Return the scale of a module's optimizer, or None if its losses are not scaled."""
     shared = scale_of(module._optimizer) if module.optimizer_initialized else None
     return shared if shared is not None and shared.checks else None
 
 
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
-    shared = _shared_by(self)
+    shared = _decorated_scale(self)
     state = module_patches.states.setdefault(self, _State())
     state.overflown = False
     if shared is None or not (state.in_graph or out_grads is not None):
@@ -263,7 +263,7 @@ def _times(arrays: Any, factor: float) -> Any:
 
 @contextmanager
 def _updates_off_kvstore() -> Iterator[None]:
-    """Tell MXNet to update parameters outside of kvstores, by its own switch."""
+    """Set MXNet's switch (`MXNET_UPDATE_ON_KVSTORE=0`) that updates parameters outside kvstores."""
     before = os.environ.get(_UPDATE_SWITCH)
     os.environ[_UPDATE_SWITCH] = "0"
     try:

@@ -76,7 +76,7 @@ class PassResult(NamedTuple):
 
 
 class ScaledPass:
-    """The scaled backward pass that runs: one at a time, since it marks gradients as fresh."""
+    """The process's scaled backward passes, one at a time: they set MXNet's fresh-gradient marks."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -101,12 +101,12 @@ class ScaledPass:
 
     @property
     def in_function(self) -> bool:
-        """Whether the calling thread computes a backward that was given unscaled gradients."""
+        """Whether this thread is in a backward written in Python, which gets unscaled gradients."""
         return bool(getattr(self._functions, "depth", 0)) or in_unscaled_backward()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let one pass run at a time."""
+        """Hold the lock that allows one pass at a time."""
         with self._lock:
             self._running_in = threading.get_ident()
             try:
@@ -250,7 +250,7 @@ def unscaled(gradient: NDArray, scale: float) -> NDArray:
 
 @contextmanager
 def _scaled(scale: float) -> Iterator[None]:
-    """Scale what starts the backward pass inside; wait for functions written in Python."""
+    """Multiply the head gradients of the backward pass in the body; wait for it to end."""
     with scaled_heads(scale, stays_inside=True):
         yield
         mx.nd.waitall()

@@ -155,7 +155,7 @@ class _Pending:
         self.values.extend(values)
 
     def take_back(self, values: Sequence[NDArray]) -> None:
-        """Undo `add`."""
+        """Undo `add` for losses whose scaling failed."""
         self.losses = max(self.losses - 1, 0)
         self.stage = self.stage if self.losses else Stage.NONE
         self.values = [one for one in self.values if all(one is not value for value in values)]

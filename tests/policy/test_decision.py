@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import needs
+from helpers import float16_policy, needs
 from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import CASTABLE, decide
@@ -185,3 +185,12 @@ def test_what_holds_for_every_operator(name, dtypes, chosen):
     # (The user's own other half precision goes up to float32, and would be lowered from there.)
     if decision.through is None and other_half not in dtypes:
         assert not decide(name, {}, after, policy).changes
+
+
+@pytest.mark.parametrize("operator", ["transpose", "relu", "Flatten"])
+def test_bfloat16_is_widened_under_a_float16_policy_of_cpus(operator):
+    """Some of MXNet's bfloat16 kernels end the process, and only bfloat16 policies list them."""
+    policy = float16_policy()
+    found = decide(operator, {}, ["bfloat16"], policy)
+    assert (found.precision, found.reads) == ("float32", ("float32",))
+    assert decide(operator, {}, ["float16"], policy).precision == "float16"

@@ -269,7 +269,7 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
 
 @contextlib.contextmanager
 def unchanged(*blocks: Any) -> Iterator[None]:
-    """Restore parameters, gradients and cached graphs of blocks; ignore other arguments."""
+    """Run the body, then restore the blocks' parameters, gradients and cached graphs."""
     found = [block for block in blocks if isinstance(block, Block)]
     hybrid = [b for block in found for b in descendants(block) if isinstance(b, HybridBlock)]
     graphs = [(block, {name: getattr(block, name, []) for name in _GRAPH}) for block in hybrid]

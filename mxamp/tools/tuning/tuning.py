@@ -71,7 +71,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What low precision costs and saves in one layer.
+    """The error and the gain of low precision in one layer.
 
     Parameters
     ----------

@@ -121,7 +121,7 @@ class GradientWatch:
 
 
 def _unwatched(operator: Operator, count: int) -> Set[int]:
-    """Return the positions of inputs without a probe: their gradient is zero or unreadable."""
+    """Return the positions of inputs whose gradients are always zero, or can't be read."""
     positions = zero_gradients().get(operator.handle, frozenset())
     without = set(range(count)) if positions is None else set(positions)
     return without.union(operator.mutable_inputs, _UNREADABLE.get(operator.name, ()))
