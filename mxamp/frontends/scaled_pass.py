@@ -76,7 +76,7 @@ class PassResult(NamedTuple):
 
 
 class ScaledPass:
-    """The process's scaled backward passes, one at a time: they set MXNet's fresh-gradient marks."""
+    """The scaled backward passes of the process, one at a time: they mark gradients as fresh."""
 
     def __init__(self) -> None:
         self.scale = 1.0
