@@ -13,7 +13,7 @@ from planted import chain
 import mxamp as amp
 from helpers import operators_of, randn, same, values
 from models import model
-from mxamp.tools.debugging import results
+from mxamp.tools.debugging import isolated, results
 from nets import (
     NETS,
     Control,
@@ -410,3 +410,9 @@ def test_pictures(tmp_path):
     with pytest.raises(amp.ArgumentError, match="no folder"):
         result.plot(tmp_path / "none" / "errors.png")
     assert results.new_figure(4.0) is not figure
+
+
+def test_masks_of_dropout_keep_the_mean():
+    mask = isolated._mask_of("drop", {"p": "0.25"}, (100, 100))
+    assert set(np.unique(mask)) == {0, np.float32(1 / 0.75)}
+    assert abs(mask.mean() - 1) < 0.05

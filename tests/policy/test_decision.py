@@ -9,6 +9,7 @@ from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import CASTABLE, decide
 from mxamp.policy.policy import Policy
+from mxamp.policy.regions import REGION, with_words
 from mxamp.policy.rules import reason_by_sums
 
 H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
@@ -194,3 +195,10 @@ def test_bfloat16_is_widened_under_a_float16_policy_of_cpus(operator):
     found = decide(operator, {}, ["bfloat16"], policy)
     assert (found.precision, found.reads) == ("float32", ("float32",))
     assert decide(operator, {}, ["float16"], policy).precision == "float16"
+
+
+def test_a_region_that_lowers_nothing_on_the_device_is_no_reason():
+    policy = float16_policy()
+    found = decide("exp", {}, ["float32"], policy)
+    assert "float16" in with_words(found, {REGION: "float16"}, policy).reason
+    assert with_words(found, {REGION: "bfloat16"}, Policy.default("float16", "gpu")) == found
