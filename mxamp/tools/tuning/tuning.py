@@ -22,7 +22,7 @@ __all__ = ["LayerCost", "Trial", "Tuning", "known", "machine_of"]
 #: How many layers a report lists.
 _LISTED = 20
 _HEADER = """\
-# Tuned by mxamp.tune on {date}. Comments alone say so: the policy below is like any other.
+# Tuned by mxamp.tune on {date}. `Policy.load` ignores these comments.
 # It may be slower than float32 for another model, machine or number of threads.
 #
 {report}
