@@ -1,5 +1,6 @@
 import gc
 import itertools
+import logging
 import os
 import random
 from types import SimpleNamespace
@@ -121,8 +122,11 @@ def clean():
     mx.random.seed(0)
     np.random.seed(0)
     random.seed(0)
+    log = logging.getLogger("mxamp")
+    level = log.level
     classed = dict(custom_operators._registered)
     yield
+    log.setLevel(level)
     custom_operators._registered.clear()
     custom_operators._registered.update(classed)
     amp.shutdown()
