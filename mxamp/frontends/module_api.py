@@ -1,6 +1,6 @@
 """Loss scaling for the symbolic Module API.
 
-The graph that a module binds takes the scale as one more input (`graph.casts.scale_input`), a state
+The graph that a module binds takes the scale as one more input (`graph.gradients`), a state
 of the module. `backward` unscales the gradients. If one of them is not finite, all devices and
 workers skip the update.
 """

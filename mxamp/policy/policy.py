@@ -44,7 +44,7 @@ class Caches:
         self.regions: Dict[str, Policy] = {}
         #: `policy.regions`: a hash of the policy's file.
         self.fingerprint: Optional[str] = None
-        #: `scaling.workers`: a number that is the same in all processes.
+        #: `scaling.distributed`: a number that is the same in all processes.
         self.workers: Optional[int] = None
 
 
@@ -70,7 +70,7 @@ class Policy(OperatorList):
 
     @cached_property
     def chooses(self) -> bool:
-        """Whether shapes and neighbors of operators affect graphs (`graph.shape_rules`)."""
+        """Whether shapes and neighbors of operators affect graphs (`graph.speed.shape_rules`)."""
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     @cached_property

@@ -28,7 +28,7 @@ CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
 #: The classes that reports show: "conditional" operators depend on an attribute.
 SHOWN_CLASSES = (*CLASSES, "conditional")
 
-#: Names of rules by shapes and neighbors in operator lists: functions of `graph.shape_rules`.
+#: Names of rules by shapes and neighbors in operator lists: functions of `graph.speed.shape_rules`.
 SHAPE_RULES = (
     "few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight", "volume_views",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which layers stay in float32: what low precision costs in each, and the smallest set that works.
+"""The search for layers to keep in float32: their errors, and the smallest set that works.
 
 Each layer is measured alone, in one float32 run. It computes in both precisions from the same
 inputs. The difference, times the gradient of the model's outputs with respect to the layer's, is to

@@ -1,4 +1,4 @@
-"""What `tune` returns: a policy, and all that was measured to find it."""
+"""The result of `tune`: a policy, and the measurements that chose it."""
 
 import html
 import math

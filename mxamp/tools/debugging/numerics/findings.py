@@ -1,4 +1,4 @@
-"""What `check_numerics` finds, as values: an operator, its tensor, and the tensor's statistics."""
+"""Findings of `check_numerics`: an operator, its tensor, and the tensor's statistics."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, Optional, Tuple
