@@ -16,12 +16,12 @@ from ..graph.casts.builder import HALVES, is_converted
 from ..graph.casts.insert import rewrite
 from ..graph.casts.offline import (
     cast_offline,
-    count_losses,
-    widened,
-    with_copies,
-    with_dtypes,
-    with_single_variables,
-    without_copies,
+    count_range_errors,
+    with_copies_before_casts,
+    with_float32_variables,
+    with_merged_variables,
+    with_recorded_dtypes,
+    without_copies_before_casts,
 )
 from ..graph.ir import CASTS, Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
@@ -102,7 +102,7 @@ def convert(
     if not isinstance(symbol, Symbol):
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     read = Graph.from_symbol(symbol)
-    graph = without_copies(with_single_variables(read))
+    graph = without_copies_before_casts(with_merged_variables(read))
     policy = checked_policy(options.policy, options.excluded_sym_names, graph)
     data = _data_names(graph, options, params)
     held = dict(params or {})
@@ -111,7 +111,7 @@ def convert(
     )
     if is_converted(graph):
         wide = _wide_params(graph, held, policy)
-        graph = widened(graph, wide.keys())
+        graph = with_float32_variables(graph, wide.keys())
         held.update(wide)
         dtypes.update(dict.fromkeys(wide, "float32"))
     if options.fuse:
@@ -127,13 +127,13 @@ def convert(
     )
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
     unchanged = new == graph == read and not options.fuse
-    new, inputs = cast_offline(with_dtypes(new, dtypes), kept, policy.target_dtype)
+    new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
     _warn_of_values(new, held, policy.target_dtype)
     if unchanged and not inputs and "amp_cast" not in read.operators:
         return Converted(symbol, {}, taken, held, graph, policy)
     if not options.fuse:
-        new = with_copies(new, {**dtypes, **inputs})
+        new = with_copies_before_casts(new, {**dtypes, **inputs})
     written = new.to_symbol(_keeping_casts(type(symbol)))  # type: ignore[arg-type]
     return Converted(written, inputs, taken, held, graph, policy)
 
@@ -180,7 +180,7 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
         for name in params.keys() & dtypes.keys():
             # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
             result[name] = cast(copy(params[name]), dtypes[name])
-            overflown, vanished = count_losses(params[name], result[name])
+            overflown, vanished = count_range_errors(params[name], result[name])
             if overflown or vanished:
                 lost = counted(overflown, "finite value"), counted(vanished, "value")
                 logger.warning(LOSSY, name, dtypes[name], *lost)

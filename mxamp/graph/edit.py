@@ -23,25 +23,25 @@ _CALLER = -1
 
 
 class Names:
-    """The names in use, and unique new ones."""
+    """The names in use; makes new names unique."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
         self._counts: Dict[str, int] = {}  #: the number last appended to a name
 
-    def take(self, name: str) -> None:
-        """Reserve a name."""
+    def reserve(self, name: str) -> None:
+        """Count a name as in use."""
         self._taken.add(name)
 
-    def new(self, wanted: str) -> str:
-        """Return `wanted`, with a number appended if it is taken, and reserve the result."""
-        name, count = wanted, self._counts.get(wanted, 0)
-        while name in self._taken:
+    def make_unique(self, name: str) -> str:
+        """Return `name`, with a number appended if it is in use, and reserve the result."""
+        unique, count = name, self._counts.get(name, 0)
+        while unique in self._taken:
             count += 1
-            name = f"{wanted}{count}"
-        self._taken.add(name)
-        self._counts[wanted] = count
-        return name
+            unique = f"{name}{count}"
+        self._taken.add(unique)
+        self._counts[name] = count
+        return unique
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class View:
 
     @cached_property
     def consumers(self) -> Mapping[Output, List[Tuple[int, int]]]:
-        """The readers of each output: (node, position), or (-1, place) for the caller."""
+        """The readers of each output: (node, input position); for the caller (-1, head position)."""
         found: Dict[Output, List[Tuple[int, int]]] = {}
-        live = set(self.outputs)
+        live = set(self.head_nodes)
         for i in range(len(self.graph.nodes) - 1, -1, -1):
             if i in live:
                 live.update(source for source, _ in self.graph.nodes[i].inputs)
@@ -80,25 +80,25 @@ class View:
         return counts
 
     @cached_property
-    def outputs(self) -> Set[int]:
-        """The nodes with a graph output."""
+    def head_nodes(self) -> Set[int]:
+        """The indexes of nodes with a graph output."""
         return {i for i, _ in self.graph.heads}
 
     @cached_property
-    def several_read(self) -> Set[int]:
-        """The nodes with a consumer of an output other than the first."""
+    def multi_output_nodes(self) -> Set[int]:
+        """The indexes of nodes with a consumer of an output other than the first."""
         return {i for i, k in self.consumers if k}
 
     def is_read_once(self, i: int) -> bool:
         """Return whether node i has a single consumer, which is not the caller."""
-        return self._reads.get(i, 0) == 1 and i not in self.outputs
+        return self._reads.get(i, 0) == 1 and i not in self.head_nodes
 
     def reads(self, i: int) -> int:
         """Return the number of reads of node i, graph outputs included."""
         return self._reads.get(i, 0)
 
     def own_parameter(self, node: Node, position: int) -> Optional[str]:
-        """Return the name of an input that is a float32 parameter with no other consumer."""
+        """Return the name of an input if it is a float32 parameter with no other consumer."""
         if position >= len(node.inputs):
             return None
         variable = self.graph.nodes[node.inputs[position][0]]
@@ -114,7 +114,7 @@ class View:
 
 
 class Edit:
-    """Recorded changes of a graph, by index of node.
+    """Recorded changes of a graph and its parameters; `applied` returns the changed graph.
 
     Arguments may name outputs of the source graph and of added nodes. `params` holds the values of
     all parameters, with those that the edit adds or changes.
@@ -125,89 +125,92 @@ class Edit:
         self._graph = graph
         self._changed: Dict[int, Node] = {}
         self._added: List[Node] = []
-        self._aliases: Dict[Output, Output] = {}
+        self._targets: Dict[Output, Output] = {}
         self._heads: Dict[int, Output] = {}
 
     @cached_property
     def _names(self) -> Names:
         return Names([*(node.name for node in self._graph.nodes), *self.params])
 
-    def new_name(self, wanted: str) -> str:
-        """Return `wanted`, with a number appended if a node or a parameter has that name."""
-        return self._names.new(wanted)
+    def unique_name(self, name: str) -> str:
+        """Return `name`, with a number appended if a node or a parameter has it; reserve it."""
+        return self._names.make_unique(name)
 
     def add(self, op: str, name: str, inputs: Iterable[Output] = (), **attrs: str) -> Output:
         """Add a node with a unique name based on `name`; return its output."""
-        return self.add_node(Node(op, self.new_name(name), attrs, list(inputs)))
+        return self.add_node(Node(op, self.unique_name(name), attrs, list(inputs)))
 
     def add_node(self, node: Node) -> Output:
         """Add a node with its final name; return its first output.
 
-        Its inputs are resolved now, so that a later `alias` can put the node behind one of them.
+        Its inputs are resolved now, so that a later `redirect` can put the node behind one of them.
         """
-        self._added.append(replace(node, inputs=[self._behind(output) for output in node.inputs]))
+        self._added.append(replace(node, inputs=[self._resolve(output) for output in node.inputs]))
         return len(self._graph.nodes) + len(self._added) - 1, 0
 
     def add_parameter(self, name: str, value: NDArray) -> Output:
-        """Add a parameter with a unique name based on `name`; return the variable."""
-        name = self.new_name(name)
+        """Add a parameter with a unique name based on `name`; return its variable's output."""
+        name = self.unique_name(name)
         self.params[name] = value
         return self.add_node(Node("null", name))
 
     def change(self, i: int, **fields: Any) -> None:
-        """Change fields of node i; its consumers read the changed node."""
+        """Replace fields of node i, such as its `op`, `attrs` or `inputs`."""
         self._changed[i] = replace(self.node(i), **fields)
 
     def node(self, i: int) -> Node:
         """Return node i with the changes recorded so far."""
         return self._changed.get(i, self._graph.nodes[i])
 
-    def read(self, i: int, position: int, output: Output) -> None:
+    def set_input(self, i: int, position: int, output: Output) -> None:
         """Connect input `position` of node i to another output."""
         inputs = list(self.node(i).inputs)
         inputs[position] = output
         self.change(i, inputs=inputs)
 
-    def alias(self, output: Output, other: Output) -> None:
-        """Connect all consumers of `output`, the caller included, to `other`."""
-        self._aliases[output] = other
+    def redirect(self, output: Output, target: Output) -> None:
+        """Connect all consumers of `output`, the caller included, to `target`."""
+        self._targets[output] = target
 
-    def give(self, place: int, output: Output) -> None:
+    def set_head(self, place: int, output: Output) -> None:
         """Replace graph output number `place`."""
         self._heads[place] = output
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing changes."""
-        return not (self._changed or self._aliases or self._heads)
+        """Whether the edit changes nothing."""
+        return not (self._changed or self._targets or self._heads)
 
     def applied(self) -> Graph:
-        """Return the changed graph, without nodes that have no consumers."""
+        """Return the changed graph without nodes that have no consumers, or the unchanged graph."""
         source = self._graph
         if self.is_empty:
             return source
         nodes = [self.node(i) for i in range(len(source.nodes))] + self._added
         heads = [
-            self._behind(self._heads.get(place, head)) for place, head in enumerate(source.heads)
+            self._resolve(self._heads.get(place, head)) for place, head in enumerate(source.heads)
         ]
         inputs = [
-            [self._behind(output) for output in node.inputs] for node in nodes[: len(source.nodes)]
+            [self._resolve(output) for output in node.inputs] for node in nodes[: len(source.nodes)]
         ]
         inputs += [node.inputs for node in self._added]
-        order = _in_order(inputs, [i for i, _ in heads], len(source.nodes))
+        order = _sort_nodes(inputs, [i for i, _ in heads], len(source.nodes))
         places = {old: new for new, old in enumerate(order)}
         made = [replace(nodes[i], inputs=[(places[j], k) for j, k in inputs[i]]) for i in order]
         return Graph(made, [(places[i], k) for i, k in heads], source.attrs)
 
-    def _behind(self, output: Output) -> Output:
-        """Follow aliases to their last output."""
-        while output in self._aliases:
-            output = self._aliases[output]
+    def _resolve(self, output: Output) -> Output:
+        """Return the output that consumers of `output` read after all redirections."""
+        while output in self._targets:
+            output = self._targets[output]
         return output
 
 
-def _in_order(inputs: List[List[Output]], heads: List[int], of_source: int) -> List[int]:
-    """Return the nodes that the heads depend on, inputs first, in the order of the source."""
+def _sort_nodes(inputs: List[List[Output]], heads: List[int], source_count: int) -> List[int]:
+    """Return the indexes of nodes that `heads` depend on, inputs before their consumers.
+
+    The first `source_count` nodes keep their order.
+    """
     needed: Set[int] = set()
     pending = list(heads)
     while pending:
@@ -217,7 +220,7 @@ def _in_order(inputs: List[List[Output]], heads: List[int], of_source: int) -> L
             pending += [j for j, _ in inputs[i]]
     order: List[int] = []
     placed: Set[int] = set()
-    for root in [i for i in range(of_source) if i in needed] + heads:
+    for root in [i for i in range(source_count) if i in needed] + heads:
         stack = [root]
         while stack:
             i = stack[-1]
@@ -233,5 +236,5 @@ def _in_order(inputs: List[List[Output]], heads: List[int], of_source: int) -> L
 
 
 def without_shape(variable: Node) -> Dict[str, str]:
-    """Return a variable's attributes without the shape that Gluon records."""
+    """Return a variable's attributes without `__shape__`, in which Gluon records its shape."""
     return {name: text for name, text in variable.attrs.items() if name != "__shape__"}

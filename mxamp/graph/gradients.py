@@ -76,7 +76,7 @@ def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
         edit.change(i, attrs=without_bias(node.attrs), inputs=node.inputs[:_BIAS])
         reads = [(i, 0), node.inputs[_BIAS]]
         name = f"{node.name}_with_bias"
-        edit.alias((i, 0), edit.add("_npi_add", name, reads, **node.hidden_attrs))
+        edit.redirect((i, 0), edit.add("_npi_add", name, reads, **node.hidden_attrs))
     return edit.applied()
 
 
@@ -185,7 +185,7 @@ def _replace_prelu(edit: Edit, i: int, node: Node) -> None:
     # no gradient of the data that could overwrite the incoming gradient.
     minus_one = add("_mul_scalar", "minus_one", add("ones_like", "one", data), scalar="-1")
     slopes = edit.add_node(
-        replace(node, name=edit.new_name(f"{node.name}_slopes"), inputs=[minus_one, slope])
+        replace(node, name=edit.unique_name(f"{node.name}_slopes"), inputs=[minus_one, slope])
     )
     lowered = add("elemwise_mul", "lowered", below, slopes)
     edit.change(i, op="elemwise_sub", attrs=node.hidden_attrs, inputs=[above, lowered])
@@ -215,7 +215,7 @@ def with_scale_input(graph: Graph) -> Optional[Graph]:
     for i in sorted(starting):
         node = graph.nodes[i]
         for k in _differentiable(graph, node):
-            edit.read(i, k, _scaled(edit, f"{node.name}{k or ''}", node.inputs[k], scale))
+            edit.set_input(i, k, _scaled(edit, f"{node.name}{k or ''}", node.inputs[k], scale))
     return edit.applied()
 
 

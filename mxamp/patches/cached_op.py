@@ -18,7 +18,7 @@ from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
 from ..graph.casts.builder import is_converted
-from ..graph.casts.insert import own_marks, rewritten_symbol
+from ..graph.casts.insert import region_marks, rewritten_symbol
 from ..graph.gradients import SCALE_INPUT, trained_graph, weights_beside_biases, with_scale_input
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.speed.recurrent import reads_unset_flag
@@ -90,7 +90,7 @@ def build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
         # A block whose code enters regions needs a rewritten graph even if mixed precision is off
         # outside. The call that traces it has already passed the patch of `_call_cached_op`.
         made = name == "_cached_op" and isinstance(value, CachedOp) and not current_policy()
-        if made and vars(self).get("_source") is None and own_marks(self._cached_graph[1]):
+        if made and vars(self).get("_source") is None and region_marks(self._cached_graph[1]):
             follow(self, ())
 
     return __setattr__

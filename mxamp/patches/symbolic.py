@@ -37,7 +37,7 @@ from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
 from ..framework.operators import WRITTEN_BY_USERS, handle_of
-from ..graph.casts.insert import own_marks, rewritten_graph, runnable_symbol
+from ..graph.casts.insert import region_marks, rewritten_graph, runnable_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
 from ..graph.speed.fusible import with_barriers
@@ -264,7 +264,7 @@ def _policy_for(symbol: Symbol, ctx: Any, requests: Mapping[str, str]) -> Option
     This is the policy in force, else the policy of the symbol's regions. None on other devices than
     the policy's, and for training in float16 with unscaled losses.
     """
-    policy = current_policy() or policy_outside(own_marks(symbol))
+    policy = current_policy() or policy_outside(region_marks(symbol))
     if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:
         return None
     trained = policy.target_dtype == "float16" and {*requests.values()} - {"null"}

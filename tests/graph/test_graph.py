@@ -72,7 +72,7 @@ def test_inputs_are_in_mxnets_order(name):
 def test_a_copy_with_changes():
     graph = Graph.from_symbol(mx.sym.exp(mx.sym.relu(var("x"), name="relu"), name="exp"))
     edit = Edit(graph, {})
-    edit.alias((1, 0), (0, 0))
+    edit.redirect((1, 0), (0, 0))
     edit.change(2, op="broadcast_add", inputs=[(1, 0), edit.add("null", "exp")])
     new = edit.applied()
     assert [(node.op, node.name, node.inputs) for node in new.nodes] == [

@@ -10,7 +10,14 @@ from ...policy.decision import CASTABLE
 from ..edit import Names
 from ..ir import CASTS, TAKES_EMPTY, Graph, Node, Output
 
-__all__ = ["HALVES", "Builder", "Entry", "is_converted", "is_inserted", "reads_as_inserted"]
+__all__ = [
+    "HALVES",
+    "Builder",
+    "Entry",
+    "is_converted",
+    "is_inserted_cast",
+    "casts_like_conversions",
+]
 
 HALVES = CASTABLE - {"float32"}
 
@@ -18,33 +25,33 @@ HALVES = CASTABLE - {"float32"}
 _INSERTED = re.compile(r"_amp_cast_(float16|bfloat16|float32|float64)\d*$")
 
 
-def is_inserted(node: Node) -> bool:
+def is_inserted_cast(node: Node) -> bool:
     """Return whether a node is, by its name, a cast that a conversion may have inserted.
 
-    `reads_as_inserted` decides for sure where the dtype of the input is known.
+    If the dtype of the input is known, check `casts_like_conversions` too.
     """
     return node.op in CASTS and _INSERTED.search(node.name) is not None
 
 
-def reads_as_inserted(node: Node, dtype: str) -> bool:
-    """Return whether conversions insert a cast like `node` for an input of this dtype.
+def casts_like_conversions(node: Node, input_dtype: str) -> bool:
+    """Return whether conversions insert a cast like `node` for an input of `input_dtype`.
 
     Conversions never cast integers. They use `Cast` for float64 and, with the attribute
     `TAKES_EMPTY`, for arrays that may be empty. The user has written any other cast.
     """
     if node.op == "Cast" and TAKES_EMPTY not in node.attrs:
-        other = {dtype, node.attrs["dtype"]} - {"float64"}
+        other = {input_dtype, node.attrs["dtype"]} - {"float64"}
         return len(other) == 1 and other <= CASTABLE
-    return dtype in CASTABLE
+    return input_dtype in CASTABLE
 
 
 def is_converted(graph: Graph) -> bool:
     """Return whether a conversion has inserted casts into a graph."""
-    return any(is_inserted(node) for node in graph.nodes)
+    return any(is_inserted_cast(node) for node in graph.nodes)
 
 
 class Entry(NamedTuple):
-    """An output in the new graph, its dtype, and its `source`: the entry that it widens, if any.
+    """An output in the new graph, its dtype, and its `source`: the entry that it casts up, if any.
 
     An entry is float32 `by_choice` where only a shape rule keeps it in float32. Next to inputs in
     the target dtype it is cast down, instead of widening the other inputs.
@@ -57,7 +64,7 @@ class Entry(NamedTuple):
 
 
 class Builder:
-    """The nodes of a new graph for a kind of device.
+    """Nodes added to a new graph, with unique names and one cast for each output and dtype.
 
     To undo a cast up, consumers read its source: values are never cast down again.
     """
@@ -70,7 +77,9 @@ class Builder:
         self._may_be_empty = device == "gpu" and is_np_shape()
         # Casts get new names, so that rewriting a rewritten graph changes nothing.
         self._names = Names(
-            node.name for node in graph.nodes if node.op != "amp_cast" and not is_inserted(node)
+            node.name
+            for node in graph.nodes
+            if node.op != "amp_cast" and not is_inserted_cast(node)
         )
         self._casts: Dict[Tuple[Output, str], Entry] = {}
         self._copies: Dict[Output, Output] = {}
@@ -81,19 +90,19 @@ class Builder:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def new_name(self, wanted: str) -> str:
-        """Return `wanted`, with a number appended if a node has that name."""
-        return self._names.new(wanted)
+    def unique_name(self, name: str) -> str:
+        """Return `name`, with a number appended if a node has it; reserve it."""
+        return self._names.make_unique(name)
 
     def reserve(self, name: str) -> None:
-        """Reserve a name for a cast written by hand, renaming an inserted cast that has it."""
+        """Reserve the name of a cast written by hand; rename an inserted cast that has it."""
         taken = [i for i in self._roots if self.nodes[i].name == name]
         for i in taken:
-            self.nodes[i] = replace(self.nodes[i], name=self.new_name(name))
-        self._names.take(name)
+            self.nodes[i] = replace(self.nodes[i], name=self.unique_name(name))
+        self._names.reserve(name)
 
     def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:
-        """Return `entry` in `dtype`, through one cast for all its consumers.
+        """Return `entry` in `dtype`, adding a cast unless one exists.
 
         With `name`, the cast takes that name.
         """
@@ -109,8 +118,8 @@ class Builder:
             source = entry if entry.dtype in HALVES and dtype == "float32" else None
             op = "Cast" if self._may_be_empty or "float64" in (entry.dtype, dtype) else "amp_cast"
             attrs = {TAKES_EMPTY: "1"} if self._may_be_empty else {}
-            read = self._read_by_cast(entry, dtype)
-            added = self._insert(op, read, f"amp_cast_{dtype}", {"dtype": dtype, **attrs})
+            source_output = self._input_of_cast(entry, dtype)
+            added = self._insert(op, source_output, f"amp_cast_{dtype}", {"dtype": dtype, **attrs})
             self._casts[key] = Entry((added, 0), dtype, source)
         made = self._casts[key]
         if name is not None:
@@ -118,8 +127,8 @@ class Builder:
             self.nodes[i] = replace(self.nodes[i], name=name)
         return made
 
-    def lowered(self, entries: List[Entry], target: str) -> List[Entry]:
-        """Cast entries that are float32 by choice to the target dtype, if all others have it."""
+    def cast_down_choices(self, entries: List[Entry], target: str) -> List[Entry]:
+        """Cast the entries that are float32 by choice to `target`, if all other floats have it."""
         floats = [entry for entry in entries if entry.dtype in CASTABLE]
         if not any(e.dtype == target for e in floats):
             return entries
@@ -127,8 +136,8 @@ class Builder:
             return entries
         return [self.cast(e, target) if e.by_choice else e for e in entries]
 
-    def without_other_half(self, entry: Entry, target: str) -> Entry:
-        """Widen an output in the half precision that is not the policy's target.
+    def widen_other_half(self, entry: Entry, target: str) -> Entry:
+        """Return an entry in float32 if it has the half-precision dtype that is not `target`.
 
         A model fused for bfloat16 computes in it under a float16 policy too, whose lists don't say
         which operators can read bfloat16.
@@ -136,14 +145,14 @@ class Builder:
         is_other = entry.dtype in HALVES and entry.dtype != target
         return self.cast(entry, "float32") if is_other else entry
 
-    def copied(self, output: Output) -> Output:
-        """Return a copy of an output, through one node for all its consumers."""
+    def add_copy(self, output: Output) -> Output:
+        """Return a copy of an output, adding a `_copy` node unless one exists."""
         if output not in self._copies:
             self._copies[output] = (self._insert("_copy", output, "amp_copy", {}), 0)
         return self._copies[output]
 
-    def in_plain_layout(self, entry: Entry) -> Entry:
-        """Return a float32 entry in MXNet's plain layout: a slice of all of it, which is a copy."""
+    def add_plain_layout(self, entry: Entry) -> Entry:
+        """Return a float32 entry copied to MXNet's plain layout by a slice; others unchanged."""
         if entry.dtype != "float32":
             return entry
         whole = {"axis": "0", "begin": "0", "end": "None"}
@@ -151,8 +160,8 @@ class Builder:
             output=(self._insert("slice_axis", entry.output, "amp_plain", whole), 0)
         )
 
-    def _read_by_cast(self, entry: Entry, dtype: str) -> Output:
-        """Return the input of a cast: a copy of a variable that may accumulate gradients.
+    def _input_of_cast(self, entry: Entry, dtype: str) -> Output:
+        """Return the output for a cast of `entry` to read: a copy if its gradient may be added up.
 
         On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because the
         kernel never commits the sum. A copy before the cast accumulates the gradient instead.
@@ -160,16 +169,17 @@ class Builder:
         node = self.nodes[entry.output[0]]
         accumulated = node.is_variable and node.name in self._accumulated
         if accumulated and "bfloat16" in (entry.dtype, dtype):
-            return self.copied(entry.output)
+            return self.add_copy(entry.output)
         return entry.output
 
     def _insert(self, op: str, output: Output, suffix: str, attrs: Dict[str, str]) -> int:
+        """Add an operator that reads `output`, named after its producer; return its index."""
         producer = self.nodes[output[0]]
         group = {k: v for k, v in producer.attrs.items() if k in ("__ctx_group__", "ctx_group")}
         position = str(output[1]) if producer.num_outputs > 1 else ""
         # Casts of casts are named after the first source.
         root = self._roots.get(output[0], f"{producer.name}{position}")
-        name = self.new_name(f"{root}_{suffix}")
+        name = self.unique_name(f"{root}_{suffix}")
         added = self.add(Node(op, name, {**group, **attrs}, [output]))
         self._roots[added] = root
         return added

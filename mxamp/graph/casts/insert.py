@@ -42,12 +42,12 @@ from ..ir import (
 )
 from ..speed import substitutions
 from ..speed.shape_rules import NONE, Choices
-from .builder import HALVES, Builder, Entry, is_converted, is_inserted, reads_as_inserted
+from .builder import HALVES, Builder, Entry, casts_like_conversions, is_converted, is_inserted_cast
 
 __all__ = [
     "PRECISION",
     "Rewrite",
-    "own_marks",
+    "region_marks",
     "rewrite",
     "rewritten_graph",
     "rewritten_symbol",
@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass
 class Rewrite:
-    """The new graph, and the decision for each operator in it, by index of the new node."""
+    """A new graph, and the decision for each operator in it, by index of the new node."""
 
     graph: Graph
     decisions: Dict[int, Decision] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Rewrite:
         return _count_casts(self.graph)
 
     def decided(self) -> Iterator[Tuple[Graph, Node, Decision]]:
-        """Yield each operator with its graph and its decision; bodies follow their loops."""
+        """Yield (graph, node, decision) for each operator; bodies of loops follow their loop."""
         for i, decision in self.decisions.items():
             yield self.graph, self.graph.nodes[i], decision
             for body in self.bodies.get(i, ()):
@@ -105,7 +105,7 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE)
     while True:
         rewriter = _Rewriter(graph, policy, usage, choices)
         result = rewriter.run(widened)
-        mixed = {cast for cast, dtypes in rewriter.given.items() if len(dtypes) > 1}
+        mixed = {cast for cast, dtypes in rewriter.promoted.items() if len(dtypes) > 1}
         if mixed <= widened:
             return result
         widened = mixed | widened
@@ -119,9 +119,11 @@ class _Value(NamedTuple):
 
 
 class _Rewriter:
+    """A walk over the nodes of one graph, which adds them and their casts to a new graph."""
+
     def __init__(self, graph: Graph, policy: Policy, usage: Usage, choices: Choices) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
-        self.given: Dict[str, Set[str]] = {}  #: the dtypes of each promote_function's arguments
+        self.promoted: Dict[str, Set[str]] = {}  #: the dtypes of each promote_function's arguments
         self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
         self.body_choices = dict(choices.bodies)
         self.builder = Builder(graph, usage.accumulated, policy.device)
@@ -131,66 +133,66 @@ class _Rewriter:
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
     def run(self, widened: AbstractSet[str]) -> Rewrite:
+        """Return the rewritten graph, with arguments of the promote_functions `widened` cast."""
         self.widened = widened
         for i, node in enumerate(self.graph.nodes):
             inputs = [self.values[output] for output in node.inputs]
-            outputs = self._visit(i, node, inputs)
+            outputs = self._add_node(i, node, inputs)
             for k, value in enumerate(outputs):
                 self.values[i, k] = value
         heads = [self.values[head] for head in self.graph.heads]
         self.result.graph.heads = [
-            (self._restored(value) if self.usage.restore else value.entry).output for value in heads
+            (self._restore(value) if self.usage.restore else value.entry).output for value in heads
         ]
         return self.result
 
-    def _visit(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
+    def _add_node(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
         """Add the new nodes for node i of the old graph; return the values of its outputs."""
         if node.is_variable:
-            return [self._variable(node)]
-        if i in self.substituted and _can_substitute(self.substituted[i][0], inputs):
-            return self._substitute(i, node, inputs)
-        behind = _behind_inserted(node, inputs)
-        if behind is not None:
-            return [behind]
-        if is_inserted(node):
+            return [self._add_variable(node)]
+        if i in self.substituted and _fits_dtypes(self.substituted[i][0], inputs):
+            return self._add_substitution(i, node, inputs)
+        uncast = _input_of_inserted_cast(node, inputs)
+        if uncast is not None:
+            return [uncast]
+        if is_inserted_cast(node):
             self.builder.reserve(node.name)
         if node.op == "amp_cast" and {inputs[0].entry.dtype, node.attrs["dtype"]} <= CASTABLE:
             # A cast written by hand keeps its name, by which a later conversion recognizes it.
             entry = self.builder.cast(inputs[0].entry, node.attrs["dtype"], node.name)
             return [_Value(entry, node.attrs["dtype"])]
-        if node.op == "amp_multicast" and _castable(inputs):
+        if node.op == "amp_multicast" and _are_castable(inputs):
             # On CPUs amp_multicast has no kernel for float16 next to float32.
             narrow = is_true(node.attrs.get("cast_narrow", "False"))
-            return self._cast_all(inputs, _common([value.plain for value in inputs], narrow))
+            dtype = _multicast_dtype([value.plain for value in inputs], narrow)
+            return [_Value(self.builder.cast(value.entry, dtype), dtype) for value in inputs]
         if CAST in node.attrs:
-            inputs = self._as_asked(node, inputs)
+            inputs = self._cast_argument(node, inputs)
         bodies = self._rewrite_bodies(i, node, inputs)
-        return self._operator(node, inputs, self.kept.get(i), bodies=bodies)
+        return self._add_operator(node, inputs, self.kept.get(i), bodies=bodies)
 
-    def _variable(self, node: Node) -> _Value:
+    def _add_variable(self, node: Node) -> _Value:
+        """Add an input of the graph; return its value."""
         plain = self.usage.dtypes.get(node.name, "float32")
         if node.attrs.get(_STORAGE, _DENSE) != _DENSE:
             plain = "sparse"
         held = self.policy.target_dtype if node.name in self.usage.stored else plain
         return _Value(Entry((self.builder.add(node), 0), held), plain)
 
-    def _as_asked(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Return an argument in the dtype that a decorated user function asks for."""
+    def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
+        """Return an argument of a decorated user function, cast to the dtype that it requires."""
         dtype, cast = dtype_asked(self.policy, node.attrs, self.usage.off), node.attrs[CAST]
         if dtype is not None and cast.startswith(WIDEST_INSIDE):
-            given = self.given.setdefault(cast, set())
-            given.update({value.entry.dtype for value in inputs} & CASTABLE)
+            dtypes = self.promoted.setdefault(cast, set())
+            dtypes.update({value.entry.dtype for value in inputs} & CASTABLE)
             dtype = dtype if cast in self.widened else None
-        if dtype is None or not _castable(inputs):
+        if dtype is None or not _are_castable(inputs):
             return inputs
         return [value._replace(entry=self.builder.cast(value.entry, dtype)) for value in inputs]
 
-    def _cast_all(self, values: Sequence[_Value], dtype: str) -> List[_Value]:
-        return [_Value(self.builder.cast(value.entry, dtype), dtype) for value in values]
-
     # ------------------------------------------------------------------ operators
 
-    def _operator(
+    def _add_operator(
         self,
         node: Node,
         inputs: Sequence[_Value],
@@ -198,7 +200,7 @@ class _Rewriter:
         original: Optional[Node] = None,
         bodies: Sequence[Rewrite] = (),
     ) -> List[_Value]:
-        """Add an operator with the casts around it.
+        """Add an operator with the casts around it; return the values of its outputs.
 
         `kept` is the reason to keep `node` in float32, and `original` the node that it replaces.
         """
@@ -207,15 +209,15 @@ class _Rewriter:
         op_class = rule.op_class
         entries = [value.entry for value in inputs]
         if op_class == "widest":
-            entries = self.builder.lowered(entries, policy.target_dtype)
+            entries = self.builder.cast_down_choices(entries, policy.target_dtype)
         decision = self._decide(policy, node, entries, kept, original)
         if op_class == "untouched":
-            reads = [self._restored(value) for value in inputs]
+            reads = [self._restore(value) for value in inputs]
         else:
-            reads = [self._read(entry, decision, k) for k, entry in enumerate(entries)]
+            reads = [self._cast_input(entry, decision, k) for k, entry in enumerate(entries)]
         if rule.is_detour(kept) and decision.through is None and not self.usage.converting:
             # Casts can't read a view of a blocked float32 output either.
-            reads[0] = self.builder.in_plain_layout(reads[0])
+            reads[0] = self.builder.add_plain_layout(reads[0])
         read, graphs = [entry.output for entry in reads], [body.graph for body in bodies]
         copied = Node(node.op, node.name, node.attrs, read, graphs, node.num_outputs)
         added = self.builder.add(copied)
@@ -230,10 +232,10 @@ class _Rewriter:
             Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
             for k, dtype in enumerate(after)
         ]
-        rounded = self._rounded(node, decision, reads, made)
+        rounded = self._round_outputs(node, decision, reads, made)
         if op_class == "untouched":
             target = policy.target_dtype
-            rounded = [self.builder.without_other_half(entry, target) for entry in rounded]
+            rounded = [self.builder.widen_other_half(entry, target) for entry in rounded]
         return [_Value(*pair) for pair in zip(rounded, plain)]
 
     def _decide(
@@ -257,10 +259,10 @@ class _Rewriter:
             return decision
         return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
 
-    def _rounded(
+    def _round_outputs(
         self, node: Node, decision: Decision, reads: Sequence[Entry], made: List[Entry]
     ) -> List[Entry]:
-        """Return an operator's outputs, rounded to the dtype that its decision asks for."""
+        """Return an operator's outputs `made`, rounded to the dtype that its decision names."""
         if decision.through is not None:
             return [
                 self.builder.cast(entry, decision.through)
@@ -272,19 +274,19 @@ class _Rewriter:
             return [made[0]._replace(source=reads[0])]
         return made
 
-    def _read(self, entry: Entry, decision: Decision, position: int) -> Entry:
-        """Return the entry that the operator reads as input `position`."""
+    def _cast_input(self, entry: Entry, decision: Decision, position: int) -> Entry:
+        """Return the entry that the operator reads as input `position`, adding its casts."""
         dtype = decision.reads[position]
         if dtype is None:
             return entry
         if position in decision.guards:
-            entry = Entry(self.builder.copied(entry.output), entry.dtype)
+            entry = Entry(self.builder.add_copy(entry.output), entry.dtype)
         if decision.through is not None:
             entry = self.builder.cast(entry, decision.through)
         return self.builder.cast(entry, dtype)
 
-    def _restored(self, value: _Value) -> Entry:
-        """Return an output in the dtype that it has without mxamp."""
+    def _restore(self, value: _Value) -> Entry:
+        """Return the entry of a value in the dtype that it has without mxamp, adding a cast."""
         entry, plain = value
         if entry.dtype == plain or not {entry.dtype, plain} <= CASTABLE:
             return entry
@@ -292,7 +294,7 @@ class _Rewriter:
 
     # ------------------------------------------------------------------ several nodes for one
 
-    def _substitute(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
+    def _add_substitution(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
         """Add the parts of a node's substitution; return the values of the node's outputs."""
         name, detail = self.substituted[i]
         substitution = substitutions.ALL[name]
@@ -305,16 +307,18 @@ class _Rewriter:
             kept = float32 or (FLOAT32_PART if part.float32 else None)
             if kept is None and not part.suffix:
                 kept = self.kept.get(i)
-            name = self.builder.new_name(f"{node.name}_{part.suffix}") if part.suffix else node.name
+            name = (
+                self.builder.unique_name(f"{node.name}_{part.suffix}") if part.suffix else node.name
+            )
             count = 1 if part.suffix else node.num_outputs
             stand_in = Node(part.op, name, {**node.hidden_attrs, **part.attrs}, num_outputs=count)
-            outputs = self._operator(stand_in, [values[k] for k in part.inputs], kept, node)
+            outputs = self._add_operator(stand_in, [values[k] for k in part.inputs], kept, node)
             values.append(outputs[0])
         # If the last part has a suffix, each part is an output.
         return values[-node.num_outputs :] if parts[-1].suffix else outputs
 
     def _rewrite_bodies(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
-        """Rewrite the bodies of a loop or a branch where that is safe."""
+        """Return the rewritten bodies of a loop or a branch, unchanged where that is not safe."""
         if not node.subgraphs:
             return ()
         if not rewrites_bodies(node, self.usage.training):
@@ -331,37 +335,38 @@ class _Rewriter:
         ]
 
 
-def _behind_inserted(node: Node, inputs: Sequence[_Value]) -> Optional[_Value]:
-    """Return the value behind a cast that a conversion has inserted; None for other nodes."""
-    if not is_inserted(node):
+def _input_of_inserted_cast(node: Node, inputs: Sequence[_Value]) -> Optional[_Value]:
+    """Return the input of a cast that a conversion has inserted; None for other nodes."""
+    if not is_inserted_cast(node):
         return None
-    if reads_as_inserted(node, inputs[0].plain):
+    if casts_like_conversions(node, inputs[0].plain):
         return _Value(inputs[0].entry, node.attrs["dtype"])
     # MXNet's own conversion casts integers too, which is a no-op.
     return inputs[0] if node.op == "amp_cast" else None
 
 
-def _can_substitute(name: str, values: Sequence[_Value]) -> bool:
+def _fits_dtypes(name: str, values: Sequence[_Value]) -> bool:
+    """Return whether substitution `name` can replace an operator of these inputs."""
     dtypes = {"float32"} if substitutions.ALL[name].constants else CASTABLE
     return {value.plain for value in values} <= dtypes
 
 
-def _castable(values: Sequence[_Value]) -> bool:
+def _are_castable(values: Sequence[_Value]) -> bool:
     return {value.plain for value in values} <= CASTABLE
 
 
 def _output_dtypes(
     node: Node, plain: Sequence[str], reads: Sequence[Entry]
 ) -> Tuple[Sequence[str], Sequence[str]]:
-    """Return the dtypes of a node's outputs without mxamp, and with the new inputs."""
+    """Return the dtypes of a node's outputs for inputs `plain`, without mxamp, and for `reads`."""
     before, dtypes = infer_outputs(node, plain), [entry.dtype for entry in reads]
     return before, before if dtypes == list(plain) else infer_outputs(node, dtypes)
 
 
-def _common(dtypes: Sequence[str], narrow: bool) -> str:
-    """Return the dtype that `amp_multicast` casts its inputs to."""
+def _multicast_dtype(dtypes: Sequence[str], cast_narrow: bool) -> str:
+    """Return the dtype that `amp_multicast` casts inputs of these dtypes to."""
     halves = sorted(set(dtypes) & HALVES)
-    if len(set(dtypes)) == 1 or (narrow and len(halves) == 1):
+    if len(set(dtypes)) == 1 or (cast_narrow and len(halves) == 1):
         return halves[0] if halves else "float32"
     return "float32"
 
@@ -374,10 +379,10 @@ OTHER_ORDER = (
 )
 
 
-def own_marks(symbol: Symbol) -> FrozenSet[str]:
-    """Return the regions of a symbol that hold where mixed precision is off around it.
+def region_marks(symbol: Symbol) -> FrozenSet[str]:
+    """Return the marks of the `autocast` regions in a symbol.
 
-    A converted graph has none: its casts are part of it.
+    A converted symbol has none: its casts are part of it.
     """
     if REGION not in Symbol.tojson(symbol, remove_amp_cast=False):
         return frozenset()
@@ -387,7 +392,7 @@ def own_marks(symbol: Symbol) -> FrozenSet[str]:
 
 @collector_paused()
 def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Graph:
-    """Return a graph with casts, about to run; the same graph if there is nothing to cast."""
+    """Return a graph to run, with casts and recorded precisions, or `graph` without changes."""
     result = rewrite(graph, policy, usage, choices)
     for _, node, decision in result.decided():
         note_precision(node.operator, decision.precision)
@@ -422,7 +427,7 @@ def rewritten_symbol(
 
 
 def runnable_symbol(graph: Graph, symbol_class: Type[Symbol], inputs: Sequence[str]) -> Symbol:
-    """Return the symbol of a rewritten graph; raise if its inputs are in another order."""
+    """Return the symbol of a rewritten graph; raise if its inputs are not in order `inputs`."""
     symbol = graph.to_symbol(symbol_class)
     after = symbol.list_inputs()
     if after != list(inputs):

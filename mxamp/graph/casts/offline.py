@@ -13,20 +13,20 @@ from ..ir import CASTS, TAKES_EMPTY, Graph, Node, Output
 
 __all__ = [
     "cast_offline",
-    "count_losses",
-    "widened",
-    "with_copies",
-    "with_dtypes",
-    "with_single_variables",
-    "without_copies",
+    "count_range_errors",
+    "with_float32_variables",
+    "with_copies_before_casts",
+    "with_recorded_dtypes",
+    "with_merged_variables",
+    "without_copies_before_casts",
 ]
 
 COPY = "_amp_copy"
 FLOAT32 = str(DTYPE_CODES["float32"])
 
 
-def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Record the dtype of each variable that a cast depends on, in its `__dtype__`.
+def with_recorded_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
+    """Return the graph with the dtypes of variables that casts depend on in their `__dtype__`.
 
     MXNet infers dtypes from consumers too, but not through a cast, nor through a loop with a cast.
     """
@@ -34,32 +34,33 @@ def with_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
     before: Set[int] = set()
     for i in range(len(nodes) - 1, -1, -1):
         node, code = nodes[i], DTYPE_CODES.get(dtypes.get(nodes[i].name, "float32"))
-        if i in before or _casts(node):
+        if i in before or _contains_cast(node):
             before.update(source for source, _ in node.inputs)
         if i in before and node.is_variable and "__dtype__" not in node.attrs and code is not None:
             nodes[i] = replace(node, attrs={**node.attrs, "__dtype__": str(code)})
     return replace(graph, nodes=nodes)
 
 
-def _casts(node: Node) -> bool:
-    inner = any(_casts(one) for body in node.subgraphs for one in body.nodes)
+def _contains_cast(node: Node) -> bool:
+    """Return whether a node is a cast, or has casts in its bodies."""
+    inner = any(_contains_cast(one) for body in node.subgraphs for one in body.nodes)
     return inner or node.op in CASTS
 
 
 def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Graph, Dict[str, str]]:
-    """Drop the casts of variables whose consumers all cast them to `dtype`.
+    """Return the graph without casts of variables that all consumers cast to `dtype`.
 
-    Each such variable gets the dtype itself, recorded in its `__dtype__`. Returns the graph and the
-    new dtypes by name. Variables named in `keep` and graph outputs keep their dtype.
+    Each such variable gets the dtype itself, recorded in its `__dtype__`. Also returns the new
+    dtypes by name. Variables named in `keep` and graph outputs keep their dtype.
     """
     view = View(graph, {})
     cast_variables: Dict[str, str] = {}
     nodes, edit = graph.nodes, Edit(graph, {})
 
-    def casts(i: int) -> Optional[List[int]]:
+    def casts_behind(i: int) -> Optional[List[int]]:
         """Return the casts between node i and its consumers; None if any reads another dtype."""
         found: List[int] = []
-        if i in view.outputs or (i, 0) not in view.consumers:
+        if i in view.head_nodes or (i, 0) not in view.consumers:
             return None
         for j, _ in view.consumers[i, 0]:
             is_amp = nodes[j].op == "amp_cast" or TAKES_EMPTY in nodes[j].attrs
@@ -67,24 +68,24 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
             # A variable in the other half precision is cast through float32, and weights of grouped
             # convolutions are copied before the cast.
             between = to == "float32" or _is_copy(nodes[j])
-            behind = casts(j) if between else [] if to == dtype else None
+            behind = casts_behind(j) if between else [] if to == dtype else None
             if behind is None:
                 return None
             found += [j, *behind]
         return found
 
     for i, node in enumerate(graph.nodes):
-        between = casts(i) if node.is_variable and node.name not in keep else None
+        between = casts_behind(i) if node.is_variable and node.name not in keep else None
         if between is not None:
             edit.change(i, attrs={**node.attrs, "__dtype__": str(DTYPE_CODES[dtype])})
             cast_variables[node.name] = dtype
             for j in between:
-                edit.alias((j, 0), (i, 0))
+                edit.redirect((j, 0), (i, 0))
     return edit.applied(), cast_variables
 
 
-def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
-    """Return a converted graph with float32 in place of the half-precision variables `names`.
+def with_float32_variables(graph: Graph, names: AbstractSet[str]) -> Graph:
+    """Return a converted graph in which the half-precision variables `names` are float32.
 
     A cast behind each variable restores its dtype, so that outputs keep theirs until the graph is
     rewritten.
@@ -96,7 +97,7 @@ def widened(graph: Graph, names: AbstractSet[str]) -> Graph:
             edit.change(i, attrs={**node.attrs, "__dtype__": FLOAT32})
             name = f"{node.name}_amp_cast_{dtype}"
             cast_node = Node("amp_cast", name, {"dtype": dtype}, [(i, 0)])
-            edit.alias((i, 0), edit.add_node(cast_node))
+            edit.redirect((i, 0), edit.add_node(cast_node))
     return edit.applied()
 
 
@@ -105,14 +106,15 @@ def _is_copy(node: Node) -> bool:
     return node.op == "_copy" and COPY in node.name
 
 
-def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Insert a copy between each variable and its casts to or from bfloat16.
+def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
+    """Return the graph with a copy between each variable and its casts to or from bfloat16.
 
     On CPUs the gradient of such a cast is lost under grad_req="add" (see `Builder.cast`), and a
     saved graph may be trained with any grad_req.
     """
 
     def reads_through_copy(node: Node) -> bool:
+        """Return whether a node casts a variable to or from bfloat16."""
         variable = graph.nodes[node.inputs[0][0]] if node.op in CASTS else node
         between = (dtypes.get(variable.name, "float32"), node.attrs.get("dtype"))
         return variable is not node and variable.is_variable and "bfloat16" in between
@@ -124,33 +126,33 @@ def with_copies(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
             source = node.inputs[0][0]
             if source not in made:
                 made[source] = edit.add("_copy", f"{graph.nodes[source].name}{COPY}", node.inputs)
-            edit.read(i, 0, made[source])
+            edit.set_input(i, 0, made[source])
     return edit.applied()
 
 
-def without_copies(graph: Graph) -> Graph:
-    """Return the graph without the copies that `with_copies` has inserted."""
+def without_copies_before_casts(graph: Graph) -> Graph:
+    """Return the graph without the copies that `with_copies_before_casts` has inserted."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if _is_copy(node) and graph.nodes[node.inputs[0][0]].is_variable:
-            edit.alias((i, 0), node.inputs[0])
+            edit.redirect((i, 0), node.inputs[0])
     return edit.applied()
 
 
-def with_single_variables(graph: Graph) -> Graph:
-    """Return the graph with one variable per name: equal names are one parameter."""
+def with_merged_variables(graph: Graph) -> Graph:
+    """Return the graph with variables of equal name merged, since they are one parameter."""
     edit = Edit(graph, {})
     first: Dict[str, int] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable and first.setdefault(node.name, i) != i:
             kept = first[node.name]
             edit.change(kept, attrs={**node.attrs, **edit.node(kept).attrs})
-            edit.alias((i, 0), (kept, 0))
+            edit.redirect((i, 0), (kept, 0))
     return edit.applied()
 
 
-def count_losses(before: NDArray, after: NDArray) -> Tuple[int, int]:
-    """Return how many finite values a cast made infinite, and how many nonzero values zero."""
+def count_range_errors(before: NDArray, after: NDArray) -> Tuple[int, int]:
+    """Return how many values a cast turned from finite to infinite, and from nonzero to zero."""
     overflown = vanished = 0
     for old, new in zip(float32_parts(before), float32_parts(after)):
         overflown += int((np.isfinite(old) & np.isinf(new)).sum())

@@ -116,12 +116,12 @@ class _Images:
                 continue
             name = self._view.graph.nodes[output[0]].name
             matrix = self._edit.add("Reshape", f"{name}_matrix", [image], **_TO_MATRIX)
-            self._edit.alias(output, self._edit.add("transpose", f"{name}_rows", [matrix]))
+            self._edit.redirect(output, self._edit.add("transpose", f"{name}_rows", [matrix]))
 
     def _put(self, i: int, node: Node, inputs: List[Output]) -> None:
         self._on_images.add(i)
         self.images[i, 0] = self._edit.add_node(node.reading(inputs))
-        self._edit.alias((i, 0), self.images[i, 0])
+        self._edit.redirect((i, 0), self.images[i, 0])
 
     def _image(self, node: Node, data: Output) -> Output:
         if data in self.images:

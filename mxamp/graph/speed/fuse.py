@@ -104,12 +104,12 @@ def _drop_no_ops(view: FusionView, edit: Edit) -> None:
         no_op = node.op == "_copy" or (
             node.op == "Dropout" and node.attrs.get("mode", "training") == "training"
         )
-        if not no_op or i in view.several_read:
+        if not no_op or i in view.multi_output_nodes:
             continue
         source = edit.node(i).inputs[0]
         # Without the no-op, a graph output that is an input would be the caller's array itself.
-        if i not in view.outputs or not view.graph.nodes[source[0]].is_variable:
-            edit.alias((i, 0), source)
+        if i not in view.head_nodes or not view.graph.nodes[source[0]].is_variable:
+            edit.redirect((i, 0), source)
 
 
 def _rename_activations(view: FusionView, edit: Edit) -> None:
@@ -132,7 +132,11 @@ def fold_into_producers(view: FusionView, edit: Edit) -> None:
     another consumer, and where the policy keeps it in float32 by name.
     """
     for i, norm in enumerate(view.graph.nodes):
-        if norm.op != "BatchNorm" or i in view.several_read or view.policy.keeps_layer(norm.name):
+        if (
+            norm.op != "BatchNorm"
+            or i in view.multi_output_nodes
+            or view.policy.keeps_layer(norm.name)
+        ):
             continue
         source, output = norm.inputs[0]
         product = view.graph.nodes[source]
@@ -142,7 +146,7 @@ def fold_into_producers(view: FusionView, edit: Edit) -> None:
         if statistics and names:
             scale, shift = _scale_and_shift(norm.attrs, [view.params[name] for name in statistics])
             _scale_product(edit, source, names, scale, shift)
-            edit.alias((i, 0), (source, 0))
+            edit.redirect((i, 0), (source, 0))
 
 
 def _on_channels(norm: Node, product: Node) -> bool:
@@ -194,11 +198,11 @@ def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
         data = node.inputs[0]
         if data not in images:
             images[data] = _to_four(edit, f"{node.name}_data_four", data)
-        edit.read(i, 0, images[data])
+        edit.set_input(i, 0, images[data])
 
 
 def _to_four(edit: Edit, name: str, data: Output) -> Output:
-    name = edit.new_name(name)
+    name = edit.unique_name(name)
     weight = edit.add_parameter(f"{name}_weight", float32_array(np.eye(4, 3).reshape(4, 3, 1, 1)))
     return edit.add_node(Node("Convolution", name, _TO_FOUR, [data, weight]))
 

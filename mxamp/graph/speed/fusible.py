@@ -149,9 +149,9 @@ def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, Abst
             fusible = not source.is_variable and source.num_outputs == 1
             shared = fusible and view.reads(output[0]) > 1
             if shared or (before_norms and node.op == "BatchNorm" and position == 0):
-                name = edit.new_name(f"{node.name}_{position}_amp_apart")
+                name = edit.unique_name(f"{node.name}_{position}_amp_apart")
                 made.add(name)
-                edit.read(i, position, edit.add_node(Node(_BARRIER, name, {}, [output])))
+                edit.set_input(i, position, edit.add_node(Node(_BARRIER, name, {}, [output])))
     return edit.applied(), made
 
 
@@ -160,5 +160,5 @@ def without_barriers(graph: Graph, made: AbstractSet[str]) -> Graph:
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.name in made:
-            edit.alias((i, 0), node.inputs[0])
+            edit.redirect((i, 0), node.inputs[0])
     return edit.applied()

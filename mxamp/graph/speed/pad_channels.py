@@ -256,10 +256,10 @@ class _Plan:
             edit.change(i, attrs={**self.graph.nodes[i].attrs, **attrs})
         slices: Dict[Output, Output] = {}
         for i, k in sorted(self._cut):
-            edit.read(i, k, self._sliced(edit, slices, self.graph.nodes[i].inputs[k]))
+            edit.set_input(i, k, self._sliced(edit, slices, self.graph.nodes[i].inputs[k]))
         for place, output in enumerate(self.graph.heads):
             if self._added(output):
-                edit.give(place, self._sliced(edit, slices, output))
+                edit.set_head(place, self._sliced(edit, slices, output))
 
     def _sliced(self, edit: Edit, slices: Dict[Output, Output], output: Output) -> Output:
         """Return an output without padding, through one slice for all consumers."""
@@ -349,7 +349,7 @@ class _Plan:
 
     def _behind_norm(self, i: int, node: Node, given: Given) -> Optional[Channels]:
         data = given[0]
-        changeable = self._weight(node) is not None and i not in self.view.several_read
+        changeable = self._weight(node) is not None and i not in self.view.multi_output_nodes
         if data is None or node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
             return None
         if data.added:

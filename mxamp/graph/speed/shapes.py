@@ -11,7 +11,7 @@ from mxnet.base import MXNetError
 from ...policy.policy import Policy
 from ...policy.regions import policy_in
 from ...policy.values import kernel_axes
-from ..casts.builder import is_inserted
+from ..casts.builder import is_inserted_cast
 from ..ir import Graph, Node, Output, Shape, Usage, alone
 from . import substitutions
 from .equivalents import BLOCK, COLORS, Shapes
@@ -102,7 +102,7 @@ def may_give_blocks(node: Node) -> bool:
 
 def _keeps_layout(node: Node) -> bool:
     # The rewrite removes the casts of an earlier conversion.
-    return node.operator in _KEEP_LAYOUT or is_inserted(node)
+    return node.operator in _KEEP_LAYOUT or is_inserted_cast(node)
 
 
 def behind_concats(nodes: Sequence[Node]) -> FrozenSet[int]:
@@ -230,8 +230,8 @@ def _is_volume_product(node: Node) -> bool:
 
 def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
     # The rewrite removes the casts of an earlier conversion.
-    if node.operator in CONVOLUTIONS or is_inserted(node):
-        return is_inserted(node)
+    if node.operator in CONVOLUTIONS or is_inserted_cast(node):
+        return is_inserted_cast(node)
     rule = policy.rule(node.operator)
     return rule.op_class in ("neutral", "widest") and not rule.looks_at("volume_views")
 

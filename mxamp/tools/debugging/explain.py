@@ -18,7 +18,7 @@ from ...framework.machine import dtype_name
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.insert import Rewrite, rewrite
-from ...graph.casts.offline import cast_offline, count_losses
+from ...graph.casts.offline import cast_offline, count_range_errors
 from ...graph.ir import CASTS, Graph, Node, Usage
 from ...graph.speed.shape_rules import choose
 from ...policy.active import current_policy, suspended
@@ -364,7 +364,7 @@ def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
     with suspended():
         # A copy has the plain layout, which a conversion casts from.
         found = cast(copy(array), dtype)
-        return OfflineCast(name, dtype, _size(array), *count_losses(array, found))
+        return OfflineCast(name, dtype, _size(array), *count_range_errors(array, found))
 
 
 def _source(graph: Graph, i: int) -> Tuple[str, Optional[str]]:

@@ -411,7 +411,11 @@ class _TappedRun(IsolatedRun):
         Nodes of which several outputs are read get no tap.
         """
         if self.tapping:
-            several, edit, values = View(graph, {}).several_read, Edit(graph, {}), dict(values)
+            several, edit, values = (
+                View(graph, {}).multi_output_nodes,
+                Edit(graph, {}),
+                dict(values),
+            )
             for i, node in enumerate(graph.nodes):
                 if node.is_variable or i in several or tensors[i, 0].dtype not in FLOATS:
                     continue
@@ -420,7 +424,7 @@ class _TappedRun(IsolatedRun):
                     zero = mx.nd.zeros(tensors[i, 0].shape, context, tensors[i, 0].dtype)
                     values[name] = self._tap(node.name, zero)
                 reads = [(i, 0), edit.add_node(Node("null", name))]
-                edit.alias((i, 0), edit.add("elemwise_add", f"{name}_sum", reads))
+                edit.redirect((i, 0), edit.add("elemwise_add", f"{name}_sum", reads))
             graph = edit.applied()
             tensors = tensors_in(graph, symbol_class, values)
         return super().run_graph(graph, symbol_class, tensors, values, context)
