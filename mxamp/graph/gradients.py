@@ -6,7 +6,7 @@ outputs are right. In the operators that replace PReLU here, each gradient has i
 """
 
 from dataclasses import replace
-from typing import AbstractSet, Dict, FrozenSet, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Dict, FrozenSet, List, Optional, Sequence, Set
 
 from mxnet import autograd
 from mxnet.base import MXNetError
@@ -24,21 +24,21 @@ __all__ = [
     "trained_nodes",
     "weights_beside_biases",
     "with_scale_input",
-    "with_separate_biases",
     "without_bias",
 ]
 
-#: The positions of a dense layer's inputs.
-_DATA, _WEIGHT, _BIAS = range(3)
+#: The positions of inputs: of a dense layer, and of a PReLU.
+_WEIGHT, _BIAS = 1, 2
+_SLOPE = 1
 
 
 def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
-    """Return the variables that weights of dense layers with biases depend on."""
+    """Return the names of variables that weights of dense layers with biases depend on."""
     found: Set[int] = set()
     for node in graph.nodes:
         if _has_bias(node):
             found.add(node.inputs[_WEIGHT][0])
-        for k, body in _bodies(node):
+        for k, body in enumerate(node.subgraphs if rewrites_bodies(node, training=True) else ()):
             names, weights = body.input_names, weights_beside_biases(body)
             for inner, outer in body_inputs(node, k).items():
                 if names[inner] in weights:
@@ -49,71 +49,20 @@ def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
     return frozenset(graph.nodes[i].name for i in found if graph.nodes[i].is_variable)
 
 
-def with_separate_biases(graph: Graph, frozen: AbstractSet[str]) -> Graph:
-    """Return a graph with separate additions of biases whose weight gets no gradient.
-
-    `frozen` names the variables without gradients. Returns the same graph if no bias is trained
-    beside such a weight.
-    """
-    if not any(_has_bias(node) for node in graph.all_nodes):
-        return graph
-    trained = trained_nodes(graph, frozen)
-    apart = {
-        i
-        for i, node in enumerate(graph.nodes)
-        if _has_bias(node)
-        and trained[node.inputs[_BIAS][0]]
-        and not trained[node.inputs[_WEIGHT][0]]
-    }
-    bodies = _changed_bodies(graph, trained)
-    if not apart and not bodies:
-        return graph
-    edit = Edit(graph, {})
-    for i, changed in bodies.items():
-        edit.change(i, subgraphs=changed)
-    for i in sorted(apart):
-        node = graph.nodes[i]
-        edit.change(i, attrs=without_bias(node.attrs), inputs=node.inputs[:_BIAS])
-        reads = [(i, 0), node.inputs[_BIAS]]
-        name = f"{node.name}_with_bias"
-        edit.redirect((i, 0), edit.add("_npi_add", name, reads, **node.hidden_attrs))
-    return edit.applied()
-
-
-def _changed_bodies(graph: Graph, trained: Sequence[bool]) -> Dict[int, List[Graph]]:
-    """Return the new bodies of changed loops, by index of the loop."""
-    changed = {}
-    for i, node in enumerate(graph.nodes):
-        bodies = list(node.subgraphs)
-        for k, body in _bodies(node):
-            names = body.input_names
-            places = body_inputs(node, k).items()
-            frozen = {names[inner] for inner, outer in places if not trained[node.inputs[outer][0]]}
-            bodies[k] = with_separate_biases(body, frozen)
-        if any(new is not old for new, old in zip(bodies, node.subgraphs)):
-            changed[i] = bodies
-    return changed
-
-
-def _bodies(node: Node) -> Iterable[Tuple[int, Graph]]:
-    """Return the bodies of a loop that are rewritten in training, with their positions."""
-    return enumerate(node.subgraphs) if rewrites_bodies(node, training=True) else ()
-
-
 def without_bias(attrs: Dict[str, str]) -> Dict[str, str]:
     """Return a dense layer's attributes with the bias switched off."""
     return {**attrs, "no_bias": "True"}
 
 
-def needs_separate_bias(arrays: Sequence[NDArray]) -> bool:
-    """Return whether a recorded dense call may train its bias but not its weight.
+def needs_separate_bias(inputs: Sequence[NDArray]) -> bool:
+    """Return whether a recorded dense call on `inputs` may train its bias but not its weight.
 
     Only a weight with a gradient array gets a gradient for sure. For a computed weight, an operator
     on the tape may stop gradients, and walking the tape takes too long.
     """
-    if len(arrays) <= _BIAS or arrays[_WEIGHT].grad is not None:
+    if len(inputs) <= _BIAS or inputs[_WEIGHT].grad is not None:
         return False
-    return arrays[_BIAS].grad is not None or _is_recorded(arrays[_BIAS])
+    return inputs[_BIAS].grad is not None or _is_recorded(inputs[_BIAS])
 
 
 def _is_recorded(array: NDArray) -> bool:
@@ -130,7 +79,7 @@ def _has_bias(node: Node) -> bool:
 
 
 def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
-    """Return, for each node, whether gradients flow through it to a variable not in `frozen`."""
+    """Return, for each node, whether a gradient reaches a variable not in `frozen` through it."""
     trained: List[bool] = []
     for node in graph.nodes:
         if node.is_variable:
@@ -146,27 +95,44 @@ def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
 
 
 def trained_graph(graph: Graph, frozen: AbstractSet[str]) -> Graph:
-    """Return a graph with correct gradients, where the variables `frozen` get none.
+    """Return a graph whose gradients are right where the variables named in `frozen` get none.
 
-    Returns the same graph if MXNet's gradients are right.
+    A trained bias beside a weight without a gradient becomes a separate addition. A PReLU with a
+    trained slope becomes max(x, 0) + slope * min(x, 0). Returns `graph` itself if it has neither.
     """
-    return _with_slopes_apart(with_separate_biases(graph, frozen), frozen)
-
-
-def _with_slopes_apart(graph: Graph, frozen: AbstractSet[str]) -> Graph:
-    """Return a graph with max(x, 0) + slope * min(x, 0) for each PReLU whose slope is trained."""
-    if not any(map(_is_prelu, graph.all_nodes)):
+    if not any(_has_bias(node) or _is_prelu(node) for node in graph.all_nodes):
         return graph
     trained, edit = trained_nodes(graph, frozen), Edit(graph, {})
     for i, node in enumerate(graph.nodes):
-        if _is_prelu(node) and trained[node.inputs[1][0]]:
+        gets_gradient = [trained[source] for source, _ in node.inputs]
+        if _has_bias(node) and gets_gradient[_BIAS] and not gets_gradient[_WEIGHT]:
+            _separate_bias(edit, i, node)
+        elif _is_prelu(node) and gets_gradient[_SLOPE]:
             _replace_prelu(edit, i, node)
         elif rewrites_bodies(node, training=True):
-            # Inside a loop, frozen variables have other names.
-            bodies = [_with_slopes_apart(body, frozenset()) for body in node.subgraphs]
+            bodies = [
+                trained_graph(body, _frozen_inputs(node, k, gets_gradient))
+                for k, body in enumerate(node.subgraphs)
+            ]
             if any(new is not old for new, old in zip(bodies, node.subgraphs)):
                 edit.change(i, subgraphs=bodies)
     return edit.applied()
+
+
+def _frozen_inputs(loop: Node, position: int, gets_gradient: Sequence[bool]) -> AbstractSet[str]:
+    """Return the names of a body's inputs for which the loop's inputs get no gradient."""
+    names = loop.subgraphs[position].input_names
+    outer_inputs = body_inputs(loop, position).items()
+    return {names[inner] for inner, outer in outer_inputs if not gets_gradient[outer]}
+
+
+def _separate_bias(edit: Edit, i: int, node: Node) -> None:
+    """Replace dense layer i of the edited graph with its product and an addition of its bias."""
+    edit.change(i, attrs=without_bias(node.attrs), inputs=node.inputs[:_BIAS])
+    terms = [(i, 0), node.inputs[_BIAS]]
+    edit.redirect(
+        (i, 0), edit.add("_npi_add", f"{node.name}_with_bias", terms, **node.hidden_attrs)
+    )
 
 
 def _is_prelu(node: Node) -> bool:
@@ -174,6 +140,7 @@ def _is_prelu(node: Node) -> bool:
 
 
 def _replace_prelu(edit: Edit, i: int, node: Node) -> None:
+    """Replace PReLU i of the edited graph with max(x, 0) + slope * min(x, 0)."""
     data, slope = node.inputs
 
     def add(op: str, suffix: str, *inputs: Output, **attrs: str) -> Output:
@@ -198,10 +165,11 @@ SCALE_INPUT = "amp_loss_scale"
 
 
 def with_scale_input(graph: Graph) -> Optional[Graph]:
-    """Return `graph` with the loss scale as the input `SCALE_INPUT`; None if not needed.
+    """Return a graph whose loss operators scale their gradients by the new input `SCALE_INPUT`.
 
     `SoftmaxOutput` and similar operators ignore the gradient of their output, so their first input
-    gets an identity that multiplies the gradient by the scale and changes no value.
+    gets an identity that multiplies the gradient by the loss scale and changes no value. Returns
+    None if the graph has no such operator.
     """
     starting = {
         i
@@ -214,13 +182,15 @@ def with_scale_input(graph: Graph) -> Optional[Graph]:
     scale = edit.add_node(Node("null", SCALE_INPUT, {"__shape__": "(1,)", "__dtype__": "0"}))
     for i in sorted(starting):
         node = graph.nodes[i]
-        for k in _differentiable(graph, node):
-            edit.set_input(i, k, _scaled(edit, f"{node.name}{k or ''}", node.inputs[k], scale))
+        for k in _inputs_with_gradients(graph, node):
+            edit.set_input(
+                i, k, _add_gradient_scale(edit, f"{node.name}{k or ''}", node.inputs[k], scale)
+            )
     return edit.applied()
 
 
-def _differentiable(graph: Graph, node: Node) -> List[int]:
-    """Return the positions of an operator's inputs that get gradients."""
+def _inputs_with_gradients(graph: Graph, node: Node) -> List[int]:
+    """Return the positions of a loss operator's inputs that get gradients."""
     if node.operator not in WRITTEN_BY_USERS:
         return [0]
     read = node.inputs[: len(node.inputs) - auxiliary_states(node.attrs)]
@@ -229,8 +199,11 @@ def _differentiable(graph: Graph, node: Node) -> List[int]:
     return [k for k, is_label in enumerate(labels) if not is_label]
 
 
-def _scaled(edit: Edit, name: str, data: Output, scale: Output) -> Output:
-    """Add BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)) for an output x."""
+def _add_gradient_scale(edit: Edit, name: str, data: Output, scale: Output) -> Output:
+    """Add an identity of `data` that multiplies gradients by `scale`; return its output.
+
+    It is BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)).
+    """
 
     def add(op: str, suffix: str, *inputs: Output) -> Output:
         return edit.add_node(Node(op, f"{name}_amp_{suffix}", {}, list(inputs)))
