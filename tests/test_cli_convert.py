@@ -283,6 +283,7 @@ def test_policies_from_files(tmp_path):
     assert '"target_dtype": "float16"' in result.output
 
 
+@pytest.mark.slow
 def test_custom_operators_are_imported(tmp_path):
     """In another process, as MXNet keeps what is registered until the process ends."""
     code = """

@@ -175,6 +175,7 @@ def test_what_is_no_script_is_one_sentence(tmp_path, arguments, words):
     assert words in errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["text.md"], ["binary"], ["-"], ["-m", "package"]], ids=lambda one: one[-1]
 )
@@ -197,6 +198,7 @@ def test_policy_files(tmp_path):
     assert mxamp_run(tmp_path, "train.py", options=options) == (0, ["float16 []"], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

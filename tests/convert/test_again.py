@@ -44,6 +44,7 @@ def error(converted):
     return amp.compare_models((NET, PARAMS, {}), converted, INPUTS)[0].relative
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("first", WAYS)
 @pytest.mark.parametrize("then", WAYS)
 def test_the_second_conversion_decides_alone(first, then):

@@ -270,6 +270,7 @@ def hidden(*folders):
     return [name for folder in folders for name in os.listdir(folder) if name.startswith(".")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("error", [EIO, KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_failure_while_the_files_are_moved_leaves_the_old_pair(
@@ -404,6 +405,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
 # ---------------------------------------------------------------------- several at once
 
 
+@pytest.mark.slow
 def test_writes_and_reads_wait_for_another_write(folder):
     convert(folder, 3)
     before = content(folder)

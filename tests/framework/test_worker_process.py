@@ -30,6 +30,7 @@ def program(environment, then=""):
     return PREPARED.format(environment=environment, then=then)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment, kept",
     [
@@ -45,6 +46,7 @@ def test_only_workers_are_prepared(tmp_path, environment, kept):
     assert done.stdout.split() == [*map(str, kept), "device"], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then, alone",
     [

@@ -86,6 +86,7 @@ def plainly(program, word, *arguments):
     return float(said(run(program, *arguments, way="plain", value=None, folder="/tmp"), word))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param("variable", marks=slow), "run"])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=slow)])
 def test_a_plain_gluon_script(tmp_path, dtype, way):
@@ -267,6 +268,7 @@ def test_it_comes_first():
         automatic.start("bfloat16", amp.Policy.default("bfloat16"))
 
 
+@pytest.mark.slow
 def test_a_forked_process_computes_in_float32(tmp_path):
     code = """
 import os, mxamp as amp

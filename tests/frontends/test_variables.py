@@ -247,6 +247,7 @@ PROGRAMS = (
 )  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
 @pytest.mark.parametrize("scale", [FITS, OVERFLOWS])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -54,6 +54,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("large, small", SHAPES)
 @pytest.mark.parametrize("swapped", [False, True])
@@ -71,6 +72,7 @@ def test_values_are_the_same_and_gradients_agree(name, large, small, swapped):
         assert np.abs(mine - theirs).max() <= 1e-5 * np.abs(theirs).max()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_any_shapes(data):
@@ -196,6 +198,7 @@ def accumulated(name, shapes, requests, flags, policy):
     return [x.grad.asnumpy()] + ([net.w.grad().asnumpy()] if requests[1] != "null" else [])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
     "shapes", [((64, 17, 100), (100,)), ((100,), (8, 100, 100)), ((30, 100), (30, 100))]
@@ -292,6 +295,7 @@ for channels, side in ((16, 28), (64, 28), (64, 9)):
 """
 
 
+@pytest.mark.slow
 @with_avx512
 def test_squeeze_and_excitation_runs_no_reference_kernel_in_training():
     said = check_python(SLOW, env={"DNNL_VERBOSE": "1"})

@@ -277,6 +277,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.matrix
 @with_avx512
 @pytest.mark.filterwarnings("ignore:Parameter .* is not used")
 @pytest.mark.parametrize("outputs", OUTPUTS)

@@ -176,6 +176,7 @@ def cases(patterns):
 AS_OTHERS = {"static", "simple_bound"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "way",
     [pytest.param(way, marks=[pytest.mark.proof] * (way in AS_OTHERS)) for way in WAYS],
@@ -189,6 +190,7 @@ def test_values_and_gradients_whatever_surrounds_it(pattern, surrounding, way):
         check(pattern, WAYS[way], surrounding, changed_shapes(pattern), pattern.policy, training)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["hybridized", "executor"])
 @pytest.mark.parametrize("grad_req", ["add", "null", "one"])
 @pytest.mark.parametrize("name", PATTERNS)
@@ -203,6 +205,7 @@ def test_gradients_as_they_are_asked_for(name, grad_req, way):
     check(pattern, WAYS[way], "alone", [pattern.shape], pattern.policy, True, grad_req)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["data", "head gradient"])
 @pytest.mark.parametrize("name", PATTERNS)
@@ -218,11 +221,13 @@ def test_what_is_not_finite_stays_where_it_is(name, where, poison):
     check(pattern, hybridized, *what, **{key: poison})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pattern, surrounding", cases(PATTERNS))
 def test_what_is_converted_answers_as_before(pattern, surrounding):
     check(pattern, converted, surrounding, changed_shapes(pattern), pattern.policy)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pattern, surrounding", cases({**PATTERNS, **FUSED}))
 @pytest.mark.usefixtures("small_weights_too")
 def test_what_is_fused_answers_as_before(pattern, surrounding):
@@ -256,6 +261,7 @@ class OfNumPy(mx.gluon.HybridBlock):
         return self.call(mx if F is nd else mx.sym, x)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("policy", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SIZES, ids=str)

@@ -315,6 +315,7 @@ SUMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("name", ["mean", "sum"])
 @pytest.mark.parametrize("shape, axis", SUMS)

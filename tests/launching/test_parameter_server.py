@@ -52,6 +52,7 @@ def gone(pids, seconds=10):
     return False
 
 
+@pytest.mark.slow
 def test_lines_have_the_rank_in_front_and_are_whole():
     code = (
         "import os, sys\n"
@@ -69,6 +70,7 @@ def test_lines_have_the_rank_in_front_and_are_whole():
     assert len(done.stdout.splitlines()) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending, status, words",
     [
@@ -85,6 +87,7 @@ def test_the_first_that_fails_ends_all(ending, status, words):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )

@@ -173,6 +173,7 @@ BATCH_SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate", "plain"])
 @pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)

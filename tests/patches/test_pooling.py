@@ -53,6 +53,7 @@ def run(block, data):
     return inference, values(out), x.grad.asnumpy()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["max", "avg", "sum", "lp"])
 @pytest.mark.parametrize("axes", [1, 2, 3])
 @pytest.mark.parametrize("name", [*GLOBAL, *WINDOWS])

@@ -250,6 +250,7 @@ def converted_and_loaded(net, x, around, folder):
 WAYS = [hybridized, static, traced_before, traced_under_another, bound, module]
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("body", FORMS, ids=lambda form: form.__name__)
@@ -275,6 +276,7 @@ def precisions(net, x, around):
     return {(row.operator, row.dtype): row.calls for row in rows}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("body", FORMS, ids=lambda form: form.__name__)
 def test_operators_have_the_precision_of_eager_calls(body, around):
@@ -286,6 +288,7 @@ def test_operators_have_the_precision_of_eager_calls(body, around):
     assert precisions(net, x, AROUND[around]) == wanted
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("body", FORMS, ids=lambda form: form.__name__)
 def test_gradients_go_through_regions(body, around):

@@ -240,6 +240,7 @@ def outputs_of(net, data, way, policy):
     return [values(array) for array in (out, *grads)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "make", [convolutional, separable, attention, perceptron, embedded, decoder]
 )

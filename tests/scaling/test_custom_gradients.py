@@ -170,6 +170,7 @@ def compared(way, dtype, kind, op_type, units=2, req="write", hybrid=True, passe
     np.testing.assert_array_equal(counts[1], counts[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "way, dtype, kind, hybrid", pairwise(WAYS, ["float16", "bfloat16"], KINDS, [False, True])
 )

@@ -28,6 +28,7 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", [None, "float16", "bfloat16"])
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("ctx", CONTEXTS)
