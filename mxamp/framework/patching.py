@@ -10,9 +10,10 @@ has replaced since is not restored.
 
 import functools
 import logging
-import os
 import threading
 from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
+
+from .locks import hold_during_forks
 
 __all__ = ["FrontEnd", "Original", "Patch", "PatchSet", "original", "patched", "wrapping"]
 
@@ -159,13 +160,7 @@ class PatchSet:
             self._applied.pop().undo()
 
 
-if hasattr(os, "register_at_fork"):
-    # A lock that another thread holds during a fork would stay locked in the child.
-    os.register_at_fork(
-        before=PatchSet._lock.acquire,
-        after_in_parent=PatchSet._lock.release,
-        after_in_child=PatchSet._lock.release,
-    )
+hold_during_forks(PatchSet._lock)
 
 
 class FrontEnd(PatchSet):

@@ -19,7 +19,6 @@ gradients stay scaled, because they would lose the small values that the scale p
 
 import atexit
 import functools
-import os
 import threading
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
@@ -30,6 +29,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOp, CustomOpProp
 
 from ..framework.arrays import cast, dtypes_of, plain_array
+from ..framework.locks import hold_during_forks
 from ..framework.machine import dtype_name
 from ..framework.operators import (
     BACKWARD_STARTERS,
@@ -51,7 +51,6 @@ __all__ = [
     "scale_array",
     "scaled_custom_ops",
     "scaled_heads",
-    "survive_fork",
 ]
 
 #: Names of the operators whose eager calls may need a scalable input, by handle.
@@ -61,6 +60,7 @@ HANDLES = {handle_of(name): name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_US
 _scales: Dict[Any, NDArray] = {}
 atexit.register(_scales.clear)  # before MXNet's library is unloaded
 _lock = threading.Lock()
+hold_during_forks(_lock)
 
 #: The scale of each region that may run backward passes, and whether it stays inside them.
 _regions: Dict[object, Tuple[float, bool]] = {}
@@ -69,16 +69,6 @@ _thread = threading.local()
 
 #: How many backward passes of custom operators have run with a scale.
 _counts = {"calls": 0}
-
-
-def survive_fork(lock: Any) -> None:
-    """Hold a lock during forks: a child would wait forever for one that another thread held."""
-    if hasattr(os, "register_at_fork"):
-        release = lock.release
-        os.register_at_fork(before=lock.acquire, after_in_parent=release, after_in_child=release)
-
-
-survive_fork(_lock)
 
 
 def scalable_inputs(

@@ -23,10 +23,11 @@ from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
+from ..framework.locks import hold_during_forks
 from ..framework.patching import FrontEnd, Patch
 from ..graph.ir import Graph
 from .finite import multiply
-from .loss_outputs import scaled_heads, survive_fork
+from .loss_outputs import scaled_heads
 
 __all__ = ["Gradients", "ScaledLosses", "fresh_gradients", "passes"]
 
@@ -332,7 +333,7 @@ class _Passes(FrontEnd):
 
 #: One per process, like the functions that it patches.
 passes = _Passes()
-survive_fork(passes._alone)
+hold_during_forks(passes._alone)
 
 
 def _are_scaled(heads: Sequence[NDArray], scale: float) -> bool:
