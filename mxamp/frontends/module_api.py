@@ -25,7 +25,7 @@ from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
-from ..scaling.distributed import GRADIENTS, Workers, poison
+from ..scaling.distributed import COMPRESSED, GRADIENTS, Workers, poison
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.shared_scale import SharedScale, scale_of
@@ -36,10 +36,6 @@ logger = logging.getLogger("mxamp")
 
 _UPDATE_SWITCH = "MXNET_UPDATE_ON_KVSTORE"
 
-COMPRESSED = (
-    "gradient compression makes finite numbers of Inf and NaN, so workers can't see that another "
-    "has overflowed: leave compression_params out, or train in float32"
-)
 ON_KVSTORE = (
     "this module updates its parameters on the kvstore {kind!r}, where a gradient that overflowed "
     "can't be kept out: use a synchronous kvstore, such as 'local', 'device' or 'dist_sync'"

@@ -31,7 +31,7 @@ from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 from .scaler import Scaler
 
-__all__ = ["GRADIENTS", "Reduction", "Workers", "check_trainer", "poison"]
+__all__ = ["COMPRESSED", "GRADIENTS", "Reduction", "Workers", "check_trainer", "poison"]
 
 #: Checksums have this many bits: float32 holds them exactly.
 _CHECKSUM = 2**24 - 1

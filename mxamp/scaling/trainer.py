@@ -67,11 +67,7 @@ STOCK_SCALER = (
     "mxnet.contrib.amp has initialized this trainer already and scales its losses: remove its "
     "init_trainer, or call mxamp.patch_contrib() before it"
 )
-LOSS = (
-    "mxamp scales the losses of this trainer, and this scale_loss is mxnet.contrib.amp's own: use "
-    "mxamp.scale_loss, or import scale_loss after mxamp.patch_contrib()"
-)
-LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
+NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 SCALED_ALREADY = (
     "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
 )
@@ -373,7 +369,7 @@ def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
 
 
 def _no_loss(value: Any) -> Any:
-    raise ArgumentError(LOSS.format(given=shown(value)))
+    raise ArgumentError(NO_LOSS.format(given=shown(value)))
 
 
 def scaled_loss(loss: NDArray, scale: float) -> NDArray:

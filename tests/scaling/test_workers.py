@@ -229,7 +229,7 @@ def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_are_sent(monkey
 
 def test_a_module_that_compresses_is_refused_where_inf_would_get_lost():
     module = SimpleNamespace(_compression_params={"type": "2bit"}, _exec_group=None)
-    with pytest.raises(amp.StateError, match="leave compression_params out"):
+    with pytest.raises(amp.StateError, match="leave out compression_params"):
         check_before(module, "dist_sync")
     check_before(module, "device")
 
