@@ -25,7 +25,7 @@ from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
-from ..scaling.distributed import COMPRESSED, GRADIENTS, Workers, poison
+from ..scaling.distributed import COMPRESSED, GRADIENTS, Workers, fill_with_inf
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.shared_scale import SharedScale, scale_of
@@ -226,7 +226,7 @@ def _update(
     group, kvstore = module._exec_group, module._kvstore
     if kvstore:
         if overflown and is_distributed(kvstore):
-            poison(_trained(group))
+            fill_with_inf(_trained(group))
         # Before the check, so that all devices and workers decide alike.
         for i, (name, gradients) in enumerate(zip(group.param_names, group.grad_arrays)):
             if gradients[0] is not None:

@@ -142,7 +142,7 @@ ALL = (
     *(Row("horovod.mxnet", name, _build_horovod_call, _HOROVOD) for name in HOROVOD_FUNCTIONS),
     Row(SGD, "_update_impl", optimizers.build_sgd,
         "on few cores NumPy updates weights several times as fast, to the same bits"),
-    Row(gluon.utils, "clip_global_norm", finite.build_clipping,
+    Row(gluon.utils, "clip_global_norm", finite.build_clip_global_norm,
         "the square of a norm overflows half precision"),
     Row(CustomOpProp, "__init__", loss_outputs.build_init,
         "custom operators that ignore the head gradient return gradients without the loss scale"),

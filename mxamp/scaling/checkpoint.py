@@ -18,9 +18,9 @@ from mxnet.gluon import Trainer
 from ..errors import ArgumentError
 from ..framework.files import NOT_THE_SAME, checksum, replaced_file
 from ..framework.wording import shown
-from .scaler import count
+from .scaler import whole_number
 
-__all__ = ["load_states", "save_states", "saved_state", "taken_state"]
+__all__ = ["load_states", "save_states", "parse_state", "pop_scaler_state"]
 
 _ATTRIBUTE = "_amp_state"
 
@@ -33,21 +33,21 @@ NO_STATE = "the state must come from state_dict, with scaler, steps and skips, n
 
 
 def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
-    """Write a trainer's states, with `state` of the loss scaler: the whole file or none.
+    """Write a trainer's states and the loss scaler's `state` to a file: the whole file or none.
 
     Raises `WriteError` if that fails.
     """
     optimizer = trainer._optimizer
     setattr(optimizer, _ATTRIBUTE, dict(state))
     try:
-        with replaced_file(path, _read_back) as temporary:
+        with replaced_file(path, _check_complete) as temporary:
             type(trainer).save_states(trainer, os.fspath(temporary))
     finally:
         delattr(optimizer, _ATTRIBUTE)
 
 
-def _read_back(path: Path) -> None:
-    """Raise if a written file is incomplete: a pickle marks its own end."""
+def _check_complete(path: Path) -> None:
+    """Raise `OSError` unless a file holds one whole pickle: a pickle marks its own end."""
     checksum(path)  # from the disk, into memory
     try:
         with open(path, "rb") as file:
@@ -61,7 +61,7 @@ def _read_back(path: Path) -> None:
 
 
 def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None]) -> None:
-    """Read a trainer's states and `resume` from the scaler's; an error changes nothing.
+    """Load a trainer's states, and call `resume` with the loss scaler's; an error changes nothing.
 
     Raises `ArgumentError` if the file holds no states of a trainer.
     """
@@ -73,28 +73,28 @@ def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]
         except Exception as error:  # unpickling damaged states may raise anything
             why = f"{type(error).__name__}: {error}"
             raise ArgumentError(NO_STATES.format(path=path, why=why)) from error
-        state = taken_state(trainer)
+        state = pop_scaler_state(trainer)
         if state is not None:
             resume(state)
 
 
-def taken_state(trainer: Trainer) -> Optional[Dict[str, Any]]:
-    """Remove the scaler's state from the trainer's optimizer and return it."""
+def pop_scaler_state(trainer: Trainer) -> Optional[Dict[str, Any]]:
+    """Remove the loss scaler's state from a trainer's optimizer; return it, or None."""
     state = vars(trainer._optimizer).pop(_ATTRIBUTE, None)
     return state if isinstance(state, dict) else None
 
 
-def saved_state(state: Any) -> Tuple[Any, int, int]:
-    """Return the scaler's state and the counts; raise `ArgumentError` if there are none."""
-    named = state if isinstance(state, Mapping) else {}
-    if not named.keys() >= {"scaler", "steps", "skips"}:
+def parse_state(state: Any) -> Tuple[Any, int, int]:
+    """Return `scaler`, `steps` and `skips` of a hook's state; raise unless it holds all three."""
+    if not isinstance(state, Mapping) or not state.keys() >= {"scaler", "steps", "skips"}:
         raise ArgumentError(NO_STATE.format(given=shown(state)))
-    return state["scaler"], count("steps", state["steps"]), count("skips", state["skips"])
+    steps, skips = (whole_number(name, state[name]) for name in ("steps", "skips"))
+    return state["scaler"], steps, skips
 
 
 @contextmanager
 def _restored_on_error(trainer: Trainer) -> Iterator[None]:
-    """Restore optimizer and states if loading fails halfway."""
+    """Context in which an error restores the trainer's optimizer and its states."""
     if not trainer._kv_initialized:
         trainer._init_kvstore()
     optimizer = trainer._optimizer

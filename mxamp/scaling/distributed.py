@@ -31,7 +31,7 @@ from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 from .scaler import Scaler
 
-__all__ = ["COMPRESSED", "GRADIENTS", "Reduction", "Workers", "check_trainer", "poison"]
+__all__ = ["COMPRESSED", "GRADIENTS", "Reduction", "Workers", "check_kvstore", "fill_with_inf"]
 
 #: Checksums have this many bits: float32 holds them exactly.
 _CHECKSUM = 2**24 - 1
@@ -39,9 +39,9 @@ _CHECKSUM = 2**24 - 1
 #: takes a new key, because a key can be initialized only once.
 _keys = itertools.count(2**30)
 
-#: The fields of a `Rule` that results depend on. Missing kernels are not among them: the values are
-#: the same without the kernels.
-_DECISIVE = (
+#: The fields of a `Rule` that change numerical results. Missing kernels do not: float32 and casts
+#: give the same values.
+_RESULT_FIELDS = (
     "op_class", "conditions", "keep_inputs", "follow_inputs", "keep_outputs", "by_op_type",
     "by_shape",
 )  # fmt: skip
@@ -68,7 +68,7 @@ SECOND_TRAINER = (
     "of a parameter gives it its own learning rate)"
 )
 
-#: The trainer of this process whose parameters are on the servers.
+#: The trainer of this process whose parameters are on the servers. Global: a process has one set.
 _on_servers: List["weakref.ref[Trainer]"] = []
 
 
@@ -84,19 +84,19 @@ class Workers:
         prepare()
 
     def check_settings(self, scaler_state: Mapping[str, Any]) -> None:
-        """Raise `StateError` in all workers if mxamp, policy or loss scaler differ in one.
+        """Raise `StateError` in all workers if mxamp's version, the policy or the scaler differ.
 
         All workers have to call this before they send any gradient.
         """
         state, policy = dict(scaler_state), current_policy()
         values = {
             "mxamp version": __version__,
-            "policy": _checksum(policy),
+            "policy": _policy_checksum(policy),
             "loss scale": state.pop("loss_scale", None),
             "loss scaler": sorted(state.items(), key=str),
         }
         with waiting(WAITING, self.rank):
-            rows = self._exchanged([zlib.crc32(repr(v).encode()) for v in values.values()])
+            rows = self._gather([zlib.crc32(repr(v).encode()) for v in values.values()])
         shown = {**values, "policy": repr(policy), "loss scaler": state.get("kind")}
         own = ", ".join(f"{name} {value}" for name, value in shown.items())
         for other, row in enumerate(rows):
@@ -104,8 +104,8 @@ class Workers:
             if what:
                 raise StateError(DIFFERENT.format(other=other, what=what, rank=self.rank, own=own))
 
-    def _exchanged(self, checksums: Sequence[int]) -> Any:
-        """Return a table of the checksums of all workers, a row for each."""
+    def _gather(self, checksums: Sequence[int]) -> Any:
+        """Send this worker's checksums; return those of all workers, one row per worker."""
         key: Any = next(_keys)
         key = f"mxamp{key}" if self._string_keys else key
         table = np.zeros((self.count, len(checksums)), dtype="float32")
@@ -118,13 +118,16 @@ class Workers:
             return array.asnumpy()
 
 
-def _checksum(policy: Optional[Policy]) -> Optional[int]:
-    """Return a checksum of all settings that results depend on, the same in all processes."""
+def _policy_checksum(policy: Optional[Policy]) -> Optional[int]:
+    """Return a checksum of the policy's settings that change numerical results; None without one.
+
+    Equal policies have the same checksum in all processes.
+    """
     if policy is None:
         return None
     if policy.caches.workers is None:
         rules = [
-            (name, [getattr(rule, field) for field in _DECISIVE])
+            (name, [getattr(rule, field) for field in _RESULT_FIELDS])
             for name, rule in sorted(policy.rules.items())
         ]
         layers, substitutions = policy.fp32_layers, sorted(policy.substitutions)
@@ -133,8 +136,8 @@ def _checksum(policy: Optional[Policy]) -> Optional[int]:
     return policy.caches.workers
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Raise if a trainer can't train on its kvstore in mixed precision."""
+def check_kvstore(trainer: Trainer) -> None:
+    """Raise if a kvstore compresses gradients, can't send them, or serves another trainer."""
     if trainer._compression_params:
         raise StateError(COMPRESSED)
     if not is_distributed(trainer._kvstore_params["kvstore"]):
@@ -150,7 +153,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 class Reduction:
-    """The sum of one trainer's gradients over devices and workers.
+    """Sums one trainer's gradients over devices and workers.
 
     `workers` is None in a run of one process, and where "auto" has chosen float32.
     """
@@ -159,17 +162,17 @@ class Reduction:
         self._trainer = trainer
         self.workers: Optional[Workers] = None
         self._uninitialized: Optional[int] = None  #: number of parameters, at the last sum
-        self._wait: Any = None  #: the wait for the running sum
+        self._wait_timer: Any = None  #: warns if the running sum takes long
 
     @property
     def is_distributed(self) -> bool:
-        """Whether other processes train the same parameters."""
+        """Whether several processes train the same parameters."""
         if is_horovod_trainer(self._trainer):
             return store_of(self._trainer) is not None
         return is_distributed(self._trainer._kvstore_params["kvstore"])
 
     def wait_for_weights(self) -> None:
-        """Wait until a distributed kvstore holds the trainer's weights, before gradients follow.
+        """Wait until a distributed kvstore holds the trainer's weights; a no-op on others.
 
         Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
         where parameters are not updated on it.
@@ -187,7 +190,7 @@ class Reduction:
             self._uninitialized = len(trainer._params_to_init)
 
     def compare_workers(self, scaler: Scaler) -> None:
-        """Raise in the first step if the settings of the workers differ."""
+        """Raise `StateError` in the first step if the workers' settings differ."""
         if self.workers is not None or not self.is_distributed:
             return
         trainer = self._trainer
@@ -197,25 +200,25 @@ class Reduction:
         self.workers = workers
 
     def sum(self, overflown: AbstractSet[int]) -> None:
-        """Sum the gradients, with Inf for those of the `overflown` arrays (by `id`).
+        """Sum the trainer's gradients; those of `overflown` arrays (by `id`) are set to Inf before.
 
         A script may have made such a gradient finite since, by clipping it element by element.
         """
-        stale = self._prepare(overflown) if self.workers is not None else []
-        self.received()
+        stale = self._reset_stale(overflown) if self.workers is not None else []
+        self.end_wait()
         if self.workers is not None:
-            self._wait = begin(GRADIENTS, self.workers.rank)
+            self._wait_timer = begin(GRADIENTS, self.workers.rank)
         type(self._trainer)._allreduce_grads(self._trainer)
         for data, gradient in stale:
             # Computed by another worker, which updates with it: so does this worker.
             data._fresh_grad = bool(gradient.asnumpy().any())
 
-    def received(self) -> None:
-        """End the wait for the sum."""
-        end(self._wait)
+    def end_wait(self) -> None:
+        """Stop the timer that warns of a long sum."""
+        end(self._wait_timer)
 
-    def _prepare(self, overflown: AbstractSet[int]) -> List[Tuple[NDArray, NDArray]]:
-        """Make gradients ready for the sum over workers; return stale arrays and gradients.
+    def _reset_stale(self, overflown: AbstractSet[int]) -> List[Tuple[NDArray, NDArray]]:
+        """Set overflown gradients to Inf and stale ones to 0; return stale (array, gradient) pairs.
 
         A stale gradient, not computed since the last step, holds that step's sum. It is set to 0,
         because MXNet would add the old sum again.
@@ -229,7 +232,7 @@ class Reduction:
                 check_gradients(param.name, param.list_grad())
             for data, gradient in zip(param.list_data(), param.list_grad()):
                 if id(data) in overflown:
-                    poison([gradient])
+                    fill_with_inf([gradient])
                 elif not data._fresh_grad:
                     stale.append((data, gradient))
         with suspended():
@@ -238,8 +241,8 @@ class Reduction:
         return stale
 
 
-def poison(gradients: Sequence[NDArray]) -> None:
-    """Fill gradients with Inf, so that after the sum all workers skip the step."""
+def fill_with_inf(gradients: Sequence[NDArray]) -> None:
+    """Fill gradients with Inf, so that all workers skip the step after the sum."""
     with suspended():
         for gradient in gradients:
             gradient[:] = math.inf

@@ -21,7 +21,7 @@ from ..framework.arrays import flat_view, plain_array
 from ..framework.machine import device_kind, dtype_name
 from ..policy.active import suspended
 
-__all__ = ["all_finite", "build_clipping", "multiply", "square_sum", "unscale"]
+__all__ = ["all_finite", "build_clip_global_norm", "multiply", "square_sum", "unscale"]
 
 # The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
@@ -43,23 +43,23 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
 
     Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
     """
-    on_gpu, on_cpu = _by_device(arrays)
+    on_gpu, on_cpu = _split_by_device(arrays)
     with autograd.pause(), suspended():
         # Runs while the CPU checks its own arrays.
-        pending = [mx.nd.multi_all_finite(*g, num_arrays=len(g)) for g in _chunks(on_gpu)]
-        return all(map(_finite_on_cpu, on_cpu)) and bool(_values(pending).all())
+        pending = [mx.nd.multi_all_finite(*g, num_arrays=len(g)) for g in _batches(on_gpu)]
+        return all(map(_is_finite, on_cpu)) and bool(_to_numpy(pending).all())
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:
     """Return the sum of squares of all elements; Inf or NaN if one is. Waits for the arrays."""
-    on_gpu, on_cpu = _by_device(arrays)
+    on_gpu, on_cpu = _split_by_device(arrays)
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
-        pending = [mx.nd.multi_sum_sq(*g, num_arrays=len(g)) for g in _chunks(on_gpu)]
-        on_cpus = sum(map(_square_sum, on_cpu))
-        total = float(_values(pending).sum())
+        pending = [mx.nd.multi_sum_sq(*g, num_arrays=len(g)) for g in _batches(on_gpu)]
+        on_cpus = sum(map(_square_sum_on_cpu, on_cpu))
+        total = float(_to_numpy(pending).sum())
         if not np.isfinite(total):  # squares of finite numbers may overflow float32
             wide = [array.astype("float64").square().sum() for array in on_gpu]
-            total = float(_values(wide).sum())
+            total = float(_to_numpy(wide).sum())
         return on_cpus + total
 
 
@@ -85,21 +85,22 @@ def unscale(arrays: Sequence[NDArray], scale: float) -> List[int]:
     bad = [
         i
         for i, array in enumerate(arrays)
-        if _is_plain(array) and not _unscale_plain(array, np.float32(1 / scale))
+        if _is_float32_on_cpu(array) and not _multiply_and_check(array, np.float32(1 / scale))
     ]
-    rest = [i for i, array in enumerate(arrays) if not _is_plain(array)]
+    rest = [i for i, array in enumerate(arrays) if not _is_float32_on_cpu(array)]
     multiply([arrays[i] for i in rest], 1 / scale)
     if not all_finite([arrays[i] for i in rest]):
         bad += [i for i in rest if not all_finite([arrays[i]])]
     return sorted(bad)
 
 
-def _is_plain(array: NDArray) -> bool:
+def _is_float32_on_cpu(array: NDArray) -> bool:
+    """Return whether an array is dense, float32 and on a CPU."""
     on_cpu = device_kind(array.context) == "cpu"
     return array.stype == "default" and array.dtype is np.float32 and on_cpu
 
 
-def _unscale_plain(array: NDArray, factor: Any) -> bool:
+def _multiply_and_check(array: NDArray, factor: Any) -> bool:
     """Multiply a float32 CPU array in place; return whether all elements are finite."""
     if not array.size:
         return True
@@ -113,7 +114,7 @@ def _unscale_plain(array: NDArray, factor: Any) -> bool:
         return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
 
 
-def _square_sum(array: NDArray) -> float:
+def _square_sum_on_cpu(array: NDArray) -> float:
     dtype = dtype_name(array.dtype)
     if dtype == "bfloat16":
         values = (flat_view(array, np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -126,8 +127,8 @@ def _square_sum(array: NDArray) -> float:
     return float(total)
 
 
-def _by_device(arrays: Sequence[NDArray]) -> Tuple[List[NDArray], List[NDArray]]:
-    """Return the elements of `arrays` as dense classic arrays: those on GPUs, those on CPUs."""
+def _split_by_device(arrays: Sequence[NDArray]) -> Tuple[List[NDArray], List[NDArray]]:
+    """Return nonempty arrays as dense `mx.nd` arrays, in two lists: on GPUs and on CPUs."""
     dense = [array.data if isinstance(array, RowSparseNDArray) else array for array in arrays]
     plain = [plain_array(array) for array in dense if array.size]
     on_gpu = [array for array in plain if device_kind(array.context) == "gpu"]
@@ -136,7 +137,8 @@ def _by_device(arrays: Sequence[NDArray]) -> Tuple[List[NDArray], List[NDArray]]
     return [array if array.ndim else array.reshape((1,)) for array in on_gpu], on_cpu
 
 
-def _finite_on_cpu(array: NDArray) -> bool:
+def _is_finite(array: NDArray) -> bool:
+    """Return whether all elements of a CPU array are finite."""
     dtype = dtype_name(array.dtype)
     if dtype in _EXPONENT:
         bits = flat_view(array, np.uint16)
@@ -148,16 +150,16 @@ def _finite_on_cpu(array: NDArray) -> bool:
         return bool(np.isfinite(np.dot(values, values))) or bool(np.isfinite(values).all())
 
 
-def _values(pending: Sequence[NDArray]) -> Any:
-    """Return the elements of classic arrays on any devices in float64, with one wait."""
-    if not pending:
+def _to_numpy(arrays: Sequence[NDArray]) -> Any:
+    """Return the elements of all arrays in one float64 NumPy array, with one wait."""
+    if not arrays:
         return np.empty(0)
-    copies = [array.astype("float64").as_in_context(mx.cpu()) for array in pending]
+    copies = [array.astype("float64").as_in_context(mx.cpu()) for array in arrays]
     return mx.nd.concat(*copies, dim=0).asnumpy()
 
 
-def _chunks(arrays: Sequence[NDArray]) -> Iterator[List[NDArray]]:
-    """Yield groups of one device and dtype, at most as large as one operator call takes."""
+def _batches(arrays: Sequence[NDArray]) -> Iterator[List[NDArray]]:
+    """Yield the arrays in lists of one device and dtype, as long as one operator call takes."""
     groups: Dict[Any, List[NDArray]] = {}
     for array in arrays:
         groups.setdefault((array.context, dtype_name(array.dtype)), []).append(array)
@@ -166,11 +168,11 @@ def _chunks(arrays: Sequence[NDArray]) -> Iterator[List[NDArray]]:
             yield group[start : start + _CHUNK]
 
 
-def build_clipping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `gluon.utils.clip_global_norm` that is right under mixed precision.
+def build_clip_global_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of `gluon.utils.clip_global_norm` for gradients of any precision.
 
-    Its norm is a `dot`, which a policy would lower, and half precision can't hold the square of a
-    norm. In float16 MXNet's norm is Inf above 256, and clipping by it zeroes the gradients.
+    MXNet's norm is a `dot`, which a policy would lower, and half precision can't hold the square
+    of a norm. In float16 MXNet's norm is Inf above 256, and clipping by it zeroes the gradients.
     """
 
     @functools.wraps(original)

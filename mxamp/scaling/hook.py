@@ -47,11 +47,11 @@ from ..framework.machine import dtype_name
 from ..framework.versions import has_feature
 from ..framework.wording import counted, shortened
 from ..policy.active import current_policy
-from .checkpoint import load_states, save_states, saved_state
+from .checkpoint import load_states, parse_state, save_states
 from .distributed import Reduction
 from .finite import all_finite, multiply, unscale
 from .passes import Gradients, fresh_gradients, passes
-from .scaler import LossScaler, Scaler, count
+from .scaler import LossScaler, Scaler, whole_number
 
 __all__ = [
     "Stage",
@@ -220,8 +220,10 @@ class TrainerHook:
 
     # The attributes of contrib's scaler, which scripts save and restore by themselves.
     _loss_scale = _next_loss_scale = property(lambda hook: hook.scaler.loss_scale, _assign_scale)
-    _unskipped = _growth_setting("_clean_steps", partial(count, "_unskipped"))
-    _scale_seq_len = _growth_setting("_growth_interval", partial(count, "_scale_seq_len", least=1))
+    _unskipped = _growth_setting("_clean_steps", partial(whole_number, "_unskipped"))
+    _scale_seq_len = _growth_setting(
+        "_growth_interval", partial(whole_number, "_scale_seq_len", least=1)
+    )
     _max_loss_scale = _growth_setting("_max_scale", float)
 
     def check_scaled_by(self, *allowed: str) -> None:
@@ -364,7 +366,7 @@ class TrainerHook:
     def _tell(self, report: StepReport, losses: Sequence[NDArray]) -> None:
         """Pass a report on to the trainer's observers, and end the wait for gradients."""
         _tell_observers(self.trainer, report, losses)
-        self.reduction.received()
+        self.reduction.end_wait()
 
     def _watch(self, report: StepReport) -> None:
         """Log a step; warn of a run that only skips, or end it at the limit of skips in a row."""
@@ -440,7 +442,7 @@ class TrainerHook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`; raise `ArgumentError` if `state` is something else."""
-        scaler, steps, skips = saved_state(state)
+        scaler, steps, skips = parse_state(state)
         self.scaler, self.steps, self.skips = self.scaler.resumed(scaler), steps, skips
         self.loaded = state
         self.publish(None)

@@ -4,8 +4,8 @@ float16 gradients below 6e-8 become zero. Loss scaling multiplies the loss by a 
 gradients by its inverse before the update. The largest scale that does not overflow is found by
 trying (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2).
 
-After each step a scaler is told whether all gradients were finite, and returns the scale of the
-next backward pass.
+After each step `update` takes whether all gradients were finite, and returns the scale of the next
+backward pass.
 """
 
 import logging
@@ -22,9 +22,9 @@ __all__ = [
     "NoScaler",
     "Scaler",
     "StaticLossScaler",
-    "count",
     "from_state_dict",
     "positive_number",
+    "whole_number",
 ]
 
 logger = logging.getLogger("mxamp")
@@ -51,7 +51,7 @@ def positive_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def count(name: str, value: Any, least: int = 0) -> int:
+def whole_number(name: str, value: Any, least: int = 0) -> int:
     """Return `value` as an int; raise unless it is a whole number of at least `least`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least:
@@ -234,10 +234,10 @@ class LossScaler(Scaler):
         super().__init__(positive_number("init_scale", init_scale))
         self._growth_factor = positive_number("growth_factor", growth_factor)
         self._backoff_factor = positive_number("backoff_factor", backoff_factor)
-        self._growth_interval = count("growth_interval", growth_interval, least=1)
+        self._growth_interval = whole_number("growth_interval", growth_interval, least=1)
         self._min_scale = positive_number("min_scale", min_scale)
         self._max_scale = positive_number("max_scale", max_scale)
-        self._hysteresis = count("hysteresis", hysteresis, least=1)
+        self._hysteresis = whole_number("hysteresis", hysteresis, least=1)
         if self._growth_factor <= 1:
             raise ArgumentError(f"growth_factor must be more than 1, not {shown(growth_factor)}")
         if self._backoff_factor >= 1:
@@ -285,7 +285,7 @@ class LossScaler(Scaler):
         # The constructor checks the settings; the two counts at the end are not among them.
         LossScaler(state["loss_scale"], **{name: state[name] for name in self._fields[1:-2]})
         for name in self._fields[-2:]:
-            count(name, state[name])
+            whole_number(name, state[name])
 
     @property
     def is_lowest(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterable, Mapping, Optional, Sequence
 from mxnet.gluon import Trainer
 
 from .hook import Stage, TrainerHook
-from .scaler import Scaler, count
+from .scaler import Scaler, whole_number
 from .trainer import attach_hook, hook_in_force, hook_of
 
 __all__ = ["SharedScale", "attach", "hook_with_shared_scale", "scale_in_force", "scale_of"]
@@ -72,7 +72,7 @@ class SharedScale(Scaler):
     def resumed(self, state: Mapping[str, Any]) -> Scaler:
         """Resume from `state`, for all trainers."""
         steps, skips = (
-            count(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips")
+            whole_number(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips")
         )
         self.scaler = self.scaler.resumed(state)
         self.steps, self.skips = steps, skips

@@ -20,13 +20,13 @@ from ..framework.distributed import is_horovod_optimizer
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
-from .checkpoint import taken_state
-from .distributed import check_trainer
+from .checkpoint import pop_scaler_state
+from .distributed import check_kvstore
 from .finite import multiply, square_sum
 from .hook import TrainerHook, check_before_updates
 from .loss_outputs import scaled_heads
 from .passes import ScaledLosses, fresh_gradients, passes
-from .scaler import Float32Scaler, LossScaler, NoScaler, Scaler, count, positive_number
+from .scaler import Float32Scaler, LossScaler, NoScaler, Scaler, positive_number, whole_number
 
 __all__ = [
     "attach_hook",
@@ -130,7 +130,9 @@ def init_trainer(
             f"or StaticLossScaler(128), not {shown(loss_scaler)}"
         )
     if max_consecutive_skips is not None:
-        max_consecutive_skips = count("max_consecutive_skips", max_consecutive_skips, least=1)
+        max_consecutive_skips = whole_number(
+            "max_consecutive_skips", max_consecutive_skips, least=1
+        )
     if loss_scaler is not None and chose_float32():
         loss_scaler = None
     attach_hook(trainer, loss_scaler, max_consecutive_skips)
@@ -251,7 +253,7 @@ def attach_hook(
     retired = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(retired, TrainerHook) and retired.trainer is trainer:
         hook.take_over(retired)
-    saved = taken_state(trainer) or (hook.loaded if loss_scaler is None else None)
+    saved = pop_scaler_state(trainer) or (hook.loaded if loss_scaler is None else None)
     if saved is not None:
         hook.load_state_dict(saved)
     _install(trainer, hook)
@@ -295,7 +297,7 @@ def _keep_updates_skippable(trainer: Trainer, scaler: Scaler) -> None:
     elif scaler.checks:
         raise StateError(obstacle)
     if scaler.checks:
-        check_trainer(trainer)
+        check_kvstore(trainer)
 
 
 @contextmanager

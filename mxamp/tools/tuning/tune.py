@@ -17,7 +17,7 @@ from ...policy.active import suspended
 from ...policy.overrides import exactly
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, check_target
-from ...scaling.scaler import count, positive_number
+from ...scaling.scaler import positive_number, whole_number
 from .accuracy import MOST_BATCHES, OUTPUTS, Accuracy, Subject, Tolerance, Verdict
 from .deadline import Deadline, seconds_of
 from .layers import Search, lowered_layers, measured_layers
@@ -169,7 +169,7 @@ def tune(
     Holds a copy of the parameters for each form that is timed, and all activations of one batch.
     """
     base = _base_of(target_dtype, policy)
-    seed = count("seed", seed)
+    seed = whole_number("seed", seed)
     tolerance = _tolerance(rtol, metric, min_metric, loss is not None)
     deadline = Deadline(seconds_of(budget))
     subject = Subject(net, data, loss, labelled=loss is not None or metric is not None)
