@@ -7,7 +7,6 @@ usual, and once more node by node.
 
 import contextlib
 import fnmatch
-import functools
 import inspect
 import json
 import logging
@@ -36,7 +35,7 @@ from ....policy.active import suspended
 from ....policy.policy import Policy
 from ....policy.targets import check_target
 from ...tables import html_table, text_table
-from ..observing import Call, Observer, Run
+from ..observing import Call, Observer, Run, patch_over
 from .findings import Finding, NumericsError
 from .gradient_watch import GradientWatch, unobserved_copy
 from .inspection import Inspection, Site, input_names, prefixes_of, site_of
@@ -137,17 +136,17 @@ class NumericsCheck(Observer):
     # ------------------------------------------------------------------ patches
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of an observer, and of blocks, parameters, backward and updates."""
-        places: List[Tuple[Any, str, Callable[..., Any]]] = [
-            (Block, "__call__", self._build_block_call),
-            (Parameter, "data", self._build_data),
-            (NDArray, "backward", self._build_backward_pass),
-            (autograd, "backward", self._build_backward_pass),
-            (autograd, "grad", self._build_backward_pass),
-            (Trainer, "_update", self._build_update),
-            (Module, "update", self._build_update),
+        """Return an observer's patches, and those of blocks, parameters, backward and updates."""
+        return [
+            *super().patches(),
+            patch_over(Block, "__call__", self._call_any_block),
+            patch_over(Parameter, "data", self._parameter_data),
+            patch_over(NDArray, "backward", self._run_backward),
+            patch_over(autograd, "backward", self._run_backward),
+            patch_over(autograd, "grad", self._run_backward),
+            patch_over(Trainer, "_update", self._update),
+            patch_over(Module, "update", self._update),
         ]
-        return [*super().patches(), *(Patch(*place, on_top=True) for place in places)]
 
     def close(self) -> None:
         """Take the patches off, and release the arrays."""
@@ -155,47 +154,39 @@ class NumericsCheck(Observer):
         self._parameters.clear()
         self._replays.clear()
 
-    def _build_block_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __call__(block: Block, *args: Any, **options: Any) -> Any:  # noqa: N807
-            self._running.blocks.append(block)
-            try:
-                return original(block, *args, **options)
-            finally:
-                self._running.blocks.pop()
+    def _call_any_block(
+        self, original: Callable[..., Any], block: Block, /, *args: Any, **options: Any
+    ) -> Any:
+        """Call a block; until it returns, it is the block that operators are attributed to."""
+        self._running.blocks.append(block)
+        try:
+            return original(block, *args, **options)
+        finally:
+            self._running.blocks.pop()
 
-        return __call__
+    def _parameter_data(
+        self, original: Callable[..., Any], parameter: Parameter, *args: Any, **options: Any
+    ) -> NDArray:
+        """Return a parameter's array, and record the parameter's name for findings."""
+        array: NDArray = original(parameter, *args, **options)
+        self._parameters[id(array)] = array, parameter.name
+        return array
 
-    def _build_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def data(parameter: Parameter, *args: Any, **options: Any) -> NDArray:
-            array = original(parameter, *args, **options)
-            self._parameters[id(array)] = array, parameter.name
-            return array
+    def _run_backward(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run a backward pass of autograd, then report its first fault."""
+        if self._watch is not None and _creates_graph(original, args, options):
+            raise StateError(HIGHER_ORDER)
+        results = original(*args, **options)
+        self._judge_backward()
+        return results
 
-        return data
-
-    def _build_backward_pass(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def backward(*args: Any, **options: Any) -> Any:
-            if self._watch is not None and _creates_graph(original, args, options):
-                raise StateError(HIGHER_ORDER)
-            results = original(*args, **options)
-            self._judge_backward()
-            return results
-
-        return backward
-
-    def _build_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def update(*args: Any, **options: Any) -> Any:
-            results = original(*args, **options)
-            self._inspection.step += 1
-            if self._steps is not None and self._inspection.step >= self._steps:
-                self.close()
-            return results
-
-        return update
+    def _update(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Update the parameters, then count the step."""
+        results = original(*args, **options)
+        self._inspection.step += 1
+        if self._steps is not None and self._inspection.step >= self._steps:
+            self.close()
+        return results
 
     # ------------------------------------------------------------------ judging
 
@@ -288,7 +279,7 @@ class NumericsCheck(Observer):
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
         """Run a hybridized block's graph node by node."""
-        self.tell_others(symbol, inputs)
+        self.notify_earlier_observers(symbol, inputs)
         named = dict(zip(symbol.list_inputs(), inputs))
         block = self._running.blocks[-1] if self._running.blocks else None
         hook = _op_hook(self.current.op, symbol)

@@ -172,7 +172,7 @@ class _Probe(autograd.Function):  # type: ignore[misc]
     def backward(self, gradient: NDArray) -> NDArray:
         """Show the gradient, and return it."""
         self._see(gradient)
-        probe_copy.follows = True
+        probe_copy.expected = True
         return gradient
 
 
