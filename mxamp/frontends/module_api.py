@@ -20,7 +20,7 @@ from mxnet.symbol import Symbol
 from ..errors import StateError
 from ..framework.distributed import PARAMETER_SERVER, is_distributed, is_horovod_optimizer
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
-from ..framework.worker_process import waiting
+from ..framework.worker_process import log_long_wait
 from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
@@ -212,7 +212,7 @@ def _patched_update(original: Original, self: Module) -> None:
     state, finite = module_patches.states[self], True
     workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
     if shared.checks:
-        with waiting(GRADIENTS, workers.rank) if workers else nullcontext():
+        with log_long_wait(GRADIENTS, workers.rank) if workers else nullcontext():
             finite = _update(self, shared, state.overflown, original)
     else:
         original(self)

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterable, Optional, TypeVar
 from ..errors import ArgumentError, StateError
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
-from ..framework.worker_process import prepare
+from ..framework.worker_process import prepare_worker
 from ..policy import active, regions
 from ..policy.active import FLOAT32, Choice
 from ..policy.choice import chosen_policy, differing
@@ -117,7 +117,7 @@ def init(
     )
     if isinstance(wanted, Policy) and not tuned:
         wanted = wanted.untuned()
-    prepare()
+    prepare_worker()
     if not switch_on(wanted):
         logger.debug("init: mixed precision is on already with the same policy")
     elif isinstance(wanted, Policy):

@@ -26,7 +26,12 @@ from ..framework.distributed import (
     is_horovod_trainer,
     store_of,
 )
-from ..framework.worker_process import begin, end, prepare, waiting
+from ..framework.worker_process import (
+    cancel_wait_timer,
+    log_long_wait,
+    prepare_worker,
+    start_wait_timer,
+)
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 from .scaler import Scaler
@@ -81,7 +86,7 @@ class Workers:
     def __init__(self, kvstore: Any, string_keys: bool = False) -> None:
         self._kvstore, self._string_keys = kvstore, string_keys
         self.rank, self.count = int(kvstore.rank), int(kvstore.num_workers)
-        prepare()
+        prepare_worker()
 
     def check_settings(self, scaler_state: Mapping[str, Any]) -> None:
         """Raise `StateError` in all workers if mxamp's version, the policy or the scaler differ.
@@ -95,7 +100,7 @@ class Workers:
             "loss scale": state.pop("loss_scale", None),
             "loss scaler": sorted(state.items(), key=str),
         }
-        with waiting(WAITING, self.rank):
+        with log_long_wait(WAITING, self.rank):
             rows = self._gather([zlib.crc32(repr(v).encode()) for v in values.values()])
         shown = {**values, "policy": repr(policy), "loss scaler": state.get("kind")}
         own = ", ".join(f"{name} {value}" for name, value in shown.items())
@@ -207,7 +212,7 @@ class Reduction:
         stale = self._reset_stale(overflown) if self.workers is not None else []
         self.end_wait()
         if self.workers is not None:
-            self._wait_timer = begin(GRADIENTS, self.workers.rank)
+            self._wait_timer = start_wait_timer(GRADIENTS, self.workers.rank)
         type(self._trainer)._allreduce_grads(self._trainer)
         for data, gradient in stale:
             # Computed by another worker, which updates with it: so does this worker.
@@ -215,7 +220,7 @@ class Reduction:
 
     def end_wait(self) -> None:
         """Stop the timer that warns of a long sum."""
-        end(self._wait_timer)
+        cancel_wait_timer(self._wait_timer)
 
     def _reset_stale(self, overflown: AbstractSet[int]) -> List[Tuple[NDArray, NDArray]]:
         """Set overflown gradients to Inf and stale ones to 0; return stale (array, gradient) pairs.

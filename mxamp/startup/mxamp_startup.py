@@ -48,9 +48,9 @@ class _Loader:
         import mxamp  # noqa: F401
 
         if os.environ.get("MXAMP_LAUNCHED"):
-            from mxamp.framework.worker_process import prepare
+            from mxamp.framework.worker_process import prepare_worker
 
-            prepare()
+            prepare_worker()
         if self.automatic:
             _start(by_mxamp)
         import mxnet as module

@@ -8,7 +8,12 @@ from mxnet.kvstore import KVStore
 
 from helpers import run_forked
 from mxamp.framework import worker_process
-from mxamp.framework.worker_process import _patches, begin, end, waiting
+from mxamp.framework.worker_process import (
+    _Worker,
+    cancel_wait_timer,
+    log_long_wait,
+    start_wait_timer,
+)
 
 PREPARED = """
 import os, sys
@@ -16,8 +21,8 @@ os.environ.update({environment!r})
 from mxamp.framework import worker_process
 from mxnet import kvstore
 hook, init, create = sys.excepthook, kvstore.KVStore.__init__, kvstore.create
-worker_process.prepare.cache_clear()
-worker_process.prepare()
+worker_process.prepare_worker.cache_clear()
+worker_process.prepare_worker()
 print(sys.excepthook is hook, kvstore.KVStore.__init__ is init, kvstore.create is create)
 print(kvstore.create("device").type)
 {then}
@@ -97,23 +102,23 @@ def logged(caplog, text, seconds=5.0):
 
 
 def test_long_waits_are_logged_once_and_short_ones_never(soon, caplog):
-    with pytest.raises(ZeroDivisionError), waiting("a wait that fails"):
+    with pytest.raises(ZeroDivisionError), log_long_wait("a wait that fails"):
         raise ZeroDivisionError
-    end(begin("a short wait"))
-    end(None)
-    begun = [begin("wait number %d", i) for i in range(3)]
-    with waiting("worker %s waits", 3):
+    cancel_wait_timer(start_wait_timer("a short wait"))
+    cancel_wait_timer(None)
+    begun = [start_wait_timer("wait number %d", i) for i in range(3)]
+    with log_long_wait("worker %s waits", 3):
         assert logged(caplog, "worker 3 waits") == 1
         time.sleep(0.15)
         assert [logged(caplog, f"wait number {i}") for i in range(3)] == [1, 1, 1]
     for one in begun:
-        end(one)
+        cancel_wait_timer(one)
     assert len(caplog.records) == 4
 
 
 @pytest.mark.parametrize("name", ["init", "broadcast", "_barrier"])
 def test_what_all_workers_have_to_call_says_what_it_waits_for(soon, caplog, name):
-    patch = next(patch for patch in _patches(launched=False) if patch.name == name)
+    patch = next(patch for patch in _Worker().patches(launched=False) if patch.name == name)
 
     def original(self, key=None):
         assert logged(caplog, f"kvstore.{name.lstrip('_')}()") == 1, "during the call"
