@@ -16,7 +16,7 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 from ..errors import InstallError
 from . import cuda
@@ -51,39 +51,46 @@ NOT_INSTALLED = (
 )
 
 
-#: The error of a failed import, raised again by the next import: MXNet can't be imported twice.
-_failed: List[InstallError] = []
-
-
 def import_mxnet() -> Any:
     """Import MXNet, on Python and NumPy newer than it supports, and return the module.
 
     Raises `InstallError` if MXNet, NumPy or the GPU build's driver is missing, if MXNet or NumPy is
     too old or too new, and if the import fails or has failed before in this process.
     """
-    if _failed:
-        raise _failed[0]
-    if "mxnet" not in sys.modules:
-        if any(name.startswith("mxnet.") for name in sys.modules):
-            raise InstallError(FAILED_BEFORE)
-        prepare()
+    if "mxnet" in sys.modules:
         _check_version()
-        with warnings.catch_warnings():
-            # Warnings about NumPy and distutils in MXNet's own code.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", FutureWarning)
-            try:
-                return importlib.import_module("mxnet")
-            except Exception as error:
-                said = (str(error).strip() or type(error).__name__).splitlines()[-1]
-                role = os.environ.get("DMLC_ROLE", "")
-                # In a scheduler or server, `import mxnet` serves until all workers have ended.
-                serves = role in ("scheduler", "server") and type(error).__name__ == "MXNetError"
-                message = SERVING if serves else BROKEN
-                _failed.append(InstallError(message.format(role=role, error=said)))
-                raise _failed[0] from error
-    _check_version()
+        return sys.modules["mxnet"]
+    failure = _first_import_failure()
+    if failure is not None:
+        raise failure
     return sys.modules["mxnet"]
+
+
+@functools.lru_cache(maxsize=1)
+def _first_import_failure() -> Optional[InstallError]:
+    """Import MXNet once in this process; return the error if its own code fails, else None.
+
+    Later calls return the same error, since MXNet can't be imported twice.
+    """
+    if any(name.startswith("mxnet.") for name in sys.modules):
+        raise InstallError(FAILED_BEFORE)
+    prepare()
+    _check_version()
+    with warnings.catch_warnings():
+        # Warnings about NumPy and distutils in MXNet's own code.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            importlib.import_module("mxnet")
+        except Exception as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            role = os.environ.get("DMLC_ROLE", "")
+            # In a scheduler or server, `import mxnet` serves until all workers have ended.
+            serves = role in ("scheduler", "server") and type(error).__name__ == "MXNetError"
+            failure = InstallError((SERVING if serves else BROKEN).format(role=role, error=said))
+            failure.__cause__ = error
+            return failure
+    return None
 
 
 def _check_version() -> None:

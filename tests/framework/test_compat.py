@@ -58,8 +58,10 @@ def modules():
 
     MXNet put back behind the tests' modules would be cleared while they still hold arrays.
     """
+    _compat._first_import_failure.cache_clear()
     with mock.patch.dict(sys.modules):
         yield sys.modules
+    _compat._first_import_failure.cache_clear()
 
 
 def test_an_import_that_failed_is_recognized(modules):
@@ -69,11 +71,10 @@ def test_an_import_that_failed_is_recognized(modules):
 
 
 @pytest.fixture
-def forgotten(modules, monkeypatch):
+def forgotten(modules):
     """MXNet is not imported, nor has an import failed."""
     for name in [n for n in modules if n.split(".")[0] == "mxnet"]:
         del modules[name]
-    monkeypatch.setattr(_compat, "_failed", [])
 
 
 @pytest.mark.parametrize(
