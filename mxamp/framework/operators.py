@@ -273,8 +273,8 @@ def _default(description: str) -> Optional[str]:
 # ---------------------------------------------------------------------- custom operators
 
 
-class _Registered:
-    """The classes registered by `mx.operator.register`, by op_type, read on demand.
+class _PropClasses:
+    """The `CustomOpProp` classes registered with `mx.operator.register`, read on demand.
 
     MXNet keeps a class only in the closure of a function behind a ctypes callback (in
     `mx.operator._registry`), which `gc.get_referents` reaches. Each call of a custom operator adds
@@ -286,6 +286,7 @@ class _Registered:
         self._seen = 0
 
     def get(self, op_type: str) -> Optional[type]:
+        """Return the class registered as `op_type`, or None."""
         registry = getattr(mx.operator, "_registry", None)
         count = getattr(registry, "counter", 0)
         held = getattr(registry, "ref_holder", {})
@@ -297,13 +298,13 @@ class _Registered:
         return self._classes.get(op_type)
 
 
-#: Global, as MXNet's registry is.
-_registered = _Registered()
+#: A global, as is MXNet's registry, whose growing list it reads once.
+_prop_classes = _PropClasses()
 
 
 def prop_class(op_type: str) -> Optional[type]:
     """Return the `CustomOpProp` registered as `op_type`, or None."""
-    return _registered.get(op_type)
+    return _prop_classes.get(op_type)
 
 
 def _class_of(callback: Any) -> Optional[Tuple[str, type]]:

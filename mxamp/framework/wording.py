@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
     >>> shown("int8"), shown(np.float16), shown(np.dtype([("bfloat16", np.uint16)])), shown(dict)
     ("'int8'", 'float16', 'bfloat16', 'the class dict')
     """
-    return _short.repr(value)
+    return _Short().repr(value)
 
 
 class _Short(reprlib.Repr):
@@ -94,6 +94,3 @@ def _array(value: Any) -> str:
 def _object(value: Any) -> str:
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' or name.lower() == 'ndarray' else 'a'} {name}"
-
-
-_short = _Short()
