@@ -20,11 +20,11 @@ from hypothesis import settings
 
 from mxamp.framework import machine
 from mxamp.framework.operators import registry
-from mxamp.framework.patching import FrontEnd, _stacks
+from mxamp.framework.patching import _installed
 from mxamp.framework.versions import has_feature, lacking, why_not
 from mxamp.patches.announcements import _said
 from mxamp.patches.table import casting
-from mxamp.policy import rules as custom_operators
+from mxamp.policy.policy import _policy_registry
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)
@@ -114,8 +114,8 @@ ORIGINALS = {key: vars(owner)[name] for key, (owner, name) in _attributes().item
 
 
 def assert_unpatched():
-    assert not FrontEnd._opened
-    assert not _stacks
+    assert not _installed.front_ends
+    assert not _installed.stacks
     for key, (owner, name) in _attributes().items():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
 
@@ -130,11 +130,11 @@ def clean():
     random.seed(0)
     log = logging.getLogger("mxamp")
     level = log.level
-    classed = dict(custom_operators._registered)
+    classed = dict(_policy_registry.custom_classes)
     yield
     log.setLevel(level)
-    custom_operators._registered.clear()
-    custom_operators._registered.update(classed)
+    _policy_registry.custom_classes.clear()
+    _policy_registry.custom_classes.update(classed)
     amp.shutdown()
     _said.speed.clear()
     _said.executors = False

@@ -22,9 +22,22 @@ logger = logging.getLogger("mxamp")
 #: A function that a patch replaces.
 Original = Callable[..., Any]
 
-#: The patches of each attribute by owner's id and name, bottom first. Undoing a patch rebuilds the
-#: patches above it. Global, as the attributes are; empty while nothing is patched.
-_stacks: Dict[Tuple[int, str], List["Patch"]] = {}
+
+class _Installed:
+    """The installed patches of the process."""
+
+    def __init__(self) -> None:
+        #: The patches of each attribute by owner's id and name, bottom first.
+        self.stacks: Dict[Tuple[int, str], List["Patch"]] = {}
+        #: The open front ends in opening order, for `shutdown`.
+        self.front_ends: List["FrontEnd"] = []
+        #: Held during each change: two threads may patch the same attribute.
+        self.lock = threading.RLock()
+
+
+#: A global, as are the attributes of MXNet that patches replace; empty while nothing is patched.
+_installed = _Installed()
+hold_during_forks(_installed.lock)
 
 
 class Patch:
@@ -46,7 +59,7 @@ class Patch:
         getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current = vars(self.owner)[self.name]
-        stack = _stacks.setdefault(self._key, [])
+        stack = _installed.stacks.setdefault(self._key, [])
         above = [patch for patch in stack if patch.on_top and not self.on_top]
         if not above or current is not stack[-1].ours:
             self._put_over(current)
@@ -59,13 +72,13 @@ class Patch:
 
     def undo(self) -> None:
         """Restore the original, unless other code has replaced the attribute since."""
-        stack = _stacks[self._key]
+        stack = _installed.stacks[self._key]
         position = stack.index(self)
         ours_on_top = vars(self.owner).get(self.name) is stack[-1].ours
         above = stack[position + 1 :]
         stack.remove(self)
         if not stack:
-            del _stacks[self._key]
+            del _installed.stacks[self._key]
         if not ours_on_top:
             logger.warning("%s was patched by other code too; mxamp leaves it as it is", self)
             return
@@ -106,13 +119,13 @@ def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
 
 def original(owner: Any, name: str) -> Any:
     """Return the unpatched attribute, for calls that bypass all patches."""
-    stack = _stacks.get((id(owner), name))
+    stack = _installed.stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
 
 
 def patched() -> List[str]:
     """Return the names of the attributes that are patched now, sorted."""
-    return sorted(repr(stack[0]) for stack in _stacks.values())
+    return sorted(repr(stack[0]) for stack in _installed.stacks.values())
 
 
 class PatchSet:
@@ -121,8 +134,7 @@ class PatchSet:
     A subclass keeps its state in attributes and drops it in `close`.
     """
 
-    #: Shared by all sets: two threads may patch the same attribute.
-    _lock: ClassVar[Any] = threading.RLock()
+    _lock: ClassVar[Any] = _installed.lock
 
     def __init__(self, patches: Sequence[Patch] = ()) -> None:
         self._patches = tuple(patches)
@@ -160,32 +172,26 @@ class PatchSet:
             self._applied.pop().undo()
 
 
-hold_during_forks(PatchSet._lock)
-
-
 class FrontEnd(PatchSet):
     """A patch set that `mxamp.shutdown()` closes."""
-
-    #: The open front ends in opening order, for `shutdown`.
-    _opened: ClassVar[List["FrontEnd"]] = []
 
     def open(self) -> None:
         """Install all patches, or none after an error, until `close` or `close_all`."""
         with self._lock:
             super().open()
-            if self not in self._opened:
-                self._opened.append(self)
+            if self not in _installed.front_ends:
+                _installed.front_ends.append(self)
 
     def close(self) -> None:
         """Undo the patches; do nothing if they are not installed."""
         with self._lock:
             super().close()
-            if self in self._opened:
-                self._opened.remove(self)
+            if self in _installed.front_ends:
+                _installed.front_ends.remove(self)
 
-    @classmethod
-    def close_all(cls) -> None:
+    @staticmethod
+    def close_all() -> None:
         """Close every open front end, last opened first."""
-        with cls._lock:
-            for front_end in reversed(list(cls._opened)):
+        with _installed.lock:
+            for front_end in reversed(list(_installed.front_ends)):
                 front_end.close()

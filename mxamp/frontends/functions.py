@@ -21,8 +21,8 @@ from ..framework.wording import one_of, shown
 from ..patches.autocast import autocast, check_runs_at_once
 from ..policy.active import current_policy, is_enabled, suspended
 from ..policy.decision import CASTABLE
+from ..policy.policy import custom_classes, set_custom_class
 from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE
-from ..policy.rules import register_class, registered_classes
 
 __all__ = [
     "float_function",
@@ -230,6 +230,6 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
         raise ArgumentError(f"op_type must be the name of a custom operator, not {shown(op_type)}")
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise ArgumentError(f"kind must be {one_of(_CLASSES)}, not {shown(kind)}")
-    if is_enabled() and (op_type, _CLASSES[kind]) not in registered_classes():
+    if is_enabled() and (op_type, _CLASSES[kind]) not in custom_classes():
         raise StateError(TOO_LATE.format(name=op_type))
-    register_class(op_type, _CLASSES[kind])
+    set_custom_class(op_type, _CLASSES[kind])

@@ -44,9 +44,8 @@ from ..graph.speed.fusible import with_barriers
 from ..graph.speed.shape_rules import Choices, choose
 from ..policy import regions
 from ..policy.active import current_policy
-from ..policy.policy import Policy
+from ..policy.policy import Policy, custom_classes
 from ..policy.regions import policy_outside
-from ..policy.rules import registered_classes
 from .announcements import announce_unscaled_executors
 
 __all__ = ["build_bind", "build_creator", "build_simple_bind", "scaled_executors"]
@@ -302,7 +301,7 @@ def build_creator(original: Callable[..., Any]) -> Callable[..., Any]:
         if region is not None and handle in _unmarked():
             # MXNet passes every attribute of such a node to the operator's constructor.
             op_type = dict(zip(keys, vals)).get("op_type", "")
-            if region.is_off and dict(registered_classes()).get(op_type) == "low":
+            if region.is_off and dict(custom_classes()).get(op_type) == "low":
                 logger.warning(NOT_REACHED, op_type)
         elif region is not None:
             region.has_nodes = True

@@ -16,11 +16,11 @@ from ..framework.wording import counted, shown
 from . import overrides, targets
 from .lists import OperatorList, own_list, read_list
 from .overrides import Conditional, Layers, Names
-from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule, registered_classes
+from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
 from .saving import text_of
 from .targets import DEFAULT_TARGET
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "custom_classes", "set_custom_class"]
 
 NO_POLICY = (
     "policy must be an mxamp.Policy, not {given}; Policy.default, Policy.load and Policy.override "
@@ -140,7 +140,7 @@ class Policy(OperatorList):
         """
         dtype = targets.check_target(target_dtype)
         device = targets.check_device(dtype, device)
-        return _default(dtype, device, machine.features(), registered_classes())
+        return _default(dtype, device, machine.features(), custom_classes())
 
     @classmethod
     def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
@@ -150,7 +150,7 @@ class Policy(OperatorList):
         the file raises `ArgumentError`, which names the file and the table.
         """
         return _interned(
-            Policy(**vars(read_list(path, device, machine.features(), registered_classes())))
+            Policy(**vars(read_list(path, device, machine.features(), custom_classes())))
         )
 
     def save(self, path: Union[str, Path]) -> None:
@@ -278,14 +278,36 @@ def _default(dtype: str, device: str, features: FrozenSet[str], custom: CustomCl
     return _interned(Policy(**vars(own_list(dtype, device, features, custom))))
 
 
-#: One policy object for each value in use: code that makes an equal policy in each step finds the
-#: cached graphs and casts.
-_policies: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
+class _PolicyRegistry:
+    """The policies of the process, and the classes of custom operators for new policies."""
+
+    def __init__(self) -> None:
+        #: One policy object for each value in use: code that makes an equal policy in each step
+        #: finds the cached graphs and casts.
+        self.by_value: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
+        #: Policies of `autocast` regions. Graphs hold only the fingerprint, so keep them alive.
+        self.by_fingerprint: Dict[str, Policy] = {}
+        #: The class of each custom operator, by `op_type`.
+        self.custom_classes: Dict[str, str] = {}
+
+
+#: A global: graphs name policies by fingerprint, and MXNet's custom operators belong to a process.
+_policy_registry = _PolicyRegistry()
 
 
 def _interned(policy: Policy) -> Policy:
-    """Return the existing policy of this value, or this one."""
-    return _policies.setdefault(policy, policy)
+    """Return the existing policy of this value; else register and return `policy`."""
+    return _policy_registry.by_value.setdefault(policy, policy)
+
+
+def set_custom_class(op_type: str, op_class: str) -> None:
+    """Set the class ("low", "fp32" or "widest") of a custom operator, for policies made later."""
+    _policy_registry.custom_classes[op_type] = op_class
+
+
+def custom_classes() -> CustomClasses:
+    """Return (`op_type`, class) of each custom operator that has a class, sorted."""
+    return tuple(sorted(_policy_registry.custom_classes.items()))
 
 
 def _unpickled(

@@ -10,14 +10,14 @@ import os
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Dict, Iterable, Mapping, Optional, Tuple
+from typing import Iterable, Mapping, Optional, Tuple
 
 from ..errors import ArgumentError, StateError
 from ..framework import machine
 from .active import FLOAT32, Choice, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import following
-from .policy import Policy, _policies
+from .policy import Policy, _policy_registry
 from .saving import text_of
 from .targets import AUTO, DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
@@ -65,9 +65,6 @@ CAST_WORDS = {
     TARGET_INSIDE: "half_function in the model's code",
     WIDEST_INSIDE: "promote_function in the model's code",
 }
-
-#: Policies of regions by fingerprint. Graphs hold only the fingerprint, so keep the policies alive.
-_held: Dict[str, Policy] = {}
 
 
 class Region:
@@ -130,7 +127,7 @@ def current_region() -> Optional[Region]:
 
 def _mark_of_policy(policy: Policy) -> str:
     number = _fingerprint(policy)
-    _held[number] = policy
+    _policy_registry.by_fingerprint[number] = policy
     return f"{_POLICY} {policy.target_dtype} {number}"
 
 
@@ -148,11 +145,13 @@ def _fingerprint(policy: Policy) -> str:
 
 def _policy_marked(mark: str) -> Policy:
     _, dtype, number = mark.split()
-    if number not in _held:
-        _held.update((_fingerprint(policy), policy) for policy in list(_policies.values()))
-    if number not in _held:
+    held = _policy_registry.by_fingerprint
+    if number not in held:
+        policies = list(_policy_registry.by_value.values())
+        held.update((_fingerprint(policy), policy) for policy in policies)
+    if number not in held:
         raise StateError(UNKNOWN_POLICY.format(dtype=dtype, number=number))
-    return _held[number]
+    return held[number]
 
 
 # ---------------------------------------------------------------------- policies of nodes

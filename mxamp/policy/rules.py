@@ -1,7 +1,7 @@
 """Rules: the class of each operator, its exceptions, and the reasons."""
 
 from dataclasses import dataclass, replace
-from typing import Dict, Mapping, NamedTuple, Optional, Tuple
+from typing import Mapping, NamedTuple, Optional, Tuple
 
 from .values import out_of_range, same_value
 
@@ -18,8 +18,6 @@ __all__ = [
     "Rule",
     "ShapeRule",
     "reason_by_sums",
-    "register_class",
-    "registered_classes",
     "sums_exceed",
 ]
 
@@ -194,16 +192,3 @@ def sums_exceed(
 
 #: (registered name, class) of each custom operator.
 CustomClasses = Tuple[Tuple[str, str], ...]
-
-#: Class by registered name. Global, as MXNet's registry of custom operators is.
-_registered: Dict[str, str] = {}
-
-
-def register_class(op_type: str, op_class: str) -> None:
-    """Set the class of a custom operator, for policies made from now on."""
-    _registered[op_type] = op_class
-
-
-def registered_classes() -> CustomClasses:
-    """Return the class of each custom operator, sorted by name."""
-    return tuple(sorted(_registered.items()))

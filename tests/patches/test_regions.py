@@ -18,8 +18,8 @@ from mxamp.framework import machine
 from mxamp.framework.patching import patched
 from mxamp.graph.ir import Graph
 from mxamp.policy import regions
+from mxamp.policy.policy import set_custom_class
 from mxamp.policy.regions import REGION
-from mxamp.policy.rules import register_class
 
 ROWS, UNITS = 32, 16
 
@@ -680,9 +680,9 @@ def test_custom_operators_are_not_marked(hybrid):
 
 def test_a_half_custom_operator_in_a_region_is_warned_of(caplog):
     with amp.autocast("bfloat16"):
-        register_class("regions_twice", "low")
+        set_custom_class("regions_twice", "low")
         try:
             CustomInside()(mx.sym.var("data"))
         finally:
-            register_class("regions_twice", "fp32")
+            set_custom_class("regions_twice", "fp32")
     assert "custom operator 'regions_twice'" in caplog.text

@@ -12,9 +12,8 @@ from mxamp.framework.versions import has_feature
 from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import choose
-from mxamp.policy import rules
 from mxamp.policy.decision import decide
-from mxamp.policy.policy import Policy
+from mxamp.policy.policy import Policy, _policy_registry
 from mxamp.policy.rules import Condition
 from nets import attention, convolutional, decoder, embedded, made, perceptron, separable
 
@@ -194,7 +193,7 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
 
 
 def test_nothing_is_lowered_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr(rules, "_registered", {"mine": "low", "sum": "widest"})
+    monkeypatch.setattr(_policy_registry, "custom_classes", {"mine": "low", "sum": "widest"})
     policy = Policy.default(dtype, "cpu").override(
         low=["exp", "Activation"],
         conditional=[("Activation", "act_type", ["relu"])],

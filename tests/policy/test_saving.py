@@ -12,10 +12,9 @@ import mxamp as amp
 from helpers import float16_policy, needs_float16
 from mxamp.framework import machine
 from mxamp.framework.operators import registry
-from mxamp.policy import rules
 from mxamp.policy.decision import decide
 from mxamp.policy.lists import lists_folder, loads
-from mxamp.policy.policy import Policy
+from mxamp.policy.policy import Policy, _policy_registry
 from mxamp.policy.rules import Condition
 
 DEFAULTS = [("float16", "cpu"), ("float16", "gpu"), ("bfloat16", "cpu")]
@@ -171,7 +170,7 @@ def test_a_file_is_for_one_kind_of_device(tmp_path):
 
 
 def test_classes_of_custom_operators_are_those_of_the_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(rules, "_registered", {"mine": "low"})
+    monkeypatch.setattr(_policy_registry, "custom_classes", {"mine": "low"})
     policy = Policy.default("float16", "cpu")
     files = [tmp_path / "lowered.toml", tmp_path / "float32.toml"]
     policy.save(files[0])
@@ -180,7 +179,7 @@ def test_classes_of_custom_operators_are_those_of_the_process(tmp_path, monkeypa
     assert [Policy.load(path) for path in files] == [policy, policy.in_float32()]
     custom = lambda policy, name: decide("Custom", {"op_type": name}, ["float32"], policy).precision  # noqa: E731
     assert custom(policy, "mine") == "float16"
-    monkeypatch.setattr(rules, "_registered", {"other": "low", "sum": "widest"})
+    monkeypatch.setattr(_policy_registry, "custom_classes", {"other": "low", "sum": "widest"})
     lowered, in_float32 = map(Policy.load, files)
     assert (custom(lowered, "mine"), custom(lowered, "other")) == ("float32", "float16")
     assert custom(in_float32, "other") == "float32"
