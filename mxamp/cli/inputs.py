@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 import numpy as np
 from mxnet import nd
 
-from ..convert.options import known_dtype, known_names
+from ..convert.options import check_names, checked_dtype
 from ..convert.outputs import Model, declared_dtypes, finite_input, random_inputs
 from ..errors import located
 from ..framework.arrays import cast
@@ -30,7 +30,7 @@ def dtypes_of_inputs(texts: Sequence[str]) -> Dict[str, str]:
     """Return the dtypes that --input-dtype gives, by name of input."""
     dtypes = values_by_name("--input-dtype", texts)
     with located("--input-dtype"):
-        return {name: known_dtype(name, dtype) for name, dtype in dtypes.items()}
+        return {name: checked_dtype(name, dtype) for name, dtype in dtypes.items()}
 
 
 def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[str, Any]]:
@@ -66,9 +66,9 @@ def values_for(
     shapes, values = inputs_of(inputs)
     data = _data_names(model)
     with located("--input"):
-        known_names([*shapes], data, "input")
+        check_names([*shapes], data, "input")
     with located("--input-dtype"):
-        known_names([*dtypes], model[0].list_inputs(), "input")
+        check_names([*dtypes], model[0].list_inputs(), "input")
     drawn = random_inputs(model, shapes, dtypes, seed)
     return {**drawn, **values}, [name for name in data if name not in values]
 
@@ -79,11 +79,11 @@ def batches_in(
     """Yield the batches in .npz files, in the dtypes of the model's inputs."""
     data = _data_names(model)
     with located("--input-dtype"):
-        known_names([*dtypes], data, "input")
+        check_names([*dtypes], data, "input")
     for path in files:
         with located(f"--data {path}"):
             arrays = _loaded("--data", path, dict, NOT_ARRAYS.format(path=path))
-            known_names([*arrays], data, "input")
+            check_names([*arrays], data, "input")
             yield as_inputs(model, arrays, dtypes)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Iterable, Optional, Sequence
 import click
 import mxnet as mx
 
-from ..convert.options import checked_policy
+from ..convert.options import with_excluded_layers
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..errors import ArgumentError
 from ..framework.files import checked_writable
@@ -117,7 +117,7 @@ def tune(
         raise ArgumentError(NO_GPU)
     with mx.Context(start.device, 0), saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        start = checked_policy(start, keep_fp32, Graph.from_symbol(model[0]))
+        start = with_excluded_layers(start, keep_fp32, Graph.from_symbol(model[0]))
         drawn: Sequence[str] = ()  # the inputs that are random numbers
         batches: Iterable[Any] = batches_in(model, data, input_dtypes)
         if not data:

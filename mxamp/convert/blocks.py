@@ -23,7 +23,7 @@ from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from .saved import files_to_write, write_model
 
-__all__ = ["Examples", "Traced", "contexts_of", "rebuilt", "trace"]
+__all__ = ["Examples", "TracedBlock", "build_block", "contexts_of", "trace"]
 
 NOT_RUN = (
     "block {name!r} has no graph yet: call block.hybridize() and run it once on an example input, "
@@ -36,47 +36,48 @@ logger = logging.getLogger("mxamp")
 
 Examples = Union[None, NDArray, Sequence[Any]]
 
-_TRACE = ("_cached_graph", "_in_format", "_out_format")
+_TRACED_ATTRIBUTES = ("_cached_graph", "_in_format", "_out_format")
 
 
-class Traced:
-    """The graph of a block: inputs, symbol, formats of inputs and outputs, and parameters.
+class TracedBlock:
+    """A traced block's symbol, with its input variables, parameters and nesting formats.
 
-    `arguments` are the arguments of the call that it was traced on, if any.
+    `arguments` are those of the call that the block was traced on, if any.
     """
 
     def __init__(self, block: HybridBlock, arguments: Tuple[Any, ...] = ()) -> None:
         self.inputs, self.symbol = block._cached_graph
         arrays = [array for array in _flatten(arguments, "input")[0] if array is not None]
-        self._example = dict(zip([i.name for i in self.inputs], dtypes_of(arrays)))
+        self._example_dtypes = dict(zip([i.name for i in self.inputs], dtypes_of(arrays)))
         self.formats = block._in_format, block._out_format
         used = set(self.symbol.list_inputs())
         self.params: Dict[str, Parameter] = {
             name: param for name, param in block.collect_params().items() if name in used
         }
 
-    def dtypes_with(self, given: Any) -> Any:
-        """Return the example's dtypes of the inputs that the graph reads, updated by `given` ones.
+    def input_dtypes(self, overrides: Any) -> Any:
+        """Return the dtypes of the call's arguments by input name, updated by `overrides`.
 
-        A `given` value that is no mapping is returned, for `convert` to refuse.
+        Inputs that the graph does not read are left out. `overrides` that are no mapping are
+        returned as they are: `convert` raises for them.
         """
-        if given is not None and not isinstance(given, Mapping):
-            return given
+        if overrides is not None and not isinstance(overrides, Mapping):
+            return overrides
         unread = {one.name for one in self.inputs} - set(self.symbol.list_inputs())
-        example = {name: dtype for name, dtype in self._example.items() if dtype in DTYPE_CODES}
-        dtypes = {**example, **(given or {})}
+        known = {n: dtype for n, dtype in self._example_dtypes.items() if dtype in DTYPE_CODES}
+        dtypes = {**known, **(overrides or {})}
         return {name: dtype for name, dtype in dtypes.items() if name not in unread}
 
-    def values(self) -> Dict[str, NDArray]:
-        """Return the values of the parameters on the CPU, without a copy where they are there."""
+    def param_values(self) -> Dict[str, NDArray]:
+        """Return the parameters' values on the CPU, by name; those already there aren't copied."""
         for name, param in self.params.items():
             if param._data is None:
                 raise StateError(NO_VALUE.format(name=name))
-        return {name: _value(param) for name, param in self.params.items()}
+        return {name: _cpu_value(param) for name, param in self.params.items()}
 
 
-def _value(param: Parameter) -> NDArray:
-    """Return the value of a parameter on the CPU: its array, or the mean of several devices'."""
+def _cpu_value(param: Parameter) -> NDArray:
+    """Return a parameter's value on the CPU: its own array, or the mean over its devices."""
     arrays = param._data
     if arrays[0].stype != "default":
         return param._reduce()
@@ -89,57 +90,61 @@ def _value(param: Parameter) -> NDArray:
     return mean.as_np_ndarray() if isinstance(arrays[0], mx.np.ndarray) else mean
 
 
-def trace(block: HybridBlock, example_inputs: Examples = None) -> Traced:
-    """Return the graph that a block ran with, or without one trace the block on an example.
+def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
+    """Return the graph of a block: its cached one, or one traced on `example_inputs`.
 
-    The block keeps its graph. Parameters whose shape depends on the first input are initialized by
-    the example.
+    The block keeps its cached graph, and so does a SymbolBlock its only one. A first call with
+    the example initializes parameters of deferred shape.
     """
     if not isinstance(block, HybridBlock):
         raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}")
     if example_inputs is None or (block._cached_graph and isinstance(block, SymbolBlock)):
         if not block._cached_graph:
             raise StateError(NOT_RUN.format(name=block.name))
-        return Traced(block)
-    one = isinstance(example_inputs, NDArray)
-    arguments: Tuple[Any, ...] = (example_inputs,) if one else tuple(example_inputs)
+        return TracedBlock(block)
+    is_array = isinstance(example_inputs, NDArray)
+    arguments: Tuple[Any, ...] = (example_inputs,) if is_array else tuple(example_inputs)
     if any(p._data is None for p in block.collect_params().values()):
         try:
             block(*arguments)
         except (DeferredInitializationError, RuntimeError) as error:
             raise StateError(f"block {block.name!r} does not run: {error}") from None
-    kept = {name: getattr(block, name) for name in _TRACE}
+    kept = {name: getattr(block, name) for name in _TRACED_ATTRIBUTES}
     try:
         block._cached_graph = ()
-        called = _as_called(block, arguments)
+        called = _forward_arguments(block, arguments)
         block._get_graph(*called)
-        return Traced(block, called)
+        return TracedBlock(block, called)
     finally:
         for name, value in kept.items():
             setattr(block, name, value)
 
 
-def _as_called(block: HybridBlock, arguments: Tuple[Any, ...]) -> Tuple[Any, ...]:
-    """Return the arguments of `block.forward`: recurrent layers add states that are left out."""
+def _forward_arguments(block: HybridBlock, arguments: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """Return the arguments that `block(*arguments)` passes to `block.forward`.
+
+    As a recurrent layer's own `__call__`, record in the layer whether the call left out the states.
+    """
     if not isinstance(block, _RNNLayer):
         return arguments
     block.skip_states = len(arguments) == 1
-    return _with_states(block, *arguments)
+    return _with_states_as_list(block, *arguments)
 
 
-def _with_states(
-    block: _RNNLayer, inputs: NDArray, states: Any = None, *lengths: Any
+def _with_states_as_list(
+    layer: _RNNLayer, inputs: NDArray, states: Any = None, *lengths: Any
 ) -> Tuple[Any, ...]:
+    """Return a recurrent layer's arguments with a list of states: `begin_state()` if None."""
     if states is None:
-        rows = inputs.shape[block._layout.find("N")]
-        states = block.begin_state(rows, ctx=inputs.context, dtype=inputs.dtype)
+        batch_size = inputs.shape[layer._layout.find("N")]
+        states = layer.begin_state(batch_size, ctx=inputs.context, dtype=inputs.dtype)
     return (inputs, [states] if isinstance(states, NDArray) else states, *lengths)
 
 
 class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
-    """A converted block, which exports its graph and runs that of its source.
+    """A block that exports a converted graph, and runs the graph it was converted from if kept.
 
-    Both graphs compute alike, but the source is tuned to the shapes of its inputs.
+    The latter gets its casts in each call, by the shapes of the call's inputs.
     """
 
     _source: Optional[Source] = None
@@ -154,7 +159,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         """
         symbol = self._cached_graph[1]
         values = {
-            name: _value(param).as_nd_ndarray() for name, param in self.collect_params().items()
+            name: _cpu_value(param).as_nd_ndarray() for name, param in self.collect_params().items()
         }
         auxs = {name: values.pop(name) for name in symbol.list_auxiliary_states()}
         write_model((symbol, values, auxs), files_to_write(path, epoch), epoch)
@@ -172,8 +177,8 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         if any(self._input_dtypes):
             flat, form = _flatten((x, *args), "input")
             dtypes = iter(self._input_dtypes)
-            given = [None if one is None else _input_cast(one, next(dtypes, None)) for one in flat]
-            return super().forward(*_regroup(given, form))
+            inputs = [None if x is None else _cast_input(x, next(dtypes, None)) for x in flat]
+            return super().forward(*_regroup(inputs, form))
         return super().forward(x, *args)
 
     def _call_cached_op(self, *args: Any) -> Any:
@@ -188,8 +193,8 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         return super()._call_cached_op(*args)
 
 
-def _input_cast(value: Any, dtype: Optional[str]) -> Any:
-    """Return an input cast to `dtype` if both dtypes are half precision or float32."""
+def _cast_input(value: Any, dtype: Optional[str]) -> Any:
+    """Return an array or symbol cast to `dtype` if both dtypes are half precision or float32."""
     if dtype not in CASTABLE:
         return value
     if isinstance(value, Symbol):
@@ -200,7 +205,7 @@ def _input_cast(value: Any, dtype: Optional[str]) -> Any:
 
 
 class ConvertedRecurrentBlock(ConvertedBlock):
-    """A converted recurrent layer or cell, whose states the original makes."""
+    """A converted recurrent layer or cell with the original block's `begin_state`."""
 
     _original: HybridBlock
 
@@ -215,12 +220,12 @@ class ConvertedRecurrentBlock(ConvertedBlock):
     def __call__(self, inputs: Any, *args: Any) -> Any:
         """Call the block; the states of a layer may be left out."""
         if isinstance(self._original, _RNNLayer):
-            return super().__call__(*_with_states(self._original, inputs, *args))
+            return super().__call__(*_with_states_as_list(self._original, inputs, *args))
         return super().__call__(inputs, *args)
 
 
 def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
-    """Return the contexts that a `ctx` argument gives as a list; by default the current one."""
+    """Return a `ctx` argument as a list of contexts; None stands for the current context."""
     if ctx is None:
         return [current_context()]
     contexts = [ctx] if isinstance(ctx, Context) else list(ctx)
@@ -229,9 +234,9 @@ def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
     return contexts
 
 
-def rebuilt(
+def build_block(
     block: HybridBlock,
-    traced: Traced,
+    traced: TracedBlock,
     symbol: Symbol,
     values: Mapping[str, NDArray],
     contexts: List[Context],
@@ -239,11 +244,12 @@ def rebuilt(
     source: Optional[Source] = None,
     input_dtypes: Optional[Mapping[str, str]] = None,
 ) -> SymbolBlock:
-    """Return a block that runs `symbol` and is called as `block` is.
+    """Return a block that runs `symbol` with parameters `values`, and is called as `block` is.
 
     `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult`, `grad_req` and
-    `grad_stype`; `frozen` ones, which include all new ones, get no gradients. With `source`, the
-    block runs the source's graph, tuned by its policy. Inputs are cast to `input_dtypes`.
+    `grad_stype`; those named in `frozen`, which include all new ones, get no gradients. With
+    `source`, the block runs the source's graph, with casts by its policy. Inputs are cast to
+    `input_dtypes`, by input name.
     """
     recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():

@@ -127,7 +127,7 @@ def convert_files(
     options = Options(
         policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes, fuse
     )
-    read, written = model_files(prefix, epoch), _files_to_write(prefix, out, epoch, force)
+    read, written = model_files(prefix, epoch), _checked_output_files(prefix, out, epoch, force)
     if not isinstance(tolerance, (int, float)) or not tolerance > 0:
         raise ArgumentError(NO_TOLERANCE.format(given=shown(tolerance)))
     logger.info("reading %s", os.fspath(prefix))
@@ -142,7 +142,7 @@ def convert_files(
         if check_inputs is not None:
             logger.info("running %s before and after", os.fspath(prefix))
             errors = compare_models(model, converted, check_inputs)
-            _check(errors, tolerance)
+            _check_errors(errors, tolerance)
         before = sum(path.stat().st_size for path in read)
         logger.info("writing %s", os.fspath(out))
         renamed = write_model(converted, written, epoch, force)
@@ -150,10 +150,13 @@ def convert_files(
     return ConvertedFiles(*written, before, after, errors, renamed)
 
 
-def _files_to_write(
+def _checked_output_files(
     prefix: Union[str, Path], out: Union[str, Path], epoch: int, force: bool
 ) -> Tuple[Path, Path]:
-    """Return the paths to write; raise where they are the model itself, under any name."""
+    """Return the symbol and parameter paths of `out`; raise if one is the model's own, or exists.
+
+    Existing files raise without `force` only.
+    """
     if not os.fspath(out):
         raise ArgumentError(NO_OUT)
     read, written = model_files(prefix, epoch), files_to_write(out, epoch)
@@ -167,12 +170,13 @@ def _files_to_write(
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Return whether two paths lead to one file, by links or hard links, or would if it existed."""
-    is_there = os.path.exists(path) and os.path.exists(other)
-    return place_of(path) == place_of(other) or (is_there and path.samefile(other))
+    """Return whether two paths name one file, existing or not, directly or by links."""
+    exist = os.path.exists(path) and os.path.exists(other)
+    return place_of(path) == place_of(other) or (exist and path.samefile(other))
 
 
-def _check(errors: Sequence[OutputError], tolerance: float) -> None:
+def _check_errors(errors: Sequence[OutputError], tolerance: float) -> None:
+    """Raise `StateError` if an output lost finite elements or has an error above `tolerance`."""
     for error in errors:
         if error.lost:
             raise StateError(LOST.format(elements=counted(error.lost, "element"), name=error.name))

@@ -19,7 +19,7 @@ from ..patches.cached_op import Source
 from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
-from .blocks import Examples, contexts_of, rebuilt, trace
+from .blocks import Examples, build_block, contexts_of, trace
 from .options import Names, Options
 from .outputs import Model
 from .symbols import Converted, Params, cast_params, convert
@@ -151,7 +151,7 @@ def convert_model(
 
 
 def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Params]:
-    """Return a model converted by checked options."""
+    """Return the symbol, arg_params and aux_params of a model converted as `options` say."""
     symbol, args, auxs = model
     converted = convert(symbol, options, {**args, **auxs})
     values = cast_params(converted.params, converted.inputs)
@@ -221,8 +221,8 @@ def convert_hybrid_block(
     )
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
-    options = replace(options, input_dtypes=traced.dtypes_with(input_dtypes))
-    converted = convert(traced.symbol, options, traced.values())
+    options = replace(options, input_dtypes=traced.input_dtypes(input_dtypes))
+    converted = convert(traced.symbol, options, traced.param_values())
     values = cast_params(converted.params, converted.inputs)
     frozen = values if options.fuse else converted.inputs
     if not keep_io_types:  # with other dtypes at its boundary, the source graph is another model
@@ -230,7 +230,9 @@ def convert_hybrid_block(
     else:
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
         input_dtypes = {}
-    fast = rebuilt(block, traced, converted.symbol, values, contexts, frozen, source, input_dtypes)
+    fast = build_block(
+        block, traced, converted.symbol, values, contexts, frozen, source, input_dtypes
+    )
     fast._is_fused = options.fuse
     return fast
 
@@ -308,7 +310,7 @@ def convert_bucketing_module(
 def _converted_buckets(
     module: BucketingModule, options: Options, params: Mapping[str, NDArray]
 ) -> Dict[Any, Converted]:
-    """Convert the symbol of each bucket so that all take the same parameters in the same dtypes."""
+    """Return each bucket's symbol converted, by bucket key; all share parameters in one dtype."""
     symbols = {key: bucket._symbol for key, bucket in module._buckets.items()}
     buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}
     common = set.intersection(*(set(one.inputs) for one in buckets.values()))

@@ -32,18 +32,19 @@ from ..policy.targets import check_truth
 __all__ = [
     "Names",
     "Options",
-    "checked_policy",
-    "known_dtype",
-    "known_dtypes",
-    "known_names",
-    "known_shapes",
-    "names_of",
+    "check_names",
+    "checked_dtype",
+    "checked_shapes",
+    "name_list",
+    "resolved_dtypes",
+    "with_excluded_layers",
 ]
 
 logger = logging.getLogger("mxamp")
 
 LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end in _fwd"
 NO_OPERATORS = "`excluded_sym_names`: one of the blocks has no operators and no children"
+NO_DTYPES = "input_dtypes must map names of inputs to dtypes, not {given}"
 NO_DTYPE = "the dtype of input {name!r} must be one of {allowed}, not {given}"
 NO_SHAPE = (
     "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
@@ -58,9 +59,9 @@ Names = Optional[Iterable[str]]
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert a model: the arguments of a `convert_*` function, with one policy for lists.
+    """The arguments of a `convert_*` function, with its operator lists merged into one policy.
 
-    Inputs in `not_offline` are never cast offline.
+    Inputs named in `not_offline` are never cast offline.
     """
 
     policy: Policy
@@ -82,11 +83,11 @@ class Options:
         return self.cast_optional_params or self.fuse
 
 
-def checked_policy(policy: Policy, excluded: Layers, graph: Graph) -> Policy:
-    """Return the policy with the `excluded` layers of `graph` kept in float32.
+def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Policy:
+    """Return the policy with the `excluded` layers, as in `excluded_sym_names`, in float32.
 
-    Raise for excluded layers that the graph lacks. A policy may serve several models: its own
-    `fp32_layers` that this graph lacks are logged.
+    Raise for excluded layers that `graph` lacks. A policy may serve several models: its own
+    `fp32_layers` that `graph` lacks are logged.
     """
     layers = list(_layer_names(graph))
 
@@ -108,6 +109,7 @@ def checked_policy(policy: Policy, excluded: Layers, graph: Graph) -> Policy:
 
 
 def _layer_names(graph: Graph) -> Iterator[str]:
+    """Yield the names of the operator nodes of a graph and of its control-flow bodies."""
     for node in graph.nodes:
         if not node.is_variable:
             yield node.name
@@ -115,29 +117,30 @@ def _layer_names(graph: Graph) -> Iterator[str]:
             yield from _layer_names(inner)
 
 
-def known_dtypes(
-    sym: Symbol, held: Mapping[str, Any], given: Optional[Mapping[str, Any]] = None
+def resolved_dtypes(
+    symbol: Symbol,
+    param_dtypes: Mapping[str, Any],
+    input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, str]:
-    """Return the dtype of each input of a symbol.
+    """Return the dtypes of a symbol's inputs by name, inferring those that neither mapping gives.
 
-    That is the dtype `held` by its parameter, else the `given` one, else the inferred one, else
-    float32.
+    Those of `input_dtypes` win over those of `param_dtypes`. The last resort is float32.
     """
-    inputs = sym.list_inputs()
-    read = set(inputs)
-    known = {name: dtype_name(dtype) for name, dtype in held.items() if name in read}
-    if given is not None and not isinstance(given, Mapping):
-        raise ArgumentError(f"input_dtypes must map names of inputs to dtypes, not {shown(given)}")
+    if input_dtypes is not None and not isinstance(input_dtypes, Mapping):
+        raise ArgumentError(NO_DTYPES.format(given=shown(input_dtypes)))
+    inputs = set(symbol.list_inputs())
+    known = {name: dtype_name(dtype) for name, dtype in param_dtypes.items() if name in inputs}
     with located("`input_dtypes`"):
-        known_names(list(given or ()), inputs, "input")
-        known.update({name: known_dtype(name, dtype) for name, dtype in (given or {}).items()})
-    arguments = set(sym.list_arguments())
-    inferred = argument_dtypes(sym, {k: v for k, v in known.items() if k in arguments})
+        check_names(input_dtypes or (), symbol.list_inputs(), "input")
+        for name, dtype in (input_dtypes or {}).items():
+            known[name] = checked_dtype(name, dtype)
+    arguments = set(symbol.list_arguments())
+    inferred = argument_dtypes(symbol, {k: v for k, v in known.items() if k in arguments})
     return {**inferred, **known}
 
 
-def known_dtype(name: str, dtype: Any) -> str:
-    """Return the name of the dtype given for input `name`; raise unless MXNet has that dtype."""
+def checked_dtype(name: str, dtype: Any) -> str:
+    """Return the name of a dtype; raise, naming the input `name`, unless MXNet has that dtype."""
     found = dtype_name(dtype)
     if found not in DTYPE_CODES:
         allowed = ", ".join(DTYPE_CODES)
@@ -145,29 +148,35 @@ def known_dtype(name: str, dtype: Any) -> str:
     return found
 
 
-def known_shapes(argument: str, given: Any) -> Dict[str, Tuple[int, ...]]:
-    """Return the shapes of inputs by name; raise for sizes that MXNet can't take."""
-    if not isinstance(given, (Mapping, type(None))):
-        raise ArgumentError(f"{argument} must map names to shapes, not be {shown(given)}")
+def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
+    """Return a mapping of input names to shapes with tuples of int; raise for sizes MXNet refuses.
+
+    `argument` is the name of the public argument, for messages. None gives an empty dictionary.
+    """
+    if not isinstance(shapes, (Mapping, type(None))):
+        raise ArgumentError(f"{argument} must map names to shapes, not be {shown(shapes)}")
     is_large = mx.runtime.Features().is_enabled("INT64_TENSOR_SIZE")
     limit = 2**63 - 1 if is_large else 2**31 - 1
-    shapes = {}
-    for name, shape in (given or {}).items():
+    checked = {}
+    for name, shape in (shapes or {}).items():
         sizes = shape if isinstance(shape, (tuple, list)) else [None]
         if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
             raise ArgumentError(NO_SHAPE.format(name=name, given=shown(shape)))
-        shapes[name] = tuple(map(int, sizes))
-        elements = math.prod(shapes[name])
+        checked[name] = tuple(map(int, sizes))
+        elements = math.prod(checked[name])
         if elements > limit:
             size = counted(elements, "element")
             raise ArgumentError(
-                TOO_LARGE.format(name=name, shape=shapes[name], elements=size, limit=limit)
+                TOO_LARGE.format(name=name, shape=checked[name], elements=size, limit=limit)
             )
-    return shapes
+    return checked
 
 
-def names_of(argument: str, names: Names) -> Sequence[str]:
-    """Return the names that an argument gives as a list; none where it is None."""
+def name_list(argument: str, names: Names) -> Sequence[str]:
+    """Return an iterable of names as a list, and None as no names; raise unless all are strings.
+
+    `argument` is the name of the public argument, for messages.
+    """
     if names is None:
         return ()
     if isinstance(names, str) or not isinstance(names, Iterable):
@@ -178,9 +187,8 @@ def names_of(argument: str, names: Names) -> Sequence[str]:
     return listed
 
 
-def known_names(names: Sequence[str], there: Sequence[str], what: str) -> Sequence[str]:
-    """Return `names`; raise unless all are in `there`. `what` is the kind of thing named."""
+def check_names(names: Iterable[str], allowed: Sequence[str], noun: str) -> None:
+    """Raise `UnknownNameError`, about an unknown `noun`, for the first name not in `allowed`."""
     for name in names:
-        if name not in there:
-            raise unknown(what, name, there)
-    return names
+        if name not in allowed:
+            raise unknown(noun, name, allowed)

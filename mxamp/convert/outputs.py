@@ -20,7 +20,7 @@ from ..framework.machine import DTYPE_NAMES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph
 from ..policy.active import suspended
-from .options import known_dtype, known_names, known_shapes
+from .options import check_names, checked_dtype, checked_shapes
 
 __all__ = [
     "Distance",
@@ -28,12 +28,12 @@ __all__ = [
     "OutputError",
     "compare_models",
     "declared_dtypes",
-    "error_of",
+    "error_reason",
     "finite_input",
-    "inferred_labels",
-    "outputs_of",
+    "output_error",
     "random_inputs",
-    "reason",
+    "run_model",
+    "zeros_for_missing",
 ]
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
@@ -68,7 +68,7 @@ class Distance:
         self.lost = 0
 
     def add(self, name: str, reference: Any, measured: Any) -> None:
-        """Add a pair of float32 NumPy arrays; `name` is for the error where their shapes differ."""
+        """Include a pair of float32 NumPy arrays; raise, naming output `name`, if shapes differ."""
         if reference.shape != measured.shape:
             shapes = f"{reference.shape} and {measured.shape}"
             raise ArgumentError(f"output {name!r} has shape {shapes}")
@@ -137,18 +137,18 @@ def compare_models(
     with suspended():
         given = {name: finite_input(name, value) for name, value in inputs.items()}
     try:
-        expected = outputs_of(model, given, ctx)
+        expected = run_model(model, given, ctx)
     except MXNetError as error:
-        raise ArgumentError(NOT_ON_THESE.format(why=reason(error))) from None
+        raise ArgumentError(NOT_ON_THESE.format(why=error_reason(error))) from None
     try:
-        measured = outputs_of(other, given, ctx)
+        measured = run_model(other, given, ctx)
     except MXNetError as error:
-        raise StateError(NOT_HERE.format(why=reason(error))) from None
-    return tuple(map(error_of, model[0].list_outputs(), expected, measured))
+        raise StateError(NOT_HERE.format(why=error_reason(error))) from None
+    return tuple(map(output_error, model[0].list_outputs(), expected, measured))
 
 
-def error_of(name: str, reference: Any, measured: Any) -> OutputError:
-    """Return the error of an output, a NumPy array, against the reference model's."""
+def output_error(name: str, reference: Any, measured: Any) -> OutputError:
+    """Return the error of an output against the reference, both float32 NumPy arrays."""
     distance = Distance()
     distance.add(name, reference, measured)
     if reference.size and not np.isfinite(reference).any():
@@ -160,7 +160,7 @@ def error_of(name: str, reference: Any, measured: Any) -> OutputError:
     return OutputError(name, reference.shape, *errors)
 
 
-def outputs_of(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
+def run_model(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
     """Run a model without mxamp; return its outputs as float32 NumPy arrays."""
     symbol, args, auxs = _checked_model(model)
     declared, names = declared_dtypes(symbol), symbol.list_inputs()
@@ -169,17 +169,15 @@ def outputs_of(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Seq
         for name, array in inputs.items():
             if name in names:
                 values[name] = cast(array, declared[name]) if name in declared else array
-        missing = [name for name in names if name not in values]
-        values.update(inferred_labels(symbol, values, missing))
+        values.update(zeros_for_missing(symbol, values))
         # Not bound: an executor would fuse operators, differently in each model.
         outputs = CachedOp(symbol)(*(values[name].as_in_context(ctx) for name in names))
         return [cast(output, "float32").asnumpy() for output in as_list(outputs)]
 
 
-def inferred_labels(
-    symbol: Symbol, values: Mapping[str, NDArray], missing: Sequence[str]
-) -> Dict[str, NDArray]:
-    """Return zeros for the `missing` arguments; raise where their shapes can't be inferred."""
+def zeros_for_missing(symbol: Symbol, values: Mapping[str, NDArray]) -> Dict[str, NDArray]:
+    """Return zeros for the inputs, such as labels, that have no value; raise if not inferable."""
+    missing = [name for name in symbol.list_inputs() if name not in values]
     if not missing:
         return {}
     shapes = _inferred_shapes(symbol, {name: array.shape for name, array in values.items()})
@@ -192,7 +190,7 @@ def inferred_labels(
 def _inferred_shapes(
     symbol: Symbol, known: Mapping[str, Sequence[int]]
 ) -> Dict[str, Tuple[int, ...]]:
-    """Return the shape of each argument that is known or follows from those known."""
+    """Return the `known` shapes of a symbol's arguments and those that MXNet infers from them."""
     arguments = symbol.list_arguments()
     known = {name: shape for name, shape in known.items() if name in arguments}
     shapes = symbol.infer_shape_partial(**known)[0]
@@ -212,25 +210,26 @@ def random_inputs(
     such as those of labels, may be left out.
     """
     symbol, args, auxs = _checked_model(model)
-    shapes, dtypes = known_shapes("shapes", shapes), dict(dtypes or {})
-    known_names([*shapes, *dtypes], symbol.list_inputs(), "input")
+    shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})
+    check_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     known = {**{name: array.shape for name, array in args.items()}, **shapes}
     try:
         found = {**_inferred_shapes(symbol, known), **shapes}
     except MXNetError as error:
-        raise ArgumentError(f"inputs of these shapes don't fit: {reason(error)}") from None
+        raise ArgumentError(f"inputs of these shapes don't fit: {error_reason(error)}") from None
     names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
     unknown = [name for name in names if name not in found]
     if unknown:
         raise ArgumentError(NO_SHAPES.format(inputs=", ".join(unknown)))
     random = np.random.RandomState(seed)
     return {
-        name: _random(random, found[name], known_dtype(name, dtypes.get(name, "float32")))
+        name: _random_array(random, found[name], checked_dtype(name, dtypes.get(name, "float32")))
         for name in names
     }
 
 
-def _random(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> NDArray:
+def _random_array(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> NDArray:
+    """Return an array of normal values, or of 0 and 1 if `dtype` is no float."""
     if "float" not in dtype:
         return nd.array(random.randint(0, 2, shape), dtype=dtype)  # fits any table or label
     values = nd.array(random.randn(*shape), dtype="float32")
@@ -238,6 +237,7 @@ def _random(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> 
 
 
 def _checked_model(model: Model) -> Model:
+    """Return `model`; raise `ArgumentError` unless it is (symbol, arg_params, aux_params)."""
     kinds = (Symbol, Mapping, Mapping)
     listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)
     if not (listed and all(map(isinstance, model, kinds))):
@@ -246,8 +246,8 @@ def _checked_model(model: Model) -> Model:
 
 
 def finite_input(name: str, value: Any) -> NDArray:
-    """Return an input as an NDArray; raise unless it holds finite numbers."""
-    array = value if isinstance(value, NDArray) else _numbers(name, value)
+    """Return an array-like as an NDArray; raise, naming the input, unless all are finite."""
+    array = value if isinstance(value, NDArray) else _to_ndarray(name, value)
     dtype = dtype_name(array.dtype)
     if "float" in dtype:
         values = cast(array, "float32") if dtype == "bfloat16" else array
@@ -257,7 +257,8 @@ def finite_input(name: str, value: Any) -> NDArray:
     return array
 
 
-def _numbers(name: str, value: Any) -> NDArray:
+def _to_ndarray(name: str, value: Any) -> NDArray:
+    """Return an array-like as an NDArray; raise unless it holds booleans, integers or floats."""
     dtype = getattr(value, "dtype", None)
     # MXNet would drop imaginary parts and read dates as numbers.
     if not isinstance(dtype, np.dtype) or dtype.kind in "biuf":
@@ -268,14 +269,14 @@ def _numbers(name: str, value: Any) -> NDArray:
 
 
 def declared_dtypes(symbol: Symbol) -> Dict[str, str]:
-    """Return the dtypes that a symbol declares for its inputs, by name."""
+    """Return the dtypes in the `__dtype__` attributes of a symbol's variables, by name."""
     variables = Graph.from_symbol(symbol).variables
     codes = {variable.name: variable.attrs.get("__dtype__") for variable in variables}
     return {name: DTYPE_NAMES[int(code)] for name, code in codes.items() if code is not None}
 
 
-def reason(error: Exception) -> str:
-    """Return the line of an MXNet error that says why it was raised."""
+def error_reason(error: Exception) -> str:
+    """Return the line of an MXNet error's message that says what failed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wanted = [line for line in lines if "Error" in line or "Check failed" in line]
     return _WHERE.sub("", (wanted or lines or ["unknown"])[-1]).rstrip(".")

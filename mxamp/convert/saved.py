@@ -48,7 +48,7 @@ from ..framework.files import (
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
 from ..graph.ir import Graph
-from .outputs import Model, reason
+from .outputs import Model, error_reason
 
 __all__ = [
     "IS_THERE",
@@ -74,9 +74,9 @@ _READY = ".mxamp-ready"
 _FIRST_ARRAY = struct.Struct("<QQQI")
 _NUMPY_ARRAY = 0xF993FACA
 
-_PART = re.compile(r"(.+?)(-symbol\.json|-(\d{4})\.params|\.onnx|\.json|\.params)$")
+_MODEL_FILE = re.compile(r"(.+?)(-symbol\.json|-(\d{4})\.params|\.onnx|\.json|\.params)$")
 # The names that Gluon and Symbol give to the parameters of a node, after the node's name.
-_PARAMETER = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
+_PARAM_SUFFIX = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
 
 NO_EPOCH = "epoch must be a whole number, that in the name of the parameter file, not {given}"
 EMPTY = "the prefix of the model is empty: give what comes before -symbol.json"
@@ -128,7 +128,7 @@ MIXED = (
 
 
 def model_files(prefix: Prefix, epoch: int) -> Files:
-    """Return the paths of the symbol and the parameters of a saved model."""
+    """Return the paths of a saved model: `PREFIX-symbol.json` and `PREFIX-NNNN.params`."""
     name = os.fspath(prefix)
     if not name:
         raise ArgumentError(EMPTY)
@@ -139,11 +139,11 @@ def model_files(prefix: Prefix, epoch: int) -> Files:
 
 
 def files_to_write(out: Prefix, epoch: int) -> Files:
-    """Return the paths to save a model as `out`; raise unless that is a prefix ending in a name."""
+    """Return the paths to save a model to; raise unless `out` is a prefix that ends in a name."""
     name = os.fspath(out)
-    part = _PART.match(name)
-    if part is not None:
-        raise ArgumentError(A_FILE.format(out=name, prefix=part[1]))
+    match = _MODEL_FILE.match(name)
+    if match is not None:
+        raise ArgumentError(A_FILE.format(out=name, prefix=match[1]))
     folder, last = os.path.split(name)
     # MXNet would write the files of "folder/.." outside the folder.
     if name and not last.strip("."):
@@ -153,7 +153,7 @@ def files_to_write(out: Prefix, epoch: int) -> Files:
 
 
 def epochs_of(prefix: Prefix) -> List[int]:
-    """Return the sorted epochs for which there are parameter files."""
+    """Return the sorted epochs of a prefix's parameter files."""
     symbol, _ = model_files(prefix, 0)
     name = re.escape(symbol.name[: -len(_SYMBOL)])
     try:
@@ -168,7 +168,7 @@ def epochs_of(prefix: Prefix) -> List[int]:
 
 
 def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
-    """Return a context with the shape semantics, NumPy's or classic, that a saved model needs.
+    """Context with the shape semantics, NumPy's or classic, under which a model was saved.
 
     MXNet marks each array of a file with the semantics that were on when it was saved, and loads it
     under the same only.
@@ -184,7 +184,7 @@ def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
 
 
 def load_model(prefix: Prefix, epoch: int = 0) -> Model:
-    """Read a saved model: (symbol, arg_params, aux_params).
+    """Return the saved model with this prefix as (symbol, arg_params, aux_params).
 
     Waits while the files are replaced, and finishes what a killed process has left. Raises
     `ArgumentError`, with the file's name, where a file is missing or damaged, or where the
@@ -192,36 +192,37 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     """
     files = model_files(prefix, epoch)
     if not os.path.isdir(files[0].parent):
-        raise _missing(prefix, files[0])
+        raise _missing_file_error(prefix, files[0])
     try:
         with locked(files[0].parent):
-            _finish(files)
-            return _load(prefix, epoch, files)
+            _finish_interrupted_move(files)
+            return _load_files(prefix, epoch, files)
     except OSError as error:
         raise ArgumentError(NOT_READ.format(path=str(files[0]), why=error)) from None
 
 
-def _load(prefix: Prefix, epoch: int, files: Files) -> Model:
+def _load_files(prefix: Prefix, epoch: int, files: Files) -> Model:
+    """Return the model in a symbol file and a parameter file; raise `ArgumentError` if damaged."""
     for path in files:
         if not os.path.exists(path):
-            raise _missing(prefix, path)
+            raise _missing_file_error(prefix, path)
         if not path.is_file():
             what = "a folder" if path.is_dir() else "a pipe or a device"
             raise ArgumentError(NOT_A_FILE.format(path=str(path), what=what))
     with saved_semantics(prefix, epoch):
         symbol = _read_symbol(files[0])
         args, auxs = _read_params(files[1])
-    _check_together(files, symbol, {**args, **auxs})
+    _check_params_match(files, symbol, {**args, **auxs})
     return symbol, args, auxs
 
 
-def _missing(prefix: Prefix, path: Path) -> ArgumentError:
-    """Return the error for a missing file, with a hint at the right argument."""
+def _missing_file_error(prefix: Prefix, path: Path) -> ArgumentError:
+    """Return the error for the missing file `path`, with a hint at the right prefix or epoch."""
     name = os.fspath(prefix)
-    part = _PART.match(name)
-    if part is not None:
-        epoch = f", epoch {int(part[3])}" if part[3] else ""
-        return ArgumentError(NO_PREFIX.format(path=name, prefix=part[1], epoch=epoch))
+    match = _MODEL_FILE.match(name)
+    if match is not None:
+        epoch = f", epoch {int(match[3])}" if match[3] else ""
+        return ArgumentError(NO_PREFIX.format(path=name, prefix=match[1], epoch=epoch))
     epochs = epochs_of(prefix)
     hint = ""
     if path.suffix == ".params" and epochs:
@@ -233,9 +234,10 @@ def _missing(prefix: Prefix, path: Path) -> ArgumentError:
 
 
 def _read_symbol(path: Path) -> Symbol:
+    """Return the symbol in a JSON file; raise `ArgumentError` that says what is wrong with it."""
     try:
         # MXNet doesn't escape control characters.
-        _check_graph(json.loads(path.read_bytes().decode(), strict=False))
+        _check_graph_json(json.loads(path.read_bytes().decode(), strict=False))
         return mx.sym.load(str(path))
     except UnicodeDecodeError:
         why = "it is no text"
@@ -252,27 +254,27 @@ def _read_symbol(path: Path) -> Symbol:
         if custom is not None:
             message = NOT_REGISTERED.format(path=str(path), name=custom[1])
             raise ArgumentError(message) from None
-        why = _unknown_attribute(str(error)) or reason(error)
+        why = _unknown_attribute_reason(str(error)) or error_reason(error)
     raise ArgumentError(NO_SYMBOL.format(path=str(path), why=why))
 
 
-def _check_graph(data: Any) -> None:
-    """Raise unless this is the data of a graph; MXNet checks its operators."""
-    for what in ("nodes", "heads"):
-        if not data[what]:
-            raise ArgumentError(f"its list of {what} is empty")
-    for i, node in enumerate(data["nodes"]):
+def _check_graph_json(graph: Any) -> None:
+    """Raise unless a symbol's parsed JSON has nodes and heads, and no cycles."""
+    for key in ("nodes", "heads"):
+        if not graph[key]:
+            raise ArgumentError(f"its list of {key} is empty")
+    for i, node in enumerate(graph["nodes"]):
         name = f"node {i} ({node['op']} {node['name']!r})"
-        # MXNet loads a graph with a cycle, and may not come back.
+        # MXNet loads a graph with a cycle, and may then run forever.
         for source, *_ in node.get("inputs", ()):
             if not 0 <= source < i:
                 raise ArgumentError(f"{name} reads node {source}, which does not come before it")
         for body in node.get("subgraphs", ()):
-            _check_graph(body)
+            _check_graph_json(body)
 
 
-def _unknown_attribute(message: str) -> Optional[str]:
-    """Return what an MXNet error about an unknown attribute says, in one line with the closest."""
+def _unknown_attribute_reason(message: str) -> Optional[str]:
+    """Return MXNet's message on an unknown attribute as one line; None for other messages."""
     found = re.search(
         r"Cannot find argument '(.*?)'.*in operator (\w+)\(name=\"(.*?)\"", message, re.S
     )
@@ -284,10 +286,11 @@ def _unknown_attribute(message: str) -> Optional[str]:
 
 
 def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
+    """Return the arg_params and aux_params of a file; raise `ArgumentError` if it is damaged."""
     try:
         arrays = mx.nd.load(str(path))
     except (MXNetError, OSError, ValueError, MemoryError) as error:
-        why = CUT_OFF.format(why=reason(error))
+        why = CUT_OFF.format(why=error_reason(error))
         raise ArgumentError(NO_PARAMS.format(path=str(path), why=why)) from None
     named = arrays if isinstance(arrays, dict) else {}
     if len(named) != len(arrays) or not all(key[:4] in ("arg:", "aux:") for key in named):
@@ -296,10 +299,10 @@ def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
     return next(kinds), next(kinds)
 
 
-def _check_together(files: Files, symbol: Symbol, params: Mapping[str, NDArray]) -> None:
-    """Raise where the symbol's parameters are missing; warn about parameters it does not have."""
+def _check_params_match(files: Files, symbol: Symbol, params: Mapping[str, NDArray]) -> None:
+    """Raise if parameters of the symbol are missing in `params`; warn of those it doesn't read."""
     inputs = set(symbol.list_inputs())
-    missing = sorted(_surely_parameters(symbol) - params.keys())
+    missing = sorted(_certain_param_names(symbol) - params.keys())
     more = sorted(params.keys() - inputs)
     if not missing and not more:
         return
@@ -311,8 +314,8 @@ def _check_together(files: Files, symbol: Symbol, params: Mapping[str, NDArray])
     logger.warning("%s; they are kept as they are", message)
 
 
-def _surely_parameters(symbol: Symbol) -> Set[str]:
-    """Return the inputs that can't be data: auxiliary states, and inputs named after their node.
+def _certain_param_names(symbol: Symbol) -> Set[str]:
+    """Return the names of inputs that can't be data: auxiliary states, and `NODE_weight` etc.
 
     MXNet calls the inputs of node "fc" fc_weight and fc_bias; Gluon's node is called fc_fwd.
     """
@@ -322,7 +325,7 @@ def _surely_parameters(symbol: Symbol) -> Set[str]:
         name = node.name[:-4] if node.name.endswith("_fwd") else node.name
         for source, _ in node.inputs[1:]:
             variable = graph.nodes[source]
-            suffix = _PARAMETER.search(variable.name)
+            suffix = _PARAM_SUFFIX.search(variable.name)
             if variable.is_variable and suffix and variable.name[: suffix.start()] == name:
                 found.add(variable.name)
     return found
@@ -334,8 +337,8 @@ def _surely_parameters(symbol: Symbol) -> Set[str]:
 def write_model(model: Model, files: Files, epoch: int, force: bool = True) -> str:
     """Write a model to its two files, which are replaced together or not at all.
 
-    Returns the prefix of the parameters' names if they had to be renamed, else "". Without `force`,
-    raises `ArgumentError` if there is a file already. Raises `WriteError` where writing fails.
+    Returns the prefix that the parameters' names were given if they had to be renamed, else "".
+    Without `force`, raises `ArgumentError` if a file exists. Raises `WriteError` if writing fails.
     """
     prefix = files[0].name[: -len(_SYMBOL)]
     with replaced_files(files) as (folder, is_locked):
@@ -343,7 +346,7 @@ def write_model(model: Model, files: Files, epoch: int, force: bool = True) -> s
         for path in files:
             if path.exists() and not force:
                 raise ArgumentError(IS_THERE.format(path=str(path)))
-        model, start = _with_new_names(model, files[0], is_locked)
+        model, name_prefix = _with_renamed_params(model, files[0], is_locked)
         try:
             mx.model.save_checkpoint(str(folder / prefix), epoch, *model, remove_amp_cast=False)
             mx.nd.waitall()
@@ -352,45 +355,47 @@ def write_model(model: Model, files: Files, epoch: int, force: bool = True) -> s
             symbol, *params = load_model(folder / prefix, epoch)
         except (ArgumentError, MXNetError) as error:
             raise OSError(NOT_THE_SAME) from error
-        same = [_sums(one) for one in params] == [_sums(one) for one in model[1:]]
-        if not same or _json(symbol) != _json(model[0]):
+        read_back = [_param_checksums(arrays) for arrays in params]
+        same_params = read_back == [_param_checksums(arrays) for arrays in model[1:]]
+        if not same_params or _symbol_json(symbol) != _symbol_json(model[0]):
             raise OSError(NOT_THE_SAME)
-    return start
+    return name_prefix
 
 
-def _json(symbol: Symbol) -> str:
+def _symbol_json(symbol: Symbol) -> str:
     return str(symbol.tojson(remove_amp_cast=False))
 
 
-def _sums(params: Mapping[str, NDArray]) -> Mapping[str, Any]:
-    """Return the shape, dtype and checksum of each parameter."""
+def _param_checksums(params: Mapping[str, NDArray]) -> Mapping[str, Any]:
+    """Return the shape, dtype and CRC-32 of each parameter by name."""
     return {
         name: (array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes()))
         for name, array in params.items()
     }
 
 
-def _with_new_names(model: Model, path: Path, is_locked: bool) -> Tuple[Model, str]:
-    """Return a model with renamed parameters if `path` may hold another symbol, and their prefix.
+def _with_renamed_params(model: Model, path: Path, is_locked: bool) -> Tuple[Model, str]:
+    """Return a model, its parameters renamed if `path` may hold another symbol, and their prefix.
 
-    The prefix is a hash of the symbol: the same symbol gets the same names each time.
+    The prefix is a hash of the symbol: the same symbol gets the same names each time. It is "" if
+    the names are kept.
     """
-    text, old = _json(model[0]), path.read_bytes() if path.exists() else None
+    text, old = _symbol_json(model[0]), path.read_bytes() if path.exists() else None
     names = model[1].keys() | model[2].keys()
     # Without a lock another process may be writing another symbol right now.
     if not names or old == text.encode() or (old is None and is_locked):
         return model, ""
-    start = f"amp{hashlib.sha256(text.encode()).hexdigest()[:8]}_"
+    name_prefix = f"amp{hashlib.sha256(text.encode()).hexdigest()[:8]}_"
     graph = Graph.from_symbol(model[0])
     nodes = [
-        replace(node, name=start + node.name) if node.is_variable and node.name in names else node
-        for node in graph.nodes
+        replace(n, name=name_prefix + n.name) if n.is_variable and n.name in names else n
+        for n in graph.nodes
     ]
     symbol = replace(graph, nodes=nodes).to_symbol(type(model[0]))
-    if _json(symbol).encode() != old:
-        logger.info(RENAMED, path, start)
-    args, auxs = ({start + name: array for name, array in one.items()} for one in model[1:])
-    return (symbol, args, auxs), start
+    if _symbol_json(symbol).encode() != old:
+        logger.info(RENAMED, path, name_prefix)
+    args, auxs = ({name_prefix + name: array for name, array in one.items()} for one in model[1:])
+    return (symbol, args, auxs), name_prefix
 
 
 # ---------------------------------------------------------------------- replacing a pair
@@ -398,11 +403,12 @@ def _with_new_names(model: Model, path: Path, is_locked: bool) -> Tuple[Model, s
 
 @contextmanager
 def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
-    """Yield a folder to write files with the names of `paths`, which they replace together.
+    """Context with a folder for new files of the same names, which replace both `paths` at its end.
 
-    The second value is whether other writers wait. The files are on disk before `paths` change.
-    Links stay links, and files keep the modes of the old ones. Removes temporary files that killed
-    processes left. On any failure raises `WriteError` and leaves `paths` unchanged.
+    The context's second value is whether other writers wait. The new files are on disk before
+    `paths` change. Links stay links, and files keep the modes of the old ones. Temporary files
+    that killed processes left are removed. On any failure raises `WriteError` and leaves `paths`
+    unchanged.
     """
     for path in paths:
         checked_folder(path)
@@ -414,9 +420,9 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
         if os.stat(place.parent).st_dev != os.stat(first.parent).st_dev:
             raise ArgumentError(OTHER_DISK.format(path=str(first), place=str(place)))
     folder = temporary_beside(first)
-    aside = [temporary_beside(place, "old-") for place in places]
+    backups = [temporary_beside(place, "old-") for place in places]
     with writing(first), locked(first.parent) as is_locked:
-        _finish(paths)
+        _finish_interrupted_move(paths)
         for path in (first, *places):
             remove_orphans(path)
         try:
@@ -426,23 +432,26 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
                 take_mode(folder / path.name, place)
                 sync_to_disk(folder / path.name)
             sync_to_disk(folder)
-            _switch(folder, paths, places, aside)
+            _move_into_place(folder, paths, places, backups)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            for temporary in aside:
+            for backup in backups:
                 with suppress(OSError):
-                    temporary.unlink()
+                    backup.unlink()
         with confirmed(first):
             for parent in {first.parent, *(place.parent for place in places)}:
                 sync_to_disk(parent)
 
 
-def _switch(
-    folder: Path, paths: Sequence[Path], places: Sequence[Path], aside: Sequence[Path]
+def _move_into_place(
+    folder: Path, paths: Sequence[Path], places: Sequence[Path], backups: Sequence[Path]
 ) -> None:
-    """Move both files of a folder to their places; roll back if that fails."""
-    ready = _ready(paths)
-    old = [_kept(place, name) for place, name in zip(places, aside)]
+    """Move new files named as `paths` from `folder` to `places`; put old ones back if that fails.
+
+    `places` are `paths` with links resolved; the old files are linked or copied to `backups`.
+    """
+    ready = _ready_folder(paths)
+    existed = [_back_up(place, backup) for place, backup in zip(places, backups)]
     folder.replace(ready)
     try:
         sync_to_disk(ready.parent)
@@ -453,11 +462,11 @@ def _switch(
         try:
             # First, so that no other process finishes the replacement.
             ready.replace(folder)
-            for place, kept in zip(places, old):
-                if kept is None:
-                    place.unlink(missing_ok=True)
+            for place, backup, had_file in zip(places, backups, existed):
+                if had_file:
+                    backup.replace(place)
                 else:
-                    kept.replace(place)
+                    place.unlink(missing_ok=True)
         except OSError:
             given = {"first": str(paths[0]), "second": str(paths[1]), "why": str(error)}
             raise WriteError(MIXED.format(**given)) from error
@@ -466,32 +475,32 @@ def _switch(
         ready.rmdir()
 
 
-def _kept(place: Path, name: Path) -> Optional[Path]:
-    """Return `name` as a second name for a file, or a copy of it; None where there is no file."""
-    if not place.exists():
-        return None
+def _back_up(path: Path, backup: Path) -> bool:
+    """Hard-link or copy a file to `backup`; return whether there is a file."""
+    if not path.exists():
+        return False
     try:
-        os.link(place, name)
+        os.link(path, backup)
     except OSError:  # a file system without hard links, or a file of another user
-        shutil.copy2(place, name)
-    return name
+        shutil.copy2(path, backup)
+    return True
 
 
-def _finish(paths: Sequence[Path]) -> None:
-    """Move files that are ready to their places."""
-    ready = _ready(paths)
+def _finish_interrupted_move(paths: Sequence[Path]) -> None:
+    """Finish a replacement of `paths` by a killed process: move the new files that are left."""
+    ready = _ready_folder(paths)
     # Not Path.is_dir, which raises where a name is too long for a file.
     if not os.path.isdir(ready):
         return
     # Without a lock two processes may do this at once.
     with suppress(FileNotFoundError):
-        for made in sorted(ready.iterdir()):
+        for new in sorted(ready.iterdir()):
             with suppress(FileNotFoundError):
-                made.replace(place_of(ready.parent / made.name))
+                new.replace(place_of(ready.parent / new.name))
         sync_to_disk(ready.parent)
         ready.rmdir()
 
 
-def _ready(paths: Sequence[Path]) -> Path:
-    """Return the folder whose existence says that new files are complete and to be moved."""
+def _ready_folder(paths: Sequence[Path]) -> Path:
+    """Return the folder whose existence marks the new files of `paths` in it as complete."""
     return paths[0].with_name(f".{paths[0].name}{_READY}")

@@ -30,7 +30,7 @@ from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..policy.policy import Policy
 from ..policy.values import INFINITE_FROM
-from .options import Options, checked_policy, known_dtypes, known_names, names_of
+from .options import Options, check_names, name_list, resolved_dtypes, with_excluded_layers
 
 __all__ = ["Converted", "Params", "cast_params", "convert"]
 
@@ -73,15 +73,15 @@ class _KeepsCasts:
 
 
 @functools.lru_cache(maxsize=None)
-def _keeping_casts(cls: Type[Any]) -> Type[Any]:
-    """Return the subclass of a symbol class that keeps casts."""
+def _cast_keeping_class(cls: Type[Any]) -> Type[Any]:
+    """Return the subclass of a symbol class whose symbols keep their casts when saved."""
     if issubclass(cls, _KeepsCasts):
         return cls
     return type("Converted" + cls.__name__, (_KeepsCasts, cls), {"__slots__": ()})
 
 
 class Converted(NamedTuple):
-    """A converted symbol, and the graph and policy it was made from."""
+    """A converted symbol with its new dtypes, and the graph, parameters and policy it came from."""
 
     symbol: Symbol
     inputs: Dict[str, str]  #: new dtypes of the inputs that were cast offline
@@ -95,29 +95,30 @@ class Converted(NamedTuple):
 def convert(
     symbol: Symbol, options: Options, params: Optional[Mapping[str, NDArray]] = None
 ) -> Converted:
-    """Convert a symbol, or with `params` a model.
+    """Return a symbol converted as `options` say; with `params`, as part of a model.
 
     With `params`, all other inputs are data, and the shapes of parameters decide precisions too.
+    The values of parameters aren't cast yet: see `cast_params`.
     """
     if not isinstance(symbol, Symbol):
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     read = Graph.from_symbol(symbol)
     graph = without_copies_before_casts(with_merged_variables(read))
-    policy = checked_policy(options.policy, options.excluded_sym_names, graph)
+    policy = with_excluded_layers(options.policy, options.excluded_sym_names, graph)
     data = _data_names(graph, options, params)
     held = dict(params or {})
-    dtypes = known_dtypes(
+    dtypes = resolved_dtypes(
         symbol, {name: array.dtype for name, array in held.items()}, options.input_dtypes
     )
     if is_converted(graph):
-        wide = _wide_params(graph, held, policy)
+        wide = _widened_params(graph, held, policy)
         graph = with_float32_variables(graph, wide.keys())
         held.update(wide)
         dtypes.update(dict.fromkeys(wide, "float32"))
     if options.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
-    kept = _not_offline(graph, data, options)
+    kept = _inputs_not_cast_offline(graph, data, options)
     usage = Usage(
         dtypes,
         shapes,
@@ -129,17 +130,17 @@ def convert(
     unchanged = new == graph == read and not options.fuse
     new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
-    _warn_of_values(new, held, policy.target_dtype)
+    _warn_of_bad_values(new, held, policy.target_dtype)
     if unchanged and not inputs and "amp_cast" not in read.operators:
         return Converted(symbol, {}, taken, held, graph, policy)
     if not options.fuse:
         new = with_copies_before_casts(new, {**dtypes, **inputs})
-    written = new.to_symbol(_keeping_casts(type(symbol)))  # type: ignore[arg-type]
+    written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
     return Converted(written, inputs, taken, held, graph, policy)
 
 
-def _wide_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Params:
-    """Return in float32 the parameters that an earlier conversion cast to another half dtype."""
+def _widened_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Params:
+    """Return, cast to float32, the parameters stored in the half dtype that is not the target."""
     other = HALVES - {policy.target_dtype}
     codes = {str(DTYPE_CODES[dtype]) for dtype in other}
     names = {node.name for node in graph.variables if node.attrs.get("__dtype__") in codes}
@@ -154,17 +155,18 @@ def _wide_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) ->
 def _data_names(
     graph: Graph, options: Options, params: Optional[Mapping[str, NDArray]]
 ) -> Sequence[str]:
-    """Return the names of the inputs that are no parameters."""
+    """Return the names of a graph's inputs that are no parameters."""
     if params is not None:
         return [name for name in graph.input_names if name not in params]
-    names = names_of("data_names", options.data_names)
+    names = name_list("data_names", options.data_names)
     if not options.keep_io_types and options.data_names is None:
         raise ArgumentError(NO_DATA_NAMES.format(inputs=", ".join(graph.input_names)))
-    return known_names(names, graph.input_names, "input")
+    check_names(names, graph.input_names, "input")
+    return names
 
 
-def _not_offline(graph: Graph, data: Sequence[str], options: Options) -> Set[str]:
-    """Return the names of the inputs that are not cast offline."""
+def _inputs_not_cast_offline(graph: Graph, data: Sequence[str], options: Options) -> Set[str]:
+    """Return the names of a graph's inputs that `options` don't let `convert` cast offline."""
     kept = set(options.not_offline)
     if options.keep_io_types:
         kept.update(data)
@@ -174,7 +176,7 @@ def _not_offline(graph: Graph, data: Sequence[str], options: Options) -> Set[str
 
 
 def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Params:
-    """Return the parameters cast to `dtypes`; log the names of those that lose values."""
+    """Return the parameters, those named in `dtypes` cast; warn of values that become Inf or 0."""
     result = dict(params)
     with suspended():
         for name in params.keys() & dtypes.keys():
@@ -187,9 +189,9 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
     return result
 
 
-def _warn_of_values(graph: Graph, params: Mapping[str, NDArray], dtype: str) -> None:
-    """Warn about parameters with NaN or infinity, or that the converted `graph` casts to it."""
-    read = _cast_to(graph, dtype)
+def _warn_of_bad_values(graph: Graph, params: Mapping[str, NDArray], dtype: str) -> None:
+    """Log the parameters with NaN or Inf, and those whose cast to `dtype` in `graph` gives Inf."""
+    read = _variables_cast_to(graph, dtype)
     with suspended():
         for name, array in params.items():
             if dtype_name(array.dtype) not in CASTABLE or array.stype != "default":
@@ -205,8 +207,8 @@ def _warn_of_values(graph: Graph, params: Mapping[str, NDArray], dtype: str) -> 
                 logger.warning(OVERFLOWS, name, counted(over, "finite value"), dtype)
 
 
-def _cast_to(graph: Graph, dtype: str) -> Set[str]:
-    """Return the names of the variables that a graph casts to `dtype`, directly or copied."""
+def _variables_cast_to(graph: Graph, dtype: str) -> Set[str]:
+    """Return the names of the variables that a graph casts to `dtype`, directly or by `_copy`."""
     found = set()
     for node in graph.nodes:
         if node.op in CASTS and node.attrs.get("dtype") == dtype:

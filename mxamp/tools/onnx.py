@@ -9,8 +9,8 @@ import mxnet as mx
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ..convert.options import known_names
-from ..convert.outputs import Model, OutputError, error_of, finite_input, outputs_of
+from ..convert.options import check_names
+from ..convert.outputs import Model, OutputError, finite_input, output_error, run_model
 from ..errors import ArgumentError, InstallError, StateError
 from ..framework.arrays import dtypes_of
 from ..framework.files import checked_folder, write_file
@@ -125,7 +125,7 @@ def _checked_inputs(model: Model, inputs: Any) -> Dict[str, NDArray]:
         raise ArgumentError(NO_INPUTS.format(given=shown(inputs)))
     symbol, args, auxs = model
     names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
-    known_names(list(inputs), names, "input")
+    check_names(list(inputs), names, "input")
     missing = [name for name in names if name not in inputs]
     if missing:
         raise ArgumentError(MISSING.format(names=", ".join(missing)))
@@ -272,13 +272,13 @@ def _compared(
     runtime: Any, content: bytes, model: Model, given: Mapping[str, NDArray]
 ) -> Tuple[OutputError, ...]:
     """Return the errors of the exported model's outputs; raise if rounding can't explain them."""
-    wanted = outputs_of(model, given, mx.cpu())
+    wanted = run_model(model, given, mx.cpu())
     try:
         found = _run(runtime, content, given)
     except Exception as error:  # ONNX Runtime's errors have no common class
         raise StateError(NOT_RUN.format(why=error)) from error
     names = model[0].list_outputs()
-    errors = tuple(error_of(name, a, b) for name, a, b in zip(names, wanted, found))
+    errors = tuple(output_error(name, a, b) for name, a, b in zip(names, wanted, found))
     for one in errors:
         if one.lost or not one.relative <= TOLERANCE:
             raise StateError(NOT_THE_SAME.format(name=one.name, error=one.relative))

@@ -9,7 +9,7 @@ from mxnet.gluon import SymbolBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ...convert.outputs import inferred_labels
+from ...convert.outputs import zeros_for_missing
 from ...errors import ArgumentError
 from ...framework.wording import shown
 from .isolated import arrays_in
@@ -85,9 +85,8 @@ def block_of(model: Any, batches: Iterable[Batch]) -> Tuple[SymbolBlock, Iterato
             given = batch.inputs[0]
             if not isinstance(given, Mapping):
                 raise ArgumentError(BY_NAME.format(given=type(given).__name__))
-            missing = [name for name in names if name not in given]
             known = {name: array for name, array in given.items() if name in names}
-            known.update(inferred_labels(symbol, {**values, **known}, missing))
+            known.update(zeros_for_missing(symbol, {**values, **known}))
             yield Batch(tuple(known[name] for name in names))
 
     return block, named()

@@ -11,7 +11,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ...convert.blocks import Examples, trace
-from ...convert.options import checked_policy, known_dtypes, known_names, known_shapes
+from ...convert.options import check_names, checked_shapes, resolved_dtypes, with_excluded_layers
 from ...errors import ArgumentError, UnknownNameError, located, unknown
 from ...framework.arrays import cast, copy
 from ...framework.machine import dtype_name
@@ -285,20 +285,20 @@ def explain(
     """
     if mode not in MODES:
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
-    input_shapes = known_shapes("input_shapes", input_shapes)
+    input_shapes = checked_shapes("input_shapes", input_shapes)
     symbol, held = _model_of(model, params, example_inputs)
     if policy is None and target_dtype is None:
         policy = current_policy() if mode != "converted" else None
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
     graph = Graph.from_symbol(symbol)
-    policy = checked_policy(policy, excluded_sym_names, graph)
+    policy = with_excluded_layers(policy, excluded_sym_names, graph)
     with located("`input_shapes`"):
-        known_names(list(input_shapes), graph.input_names, "input")
+        check_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in held.items()}
     if mode != "converted":
         shapes.update(input_shapes)
     usage = Usage(
-        known_dtypes(symbol, {name: array.dtype for name, array in held.items()}, input_dtypes),
+        resolved_dtypes(symbol, {name: array.dtype for name, array in held.items()}, input_dtypes),
         shapes,
         training=mode == "training",
         converting=mode == "converted",
@@ -321,7 +321,7 @@ def _model_of(
     if not isinstance(model, HybridBlock):
         raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {shown(model)}")
     traced = trace(model, example_inputs)
-    return traced.symbol, traced.values()
+    return traced.symbol, traced.param_values()
 
 
 def _plan_of(

@@ -25,7 +25,7 @@ from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ...convert.blocks import rebuilt, trace
+from ...convert.blocks import build_block, trace
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import as_list, cast, dtypes_of, map_arrays
 from ...framework.patching import original
@@ -264,7 +264,7 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
         return net
     arrays = arrays_in(inputs)
     context = arrays[0].context if arrays else current_context()
-    return rebuilt(net, traced, traced.symbol, traced.values(), [context], {}, None, {})
+    return build_block(net, traced, traced.symbol, traced.param_values(), [context])
 
 
 @contextlib.contextmanager

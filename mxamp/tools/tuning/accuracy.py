@@ -24,7 +24,7 @@ from mxnet.context import current_context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 
-from ...convert.outputs import Distance, reason
+from ...convert.outputs import Distance, error_reason
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import cast, dtypes_of, plain_array
 from ...framework.machine import dtype_name
@@ -264,7 +264,7 @@ class Accuracy:
             try:
                 self._plain = self._runs(None)
             except MXNetError as error:
-                raise ArgumentError(NOT_MEASURED.format(why=reason(error))) from None
+                raise ArgumentError(NOT_MEASURED.format(why=error_reason(error))) from None
         for name, values in (item for run in self._plain for item in run.items()):
             bad = int((~np.isfinite(values)).sum())
             if bad:

@@ -23,7 +23,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 from mxnet.symbol.numpy import _Symbol
 
-from ....convert.options import names_of
+from ....convert.options import name_list
 from ....errors import ArgumentError, StateError
 from ....framework.arrays import as_list
 from ....framework.operators import resolve
@@ -398,7 +398,7 @@ def check_numerics(
 
 
 def _listed(argument: str, names: Optional[Iterable[str]]) -> Sequence[str]:
-    return [names] if isinstance(names, str) else names_of(argument, names)
+    return [names] if isinstance(names, str) else name_list(argument, names)
 
 
 def _creates_graph(function: Callable[..., Any], args: Any, options: Any) -> bool:
