@@ -413,6 +413,6 @@ def test_pictures(tmp_path):
 
 
 def test_masks_of_dropout_keep_the_mean():
-    mask = isolated._mask_of("drop", {"p": "0.25"}, (100, 100))
+    mask = isolated._dropout_mask("drop", {"p": "0.25"}, (100, 100))
     assert set(np.unique(mask)) == {0, np.float32(1 / 0.75)}
     assert abs(mask.mean() - 1) < 0.05

@@ -36,30 +36,30 @@ class Batch(NamedTuple):
     label: Any = None
 
 
-def batches_of(data: Any, labelled: bool) -> Iterator[Batch]:
+def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
     """Yield one batch for an array, a tuple or a dict, else each batch of an iterable.
 
-    With `labelled`, the last part of a batch is the label.
+    With `labeled`, the last part of a batch is the label.
     """
     one = isinstance(data, (NDArray, tuple, Mapping))
     if not one and not isinstance(data, Iterable):
         raise ArgumentError(NO_BATCH.format(given=type(data).__name__))
     count = 0
     for batch in [data] if one else data:
-        yield _batch(batch, labelled)
+        yield _batch(batch, labeled)
         count += 1
     if not count:
         raise ArgumentError(NO_BATCHES)
 
 
-def _batch(batch: Any, labelled: bool) -> Batch:
+def _batch(batch: Any, labeled: bool) -> Batch:
     if not isinstance(batch, (tuple, list, NDArray, Mapping)):
         raise ArgumentError(NO_BATCH.format(given=type(batch).__name__))
     parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     for array in arrays_in(parts):
         if not array.size:
             raise ArgumentError(EMPTY.format(shape=array.shape))
-    if not labelled:
+    if not labeled:
         return Batch(parts)
     if len(parts) < 2:  # noqa: PLR2004
         raise ArgumentError(NO_LABEL.format(given=f"{len(parts)} {type(batch).__name__}"))

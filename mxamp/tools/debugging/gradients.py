@@ -6,7 +6,6 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
-from mxnet.context import Context
 from mxnet.gluon import Block, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
@@ -14,8 +13,8 @@ from ...errors import ArgumentError, StateError
 from ...framework.arrays import dtypes_of
 from ...framework.wording import counted, shown
 from ...graph.edit import Edit, View
-from ...graph.inspect import FLOATS, Tensor
-from ...graph.ir import Graph, Node, Output
+from ...graph.inspect import FLOATS
+from ...graph.ir import Node
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...scaling.hook import Stage, TrainerHook
@@ -23,15 +22,14 @@ from ...scaling.passes import fresh_gradients
 from ...scaling.scaler import positive_number
 from .batches import batches_of
 from .isolated import (
+    BoundGraph,
+    IsolatedNet,
     IsolatedRun,
     Seeds,
-    copied,
     dense_values,
     gradients_of,
     loss_of,
-    tensors_in,
     trained_arrays,
-    unchanged,
 )
 from .observing import Call, Run
 from .results import Drawn, Table, new_figure
@@ -352,26 +350,24 @@ def _of_data(
     net: Block, data: Any, loss: Callable[[Any, Any], Any], activations: bool, scale: float
 ) -> GradientHistogram:
     """Run the net on each batch and count its gradients."""
-    counts: Dict[str, GradientHistogram] = {}
-    of_activations: Dict[str, GradientHistogram] = {}
-    seeds, block, number = Seeds(), None, 0
-    with seeds.kept(), autocast(enabled=False):
-        for number, batch in enumerate(batches_of(data, labelled=True), 1):  # noqa: B007
-            block = block or copied(net, batch.inputs)
-            seeds.begin_run()
-            run = _TappedRun(seeds, activations)
-            with unchanged(*([net] if block is net else []), loss):
+    by_parameter: Dict[str, GradientHistogram] = {}
+    by_activation: Dict[str, GradientHistogram] = {}
+    seeds, isolated, number = Seeds(), IsolatedNet(net, loss), 0
+    with seeds.restored(), autocast(enabled=False):
+        for number, batch in enumerate(batches_of(data, labeled=True), 1):  # noqa: B007
+            run = _ActivationRun(seeds, activations)
+            with isolated.block(batch.inputs) as block:
                 with run.opened(), autograd.record():
                     output = block(*batch.inputs)
-                    run.tapping = False
+                    run.adds_zeros = False
                     value = loss_of(loss, output, batch.label)
                 params = trained_arrays(block)
-                arrays = [*params.items(), *run.taps]
+                arrays = [*params.items(), *run.zeros]
                 gradients = gradients_of(value, [array for _, array in arrays], 1.0)
                 for (name, _), gradient in zip(arrays, gradients):
-                    found = counts if name in params else of_activations
+                    found = by_parameter if name in params else by_activation
                     _count(found.setdefault(name, GradientHistogram(scale)), gradient)
-    return GradientHistogram(scale, counts, of_activations, number)
+    return GradientHistogram(scale, by_parameter, by_activation, number)
 
 
 def _count(histogram: GradientHistogram, gradient: NDArray, carried: float = 1.0) -> None:
@@ -381,55 +377,46 @@ def _count(histogram: GradientHistogram, gradient: NDArray, carried: float = 1.0
         histogram.count(array.asnumpy() if exact else dense_values(array), carried)
 
 
-class _TappedRun(IsolatedRun):
-    """Adds a zero to each layer's output: its gradient is the gradient of that output."""
+class _ActivationRun(IsolatedRun):
+    """Adds a zero to each layer's output: the zero's gradient is the gradient of that output."""
 
-    def __init__(self, seeds: Seeds, tapping: bool) -> None:
+    def __init__(self, seeds: Seeds, adds_zeros: bool) -> None:
         super().__init__(seeds)
-        self.tapping = tapping
-        self.taps: List[Tuple[str, NDArray]] = []
+        self.adds_zeros = adds_zeros
+        #: The name of each layer, and the zero that was added to its output.
+        self.zeros: List[Tuple[str, NDArray]] = []
 
     def on_call(self, call: Call, run: Run) -> Any:
-        """Make an eager call and tap its output."""
+        """Make an eager call, and add a zero to its output if autograd records it."""
         output = super().on_call(call, run)
-        recorded = self.tapping and self.sees() and call.out is None and autograd.is_recording()
-        if not recorded or not isinstance(output, NDArray) or dtypes_of([output])[0] not in FLOATS:
+        recorded = self.adds_zeros and self.is_observing() and autograd.is_recording()
+        if not recorded or call.out is not None or not isinstance(output, NDArray):
             return output
-        with suspended(), self.unseen():
-            return output + self._tap(f"{call.operator.name} {len(self.taps)}", output.zeros_like())
+        if dtypes_of([output])[0] not in FLOATS:
+            return output
+        with suspended(), self.paused():
+            name = f"{call.operator.name} {len(self.zeros)}"
+            return output + self._added_zero(name, output.zeros_like())
 
-    def run_graph(
-        self,
-        graph: Graph,
-        symbol_class: Any,
-        tensors: Mapping[Output, Tensor],
-        values: Dict[str, NDArray],
-        context: Context,
-    ) -> List[NDArray]:
-        """Run a graph with an input added to each node's output.
-
-        Nodes of which several outputs are read get no tap.
-        """
-        if self.tapping:
-            several, edit, values = (
-                View(graph, {}).multi_output_nodes,
-                Edit(graph, {}),
-                dict(values),
-            )
+    def run_graph(self, bound: BoundGraph) -> List[NDArray]:
+        """Run a graph with a zero added to each node's output, except where several are read."""
+        if self.adds_zeros:
+            graph, tensors, values = bound.graph, bound.tensors, dict(bound.values)
+            several, edit = View(graph, {}).multi_output_nodes, Edit(graph, {})
             for i, node in enumerate(graph.nodes):
                 if node.is_variable or i in several or tensors[i, 0].dtype not in FLOATS:
                     continue
-                name = f"_mxamp_tap{len(self.taps)}"
-                with self.unseen():
-                    zero = mx.nd.zeros(tensors[i, 0].shape, context, tensors[i, 0].dtype)
-                    values[name] = self._tap(node.name, zero)
+                name = f"_mxamp_zero{len(self.zeros)}"
+                with self.paused():
+                    zero = mx.nd.zeros(tensors[i, 0].shape, bound.context, tensors[i, 0].dtype)
+                    values[name] = self._added_zero(node.name, zero)
                 reads = [(i, 0), edit.add_node(Node("null", name))]
                 edit.redirect((i, 0), edit.add("elemwise_add", f"{name}_sum", reads))
-            graph = edit.applied()
-            tensors = tensors_in(graph, symbol_class, values)
-        return super().run_graph(graph, symbol_class, tensors, values, context)
+            bound = BoundGraph(edit.applied(), bound.symbol_class, values)
+        return super().run_graph(bound)
 
-    def _tap(self, name: str, zero: NDArray) -> NDArray:
+    def _added_zero(self, name: str, zero: NDArray) -> NDArray:
+        """Record a zero of a layer, and return it with a gradient attached."""
         zero.attach_grad()
-        self.taps.append((name, zero))
+        self.zeros.append((name, zero))
         return zero

@@ -11,8 +11,9 @@ import random
 import re
 import threading
 import zlib
-from dataclasses import replace
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Type
 
 import mxnet as mx
 import numpy as np
@@ -36,27 +37,25 @@ from ...graph.ir import LOOPS, Graph, Node, Output
 from ...policy.active import suspended
 from ...scaling.loss_outputs import scaled_heads
 from ...scaling.trainer import scaled_loss
+from .blocks import blocks_in
 from .observing import Call, Observer, Run
 
 __all__ = [
+    "BoundGraph",
+    "IsolatedNet",
     "IsolatedRun",
     "Recorded",
     "Seeds",
     "arrays_in",
     "copied",
     "dense_values",
-    "descendants",
     "gradients_of",
     "loss_of",
-    "outputs_of",
-    "tensors_in",
     "trained_arrays",
-    "unchanged",
-    "with_masks",
 ]
 
 _SEED = 20180201
-#: Operators that draw from MXNet's generator, by canonical name.
+#: The canonical names of operators that draw from MXNet's generator.
 _RANDOM = re.compile(
     r"_random_(?!pdf)|_sample_|_shuffle|_npi_(uniform|normal|gamma|bernoulli|choice|exponential"
     r"|gumbel|laplace|logistic|multinomial|pareto|powerd|rayleigh|shuffle|weibull)"
@@ -89,8 +88,8 @@ class Seeds:
         self._resume_from: Optional[int] = None
         self._seeded = False
 
-    def seed(self) -> None:
-        """Seed MXNet's generator, unless this run has."""
+    def seed_mxnet(self) -> None:
+        """Seed MXNet's generator, unless it was seeded in this run."""
         if self._seeded:
             return
         self._seeded = True
@@ -100,14 +99,14 @@ class Seeds:
             mx.random.seed(_SEED)
 
     def begin_run(self) -> None:
-        """Begin a run: seed Python's and NumPy's generators, and MXNet's at its first use."""
+        """Seed Python's and NumPy's generators, and have `seed_mxnet` seed MXNet's again."""
         self._seeded = False
         random.seed(_SEED)
         np.random.seed(_SEED)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore all generators at the end."""
+    def restored(self) -> Iterator[None]:
+        """Context after which all generators are restored."""
         states = random.getstate(), np.random.get_state()
         try:
             yield
@@ -118,14 +117,14 @@ class Seeds:
                 mx.random.seed(self._resume_from)
 
 
-def _drops(attrs: Mapping[str, str]) -> bool:
-    """Return whether a `Dropout` with these attributes drops elements now."""
+def _drops_elements(attrs: Mapping[str, str]) -> bool:
+    """Return whether a `Dropout` with these attributes drops elements in the current mode."""
     active = autograd.is_training() or attrs.get("mode") == "always"
     return active and float(attrs.get("p", 0.5)) > 0
 
 
-def _draws(operator: str, attrs: Mapping[str, str]) -> bool:
-    """Return whether an operator draws random numbers."""
+def _draws_numbers(operator: str, attrs: Mapping[str, str]) -> bool:
+    """Return whether an operator with these attributes draws random numbers."""
     if operator == "LeakyReLU":
         return attrs.get("act_type") == "rrelu" and autograd.is_training()
     if operator in ("RNN", "Dropout"):
@@ -134,54 +133,100 @@ def _draws(operator: str, attrs: Mapping[str, str]) -> bool:
     return _RANDOM.match(operator) is not None
 
 
-def _any_draws(graph: Graph, inside: bool = False) -> bool:
-    """Return whether a graph draws random numbers; its own `Dropout` nodes get masks instead."""
+def _graph_draws_numbers(graph: Graph, is_body: bool = False) -> bool:
+    """Return whether a graph draws random numbers, other than for `Dropout` outside of bodies.
+
+    `is_body`: the graph is the body of a loop or of a condition.
+    """
     return any(
         (
-            (not node.is_variable and _draws(node.operator, node.attrs))
-            and (inside or node.operator != "Dropout")
+            (not node.is_variable and _draws_numbers(node.operator, node.attrs))
+            and (is_body or node.operator != "Dropout")
         )
-        or any(_any_draws(body, inside=True) for body in node.subgraphs)
+        or any(_graph_draws_numbers(body, is_body=True) for body in node.subgraphs)
         for node in graph.nodes
     )
 
 
-def _mask_of(name: str, attrs: Mapping[str, str], shape: Sequence[int]) -> Any:
-    """Return the mask of a `Dropout`: 0 for elements to drop, 1 / (1 - p) for the rest."""
+def _dropout_mask(seed_name: str, attrs: Mapping[str, str], shape: Sequence[int]) -> Any:
+    """Return the mask of a `Dropout` as a NumPy array: 0 to drop an element, else 1 / (1 - p)."""
     keep = 1 - float(attrs.get("p", 0.5))
     axes = [int(axis) for axis in re.findall(r"\d+", attrs.get("axes", ""))]
     sizes = [1 if i in axes else size for i, size in enumerate(shape)]
-    generator = np.random.RandomState(zlib.crc32(name.encode()) ^ _SEED)
+    generator = np.random.RandomState(zlib.crc32(seed_name.encode()) ^ _SEED)
     kept = generator.random_sample(sizes) < keep
     return kept.astype("float32") / np.float32(keep or 1)
 
 
-def with_masks(graph: Graph, tensors: Mapping[Output, Tensor]) -> Tuple[Graph, Dict[str, Any]]:
-    """Return a graph whose `Dropout` masks are inputs, and these masks by name.
+# ---------------------------------------------------------------------- graphs
 
-    `tensors` must have all shapes.
-    """
-    masks: Dict[str, Any] = {}
-    edit = Edit(graph, {})
-    for i, node in enumerate(graph.nodes):
-        if node.is_variable or node.operator != "Dropout" or not _drops(node.attrs):
-            continue
-        name = f"_mxamp_mask{len(masks)}"  # by number: two nodes may have one name
-        data = tensors[node.inputs[0]]
-        masks[name] = _mask_of(f"{node.name} {len(masks)}", node.attrs, data.shape or ())
-        mask = edit.add_node(Node("null", name))
-        if data.dtype != "float32":
-            mask = edit.add("amp_cast", f"{name}_cast", [mask], dtype=data.dtype)
-        reads = [*node.inputs, mask]
-        edit.change(i, op="broadcast_mul", attrs={}, inputs=reads, num_outputs=1)
-    return edit.applied(), masks
+
+@dataclass(frozen=True)
+class BoundGraph:
+    """A graph, the class of its symbol, and the values of its inputs by name."""
+
+    graph: Graph
+    symbol_class: Type[Symbol]
+    values: Mapping[str, NDArray]
+
+    @property
+    def context(self) -> Context:
+        """The device of the first input."""
+        return next((array.context for array in self.values.values()), current_context())
+
+    @cached_property
+    def tensors(self) -> Mapping[Output, Tensor]:
+        """The dtype and shape of every node's outputs.
+
+        If a shape depends on values, the graph runs once in inference mode.
+        """
+        shapes = {name: array.shape for name, array in self.values.items()}
+        dtypes = dict(zip(self.values, dtypes_of(list(self.values.values()))))
+        tensors = tensors_of(self.graph, dtypes, shapes)
+        unknown = [entry for entry, tensor in tensors.items() if tensor.shape is None]
+        if unknown:
+            with suspended(), autograd.pause(train_mode=False):
+                arrays = self.with_heads(unknown).run()
+            found = zip(unknown, dtypes_of(arrays), arrays)
+            tensors.update({entry: Tensor(dtype, array.shape) for entry, dtype, array in found})
+        return tensors
+
+    def run(self) -> List[NDArray]:
+        """Run the graph and return its outputs; autograd can record it."""
+        symbol = self.graph.to_symbol(self.symbol_class)
+        outputs = CachedOp(symbol)(*(self.values[name] for name in symbol.list_inputs()))
+        return list(as_list(outputs))
+
+    def with_heads(self, heads: Sequence[Output]) -> "BoundGraph":
+        """Return the graph with other outputs."""
+        return replace(self, graph=replace(self.graph, heads=list(heads)))
+
+    def with_masks(self) -> "BoundGraph":
+        """Return the graph with each active `Dropout` as a product with a mask, a new input."""
+        edit, values = Edit(self.graph, {}), dict(self.values)
+        for i, node in enumerate(self.graph.nodes):
+            if node.is_variable or node.operator != "Dropout" or not _drops_elements(node.attrs):
+                continue
+            number = len(values) - len(self.values)
+            name = f"_mxamp_mask{number}"  # by number: two nodes may have one name
+            data = self.tensors[node.inputs[0]]
+            values[name] = mx.nd.array(
+                _dropout_mask(f"{node.name} {number}", node.attrs, data.shape or ()),
+                ctx=self.context,
+            )
+            mask = edit.add_node(Node("null", name))
+            if data.dtype != "float32":
+                mask = edit.add("amp_cast", f"{name}_cast", [mask], dtype=data.dtype)
+            reads = [*node.inputs, mask]
+            edit.change(i, op="broadcast_mul", attrs={}, inputs=reads, num_outputs=1)
+        return replace(self, graph=edit.applied(), values=values)
 
 
 # ---------------------------------------------------------------------- forward passes
 
 
 class IsolatedRun(Observer):
-    """Runs the calls of the thread that opened it as a measurement."""
+    """Runs the calls of one thread, which opened it, with equal random numbers each time."""
 
     def __init__(self, seeds: Seeds) -> None:
         super().__init__()
@@ -189,13 +234,18 @@ class IsolatedRun(Observer):
         self._thread = threading.get_ident()
         self._masks = 0
 
-    def sees(self) -> bool:
+    def open(self) -> None:
+        """Install the patches, and seed the generators."""
+        super().open()
+        self._seeds.begin_run()
+
+    def is_observing(self) -> bool:
         """Return whether a call made now is part of the run."""
         return threading.get_ident() == self._thread
 
     @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Make calls that this run does not observe."""
+    def paused(self) -> Iterator[None]:
+        """Context in which calls are not observed."""
         thread, self._thread = self._thread, -1
         try:
             yield
@@ -203,53 +253,43 @@ class IsolatedRun(Observer):
             self._thread = thread
 
     def on_call(self, call: Call, run: Run) -> Any:
-        """Make an eager call; `Dropout` multiplies with a mask."""
-        if not self.sees():
+        """Make an eager call; a `Dropout` becomes a product with a mask."""
+        if not self.is_observing():
             return run(call.inputs)
         attrs = dict(zip(call.keys, map(str, call.values)))
-        if call.operator.name == "Dropout" and _drops(attrs):
+        if call.operator.name == "Dropout" and _drops_elements(attrs):
             self._masks += 1
             data = call.inputs[0]
-            values = _mask_of(f"call {self._masks}", attrs, data.shape)
-            with suspended(), self.unseen():
+            values = _dropout_mask(f"call {self._masks}", attrs, data.shape)
+            with suspended(), self.paused():
                 mask = cast(mx.nd.array(values, ctx=data.context), dtypes_of([data])[0])
                 return data * (mask.as_np_ndarray() if isinstance(data, mx.np.ndarray) else mask)
-        if _draws(call.operator.name, attrs):
-            self._seeds.seed()
+        if _draws_numbers(call.operator.name, attrs):
+            self._seeds.seed_mxnet()
         return run(call.inputs)
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
         """Run a graph in a new cached op, on copies of its auxiliary states."""
-        if not self.sees():
+        if not self.is_observing():
             return run()
         graph = Graph.from_symbol(symbol)
         values = dict(zip(symbol.list_inputs(), inputs))
         for name in symbol.list_auxiliary_states():
             values[name] = values[name].copy()
-        if _any_draws(graph):
-            self._seeds.seed()
-        tensors = tensors_in(graph, type(symbol), values)
-        context = inputs[0].context if inputs else current_context()
-        return self.run_graph(graph, type(symbol), tensors, values, context)
+        if _graph_draws_numbers(graph):
+            self._seeds.seed_mxnet()
+        return self.run_graph(BoundGraph(graph, type(symbol), values))
 
-    def run_graph(
-        self,
-        graph: Graph,
-        symbol_class: Any,
-        tensors: Mapping[Output, Tensor],
-        values: Dict[str, NDArray],
-        context: Context,
-    ) -> List[NDArray]:
-        """Run a graph on values of its inputs; `tensors` has the kind of every output."""
-        masked, masks = with_masks(graph, tensors)
-        made = {name: mx.nd.array(mask, ctx=context) for name, mask in masks.items()}
-        return outputs_of(masked, symbol_class, {**values, **made})
+    def run_graph(self, bound: BoundGraph) -> List[NDArray]:
+        """Run a graph and return its outputs; a subclass runs a changed graph."""
+        return bound.with_masks().run()
 
 
 def copied(net: Block, inputs: Sequence[Any]) -> Block:
-    """Return a copy of `net` with parameters of its own, or `net` if it can't be traced.
+    """Return a copy of `net` with its own parameters, or `net` itself if it can't be traced.
 
-    Parameters of deferred shape are initialized by a first call.
+    `inputs` are the arguments of the traced call. Parameters of deferred shape are initialized by
+    a first call of `net`.
     """
     if any(param._data is None for param in net.collect_params().values()):
         try:
@@ -267,13 +307,28 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
     return build_block(net, traced, traced.symbol, traced.param_values(), [context])
 
 
+class IsolatedNet:
+    """A net and its loss, which measurements leave unchanged."""
+
+    def __init__(self, net: Block, loss: Optional[Callable[[Any, Any], Any]]) -> None:
+        self.net, self.loss = net, loss
+        self._copy: Optional[Block] = None
+
+    @contextlib.contextmanager
+    def block(self, inputs: Sequence[Any]) -> Iterator[Block]:
+        """Context with a copy of the net, or with the net itself, which is restored afterwards."""
+        copy = self._copy = self._copy or copied(self.net, inputs)
+        used = (copy if copy is self.net else None, self.loss)
+        with _restoring([block for block in used if isinstance(block, Block)]):
+            yield copy
+
+
 @contextlib.contextmanager
-def unchanged(*blocks: Any) -> Iterator[None]:
-    """Run the body, then restore the blocks' parameters, gradients and cached graphs."""
-    found = [block for block in blocks if isinstance(block, Block)]
-    hybrid = [b for block in found for b in descendants(block) if isinstance(b, HybridBlock)]
+def _restoring(nets: Sequence[Block]) -> Iterator[None]:
+    """Context after which parameters, gradients and cached graphs of `nets` are restored."""
+    hybrid = [b for net in nets for b in blocks_in(net) if isinstance(b, HybridBlock)]
     graphs = [(block, {name: getattr(block, name, []) for name in _GRAPH}) for block in hybrid]
-    params = [param for block in found for param in block.collect_params().values()]
+    params = [param for net in nets for param in net.collect_params().values()]
     data = [array for p in params if p._data is not None for array in p.list_data()]
     trained = [array for array in data if array.grad is not None]
     values = [(array, array.copy()) for array in (*data, *(one.grad for one in trained))]
@@ -291,43 +346,11 @@ def unchanged(*blocks: Any) -> Iterator[None]:
                 array._fresh_grad = was_fresh
 
 
-def descendants(block: Block) -> List[Block]:
-    """Return a block and all blocks in it, once each."""
-    found: Dict[int, Block] = {}
-    block.apply(lambda one: found.setdefault(id(one), one))
-    return list(found.values())
-
-
 def arrays_in(value: Any) -> List[NDArray]:
     """Return all arrays in nested lists, tuples and dicts."""
     arrays: List[NDArray] = []
     map_arrays(value, arrays.append, lambda other: other)
     return arrays
-
-
-def outputs_of(graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]) -> List[NDArray]:
-    """Run a graph on values of its inputs; autograd can record it."""
-    symbol = graph.to_symbol(symbol_class)
-    outputs = CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
-    return list(as_list(outputs))
-
-
-def tensors_in(
-    graph: Graph, symbol_class: Any, values: Mapping[str, NDArray]
-) -> Dict[Output, Tensor]:
-    """Return dtype and shape of every node's outputs, for a graph that runs on `values`.
-
-    If a shape depends on values, the graph runs once in inference mode.
-    """
-    shapes = {name: array.shape for name, array in values.items()}
-    tensors = tensors_of(graph, dict(zip(values, dtypes_of(list(values.values())))), shapes)
-    unknown = [entry for entry, tensor in tensors.items() if tensor.shape is None]
-    if unknown:
-        with suspended(), autograd.pause(train_mode=False):
-            arrays = outputs_of(replace(graph, heads=unknown), symbol_class, values)
-        found = zip(unknown, dtypes_of(arrays), arrays)
-        tensors.update({entry: Tensor(dtype, array.shape) for entry, dtype, array in found})
-    return tensors
 
 
 def dense_values(array: NDArray) -> Any:
@@ -341,16 +364,16 @@ def dense_values(array: NDArray) -> Any:
 
 
 class Recorded:
-    """A loss that `record` computes, for several backward passes.
+    """The loss of a block, which `record` computes, for several backward passes.
 
-    MXNet can't run the backward pass of a loop in a graph twice: for these blocks each pass
-    computes the loss anew.
+    MXNet can't run the backward pass of a loop in a graph twice. For a block with loops, `record`
+    runs before each backward pass.
     """
 
     def __init__(self, block: Block, record: Callable[[], Any]) -> None:
         self._record = record
         self._loss, self._fresh = record(), True
-        self._once = any(map(_has_loops, descendants(block)))
+        self._once = any(map(_has_loops, blocks_in(block)))
 
     def gradients(self, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
         """Return the gradients of the loss times a scale; see `gradients_of`."""
@@ -361,6 +384,7 @@ class Recorded:
 
 
 def _has_loops(block: Block) -> bool:
+    """Return whether the graph of a hybridized block contains loops."""
     graph: Any = block._cached_graph if isinstance(block, HybridBlock) else ()
     return bool(graph) and not LOOPS.isdisjoint(Graph.from_symbol(graph[1]).operators)
 

@@ -183,7 +183,7 @@ class Observer(PatchSet):
         return self.on_call(call, lambda given: original(*given, axes))
 
     def _call_block(self, original: Callable[..., Any], block: HybridBlock, *args: Any) -> Any:
-        """Call a hybridized block, whose cached op is replaced so that `on_graph` gets its graph."""
+        """Call a hybridized block with a cached op whose graph `on_graph` gets."""
         if current_policy() is None and not isinstance(block._cached_op, PolicyCachedOp):
             follow(block, args)
             self._followed.add(block)

@@ -21,7 +21,6 @@ from typing import (
 
 import numpy as np
 from mxnet import autograd
-from mxnet.context import Context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 
@@ -31,24 +30,24 @@ from ...framework.arrays import dtypes_of
 from ...framework.wording import counted, shown
 from ...graph.casts.builder import HALVES
 from ...graph.casts.insert import PRECISION
-from ...graph.inspect import FLOATS, Tensor, precision_at
+from ...graph.inspect import FLOATS, precision_at
 from ...graph.ir import CASTS, Graph, Output
 from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler, positive_number
 from .batches import Batch, batches_of, block_of
+from .blocks import BlockNames, blocks_in
 from .isolated import (
+    BoundGraph,
+    IsolatedNet,
     IsolatedRun,
     Recorded,
     Seeds,
     arrays_in,
-    copied,
     dense_values,
-    descendants,
     loss_of,
     trained_arrays,
-    unchanged,
 )
 from .results import Drawn, Table, new_figure
 
@@ -229,7 +228,7 @@ def compare(
     if loss is not None and not callable(loss):
         raise ArgumentError(NOT_A_LOSS.format(given=shown(loss)))
     chosen = policy_for(dtype, policy)
-    batches = batches_of(data, labelled=loss is not None)
+    batches = batches_of(data, labeled=loss is not None)
     if not isinstance(net, Block):
         if loss is not None:
             raise ArgumentError(NO_LOSS)
@@ -281,18 +280,18 @@ class _Comparing:
         policy: Policy,
         loss_scale: Optional[float],
     ) -> None:
-        self.net, self.loss, self.policy = net, loss, policy
+        self.loss, self.policy = loss, policy
+        self.isolated = IsolatedNet(net, loss)
         #: The scale is lowered as in training, unless it was given.
         self.searching = loss_scale is None and policy.target_dtype == "float16"
         self.scale = loss_scale or (LossScaler().loss_scale if self.searching else 1.0)
-        self.block: Optional[Block] = None  # the net, or its copy
         self.seeds = Seeds()
         self.outputs, self.gradients = _Errors(), _Errors()
         self.sources: Dict[Key, FrozenSet[Key]] = {}
 
     def run(self, batches: Iterator[Batch]) -> Comparison:
         """Run all batches; return the errors."""
-        with self.seeds.kept():
+        with self.seeds.restored():
             for batch in batches:
                 self._compare(batch)
         return Comparison(
@@ -304,11 +303,9 @@ class _Comparing:
         )
 
     def _compare(self, batch: Batch) -> None:
-        block = self.block = self.block or copied(self.net, batch.inputs)
-        kept = [block] if block is self.net else []
-        with unchanged(*kept, self.loss):
+        with self.isolated.block(batch.inputs) as block:
             plain, gradients = self._pass(block, batch, None)
-        with unchanged(*kept, self.loss):
+        with self.isolated.block(batch.inputs) as block:
             mixed, scaled = self._pass(block, batch, self.policy)
         for key, layer in plain.layers.items():
             self.sources.setdefault(key, layer.sources)
@@ -326,8 +323,7 @@ class _Comparing:
         self, block: Block, batch: Batch, policy: Optional[Policy]
     ) -> Tuple["_LayerRun", Dict[str, Any]]:
         """Run a batch; return the layers, and the gradients by parameter."""
-        self.seeds.begin_run()
-        run = _LayerRun(self.net, self.seeds, plain=policy is None)
+        run = _LayerRun(self.isolated.net, self.seeds, plain=policy is None)
         training = self.loss is not None
         recording = autograd.record() if training else autograd.pause(train_mode=False)
         with autocast(enabled=policy is not None, policy=policy), run.opened():
@@ -390,8 +386,7 @@ class _LayerRun(IsolatedRun):
         self.layers: Dict[Key, _Layer] = {}
         #: The first layer that reads a parameter, by the parameter's name.
         self.readers: Dict[str, Key] = {}
-        names = [(block.prefix, block.name) for block in descendants(net)]
-        self._prefixes = sorted(names, key=lambda pair: -len(pair[0]))
+        self._block_names = BlockNames(net)
 
     @contextlib.contextmanager
     def watching(self, block: Block, inputs: Sequence[Any]) -> Iterator[None]:
@@ -400,7 +395,7 @@ class _LayerRun(IsolatedRun):
             self._producers[id(array)] = array, frozenset()
         hooks = [
             one.register_forward_hook(self._record_block)
-            for one in descendants(block)
+            for one in blocks_in(block)
             if not (isinstance(one, HybridBlock) and one._active)
         ]
         self._watching = True
@@ -411,45 +406,35 @@ class _LayerRun(IsolatedRun):
             for hook in hooks:
                 hook.detach()
 
-    def run_graph(
-        self,
-        graph: Graph,
-        symbol_class: Any,
-        tensors: Mapping[Output, Tensor],
-        values: Dict[str, NDArray],
-        context: Context,
-    ) -> List[NDArray]:
+    def run_graph(self, bound: BoundGraph) -> List[NDArray]:
         """Run a graph, and record each of its nodes whose output is read."""
         if not self._watching:
-            return super().run_graph(graph, symbol_class, tensors, values, context)
+            return super().run_graph(bound)
+        heads = bound.graph.heads
+        bound = bound.with_heads([*heads, *_inner_outputs(bound.graph)])
         # Before the run: CPUs lack kernels for much of a graph in half precision.
-        for i, node in enumerate(graph.nodes):
+        for i, node in enumerate(bound.graph.nodes):
             if not node.is_variable:
-                self._check(node.name, precision_at(graph, i, tensors))
-        heads = list(graph.heads)
-        graph = replace(graph, heads=[*heads, *_inner_outputs(graph)])
-        outputs = super().run_graph(graph, symbol_class, tensors, values, context)
-        keys = self._record_nodes(graph, tensors, values, dict(zip(graph.heads, outputs)))
+                self._check(node.name, precision_at(bound.graph, i, bound.tensors))
+        outputs = super().run_graph(bound)
+        keys = self._record_nodes(bound, dict(zip(bound.graph.heads, outputs)))
         for head, array in zip(heads, outputs):
             self._producers[id(array)] = array, keys.get(head, frozenset())
         return outputs[: len(heads)]
 
     def _record_nodes(
-        self,
-        graph: Graph,
-        tensors: Mapping[Output, Tensor],
-        values: Mapping[str, NDArray],
-        arrays: Mapping[Output, NDArray],
+        self, bound: BoundGraph, arrays: Mapping[Output, NDArray]
     ) -> Dict[Output, FrozenSet[Key]]:
         """Record the nodes of a graph; return the keys that each output was computed from."""
+        graph, tensors = bound.graph, bound.tensors
         rounded = _rounded(graph)
         keys: Dict[Output, FrozenSet[Key]] = {}
         for i, node in enumerate(graph.nodes):
             if node.is_variable:
-                keys[i, 0] = self._sources([values.get(node.name)])
+                keys[i, 0] = self._sources([bound.values.get(node.name)])
                 continue
             sources = frozenset().union(*(keys.get(entry, frozenset()) for entry in node.inputs))
-            block = next((b for prefix, b in self._prefixes if node.name.startswith(prefix)), "")
+            block = self._block_names.of_node(node.name)
             inputs = [graph.nodes[source] for source, _ in node.inputs]
             read = [one.name for one in inputs if one.is_variable]
             precision = precision_at(graph, i, tensors)

@@ -161,7 +161,6 @@ class Subject:
         power of two up to 2**16 at which all gradients are finite.
         """
         run, block = IsolatedRun(self.seeds), block or self.block
-        self.seeds.begin_run()
         outputs: List[Any] = []
         gradients: Results = {}
         loss = self.loss

@@ -40,7 +40,7 @@ from ...graph.ir import Graph, Node, Output
 from ...graph.speed.shape_rules import choose
 from ...policy.decision import CASTABLE, decide, fixed_inputs
 from ...policy.policy import Policy
-from ..debugging.isolated import dense_values, outputs_of, tensors_in, with_masks
+from ..debugging.isolated import BoundGraph, dense_values
 from .accuracy import Subject
 from .deadline import Deadline, OutOfTimeError
 from .tuning import LayerCost
@@ -152,21 +152,19 @@ class _Costs:
         self, subject: Subject, policy: Policy, seed: int, positions: Sequence[int]
     ) -> None:
         self._policy, self._training = policy, subject.training
-        self._context, self._class = subject.context, subject.symbol_class
+        self._context = subject.context
         self._is_np = subject.symbol_class is _Symbol
         self._random = np.random.RandomState(seed)
         self.seconds = 0.0  #: of the longest group
-        self._values = subject.values()
-        tensors = tensors_in(subject.graph, self._class, self._values)
+        unmasked = BoundGraph(subject.graph, subject.symbol_class, subject.values())
         with self._mode():
-            self._graph, masks = with_masks(subject.graph, tensors)
-        for name, mask in masks.items():
-            self._values[name] = mx.nd.array(mask, ctx=subject.context)
+            self._bound = unmasked.with_masks()
+        self._graph, self._tensors = self._bound.graph, self._bound.tensors
+        masks = self._bound.values.keys() - unmasked.values.keys()
         # The inputs for masks are inserted in between.
         own = [i for i, node in enumerate(self._graph.nodes) if node.name not in masks]
         #: The layers, by node of the graph with masks.
         self._positions = {own[position]: position for position in positions}
-        self._tensors = tensors_in(self._graph, self._class, self._values)
         read = [e for node in self._graph.nodes for e in node.inputs]
         self._read = {*read, *self._graph.heads}
 
@@ -201,11 +199,11 @@ class _Costs:
         began = time.perf_counter()
         needed = list(dict.fromkeys(entry for i in group for entry in self._needed(i)))
         with self._mode():
-            arrays = outputs_of(replace(self._graph, heads=needed), self._class, self._values)
+            arrays = self._bound.with_heads(needed).run()
         known = dict(zip(needed, arrays))
         for i, node in enumerate(self._graph.nodes):
             if node.is_variable:
-                known[i, 0] = self._values[node.name]
+                known[i, 0] = self._bound.values[node.name]
         moves: Dict[Output, Any] = {}
         gains: Dict[int, float] = {}
         for i in group:
@@ -258,7 +256,8 @@ class _Costs:
         try:
             # MaxPool has a right gradient only after a pass in training mode.
             with autograd.record(train_mode=True):
-                outputs = outputs_of(graph, self._class, {**self._values, **probes})
+                values = {**self._bound.values, **probes}
+                outputs = replace(self._bound, graph=graph, values=values).run()
             outputs = [one for one in outputs if dtypes_of([one])[0] == "float32"]
             for number in range(_PROBES):
                 heads = [_random_signs(one, self._random) for one in outputs]

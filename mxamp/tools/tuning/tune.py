@@ -175,7 +175,7 @@ def tune(
     subject = Subject(net, data, loss, labelled=loss is not None or metric is not None)
     if not on_device(list(subject.inputs.values()), base.device):
         raise ArgumentError(OTHER_DEVICE.format(own=base.device, data=subject.context))
-    with deadline.watched(progress), subject.seeds.kept(), suspended():
+    with deadline.watched(progress), subject.seeds.restored(), suspended():
         accuracy = Accuracy(subject, base.target_dtype, tolerance, deadline, seed)
         return Tuner(accuracy, base, seed, timed).run()
 

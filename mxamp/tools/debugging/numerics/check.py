@@ -35,10 +35,11 @@ from ....policy.active import suspended
 from ....policy.policy import Policy
 from ....policy.targets import check_target
 from ...tables import html_table, text_table
+from ..blocks import BlockNames
 from ..observing import Call, Observer, Run, patch_over
 from .findings import Finding, NumericsError
 from .gradient_watch import GradientWatch, unobserved_copy
-from .inspection import Inspection, Site, input_names, prefixes_of, site_of
+from .inspection import Inspection, Site, input_names, site_of
 
 __all__ = ["NumericsCheck", "check_numerics"]
 
@@ -318,10 +319,10 @@ class NumericsCheck(Observer):
         hook: Optional[Callable[[Site, Node, Any, Any], None]] = None,
     ) -> List[NDArray]:
         context = next(iter(inputs.values())).context
-        prefixes = prefixes_of(block)
+        block_names = BlockNames(block)
 
         def run(node: Node, arrays: Sequence[NDArray]) -> Sequence[NDArray]:
-            site = site_of(graph, node, prefixes)
+            site = site_of(graph, node, block_names)
             outputs = as_list(
                 self._judged(site, arrays, lambda given: run_node(node, given, context, is_np))
             )

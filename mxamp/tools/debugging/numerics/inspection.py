@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
-from mxnet.gluon.block import Block
 from mxnet.ndarray.ndarray import NDArray
 
 from ....framework.arrays import dtypes_of
@@ -22,6 +21,7 @@ from ....graph.inspect import FLOATS
 from ....graph.ir import CASTS, Graph, Node
 from ....policy.policy import Policy
 from ....policy.values import INFINITE_FROM, RANGES
+from ..blocks import BlockNames
 from .findings import Finding, Statistics, values_of
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "input_names",
     "is_float",
     "is_nonfinite",
-    "prefixes_of",
     "site_of",
 ]
 
@@ -67,23 +66,9 @@ class Site(NamedTuple):
     output: str = "output"
 
 
-def prefixes_of(block: Optional[Block]) -> Mapping[str, str]:
-    """Return the names of a block and its children by the prefix of their nodes, longest first."""
-    found: Dict[str, str] = {}
-
-    def visit(one: Block) -> None:
-        found.setdefault(one.prefix, one.name)
-        for child in one._children.values():
-            visit(child)
-
-    if block is not None:
-        visit(block)
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
-
-
-def site_of(graph: Graph, node: Node, prefixes: Mapping[str, str]) -> Site:
+def site_of(graph: Graph, node: Node, block_names: BlockNames) -> Site:
     """Return the site of a node; a cast that rounds a result is named after its source."""
-    block = next((name for prefix, name in prefixes.items() if node.name.startswith(prefix)), "")
+    block = block_names.of_node(node.name)
     operator, sources = resolve(node.op), [graph.nodes[i] for i, _ in node.inputs]
     names = [
         source.name if source.is_variable else name
