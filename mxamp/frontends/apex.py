@@ -30,7 +30,7 @@ from ..policy.active import FLOAT32, chose_float32, current_policy
 from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
 from ..scaling.scaler import Float32Scaler, LossScaler, NoScaler, Scaler, StaticLossScaler
-from ..scaling.trainer import attach_hook, hook_in_force
+from ..scaling.trainer import active_hook, attach_hook
 from .automatic import hand_over
 
 __all__ = ["initialize"]
@@ -186,7 +186,7 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
             "use one of the two, or call mxamp.shutdown() before"
         )
     for trainer in trainers:
-        hook = hook_in_force(trainer)
+        hook = active_hook(trainer)
         if hook is not None:
             hook.check_scaled_by("initialize")
             raise StateError("initialize was called for this trainer already")

@@ -85,7 +85,7 @@ class _AutomaticRun(FrontEnd):
         """Take the patch off, forget the scale, and leave the trainers to other APIs."""
         super().close()
         if self.scale is not None:
-            self.scale.end(backward_patches.trainers)
+            self.scale.retire_hooks(backward_patches.trainers)
         self.policy = self.scale = None
 
     def summarize(self) -> None:

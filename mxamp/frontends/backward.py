@@ -20,13 +20,13 @@ from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..patches.eager import updated_arrays
 from ..scaling.hook import TrainerHook
-from ..scaling.loss_outputs import build_init as build_custom_init
+from ..scaling.loss_outputs import build_custom_op_init
 from ..scaling.shared_scale import (
     SharedScale,
-    attach,
-    hook_with_shared_scale,
-    scale_in_force,
+    attach_shared_scale,
+    lowest_scale,
     scale_of,
+    shared_scale_hook,
 )
 from .scaled_pass import Heads, PassResult, ScaledPass, unscaled
 from .variables import Variables, imported
@@ -69,7 +69,7 @@ class _BackwardPatches(FrontEnd):
             *imported(autograd, "grad", wrapping(_patched_grad)),
             *self.variables.patches(),
             self.pass_.patch(),
-            Patch(CustomOpProp, "__init__", build_custom_init),
+            Patch(CustomOpProp, "__init__", build_custom_op_init),
         ]
 
     def open(self) -> None:
@@ -88,9 +88,9 @@ class _BackwardPatches(FrontEnd):
         self.variables.clear()
         updated_arrays.stop()
 
-    def attach(self, trainer: Trainer, shared: SharedScale) -> None:
-        """Let a trainer skip the steps whose backward pass has overflowed."""
-        attach(trainer, shared)
+    def add_trainer(self, trainer: Trainer, shared: SharedScale) -> None:
+        """Scale a trainer's losses by a shared scale from now on, inside backward passes."""
+        attach_shared_scale(trainer, shared)
         self.trainers.add(trainer)
         self._has_new_trainer = True
 
@@ -110,7 +110,7 @@ class _BackwardPatches(FrontEnd):
             self._has_new_trainer = False
             # A trainer and its hook hold each other: collect the trainers that this one replaces.
             gc.collect()
-        found = [hook_with_shared_scale(trainer) for trainer in list(self.trainers)]
+        found = [shared_scale_hook(trainer) for trainer in list(self.trainers)]
         return [hook for hook in found if hook is not None]
 
 
@@ -126,7 +126,7 @@ def _patched_init(original: Original, self: Trainer, *args: Any, **kwargs: Any) 
     if shared is None:
         return
     try:
-        backward_patches.attach(self, shared)
+        backward_patches.add_trainer(self, shared)
     except AmpError as error:
         if own is not None:
             raise
@@ -226,7 +226,7 @@ def _patched_grad(
 
 def _scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
     """Return the scale of a pass from these heads: the lowest of all trainers."""
-    scale = scale_in_force(hooks).loss_scale
+    scale = lowest_scale(hooks).loss_scale
     if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
         scale = min(scale, _HALF_LIMIT)
     return scale
@@ -242,5 +242,5 @@ def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, fini
         # All workers hold the same scale, and this overflow is seen by one of them.
         logger.info(RUN_AGAIN, tried, used, "in this worker alone")
     else:
-        after = f"and the next one uses {scale_in_force(hooks).lower(tried):g}"
+        after = f"and the next one uses {lowest_scale(hooks).lower(tried):g}"
         logger.info(RUN_AGAIN, tried, used, after)

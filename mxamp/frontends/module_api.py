@@ -188,7 +188,7 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
     scale = state.scale if state.in_graph else shared.loss_scale
     # The sum has to carry the same scale as what is added to it.
     multiply(_gradients(self, adding=True), scale)
-    with scaled_custom_ops(scale, stays_inside=True):
+    with scaled_custom_ops(scale, unscaled_outside=True):
         original(self, _times(out_grads, scale))
     state.overflown = bool(unscale(_gradients(self), scale))
 

@@ -26,7 +26,7 @@ from ..patches.eager import updated_arrays
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..scaling.finite import all_finite, multiply, unscale
-from ..scaling.loss_outputs import calls_so_far, in_unscaled_backward, scaled_heads
+from ..scaling.loss_outputs import count_scaled_backwards, in_unscaled_backward, scaled_outputs
 from .variables import Variable, by_gradient, parameters_without_gradients
 
 __all__ = ["Heads", "PassResult", "ScaledPass", "unscaled"]
@@ -192,9 +192,9 @@ class ScaledPass:
                 self.scale = min(scale, max(scale / divisor, 1.0))
                 self._written_inside.clear()
                 self._overflown_inside.clear()
-                calls = self._calls + calls_so_far()
+                calls = self._calls + count_scaled_backwards()
                 yield self.scale
-                if self._calls + calls_so_far() > calls:
+                if self._calls + count_scaled_backwards() > calls:
                     random.setstate(drawn[0])
                     np.random.set_state(drawn[1])
                 if not arrays:
@@ -251,7 +251,7 @@ def unscaled(gradient: NDArray, scale: float) -> NDArray:
 @contextmanager
 def _scaled(scale: float) -> Iterator[None]:
     """Multiply the head gradients of the backward pass in the body; wait for it to end."""
-    with scaled_heads(scale, stays_inside=True):
+    with scaled_outputs(scale, unscaled_outside=True):
         yield
         mx.nd.waitall()
 

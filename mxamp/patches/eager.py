@@ -25,8 +25,7 @@ from ..policy.active import current_policy, note_precision
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
 from ..policy.rules import reason_by_sums
-from ..scaling.loss_outputs import HANDLES as LOSS_OUTPUT_HANDLES
-from ..scaling.loss_outputs import scalable_inputs
+from ..scaling.loss_outputs import LOSS_OUTPUT_HANDLES, scalable_inputs
 
 __all__ = [
     "INVOKE_MODULES",

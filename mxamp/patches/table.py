@@ -144,7 +144,7 @@ ALL = (
         "on few cores NumPy updates weights several times as fast, to the same bits"),
     Row(gluon.utils, "clip_global_norm", finite.build_clip_global_norm,
         "the square of a norm overflows half precision"),
-    Row(CustomOpProp, "__init__", loss_outputs.build_init,
+    Row(CustomOpProp, "__init__", loss_outputs.build_custom_op_init,
         "custom operators that ignore the head gradient return gradients without the loss scale"),
 )  # fmt: skip
 

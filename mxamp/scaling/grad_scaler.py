@@ -23,7 +23,7 @@ from ..policy.targets import check_truth
 from .hook import Stage, TrainerHook
 from .passes import ScaledLosses, passes
 from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict, positive_number
-from .trainer import attach_hook, check_unscaled, hook_in_force, hook_of, map_losses, scaled_loss
+from .trainer import active_hook, attach_hook, check_unscaled, hook_of, map_losses, scaled_loss
 
 __all__ = ["GradScaler"]
 
@@ -39,8 +39,8 @@ NOTHING_SCALED = (
 )
 
 
-class _TrainerView(Scaler):
-    """The scaler of one trainer's hook: it reports steps to the `GradScaler`."""
+class _ForwardingScaler(Scaler):
+    """Scaler of one trainer's hook that forwards to the `GradScaler` of all its trainers."""
 
     def __init__(self, owner: "GradScaler") -> None:
         super().__init__(1.0)
@@ -139,17 +139,17 @@ class GradScaler:
             return loss
         scale = self.get_scale()
         check_unscaled(loss)
-        losses = ScaledLosses(scale, (self,), sets_outputs=True)
+        losses = ScaledLosses(scale, (self,), scales_outputs=True)
 
-        def scaled(array: NDArray) -> NDArray:
+        def scale_array(array: NDArray) -> NDArray:
             self._losses.append(array.detach())
-            made = scaled_loss(array, scale)
-            if made is not array:
-                losses.made[id(made)] = made
-            return made
+            scaled = scaled_loss(array, scale)
+            if scaled is not array:
+                losses.scaled[id(scaled)] = scaled
+            return scaled
 
         with autograd.record(train_mode=autograd.is_training()):
-            result = map_losses(loss, scaled)
+            result = map_losses(loss, scale_array)
         passes.add(losses)
         return result
 
@@ -157,7 +157,7 @@ class GradScaler:
         """Divide a trainer's gradients by the scale, to clip or read them before `step`."""
         if not self._enabled:
             return
-        hook = self._hook(trainer)
+        hook = self._attached_hook(trainer)
         if hook.stage is Stage.NONE:
             hook.mark_scaled()
         hook.unscale()
@@ -172,13 +172,13 @@ class GradScaler:
         if not self._enabled:
             trainer.step(batch_size, ignore_stale_grad)
             return
-        hook = self._hook(trainer)
+        hook = self._attached_hook(trainer)
         hook.check("step")
         if not self._losses:
             logger.warning(NOTHING_SCALED, self.get_scale())
         hook.mark_scaled(self._losses)
         trainer.step(batch_size, ignore_stale_grad)
-        hook.wait_for_update(True)
+        hook.set_stepped(True)
         self._stepped.add(hook)
 
     def update(self, new_scale: Optional[float] = None) -> None:
@@ -203,7 +203,7 @@ class GradScaler:
         self._finite, self._losses = [], []
         passes.forget(self)
         for hook in list(self._stepped):
-            hook.wait_for_update(False)
+            hook.set_stepped(False)
         self._stepped.clear()
 
     def state_dict(self) -> Dict[str, Any]:
@@ -234,14 +234,15 @@ class GradScaler:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state, _stepped=weakref.WeakSet())
 
-    def _hook(self, trainer: Trainer) -> TrainerHook:
-        if hook_in_force(trainer) is None:
+    def _attached_hook(self, trainer: Trainer) -> TrainerHook:
+        """Return a trainer's hook, attached at first use; raise if it is another scaler's."""
+        if active_hook(trainer) is None:
             if not isinstance(trainer, Trainer):
                 raise ArgumentError(f"a GradScaler takes a gluon.Trainer, not {shown(trainer)}")
-            attach_hook(trainer, _TrainerView(self), scaled_by="GradScaler")
+            attach_hook(trainer, _ForwardingScaler(self), scaled_by="GradScaler")
         hook = hook_of(trainer)
         hook.check_scaled_by("GradScaler")
-        if not isinstance(hook.scaler, _TrainerView) or hook.scaler.owner is not self:
+        if not isinstance(hook.scaler, _ForwardingScaler) or hook.scaler.owner is not self:
             raise StateError(OTHER_GRAD_SCALER)
         return hook
 

@@ -1,6 +1,6 @@
 """The loss-scaling state of one trainer, and the overflow check before each update.
 
-`Trainer._update` asks `self._amp_loss_scaler.has_overflow(params)` before it updates, and skips
+`Trainer._update` calls `self._amp_loss_scaler.has_overflow(params)` before it updates, and skips
 the update on True. By then `step` has reduced the gradients of all devices and set the optimizer's
 `rescale_grad`, which takes the scale out again.
 
@@ -57,10 +57,10 @@ __all__ = [
     "Stage",
     "StepReport",
     "TrainerHook",
-    "check_before_updates",
+    "install_overflow_check",
     "observe_steps",
     "stop_observing",
-    "take_out_scale",
+    "unscale_update",
 ]
 
 logger = logging.getLogger("mxamp")
@@ -137,8 +137,8 @@ class _Pending:
 
     stage: Stage = Stage.NONE
     scale: float = 1.0  #: of the losses, and of the gradients until they are unscaled
-    losses: int = 0  #: how many were scaled
-    values: List[NDArray] = field(default_factory=list)  #: the unscaled losses
+    loss_count: int = 0  #: how many were scaled
+    losses: List[NDArray] = field(default_factory=list)  #: the unscaled losses
     overflown: AbstractSet[int] = frozenset()  #: arrays with non-finite gradients, by `id`
     reduced: bool = False  #: summed over devices already
 
@@ -147,36 +147,39 @@ class _Pending:
         """Whether the gradients come from a scaled loss and wait for their step."""
         return self.stage in (Stage.SCALED, Stage.UNSCALED)
 
-    def add(self, scale: float, values: Sequence[NDArray]) -> None:
-        """Count scaled losses; the first of them set the scale until the step."""
+    def add(self, scale: float, losses: Sequence[NDArray]) -> None:
+        """Record scaled losses; the first after a step set the scale until the next."""
         if self.stage is Stage.NONE:
             self.scale, self.stage = scale, Stage.SCALED  # in this order: other threads read both
-        self.losses += 1
-        self.values.extend(values)
+        self.loss_count += 1
+        self.losses.extend(losses)
 
-    def take_back(self, values: Sequence[NDArray]) -> None:
+    def remove(self, losses: Sequence[NDArray]) -> None:
         """Undo `add` for losses whose scaling failed."""
-        self.losses = max(self.losses - 1, 0)
-        self.stage = self.stage if self.losses else Stage.NONE
-        self.values = [one for one in self.values if all(one is not value for value in values)]
+        self.loss_count = max(self.loss_count - 1, 0)
+        self.stage = self.stage if self.loss_count else Stage.NONE
+        self.losses = [one for one in self.losses if all(one is not value for value in losses)]
 
 
 #: Held while a hook marks its gradients: several threads may scale losses of one trainer.
 _lock = threading.Lock()
 
 
-def _growth_setting(name: str, check: Callable[[Any], Any]) -> Any:
-    """Return a property for a field of `LossScaler`; other scalers ignore an assignment."""
+def _loss_scaler_property(name: str, check: Callable[[Any], Any]) -> Any:
+    """Return a property of hooks for the attribute `name` of their `LossScaler`.
 
-    def read(hook: "TrainerHook") -> Any:
+    With any other scaler, it is the attribute of a new `LossScaler`, and can't be changed.
+    """
+
+    def read_attribute(hook: "TrainerHook") -> Any:
         return getattr(hook.scaler.origin, name, getattr(LossScaler(), name))
 
-    def assign(hook: "TrainerHook", value: Any) -> None:
+    def assign_checked(hook: "TrainerHook", value: Any) -> None:
         value = check(value)
         if isinstance(hook.scaler.origin, LossScaler):
             setattr(hook.scaler.origin, name, value)
 
-    return property(read, assign)
+    return property(read_attribute, assign_checked)
 
 
 class TrainerHook:
@@ -201,7 +204,7 @@ class TrainerHook:
         self._skips_in_a_row, self._has_warned_of_skips = 0, False
         self._first_nonfinite: Tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
-        self.most_losses = 0  #: the most losses scaled for one step
+        self.max_loss_count = 0  #: the most losses scaled for one step
         self.reduction = Reduction(trainer)
         self._pending = _Pending()
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
@@ -220,11 +223,11 @@ class TrainerHook:
 
     # The attributes of contrib's scaler, which scripts save and restore by themselves.
     _loss_scale = _next_loss_scale = property(lambda hook: hook.scaler.loss_scale, _assign_scale)
-    _unskipped = _growth_setting("_clean_steps", partial(whole_number, "_unskipped"))
-    _scale_seq_len = _growth_setting(
+    _unskipped = _loss_scaler_property("_clean_steps", partial(whole_number, "_unskipped"))
+    _scale_seq_len = _loss_scaler_property(
         "_growth_interval", partial(whole_number, "_scale_seq_len", least=1)
     )
-    _max_loss_scale = _growth_setting("_max_scale", float)
+    _max_loss_scale = _loss_scaler_property("_max_scale", float)
 
     def check_scaled_by(self, *allowed: str) -> None:
         """Raise `StateError` if an API that is not `allowed` scales this trainer's losses."""
@@ -239,9 +242,9 @@ class TrainerHook:
         return self._pending.stage
 
     @property
-    def losses(self) -> int:
+    def loss_count(self) -> int:
         """The number of losses scaled since the last step, for this trainer or for all."""
-        return self._pending.losses
+        return self._pending.loss_count
 
     def check(self, action: str) -> None:
         """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now."""
@@ -249,67 +252,67 @@ class TrainerHook:
             raise StateError(_ILLEGAL[action, self.stage])
 
     @contextmanager
-    def scaling(self, scale: float, values: Sequence[NDArray]) -> Iterator[None]:
-        """Mark the gradients of losses scaled by `scale`; an error inside undoes the mark.
+    def scaling(self, scale: float, losses: Sequence[NDArray]) -> Iterator[None]:
+        """Context in which `losses` are scaled: mark their gradients, unless the body fails.
 
-        `values` are the unscaled losses, checked if the step overflows.
+        `losses` are unscaled arrays, checked if the step overflows.
         """
         with _lock:
             self.check("scale")
             pending = self._pending
-            pending.add(scale, values)
+            pending.add(scale, losses)
             pending.reduced, self._may_warn = False, False
         try:
             yield
         except BaseException:
             with _lock:
-                pending.take_back(values)
+                pending.remove(losses)
             raise
 
-    def mark_scaled(self, values: Sequence[NDArray] = ()) -> None:
-        """Mark the gradients as scaled, without `scale_loss`; `values` are the unscaled losses."""
+    def mark_scaled(self, losses: Sequence[NDArray] = ()) -> None:
+        """Mark the gradients as scaled, without `scale_loss`; `losses` are the unscaled losses."""
         with _lock:
-            self._pending.add(self.loss_scale, values)
+            self._pending.add(self.loss_scale, losses)
 
     def mark_unscaled(
         self,
         scale: float,
         replaced: AbstractSet[int],
         overflown: AbstractSet[int],
-        values: Sequence[NDArray] = (),
+        losses: Sequence[NDArray] = (),
     ) -> None:
-        """Record a backward pass that has scaled the loss and unscaled the gradients.
+        """Record a backward pass that has scaled its losses and unscaled the gradients.
 
         `replaced` and `overflown` are arrays by `id`: those whose gradients the pass has replaced,
-        and those whose gradients are not finite. `values` are the losses of the pass. Losses of
+        and those whose gradients are not finite. `losses` are the losses of the pass. Losses of
         earlier passes, possibly for other trainers, are forgotten.
         """
         with _lock:
             found = (self._pending.overflown - replaced) | overflown
-            losses = self._pending.losses + 1
-            self._pending = _Pending(Stage.UNSCALED, scale, losses, list(values), found)
+            loss_count = self._pending.loss_count + 1
+            self._pending = _Pending(Stage.UNSCALED, scale, loss_count, list(losses), found)
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale, and record which are not finite."""
         self.check("unscale")
-        self._settle()
+        self._equalize_scales()
         pairs = [(p, g) for p, of_one in fresh_gradients(self.trainer._params) for g in of_one]
         bad = unscale([gradient for _, gradient in pairs], self._pending.scale)
-        if self._checks:
+        if self._checks_gradients:
             self._pending.overflown |= {id(pairs[i][0].list_data()[0]) for i in bad}
         self._pending.stage = Stage.UNSCALED
         passes.set_scale(self.trainer, 1.0)
 
-    def wait_for_update(self, waits: bool) -> None:
-        """Forbid a second step before the update of a `GradScaler`, or allow it again."""
-        self._pending.stage = Stage.STEPPED if waits else Stage.NONE
+    def set_stepped(self, stepped: bool) -> None:
+        """Set the stage to STEPPED, in which another `step` raises, or back to NONE."""
+        self._pending.stage = Stage.STEPPED if stepped else Stage.NONE
         self.trainer.amp_loss_scale = self.loss_scale
 
     def reduce(self) -> None:
-        """Sum scaled gradients over devices, once: clipping needs the sum before `step` does."""
-        if self._pending.reduced:
+        """Sum the gradients over devices and workers."""
+        if self._pending.reduced:  # to clip them, before `step`
             return
-        self._settle()
+        self._equalize_scales()
         self.reduction.wait_for_weights()
         if self.scaler.checks:
             self.reduction.compare_workers(self.scaler)
@@ -320,56 +323,56 @@ class TrainerHook:
         self.reduction.sum(self._pending.overflown)
         self._pending.reduced = self._pending.is_marked
 
-    def _settle(self) -> None:
-        """Bring all gradients to the scale of this trainer; raise if nothing takes it out."""
+    def _equalize_scales(self) -> None:
+        """Rescale all gradients to one scale; raise if another trainer's loss has scaled them."""
         if not self._pending.is_marked:
-            passes.check_own(self.trainer)
+            passes.check_gradients_unscaled(self.trainer)
         else:
-            own = self._pending.scale if self.stage is Stage.SCALED else 1.0
-            passes.convert(self.trainer, own)
+            scale = self._pending.scale if self.stage is Stage.SCALED else 1.0
+            passes.rescale(self.trainer, scale)
 
     @property
-    def _checks(self) -> bool:
+    def _checks_gradients(self) -> bool:
         return self.scaler.checks or self._pending.scale != 1
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
-        """Return whether `Trainer._update` has to skip the update."""
-        self._settle()
+        """Record a step, and return whether `Trainer._update` has to skip it. MXNet calls this."""
+        self._equalize_scales()
         optimizer = self.trainer._optimizer
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         pending, scale, stage = self._pending, self._pending.scale, self.stage
         self.last_stage = stage if pending.is_marked else Stage.NONE
         if not pending.is_marked:
-            self._warn_of_no_scaling()
-            self._tell(StepReport(True, 1.0, self.loss_scale), ())
+            self._warn_if_never_scaled()
+            self._notify(StepReport(True, 1.0, self.loss_scale), ())
             return False
         # All workers use the gradients that one of them has computed.
         stale = self.reduction.workers is not None
-        fresh = fresh_gradients(params, stale) if self._checks else []
+        fresh = fresh_gradients(params, stale) if self._checks_gradients else []
         arrays = [gradient for _, of_one in fresh for gradient in of_one]
         # A script may have hidden an overflow since, for example by clipping element by element.
         hidden = any(self._has_overflown(param) for param, _ in fresh)
         finite = not hidden and all_finite(arrays)
         if finite and stage is Stage.SCALED:
-            take_out_scale(optimizer, arrays, scale)
-        report = self._report(finite, scale, fresh)
+            unscale_update(optimizer, arrays, scale)
+        report = self._update_scaler(finite, scale, fresh)
         self._pending = _Pending()
-        self.most_losses = max(self.most_losses, pending.losses)
+        self.max_loss_count = max(self.max_loss_count, pending.loss_count)
         passes.forget(self, self.trainer)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.publish(report)
-        self._tell(report, pending.values)
-        self._watch(report)
+        self._notify(report, pending.losses)
+        self._check_skips(report)
         return not finite
 
-    def _tell(self, report: StepReport, losses: Sequence[NDArray]) -> None:
-        """Pass a report on to the trainer's observers, and end the wait for gradients."""
-        _tell_observers(self.trainer, report, losses)
+    def _notify(self, report: StepReport, losses: Sequence[NDArray]) -> None:
+        """Call the trainer's observers, and stop the timer that warns of a long sum."""
+        _notify_observers(self.trainer, report, losses)
         self.reduction.end_wait()
 
-    def _watch(self, report: StepReport) -> None:
-        """Log a step; warn of a run that only skips, or end it at the limit of skips in a row."""
+    def _check_skips(self, report: StepReport) -> None:
+        """Log a step; warn of many skips in a row, and raise `StateError` at the limit."""
         _log_step(report)
         if report.stepped:
             self._skips_in_a_row = 0
@@ -392,7 +395,8 @@ class TrainerHook:
             self._has_warned_of_skips = True
             logger.warning(message)
 
-    def _report(self, finite: bool, scale: float, fresh: Gradients) -> StepReport:
+    def _update_scaler(self, finite: bool, scale: float, fresh: Gradients) -> StepReport:
+        """Update the loss scale after a step with these gradients; return the step's report."""
         if finite:
             return StepReport(True, scale, self.scaler.update(True))
         names = tuple(
@@ -404,15 +408,16 @@ class TrainerHook:
         for param, _ in fresh:
             for data in param.list_data():
                 data._fresh_grad = False
-        loss_finite = all_finite(self._pending.values)
+        loss_finite = all_finite(self._pending.losses)
         self.scaler.back_off_from(scale)
         return StepReport(False, scale, self.scaler.update(False), names, loss_finite)
 
     def _has_overflown(self, param: Parameter) -> bool:
+        """Return whether a backward pass found a gradient of the parameter that is not finite."""
         return any(id(data) in self._pending.overflown for data in param.list_data())
 
-    def _warn_of_no_scaling(self) -> None:
-        """Warn at a first step without a scaled loss, unless the dtype needs no scale."""
+    def _warn_if_never_scaled(self) -> None:
+        """Warn once, if steps begin without a scaled loss; bfloat16 needs none."""
         policy = current_policy()
         needed = policy is None or policy.target_dtype != "bfloat16"
         if self._may_warn and self.loss_scale != 1 and needed:
@@ -420,7 +425,7 @@ class TrainerHook:
         self._may_warn = False
 
     def publish(self, report: Optional[StepReport]) -> None:
-        """Set the trainer's attributes."""
+        """Set the trainer's `amp_loss_scale`, `amp_last_step`, `amp_steps` and `amp_skips`."""
         self.trainer.amp_loss_scale = self.loss_scale
         self.trainer.amp_last_step = report
         self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
@@ -437,7 +442,7 @@ class TrainerHook:
         load_states(self.trainer, fname, self.load_state_dict)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the scaler's state and the counts."""
+        """Return the scaler's state and the counts of steps and skips."""
         return {"scaler": self.scaler.state_dict(), "steps": self.steps, "skips": self.skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -457,7 +462,7 @@ class TrainerHook:
 
 
 def _log_step(report: StepReport) -> None:
-    """Log a step that was skipped or has changed the scale."""
+    """Log a step if it was skipped or has changed the scale."""
     scale = f"loss scale {report.loss_scale:g}"
     if report.next_loss_scale != report.loss_scale:
         scale += f" -> {report.next_loss_scale:g}"
@@ -467,8 +472,8 @@ def _log_step(report: StepReport) -> None:
     logger.info("%s%s", "" if report.stepped else skipped, scale)
 
 
-def take_out_scale(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> None:
-    """Make an optimizer update with gradients without their scale.
+def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> None:
+    """Divide an optimizer's `rescale_grad`, or else the gradients, by the loss scale.
 
     MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Optimizers
     that may not do so, or read gradients before, get gradients that are divided here.
@@ -485,8 +490,8 @@ def take_out_scale(optimizer: Any, gradients: Sequence[NDArray], scale: float) -
         multiply(gradients, 1.0 / scale)
 
 
-def check_before_updates(trainer: Trainer) -> None:
-    """Make a trainer of MXNet 1.7 ask its `_amp_loss_scaler` too, as later versions do."""
+def install_overflow_check(trainer: Trainer) -> None:
+    """Make a trainer of MXNet 1.7 call `has_overflow` before updates, as later versions do."""
     if has_feature("skipped_updates"):
         return
     trainer._update = partial(_update_if_finite, trainer)
@@ -505,11 +510,12 @@ def _update_if_finite(trainer: Trainer, ignore_stale_grad: bool = False) -> None
 #: losses, are computed by then.
 StepObserver = Callable[[StepReport, Sequence[NDArray]], None]
 
+#: Global, and not in the hook: a trainer without loss scaling can be observed too.
 _observers: MutableMapping[Trainer, List[StepObserver]] = weakref.WeakKeyDictionary()
 
 
-class _PlainSteps:
-    """The loss scaler of a trainer without loss scaling, while its steps are observed."""
+class _StepReporter:
+    """In the place of a trainer's loss scaler: reports steps without loss scaling to observers."""
 
     loss_scale = 1.0
 
@@ -518,18 +524,18 @@ class _PlainSteps:
 
     def has_overflow(self, params: Sequence[Any]) -> bool:
         del params
-        _tell_observers(self._trainer, StepReport(True, 1.0, 1.0), ())
+        _notify_observers(self._trainer, StepReport(True, 1.0, 1.0), ())
         return False
 
 
 def observe_steps(trainer: Trainer, observer: StepObserver) -> None:
     """Call `observer` after each of a trainer's steps, until `stop_observing`."""
     scaler = getattr(trainer, "_amp_loss_scaler", None)
-    if scaler is not None and not isinstance(scaler, (TrainerHook, _PlainSteps)):
+    if scaler is not None and not isinstance(scaler, (TrainerHook, _StepReporter)):
         raise StateError(FOREIGN_SCALER.format(kind=type(scaler).__module__))
     if scaler is None:
-        trainer._amp_loss_scaler = _PlainSteps(trainer)
-        check_before_updates(trainer)
+        trainer._amp_loss_scaler = _StepReporter(trainer)
+        install_overflow_check(trainer)
     _observers.setdefault(trainer, []).append(observer)
 
 
@@ -539,11 +545,11 @@ def stop_observing(trainer: Trainer, observer: StepObserver) -> None:
     if _observers[trainer]:
         return
     del _observers[trainer]
-    if isinstance(getattr(trainer, "_amp_loss_scaler", None), _PlainSteps):
+    if isinstance(getattr(trainer, "_amp_loss_scaler", None), _StepReporter):
         del trainer._amp_loss_scaler
-        vars(trainer).pop("_update", None)  # of check_before_updates
+        vars(trainer).pop("_update", None)  # of install_overflow_check
 
 
-def _tell_observers(trainer: Trainer, report: StepReport, losses: Sequence[NDArray]) -> None:
+def _notify_observers(trainer: Trainer, report: StepReport, losses: Sequence[NDArray]) -> None:
     for observer in tuple(_observers.get(trainer, ())):
         observer(report, losses)

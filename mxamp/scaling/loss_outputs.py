@@ -43,18 +43,18 @@ from ..policy.decision import CASTABLE
 from .finite import multiply
 
 __all__ = [
-    "HANDLES",
-    "calls_so_far",
-    "build_init",
+    "LOSS_OUTPUT_HANDLES",
+    "count_scaled_backwards",
+    "build_custom_op_init",
     "in_unscaled_backward",
     "scalable_inputs",
     "scale_array",
     "scaled_custom_ops",
-    "scaled_heads",
+    "scaled_outputs",
 ]
 
 #: Names of the operators whose eager calls may need a scalable input, by handle.
-HANDLES = {handle_of(name): name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
+LOSS_OUTPUT_HANDLES = {handle_of(name): name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
 
 #: The scale by context. Recorded graphs hold these arrays, so each is made once per process.
 _scales: Dict[Any, NDArray] = {}
@@ -62,20 +62,29 @@ atexit.register(_scales.clear)  # before MXNet's library is unloaded
 _lock = threading.Lock()
 hold_during_forks(_lock)
 
-#: The scale of each region that may run backward passes, and whether it stays inside them.
-_regions: Dict[object, Tuple[float, bool]] = {}
-_thread = threading.local()
+
+class _CustomBackwards:
+    """The backward passes of custom operators, which MXNet runs in threads of its own."""
+
+    def __init__(self) -> None:
+        #: Scale and `unscaled_outside` of each `scaled_custom_ops` that runs, outermost first.
+        self.contexts: Dict[object, Tuple[float, bool]] = {}
+        self.count = 0  #: how many have run with a scale
+        self.thread = threading.local()  #: `unscaled`: it runs one on unscaled gradients
 
 
-#: How many backward passes of custom operators have run with a scale.
-_counts = {"calls": 0}
+#: One per process, like MXNet's threads.
+_backwards = _CustomBackwards()
 
 
 def scalable_inputs(
     handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]
 ) -> List[NDArray]:
-    """Return the inputs of a recorded call to one of `HANDLES`, with scalable gradients."""
-    name = HANDLES[handle]
+    """Return an operator's inputs; if it starts backward, with gradients that get the loss scale.
+
+    `handle` is one of `LOSS_OUTPUT_HANDLES`.
+    """
+    name = LOSS_OUTPUT_HANDLES[handle]
     if not starts_backward(name, attributes):
         return list(arrays)
     count = len(arrays) - auxiliary_states(attributes) if name in WRITTEN_BY_USERS else 1
@@ -86,7 +95,7 @@ def scalable_inputs(
 
 
 def _with_scalable_gradient(data: NDArray) -> NDArray:
-    """Return an array with the values of `data` whose gradient `scaled_heads` multiplies."""
+    """Return an array with the values of `data`, whose gradient `scaled_outputs` multiplies."""
     classic = plain_array(data)
     with suspended():
         scale = scale_array(data.context).reshape((1,) * max(data.ndim, 1))
@@ -99,7 +108,7 @@ def _with_scalable_gradient(data: NDArray) -> NDArray:
 
 
 def scale_array(ctx: Any) -> NDArray:
-    """Return the array that holds the scale of a context's output operators."""
+    """Return the array of one element that holds the loss scale for output operators on `ctx`."""
     with _lock, autograd.pause():
         if ctx not in _scales:
             _scales[ctx] = mx.nd.ones((1,), ctx=ctx)
@@ -107,43 +116,43 @@ def scale_array(ctx: Any) -> NDArray:
 
 
 @contextmanager
-def scaled_heads(scale: float, stays_inside: bool = False) -> Iterator[None]:
-    """Multiply gradients that output and custom operators start by `scale`, inside the region.
+def scaled_outputs(scale: float, unscaled_outside: bool = False) -> Iterator[None]:
+    """Context in which the gradients of output and custom operators are multiplied by `scale`.
 
-    `stays_inside` says that gradients leave the backward pass without the scale. Waits for the
-    passes if custom operators (`mx.operator.CustomOp`) are in use.
+    With `unscaled_outside` the caller unscales gradients after the backward pass. At its end the
+    context waits for the pass if custom operators (`mx.operator.CustomOp`) are in use.
     """
     if scale == 1:
         yield
         return
     try:
-        _set(scale)
-        with scaled_custom_ops(scale, stays_inside):
+        _set_scale_arrays(scale)
+        with scaled_custom_ops(scale, unscaled_outside):
             yield
     finally:
-        _set(1)
+        _set_scale_arrays(1)
 
 
-def _set(value: float) -> None:
+def _set_scale_arrays(scale: float) -> None:
     with _lock, autograd.pause():
         for array in _scales.values():
-            array[:] = value
+            array[:] = scale
 
 
 @contextmanager
-def scaled_custom_ops(scale: float, stays_inside: bool = False) -> Iterator[None]:
-    """Run backward passes whose gradients carry `scale`; wait for them if operators are custom.
+def scaled_custom_ops(scale: float, unscaled_outside: bool = False) -> Iterator[None]:
+    """Context in which the gradients of custom operators are multiplied by `scale`.
 
-    `stays_inside` says that gradients leave the pass without the scale.
+    As `scaled_outputs`, for graphs that scale the gradients of output operators themselves.
     """
-    region = object()
-    _regions[region] = scale, stays_inside
+    key = object()
+    _backwards.contexts[key] = scale, unscaled_outside
     try:
         yield
         if scale != 1 and _is_any_custom_op_alive():
             mx.nd.waitall()  # MXNet calls Python later, in another thread
     finally:
-        del _regions[region]
+        del _backwards.contexts[key]
 
 
 def _is_any_custom_op_alive() -> bool:
@@ -151,68 +160,71 @@ def _is_any_custom_op_alive() -> bool:
     return any(issubclass(type(value), CustomOp) for value in list(held.values()))
 
 
-def calls_so_far() -> int:
+def count_scaled_backwards() -> int:
     """Return how many backward passes of custom operators have run with a scale."""
-    return _counts["calls"]
+    return _backwards.count
 
 
 def in_unscaled_backward() -> bool:
     """Return whether this thread runs a custom operator's backward on unscaled gradients."""
-    return bool(getattr(_thread, "unscaled", False))
+    return bool(getattr(_backwards.thread, "unscaled", False))
 
 
-def build_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `CustomOpProp.__init__` that watches the backward pass of the operator."""
+def build_custom_op_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `CustomOpProp.__init__` whose operators scale their gradients."""
 
     @functools.wraps(original)
     def __init__(self: CustomOpProp, need_top_grad: bool = True) -> None:  # noqa: N807
         original(self, need_top_grad)
-        self.create_operator = functools.partial(_create, self)
+        self.create_operator = functools.partial(_create_operator, self)
 
     return __init__
 
 
-def _create(prop: CustomOpProp, *args: Any, **kwargs: Any) -> Any:
+def _create_operator(prop: CustomOpProp, *args: Any, **kwargs: Any) -> Any:
+    """Return `prop`'s operator, with `_scaled_backward` if no identity scales its gradients."""
     op = type(prop).create_operator(prop, *args, **kwargs)
     scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
     known = isinstance(getattr(op, "backward", None), functools.partial)
     if isinstance(op, CustomOp) and not scaled_in_graph and not known:
-        op.backward = functools.partial(_backward, op.backward)
+        op.backward = functools.partial(_scaled_backward, op.backward)
     return op
 
 
-def _backward(
+def _scaled_backward(
     backward: Callable[..., None],
     req: Sequence[str],
     out_grad: List[NDArray],
     in_grad: List[NDArray],
     **others: Any,
 ) -> None:
-    scale, stays_inside = next(reversed(list(_regions.values())), (1.0, False))
+    """Call a custom operator's `backward`; scale its results if it ignores the scaled gradients."""
+    contexts = list(_backwards.contexts.values())
+    scale, unscaled_outside = contexts[-1] if contexts else (1.0, False)
     if scale == 1:
         backward(req=req, out_grad=out_grad, in_grad=in_grad, **others)
         return
-    _counts["calls"] += 1
-    unscales = stays_inside and all(dtype_name(g.dtype) != "float16" for g in out_grad)
-    given = _HeadGradients(out_grad, 1 / scale if unscales else 1.0)
+    _backwards.count += 1
+    unscales = unscaled_outside and all(dtype_name(g.dtype) != "float16" for g in out_grad)
+    gradients = _OutGradients(out_grad, 1 / scale if unscales else 1.0)
     # A gradient that the operator adds to carries the scale already.
     adding = [i for i, one in enumerate(req) if one == "add"]
-    made = [in_grad[i].zeros_like() if i in adding else in_grad[i] for i in range(len(in_grad))]
-    asked = ["write" if one == "add" else one for one in req]
-    _thread.unscaled = unscales
+    results = [in_grad[i].zeros_like() if i in adding else in_grad[i] for i in range(len(in_grad))]
+    reqs = ["write" if one == "add" else one for one in req]
+    _backwards.thread.unscaled = unscales
     try:
-        backward(req=asked, out_grad=given, in_grad=made, **others)
+        backward(req=reqs, out_grad=gradients, in_grad=results, **others)
     finally:
-        _thread.unscaled = False
-    if unscales or not given.was_read:
-        multiply([made[i] for i, one in enumerate(asked) if one != "null"], scale)
+        _backwards.thread.unscaled = False
+    if unscales or not gradients.was_read:
+        multiply([results[i] for i, one in enumerate(reqs) if one != "null"], scale)
     with autograd.pause(), suspended():
         for i in adding:
-            in_grad[i][:] = in_grad[i] + made[i]
+            in_grad[i][:] = in_grad[i] + results[i]
 
 
-class _HeadGradients(List[NDArray]):
-    """The incoming gradients of an operator, multiplied by `factor` at the first read.
+class _OutGradients(List[NDArray]):
+    """A custom operator's `out_grad`, multiplied by `factor` when an element is first read.
 
     The list is a subclass, not the arrays: MXNet's operators compare the arrays' types.
     """
@@ -222,24 +234,25 @@ class _HeadGradients(List[NDArray]):
         self._factor = factor
         self.was_read = False
 
-    def read(self) -> None:
-        """Record that the operator reads a gradient."""
+    def mark_read(self) -> None:
+        """Set `was_read`; at the first call, multiply the gradients by the factor."""
         if self._factor != 1 and not self.was_read:
             with autograd.pause(), suspended():
                 super().__setitem__(slice(None), [g * self._factor for g in super().copy()])
         self.was_read = True
 
 
-def _noted(name: str) -> Callable[..., Any]:
+def _with_mark(name: str) -> Callable[..., Any]:
+    """Return the method `name` of `list`, for `_OutGradients`: it calls `mark_read` first."""
     method = getattr(list, name)
 
     @functools.wraps(method)
-    def noted(self: _HeadGradients, *args: Any) -> Any:
-        self.read()
+    def read(self: _OutGradients, *args: Any) -> Any:
+        self.mark_read()
         return method(self, *args)
 
-    return noted
+    return read
 
 
 for _name in ("__getitem__", "__iter__", "__reversed__", "__add__", "__mul__", "copy", "pop"):
-    setattr(_HeadGradients, _name, _noted(_name))
+    setattr(_OutGradients, _name, _with_mark(_name))

@@ -3,11 +3,10 @@
 A scaled loss scales the gradient of every parameter behind it, of any trainer. Each backward pass
 records the scale that it gave to each trainer's gradients, and a step looks it up. While all
 gradients of a trainer carry one scale, the record is one number, and no array is read. Where a
-pass brings another scale, MXNet's flag `_fresh_grad` of each parameter's array tells which
-gradients the pass has written.
+pass brings another scale, MXNet's flag `_fresh_grad` of each parameter's array marks the
+gradients that the pass has written.
 """
 
-import functools
 import gc
 import logging
 import threading
@@ -15,7 +14,7 @@ import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.base import MXNetError
@@ -24,10 +23,10 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
 from ..framework.locks import hold_during_forks
-from ..framework.patching import FrontEnd, Patch
+from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..graph.ir import Graph
 from .finite import multiply
-from .loss_outputs import scaled_heads
+from .loss_outputs import scaled_outputs
 
 __all__ = ["Gradients", "ScaledLosses", "fresh_gradients", "passes"]
 
@@ -59,7 +58,7 @@ _TIMES = frozenset({"_mul_scalar", "_npi_multiply_scalar"})
 
 
 def fresh_gradients(params: Sequence[Parameter], stale: bool = False) -> Gradients:
-    """Return the gradients written by backward since the last step; with `stale`, all gradients."""
+    """Return the gradients that backward wrote since the last step; with `stale`, all."""
     found = []
     for param in params:
         if param.grad_req == "null" or param._grad is None:
@@ -83,22 +82,24 @@ class _GradientScales(NamedTuple):
     """The scale of a trainer's fresh gradients; exceptions by `id` of parameters' arrays."""
 
     scale: float
-    others: Dict[int, float]
+    exceptions: Dict[int, float]
 
     def of(self, array: NDArray) -> float:
-        return self.others.get(id(array), self.scale)
+        """Return the scale of the gradient of a parameter's array."""
+        return self.exceptions.get(id(array), self.scale)
 
     def are_all(self, scale: float) -> bool:
-        return self.scale == scale and not self.others
+        return self.scale == scale and not self.exceptions
 
 
 @contextmanager
-def _kept_apart(
+def _tracked_scales(
     trainer: Trainer, before: _GradientScales, after: _GradientScales
 ) -> Iterator[None]:
-    """Keep a trainer's gradients apart from those that a pass of another scale writes.
+    """Context of a backward pass with a new scale: note in `after` which gradients keep the old.
 
-    Gradients that the pass may add to are brought to its scale. `after` receives the exceptions.
+    `before` are the scales of the trainer's gradients so far. Gradients that the pass may add to
+    are brought to its scale. `after` receives the gradients that the pass did not write.
     """
     fresh, added_to = [], []
     for grad_req, data, gradient in _gradients_of(trainer):
@@ -120,7 +121,7 @@ def _kept_apart(
                 untouched.append(data)
         for data in untouched:
             if before.of(data) != after.scale:
-                after.others[id(data)] = before.of(data)
+                after.exceptions[id(data)] = before.of(data)
         for data in fresh:
             data._fresh_grad = True
 
@@ -131,18 +132,18 @@ class ScaledLosses:
 
     scale: float
     owners: Sequence[Any]  #: hooks of the trainers that step, or a `GradScaler`
-    given: Dict[int, NDArray] = field(default_factory=dict)  #: unscaled losses, by `id`
-    made: Dict[int, NDArray] = field(default_factory=dict)  #: scaled losses, by `id`
+    unscaled: Dict[int, NDArray] = field(default_factory=dict)  #: by `id`
+    scaled: Dict[int, NDArray] = field(default_factory=dict)  #: by `id`
     #: Whether the pass sets the scale of output operators, which no scaled head reaches.
-    sets_outputs: bool = False
+    scales_outputs: bool = False
 
-    def has_made(self, heads: Sequence[NDArray]) -> bool:
+    def includes(self, heads: Sequence[NDArray]) -> bool:
         """Return whether one of `heads` is one of the scaled losses."""
-        return any(id(head) in self.made for head in heads)
+        return any(id(head) in self.scaled for head in heads)
 
 
 #: The innermost `scale_loss` around the running code.
-_inside: "ContextVar[Optional[ScaledLosses]]" = ContextVar("mxamp_scaled_losses", default=None)
+_innermost: "ContextVar[Optional[ScaledLosses]]" = ContextVar("mxamp_scaled_losses", default=None)
 
 
 class _Passes(FrontEnd):
@@ -156,17 +157,17 @@ class _Passes(FrontEnd):
             weakref.WeakKeyDictionary()
         )
         #: Held by passes and steps of several trainers while they read and set flags.
-        self._alone = threading.RLock()
+        self._pass_lock = threading.RLock()
         self._thread = threading.local()
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         return [
-            Patch(autograd, "backward", self._build_backward),
-            Patch(NDArray, "backward", self._build_backward),
-            Patch(Trainer, "__init__", self._build_init),
-            Patch(Trainer, "step", self._build_step),
-            Patch(Trainer, "update", self._build_step),
+            Patch(autograd, "backward", wrapping(self._patched_backward)),
+            Patch(NDArray, "backward", wrapping(self._patched_backward)),
+            Patch(Trainer, "__init__", wrapping(self._patched_init)),
+            Patch(Trainer, "step", wrapping(self._patched_step)),
+            Patch(Trainer, "update", wrapping(self._patched_step)),
         ]
 
     def open(self) -> None:
@@ -185,10 +186,10 @@ class _Passes(FrontEnd):
 
     def is_scaled(self, losses: Sequence[NDArray]) -> bool:
         """Return whether one of these losses is scaled already."""
-        return any(one.has_made(losses) for one in list(self._losses.values()))
+        return any(one.includes(losses) for one in list(self._losses.values()))
 
     def add(self, losses: ScaledLosses) -> None:
-        """Record scaled losses until `forget`."""
+        """Record scaled losses, until `forget`, so that backward passes know their scale."""
         if losses.scale != 1:
             self.open()
             self._losses[id(losses)] = losses
@@ -196,20 +197,20 @@ class _Passes(FrontEnd):
             self._trainers.update(one.trainer for one in losses.owners if hasattr(one, "trainer"))
 
     @contextmanager
-    def inside(self, losses: ScaledLosses) -> Iterator[None]:
-        """Expect backward passes from `losses` inside; an error forgets the losses."""
+    def within_scale_loss(self, losses: ScaledLosses) -> Iterator[None]:
+        """Context of one `scale_loss`: `add` its losses, and forget them if the body fails."""
         self.add(losses)
-        before = _inside.set(losses)
+        before = _innermost.set(losses)
         try:
             yield
         except BaseException:
             self._losses.pop(id(losses), None)
             raise
         finally:
-            _inside.reset(before)
+            _innermost.reset(before)
 
     def forget(self, owner: Any, trainer: Optional[Trainer] = None) -> None:
-        """Forget the losses of an owner, and the gradients of its trainer after a step."""
+        """Forget an owner's losses and, after a step, the scales of its trainer's gradients."""
         for one in list(self._losses.values()):
             if owner in one.owners:
                 self._losses.pop(id(one), None)
@@ -221,8 +222,8 @@ class _Passes(FrontEnd):
         if all(param.grad_req != "add" for param in trainer._params):
             self._scales.pop(trainer, None)
 
-    def check_own(self, trainer: Trainer) -> None:
-        """Raise `StateError` if gradients carry a scale that this trainer will not take out."""
+    def check_gradients_unscaled(self, trainer: Trainer) -> None:
+        """Raise `StateError` if a fresh gradient of a trainer carries a loss scale."""
         scales = self._scales.get(trainer)
         if scales is None or scales.are_all(1):
             return
@@ -230,8 +231,8 @@ class _Passes(FrontEnd):
         if found - {1.0}:
             raise StateError(FOREIGN.format(scale=max(found - {1.0})))
 
-    def convert(self, trainer: Trainer, scale: float) -> None:
-        """Bring all fresh gradients of a trainer to one scale."""
+    def rescale(self, trainer: Trainer, scale: float) -> None:
+        """Multiply a trainer's fresh gradients so that all carry `scale`."""
         scales = self._scales.get(trainer)
         if scales is None or scales.are_all(scale):
             return
@@ -246,98 +247,90 @@ class _Passes(FrontEnd):
             self._scales[trainer] = _GradientScales(scale, {})
 
     @property
-    def _several(self) -> bool:
+    def _has_several_trainers(self) -> bool:
         return len(self._trainers) > 1
 
     def _losses_of(self, heads: Sequence[NDArray]) -> Optional[ScaledLosses]:
-        """Return the scaled losses that a backward pass from `heads` starts from, or one of them.
+        """Return the `ScaledLosses` that `heads` come from, or None if they are not scaled.
 
         Raises `StateError` if the pass would mix several scales.
         """
-        inside, known = _inside.get(), list(self._losses.values())
-        found = [one for one in known if one.has_made(heads)]
+        inside, known = _innermost.get(), list(self._losses.values())
+        found = [one for one in known if one.includes(heads)]
         for head in heads if found else ():
-            of_head = [one for one in found if one.has_made([head])]
+            of_head = [one for one in found if one.includes([head])]
             apart = any(one.owners != found[0].owners for one in of_head)
-            if apart or not (of_head or _are_scaled([head], found[0].scale)):
+            if apart or not (of_head or _is_any_scaled([head], found[0].scale)):
                 raise StateError(SEVERAL_SCALES)
-        if not found and not any(id(head) in one.given for one in known for head in heads):
+        if not found and not any(id(head) in one.unscaled for one in known for head in heads):
             # For example the sum of scaled losses.
-            found = [one for one in known if _are_scaled(heads, one.scale)][-1:]
+            found = [one for one in known if _is_any_scaled(heads, one.scale)][-1:]
         if not found and inside is not None and inside.scale != 1:
             logger.warning(UNSCALED)
         return found[0] if found else None
 
     @contextmanager
-    def _one_pass(self, scale: float) -> Iterator[None]:
-        """Run a backward pass that gives gradients a scale, and record it."""
-        if not self._several and not self._mixed_by(scale):
+    def _recorded_pass(self, scale: float) -> Iterator[None]:
+        """Context of a backward pass from losses with `scale`: record it for each trainer."""
+        if not self._has_several_trainers and not self._other_scales(scale):
             yield
             return
-        with self._alone, ExitStack() as stack:
-            for trainer, before in self._mixed_by(scale):
+        with self._pass_lock, ExitStack() as stack:
+            for trainer, before in self._other_scales(scale):
                 after = self._scales[trainer] = _GradientScales(scale, {})
-                stack.enter_context(_kept_apart(trainer, before, after))
+                stack.enter_context(_tracked_scales(trainer, before, after))
             yield
 
-    def _mixed_by(self, scale: float) -> List[Tuple[Trainer, _GradientScales]]:
-        """Return the trainers with gradients of another scale, and these scales."""
+    def _other_scales(self, scale: float) -> List[Tuple[Trainer, _GradientScales]]:
+        """Return the trainers with gradients of other scales than `scale`, and their scales."""
         scales = [
             (trainer, self._scales.setdefault(trainer, _GradientScales(scale, {})))
             for trainer in list(self._trainers)
         ]
         return [(trainer, before) for trainer, before in scales if not before.are_all(scale)]
 
-    def _build_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def backward(heads: Any, *args: Any, **kwargs: Any) -> None:
-            # MXNet runs Python functions in its own threads, as part of another pass.
-            foreign = isinstance(threading.current_thread(), threading._DummyThread)
-            if foreign or getattr(self._thread, "runs", False):
+    def _patched_backward(self, original: Original, heads: Any, *args: Any, **kwargs: Any) -> None:
+        # MXNet runs Python functions in its own threads, as part of another pass.
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        if foreign or getattr(self._thread, "runs", False):
+            original(heads, *args, **kwargs)
+            return
+        self._thread.runs = True
+        try:
+            losses = self._losses_of([heads] if isinstance(heads, NDArray) else heads)
+            scale = losses.scale if losses else 1.0
+            output_scale = scale if losses and losses.scales_outputs else 1.0
+            with scaled_outputs(output_scale), self._recorded_pass(scale):
                 original(heads, *args, **kwargs)
-                return
-            self._thread.runs = True
-            try:
-                losses = self._losses_of([heads] if isinstance(heads, NDArray) else heads)
-                scale = losses.scale if losses else 1.0
-                outputs = scale if losses and losses.sets_outputs else 1.0
-                with scaled_heads(outputs), self._one_pass(scale):
-                    original(heads, *args, **kwargs)
-            finally:
-                self._thread.runs = False
+        finally:
+            self._thread.runs = False
 
-        return backward
+    def _patched_init(
+        self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
+    ) -> None:
+        original(trainer, *args, **kwargs)
+        self._trainers.add(trainer)
 
-    def _build_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __init__(trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def _patched_step(
+        self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
+    ) -> None:
+        hook = getattr(trainer, "_amp_loss_scaler", None)
+        if not hasattr(hook, "stage"):  # nothing takes the scale out
+            self.check_gradients_unscaled(trainer)
+        with self._pass_lock if self._has_several_trainers else nullcontext():
             original(trainer, *args, **kwargs)
-            self._trainers.add(trainer)
-
-        return __init__
-
-    def _build_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-            hook = getattr(trainer, "_amp_loss_scaler", None)
-            if not hasattr(hook, "stage"):  # nothing takes the scale out
-                self.check_own(trainer)
-            with self._alone if self._several else nullcontext():
-                original(trainer, *args, **kwargs)
-            self._forget_scales(trainer)
-            if trainer._update_on_kvstore:  # then MXNet does not clear the flags
-                self.set_scale(trainer, 1.0)
-
-        return step
+        self._forget_scales(trainer)
+        if trainer._update_on_kvstore:  # then MXNet does not clear the flags
+            self.set_scale(trainer, 1.0)
 
 
 #: One per process, like the functions that it patches.
 passes = _Passes()
-hold_during_forks(passes._alone)
+hold_during_forks(passes._pass_lock)
 
 
-def _are_scaled(heads: Sequence[NDArray], scale: float) -> bool:
-    """Return whether autograd's graph of one of these heads multiplies by `scale`."""
+def _is_any_scaled(heads: Sequence[NDArray], scale: float) -> bool:
+    """Return whether autograd's graph of one of `heads` holds a multiplication by `scale`."""
     for head in heads:
         try:
             graph = Graph.from_symbol(autograd.get_symbol(head))

@@ -11,9 +11,9 @@ from mxnet.gluon import Trainer
 
 from .hook import Stage, TrainerHook
 from .scaler import Scaler, whole_number
-from .trainer import attach_hook, hook_in_force, hook_of
+from .trainer import active_hook, attach_hook, hook_of
 
-__all__ = ["SharedScale", "attach", "hook_with_shared_scale", "scale_in_force", "scale_of"]
+__all__ = ["SharedScale", "attach_shared_scale", "lowest_scale", "scale_of", "shared_scale_hook"]
 
 #: A trainer that has not stepped for this many times the backward passes of a step is unused.
 _UNUSED = 8
@@ -51,16 +51,16 @@ class SharedScale(Scaler):
         return self.scaler.update(finite)
 
     def lower(self, scale: float) -> float:
-        """Lower the scale after a pass with `scale` overflowed and no step will be skipped."""
+        """Lower the scale after a pass with `scale` overflowed; return the next pass's scale."""
         return min(self.scaler.update(False), scale)
 
-    def end(self, trainers: Iterable[Trainer]) -> None:
-        """Stop scaling: other APIs may scale the losses of these trainers from now on.
+    def retire_hooks(self, trainers: Iterable[Trainer]) -> None:
+        """Mark these trainers' hooks as retired: other APIs may scale their losses from now on.
 
         Gradients that wait for their update are still checked.
         """
         for trainer in trainers:
-            hook = hook_in_force(trainer)
+            hook = active_hook(trainer)
             if hook is not None and hook.scaler is self:
                 hook.retired = True
 
@@ -94,21 +94,21 @@ class SharedScale(Scaler):
         return dict, ()
 
 
-def attach(trainer: Trainer, shared: SharedScale) -> None:
-    """Make a trainer skip the steps whose backward pass has overflowed."""
+def attach_shared_scale(trainer: Trainer, shared: SharedScale) -> None:
+    """Give a trainer a hook with a shared scale, which skips steps after an overflow."""
     attach_hook(trainer, shared, scaled_by=shared.scaled_by)
     # For a first step whose gradients only other workers have computed.
     hook_of(trainer).last_stage = Stage.UNSCALED
 
 
-def hook_with_shared_scale(trainer: Trainer) -> Optional[TrainerHook]:
-    """Return the hook of a trainer with a shared scale; None if it has none."""
-    hook = hook_in_force(trainer)
+def shared_scale_hook(trainer: Trainer) -> Optional[TrainerHook]:
+    """Return a trainer's hook; None if it has none, or one without a `SharedScale`."""
+    hook = active_hook(trainer)
     return hook if hook is not None and isinstance(hook.scaler, SharedScale) else None
 
 
-def scale_in_force(hooks: Sequence[TrainerHook]) -> SharedScale:
-    """Return the lowest scale of the trainers in use.
+def lowest_scale(hooks: Sequence[TrainerHook]) -> SharedScale:
+    """Return the shared scale that is lowest now among the trainers in use.
 
     A trainer is unused if it has not stepped for far more backward passes than steps take here, or
     if all its parameters have another trainer since.
@@ -116,13 +116,13 @@ def scale_in_force(hooks: Sequence[TrainerHook]) -> SharedScale:
     owning = [
         hook for hook in hooks if any(p._trainer is hook.trainer for p in hook.trainer._params)
     ] or hooks
-    limit = _UNUSED * max(1, *(hook.most_losses for hook in owning))
-    used = [hook for hook in owning if hook.losses <= limit] or owning
+    limit = _UNUSED * max(1, *(hook.max_loss_count for hook in owning))
+    used = [hook for hook in owning if hook.loss_count <= limit] or owning
     shared = [hook.scaler for hook in used if isinstance(hook.scaler, SharedScale)]
     return min(shared, key=lambda one: one.loss_scale)
 
 
 def scale_of(optimizer: Any) -> Optional[SharedScale]:
-    """Return the scale of a decorated optimizer; None if it has none."""
+    """Return the `SharedScale` of a decorated optimizer; None for any other."""
     shared = getattr(optimizer, "_amp_scaling", None)
     return shared if isinstance(shared, SharedScale) else None

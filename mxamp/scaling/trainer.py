@@ -23,8 +23,8 @@ from ..policy.active import chose_float32, current_policy
 from .checkpoint import pop_scaler_state
 from .distributed import check_kvstore
 from .finite import multiply, square_sum
-from .hook import TrainerHook, check_before_updates
-from .loss_outputs import scaled_heads
+from .hook import TrainerHook, install_overflow_check
+from .loss_outputs import scaled_outputs
 from .passes import ScaledLosses, fresh_gradients, passes
 from .scaler import Float32Scaler, LossScaler, NoScaler, Scaler, positive_number, whole_number
 
@@ -32,7 +32,7 @@ __all__ = [
     "attach_hook",
     "check_unscaled",
     "clip_grad_global_norm",
-    "hook_in_force",
+    "active_hook",
     "hook_of",
     "init_trainer",
     "map_losses",
@@ -205,8 +205,8 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     return norm
 
 
-def hook_in_force(trainer: Any) -> Optional[TrainerHook]:
-    """Return a trainer's hook; None if it has none, or only that of an API that has ended."""
+def active_hook(trainer: Any) -> Optional[TrainerHook]:
+    """Return a trainer's hook; None if it has none, or a retired one."""
     hook = getattr(trainer, "_amp_loss_scaler", None)
     return hook if isinstance(hook, TrainerHook) and not hook.retired else None
 
@@ -215,7 +215,7 @@ def hook_of(trainer: Any) -> TrainerHook:
     """Return a trainer's hook; raise if the trainer has no loss scaling."""
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
-    hook = hook_in_force(trainer)
+    hook = active_hook(trainer)
     if hook is None:
         names = shortened([param.name for param in trainer._params], 1)
         raise StateError(NOT_INITIALIZED.format(names=names))
@@ -228,12 +228,12 @@ def attach_hook(
     max_consecutive_skips: Optional[int] = None,
     scaled_by: str = "init_trainer",
 ) -> None:
-    """Give a trainer a hook for losses that the API `scaled_by` scales.
+    """Give a trainer a hook for losses that the API `scaled_by` scales, or update its hook.
 
     An existing hook stays, with the given scaler and limit. A trainer that has loaded states
     resumes from them, whatever scaler is given.
     """
-    hook = hook_in_force(trainer)
+    hook = active_hook(trainer)
     if hook is not None and hook.trainer is trainer:
         hook.check_scaled_by(scaled_by)
         if isinstance(hook.scaler, Float32Scaler) and current_policy() is not None:
@@ -260,6 +260,7 @@ def attach_hook(
 
 
 def _default_scaler() -> Scaler:
+    """Return the scaler for the current policy; raise `StateError` if mixed precision is off."""
     policy = current_policy()
     if policy is None and chose_float32():
         return Float32Scaler()
@@ -274,7 +275,7 @@ def _install(trainer: Trainer, hook: TrainerHook) -> None:
     trainer.save_states, trainer.load_states = hook.save_states, hook.load_states
     trainer._allreduce_grads = hook.reduce
     trainer._amp_loss_scaler = hook
-    check_before_updates(trainer)
+    install_overflow_check(trainer)
 
 
 def _keep_updates_skippable(trainer: Trainer, scaler: Scaler) -> None:
@@ -337,40 +338,41 @@ def scale_loss(loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scales = [hook.loss_scale for hook in hooks if not isinstance(hook.scaler, NoScaler)]
     scale = min(scales, default=hooks[0].loss_scale)
-    given = _arrays(loss)
-    values = [array.detach() for array in given]
+    arrays = _flat_arrays(loss)
+    unscaled = [array.detach() for array in arrays]
     with autograd.record(train_mode=autograd.is_training()):
-        losses = map_losses(loss, lambda array: scaled_loss(array, scale))
-    made = ScaledLosses(scale, hooks)
+        scaled = map_losses(loss, lambda array: scaled_loss(array, scale))
+    losses = ScaledLosses(scale, hooks)
     if scale != 1:
-        made.given = {id(array): array for array in given}
-        made.made = {id(array): array for array in _arrays(losses)}
+        losses.unscaled = {id(array): array for array in arrays}
+        losses.scaled = {id(array): array for array in _flat_arrays(scaled)}
     with ExitStack() as stack:
         for hook in hooks:
-            stack.enter_context(hook.scaling(scale, values))
-        stack.enter_context(scaled_heads(scale))
-        stack.enter_context(passes.inside(made))
-        yield losses
+            stack.enter_context(hook.scaling(scale, unscaled))
+        stack.enter_context(scaled_outputs(scale))
+        stack.enter_context(passes.within_scale_loss(losses))
+        yield scaled
 
 
-def _arrays(loss: Any) -> List[NDArray]:
+def _flat_arrays(loss: Any) -> List[NDArray]:
+    """Return the arrays in a loss: itself, or those in lists, tuples and dicts."""
     arrays: List[NDArray] = []
-    map_arrays(loss, arrays.append, _no_loss)
+    map_arrays(loss, arrays.append, _raise_no_loss)
     return arrays
 
 
 def check_unscaled(loss: Any) -> None:
     """Raise `StateError` if a loss, or one of several, is scaled already."""
-    if passes.is_scaled(_arrays(loss)):
+    if passes.is_scaled(_flat_arrays(loss)):
         raise StateError(SCALED_ALREADY)
 
 
 def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
     """Return `loss` with `function` applied to each array, in the same containers."""
-    return map_arrays(loss, function, _no_loss)
+    return map_arrays(loss, function, _raise_no_loss)
 
 
-def _no_loss(value: Any) -> Any:
+def _raise_no_loss(value: Any) -> Any:
     raise ArgumentError(NO_LOSS.format(given=shown(value)))
 
 

@@ -8,7 +8,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
-from mxamp.scaling.hook import take_out_scale
+from mxamp.scaling.hook import unscale_update
 from training import (
     CONTEXTS,
     assert_as_plain,
@@ -170,7 +170,7 @@ def test_the_optimizer_takes_the_scale_out_of_float16_gradients():
     """Divided by the scale, small ones would be 0."""
     gradients = [mx.nd.ones((2,), dtype="float16"), mx.nd.ones((2,))]
     for optimizer in (OwnAdam(multi_precision=True), mx.optimizer.Adam(multi_precision=True)):
-        take_out_scale(optimizer, gradients, 1024.0)
+        unscale_update(optimizer, gradients, 1024.0)
         assert optimizer.rescale_grad == 1 / 1024
         assert all((gradient.asnumpy() == 1).all() for gradient in gradients)
 

@@ -35,7 +35,7 @@ from ...graph.edit import Edit
 from ...graph.inspect import Tensor, tensors_of
 from ...graph.ir import LOOPS, Graph, Node, Output
 from ...policy.active import suspended
-from ...scaling.loss_outputs import scaled_heads
+from ...scaling.loss_outputs import scaled_outputs
 from ...scaling.trainer import scaled_loss
 from .blocks import blocks_in
 from .observing import Call, Observer, Run
@@ -412,7 +412,7 @@ def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDA
         return []
     with suspended(), autograd.record():
         heads = [scaled_loss(one, scale) for one in arrays_in(loss)]
-    with suspended(), autograd.pause(), scaled_heads(scale):
+    with suspended(), autograd.pause(), scaled_outputs(scale):
         for gradient in [array.grad for array in arrays]:
             # backward skips arrays that the loss does not depend on, and adds to grad_req="add".
             if gradient.stype == "default":
