@@ -1,6 +1,6 @@
 """Finding the first operator whose values go wrong, forward and backward.
 
-Eager calls are judged one by one. The graph of a hybridized block runs node by node while it is
+Eager calls are checked one by one. The graph of a hybridized block runs node by node while it is
 checked, with its casts, so that the finding names the operator at fault. A bound symbol runs as
 usual, and once more node by node.
 """
@@ -57,25 +57,25 @@ _mark_variables = original(autograd, "mark_variables")
 _backward = original(autograd, "backward")
 
 
-class _Eager:
-    """An eager call that is running: its site, its inputs, and the arrays that it reads."""
+class _EagerCall:
+    """An eager call that is running: its site, and the arrays that it was called with."""
 
     def __init__(self, site: Site, inputs: Sequence[NDArray]) -> None:
         self.site, self.inputs = site, inputs
-        self.read = inputs  #: the inputs, or copies of them with probes
+        self.kernel_inputs = inputs  #: the inputs, or copies of them with probes
 
-    def place_of(self, array: NDArray) -> Optional[int]:
-        """Return the position of an input; None for any other array."""
-        handles = [one.handle.value for one in self.read]
+    def input_index(self, array: NDArray) -> Optional[int]:
+        """Return the position of an array among the kernel's inputs; None for any other array."""
+        handles = [one.handle.value for one in self.kernel_inputs]
         return handles.index(array.handle.value) if array.handle.value in handles else None
 
 
-class _Running(threading.local):
-    """The blocks and eager calls that a thread is in."""
+class _ActiveCalls(threading.local):
+    """The blocks and eager calls that each thread is executing, the innermost last."""
 
     def __init__(self) -> None:
         self.blocks: List[Block] = []
-        self.calls: List[_Eager] = []
+        self.calls: List[_EagerCall] = []
 
 
 class NumericsCheck(Observer):
@@ -90,18 +90,18 @@ class NumericsCheck(Observer):
         operators: Optional[Sequence[str]],
         skip: Sequence[str],
         steps: Optional[int],
-        would_be: Optional[Policy],
+        low_policy: Optional[Policy],
         backward: bool,
     ) -> None:
         super().__init__()
         self.findings: List[Finding] = []
         self._on, self._operators, self._skip, self._steps = on, operators, skip, steps
-        self._inspection = Inspection(would_be)
-        self._watch = GradientWatch() if backward else None
-        self._running = _Running()
+        self._inspection = Inspection(low_policy)
+        self._gradient_watch = GradientWatch() if backward else None
+        self._active = _ActiveCalls()
         self._reported = 0
         self._parameters: Dict[int, Tuple[NDArray, str]] = {}
-        self._replays: Dict[int, Tuple[Executor, Sequence[NDArray]]] = {}
+        self._reruns: Dict[int, Tuple[Executor, Sequence[NDArray]]] = {}
 
     @property
     def first(self) -> Optional[Finding]:
@@ -128,6 +128,7 @@ class NumericsCheck(Observer):
         return f"<NumericsCheck: {self.first or 'no findings'}>"
 
     def _rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """Return the headings and the rows of the table of findings."""
         rows = [
             (f.step, f.phase, f.kind, f.block, f.node, f.operator, f.tensor, str(f.statistics))
             for f in self.findings
@@ -153,17 +154,17 @@ class NumericsCheck(Observer):
         """Take the patches off, and release the arrays."""
         super().close()
         self._parameters.clear()
-        self._replays.clear()
+        self._reruns.clear()
 
     def _call_any_block(
         self, original: Callable[..., Any], block: Block, /, *args: Any, **options: Any
     ) -> Any:
         """Call a block; until it returns, it is the block that operators are attributed to."""
-        self._running.blocks.append(block)
+        self._active.blocks.append(block)
         try:
             return original(block, *args, **options)
         finally:
-            self._running.blocks.pop()
+            self._active.blocks.pop()
 
     def _parameter_data(
         self, original: Callable[..., Any], parameter: Parameter, *args: Any, **options: Any
@@ -175,10 +176,10 @@ class NumericsCheck(Observer):
 
     def _run_backward(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run a backward pass of autograd, then report its first fault."""
-        if self._watch is not None and _creates_graph(original, args, options):
+        if self._gradient_watch is not None and _creates_graph(original, args, options):
             raise StateError(HIGHER_ORDER)
         results = original(*args, **options)
-        self._judge_backward()
+        self._check_gradients()
         return results
 
     def _update(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -189,43 +190,43 @@ class NumericsCheck(Observer):
             self.close()
         return results
 
-    # ------------------------------------------------------------------ judging
+    # ------------------------------------------------------------------ checking
 
-    def _judged(
+    def _run_checked(
         self,
         site: Site,
         inputs: Sequence[NDArray],
         run: Run,
-        watched: bool = True,
-        judged_by: Optional[Sequence[NDArray]] = None,
+        probed: bool = True,
+        program_inputs: Optional[Sequence[NDArray]] = None,
     ) -> Any:
-        """Run an operator, with probes if autograd records it, and judge its outputs.
+        """Run an operator, with gradient probes if it is recorded; check and return its outputs.
 
-        `judged_by` are the program's own arrays, where the inputs are copies of them.
+        `program_inputs` are the program's own arrays, where the inputs are copies of them.
         """
         if self._operators is not None and site.operator.name not in self._operators:
             return run(inputs)
-        skipped, before = self._skips(site), self._reported
-        if watched and self._watch is not None and autograd.is_recording():
-            outputs = self._watch.around(site, inputs, run, skipped)
+        names = (site.operator.name, site.node, site.block)
+        skipped = any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
+        reported = self._reported
+        if probed and self._gradient_watch is not None and autograd.is_recording():
+            outputs = self._gradient_watch.run_probed(site, inputs, run, skipped)
         else:
             outputs = run(inputs)
-        listed = as_list(outputs)
         if skipped:
-            self._inspection.accept(listed)
+            self._inspection.accept_nonfinite(as_list(outputs))
             return outputs
-        finding = self._inspection.judge(site, inputs if judged_by is None else judged_by, listed)
+        if program_inputs is not None:
+            inputs = program_inputs
+        finding = self._inspection.check(site, inputs, as_list(outputs))
         # A fault of a cast inside was reported there.
-        if finding is not None and self._reported == before:
+        if finding is not None and self._reported == reported:
             self._reported += 1
             self._report(finding)
         return outputs
 
-    def _skips(self, site: Site) -> bool:
-        names = (site.operator.name, site.node, site.block)
-        return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
-
     def _report(self, finding: Finding) -> None:
+        """Record a finding, up to `_MOST_FINDINGS`, and log or raise it if `on` says so."""
         if len(self.findings) < _MOST_FINDINGS:
             self.findings.append(finding)
         if self._on == "log":
@@ -233,84 +234,86 @@ class NumericsCheck(Observer):
         if self._on == "raise":
             raise NumericsError(finding)
 
-    def _judge_backward(self) -> None:
-        finding = self._watch.judge(self._inspection.step) if self._watch is not None else None
-        if finding is not None:
-            self._report(finding)
+    def _check_gradients(self) -> None:
+        """Report the first fault of the backward pass that just ran."""
+        if self._gradient_watch is not None:
+            finding = self._gradient_watch.check(self._inspection.step)
+            if finding is not None:
+                self._report(finding)
 
     # ------------------------------------------------------------------ eager calls
 
     def on_call(self, call: Call, run: Run) -> Any:
-        """Judge an eager call; its casts are judged while it runs."""
-        block = self._running.blocks[-1].name if self._running.blocks else ""
+        """Check an eager call; its casts are checked while it runs."""
+        block = self._active.blocks[-1].name if self._active.blocks else ""
         names = [
             self._parameters.get(id(array), (None, name))[1]
             for array, name in zip(call.inputs, input_names(call.operator, len(call.inputs)))
         ]
         attributes = dict(zip(call.keys, call.values))
         site = Site(block, block or call.operator.name, call.operator, attributes, names)
-        eager = _Eager(site, call.inputs)
+        eager = _EagerCall(site, call.inputs)
 
         def run_on(given: Sequence[NDArray]) -> Any:
-            eager.read = given
+            eager.kernel_inputs = given
             return run(given)
 
-        self._running.calls.append(eager)
+        self._active.calls.append(eager)
         try:
-            return self._judged(site, call.inputs, run_on, watched=call.out is None)
+            return self._run_checked(site, call.inputs, run_on, probed=call.out is None)
         finally:
-            self._running.calls.pop()
+            self._active.calls.pop()
 
     def on_cast(self, call: Call, run: Run) -> Any:
-        """Judge a cast around an eager call, at the site of that call."""
-        if not self._running.calls:
+        """Check a cast around an eager call, at the site of that call."""
+        if not self._active.calls:
             return run(call.inputs)
-        eager, array, what = self._running.calls[-1], call.inputs[0], "its value"
-        place = eager.place_of(array)
+        eager, array, what = self._active.calls[-1], call.inputs[0], "its value"
+        place = eager.input_index(array)
         if place is not None:
             array, what = eager.inputs[place], eager.site.names[place]
         elif self._inspection.is_unknown(array):
-            return run(call.inputs)  # a result of the operator, which is judged with the call
+            return run(call.inputs)  # a result of the operator, which is checked with the call
         dtype = dict(zip(call.keys, call.values)).get("dtype", "")
         output = f"{what} cast to {dtype}" if dtype else f"copy of {what}"
         site = eager.site._replace(operator=call.operator, names=[what], output=output)
-        return self._judged(site, call.inputs, run, judged_by=[array])
+        return self._run_checked(site, call.inputs, run, program_inputs=[array])
 
     # ------------------------------------------------------------------ graphs
 
     def on_graph(self, symbol: Symbol, inputs: Sequence[NDArray], run: Callable[[], Any]) -> Any:
-        """Run a hybridized block's graph node by node."""
+        """Run a hybridized block's graph node by node, and check each node."""
         self.notify_earlier_observers(symbol, inputs)
         named = dict(zip(symbol.list_inputs(), inputs))
-        block = self._running.blocks[-1] if self._running.blocks else None
-        hook = _op_hook(self.current.op, symbol)
+        block = self._active.blocks[-1] if self._active.blocks else None
+        hook = _hook_caller(self.current.op, symbol)
         is_np = isinstance(symbol, _Symbol)
-        outputs = self._interpreted(Graph.from_symbol(symbol), named, is_np, block, hook)
+        outputs = self._run_nodes(Graph.from_symbol(symbol), named, is_np, block, hook)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def on_forward(self, executor: Executor, training: bool, run: Callable[[], Any]) -> Any:
-        """Run a bound symbol, and once more node by node."""
+        """Run a bound symbol, then its graph once more, node by node, to check each node."""
         results = run()
         symbol = executor.get_optimized_symbol()
-        named = _variables(executor, symbol, training)
+        named = _rerun_inputs(executor, symbol, training)
         with autograd.record() if training else autograd.pause():
-            graph = _without_draws(Graph.from_symbol(symbol))
-            outputs = self._interpreted(graph, named, False)
-        self._replays[id(executor)] = executor, outputs
+            graph = _without_dropout(Graph.from_symbol(symbol))
+            outputs = self._run_nodes(graph, named, False)
+        self._reruns[id(executor)] = executor, outputs
         return results
 
     def on_backward(self, executor: Executor, heads: Any, run: Callable[[], Any]) -> Any:
-        """Run a bound symbol's backward pass, after that of its second run."""
-        _, outputs = self._replays.pop(id(executor), (None, None))
-        if outputs is not None and self._watch is not None:
+        """Check the backward pass of a bound symbol's node-by-node run, then run its own."""
+        _, outputs = self._reruns.pop(id(executor), (None, None))
+        if outputs is not None and self._gradient_watch is not None:
             if isinstance(heads, dict):
                 heads = [heads[name] for name in executor._symbol.list_outputs()]
             given = [heads] if isinstance(heads, NDArray) else heads
             _backward(outputs, given or None)
-            self._judge_backward()
+            self._check_gradients()
         return run()
 
-    def _interpreted(
+    def _run_nodes(
         self,
         graph: Graph,
         inputs: Mapping[str, NDArray],
@@ -318,13 +321,17 @@ class NumericsCheck(Observer):
         block: Optional[Block] = None,
         hook: Optional[Callable[[Site, Node, Any, Any], None]] = None,
     ) -> List[NDArray]:
+        """Return the outputs of a graph of `block`, run and checked node by node.
+
+        `hook` is called with each node, its site, inputs and outputs.
+        """
         context = next(iter(inputs.values())).context
         block_names = BlockNames(block)
 
         def run(node: Node, arrays: Sequence[NDArray]) -> Sequence[NDArray]:
             site = site_of(graph, node, block_names)
             outputs = as_list(
-                self._judged(site, arrays, lambda given: run_node(node, given, context, is_np))
+                self._run_checked(site, arrays, lambda given: run_node(node, given, context, is_np))
             )
             if hook is not None:
                 hook(site, node, arrays, outputs)
@@ -380,7 +387,7 @@ def check_numerics(
 
     The graph of a hybridized block runs node by node inside, with its casts; hooks of
     `register_op_hook` are called for its forward pass. A module's graph runs once more, without
-    dropout. A loop's body is one node. In training, results may differ in the last bits: watched
+    dropout. A loop's body is one node. In training, results may differ in the last bits: probed
     arrays have the plain memory layout.
 
     Cost: each value is read back and examined; training steps take a few times as long
@@ -390,20 +397,21 @@ def check_numerics(
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ArgumentError(f"steps must be a number of updates, at least 1, not {shown(steps)}")
-    would_be = Policy.default(check_target(dtype)) if dtype is not None else None
-    named = _listed("operators", operators)
+    low_policy = Policy.default(check_target(dtype)) if dtype is not None else None
+    named = _as_name_list("operators", operators)
     known = None if operators is None else [resolve(name).name for name in named]
-    check = NumericsCheck(on, known, _listed("skip", skip), steps, would_be, backward)
+    check = NumericsCheck(on, known, _as_name_list("skip", skip), steps, low_policy, backward)
     with check.opened():
         yield check
 
 
-def _listed(argument: str, names: Optional[Iterable[str]]) -> Sequence[str]:
+def _as_name_list(argument: str, names: Optional[Iterable[str]]) -> Sequence[str]:
+    """Return an argument that is one name or several as a list; raise if it is neither."""
     return [names] if isinstance(names, str) else name_list(argument, names)
 
 
 def _creates_graph(function: Callable[..., Any], args: Any, options: Any) -> bool:
-    """Return whether a call of `autograd.grad` asks for gradients that can be differentiated."""
+    """Return whether a call of a backward function has `create_graph=True`."""
     try:
         given = inspect.signature(function).bind(*args, **options).arguments
     except TypeError:
@@ -411,8 +419,11 @@ def _creates_graph(function: Callable[..., Any], args: Any, options: Any) -> boo
     return bool(given.get("create_graph"))
 
 
-def _op_hook(op: Any, symbol: Symbol) -> Optional[Callable[[Site, Node, Any, Any], None]]:
-    """Return a function that calls a cached op's hook as MXNet would; None without a hook."""
+def _hook_caller(op: Any, symbol: Symbol) -> Optional[Callable[[Site, Node, Any, Any], None]]:
+    """Return a function that passes a node's arrays to a cached op's hook as MXNet would.
+
+    Returns None for a cached op without a hook.
+    """
     if op is None or op.hook is None:
         return None
     callback, monitor_all = op.hook
@@ -420,23 +431,23 @@ def _op_hook(op: Any, symbol: Symbol) -> Optional[Callable[[Site, Node, Any, Any
     outputs = symbol.get_internals().list_outputs()
     names = iter([name for name in outputs if name not in variables])
 
-    def tell(name: str, node: Node, array: NDArray) -> None:
-        own = array.detach()
-        handle, own.handle = own.handle.value, None  # the callback frees the handle
+    def call_hook(name: str, node: Node, array: NDArray) -> None:
+        second = array.detach()
+        handle, second.handle = second.handle.value, None  # the callback frees the handle
         callback(name.encode(), node.op.encode(), handle)
 
     def hook(site: Site, node: Node, inputs: Sequence[NDArray], outputs: Sequence[NDArray]) -> None:
         if monitor_all:
             for name, array in zip(input_names(site.operator, len(inputs)), inputs):
-                tell(f"{node.name}_{name}", node, array)
+                call_hook(f"{node.name}_{name}", node, array)
         for array in outputs:
-            tell(next(names), node, array)
+            call_hook(next(names), node, array)
 
     return hook
 
 
-def _variables(executor: Executor, symbol: Symbol, training: bool) -> Dict[str, NDArray]:
-    """Return the inputs for a second run: with gradients elsewhere, and copies of its states."""
+def _rerun_inputs(executor: Executor, symbol: Symbol, training: bool) -> Dict[str, NDArray]:
+    """Return an executor's inputs for a second run, which leaves gradients and states unchanged."""
     gradients = executor.grad_dict
     held = {name: array.detach() for name, array in executor.arg_dict.items()}
     held.update({name: unobserved_copy(array) for name, array in executor.aux_dict.items()})
@@ -447,8 +458,8 @@ def _variables(executor: Executor, symbol: Symbol, training: bool) -> Dict[str, 
     return {name: held[name] for name in symbol.list_inputs()}
 
 
-def _without_draws(graph: Graph) -> Graph:
-    """Return a graph without dropout: a second run would draw the program's random numbers."""
+def _without_dropout(graph: Graph) -> Graph:
+    """Return a graph without dropout, since a second run would draw the program's numbers."""
     nodes = []
     for node in graph.nodes:
         if node.op == "Dropout":

@@ -1,4 +1,4 @@
-"""Judging backward passes by probes: the gradients that enter and leave each operator.
+"""Checking backward passes by probes: the gradients that enter and leave each operator.
 
 A probe is an `autograd.Function` that returns its input. MXNet calls its backward, in a thread of
 MXNet's, with the gradient.
@@ -22,9 +22,9 @@ from ....framework.wording import counted
 from ....framework.zero_gradients import zero_gradients
 from ....graph.casts.builder import HALVES
 from ....graph.ir import CASTS
-from ..observing import probe_copy
+from ..observing import Run, probe_copy
 from .findings import Finding, Statistics, values_of
-from .inspection import Site, finding_at, is_float, is_nonfinite
+from .inspection import Site, finding_at, is_checkable, is_nonfinite
 
 __all__ = ["GradientWatch", "unobserved_copy"]
 
@@ -38,146 +38,165 @@ _MASKS = frozenset({
     "broadcast_maximum", "broadcast_minimum", "max", "min", "take", "pick", "gather_nd",
 })  # fmt: skip
 
-#: Backward passes after which an operator is taken to have none.
-_KEPT = 4
-_MOST = 100_000
+#: A call that this many backward passes have not reached is forgotten.
+_KEPT_PASSES = 4
+_MOST_CALLS = 100_000
 
 # Below all patches: under mxamp a function's backward gets gradients without the loss scale.
 _call = original(autograd.Function, "__call__")
 _COPY, _CAST = handle_of("identity"), handle_of("amp_cast")
 
 
-class _Passage:
-    """One operator of a recorded forward pass, and the gradients seen at it."""
+class _WatchedCall:
+    """An operator call of a recorded forward pass, and the gradients of its outputs and inputs."""
 
-    def __init__(self, site: Site, inputs: Sequence[NDArray], skipped: bool, age: int) -> None:
-        self.site, self.age = site, age
+    def __init__(self, site: Site, inputs: Sequence[NDArray], ignored: bool, passes: int) -> None:
+        self.site = site
+        self.passes = passes  #: the backward passes that ran before the call
         # With an input of zeros, the gradients of the other inputs may be zero too.
-        self.times_zero = any(is_float(array) and not values_of(array).any() for array in inputs)
-        # Not judged: skipped by the user, or at fault in the forward pass.
-        self.excused = skipped or any(map(is_nonfinite, inputs))
-        self.outputs: Dict[int, Statistics] = {}
-        self.inputs: Dict[int, Statistics] = {}
+        self.has_zero_input = any(
+            is_checkable(array) and not values_of(array).any() for array in inputs
+        )
+        #: Its gradients are not reported: skipped by the user, or at fault in the forward pass.
+        self.ignored = ignored or any(map(is_nonfinite, inputs))
+        self.output_gradients: Dict[int, Statistics] = {}  #: by position, as far as seen
+        self.input_gradients: Dict[int, Statistics] = {}
 
-    def probe(self, seen: Dict[int, Statistics], position: int, array: NDArray) -> NDArray:
-        """Return an array with a probe that notes its gradient, if autograd computes one."""
-        if not is_float(array) or not _has_gradient(array):
-            return array
 
-        def note(gradient: NDArray) -> None:
-            seen[position] = Statistics.of(gradient)
+def _probed(gradients: Dict[int, Statistics], position: int, array: NDArray) -> NDArray:
+    """Return an array of equal values whose gradient's statistics go to `gradients[position]`.
 
-        return _probed(array, note)
+    Returns the array itself if autograd computes no gradient for it.
+    """
+    if not is_checkable(array) or not _has_gradient(array):
+        return array
+
+    def record(gradient: NDArray) -> None:
+        gradients[position] = Statistics.of(gradient)
+
+    if array.grad is not None:
+        # MXNet's functions don't add to the gradient of an array that has grad_req="add".
+        array = unobserved_copy(array)
+    output: Optional[NDArray] = _call(_Probe(record), array)
+    # MXNet gives a function, which runs later, the address of a gradient that it has brought from
+    # oneDNN's layout to the plain one, and frees it at once. The gradient of a copy is plain.
+    return array if output is None else unobserved_copy(output)
 
 
 class GradientWatch:
-    """Sets probes around the operators of a recorded pass, and judges what they have seen."""
+    """Sets probes around the operator calls of a recorded pass, and checks their gradients."""
 
     def __init__(self) -> None:
-        self._passages: Deque[_Passage] = deque(maxlen=_MOST)
-        self._judged = 0
+        self._calls: Deque[_WatchedCall] = deque(maxlen=_MOST_CALLS)
+        self._passes = 0  # the backward passes so far
         self._lock = threading.Lock()
 
-    def around(
-        self,
-        site: Site,
-        inputs: Sequence[NDArray],
-        run: Callable[[Sequence[NDArray]], Any],
-        skipped: bool,
-    ) -> Any:
-        """Run an operator with probes on its inputs and outputs; return the outputs."""
-        passage = _Passage(site, inputs, skipped, self._judged)
-        with self._lock:
-            self._passages.append(passage)
-        unwatched = _unwatched(site.operator, len(inputs))
-        given = [
-            array if i in unwatched else passage.probe(passage.inputs, i, array)
-            for i, array in enumerate(inputs)
-        ]
-        outputs = run(given)
-        passage.excused = passage.excused or any(map(is_nonfinite, as_list(outputs)))
-        if isinstance(outputs, (list, tuple)):
-            return [passage.probe(passage.outputs, k, array) for k, array in enumerate(outputs)]
-        return passage.probe(passage.outputs, 0, outputs)
+    def run_probed(self, site: Site, inputs: Sequence[NDArray], run: Run, ignored: bool) -> Any:
+        """Run an operator on probed inputs; return its outputs, probed.
 
-    def judge(self, step: int) -> Optional[Finding]:
+        Faults of the gradients of an `ignored` operator are not reported.
+        """
+        call = _WatchedCall(site, inputs, ignored, self._passes)
+        with self._lock:
+            self._calls.append(call)
+        unwatched = _unwatched_inputs(site.operator, len(inputs))
+        outputs = run(
+            [
+                array if i in unwatched else _probed(call.input_gradients, i, array)
+                for i, array in enumerate(inputs)
+            ]
+        )
+        call.ignored = call.ignored or any(map(is_nonfinite, as_list(outputs)))
+        if isinstance(outputs, (list, tuple)):
+            return [_probed(call.output_gradients, k, array) for k, array in enumerate(outputs)]
+        return _probed(call.output_gradients, 0, outputs)
+
+    def check(self, step: int) -> Optional[Finding]:
         """Return the first fault of the backward pass that just ran; None for a sound pass.
 
-        An operator that is skipped, or at fault in the forward pass, excuses what follows from it.
+        The pass has no fault to report either if the first one is at an ignored operator.
         """
         nd.waitall()
         with self._lock:
-            seen = [one for one in reversed(self._passages) if one.outputs or one.inputs]
-            faults = [(one, judge(one, step)) for judge in (_nonfinite, _vanished) for one in seen]
-            first = next(((one, fault) for one, fault in faults if fault is not None), None)
-            for passage in seen:
-                passage.outputs.clear()
-                passage.inputs.clear()
-            self._judged += 1
+            seen = [c for c in reversed(self._calls) if c.output_gradients or c.input_gradients]
+            faults = [
+                (c, find(c, step)) for find in (_nonfinite_fault, _vanish_fault) for c in seen
+            ]
+            first = next(((call, fault) for call, fault in faults if fault is not None), None)
+            for call in seen:
+                call.output_gradients.clear()
+                call.input_gradients.clear()
+            self._passes += 1
             # Graphs recorded lately may still wait for their backward pass.
-            while self._passages and self._passages[0].age <= self._judged - _KEPT:
-                self._passages.popleft()
-        return None if first is None or first[0].excused else first[1]
+            while self._calls and self._calls[0].passes <= self._passes - _KEPT_PASSES:
+                self._calls.popleft()
+        return None if first is None or first[0].ignored else first[1]
 
 
-def _unwatched(operator: Operator, count: int) -> Set[int]:
+def _unwatched_inputs(operator: Operator, count: int) -> Set[int]:
     """Return the positions of inputs whose gradients are always zero, or can't be read."""
     positions = zero_gradients().get(operator.handle, frozenset())
     without = set(range(count)) if positions is None else set(positions)
     return without.union(operator.mutable_inputs, _UNREADABLE.get(operator.name, ()))
 
 
-def _nonfinite(passage: _Passage, step: int) -> Optional[Finding]:
-    """Return the finding for an operator whose consumers have passed finite gradients back."""
-    site = passage.site
-    for k, seen in passage.outputs.items():
-        if not seen.finite:
+def _nonfinite_fault(call: _WatchedCall, step: int) -> Optional[Finding]:
+    """Return the finding for a call's first gradient with Inf or NaN; None if all are finite."""
+    site = call.site
+    for k, found in call.output_gradients.items():
+        if not found.finite:
             # The consumers are sound: at fault is the sum of their gradients, or the loss's own.
-            return finding_at(site, "nonfinite", "backward", step, f"gradient of output {k}", seen)
-    for i, seen in passage.inputs.items():
-        if not seen.finite:
-            kind = "overflow" if seen.dtype in HALVES and not seen.nan else "nonfinite"
-            return finding_at(site, kind, "backward", step, f"gradient of {site.names[i]}", seen)
+            tensor = f"gradient of output {k}"
+            return finding_at(site, "nonfinite", "backward", step, tensor, found)
+    for i, found in call.input_gradients.items():
+        if not found.finite:
+            kind = "overflow" if found.dtype in HALVES and not found.nan else "nonfinite"
+            tensor = f"gradient of {site.names[i]}"
+            return finding_at(site, kind, "backward", step, tensor, found)
     return None
 
 
-def _vanished(passage: _Passage, step: int) -> Optional[Finding]:
-    """Return the finding for an operator in low precision whose gradients are lost to zero."""
-    came = sum(seen.nonzero for seen in passage.outputs.values())
-    left = sum(seen.nonzero for seen in passage.inputs.values())
-    site, name = passage.site, passage.site.operator.name
-    dtypes = {seen.dtype for seen in (*passage.outputs.values(), *passage.inputs.values())}
-    if not came or not passage.inputs or passage.times_zero or name in _MASKS:
+def _vanish_fault(call: _WatchedCall, step: int) -> Optional[Finding]:
+    """Return the finding for a call that loses its gradients to zero in half precision, or None."""
+    outputs, inputs = call.output_gradients.values(), call.input_gradients.values()
+    before = sum(gradient.nonzero for gradient in outputs)
+    after = sum(gradient.nonzero for gradient in inputs)
+    site, operator = call.site, call.site.operator.name
+    if not before or not inputs or call.has_zero_input or operator in _MASKS:
         return None
-    if not dtypes & HALVES or (left >= came / 2 if name in CASTS else left):
+    if HALVES.isdisjoint(gradient.dtype for gradient in (*outputs, *inputs)):
         return None
-    i, seen = next(iter(passage.inputs.items()))
-    detail = f"of {counted(came, 'value')} other than zero that came to it, {left} are left"
+    if after >= before / 2 if operator in CASTS else after:
+        return None
+    i, found = next(iter(call.input_gradients.items()))
+    detail = f"of {counted(before, 'value')} other than zero that came to it, {after} are left"
     tensor = f"gradient of {site.names[i]}"
-    return finding_at(site, "vanish", "backward", step, tensor, seen, detail)
+    return finding_at(site, "vanish", "backward", step, tensor, found, detail)
 
 
 # ---------------------------------------------------------------------- probes
 
 
 class _Probe(autograd.Function):  # type: ignore[misc]
-    def __init__(self, see: Callable[[NDArray], None]) -> None:
+    """The identity function, which passes its gradient to `on_gradient` in the backward pass."""
+
+    def __init__(self, on_gradient: Callable[[NDArray], None]) -> None:
         super().__init__()
-        self._see = see
+        self._on_gradient = on_gradient
 
     def forward(self, array: NDArray) -> NDArray:
-        """Return another array over the same memory: one can't be recorded twice."""
+        """Return another array over the same memory: an array can't be recorded twice."""
         return array.detach()
 
     def backward(self, gradient: NDArray) -> NDArray:
-        """Show the gradient, and return it."""
-        self._see(gradient)
+        """Pass the gradient to `on_gradient`, and return it."""
+        self._on_gradient(gradient)
         probe_copy.expected = True
         return gradient
 
 
 def _has_gradient(array: NDArray) -> bool:
-    """Return whether an array is in autograd's graph.
+    """Return whether autograd computes a gradient for an array, as a probe can read it.
 
     A probe on any other array would have MXNet compute gradients that nobody reads.
     """
@@ -188,17 +207,6 @@ def _has_gradient(array: NDArray) -> bool:
         return False
     check_call(_LIB.NNSymbolFree(symbol))
     return True
-
-
-def _probed(array: NDArray, see: Callable[[NDArray], None]) -> NDArray:
-    """Return an array of the same values, whose gradient is shown to `see`."""
-    if array.grad is not None:
-        # MXNet's functions don't add to the gradient of an array that has grad_req="add".
-        array = unobserved_copy(array)
-    output: Optional[NDArray] = _call(_Probe(see), array)
-    # MXNet gives a function, which runs later, the address of a gradient that it has brought from
-    # oneDNN's layout to the plain one, and frees it at once. The gradient of a copy is plain.
-    return array if output is None else unobserved_copy(output)
 
 
 def unobserved_copy(array: NDArray) -> NDArray:

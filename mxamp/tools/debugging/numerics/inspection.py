@@ -1,4 +1,4 @@
-"""Judging one operator's values: whether its outputs are worse than its inputs.
+"""Checking one operator's values: whether its outputs are worse than its inputs.
 
 An operator is at fault if its inputs are fine and its outputs are not. Values that are not finite
 are followed through the program: operators that pass them on are not at fault. Infinities that a
@@ -29,7 +29,7 @@ __all__ = [
     "Site",
     "finding_at",
     "input_names",
-    "is_float",
+    "is_checkable",
     "is_nonfinite",
     "site_of",
 ]
@@ -52,7 +52,7 @@ _ROUNDED_TO_ZERO = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 
 # Why an array is not finite: a fault that was found, or the program's purpose.
 _FAULT, _ON_PURPOSE = "fault", "on purpose"
-_FOLLOWED = 1024
+_MOST_REASONS = 1024
 
 
 class Site(NamedTuple):
@@ -90,123 +90,131 @@ def input_names(operator: Operator, count: int) -> Sequence[str]:
 
 
 class Inspection:
-    """Judges operators one after the other, and follows arrays that are not finite."""
+    """Checks operator calls in order, and remembers why arrays are not finite.
 
-    def __init__(self, would_be: Optional[Policy] = None) -> None:
+    With a policy, float32 values are also checked as if they were in its target dtype.
+    """
+
+    def __init__(self, policy: Optional[Policy] = None) -> None:
         self.step = 0
-        self._would_be = would_be
-        # By handle, with the array: a freed handle may become that of another array.
-        self._followed: Dict[int, Tuple[NDArray, str]] = {}
+        self._policy = policy
+        # Why arrays are not finite, by handle. The array is kept alive, since a freed handle may
+        # become that of another array.
+        self._reasons: Dict[int, Tuple[NDArray, str]] = {}
 
     def is_unknown(self, array: NDArray) -> bool:
-        """Return whether an array is not finite for a reason that was not seen."""
-        return is_nonfinite(array) and self._reason(array) is None
+        """Return whether an array is not finite, and no checked operator has made it so."""
+        return is_nonfinite(array) and self._reason_of(array) is None
 
-    def accept(self, arrays: Sequence[NDArray]) -> None:
+    def accept_nonfinite(self, arrays: Sequence[NDArray]) -> None:
         """Treat values of arrays that are not finite as written on purpose."""
-        self._follow(filter(is_nonfinite, arrays), _ON_PURPOSE)
+        self._set_reason(filter(is_nonfinite, arrays), _ON_PURPOSE)
 
-    def _follow(self, arrays: Iterable[NDArray], reason: str) -> None:
+    def _set_reason(self, arrays: Iterable[NDArray], reason: str) -> None:
+        """Record why arrays are not finite, `_FAULT` or `_ON_PURPOSE`; forget the oldest array."""
         for array in arrays:
-            if len(self._followed) >= _FOLLOWED:
-                del self._followed[next(iter(self._followed))]
-            self._followed[array.handle.value] = (array, reason)
+            if len(self._reasons) >= _MOST_REASONS:
+                del self._reasons[next(iter(self._reasons))]
+            self._reasons[array.handle.value] = (array, reason)
 
-    def _reason(self, array: NDArray) -> Optional[str]:
-        return self._followed.get(array.handle.value, (None, None))[1]
+    def _reason_of(self, array: NDArray) -> Optional[str]:
+        """Return why an array is not finite; None if that is unknown."""
+        return self._reasons.get(array.handle.value, (None, None))[1]
 
-    def judge(
+    def check(
         self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
     ) -> Optional[Finding]:
-        """Return the fault of an operator; None for a sound one, or one that passes a fault on."""
-        results = [(array, values_of(array)) for array in outputs if is_float(array)]
+        """Return the finding for a call's outputs; None if they are sound or not its own fault."""
+        results = [(array, values_of(array)) for array in outputs if is_checkable(array)]
         bad = [array for array, values in results if not np.isfinite(values).all()]
         if bad:
-            return self._judge_nonfinite(site, inputs, bad)
+            return self._check_nonfinite(site, inputs, bad)
         for k, (array, values) in enumerate(results):
-            found = self._judge_zeros(site, inputs, k, array, values)
+            found = self._check_zeros(site, inputs, k, array, values)
             if found is not None:
                 return found
-        return self._judge_would_be(site, inputs, outputs)
+        return self._check_in_dtype(site, inputs, outputs)
 
-    def _judge_nonfinite(
+    def _check_nonfinite(
         self, site: Site, inputs: Sequence[NDArray], bad: Sequence[NDArray]
     ) -> Optional[Finding]:
+        """Return the finding for a call whose outputs `bad` hold Inf or NaN; None if on purpose."""
         sources = [(site.names[i], array) for i, array in enumerate(inputs) if is_nonfinite(array)]
-        reasons = {self._reason(array) for _, array in sources}
+        reasons = {self._reason_of(array) for _, array in sources}
         if None in reasons:
             if site.operator.name in _MOVES and reasons == {None}:
-                return None  # the operator that computes with the moved values is judged
-            name, array = next(pair for pair in sources if self._reason(pair[1]) is None)
-            self._follow([array, *bad], _FAULT)
-            return self._finding("input", site, name, array)
+                return None  # the operator that computes with the moved values is checked
+            name, array = next(pair for pair in sources if self._reason_of(pair[1]) is None)
+            self._set_reason([array, *bad], _FAULT)
+            return self._make_finding("input", site, name, array)
         if sources:
             on_purpose = reasons == {_ON_PURPOSE}
             made = on_purpose and _has_nan(bad) and not _has_nan([array for _, array in sources])
         else:
-            on_purpose = not inputs or any(map(_is_infinite, site.attributes.values()))
+            on_purpose = not inputs or any(map(_is_infinite_number, site.attributes.values()))
             made = not on_purpose
-        self._follow(bad, _ON_PURPOSE if on_purpose and not made else _FAULT)
-        return self._made(site, bad[0]) if made else None
+        self._set_reason(bad, _ON_PURPOSE if on_purpose and not made else _FAULT)
+        return self._nonfinite_finding(site, bad[0]) if made else None
 
-    def _made(self, site: Site, array: NDArray) -> Finding:
+    def _nonfinite_finding(self, site: Site, array: NDArray) -> Finding:
         """Return the finding for an operator that makes NaN or Inf of finite values."""
-        found = self._finding("nonfinite", site, site.output, array)
+        found = self._make_finding("nonfinite", site, site.output, array)
         dtype = found.dtype
         if found.statistics.nan or not (site.operator.name in CASTS or dtype in HALVES):
             return found
         detail = f"the largest {dtype} is {RANGES[dtype].largest:.6g}"
         return replace(found, kind="overflow", detail=detail)
 
-    def _judge_zeros(
+    def _check_zeros(
         self, site: Site, inputs: Sequence[NDArray], k: int, array: NDArray, values: Any
     ) -> Optional[Finding]:
-        """Judge a finite output k: values lost to zero by a cast, and layers of zeros alone."""
+        """Return the finding for output k, which is finite: vanished in a cast, or of a dead layer."""
         nonzero = np.count_nonzero(values)
-        if site.operator.name in CASTS and inputs and is_float(inputs[0]):
+        if site.operator.name in CASTS and inputs and is_checkable(inputs[0]):
             before = np.count_nonzero(values_of(inputs[0]))
             if nonzero < before / 2:
                 detail = f"of {counted(before, 'value')} other than zero, {nonzero} are left"
-                return self._finding("vanish", site, site.output, array, detail)
+                return self._make_finding("vanish", site, site.output, array, detail)
         if k == 0 and not nonzero and values.size >= _A_LAYER and site.operator.name in _LAYERS:
             read = [
                 values_of(source)
                 for name, source in zip(site.operator.inputs, inputs)
-                if name not in _SHIFTS and is_float(source)
+                if name not in _SHIFTS and is_checkable(source)
             ]
             # A relu makes zeros of NaN, which is not its fault.
             if all(values.any() and np.isfinite(values).all() for values in read):
-                return self._finding("dead", site, site.output, array)
+                return self._make_finding("dead", site, site.output, array)
         return None
 
-    def _judge_would_be(
+    def _check_in_dtype(
         self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
     ) -> Optional[Finding]:
-        """Judge sound float32 values by how they would be rounded to the low dtype."""
-        if self._would_be is None:
+        """Return the finding for float32 values that the policy's dtype would round to Inf or 0."""
+        if self._policy is None:
             return None
-        dtype = self._would_be.target_dtype
-        op_class = self._would_be.rule(site.operator.name).op_class
+        dtype = self._policy.target_dtype
+        op_class = self._policy.rule(site.operator.name).op_class
         if op_class in ("fp32", "untouched"):
             return None
         read = list(zip(site.names, inputs)) if op_class == "low" else []
         for name, array in [*read, *((site.output, array) for array in outputs)]:
-            if not is_float(array) or dtypes_of([array])[0] in HALVES:
+            if not is_checkable(array) or dtypes_of([array])[0] in HALVES:
                 continue
             size = np.abs(values_of(array))
             infinite = (size >= INFINITE_FROM[dtype]) & np.isfinite(size)
             zero = (size > 0) & (size <= _ROUNDED_TO_ZERO[dtype])
             if infinite.any():
                 detail = f"{infinite.sum()} would be infinite in {dtype}"
-                return self._finding("overflow", site, name, array, detail)
+                return self._make_finding("overflow", site, name, array, detail)
             if zero.sum() > np.count_nonzero(size) / 2:
                 detail = f"{zero.sum()} would be zero in {dtype}"
-                return self._finding("vanish", site, name, array, detail)
+                return self._make_finding("vanish", site, name, array, detail)
         return None
 
-    def _finding(
+    def _make_finding(
         self, kind: str, site: Site, tensor: str, array: NDArray, detail: str = ""
     ) -> Finding:
+        """Return a forward finding with the statistics of an array."""
         found = Statistics.of(array)
         return finding_at(site, kind, "forward", self.step, tensor, found, detail)
 
@@ -219,21 +227,21 @@ def finding_at(
     return Finding(kind, phase, step, *place, tensor, found.dtype, found, detail)
 
 
-def is_float(array: NDArray) -> bool:
-    """Return whether an array has values to judge: dense, floating-point, not empty."""
+def is_checkable(array: NDArray) -> bool:
+    """Return whether an array has values to check: dense, floating-point, not empty."""
     return dtypes_of([array])[0] in FLOATS and array.size > 0
 
 
 def is_nonfinite(array: NDArray) -> bool:
-    """Return whether an array has values to judge and holds NaN or Inf."""
-    return is_float(array) and not np.isfinite(values_of(array)).all()
+    """Return whether an array has values to check and holds NaN or Inf."""
+    return is_checkable(array) and not np.isfinite(values_of(array)).all()
 
 
 def _has_nan(arrays: Iterable[NDArray]) -> bool:
     return any(np.isnan(values_of(array)).any() for array in arrays)
 
 
-def _is_infinite(attribute: Any) -> bool:
+def _is_infinite_number(attribute: Any) -> bool:
     try:
         return not math.isfinite(float(attribute))
     except (TypeError, ValueError):
