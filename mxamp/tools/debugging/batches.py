@@ -1,4 +1,4 @@
-"""The batches that a measurement runs on, and saved models as blocks that take them."""
+"""The batches that a measurement runs on, and blocks made of saved models to run on them."""
 
 import warnings
 from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Tuple
@@ -39,20 +39,20 @@ class Batch(NamedTuple):
 def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
     """Yield one batch for an array, a tuple or a dict, else each batch of an iterable.
 
-    With `labeled`, the last part of a batch is the label.
+    If `labeled`, the last element of a batch is its label. Raises `ArgumentError` without batches.
     """
-    one = isinstance(data, (NDArray, tuple, Mapping))
-    if not one and not isinstance(data, Iterable):
+    is_one = isinstance(data, (NDArray, tuple, Mapping))
+    if not is_one and not isinstance(data, Iterable):
         raise ArgumentError(NO_BATCH.format(given=type(data).__name__))
-    count = 0
-    for batch in [data] if one else data:
-        yield _batch(batch, labeled)
-        count += 1
-    if not count:
+    batch = None
+    for batch in [data] if is_one else data:
+        yield _checked_batch(batch, labeled)
+    if batch is None:
         raise ArgumentError(NO_BATCHES)
 
 
-def _batch(batch: Any, labeled: bool) -> Batch:
+def _checked_batch(batch: Any, labeled: bool) -> Batch:
+    """Return an array, a dict or a list of arrays as a batch; raise `ArgumentError` if empty."""
     if not isinstance(batch, (tuple, list, NDArray, Mapping)):
         raise ArgumentError(NO_BATCH.format(given=type(batch).__name__))
     parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
@@ -67,7 +67,7 @@ def _batch(batch: Any, labeled: bool) -> Batch:
 
 
 def block_of(model: Any, batches: Iterable[Batch]) -> Tuple[SymbolBlock, Iterator[Batch]]:
-    """Return a saved model as a block, and its batches of named inputs in the block's order."""
+    """Return a saved model as a block, and batches of dicts as tuples in the block's order."""
     if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], Symbol)):  # noqa: PLR2004
         raise ArgumentError(NOT_A_NET.format(given=shown(model)))
     symbol, args, auxs = model
@@ -80,13 +80,13 @@ def block_of(model: Any, batches: Iterable[Batch]) -> Tuple[SymbolBlock, Iterato
         param.cast(values[name].dtype)
         param._load_init(values[name], [current_context()])
 
-    def named() -> Iterator[Batch]:
+    def ordered() -> Iterator[Batch]:
         for batch in batches:
-            given = batch.inputs[0]
-            if not isinstance(given, Mapping):
-                raise ArgumentError(BY_NAME.format(given=type(given).__name__))
-            known = {name: array for name, array in given.items() if name in names}
+            by_name = batch.inputs[0]
+            if not isinstance(by_name, Mapping):
+                raise ArgumentError(BY_NAME.format(given=type(by_name).__name__))
+            known = {name: array for name, array in by_name.items() if name in names}
             known.update(zeros_for_missing(symbol, {**values, **known}))
             yield Batch(tuple(known[name] for name in names))
 
-    return block, named()
+    return block, ordered()

@@ -88,21 +88,22 @@ class GradientHistogram(Drawn):
         self.zero = 0  #: how many values are zero
         self.nonfinite = 0  #: how many values are Inf or NaN
         self.largest = 0.0  #: the largest finite magnitude
-        #: For each exponent the powers of two, the values that float16 would round up to the next
-        #: power of two at the top of its range, and between them the other values.
+        #: Three counts for each exponent: of the power of two itself; of the values between; and of
+        #: those that float16, at the top of its range, would round up to the next power of two.
         self._bins = np.zeros(3 * _EXPONENTS.size, np.int64)
         for part in (*self.by_parameter.values(), *self.by_activation.values()):
             self._merge(part)
 
-    def count(self, values: Any, carried: float = 1.0) -> None:
-        """Count the values of a float NumPy array, after division by the scale they carry."""
+    def count(self, values: Any, loss_scale: float = 1.0) -> None:
+        """Add the values of a float NumPy array, after division by the loss scale they carry."""
         values = values.ravel()
         for start in range(0, values.size, _CHUNK):
             chunk = values[start : start + _CHUNK]
             # float32 could underflow.
-            self._count(abs(chunk if carried == 1 else chunk.astype("float64") / carried))
+            exact = chunk if loss_scale == 1 else chunk.astype("float64") / loss_scale
+            self._count_magnitudes(abs(exact))
 
-    def _count(self, magnitudes: Any) -> None:
+    def _count_magnitudes(self, magnitudes: Any) -> None:
         finite = magnitudes[np.isfinite(magnitudes)]
         used = finite[finite != 0]
         self.nonfinite += magnitudes.size - finite.size
@@ -116,6 +117,7 @@ class GradientHistogram(Drawn):
             self._bins += np.bincount(places, minlength=self._bins.size)
 
     def _merge(self, other: "GradientHistogram") -> None:
+        """Add the counts of another histogram, without those by parameter and by activation."""
         self.zero += other.zero
         self.nonfinite += other.nonfinite
         self.largest = max(self.largest, other.largest)
@@ -135,17 +137,17 @@ class GradientHistogram(Drawn):
 
     @property
     def exponents(self) -> Tuple[int, ...]:
-        """The exponents that occur, from the smallest to the largest, without gaps."""
-        return tuple(self._by_exponent())
+        """The exponents of the values, floor(log2(magnitude)), ascending and without gaps."""
+        return tuple(self._counts_by_exponent())
 
     @property
     def counts(self) -> Tuple[int, ...]:
-        """How many values lie from 2**exponent up to 2**(exponent + 1), for each exponent."""
-        return tuple(self._by_exponent().values())
+        """The number of values with each of the `exponents`: from 2**e up to 2**(e + 1)."""
+        return tuple(self._counts_by_exponent().values())
 
     @property
     def size(self) -> int:
-        """How many values were counted."""
+        """The number of values that were counted."""
         return self._nonzero + self.zero + self.nonfinite
 
     def share_vanishing(self, scale: Optional[float] = None) -> float:
@@ -163,15 +165,20 @@ class GradientHistogram(Drawn):
         """Return the share that float16 rounds to infinity at a scale: from 65520 on."""
         return self._share(scale, (_TOP, 2), (math.inf, 0))
 
-    def _share(self, scale: Optional[float], *ends: Tuple[float, int]) -> float:
-        """Return the share between two ends: an exponent, and the bins of it below the end."""
+    def _share(
+        self, scale: Optional[float], low: Tuple[float, int], high: Tuple[float, int]
+    ) -> float:
+        """Return the share of nonzero finite values that a scale brings between two ends.
+
+        An end is an exponent, and how many of its three counts lie below the end.
+        """
         scale = self.scale if scale is None else positive_number("scale", scale)
         counts = np.concatenate(([0], self._bins)).cumsum()
-        low, high = (
+        below_low, below_high = (
             np.interp(exponent - math.log2(scale), _EXPONENTS, counts[bins:-1:3])
-            for exponent, bins in ends
+            for exponent, bins in (low, high)
         )
-        return float(high - low) / max(self._nonzero, 1)
+        return float(below_high - below_low) / max(self._nonzero, 1)
 
     def recommended_scale(self, keep: float = 0.999) -> float:
         """Return the smallest power of two at which float16 keeps the share `keep` of gradients.
@@ -186,10 +193,8 @@ class GradientHistogram(Drawn):
         if not self._nonzero:
             raise StateError(NOTHING)
         most = math.floor(math.log2(65504 / MARGIN) - math.log2(self.largest))
-        kept = (
-            2.0**p for p in range(min(most, 0), most) if self.share_vanishing(2.0**p) <= 1 - keep
-        )
-        return next(kept, 2.0**most)
+        scales = (2.0**power for power in range(min(most, 0), most))
+        return next((s for s in scales if self.share_vanishing(s) <= 1 - keep), 2.0**most)
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the histogram as plain values; `share` and `zero` are of all values."""
@@ -210,49 +215,50 @@ class GradientHistogram(Drawn):
 
     def summary(self) -> str:
         """Return one line: what float16 loses at the scale in use, and the recommended scale."""
-        told = self.to_dict()
-        better = f"; recommended scale {told['recommended_scale']:g}" if self._nonzero else ""
+        shares = self.to_dict()
+        better = f"; recommended scale {shares['recommended_scale']:g}" if self._nonzero else ""
         return (
             f"{counted(self.size, 'gradient')} of {counted(self.batches, 'batch', 'batches')}, "
-            f"{told['zero']:.2%} zero, {self.nonfinite:,} not finite. float16 at scale "
-            f"{self.scale:g}: {told['vanishing']:.2%} vanish, {told['subnormal']:.2%} are "
-            f"subnormal, {told['overflowing']:.2%} overflow{better}"
+            f"{shares['zero']:.2%} zero, {self.nonfinite:,} not finite. float16 at scale "
+            f"{self.scale:g}: {shares['vanishing']:.2%} vanish, {shares['subnormal']:.2%} are "
+            f"subnormal, {shares['overflowing']:.2%} overflow{better}"
         )
 
     def _tables(self) -> Iterable[Table]:
-        """Yield the parameters and activations with the worst losses."""
+        """Yield one table: the parameters and activations of which float16 loses most."""
         rows = []
         for name, one in {**self.by_parameter, **self.by_activation}.items():
-            shares = one.share_vanishing(), one.share_subnormal(), one.share_overflowing()
-            rows.append((name, one.size, one.zero / max(one.size, 1), *shares, one.nonfinite))
+            lost = one.share_vanishing(), one.share_subnormal(), one.share_overflowing()
+            rows.append((name, one.size, one.zero / max(one.size, 1), *lost, one.nonfinite))
         rows.sort(key=lambda row: (-row[5], -row[3], -row[4]))
         yield "", _HEADINGS, rows[:_SHOWN]
 
     def _figure(self) -> Any:
-        """Draw bars of the shares by exponent over float16's range."""
-        figure, told = new_figure(height=4.6), self.to_dict()
+        """Return a figure: bars of the shares by exponent over float16's range."""
+        figure, shares = new_figure(height=4.6), self.to_dict()
         axes = figure.subplots()
         bars = {"color": "#1b6ca8", "edgecolor": "black", "zorder": 2}
-        axes.bar(self.exponents, told["share"], width=1.0, align="edge", **bars)
+        axes.bar(self.exponents, shares["share"], width=1.0, align="edge", **bars)
         normal, least, top = (e - math.log2(self.scale) for e in (_NORMAL, _VANISHES, _TOP + 1))
         axes.axvspan(normal, top, color="#cfe8cf", label="float16, all bits")
         subnormal = {"facecolor": "#eef5e0", "hatch": "///"}
         axes.axvspan(least, normal, label="float16, fewer bits (subnormal)", **subnormal)
         axes.axvline(least, color="black", linestyle=":", label="zero below")
         if self._nonzero:
-            power = math.log2(told["recommended_scale"])
+            power = math.log2(shares["recommended_scale"])
             label = f"zero below, at the recommended scale, $2^{{{power:.0f}}}$"
             axes.axvline(_VANISHES - power, color="#b03030", linestyle="--", label=label)
         axes.set_xlim(min((*self.exponents, least)) - 2, max((*self.exponents, top)) + 2)
         axes.set_xlabel("exponent of the gradient: floor of log2(|gradient|), without loss scale")
         axes.set_ylabel("share of all gradients")
         axes.set_title(
-            f"Gradients and float16 at loss scale {self.scale:g}; {told['zero']:.1%} are zero"
+            f"Gradients and float16 at loss scale {self.scale:g}; {shares['zero']:.1%} are zero"
         )
         figure.legend(loc="outside lower center", ncols=2, fontsize="small")
         return figure
 
-    def _by_exponent(self) -> Dict[int, int]:
+    def _counts_by_exponent(self) -> Dict[int, int]:
+        """Return the count of each exponent from the smallest to the largest that occurs."""
         counts = self._bins.reshape(-1, 3).sum(axis=1)
         used = counts.nonzero()[0]
         places = range(used[0], used[-1] + 1) if used.size else ()
@@ -260,6 +266,7 @@ class GradientHistogram(Drawn):
 
     @property
     def _nonzero(self) -> int:
+        """The number of values that are neither zero nor Inf nor NaN."""
         return int(self._bins.sum())
 
 
@@ -317,16 +324,19 @@ def gradient_histogram(
     if not isinstance(net_or_trainer, (Block, Trainer)):
         raise ArgumentError(NOT_COUNTED.format(given=type(net_or_trainer).__name__))
     if data is None and loss is None and not activations:
-        return _of_current(net_or_trainer, scale)
+        return _count_existing(net_or_trainer, scale)
     if isinstance(net_or_trainer, Trainer):
         raise ArgumentError(NEEDS_BLOCK)
     if data is None or not callable(loss):
         raise ArgumentError(NO_DATA)
-    return _of_data(net_or_trainer, data, loss, activations, scale or 1.0)
+    return _count_on_data(net_or_trainer, data, loss, activations, scale or 1.0)
 
 
-def _of_current(source: Union[Block, Trainer], scale: Optional[float]) -> GradientHistogram:
-    """Count the gradients that the last backward pass has written."""
+def _count_existing(source: Union[Block, Trainer], scale: Optional[float]) -> GradientHistogram:
+    """Return the histogram of the gradients that the last backward pass has written.
+
+    `scale` is the loss scale that they carry and are judged at; None for the trainer's.
+    """
     carried = used = scale or 1.0
     if isinstance(source, Trainer):
         params = source._params
@@ -339,17 +349,18 @@ def _of_current(source: Union[Block, Trainer], scale: Optional[float]) -> Gradie
     fresh = fresh_gradients(params)
     if not fresh:
         raise StateError(NO_GRADIENTS)
-    counts: Dict[str, GradientHistogram] = {}
+    by_parameter: Dict[str, GradientHistogram] = {}
     for param, gradients in fresh:
         for gradient in gradients:
-            _count(counts.setdefault(param.name, GradientHistogram(used)), gradient, carried)
-    return GradientHistogram(used, counts)
+            found = by_parameter.setdefault(param.name, GradientHistogram(used))
+            _count_array(found, gradient, carried)
+    return GradientHistogram(used, by_parameter)
 
 
-def _of_data(
+def _count_on_data(
     net: Block, data: Any, loss: Callable[[Any, Any], Any], activations: bool, scale: float
 ) -> GradientHistogram:
-    """Run the net on each batch and count its gradients."""
+    """Run a net on each batch in float32; return the histogram of its gradients."""
     by_parameter: Dict[str, GradientHistogram] = {}
     by_activation: Dict[str, GradientHistogram] = {}
     seeds, isolated, number = Seeds(), IsolatedNet(net, loss), 0
@@ -366,15 +377,16 @@ def _of_data(
                 gradients = gradients_of(value, [array for _, array in arrays], 1.0)
                 for (name, _), gradient in zip(arrays, gradients):
                     found = by_parameter if name in params else by_activation
-                    _count(found.setdefault(name, GradientHistogram(scale)), gradient)
+                    _count_array(found.setdefault(name, GradientHistogram(scale)), gradient)
     return GradientHistogram(scale, by_parameter, by_activation, number)
 
 
-def _count(histogram: GradientHistogram, gradient: NDArray, carried: float = 1.0) -> None:
+def _count_array(histogram: GradientHistogram, gradient: NDArray, loss_scale: float = 1.0) -> None:
+    """Add the values of a gradient, dense or sparse, to a histogram."""
     array = gradient.data if gradient.stype == "row_sparse" else gradient
     if array.size:
         exact = dtypes_of([array])[0] == "float64"
-        histogram.count(array.asnumpy() if exact else dense_values(array), carried)
+        histogram.count(array.asnumpy() if exact else dense_values(array), loss_scale)
 
 
 class _ActivationRun(IsolatedRun):

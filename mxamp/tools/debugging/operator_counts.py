@@ -57,19 +57,19 @@ class OperatorStats(Result, Observer):
         #: Graphs that ran since the last read: symbol, dtypes and shapes of inputs, and runs.
         self._graphs: Dict[Any, List[Any]] = {}
         self._symbols: "weakref.WeakKeyDictionary[Executor, Symbol]" = weakref.WeakKeyDictionary()
-        self._counting = threading.Lock()
+        self._census_lock = threading.Lock()
 
     @property
     def operators(self) -> Tuple[OperatorCount, ...]:
         """The operators, most calls first."""
-        counts = self._counted().operators.items()
+        counts = self._updated_census().operators.items()
         rows = [OperatorCount(*key, calls) for key, calls in counts if calls]
         return tuple(sorted(rows, key=lambda row: (-row.calls, row.operator, row.dtype)))
 
     @property
     def casts(self) -> Tuple[CastCount, ...]:
         """The casts, most bytes first."""
-        census = self._counted()
+        census = self._updated_census()
         rows = [CastCount(*key, n, census.bytes[key]) for key, n in census.casts.items() if n]
         return tuple(sorted(rows, key=lambda row: (-row.bytes, row.source, row.target)))
 
@@ -88,7 +88,7 @@ class OperatorStats(Result, Observer):
         self, operator: Optional[str] = None, dtype: Optional[str] = None
     ) -> "OperatorStats":
         """Return the statistics of an operator, a dtype, or both."""
-        census = self._counted()
+        census = self._updated_census()
         kept = {
             (name, kind): calls
             for (name, kind), calls in census.operators.items()
@@ -117,10 +117,10 @@ class OperatorStats(Result, Observer):
     # ------------------------------------------------------------------ while it counts
 
     def on_call(self, call: Call, run: Run) -> Any:
-        """Count an eager call."""
+        """Count an eager call, or one of mxamp's own casts."""
         outputs = run(call.inputs)
-        inputs, results = _tensors(call.inputs), _tensors(as_list(outputs))
-        with self._counting:
+        inputs, results = _tensors_of(call.inputs), _tensors_of(as_list(outputs))
+        with self._census_lock:
             if call.operator.name in _CASTS and is_cast(inputs[0].dtype, results[0].dtype):
                 self._census.add_cast(inputs[0].dtype, results[0].dtype, inputs[0].size)
                 return outputs
@@ -148,16 +148,16 @@ class OperatorStats(Result, Observer):
         return run()
 
     def note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
-        """Count a run of a graph; its operators are counted when the statistics are read."""
+        """Record one more run of a graph, which is counted when the statistics are read."""
         dtypes, shapes = dtypes_of(inputs), tuple([array.shape for array in inputs])
-        with self._counting:
+        with self._census_lock:
             # The symbol is kept alive, since its id is the key.
             entry = [symbol, dtypes, shapes, 0]
             self._graphs.setdefault((id(symbol), dtypes, shapes), entry)[-1] += 1
 
-    def _counted(self) -> Census:
-        """Return the counts, with the graphs that ran since the last read."""
-        with self._counting:
+    def _updated_census(self) -> Census:
+        """Return the census, after the graphs that ran since the last read are counted."""
+        with self._census_lock:
             for symbol, dtypes, shapes, runs in self._graphs.values():
                 names = symbol.list_inputs()
                 graph = Graph.from_symbol(symbol)
@@ -199,5 +199,6 @@ def operator_stats() -> Iterator[OperatorStats]:
         yield stats
 
 
-def _tensors(arrays: Sequence[NDArray]) -> Sequence[Tensor]:
+def _tensors_of(arrays: Sequence[NDArray]) -> Sequence[Tensor]:
+    """Return the dtype and the shape of each array."""
     return [Tensor(*pair) for pair in zip(dtypes_of(arrays), (array.shape for array in arrays))]

@@ -22,7 +22,7 @@ class Result:
     """A result that prints as tables and a summary in one line."""
 
     def summary(self) -> str:
-        """Return one line."""
+        """Return one line that sums the result up."""
         raise NotImplementedError
 
     def to_dict(self) -> Dict[str, Any]:
@@ -30,6 +30,7 @@ class Result:
         raise NotImplementedError
 
     def _tables(self) -> Iterable[Table]:
+        """Yield the tables that the result prints as."""
         raise NotImplementedError
 
     def to_json(self) -> str:
@@ -54,6 +55,7 @@ class Drawn(Result):
     """A result that matplotlib draws."""
 
     def _figure(self) -> Any:
+        """Return a matplotlib figure of the result."""
         raise NotImplementedError
 
     def plot(self, path: Union[None, str, Path] = None) -> Any:
@@ -71,12 +73,12 @@ class Drawn(Result):
                 raise ArgumentError(
                     f"a picture must be a file of one of {allowed}, not {str(path)!r}"
                 )
-            write_file(target, _image(figure, suffix, 120))
+            write_file(target, _image_bytes(figure, suffix, 120))
         return figure
 
     def _repr_html_(self) -> str:
         try:
-            image = base64.b64encode(_image(self._figure(), "png", 90)).decode()
+            image = base64.b64encode(_image_bytes(self._figure(), "png", 90)).decode()
         except InstallError:
             return super()._repr_html_()
         return f'<img src="data:image/png;base64,{image}">{super()._repr_html_()}'
@@ -91,7 +93,8 @@ def new_figure(height: float) -> Any:
     return Figure(figsize=(8.0, height), layout="constrained")
 
 
-def _image(figure: Any, file_format: str, dpi: int) -> bytes:
+def _image_bytes(figure: Any, file_format: str, dpi: int) -> bytes:
+    """Return a matplotlib figure as the bytes of an image file."""
     stream = io.BytesIO()
     figure.savefig(stream, format=file_format, dpi=dpi)
     return stream.getvalue()

@@ -136,7 +136,7 @@ class Comparison(Drawn):
                 yield caption, _HEADINGS, rows
 
     def _figure(self) -> Any:
-        """Draw the errors in the order of execution, and a cross for each layer that lost elements.
+        """Return a figure: the errors in the order of execution, and crosses for lost elements.
 
         Layers without an error to draw lie at the lower edge.
         """
@@ -168,6 +168,7 @@ class Comparison(Drawn):
 
 
 def _ranked(errors: Sequence[TensorError]) -> Tuple[TensorError, ...]:
+    """Return errors sorted by lost elements, then by relative error, the worst first."""
     return tuple(sorted(errors, key=lambda error: (-error.lost, -error.relative)))
 
 
@@ -233,7 +234,7 @@ def compare(
         if loss is not None:
             raise ArgumentError(NO_LOSS)
         net, batches = block_of(net, batches)
-    return _Comparing(net, loss, chosen, loss_scale).run(batches)
+    return _Comparer(net, loss, chosen, loss_scale).run(batches)
 
 
 #: An output of a layer: the layer's name, the number of calls before under that name, the output.
@@ -241,7 +242,7 @@ Key = Tuple[str, int, int]
 
 
 class _Layer(NamedTuple):
-    """One output of a layer, and the keys that it was computed from."""
+    """One output of a layer in one run, and the keys of the outputs that it was computed from."""
 
     block: str
     operator: str
@@ -256,7 +257,10 @@ class _Errors(Dict[Any, Tuple[TensorError, Distance]]):
     def add(
         self, key: Any, name: str, plain: Optional[_Layer], mixed: Optional[_Layer], pair: Any
     ) -> None:
-        """Add the float32 and mixed values of a tensor that belongs to a layer."""
+        """Add a batch's values of the tensor `key`: `pair` holds float32's and mixed precision's.
+
+        `plain` and `mixed` are its layer in both runs, if known.
+        """
         if key not in self:
             block, operator = (plain.block, plain.operator) if plain is not None else ("", "")
             precision = mixed.precision if mixed is not None else "float32"
@@ -264,14 +268,14 @@ class _Errors(Dict[Any, Tuple[TensorError, Distance]]):
             self[key] = error, Distance()
         self[key][1].add(name, *pair)
 
-    def found(self, key: Any) -> TensorError:
-        """Return the error of a tensor."""
+    def error_of(self, key: Any) -> TensorError:
+        """Return the error of a tensor over the batches so far."""
         error, distance = self[key]
         return replace(error, **vars(distance))
 
 
-class _Comparing:
-    """A comparison in progress."""
+class _Comparer:
+    """Runs a net in float32 and in mixed precision, and collects the errors of all batches."""
 
     def __init__(
         self,
@@ -283,30 +287,31 @@ class _Comparing:
         self.loss, self.policy = loss, policy
         self.isolated = IsolatedNet(net, loss)
         #: The scale is lowered as in training, unless it was given.
-        self.searching = loss_scale is None and policy.target_dtype == "float16"
-        self.scale = loss_scale or (LossScaler().loss_scale if self.searching else 1.0)
+        self.searches_scale = loss_scale is None and policy.target_dtype == "float16"
+        self.scale = loss_scale or (LossScaler().loss_scale if self.searches_scale else 1.0)
         self.seeds = Seeds()
         self.outputs, self.gradients = _Errors(), _Errors()
         self.sources: Dict[Key, FrozenSet[Key]] = {}
 
     def run(self, batches: Iterator[Batch]) -> Comparison:
-        """Run all batches; return the errors."""
+        """Run all batches in both precisions; return the comparison."""
         with self.seeds.restored():
             for batch in batches:
-                self._compare(batch)
+                self._add_batch(batch)
         return Comparison(
             self.policy.target_dtype,
             self.scale,
-            tuple(map(self.outputs.found, self.outputs)),
-            tuple(map(self.gradients.found, self.gradients)),
+            tuple(map(self.outputs.error_of, self.outputs)),
+            tuple(map(self.gradients.error_of, self.gradients)),
             self._first_jump(),
         )
 
-    def _compare(self, batch: Batch) -> None:
+    def _add_batch(self, batch: Batch) -> None:
+        """Run a batch in both precisions, and add the errors of its outputs and gradients."""
         with self.isolated.block(batch.inputs) as block:
-            plain, gradients = self._pass(block, batch, None)
+            plain, gradients = self._run_batch(block, batch, None)
         with self.isolated.block(batch.inputs) as block:
-            mixed, scaled = self._pass(block, batch, self.policy)
+            mixed, scaled = self._run_batch(block, batch, self.policy)
         for key, layer in plain.layers.items():
             self.sources.setdefault(key, layer.sources)
             other = mixed.layers.get(key)
@@ -319,15 +324,15 @@ class _Comparing:
             layers = plain.layers.get(reader), mixed.layers.get(reader)
             self.gradients.add(name, name, *layers, (values, scaled[name]))
 
-    def _pass(
+    def _run_batch(
         self, block: Block, batch: Batch, policy: Optional[Policy]
     ) -> Tuple["_LayerRun", Dict[str, Any]]:
-        """Run a batch; return the layers, and the gradients by parameter."""
+        """Run a batch under a policy, or in float32; return its layers and unscaled gradients."""
         run = _LayerRun(self.isolated.net, self.seeds, plain=policy is None)
         training = self.loss is not None
         recording = autograd.record() if training else autograd.pause(train_mode=False)
         with autocast(enabled=policy is not None, policy=policy), run.opened():
-            with recording, run.watching(block, batch.inputs):
+            with recording, run.recording(block, batch.inputs):
                 first = [block(*batch.inputs)]
             if self.loss is None:
                 return run, {}
@@ -342,24 +347,24 @@ class _Comparing:
             params = trained_arrays(block)
             arrays, scale = list(params.values()), 1.0 if policy is None else self.scale
             gradients = recorded.gradients(arrays, scale)
-            while policy and self.searching and scale > 1 and not all_finite(gradients):
+            while policy and self.searches_scale and scale > 1 and not all_finite(gradients):
                 self.scale = scale = scale / 2
                 gradients = recorded.gradients(arrays, scale)
         return run, {n: dense_values(g) / np.float32(scale) for n, g in zip(params, gradients)}
 
     def _first_jump(self) -> Optional[TensorError]:
-        """Return the first layer whose error is larger than rounding explains."""
+        """Return the first layer whose error is larger than rounding explains, or None."""
         roundoff = UNIT_ROUNDOFF[self.policy.target_dtype]
         # The relative error and the lost elements of each output. An output that was not compared
         # has those of its inputs.
         errors: Dict[Key, Tuple[float, int]] = {}
         for key, sources in self.sources.items():
-            given = [errors[source] for source in sources if source in errors]
-            error = max((one[0] for one in given), default=0.0)
-            lost = max((one[1] for one in given), default=0)
+            of_inputs = [errors[source] for source in sources if source in errors]
+            error = max((error for error, _ in of_inputs), default=0.0)
+            lost = max((lost for _, lost in of_inputs), default=0)
             errors[key] = error, lost
             if key in self.outputs:
-                found = self.outputs.found(key)
+                found = self.outputs.error_of(key)
                 if found.relative > JUMP * max(error, roundoff) or (found.lost and not lost):
                     return found
                 errors[key] = found.relative, found.lost
@@ -370,7 +375,7 @@ class _Comparing:
 
 
 class _LayerRun(IsolatedRun):
-    """Records the layers of `net` that run while `watching`.
+    """Records the outputs of a net's layers, within `recording`.
 
     In a `plain` run, a layer that computes in half precision raises `ArgumentError`.
     """
@@ -378,7 +383,7 @@ class _LayerRun(IsolatedRun):
     def __init__(self, net: Block, seeds: Seeds, plain: bool) -> None:
         super().__init__(seeds)
         self._plain = plain
-        self._watching = False
+        self._records_layers = False
         self._calls: "Counter[str]" = Counter()
         #: By `id`, each array and the keys that it was computed from.
         self._producers: Dict[int, Tuple[NDArray, FrozenSet[Key]]] = {}
@@ -389,8 +394,8 @@ class _LayerRun(IsolatedRun):
         self._block_names = BlockNames(net)
 
     @contextlib.contextmanager
-    def watching(self, block: Block, inputs: Sequence[Any]) -> Iterator[None]:
-        """Record the layers of a block that is called with these inputs."""
+    def recording(self, block: Block, inputs: Sequence[Any]) -> Iterator[None]:
+        """Context in which the layers of a block are recorded; it is called on `inputs`."""
         for array in arrays_in(inputs):
             self._producers[id(array)] = array, frozenset()
         hooks = [
@@ -398,24 +403,24 @@ class _LayerRun(IsolatedRun):
             for one in blocks_in(block)
             if not (isinstance(one, HybridBlock) and one._active)
         ]
-        self._watching = True
+        self._records_layers = True
         try:
             yield
         finally:
-            self._watching = False
+            self._records_layers = False
             for hook in hooks:
                 hook.detach()
 
     def run_graph(self, bound: BoundGraph) -> List[NDArray]:
-        """Run a graph, and record each of its nodes whose output is read."""
-        if not self._watching:
+        """Run a graph, and record the outputs of its nodes that are read."""
+        if not self._records_layers:
             return super().run_graph(bound)
         heads = bound.graph.heads
         bound = bound.with_heads([*heads, *_inner_outputs(bound.graph)])
         # Before the run: CPUs lack kernels for much of a graph in half precision.
         for i, node in enumerate(bound.graph.nodes):
             if not node.is_variable:
-                self._check(node.name, precision_at(bound.graph, i, bound.tensors))
+                self._require_float32(node.name, precision_at(bound.graph, i, bound.tensors))
         outputs = super().run_graph(bound)
         keys = self._record_nodes(bound, dict(zip(bound.graph.heads, outputs)))
         for head, array in zip(heads, outputs):
@@ -425,13 +430,16 @@ class _LayerRun(IsolatedRun):
     def _record_nodes(
         self, bound: BoundGraph, arrays: Mapping[Output, NDArray]
     ) -> Dict[Output, FrozenSet[Key]]:
-        """Record the nodes of a graph; return the keys that each output was computed from."""
+        """Record the outputs `arrays` of a graph's nodes.
+
+        Returns for each output its key, or for an output that is not recorded its sources' keys.
+        """
         graph, tensors = bound.graph, bound.tensors
-        rounded = _rounded(graph)
+        rounded = _rounding_casts(graph)
         keys: Dict[Output, FrozenSet[Key]] = {}
         for i, node in enumerate(graph.nodes):
             if node.is_variable:
-                keys[i, 0] = self._sources([bound.values.get(node.name)])
+                keys[i, 0] = self._sources_of([bound.values.get(node.name)])
                 continue
             sources = frozenset().union(*(keys.get(entry, frozenset()) for entry in node.inputs))
             block = self._block_names.of_node(node.name)
@@ -448,50 +456,53 @@ class _LayerRun(IsolatedRun):
         return keys
 
     def _record_block(self, block: Block, inputs: Sequence[Any], outputs: Any) -> None:
-        """Record the outputs of a block that none of its children has returned."""
-        if not self._watching:
+        """Record those outputs of a block that none of its children has returned."""
+        if not self._records_layers:
             return
-        given = arrays_in(inputs)
-        sources = self._sources(given)
-        if self.layers and any(id(array) not in self._producers for array in given):
+        read_arrays = arrays_in(inputs)
+        sources = self._sources_of(read_arrays)
+        if self.layers and any(id(array) not in self._producers for array in read_arrays):
             # Eager code between blocks has computed an input: take the last layer for its source.
             sources |= {next(reversed(list(self.layers)))}
         made = [array for array in arrays_in(outputs) if id(array) not in self._producers]
         for k, array in enumerate(made):
             dtype, keys = dtypes_of([array])[0], sources
             if dtype in FLOATS:
-                self._check(block.name, dtype)
+                self._require_float32(block.name, dtype)
                 kind, read = type(block).__name__, [p.name for p in block._reg_params.values()]
                 layer = _Layer(block.name, kind, dtype, dense_values(array), sources)
                 keys = frozenset({self._record(block.name, k, layer, read)})
             self._producers[id(array)] = array, keys
         self._calls[block.name] += bool(made)
 
-    def _record(self, name: str, output: int, layer: _Layer, read: Sequence[str]) -> Key:
+    def _record(self, name: str, output: int, layer: _Layer, params: Sequence[str]) -> Key:
+        """Record an output of a layer that reads these parameters; return the output's key."""
         key = name, self._calls[name], output
         self.layers[key] = layer
-        for param in read:
+        for param in params:
             self.readers.setdefault(param, key)
         return key
 
-    def _sources(self, arrays: Sequence[Optional[NDArray]]) -> FrozenSet[Key]:
+    def _sources_of(self, arrays: Sequence[Optional[NDArray]]) -> FrozenSet[Key]:
+        """Return the keys of the layers' outputs that arrays were computed from."""
         known = [self._producers[id(array)][1] for array in arrays if id(array) in self._producers]
         return frozenset().union(*known)
 
-    def _check(self, name: str, precision: str) -> None:
+    def _require_float32(self, name: str, precision: str) -> None:
+        """Raise `ArgumentError` if a layer of a plain run computes in half precision."""
         if self._plain and precision in HALVES:
             raise ArgumentError(NOT_FLOAT32.format(name=name, precision=precision))
 
 
 def _inner_outputs(graph: Graph) -> List[Output]:
-    """Return the outputs that other nodes read and that are not heads."""
+    """Return the outputs of operators that other nodes read and that are not heads."""
     heads = set(graph.heads)
     read = dict.fromkeys(entry for node in graph.nodes for entry in node.inputs)
     return [e for e in read if e not in heads and not graph.nodes[e[0]].is_variable]
 
 
-def _rounded(graph: Graph) -> Dict[Output, Output]:
-    """Map outputs that a kernel computed in float32 to the casts that round them."""
+def _rounding_casts(graph: Graph) -> Dict[Output, Output]:
+    """Return the casts that round outputs which a kernel computed in float32, by those outputs."""
     found = {}
     for i, node in enumerate(graph.nodes):
         if node.op in CASTS:

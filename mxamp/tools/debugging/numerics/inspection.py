@@ -168,7 +168,7 @@ class Inspection:
     def _check_zeros(
         self, site: Site, inputs: Sequence[NDArray], k: int, array: NDArray, values: Any
     ) -> Optional[Finding]:
-        """Return the finding for output k, which is finite: vanished in a cast, or of a dead layer."""
+        """Return the finding for output k, which is finite, if it vanished or is all zero."""
         nonzero = np.count_nonzero(values)
         if site.operator.name in CASTS and inputs and is_checkable(inputs[0]):
             before = np.count_nonzero(values_of(inputs[0]))
