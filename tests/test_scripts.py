@@ -167,8 +167,8 @@ def test_the_largest_batch_is_looked_for(limit, wanted, monkeypatch):
         asked.append(rows)
         return module.Peak(900 + 100 * rows + (10 if rows % 2 else 0) - 10)
 
-    monkeypatch.setitem(module.largest.__globals__, "peak", peak)
-    assert module.largest("mxamp", "resnet50-8@32", limit, None, "python") == wanted
+    monkeypatch.setitem(module.largest_batch.__globals__, "peak_memory", peak)
+    assert module.largest_batch("mxamp", "resnet50-8@32", limit, None, "python") == wanted
     assert len(asked) == len(set(asked)) <= 6
 
 
@@ -317,7 +317,7 @@ def models(monkeypatch):
     for name, value in {
         "measure": measure,
         "show": lambda *_: None,
-        "versions": lambda _: {},
+        "library_versions": lambda _: {},
     }.items():
         monkeypatch.setitem(names, name, value)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
@@ -370,12 +370,12 @@ def test_figures_of_a_run_that_is_cut_off_are_kept(models, monkeypatch, tmp_path
 def test_only_some_contenders_run(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     contenders = importlib.import_module("contenders")
-    only = contenders.chosen(" mxamp,fused")
+    only = contenders.parse_only(" mxamp,fused")
     setup = contenders.Setup("bfloat16", False, only, {})
-    assert list(contenders.contenders_of("inference", setup)) == ["float32", "mxamp", "fused"]
-    assert list(contenders.contenders_of("training", setup)) == ["float32", "mxamp"]
+    assert list(contenders.runnable_contenders("inference", setup)) == ["float32", "mxamp", "fused"]
+    assert list(contenders.runnable_contenders("training", setup)) == ["float32", "mxamp"]
     all_here = setup._replace(only=(), pythons={"openvino": "/elsewhere/python"})
-    found = contenders.contenders_of("inference", all_here)
+    found = contenders.runnable_contenders("inference", all_here)
     assert list(found)[-3:] == ["fused", "openvino32", "openvino"]
     assert (found["openvino"], found["mxamp"]) == ("/elsewhere/python", sys.executable)
 
@@ -389,9 +389,9 @@ def test_peak_memory_of_a_contender_is_the_kernel_s_own_figure(monkeypatch, tmp_
     worker = tmp_path / "worker.py"
     worker.write_text(
         f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
-        "from models_worker import peak_memory, speak\n"
+        "from models_worker import peak_memory, print_json\n"
         "held = b'x' * (50 << 20); del held\n"
-        "speak(memory=peak_memory())\n"
+        "print_json(memory=peak_memory())\n"
         "sys.stdin.read()\n"
     )
     monkeypatch.setattr(contenders, "WORKER", worker)
@@ -403,7 +403,7 @@ def test_peak_memory_of_a_contender_is_the_kernel_s_own_figure(monkeypatch, tmp_
         peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
     finally:
         contender.close()
-    assert 50 << 20 < contender.said["memory"] <= peak < len(own)
+    assert 50 << 20 < contender.description["memory"] <= peak < len(own)
 
 
 def test_rows_of_exported_models_say_where_they_differ_and_why_they_fail(

@@ -1,4 +1,4 @@
-"""The contenders of `scripts/bench/models` and `memory`: which run here, and their processes."""
+"""The contenders of `scripts/bench/models` and `memory`, and the worker process of each."""
 
 import json
 import platform
@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, Iterable, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence
 
 import click
 
@@ -60,19 +61,22 @@ class Setup(NamedTuple):
     device: str = "cpu"
 
 
-def runs_exported(name: str) -> bool:
+def runs_exported_model(name: str) -> bool:
     """Return whether a contender runs the model that MXNet exports as ONNX."""
     return CONTENDERS[name].library in ("onnxruntime", "openvino")
 
 
 class Contender:
-    """A worker process that holds one model and does a step on demand."""
+    """A worker process that holds one model and does a step on demand.
+
+    `description` is the worker's first answer; `failure` is the error with which it has died.
+    """
 
     def __init__(
         self, name: str, model: str, mode: str, setup: Setup, python: str, folder: Optional[Path]
     ) -> None:
         self.name = name
-        if folder is not None and runs_exported(name) and not list(folder.glob("model.onnx*")):
+        if folder is not None and runs_exported_model(name) and not any(folder.glob("model.onnx*")):
             # The contender's own Python may lack MXNet, which exports.
             export = [sys.executable, "-W", "ignore", str(EXPORT), model, str(folder)]
             subprocess.run(export, capture_output=True, check=False)
@@ -83,31 +87,30 @@ class Contender:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
         self.failure: Optional[str] = None
-        self.said = self.answer()
+        self.description = self._read()
 
-    def answer(self) -> Dict[str, Any]:
+    def _read(self) -> Dict[str, Any]:
         """Return the worker's next answer; if it has died, set `failure` and return {}."""
         line = self.process.stdout.readline() if self.process.stdout else ""
         if line:
             return dict(json.loads(line))
         self.process.wait()
         self.log.seek(0)
-        self.failure = last_error(self.log)
+        errors = [text.strip() for text in self.log if "Error" in text] or ["the process died"]
+        self.failure = errors[-1].replace("RuntimeError: ", "")[:100]
         return {}
 
-    def turn(self) -> Dict[str, Any]:
+    def run_step(self) -> Dict[str, Any]:
         """Return the seconds of one step and the peak memory; {} if the worker has died."""
-        if self.failure is None and self.process.stdin:
-            try:
-                self.process.stdin.write("go\n")
-                self.process.stdin.flush()
-            except BrokenPipeError:
-                pass
-            return self.answer()
-        return {}
+        if self.failure is not None or self.process.stdin is None:
+            return {}
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        return self._read()
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the worker."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.log):
@@ -115,14 +118,8 @@ class Contender:
                 pipe.close()
 
 
-def last_error(log: Iterable[str]) -> str:
-    """Return the last error in the lines of a worker's standard error."""
-    lines = [text.strip() for text in log if "Error" in text] or ["the process died"]
-    return lines[-1].replace("RuntimeError: ", "")[:100]
-
-
-def chosen(text: Optional[str]) -> Sequence[str]:
-    """Return the names in `--only`, and float32, the baseline of all ratios."""
+def parse_only(text: Optional[str]) -> Sequence[str]:
+    """Return the contenders in the text of `--only`, and float32, the baseline of all ratios."""
     if text is None:
         return ()
     names = [name.strip() for name in text.split(",")]
@@ -132,7 +129,7 @@ def chosen(text: Optional[str]) -> Sequence[str]:
     return [name for name in CONTENDERS if name in names or name == "float32"]
 
 
-def checked(_context: Any, _option: Any, names: Sequence[str]) -> Sequence[str]:
+def check_models(_context: Any, _option: Any, names: Sequence[str]) -> Sequence[str]:
     """Return the names of models; raise if neither MODELS nor GluonCV has one."""
     own = sorted({model.rsplit("-", 1)[0] for model in MODELS})
     for name in names:
@@ -149,35 +146,37 @@ def checked(_context: Any, _option: Any, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def pythons_of(given: Dict[str, Optional[str]], only: Sequence[str]) -> Dict[str, str]:
+def find_pythons(options: Mapping[str, Optional[Path]], only: Sequence[str]) -> Dict[str, str]:
     """Return a Python for each installed library of `LIBRARIES`.
 
-    Raises if a given Python, or the one that a contender of `only` needs, lacks the library.
+    `options` holds the paths of `--torch-python` and its like, by library. Raises if such a Python,
+    or the one that a contender of `only` needs, lacks the library.
     """
     has_onnx = _imports(sys.executable, "onnx")
     found = {}
     for library, modules in LIBRARIES.items():
-        python = given.get(library) or sys.executable
-        asked = given.get(library) or any(CONTENDERS[name].library == library for name in only)
+        python = str(options.get(library) or sys.executable)
+        needed = options.get(library) or any(CONTENDERS[name].library == library for name in only)
         if not _imports(python, modules):
-            if asked:
+            if needed:
                 option = f"--{library}-python"
                 raise click.ClickException(f"{python} has no {modules}: give {option} one that has")
         elif library == "torch" or has_onnx:
             found[library] = python
-        elif asked:
+        elif needed:
             python = sys.executable
             raise click.ClickException(f"{library} needs onnx here: {python} -m pip install onnx")
     return found
 
 
 def _imports(python: str, modules: str) -> bool:
+    """Return whether a Python imports modules, such as "torch, torchvision"."""
     done = subprocess.run([python, "-c", f"import {modules}"], capture_output=True, check=False)
     return done.returncode == 0
 
 
-def contenders_of(mode: str, setup: Setup) -> Dict[str, str]:
-    """Return the contenders that can run here, and the Python of each."""
+def runnable_contenders(mode: str, setup: Setup) -> Dict[str, str]:
+    """Return the contenders that run in a mode under these settings, and the Python of each."""
     found = {}
     for name in setup.only or CONTENDERS:
         kind = CONTENDERS[name]
@@ -192,8 +191,8 @@ def contenders_of(mode: str, setup: Setup) -> Dict[str, str]:
     return found
 
 
-def versions(pythons: Dict[str, str]) -> Dict[str, str]:
-    """Return the versions of Python and of each library."""
+def library_versions(pythons: Dict[str, str]) -> Dict[str, str]:
+    """Return the versions of Python, MXNet, mxamp and each library that has a Python."""
     import mxnet
 
     import mxamp
@@ -202,7 +201,7 @@ def versions(pythons: Dict[str, str]) -> Dict[str, str]:
     found["mxamp"] = mxamp.__version__
     titles = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
     for library, python in pythons.items():
-        ask = [python, "-c", f"import {library}; print({library}.__version__)"]
-        done = subprocess.run(ask, capture_output=True, text=True, check=False)
+        program = [python, "-c", f"import {library}; print({library}.__version__)"]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
         found[titles[library]] = re.split("[-+]", done.stdout.strip())[0]
     return found

@@ -25,12 +25,12 @@ REPEATS = 10
 
 
 class Engine:
-    """A trainer on several workers; `messages` and `bytes` count its sums once `count` ran."""
+    """A trainer on several workers; counts `messages` and `bytes` after `start_counting`."""
 
     messages = bytes = 0
 
-    def counted(self, function: Callable[..., Any], arrays: Callable[..., Any]) -> Any:
-        """Return the function, counting the arrays that it sums."""
+    def counting(self, function: Callable[..., Any], arrays: Callable[..., Any]) -> Any:
+        """Return a wrapper that counts the arrays summed by a call: `arrays` of its arguments."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.messages += 1
@@ -54,16 +54,15 @@ class ParameterServer(Engine):
         self.store = self.trainer._kvstore
         self.rank = self.store.rank
 
-    def count(self) -> None:
-        """Start counting."""
-        KVStore.pushpull = self.counted(KVStore.pushpull, lambda _store, _key, value, *_: value)
+    def start_counting(self) -> None:
+        KVStore.pushpull = self.counting(KVStore.pushpull, lambda _store, _key, value, *_: value)
 
     def prepare(self, size: int, array: Any) -> None:
-        """Announce an array before its first sum."""
+        """Register an array of a size with the server, before its first sum."""
         self.store.init(10**6 + size, array)
 
     def sum(self, size: int, array: Any) -> None:
-        """Sum an array over the workers."""
+        """Sum an array over the workers, in place."""
         self.store.pushpull(10**6 + size, [array])
 
 
@@ -78,22 +77,21 @@ class Horovod(Engine):
         self.hvd, self.rank = hvd, hvd.rank()
         self.trainer = hvd.DistributedTrainer(params, "sgd", {"learning_rate": 1e-3})
 
-    def count(self) -> None:
-        """Start counting."""
+    def start_counting(self) -> None:
         for name in ("allreduce", "allreduce_"):
             function = getattr(self.hvd, name)
-            setattr(self.hvd, name, self.counted(function, lambda tensor, *_: [tensor]))
+            setattr(self.hvd, name, self.counting(function, lambda tensor, *_: [tensor]))
 
     def prepare(self, size: int, array: Any) -> None:
-        """Do nothing: Horovod needs no announcement."""
+        """Do nothing: Horovod needs no registration."""
 
     def sum(self, size: int, array: Any) -> None:
-        """Sum an array over the workers."""
+        """Sum an array over the workers, in place."""
         self.hvd.allreduce_(array, average=False, name=str(size))
 
 
-def seconds(function: Callable[[], Any], repeats: int) -> float:
-    """Return the seconds of one call."""
+def seconds_a_call(function: Callable[[], Any], repeats: int) -> float:
+    """Call a function `repeats` times; return the seconds of one call."""
     began = time.perf_counter()
     for _ in range(repeats):
         function()
@@ -102,7 +100,7 @@ def seconds(function: Callable[[], Any], repeats: int) -> float:
 
 
 def main() -> None:
-    """Train, measure, and write the result."""
+    """Train one contender, and write worker 0's figures as JSON."""
     name, steps, out, engine_name = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
     if name == "bfloat16":
         amp.init("bfloat16", ctx=mx.cpu())
@@ -127,9 +125,9 @@ def main() -> None:
             loss.backward()
         trainer.step(128)
 
-    seconds(step, 3)
-    engine.count()
-    result: Dict[str, float] = {"step": seconds(step, steps)}
+    seconds_a_call(step, 3)
+    engine.start_counting()
+    result: Dict[str, float] = {"step": seconds_a_call(step, steps)}
     result.update(messages=engine.messages / steps, bytes=engine.bytes / steps)
     for case, size in (("message", 1), ("large", 2**22)):
         array = nd.zeros((size,))
@@ -140,7 +138,7 @@ def main() -> None:
             array.wait_to_read()
 
         once()
-        result[case] = seconds(once, REPEATS)
+        result[case] = seconds_a_call(once, REPEATS)
     if engine.rank == 0:
         Path(out).write_text(json.dumps(result))
 

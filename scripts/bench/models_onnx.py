@@ -17,24 +17,26 @@ _LARGE = 1000  #: elements from which a tensor is made from bytes: converting ea
 
 
 def export(model: str, folder: Path) -> None:
-    """Write the model with the parameters in `folder` as ONNX."""
+    """Export the model with the parameters in `folder` to `folder`/model.onnx."""
     import onnx
     from onnx import defs, helper, numpy_helper
 
     import mxamp.framework.compat
 
     mx = mxamp.framework.compat.import_mxnet()
-    from models_worker import arrays, mxnet_model
+    from models_worker import batch_of, mxnet_model
 
     make_tensor = helper.make_tensor
 
-    def make_fast(name: str, data_type: int, dims: Any, vals: Any, raw: bool = False) -> Any:
+    def make_tensor_from_bytes(
+        name: str, data_type: int, dims: Any, vals: Any, raw: bool = False
+    ) -> Any:
         if raw or np.size(vals) < _LARGE:
             return make_tensor(name, data_type, dims, vals, raw)
         dtype = helper.tensor_dtype_to_np_dtype(data_type)
         return numpy_helper.from_array(np.asarray(vals, dtype).reshape(dims), name)
 
-    inputs, _ = arrays(model)
+    inputs, _ = batch_of(model)
     net = mxnet_model(model)
     net.load_parameters(str(folder / "mxnet.params"))
     net.hybridize()
@@ -44,7 +46,7 @@ def export(model: str, folder: Path) -> None:
     shapes = [array.shape for array in inputs]
     made = folder / "model.onnx.part"
     with mock.patch.object(defs, "onnx_opset_version", lambda: OPSET), mock.patch.object(
-        helper, "make_tensor", make_fast
+        helper, "make_tensor", make_tensor_from_bytes
     ):
         mx.onnx.export_model(*files, shapes, np.float32, str(made))
     onnx.checker.check_model(str(made))
@@ -52,13 +54,13 @@ def export(model: str, folder: Path) -> None:
 
 
 def onnx_step(contender: str, model: str, folder: Path) -> Callable[[], Any]:
-    """Return a function that runs the exported model once."""
-    from models_worker import arrays
+    """Return a function that runs the exported model once; save its outputs in `folder`."""
+    from models_worker import batch_of
 
     path = folder / "model.onnx"
     if not path.exists():
         raise RuntimeError((folder / "model.onnx.failed").read_text(encoding="utf-8"))
-    inputs, _ = arrays(model)
+    inputs, _ = batch_of(model)
     run = _onnxruntime if contender == "onnxruntime" else _openvino
     step = run(str(path), inputs, int(os.environ.get("OMP_NUM_THREADS", "1")), contender)
     np.save(folder / f"{contender}-outputs.npy", step())
@@ -66,6 +68,7 @@ def onnx_step(contender: str, model: str, folder: Path) -> Callable[[], Any]:
 
 
 def _onnxruntime(path: str, inputs: Any, threads: int, _contender: str) -> Callable[[], Any]:
+    """Return a function that runs an ONNX file once in ONNX Runtime, in float32."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -76,6 +79,7 @@ def _onnxruntime(path: str, inputs: Any, threads: int, _contender: str) -> Calla
 
 
 def _openvino(path: str, inputs: Any, threads: int, contender: str) -> Callable[[], Any]:
+    """Return a function that runs an ONNX file once in OpenVINO, in the contender's precision."""
     import openvino
 
     precision = "bf16" if contender == "openvino" else "f32"
@@ -85,6 +89,7 @@ def _openvino(path: str, inputs: Any, threads: int, contender: str) -> Callable[
 
 
 def main() -> None:
+    """Export a model; write the error to a file if that fails."""
     model, folder = sys.argv[1], Path(sys.argv[2])
     try:
         export(model, folder)

@@ -15,8 +15,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import numpy as np
 
 
-def speak(**words: Any) -> None:
-    print(json.dumps(words), flush=True)
+def print_json(**values: Any) -> None:
+    """Print keyword arguments as a line of JSON, for the parent process."""
+    print(json.dumps(values), flush=True)
 
 
 def peak_memory() -> Optional[int]:
@@ -41,17 +42,17 @@ PARAMETERS = "mxnet.params"
 RECURRENT = {"lstm": (20, 256), "lstm_cell": (20, 256), "lstm_650": (35, 650)}
 
 
-def parsed(model: str) -> Tuple[str, int, int]:
-    """Return a model's name, the rows of a batch, and the width of its images."""
+def parse_model(model: str) -> Tuple[str, int, int]:
+    """Return the name, the batch size and the image size in "resnet50-16" or "vgg16-2@299"."""
     name, batch = model.rsplit("-", 1)
     rows, _, size = batch.partition("@")
     return name, int(rows), int(size or 224)
 
 
-def arrays(model: str) -> Tuple[List[Any], Any]:
-    """Return the inputs and the labels of a model, the same in every process."""
+def batch_of(model: str) -> Tuple[List[Any], Any]:
+    """Return the NumPy inputs and labels of a model, the same in every process."""
     random = np.random.RandomState(0)
-    name, rows, size = parsed(model)
+    name, rows, size = parse_model(model)
     if name == "mlp":
         inputs = random.randn(rows, 4096)
     elif name in BERTS:
@@ -67,10 +68,11 @@ def arrays(model: str) -> Tuple[List[Any], Any]:
 
 
 def mxnet_model(model: str) -> Any:
+    """Return a model by its name, a Gluon block that is not initialized."""
     from mxnet.gluon import nn, rnn
     from mxnet.gluon.model_zoo import vision
 
-    name = parsed(model)[0]
+    name = parse_model(model)[0]
 
     class Layer(nn.HybridBlock):
         """An encoder layer of BERT-base."""
@@ -127,7 +129,7 @@ def mxnet_model(model: str) -> Any:
                 out, _ = self.rnn.unroll(self.steps, x, layout="NTC", merge_outputs=True)
             return self.classifier(F.mean(out, axis=1))
 
-    class Squeeze(nn.HybridBlock):
+    class SqueezeExcite(nn.HybridBlock):
         """A residual block with squeeze and excitation, written with operators, as in textbooks."""
 
         def __init__(self, channels: int, strides: int) -> None:
@@ -152,7 +154,7 @@ def mxnet_model(model: str) -> Any:
         net = nn.HybridSequential()
         net.add(nn.Conv2D(64, 7, 2, 3), nn.BatchNorm(), nn.MaxPool2D(3, 2, 1))
         for channels, strides in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            net.add(Squeeze(channels, strides), Squeeze(channels, 1))
+            net.add(SqueezeExcite(channels, strides), SqueezeExcite(channels, 1))
         net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
         return net
     if name == "mlp":
@@ -173,8 +175,27 @@ def mxnet_model(model: str) -> Any:
     return model_zoo.get_model(name, classes=10)
 
 
-def switched_on(contender: str, dtype: str) -> Any:
-    """Return the AMP library of a contender, switched on if the contender needs it."""
+def initialized_model(model: str) -> Tuple[Any, List[Any], Any]:
+    """Return a Gluon block with the same random parameters in each process, inputs and labels."""
+    import mxnet as mx
+
+    mx.random.seed(0)
+    inputs, labels = batch_of(model)
+    net = mxnet_model(model)
+    net.initialize(mx.init.Xavier())
+    return net, [mx.nd.array(array) for array in inputs], mx.nd.array(labels)
+
+
+def sgd_trainer(net: Any) -> Any:
+    """Return a Gluon trainer of all parameters: SGD with momentum, outside the kvstore."""
+    from mxnet import gluon
+
+    settings = {"learning_rate": 1e-6, "momentum": 0.9}
+    return gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
+
+
+def enable_amp(contender: str, dtype: str) -> Any:
+    """Return a contender's AMP module; turn it on if the contender runs under it from the start."""
     if contender in ("mxamp", "substituted", "converted", "fused", "tuned"):
         import mxamp as amp
 
@@ -183,8 +204,8 @@ def switched_on(contender: str, dtype: str) -> Any:
 
         policy = amp.Policy.default(dtype, mx.current_context().device_type)
         if contender == "substituted":
-            policy = policy.override(low=[], replace_lists=True)
-        if contender not in ("converted", "fused", "tuned"):
+            policy = policy.in_float32()
+        if contender in ("mxamp", "substituted"):
             amp.init(policy=policy)
         return amp
     import mxamp.framework.compat
@@ -197,8 +218,8 @@ def switched_on(contender: str, dtype: str) -> Any:
     return amp
 
 
-def as_tuned(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) -> Any:
-    """Return the net tuned by `tune`, and a description of the choice."""
+def tune(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) -> Any:
+    """Return the net as `amp.tune` chooses to run it, and a description of the choice."""
     batch = (*data, labels) if loss is not None else tuple(data)
     tuning = amp.tune(net, batch, loss, target_dtype=dtype, budget="60s")
     policy, chosen = tuning.policy, tuning.chosen
@@ -209,24 +230,20 @@ def as_tuned(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) 
     steps = loss is not None and "sgd" in policy.substitutions
     if chosen.way == "autocast" or (chosen.way == "plain" and steps):
         amp.init(policy=policy)
-    said = [chosen.way, chosen.precision] if chosen.way != "plain" else ["float32"]
-    said += ["own optimizer steps"] if steps else []
-    said += [f"{chosen.kept} layers in float32"] if chosen.kept else []
-    return net, {"chosen": ", ".join(said), "plain": chosen.way == "plain" and not steps}
+    words = [chosen.way, chosen.precision] if chosen.way != "plain" else ["float32"]
+    words += ["own optimizer steps"] if steps else []
+    words += [f"{chosen.kept} layers in float32"] if chosen.kept else []
+    return net, {"chosen": ", ".join(words), "plain": chosen.way == "plain" and not steps}
 
 
 def mxnet_step(
     contender: str, model: str, mode: str, dtype: str, folder: Optional[Path]
 ) -> Tuple[Callable[[], Any], Dict[str, Any]]:
-    amp = switched_on(contender, dtype)
-    import mxnet as mx
+    """Return a function that runs or trains a model once, and what `tune` has chosen."""
+    amp = enable_amp(contender, dtype)
     from mxnet import autograd, gluon, nd
 
-    mx.random.seed(0)
-    inputs, label = arrays(model)
-    data, labels = [nd.array(a) for a in inputs], nd.array(label)
-    net = mxnet_model(model)
-    net.initialize(mx.init.Xavier())
+    net, data, labels = initialized_model(model)
     if folder is not None and contender == "float32":
         net(*data)
         net.save_parameters(str(folder / PARAMETERS))
@@ -234,18 +251,13 @@ def mxnet_step(
         net.load_parameters(str(folder / PARAMETERS))
     net.hybridize(static_alloc=True, static_shape=True)
     loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
-    said: Dict[str, Any] = {}
+    choice: Dict[str, Any] = {}
     if contender == "tuned":
         loss = loss_function if mode == "training" else None
-        net, said = as_tuned(amp, net, data, labels, loss, dtype)
-    plain = contender == "float32" or bool(said.get("plain"))
+        net, choice = tune(amp, net, data, labels, loss, dtype)
+    plain = contender == "float32" or bool(choice.get("plain"))
     params = [p for p in net.collect_params().values() if p.grad_req != "null"]
-    trainer = gluon.Trainer(
-        net.collect_params(),
-        "sgd",
-        {"learning_rate": 1e-6, "momentum": 0.9},
-        update_on_kvstore=False,
-    )
+    trainer = sgd_trainer(net)
     if contender in ("converted", "fused"):
         net = amp.convert_hybrid_block(
             net, dtype, cast_optional_params=True, example_inputs=data, fuse=contender == "fused"
@@ -279,17 +291,18 @@ def mxnet_step(
             factor = trainer.amp_last_step.loss_scale
         grads = [p.grad().astype("float32").asnumpy().ravel() / factor for p in params]
         np.save(folder / f"{contender}-gradients.npy", np.concatenate(grads))
-    return train if mode == "training" else infer, said
+    return train if mode == "training" else infer, choice
 
 
 # ---------------------------------------------------------------------- PyTorch
 
 
-def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any]:
+def torch_step(model: str, mode: str, dtype: str, autocast: bool) -> Callable[[], Any]:
+    """Return a function that runs or trains a model's PyTorch counterpart once."""
     import torch
     from torch import nn
 
-    name = parsed(model)[0]
+    name = parse_model(model)[0]
     torch.manual_seed(0)
 
     class Bert(nn.Module):
@@ -339,14 +352,14 @@ def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any
 
         net = getattr(torchvision.models, name)(num_classes=10)
         net = net.to(memory_format=torch.channels_last)
-    inputs, label = arrays(model)
+    inputs, label = batch_of(model)
     data = [torch.from_numpy(a) for a in inputs]
     if data[0].ndim == len("NCHW"):
         data = [x.contiguous(memory_format=torch.channels_last) for x in data]
     net.train(mode == "training")
     labels = torch.from_numpy(label).long()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9)
-    context = lambda: torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=low)  # noqa: E731
+    context = lambda: torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=autocast)  # noqa: E731
 
     def train() -> None:
         optimizer.zero_grad()
@@ -363,9 +376,10 @@ def torch_step(model: str, mode: str, dtype: str, low: bool) -> Callable[[], Any
 
 
 def main() -> None:
+    """Build the contender's step, run it once, then once for each line of standard input."""
     contender, model, mode, dtype, device, *folders = sys.argv[1:]
     folder = Path(folders[0]) if folders else None
-    said: Dict[str, Any] = {}
+    choice: Dict[str, Any] = {}
     if contender.startswith("torch"):
         step = torch_step(model, mode, dtype, contender == "torch")
     elif contender.startswith(("onnxruntime", "openvino")):
@@ -377,13 +391,13 @@ def main() -> None:
         from mxamp.framework.compat import import_mxnet
 
         with import_mxnet().Context(device):
-            step, said = mxnet_step(contender, model, mode, dtype, folder)
+            step, choice = mxnet_step(contender, model, mode, dtype, folder)
     step()
-    speak(**said)
+    print_json(**choice)
     for _ in sys.stdin:
         began = time.perf_counter()
         step()
-        speak(seconds=time.perf_counter() - began, memory=peak_memory())
+        print_json(seconds=time.perf_counter() - began, memory=peak_memory())
 
 
 if __name__ == "__main__":

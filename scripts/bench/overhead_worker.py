@@ -1,7 +1,7 @@
 """Measure one contender of `scripts/bench/overhead` in this process, and print JSON.
 
-Arguments: the part ("calls" or "startup"), the contender ("plain", "imported", or a library and a
-dtype such as "mxamp float16"), and how often to call. Only "plain" never imports mxamp.
+Arguments: the part ("calls" or "startup") and the contender ("plain", "imported", or a library and
+a dtype such as "mxamp float16"). Only "plain" never imports mxamp.
 """
 
 import json
@@ -11,9 +11,11 @@ import time
 import warnings
 from typing import Any, Callable, Dict
 
+CALLS = 5000
 
-def switched_on(contender: str) -> None:
-    """Import a contender's library, and turn its AMP on."""
+
+def enable_amp(contender: str) -> None:
+    """Import a contender's library and, if the contender names a dtype, turn its AMP on."""
     if contender == "imported":
         import mxamp  # noqa: F401
     elif contender.startswith("mxamp"):
@@ -26,42 +28,42 @@ def switched_on(contender: str) -> None:
         amp.init(contender.split()[1])
 
 
-def microseconds(call: Callable[[], Any], calls: int) -> float:
-    """Return the fastest of five rounds of calls, in microseconds a call."""
+def microseconds(function: Callable[[], Any]) -> float:
+    """Return the microseconds of one call in the fastest of five loops."""
     from mxnet import nd
 
-    call().wait_to_read()
+    function().wait_to_read()
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()
-        for _ in range(calls // 5):
-            call()
-        best = min(best, (time.perf_counter() - began) / (calls // 5))
+        for _ in range(CALLS // 5):
+            function()
+        best = min(best, (time.perf_counter() - began) / (CALLS // 5))
         nd.waitall()
     return best * 1e6
 
 
-def calls(contender: str, count: int) -> Dict[str, Any]:
-    """Return the microseconds of small eager calls."""
-    switched_on(contender)
+def measure_calls(contender: str) -> Dict[str, Any]:
+    """Return the microseconds of small eager calls, None for calls that fail."""
+    enable_amp(contender)
     from mxnet import nd
 
     x, w, b = nd.ones((2, 4)), nd.ones((3, 4)), nd.ones((3,))
-    cases = {
+    functions = {
         "relu": lambda: nd.relu(x),
         "broadcast_add": lambda: nd.broadcast_add(x, x),
         "FullyConnected": lambda: nd.FullyConnected(x, w, b, num_hidden=3),
     }
     found: Dict[str, Any] = {}
-    for case, call in cases.items():
+    for name, function in functions.items():
         try:
-            found[case] = microseconds(call, count)
+            found[name] = microseconds(function)
         except Exception:  # contrib.amp lacks bfloat16 kernels for some
-            found[case] = None
+            found[name] = None
     return found
 
 
-def startup(contender: str, _count: int) -> Dict[str, Any]:
+def measure_startup(contender: str) -> Dict[str, Any]:
     """Return the CPU seconds of the import, and of a ResNet-50's first hybridized call."""
     began = time.process_time()
     if contender == "plain":
@@ -76,17 +78,18 @@ def startup(contender: str, _count: int) -> Dict[str, Any]:
     net.initialize()
     data = mx.nd.ones((1, 3, 32, 32))
     net(data).wait_to_read()
-    switched_on(contender)
+    enable_amp(contender)
 
-    def spent() -> float:
+    def cpu_seconds_of_call() -> float:
         began = time.process_time()
         net(data).wait_to_read()
         return time.process_time() - began
 
     def first_call() -> float:
+        """Hybridize; return the extra milliseconds of the first call."""
         net.hybridize()
-        first = spent()
-        return (first - min(spent() for _ in range(3))) * 1e3
+        first = cpu_seconds_of_call()
+        return (first - min(cpu_seconds_of_call() for _ in range(3))) * 1e3
 
     return {"import, s": imported, "first call, ms": first_call(), "again, ms": first_call()}
 
@@ -94,5 +97,5 @@ def startup(contender: str, _count: int) -> Dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    part, name, number = sys.argv[1:]
-    print(json.dumps({"calls": calls, "startup": startup}[part](name, int(number))))
+    part, name = sys.argv[1:]
+    print(json.dumps({"calls": measure_calls, "startup": measure_startup}[part](name)))

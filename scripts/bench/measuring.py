@@ -1,0 +1,97 @@
+"""What the benchmarks share: timing in turn, worker processes, tables, files and the machine."""
+
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+
+import click
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+# mxamp is imported by functions alone: it reads OMP_NUM_THREADS, which scripts set first.
+
+#: The option --json of every benchmark.
+json_option = click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the figures here.",
+)  # fmt: skip
+rounds_option = click.option("--rounds", default=7, show_default=True)
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """Return the wall-clock seconds of a call, until MXNet has computed everything."""
+    from mxnet import nd
+
+    nd.waitall()
+    began = time.perf_counter()
+    function()
+    nd.waitall()
+    return time.perf_counter() - began
+
+
+def measure_in_turn(runs: Mapping[str, Callable[[], Any]], rounds: int) -> Dict[str, List[Any]]:
+    """Return what each function returns, by name, one value a round.
+
+    In each round all functions take a turn. A first round warms up; its values are dropped.
+    """
+    found: Dict[str, List[Any]] = {name: [] for name in runs}
+    console = Console(stderr=True)
+    for _ in track(range(rounds + 1), "measuring", console=console, transient=True):
+        for name, run in runs.items():
+            found[name].append(run())
+    return {name: values[1:] for name, values in found.items()}
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Return the median of the ratios of two measurements, round by round."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators))
+
+
+def json_from_process(command: Sequence[str], env: Optional[Mapping[str, str]] = None) -> Any:
+    """Run a command and return the JSON in its last line; raise with its last error line."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise click.ClickException(f"{' '.join(command[-4:])}: {lines[-1]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def machine(cores: int = 1) -> Dict[str, Any]:
+    """Return the CPU's name, its features and the cores in use, for a file of figures."""
+    from mxamp.framework.machine import cpu_name, features
+
+    return {"cpu": cpu_name(), "features": sorted(features()), "cores": cores}
+
+
+def print_machine(console: Console, cores: int = 1) -> None:
+    """Print the CPU's name, its features and the cores in use."""
+    found = machine(cores)
+    named = ", ".join(found["features"]) or "no avx512"
+    console.print(f"{found['cpu']}, {named}; cores: {cores}", highlight=False)
+
+
+def print_table(
+    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
+) -> None:
+    """Print rows under headings."""
+    table = Table(*headings, title=title or None)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def save(path: Optional[Path], figures: Dict[str, Any]) -> None:
+    """Write figures as JSON, atomically: an interrupted run keeps the earlier file."""
+    from mxamp.errors import AmpError
+    from mxamp.framework.files import write_file
+
+    if path is None:
+        return
+    try:
+        write_file(path, (json.dumps(figures, indent=2) + "\n").encode())
+    except AmpError as error:
+        raise click.ClickException(str(error)) from None
