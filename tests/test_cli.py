@@ -318,7 +318,7 @@ def test_swallowed_at_a_start_the_error_comes_at_the_first_use():
 def test_the_default_dtype_is_the_machines(saved, monkeypatch):
     tmp_path, _, _ = saved
     for gpus, dtype in ((0, "bfloat16"), (1, "float16")):
-        monkeypatch.setattr(machine, "_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(machine, "_gpu_count", lambda gpus=gpus: gpus)
         assert machine.default_dtype() == dtype
         explained = run("explain", tmp_path / "net", "--json").output
         assert json.loads(explained)["target_dtype"] == dtype

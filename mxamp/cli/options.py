@@ -12,7 +12,7 @@ import click
 from ..convert.saved import epochs_of
 from ..framework.machine import default_dtype
 from ..policy.policy import Policy
-from ..policy.targets import DEVICES, TARGETS, is_auto, one_dtype
+from ..policy.targets import DEVICES, TARGETS, auto_error, is_auto
 from .output import POLICY_HOLDS, show_messages, usage_error
 
 __all__ = [
@@ -47,7 +47,7 @@ class _OneDtype(click.Choice):
         self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]
     ) -> Any:
         if is_auto(value):
-            raise one_dtype()
+            raise auto_error()
         return super().convert(value, param, ctx)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 import mxnet as mx
 
 from ..errors import ArgumentError, StateError
-from ..framework.files import checked_folder, place_of
+from ..framework.files import checked_folder, resolve_links
 from ..framework.wording import counted, shown
 from ..policy.overrides import Layers
 from ..policy.policy import Policy
@@ -172,7 +172,7 @@ def _checked_output_files(
 def _is_same(path: Path, other: Path) -> bool:
     """Return whether two paths name one file, existing or not, directly or by links."""
     exist = os.path.exists(path) and os.path.exists(other)
-    return place_of(path) == place_of(other) or (exist and path.samefile(other))
+    return resolve_links(path) == resolve_links(other) or (exist and path.samefile(other))
 
 
 def _check_errors(errors: Sequence[OutputError], tolerance: float) -> None:

@@ -27,7 +27,7 @@ from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
 from ..policy.overrides import Layers, layer_patterns
 from ..policy.policy import Policy
-from ..policy.targets import check_truth
+from ..policy.targets import check_bool
 
 __all__ = [
     "Names",
@@ -74,8 +74,8 @@ class Options:
     not_offline: FrozenSet[str] = frozenset()
 
     def __post_init__(self) -> None:
-        check_truth("cast_optional_params", self.cast_optional_params)
-        check_truth("fuse", self.fuse)
+        check_bool("cast_optional_params", self.cast_optional_params)
+        check_bool("fuse", self.fuse)
 
     @property
     def casts_offline(self) -> bool:

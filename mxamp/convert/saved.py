@@ -36,14 +36,14 @@ from ..framework.files import (
     NOT_THE_SAME,
     checked_folder,
     checksum,
-    confirmed,
-    locked,
-    place_of,
+    copy_mode,
+    folder_lock,
     remove_orphans,
+    resolve_links,
     sync_to_disk,
-    take_mode,
     temporary_beside,
-    writing,
+    wrap_sync_errors,
+    wrap_write_errors,
 )
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
@@ -194,7 +194,7 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     if not os.path.isdir(files[0].parent):
         raise _missing_file_error(prefix, files[0])
     try:
-        with locked(files[0].parent):
+        with folder_lock(files[0].parent):
             _finish_interrupted_move(files)
             return _load_files(prefix, epoch, files)
     except OSError as error:
@@ -412,7 +412,7 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
     """
     for path in paths:
         checked_folder(path)
-    first, places = paths[0], [place_of(path) for path in paths]
+    first, places = paths[0], [resolve_links(path) for path in paths]
     if places[0] == places[1]:
         given = {"first": str(paths[0]), "second": str(paths[1]), "place": str(places[0])}
         raise ArgumentError(ONE_FILE.format(**given))
@@ -421,7 +421,7 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
             raise ArgumentError(OTHER_DISK.format(path=str(first), place=str(place)))
     folder = temporary_beside(first)
     backups = [temporary_beside(place, "old-") for place in places]
-    with writing(first), locked(first.parent) as is_locked:
+    with wrap_write_errors(first), folder_lock(first.parent) as is_locked:
         _finish_interrupted_move(paths)
         for path in (first, *places):
             remove_orphans(path)
@@ -429,7 +429,7 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
             folder.mkdir(exist_ok=True)
             yield folder, is_locked
             for path, place in zip(paths, places):
-                take_mode(folder / path.name, place)
+                copy_mode(folder / path.name, place)
                 sync_to_disk(folder / path.name)
             sync_to_disk(folder)
             _move_into_place(folder, paths, places, backups)
@@ -438,7 +438,7 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
             for backup in backups:
                 with suppress(OSError):
                     backup.unlink()
-        with confirmed(first):
+        with wrap_sync_errors(first):
             for parent in {first.parent, *(place.parent for place in places)}:
                 sync_to_disk(parent)
 
@@ -496,7 +496,7 @@ def _finish_interrupted_move(paths: Sequence[Path]) -> None:
     with suppress(FileNotFoundError):
         for new in sorted(ready.iterdir()):
             with suppress(FileNotFoundError):
-                new.replace(place_of(ready.parent / new.name))
+                new.replace(resolve_links(ready.parent / new.name))
         sync_to_disk(ready.parent)
         ready.rmdir()
 

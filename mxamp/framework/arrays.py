@@ -26,7 +26,7 @@ __all__ = [
     "dtypes_of",
     "flat_view",
     "float32_parts",
-    "holders",
+    "count_holders",
     "invoke",
     "kind_code",
     "map_arrays",
@@ -131,7 +131,7 @@ def float32_parts(array: NDArray) -> Iterator[Any]:
         yield cast(part, "float32").asnumpy()
 
 
-def write(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
+def cast_into(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
     """Cast `source` into `target`, an array of `dtype`; `castable`: amp_cast knows both dtypes."""
     operator = _AMP_CAST if castable else _CAST
     invoke(operator, [source], ["dtype"], [dtype], target, False, False)
@@ -157,18 +157,18 @@ def address(array: NDArray) -> int:
     return data.value or 0
 
 
-def holders(array: NDArray) -> int:
+def count_holders(array: NDArray) -> int:
     """Return how many NDArrays share an array's memory, views included; 0 if unknown.
 
     Arrays held by Python, by autograd and by pending calls count. MXNet has no API for the number,
     so read the count of the `std::shared_ptr` at the beginning of the C++ NDArray.
     """
-    least = _least_count()
+    least = _single_holder_count()
     return 0 if least is None else _shared_count(array) - least + 1
 
 
 @lru_cache(maxsize=1)
-def _least_count() -> Optional[int]:
+def _single_holder_count() -> Optional[int]:
     """Return the shared count of an array with one holder: 1, 0 in libc++, None if unknown."""
     with autograd.pause():
         array = mx.nd.zeros((1,))

@@ -1,7 +1,7 @@
 """The import of MXNet 1.7 to 1.9.1 on today's Python, NumPy and CUDA wheels.
 
 MXNet reads names that later NumPy versions removed, imports `distutils`, which Python 3.12 removed,
-and looks for CUDA on the system. `prepare` adds the missing names before
+and looks for CUDA on the system. `prepare_import` adds the missing names before
 `import mxnet` and changes no existing ones.
 """
 
@@ -22,7 +22,7 @@ from ..errors import InstallError
 from . import cuda
 from .versions import NEWEST, SUPPORTED, is_supported
 
-__all__ = ["import_mxnet", "prepare"]
+__all__ = ["import_mxnet", "prepare_import"]
 
 # The tested versions of NumPy, as in setup.cfg.
 NUMPY_FROM, NUMPY_BELOW = "1.17", "2.6"
@@ -74,7 +74,7 @@ def _first_import_failure() -> Optional[InstallError]:
     """
     if any(name.startswith("mxnet.") for name in sys.modules):
         raise InstallError(FAILED_BEFORE)
-    prepare()
+    prepare_import()
     _check_version()
     with warnings.catch_warnings():
         # Warnings about NumPy and distutils in MXNet's own code.
@@ -108,7 +108,7 @@ def _check_version() -> None:
         raise InstallError(WRONG_MXNET.format(found[1]))
 
 
-def prepare() -> None:
+def prepare_import() -> None:
     """Add the names that MXNet reads while it is imported, and preload CUDA."""
     try:
         import numpy
@@ -155,7 +155,7 @@ def _print_plain_numbers(numpy: Any) -> None:
 def _numpy_names(numpy: Any) -> Dict[str, Any]:
     """Return the names that MXNet reads and NumPy 1.24 to 2.5 removed, with their values."""
 
-    def financial(name: str) -> Callable[..., Any]:
+    def removed_function(name: str) -> Callable[..., Any]:
         # MXNet only looks these functions up, for its table of fallbacks to NumPy.
         def missing(*_args: Any, **_kwargs: Any) -> Any:
             raise AttributeError(f"numpy.{name} was removed from NumPy; see numpy_financial")
@@ -173,7 +173,9 @@ def _numpy_names(numpy: Any) -> Dict[str, Any]:
         "in1d": lambda a, b, **options: numpy.isin(numpy.ravel(a), b, **options),
         "trapz": getattr(numpy, "trapezoid", None),
     }  # fmt: skip
-    names.update((name, financial(name)) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate"))
+    names.update(
+        (name, removed_function(name)) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
+    )
     return names
 
 

@@ -70,7 +70,7 @@ def preload() -> None:
 
     Raises `InstallError` if a CUDA wheel of MXNet is installed without the NVIDIA driver.
     """
-    cuda = _installed()
+    cuda = _installed_wheel()
     if cuda is None:
         return
     try:
@@ -86,7 +86,7 @@ def preload() -> None:
                 break
 
 
-def _installed() -> Optional[str]:
+def _installed_wheel() -> Optional[str]:
     """Return the installed CUDA wheel of MXNet, such as "cu112"; None for the CPU build."""
     for cuda in reversed(list(CUDA_WHEELS)):
         try:

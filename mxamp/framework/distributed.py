@@ -17,11 +17,11 @@ __all__ = [
     "HorovodStore",
     "PARAMETER_SERVER",
     "Transport",
-    "check_gradients",
+    "check_horovod_gradients",
     "is_distributed",
     "is_horovod_optimizer",
     "is_horovod_trainer",
-    "store_of",
+    "horovod_store",
 ]
 
 UNSUPPORTED = (
@@ -55,16 +55,16 @@ class Transport(NamedTuple):
 
     def check_arrays(self, name: str, value: Any) -> None:
         """Raise `ArgumentError` if an array, alone or in nested lists, can't be sent."""
-        for array in _arrays(value):
+        for array in _arrays_in(value):
             self.check_dtype(name, array.dtype)
 
 
-def _arrays(value: Any) -> Iterator[NDArray]:
+def _arrays_in(value: Any) -> Iterator[NDArray]:
     if isinstance(value, NDArray):
         yield value
     elif isinstance(value, (list, tuple)):
         for one in value:
-            yield from _arrays(one)
+            yield from _arrays_in(one)
 
 
 #: Any other dtype crashes the servers, and the workers then wait forever.
@@ -81,19 +81,19 @@ def is_distributed(kvstore: Any) -> bool:
 # ---------------------------------------------------------------------- Horovod
 
 
-def _is_instance(value: Any, class_name: str) -> bool:
+def _is_horovod_instance(value: Any, class_name: str) -> bool:
     kind = getattr(sys.modules.get("horovod.mxnet"), class_name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def is_horovod_trainer(trainer: Any) -> bool:
     """Return whether Horovod sums the gradients of a trainer."""
-    return _is_instance(trainer, "DistributedTrainer")
+    return _is_horovod_instance(trainer, "DistributedTrainer")
 
 
 def is_horovod_optimizer(optimizer: Any) -> bool:
     """Return whether Horovod sums the gradients in each update of an optimizer."""
-    return _is_instance(optimizer, "DistributedOptimizer")
+    return _is_horovod_instance(optimizer, "DistributedOptimizer")
 
 
 class HorovodStore:
@@ -118,7 +118,7 @@ class HorovodStore:
         self._sum.copyto(out)
 
 
-def store_of(owner: Any) -> Optional[HorovodStore]:
+def horovod_store(owner: Any) -> Optional[HorovodStore]:
     """Return a store over the workers of a Horovod trainer or optimizer; None for one worker."""
     process_set = owner._process_set
     if not process_set.included() or process_set.size() == 1:
@@ -126,7 +126,7 @@ def store_of(owner: Any) -> Optional[HorovodStore]:
     return HorovodStore(process_set)
 
 
-def check_gradients(name: str, gradients: Sequence[NDArray]) -> None:
+def check_horovod_gradients(name: str, gradients: Sequence[NDArray]) -> None:
     """Raise if Horovod can't sum a parameter's gradients, or would ignore some of them."""
     if len(gradients) > 1:
         raise StateError(

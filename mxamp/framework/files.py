@@ -18,16 +18,16 @@ __all__ = [
     "checked_path",
     "checked_writable",
     "checksum",
-    "confirmed",
-    "locked",
-    "place_of",
+    "wrap_sync_errors",
+    "folder_lock",
+    "resolve_links",
     "remove_orphans",
     "replaced_file",
     "sync_to_disk",
     "temporary_beside",
-    "take_mode",
+    "copy_mode",
     "write_file",
-    "writing",
+    "wrap_write_errors",
 ]
 
 _MARK = ".mxamp-tmp-"
@@ -71,25 +71,25 @@ def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iter
     can't be the name of a file.
     """
     checked_folder(path)
-    place = place_of(Path(path))
+    place = resolve_links(Path(path))
     temporary = temporary_beside(place)
-    with writing(path):
+    with wrap_write_errors(path):
         remove_orphans(place)
         try:
             yield temporary
-            take_mode(temporary, place)
+            copy_mode(temporary, place)
             sync_to_disk(temporary)
             check(temporary)
             os.replace(temporary, place)
         finally:
             if temporary.exists():
                 temporary.unlink()
-        with confirmed(path):
+        with wrap_sync_errors(path):
             sync_to_disk(place.parent)
 
 
 @contextmanager
-def writing(path: Union[str, Path]) -> Iterator[None]:
+def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
     """Turn an `OSError` of the body into a `WriteError` that names the file."""
     try:
         yield
@@ -101,7 +101,7 @@ def writing(path: Union[str, Path]) -> Iterator[None]:
 
 
 @contextmanager
-def confirmed(path: Union[str, Path]) -> Iterator[None]:
+def wrap_sync_errors(path: Union[str, Path]) -> Iterator[None]:
     """Turn an `OSError` of the body into a `WriteError` that says that the file is replaced."""
     try:
         yield
@@ -111,7 +111,7 @@ def confirmed(path: Union[str, Path]) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[bool]:
+def folder_lock(folder: Path) -> Iterator[bool]:
     """Hold an exclusive lock on a folder; wait while another thread or process holds it.
 
     Yields False if the file system can't lock folders, as on NFS. The lock ends with the process.
@@ -153,7 +153,7 @@ def checked_folder(path: Union[str, Path]) -> None:
         raise ArgumentError(NO_SUCH_NAME.format(path=os.fspath(path), why=why)) from None
     if os.path.isdir(path):
         raise ArgumentError(A_FOLDER.format(path=os.fspath(path)))
-    folder = place_of(Path(path)).parent
+    folder = resolve_links(Path(path)).parent
     if not folder.is_dir():
         raise ArgumentError(NO_FOLDER.format(path=str(folder)))
 
@@ -164,20 +164,20 @@ def checked_writable(path: Union[str, Path]) -> None:
     Call it before a long computation, which would otherwise fail at its end.
     """
     checked_folder(path)
-    temporary = temporary_beside(place_of(Path(path)))
-    with writing(path):
+    temporary = temporary_beside(resolve_links(Path(path)))
+    with wrap_write_errors(path):
         try:
             temporary.touch()
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def place_of(path: Path) -> Path:
+def resolve_links(path: Path) -> Path:
     """Return a path with its symbolic links resolved."""
     return Path(os.path.realpath(path))
 
 
-def take_mode(written: Path, old: Path) -> None:
+def copy_mode(written: Path, old: Path) -> None:
     """Copy the mode of the old file, if it exists, to the written file."""
     if old.exists():
         shutil.copymode(old, written)

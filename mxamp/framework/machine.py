@@ -70,7 +70,7 @@ def dtype_name(dtype: Any) -> str:
 
 def default_device() -> str:
     """Return "gpu" if MXNet sees one, else "cpu"."""
-    return "gpu" if _gpus() else "cpu"
+    return "gpu" if _gpu_count() else "cpu"
 
 
 def device_kind(ctx: Any) -> str:
@@ -105,7 +105,7 @@ def why_float32() -> str:
 
 
 @lru_cache(maxsize=None)
-def _gpus() -> int:
+def _gpu_count() -> int:
     import mxnet as mx
 
     try:

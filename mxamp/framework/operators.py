@@ -113,22 +113,22 @@ class Operator:
             inputs = tuple(name for name in inputs if name != "state_cell")
         return tuple(inputs.index(name) for name in names if name in inputs)
 
-    def attribute(self, name: str) -> str:
-        """Return the name of an attribute; raise `UnknownNameError` if the operator lacks it."""
+    def check_attribute(self, name: str) -> str:
+        """Return `name`; raise `UnknownNameError` if the operator has no such attribute."""
         if name not in self.attributes and self.name not in WRITTEN_BY_USERS:
             raise unknown(f"attribute of {self.name}", name, self.attributes)
         return name
 
-    def values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
-        """Return values of an attribute as text; raise `UnknownNameError` for invalid ones."""
+    def check_values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
+        """Return an attribute's values as text; raise `UnknownNameError` for invalid ones."""
         listed, allowed = tuple(map(str, values)), self.choices.get(attribute, ())
         for value in listed:
             if allowed and value not in allowed:
                 raise unknown(f"value of {attribute} of {self.name}", value, allowed)
         return listed
 
-    def input(self, name: str) -> str:
-        """Return the name of an input; raise `UnknownNameError` if the operator lacks it."""
+    def check_input(self, name: str) -> str:
+        """Return `name`; raise `UnknownNameError` if the operator has no such input."""
         if name not in self.inputs and self.name not in WRITTEN_BY_USERS:
             raise unknown(f"input of {self.name}", name, self.inputs)
         return name
@@ -140,13 +140,13 @@ def registry() -> Mapping[str, Operator]:
     aliases: Dict[int, List[str]] = {}
     for name in _all_names():
         aliases.setdefault(handle_of(name), []).append(name)
-    operators = (_describe(handle, tuple(names)) for handle, names in aliases.items())
+    operators = (_read_operator(handle, tuple(names)) for handle, names in aliases.items())
     return MappingProxyType({operator.name: operator for operator in operators})
 
 
 @lru_cache(maxsize=None)
 def by_handle() -> Mapping[int, Operator]:
-    """Return every operator by the handle that identifies it in calls."""
+    """Return every operator of the loaded MXNet by its handle in MXNet's C API."""
     return MappingProxyType({operator.handle: operator for operator in registry().values()})
 
 
@@ -175,7 +175,7 @@ def resolve(name: str) -> Operator:
 
 
 def lacks(name: str) -> bool:
-    """Return whether an operator (canonical name) came with a later MXNet than this one.
+    """Return whether the operator `name` (canonical) came with a later MXNet than the loaded one.
 
     >>> lacks("Convolution"), lacks("Convolutoin")
     (False, False)
@@ -184,27 +184,32 @@ def lacks(name: str) -> bool:
 
 
 def needs_one_dtype(name: str) -> bool:
-    """Return whether this MXNet, unlike later ones, needs an operator's inputs in one dtype."""
-    return any(name in feature.one_dtype for feature in _lacking())
+    """Return whether the loaded MXNet, unlike later ones, requires one dtype for all inputs."""
+    return any(name in feature.one_dtype for feature in _missing_features())
 
 
 def without_bfloat16() -> Mapping[str, str]:
-    """Return the operators that lack bfloat16 kernels here, and the version that added them."""
-    return {operator: feature.since for feature in _lacking() for operator in feature.bfloat16}
+    """Return the version that added the bfloat16 kernel, by operator that lacks it here."""
+    return {
+        operator: feature.since for feature in _missing_features() for operator in feature.bfloat16
+    }
 
 
 @lru_cache(maxsize=None)
 def _of_later_versions() -> Mapping[str, str]:
-    """Return the operators that this MXNet lacks, and the version that added each."""
-    return {operator: feature.since for feature in _lacking() for operator in feature.operators}
+    """Return the version that added each operator that the loaded MXNet lacks, by name."""
+    return {
+        operator: feature.since for feature in _missing_features() for operator in feature.operators
+    }
 
 
-def _lacking() -> Sequence[Feature]:
+def _missing_features() -> Sequence[Feature]:
+    """Return the features that the loaded MXNet lacks."""
     return [feature for name, feature in FEATURES.items() if not has_feature(name)]
 
 
 def handle_of(name: str) -> int:
-    """Return the handle of an operator by any of its names, without reading the registry."""
+    """Return an operator's handle in MXNet's C API, by any of its names."""
     handle = ctypes.c_void_p()
     check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
     return int(handle.value or 0)
@@ -232,7 +237,8 @@ def _all_names() -> List[str]:
     return sorted(py_str(names[i]) for i in range(size.value))
 
 
-def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:
+def _read_operator(handle: int, aliases: Tuple[str, ...]) -> Operator:
+    """Return the operator that MXNet's C API describes under this handle."""
     strings = ctypes.POINTER(ctypes.c_char_p)
     name, about, key_var, returns = (ctypes.c_char_p() for _ in range(4))
     count, names, types, texts = mx_uint(), strings(), strings(), strings()
@@ -251,21 +257,23 @@ def _describe(handle: int, aliases: Tuple[str, ...]) -> Operator:
         handle=handle,
         inputs=tuple(tensors),
         attributes=tuple(arg for arg, _ in arguments if arg not in tensors),
-        defaults={arg: value for arg, what in arguments if (value := _default(what)) is not None},
-        choices={arg: words for arg, what in arguments if (words := _choices(what))},
+        defaults={
+            arg: value for arg, what in arguments if (value := _parse_default(what)) is not None
+        },
+        choices={arg: words for arg, what in arguments if (words := _parse_choices(what))},
         variadic=bool(py_str(key_var.value)) or any(what.endswith("[]") for _, what in arguments),
         mutable_inputs=_MUTABLE.get(canonical, ()),
     )
 
 
-def _choices(description: str) -> Tuple[str, ...]:
-    """Return the allowed words in a description: "{'relu', 'tanh'}, required"."""
+def _parse_choices(description: str) -> Tuple[str, ...]:
+    """Return the allowed words in an argument's description: "{'relu', 'tanh'}, required"."""
     match = re.match(r"\{(.*?)\}", description)
     return tuple(word.strip(" '") for word in match.group(1).split(",")) if match else ()
 
 
-def _default(description: str) -> Optional[str]:
-    """Return the default in a description: "int, optional, default='1'"."""
+def _parse_default(description: str) -> Optional[str]:
+    """Return the default in an argument's description: "int, optional, default='1'"."""
     match = re.search(r"default=(.*)$", description)
     return match.group(1).strip("'") if match else None
 
@@ -291,7 +299,7 @@ class _PropClasses:
         count = getattr(registry, "counter", 0)
         held = getattr(registry, "ref_holder", {})
         for number in range(self._seen, count):
-            found = _class_of(held.get(number))
+            found = _registered_class(held.get(number))
             if found is not None:
                 self._classes[found[0]] = found[1]
         self._seen = count
@@ -307,8 +315,8 @@ def prop_class(op_type: str) -> Optional[type]:
     return _prop_classes.get(op_type)
 
 
-def _class_of(callback: Any) -> Optional[Tuple[str, type]]:
-    """Return the op_type and class of a callback that creates one; None for any other object."""
+def _registered_class(callback: Any) -> Optional[Tuple[str, type]]:
+    """Return the op_type and `CustomOpProp` behind one of MXNet's registered callbacks, or None."""
     objects = getattr(callback, "_objects", None)
     if not callable(callback) or objects is None:
         return None
@@ -336,20 +344,21 @@ def needs_head_gradient(op_type: str, attributes: Mapping[str, Any]) -> bool:
 
 
 def auxiliary_states(attributes: Mapping[str, Any]) -> int:
-    """Return the number of auxiliary states of `Custom`: its last inputs, which it writes to."""
+    """Return how many of the last inputs of a `Custom` operator are auxiliary states."""
     return _custom_properties(str(attributes.get("op_type", "")), attributes)[1]
 
 
 def _custom_properties(op_type: str, attributes: Mapping[str, Any]) -> Tuple[bool, int]:
-    """Return whether the operator needs the head gradient, and its number of auxiliary states."""
+    """Return whether `Custom` needs the head gradient, and its number of auxiliary states."""
     cls = prop_class(op_type)
     # The constructor does not get op_type, nor the attributes that begin with `__`.
     arguments = ((k, str(v)) for k, v in attributes.items() if k != "op_type" and k[:2] != "__")
-    return (True, 0) if cls is None else _properties_of(cls, tuple(sorted(arguments)))
+    return (True, 0) if cls is None else _read_properties(cls, tuple(sorted(arguments)))
 
 
 @lru_cache(maxsize=1024)  # called at every eager call
-def _properties_of(cls: type, arguments: Tuple[Tuple[str, str], ...]) -> Tuple[bool, int]:
+def _read_properties(cls: type, arguments: Tuple[Tuple[str, str], ...]) -> Tuple[bool, int]:
+    """Return the result of `_custom_properties` for a class and its constructor's arguments."""
     try:
         prop = cls(**dict(arguments))
         return bool(getattr(prop, "need_top_grad_", True)), len(prop.list_auxiliary_states())

@@ -60,7 +60,7 @@ FEATURES: Mapping[str, Feature] = {
 
 
 def release(version: str) -> Tuple[int, ...]:
-    """Return the first numbers of a version, at most three.
+    """Return the first one to three numbers of a version string.
 
     >>> release("1.7.0.post2"), release("2.0.0b1"), release("1.9")
     ((1, 7, 0), (2, 0, 0), (1, 9))
@@ -79,7 +79,7 @@ def is_supported(version: str) -> bool:
 
 
 def lacking(version: str) -> Iterator[Tuple[str, Feature]]:
-    """Yield the names and features that a version lacks.
+    """Yield the name and `Feature` of each of `FEATURES` that came after MXNet `version`.
 
     >>> [name for name, _ in lacking("1.9.0")]
     ['quantized_rnn']
@@ -91,16 +91,18 @@ def lacking(version: str) -> Iterator[Tuple[str, Feature]]:
 
 def has_feature(name: str) -> bool:
     """Return whether the loaded MXNet has one of `FEATURES`."""
-    return name not in dict(lacking(_loaded()))
+    return name not in dict(lacking(_loaded_version()))
 
 
 def why_not(name: str) -> str:
-    """Return the sentence that says that the loaded MXNet lacks a feature, and which has it."""
+    """Return the sentence for messages that the loaded MXNet lacks a feature of `FEATURES`."""
     feature = FEATURES[name]
-    return f"MXNet {_loaded()} has {feature.without} (MXNet {feature.since} and later have it)"
+    return (
+        f"MXNet {_loaded_version()} has {feature.without} (MXNet {feature.since} and later have it)"
+    )
 
 
-def _loaded() -> str:
+def _loaded_version() -> str:
     import mxnet as mx  # not above: compat reads versions before MXNet is imported
 
     return str(mx.__version__)

@@ -53,17 +53,17 @@ def shown(value: Any) -> str:
     >>> shown("int8"), shown(np.float16), shown(np.dtype([("bfloat16", np.uint16)])), shown(dict)
     ("'int8'", 'float16', 'bfloat16', 'the class dict')
     """
-    return _Short().repr(value)
+    return _ShortRepr().repr(value)
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = _LONGEST
 
     def repr_instance(self, value: Any, _level: int) -> str:
         """Return the short form of an object without a literal."""
-        if isinstance(value, np.dtype) or (isinstance(value, type) and _is_number(value)):
+        if isinstance(value, np.dtype) or (isinstance(value, type) and _is_numpy_type(value)):
             return dtype_name(value)
         if isinstance(value, type):
             return f"the class {value.__name__}"
@@ -72,25 +72,25 @@ class _Short(reprlib.Repr):
         if inspect.ismodule(value):
             return f"the module {value.__name__}"
         if hasattr(value, "shape") and hasattr(value, "dtype"):
-            return _array(value)
+            return _array_text(value)
         text = " ".join(repr(value).split())
-        return text if len(text) <= _LONGEST and not text.startswith("<") else _object(value)
+        return text if len(text) <= _LONGEST and not text.startswith("<") else _instance_text(value)
 
     repr_type = repr_function = repr_module = repr_instance
 
 
-def _is_number(kind: type) -> bool:
+def _is_numpy_type(kind: type) -> bool:
     return issubclass(kind, np.generic)
 
 
-def _array(value: Any) -> str:
+def _array_text(value: Any) -> str:
     if isinstance(value, np.generic):
         return f"{type(value).__name__}({value})"
     size = "x".join(map(str, value.shape))
     axes = f"of {size}" if size else "without axes"
-    return f"{_object(value)} {axes} in {dtype_name(value.dtype)}"
+    return f"{_instance_text(value)} {axes} in {dtype_name(value.dtype)}"
 
 
-def _object(value: Any) -> str:
+def _instance_text(value: Any) -> str:
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' or name.lower() == 'ndarray' else 'a'} {name}"

@@ -13,7 +13,7 @@ from mxnet.ndarray.ndarray import NDArray
 from .arrays import KIND_NAMES, dtype_code, invoke
 from .operators import handle_of
 
-__all__ = ["kept_safe", "zero_gradients"]
+__all__ = ["copy_inputs_at", "zero_gradient_inputs"]
 
 # Operators that MXNet's sources register with MakeZeroGradNodes, or with a zero gradient for one
 # input. Operators that take only integers are left out.
@@ -55,13 +55,13 @@ _SUM = handle_of("add_n")
 
 
 @lru_cache(maxsize=None)
-def zero_gradients() -> Mapping[int, Optional[FrozenSet[int]]]:
+def zero_gradient_inputs() -> Mapping[int, Optional[FrozenSet[int]]]:
     """Return each operator's inputs with a zero gradient, by its handle; None for all inputs."""
     table = {handle_of(name): inputs for name, inputs in _OF_ONE_INPUT.items()}
     return {**table, **{handle_of(name): None for name in _OF_ALL_INPUTS}}
 
 
-def kept_safe(
+def copy_inputs_at(
     arrays: Sequence[NDArray], positions: Optional[FrozenSet[int]], is_np_op: bool
 ) -> List[NDArray]:
     """Return an operator's inputs, copied at `positions` so that backward does not crash.

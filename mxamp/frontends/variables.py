@@ -16,7 +16,7 @@ from mxnet.contrib import autograd as contrib_autograd
 from mxnet.gluon import Parameter
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import address, holders, shallow_copy
+from ..framework.arrays import address, count_holders, shallow_copy
 from ..framework.patching import Original, Patch, original, wrapping
 
 __all__ = ["Variable", "Variables", "by_gradient", "imported", "parameters_without_gradients"]
@@ -113,7 +113,7 @@ class Variables:
     def _keep_gradient(self, array: NDArray) -> None:
         """Keep the gradient that an array is about to lose, as a variable on its own."""
         before = self._variables.get(id(array))
-        if before is not None and holders(before.gradient) > _OUR_HOLDERS:
+        if before is not None and count_holders(before.gradient) > _OUR_HOLDERS:
             copy = shallow_copy(array)
             self._variables[id(copy)] = Variable(copy, before.adds, marked_again=True)
 
@@ -121,8 +121,8 @@ class Variables:
 def _only_ours(variable: Variable) -> bool:
     return (
         sys.getrefcount(variable.array) <= _OURS
-        and (variable.marked_again or holders(variable.array) <= _OUR_HOLDERS)
-        and holders(variable.gradient) <= _OUR_HOLDERS
+        and (variable.marked_again or count_holders(variable.array) <= _OUR_HOLDERS)
+        and count_holders(variable.gradient) <= _OUR_HOLDERS
     )
 
 

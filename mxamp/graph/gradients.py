@@ -13,7 +13,7 @@ from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.operators import WRITTEN_BY_USERS, auxiliary_states, resolve, starts_backward
-from ..framework.zero_gradients import zero_gradients
+from ..framework.zero_gradients import zero_gradient_inputs
 from .edit import Edit
 from .ir import Graph, Node, Output, body_inputs, rewrites_bodies
 
@@ -86,7 +86,7 @@ def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
             trained.append(node.name not in frozen)
             continue
         handle = resolve(node.op).handle
-        stops = zero_gradients().get(handle, frozenset())
+        stops = zero_gradient_inputs().get(handle, frozenset())
         trained.append(
             stops is not None
             and any(trained[i] for k, (i, _) in enumerate(node.inputs) if k not in stops)

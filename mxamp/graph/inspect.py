@@ -16,7 +16,7 @@ from mxnet.util import is_np_shape
 
 from ..framework.arrays import as_list, dtypes_of, invoke
 from ..framework.operators import resolve
-from ..framework.zero_gradients import kept_safe, zero_gradients
+from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from .casts.insert import PRECISION
 from .ir import (
     CASTS,
@@ -197,9 +197,9 @@ def run_node(
     attrs = {key: value for key, value in node.attrs.items() if not key.startswith("__")}
     if not inputs and "ctx" in operator.defaults:
         attrs["ctx"] = str(context)
-    zero = zero_gradients()
+    zero = zero_gradient_inputs()
     if operator.handle in zero and autograd.is_recording():
-        inputs = kept_safe(inputs, zero[operator.handle], is_np)
+        inputs = copy_inputs_at(inputs, zero[operator.handle], is_np)
     outputs = invoke(
         operator.handle, list(inputs), list(attrs), list(attrs.values()), None, is_np, True
     )

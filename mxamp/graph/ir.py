@@ -17,7 +17,7 @@ from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
 from ..framework.versions import release
 from ..policy.regions import marks_of
-from ..policy.values import integers
+from ..policy.values import parse_integers
 
 __all__ = [
     "CASTS",
@@ -416,4 +416,4 @@ def body_inputs(node: Node, position: int) -> Dict[int, int]:
 
 
 def _places(node: Node, attribute: str) -> List[int]:
-    return integers(node.attrs.get(attribute, "[]"))
+    return parse_integers(node.attrs.get(attribute, "[]"))

@@ -15,10 +15,10 @@ from ..framework.wording import shown
 from ..framework.worker_process import prepare_worker
 from ..policy import active, regions
 from ..policy.active import FLOAT32, Choice
-from ..policy.choice import chosen_policy, differing
+from ..policy.choice import chosen_policy, describe_difference
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
-from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, check_truth
+from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
 from .announcements import announce, announce_float32, announce_off
 from .table import casting
 
@@ -137,7 +137,7 @@ def switch_on(wanted: Choice) -> bool:
             if before is FLOAT32 and wanted is not FLOAT32:
                 raise StateError(CHOSE_FLOAT32)
             if before != wanted:
-                raise StateError(DIFFERENT.format(differences=differing(before, wanted)))
+                raise StateError(DIFFERENT.format(differences=describe_difference(before, wanted)))
             return False
         if wanted is not FLOAT32:
             casting.acquire()
@@ -207,7 +207,7 @@ class autocast:
         self._policy: Optional[Choice] = None
         if policy is not None:
             self._policy = chosen_policy(self._dtype or DEFAULT_TARGET, policy=policy)
-        self._enabled = check_truth("enabled", enabled)
+        self._enabled = check_bool("enabled", enabled)
 
     def __enter__(self) -> "autocast":
         """Begin the region; reentrant."""
@@ -216,13 +216,13 @@ class autocast:
             announce_float32()
         else:
             casting.acquire()
-        active.enter_region(policy)
-        regions.enter(regions.Region(self._dtype, self._enabled, self._policy))
+        active.push_policy(policy)
+        regions.push_region(regions.Region(self._dtype, self._enabled, self._policy))
         return self
 
     def __exit__(self, *_error: Any) -> None:
         """End the region, and restore the policy that was in force before."""
-        region, policy = regions.leave(), active.leave_region()
+        region, policy = regions.pop_region(), active.pop_policy()
         if policy and region is not None and region.has_nodes and not active.is_enabled():
             casting.hold(True)
         if policy is not FLOAT32:

@@ -26,7 +26,7 @@ from ..graph.speed.shape_rules import NONE, Choices, choose
 from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy
-from ..policy.regions import policy_outside
+from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
 
 __all__ = [
@@ -72,11 +72,11 @@ def build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _get_graph(self: HybridBlock, *args: Any) -> Any:
         # Regions around the call are in force when the graph runs; only those inside belong to it.
-        regions.enter(None)
+        regions.push_region(None)
         try:
             return original(self, *args)
         finally:
-            regions.leave()
+            regions.pop_region()
 
     return _get_graph
 
@@ -216,7 +216,7 @@ class PolicyCachedOp:
     def _op_for(self, args: Sequence[NDArray]) -> _Op:
         policy, off = self._policy or current_policy(), False
         if policy is None and self._marks:
-            policy, off = policy_outside(self._marks), True
+            policy, off = policy_for_regions(self._marks), True
         if policy is None or not on_device(args[:1], policy.device):
             return self._unchanged
         gradients = [p._grad for _, p in self._parameters]
@@ -226,7 +226,7 @@ class PolicyCachedOp:
         training = autograd.is_recording()
         graph = self._graph_for(training)
         call = _Call(policy, dtypes_of(args), id(graph), off)
-        chooses = policy.chooses or graph.marks
+        chooses = policy.depends_on_shapes or graph.marks
         choices = self._choices(call, graph, training, args) if chooses else NONE
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         differs = training and (self._loops or graph is not self._graph)

@@ -19,12 +19,12 @@ from ..framework import arrays as mx_arrays
 from ..framework.arrays import KIND_NAMES, as_list, cast, dtype_code, kind_code, on_device
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, auxiliary_states, by_handle, handle_of, registry
-from ..framework.zero_gradients import kept_safe, zero_gradients
+from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
-from ..policy.active import current_policy, note_precision
+from ..policy.active import current_policy, record_lowered
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
-from ..policy.rules import reason_by_sums
+from ..policy.rules import long_sum_reason
 from ..scaling.loss_outputs import LOSS_OUTPUT_HANDLES, scalable_inputs
 
 __all__ = [
@@ -54,7 +54,7 @@ INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
 def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return an `_imperative_invoke` that casts its inputs as the policy decides."""
-    zero = zero_gradients()
+    zero = zero_gradient_inputs()
 
     def _imperative_invoke(
         handle: int,
@@ -83,7 +83,7 @@ def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
         reads = ndargs if decision is None else _read(decision, ndargs)
         if handle in zero and autograd.is_recording():
-            reads = kept_safe(reads, zero[handle], is_np_op)
+            reads = copy_inputs_at(reads, zero[handle], is_np_op)
         if decision is None:
             return original(handle, reads, keys, vals, out, is_np_op, output_is_list)
         outputs = original(handle, reads, keys, vals, None, is_np_op, output_is_list)
@@ -197,7 +197,7 @@ class _Casts:
         self._decisions: Dict[Any, Optional[Decision]] = {}
         rule = self._rule = policy.rule(operator.name)
         # The rules by shape that eager calls follow.
-        self._sums = rule.looks_at("long_sums")
+        self._sums = rule.has_shape_rule("long_sums")
         self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
         self._target = DTYPE_CODES[policy.target_dtype]
         # The attributes that a decision reads.
@@ -223,7 +223,7 @@ class _Casts:
             attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
         kept = None
         if self._sums:
-            kept = reason_by_sums(self._rule, dict(attributes), arrays[0].shape)
+            kept = long_sum_reason(self._rule, dict(attributes), arrays[0].shape)
         elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
             kept = self._trained[0]
         key = (codes, attributes, kept)
@@ -242,7 +242,7 @@ class _Casts:
     ) -> Optional[Decision]:
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
         decision = decide(self._operator.name, attributes, dtypes, self._policy, kept=kept)
-        note_precision(self._operator.name, decision.precision)
+        record_lowered(self._operator.name, decision.precision)
         return decision if decision.changes else None
 
 
@@ -282,7 +282,7 @@ def _write_out(outputs: Any, out: Any) -> Any:
     for result, target in zip(as_list(outputs), as_list(out)):
         dtype = dtype_name(target.dtype)
         castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
-        mx_arrays.write(result, target, dtype, castable)
+        mx_arrays.cast_into(result, target, dtype, castable)
     return out
 
 

@@ -45,7 +45,7 @@ from ..graph.speed.shape_rules import Choices, choose
 from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy, custom_classes
-from ..policy.regions import policy_outside
+from ..policy.regions import policy_for_regions
 from .announcements import announce_unscaled_executors
 
 __all__ = ["build_bind", "build_creator", "build_simple_bind", "scaled_executors"]
@@ -263,7 +263,7 @@ def _policy_for(symbol: Symbol, ctx: Any, requests: Mapping[str, str]) -> Option
     This is the policy in force, else the policy of the symbol's regions. None on other devices than
     the policy's, and for training in float16 with unscaled losses.
     """
-    policy = current_policy() or policy_outside(region_marks(symbol))
+    policy = current_policy() or policy_for_regions(region_marks(symbol))
     if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:
         return None
     trained = policy.target_dtype == "float16" and {*requests.values()} - {"null"}

@@ -23,7 +23,7 @@ from mxnet.symbol import register as symbol_register
 
 from ..framework.distributed import HOROVOD, PARAMETER_SERVER, is_distributed
 from ..framework.patching import Patch, PatchSet
-from ..policy.active import current_policy, enter_region, leave_region, suspended
+from ..policy.active import current_policy, pop_policy, push_policy, suspended
 from ..policy.policy import Policy
 from ..scaling import finite, loss_outputs
 from . import cached_op, eager, optimizers, symbolic
@@ -192,11 +192,11 @@ class _CastingPatches(PatchSet):
     def under(self, policy: Optional[Policy]) -> Iterator[None]:
         """Run the body under a policy, or without one."""
         self.acquire()
-        enter_region(policy)
+        push_policy(policy)
         try:
             yield
         finally:
-            leave_region()
+            pop_policy()
             self.release()
 
 

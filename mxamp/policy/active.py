@@ -17,18 +17,18 @@ __all__ = [
     "Choice",
     "chose_float32",
     "current_policy",
-    "enter_region",
+    "push_policy",
     "is_enabled",
-    "leave_region",
+    "pop_policy",
     "nearest_policy",
-    "note_precision",
+    "record_lowered",
     "process",
     "suspended",
 ]
 
 
 class _Float32:
-    """The choice of "auto" where no half precision is fast."""
+    """The type of `FLOAT32`: the choice of "auto" where no half precision is fast."""
 
     target_dtype = "float32"
 
@@ -46,6 +46,7 @@ FLOAT32 = _Float32()
 Choice = Union[Policy, _Float32]
 
 _Regions = Tuple[Optional[Choice], ...]
+#: The stack of regions; a global, as any context variable. Each thread and task has its own value.
 _regions: ContextVar[_Regions] = ContextVar("mxamp_regions", default=())
 
 
@@ -55,7 +56,7 @@ class _Process:
     policy: Optional[Choice] = None
 
     def __init__(self) -> None:
-        #: Operators that computed in the target dtype, for the summary of an automatic run.
+        #: Operators that computed in a half precision, for the summary of an automatic run.
         self.lowered: Set[str] = set()
 
 
@@ -75,9 +76,9 @@ def is_enabled() -> bool:
 
 
 def nearest_policy() -> Optional[Choice]:
-    """Return the policy of the innermost region that has one, else the process's policy.
+    """Return the policy of the innermost region that has one, else the policy of `init`.
 
-    `FLOAT32` where "auto" has chosen float32 there.
+    `FLOAT32` if "auto" has chosen float32 there.
     """
     for policy in reversed(_regions.get()):
         if policy is not None:
@@ -90,20 +91,20 @@ def chose_float32() -> bool:
     return nearest_policy() is FLOAT32
 
 
-def enter_region(policy: Optional[Choice]) -> None:
-    """Begin a region under `policy`; None turns casting off in it."""
+def push_policy(policy: Optional[Choice]) -> None:
+    """Put `policy` in force for the calling thread or task; None turns casting off."""
     _regions.set((*_regions.get(), policy))
 
 
-def leave_region() -> Optional[Choice]:
-    """End the innermost region; return its policy."""
+def pop_policy() -> Optional[Choice]:
+    """Undo the last `push_policy` of the calling thread or task; return its policy."""
     *others, innermost = _regions.get()
     _regions.set(tuple(others))
     return innermost
 
 
 class suspended:
-    """Context manager that turns casting off, for mxamp's own code.
+    """Context in which casting is off, for mxamp's own computations.
 
     Unlike `autocast(enabled=False)` it patches nothing, and takes microseconds less.
     """
@@ -111,13 +112,13 @@ class suspended:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        enter_region(None)
+        push_policy(None)
 
     def __exit__(self, *_error: Any) -> None:
-        leave_region()
+        pop_policy()
 
 
-def note_precision(operator: str, dtype: str) -> None:
-    """Remember that an operator computed in a dtype, if that is a target dtype."""
+def record_lowered(operator: str, dtype: str) -> None:
+    """Add an operator to `process.lowered` if it computed in float16 or bfloat16."""
     if dtype in ("float16", "bfloat16"):
         process.lowered.add(operator)

@@ -10,7 +10,7 @@ from .overrides import Conditional, Names
 from .policy import Policy
 from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, device_type, is_auto
 
-__all__ = ["chosen_policy", "differing"]
+__all__ = ["chosen_policy", "describe_difference"]
 
 OTHER_POLICY = (
     "'auto' is {chosen} here, but the policy is for {own}: leave 'auto' out to use the policy as "
@@ -57,32 +57,36 @@ def chosen_policy(
 _Values = Tuple[str, Any, Any]
 
 
-def differing(old: Choice, new: Choice) -> str:
-    """Describe how two policies differ: "target_dtype: bfloat16 instead of float16"."""
-    for values in _compared(old, new):
+def describe_difference(old: Choice, new: Choice) -> str:
+    """Return how two policies differ, in words: "target_dtype: bfloat16 instead of float16"."""
+    for values in _values_to_compare(old, new):
         parts = [f"{name}: {one} instead of {other}" for name, one, other in values if one != other]
         if parts:
             return shortened(parts)
     return "the conditions of some operators"
 
 
-def _compared(old: Choice, new: Choice) -> Iterator[List[_Values]]:
-    """Yield values to compare, the most general first: different dtypes imply different rules."""
+def _values_to_compare(old: Choice, new: Choice) -> Iterator[List[_Values]]:
+    """Yield lists of (name, old value, new value): dtypes first, which imply different rules."""
     dtypes = ("target_dtype", old.target_dtype, new.target_dtype)
     if not (isinstance(old, Policy) and isinstance(new, Policy)):
         yield [dtypes]
         return
     yield [dtypes, ("device", old.device, new.device)]
-    layers = _listed(old.fp32_layers), _listed(new.fp32_layers)
+    layers = _names_or_none(old.fp32_layers), _names_or_none(new.fp32_layers)
     yield [
         ("tuned", old != old.untuned(), new != new.untuned()),
         ("layers kept in float32", *layers),
     ]
     names = sorted({*old.rules, *new.rules})
     classes = [(name, old.rule(name).shown_class, new.rule(name).shown_class) for name in names]
-    substitutions = _listed(sorted(old.substitutions)), _listed(sorted(new.substitutions))
+    substitutions = (
+        _names_or_none(sorted(old.substitutions)),
+        _names_or_none(sorted(new.substitutions)),
+    )
     yield [*classes, ("substitutions", *substitutions)]
 
 
-def _listed(names: Iterable[str]) -> str:
+def _names_or_none(names: Iterable[str]) -> str:
+    """Return the first few names and the number of the rest, "none" without names."""
     return shortened(list(names)) or "none"

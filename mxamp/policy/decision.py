@@ -48,7 +48,8 @@ class Decision:
 
     `reads[i]` is the dtype that input i is cast to, None for no cast. With `through` set, the
     operator computes in a wider dtype on rounded values: inputs are cast to `through` and then to
-    `reads`, and outputs to `through`. `guards` are inputs to copy before the cast (see `_guards`).
+    `reads`, and outputs to `through`. `guards` are
+    inputs to copy before the cast (see `_inputs_to_copy`).
     """
 
     reads: Tuple[Optional[str], ...]
@@ -59,7 +60,7 @@ class Decision:
     guards: FrozenSet[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
-        """Return whether to round an output of this dtype."""
+        """Return whether to round output number `output`, computed in `dtype`, to `through`."""
         return self.through is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
@@ -108,7 +109,7 @@ def decide(
     if operator == "Deconvolution" and missing and _needs_onednn(attributes):
         # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
         kept = NO_FLOAT64
-    op_class, reason = _classify(rule, attributes, policy, layer, kept)
+    op_class, reason = _class_and_reason(rule, attributes, policy, layer, kept)
     untouched = (None,) * len(dtypes)
     if op_class == "untouched":
         return Decision(untouched, reason)
@@ -119,7 +120,7 @@ def decide(
         return Decision(untouched, "no floating-point input to cast")
     if _takes_diagonal(operator, attributes) and set(floats.values()) == {"float32"}:
         return Decision(untouched, DIAGONAL, "float32")
-    leading = _leading(rule, attributes, floats)
+    leading = _deciding_dtypes(rule, attributes, floats)
     if not leading:
         return Decision(untouched, "no floating-point input to follow")
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy)
@@ -128,19 +129,22 @@ def decide(
         computes, why = detour
         reads = tuple(computes if i in floats else None for i in range(len(dtypes)))
         reason = f"{reason}; in {computes} on {dtype} values: {why}"
-        guards = _guards(operator, attributes, dtype, reads)
+        guards = _inputs_to_copy(operator, attributes, dtype, reads)
         return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
     reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))
-    return Decision(reads, reason, dtype, guards=_guards(operator, attributes, dtype, reads))
+    return Decision(
+        reads, reason, dtype, guards=_inputs_to_copy(operator, attributes, dtype, reads)
+    )
 
 
-def _classify(
+def _class_and_reason(
     rule: Rule,
     attributes: Mapping[str, str],
     policy: Policy,
     layer: Optional[str],
     kept: Optional[str],
 ) -> Tuple[str, str]:
+    """Return the class of an operator in this call, and the reason for it."""
     sparse = is_true(attributes.get(SPARSE_GRADIENT, "False"))
     if sparse or rule.op_class == "untouched":
         return "untouched", SPARSE if sparse else rule.reason
@@ -166,7 +170,10 @@ def _classify(
 def _compute_dtype(
     op_class: str, reason: str, floats: "set[str]", dtypes: "set[str]", policy: Policy
 ) -> Tuple[str, str]:
-    """Return the dtype of the computation for an operator of this class and these inputs."""
+    """Return the dtype that an operator of this class computes in, and the reason.
+
+    `floats` are the dtypes of the inputs that decide, `dtypes` those of all inputs.
+    """
     target = policy.target_dtype
     if dtypes & _FOREIGN:
         return "float32", "an operator with a float64 or sparse input is not lowered"
@@ -183,7 +190,7 @@ def _compute_dtype(
 
 
 def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> FrozenSet[int]:
-    """Return the positions of inputs that are never cast: statistics, indices, mutable inputs."""
+    """Return which of an operator's `count` inputs are never cast: statistics, indices, mutable."""
     operator = registry().get(rule.operator)
     if operator is None:
         return frozenset()
@@ -193,8 +200,10 @@ def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> Froze
     return frozenset((*kept, *operator.mutable_inputs))
 
 
-def _leading(rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str]) -> Set[str]:
-    """Return the dtypes of the inputs that decide: all but the rule's `follow_inputs`."""
+def _deciding_dtypes(
+    rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str]
+) -> Set[str]:
+    """Return the dtypes of the float inputs that are not among the rule's `follow_inputs`."""
     operator = registry().get(rule.operator)
     if operator is None or not rule.follow_inputs:
         return set(floats.values())
@@ -203,7 +212,7 @@ def _leading(rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str
 
 
 def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
-    """Return whether an einsum names an axis of one operand twice."""
+    """Return whether the operator is an einsum that names an axis of one operand twice."""
     if operator != "_npi_einsum":
         return False
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
@@ -224,12 +233,12 @@ def _detour(
     dtype: str,
     policy: Policy,
 ) -> Optional[Tuple[str, str]]:
-    """Return the dtype to compute in, and why, where the kernel of `dtype` is missing or wrong."""
+    """Return the dtype to compute in, and why, if the kernel of `dtype` is missing or wrong."""
     if dtype == policy.target_dtype and missing is not None:
         return rule.computes, missing
     casts = {*dtypes[1:2]} & (CASTABLE - {dtype})
     # The rule `cast_weight` keeps calls with a gradient in float32.
-    guarded = dtype == policy.target_dtype and rule.looks_at("cast_weight")
+    guarded = dtype == policy.target_dtype and rule.has_shape_rule("cast_weight")
     if rule.operator == "Deconvolution" and policy.device == "cpu" and casts and not guarded:
         if is_dilated(attributes):
             raise ArgumentError(HALF_WEIGHT.format(dtype=dtypes[1]))
@@ -238,10 +247,10 @@ def _detour(
     return None
 
 
-def _guards(
+def _inputs_to_copy(
     operator: str, attributes: Mapping[str, str], dtype: str, reads: Tuple[Optional[str], ...]
 ) -> FrozenSet[int]:
-    """Return the inputs to copy before the cast.
+    """Return the positions of the inputs to copy before the cast: weights in blocked layouts.
 
     After a float32 inference pass, oneDNN leaves the weight of a grouped convolution in a blocked
     layout that it can't reorder to bfloat16; a copy has the plain layout.

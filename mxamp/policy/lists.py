@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Tuple, Union
 
 from ..errors import ArgumentError, located
 from ..framework.operators import (
@@ -23,7 +23,7 @@ from ..framework.operators import (
 )
 from ..framework.wording import shortened, shown
 from .rules import LIMITED, UNLISTED, Condition, CustomClasses, MissingKernel, Rule, ShapeRule
-from .schema import check_list, place
+from .schema import check_data, table_label
 from .targets import check_device
 
 if sys.version_info >= (3, 11):
@@ -31,7 +31,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["OperatorList", "list_of", "lists_folder", "loads", "own_list", "read_list"]
+__all__ = ["OperatorList", "list_from_data", "lists_folder", "parse_toml", "own_list", "read_list"]
 
 logger = logging.getLogger("mxamp")
 
@@ -84,10 +84,10 @@ def lists_folder() -> Path:
 def own_list(
     dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses
 ) -> OperatorList:
-    """Return mxamp's own list for a dtype."""
+    """Return mxamp's own operator list for a target dtype (lists/<dtype>.toml)."""
     path = lists_folder() / f"{dtype}.toml"
     with located(path):
-        return list_of(_parsed(path), device, features, custom)
+        return list_from_data(_parse_file(path), device, features, custom)
 
 
 def read_list(
@@ -96,19 +96,22 @@ def read_list(
     features: FrozenSet[str],
     custom: CustomClasses = (),
 ) -> OperatorList:
-    """Read an operator list; every error names the file.
+    """Return the operator list in a TOML file; every error names the file.
 
     `custom` are the classes of registered custom operators. Logs a warning if the list lowers
     operators that have no kernel.
     """
-    data = _parsed(path)
+    data = _parse_file(path)
     with located(path):
-        found = list_of(data, device, features, custom)
-    _warn_of_kernels(path, found, features)
+        found = list_from_data(data, device, features, custom)
+    _warn_of_missing_kernels(path, found, features)
     return found
 
 
-def _warn_of_kernels(path: Union[str, Path], found: OperatorList, features: FrozenSet[str]) -> None:
+def _warn_of_missing_kernels(
+    path: Union[str, Path], found: OperatorList, features: FrozenSet[str]
+) -> None:
+    """Log a warning if a file's operator list lowers operators that have no kernel."""
     dtype, device = found.target_dtype, found.device
     known = own_list(dtype, device, features, ()).rules
     lacking = [
@@ -122,7 +125,8 @@ def _warn_of_kernels(path: Union[str, Path], found: OperatorList, features: Froz
         logger.warning(NO_KERNELS, path, dtype, device.upper(), shortened(lacking), own)
 
 
-def _parsed(path: Union[str, Path]) -> Table:
+def _parse_file(path: Union[str, Path]) -> Table:
+    """Return the tables of a TOML file; raise `ArgumentError` if it can't be read or parsed."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     if not os.fspath(path):
@@ -130,7 +134,7 @@ def _parsed(path: Union[str, Path]) -> Table:
     text = ""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        return loads(text)
+        return parse_toml(text)
     except FileNotFoundError:
         raise ArgumentError(f"there is no policy file {str(path)!r}") from None
     except IsADirectoryError:
@@ -146,8 +150,8 @@ def _parsed(path: Union[str, Path]) -> Table:
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}{hint}") from None
 
 
-def loads(text: str) -> Table:
-    """Parse TOML; raise `ValueError` for any other text."""
+def parse_toml(text: str) -> Table:
+    """Return the tables of TOML text; raise `ValueError` if it is not valid TOML."""
     data: Table = tomllib.loads(text)
     return data
 
@@ -155,11 +159,11 @@ def loads(text: str) -> Table:
 # ---------------------------------------------------------------------- rules
 
 
-def list_of(
+def list_from_data(
     data: Table, device: Optional[str], features: FrozenSet[str], custom: CustomClasses = ()
 ) -> OperatorList:
-    """Return the list that a file's data describes; raise `ArgumentError` for any mistake in it."""
-    check_list(data)
+    """Return the operator list that TOML tables describe; raise `ArgumentError` for any mistake."""
+    check_data(data)
     dtype, own = data["dtype"], data.get("device")
     found = check_device(dtype, device or own)
     if own not in (None, found):
@@ -167,20 +171,20 @@ def list_of(
     return OperatorList(
         dtype,
         found,
-        MappingProxyType(_Rules(data, found, features, custom).by_name),
+        MappingProxyType(_RuleBuilder(data, found, features, custom).by_name),
         tuple(dict.fromkeys(data.get("fp32_layers", ()))),
         MappingProxyType(dict(data.get("substitutions", {}))),
     )
 
 
-class _Rules:
-    """The rules of a list under construction, with the table that gave each its class."""
+class _RuleBuilder:
+    """Builds the rules of an operator list from its TOML tables; `by_name` holds the result."""
 
     def __init__(
         self, data: Table, device: str, features: FrozenSet[str], custom: CustomClasses
     ) -> None:
         self._data, self._device, self._features = data, device, features
-        self._given_by: Dict[str, str] = {}
+        self._given_by: Dict[str, str] = {}  # the label of the table with the operator's class
         self.by_name: Dict[str, Rule] = {}
         for kind, add in (
             ("group", self._add_group),
@@ -189,39 +193,42 @@ class _Rules:
             ("by_shape", self._add_by_shape),
         ):
             for i, table in enumerate(data.get(kind, ())):
-                with located(place(kind, i)):
-                    names = _expand(table["operators"])
-                add(table, names, place(kind, i))
+                with located(table_label(kind, i)):
+                    names = _operator_names(table["operators"])
+                add(table, names, table_label(kind, i))
         self._add_exceptions()
         if (data["dtype"], device) == ("bfloat16", "cpu"):
             self._keep_later_kernels()
         if not data.get("lower_custom_operators", True):
-            self._amend("Custom", lowers_custom=False)
+            self._amend_rule("Custom", lowers_custom=False)
         if custom:
-            self._amend("Custom")
+            self._amend_rule("Custom")
             self.by_name["Custom"] = self.by_name["Custom"].with_custom_operators(custom)
 
     def _add_group(self, table: Table, names: List[str], where: str) -> None:
+        """Add the rules of a [[group]] table; `where` labels the table in errors."""
         for name in names:
             given = table.get("override", False)
-            self._add(Rule(name, table["class"], table["reason"], given=given), where)
+            self._add_rule(Rule(name, table["class"], table["reason"], given=given), where)
 
     def _add_conditional(self, table: Table, names: List[str], where: str) -> None:
+        """Add the rules of a [[conditional]] table, or its conditions to existing rules."""
         with located(where):
             ranged, values = table.get("beyond_range", False), table.get("values")
             if bool(values) if ranged else values is None:
                 raise ArgumentError("give either values or beyond_range = true")
-            added = {name: self._conditions(registry()[name], table) for name in names}
+            added = {name: self._table_conditions(registry()[name], table) for name in names}
         for name, conditions in added.items():
             self._add_conditions(name, conditions, table, where)
 
-    def _conditions(self, operator: Operator, table: Table) -> Tuple[Condition, ...]:
+    def _table_conditions(self, operator: Operator, table: Table) -> Tuple[Condition, ...]:
+        """Return the conditions of a [[conditional]] table for one operator."""
         attributes, there = table["attribute"], self.by_name.get(operator.name, UNLISTED)
         own_reason = bool(there.conditions) and table["reason"] != there.reason
         return tuple(
             Condition(
-                operator.attribute(attribute),
-                values=operator.values(attribute, table.get("values", ())),
+                operator.check_attribute(attribute),
+                values=operator.check_values(attribute, table.get("values", ())),
                 beyond_range=table.get("beyond_range", False),
                 default=operator.defaults.get(attribute),
                 dtype=self._data["dtype"],
@@ -233,10 +240,11 @@ class _Rules:
     def _add_conditions(
         self, name: str, conditions: Tuple[Condition, ...], table: Table, where: str
     ) -> None:
+        """Add one operator's rule with these conditions, or the conditions to its rule."""
         there, given = self.by_name.get(name, UNLISTED), table.get("override", False)
         otherwise = table["otherwise"]
         if not there.conditions:
-            self._add(Rule(name, otherwise, table["reason"], conditions, given=given), where)
+            self._add_rule(Rule(name, otherwise, table["reason"], conditions, given=given), where)
             return
         for key, here, before in (
             ("is otherwise", repr(otherwise), repr(there.op_class)),
@@ -249,9 +257,10 @@ class _Rules:
                         where=where, name=name, key=key, here=here, there=before, first=first
                     )
                 )
-        self._amend(name, conditions=(*there.conditions, *conditions))
+        self._amend_rule(name, conditions=(*there.conditions, *conditions))
 
     def _add_missing(self, table: Table, names: List[str], where: str) -> None:
+        """Record in the rules the missing kernels of a [[missing]] table."""
         if table["device"] == "gpu" and "unless" in table:
             raise ArgumentError(f"{where}: 'unless' names CPU instructions, but device is 'gpu'")
         if table["device"] != self._device:
@@ -260,15 +269,16 @@ class _Rules:
         kernel = MissingKernel(table["reason"], unless, computes)
         for name in names:
             there = self.by_name.get(name, UNLISTED)
-            self._amend(name, missing_kernels=(*there.missing_kernels, kernel))
+            self._amend_rule(name, missing_kernels=(*there.missing_kernels, kernel))
             if unless in self._features:
                 continue
             if there.missing is not None and there.computes != computes:
                 why = OTHER_DETOUR.format(name=name, here=computes, there=there.computes)
                 raise ArgumentError(f"{where}: {why}")
-            self._amend(name, missing=kernel.reason, computes=computes)
+            self._amend_rule(name, missing=kernel.reason, computes=computes)
 
     def _add_by_shape(self, table: Table, names: List[str], where: str) -> None:
+        """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
         limited, limit = table["rule"] in LIMITED, table.get("limit")
         if limited != (limit is not None):
             wrong = "needs the key 'limit'" if limited else "takes no 'limit'; long_sums does"
@@ -281,9 +291,10 @@ class _Rules:
                     "[[conditional]] table too"
                 )
             if table.get("device", self._device) == self._device:
-                self._amend(name, by_shape=(*self.by_name[name].by_shape, rule))
+                self._amend_rule(name, by_shape=(*self.by_name[name].by_shape, rule))
 
     def _add_exceptions(self) -> None:
+        """Record inputs and outputs of [keep_inputs], [follow_inputs] and [keep_outputs]."""
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
                 if (name == _GPU_ONLY and name not in registry()) or lacks(name):
@@ -291,53 +302,54 @@ class _Rules:
                 if kind == "keep_inputs" and needs_one_dtype(name):
                     continue
                 with located(f"[{kind}]"):
-                    operator = _canonical(name)
+                    operator = _operator_called(name)
                     for one in kept if kind != "keep_outputs" else ():
-                        operator.input(one)
+                        operator.check_input(one)
                     followed = self._data.get("follow_inputs", {}).get(name, ())
                     both = sorted(set(kept) & set(followed)) if kind == "keep_inputs" else []
                     if both:
                         raise ArgumentError(f"input {both[0]!r} of {name} is in [follow_inputs]")
-                self._amend(name, **{kind: tuple(kept)})
+                self._amend_rule(name, **{kind: tuple(kept)})
         with located("[slower]"):
-            _expand(self._data.get("slower", {}))
+            _operator_names(self._data.get("slower", {}))
 
     def _keep_later_kernels(self) -> None:
         """Keep operators in float32 whose bfloat16 kernels came with a later MXNet."""
         for name, since in without_bfloat16().items():
             reason = f"its bfloat16 kernel came with MXNet {since}"
-            self._amend(name, missing=reason, computes="float64")
+            self._amend_rule(name, missing=reason, computes="float64")
             if self.by_name[name].op_class == "low":
-                self._amend(name, op_class="fp32", reason=reason, by_shape=())
+                self._amend_rule(name, op_class="fp32", reason=reason, by_shape=())
 
-    def _add(self, rule: Rule, where: str) -> None:
+    def _add_rule(self, rule: Rule, where: str) -> None:
+        """Add the rule of a new operator; raise if another table gave the operator a class."""
         first = self._given_by.setdefault(rule.operator, where)
         if rule.operator in self.by_name:
             where = f"twice in {where}" if first == where else f"in {first} and in {where}"
             raise ArgumentError(f"operator {rule.operator!r} is listed {where}; list it once")
         self.by_name[rule.operator] = rule
 
-    def _amend(self, name: str, **changes: Any) -> None:
+    def _amend_rule(self, name: str, **changes: Any) -> None:
+        """Change fields of an operator's rule, by default those of an unlisted operator."""
         there = self.by_name.get(name, replace(UNLISTED, operator=name))
         self.by_name[name] = replace(there, **changes)
 
 
-def _expand(patterns: Iterable[str]) -> List[str]:
-    """Return the operators that canonical names and patterns ending in * match.
+def _operator_names(patterns: Iterable[str]) -> List[str]:
+    """Return the names of the operators that canonical names and patterns ending in * match.
 
     Operators of later MXNet versions are left out: no program can call them here.
     """
-    return [name for pattern in patterns for name in _matching(pattern)]
+    names: List[str] = []
+    for pattern in patterns:
+        if pattern.endswith("*"):
+            names += [name for name in registry() if name.startswith(pattern[:-1])]
+        elif not lacks(pattern):
+            names.append(_operator_called(pattern).name)
+    return names
 
 
-def _matching(pattern: str) -> Iterator[str]:
-    if pattern.endswith("*"):
-        yield from (name for name in registry() if name.startswith(pattern[:-1]))
-    elif not lacks(pattern):
-        yield _canonical(pattern).name
-
-
-def _canonical(name: str) -> Operator:
+def _operator_called(name: str) -> Operator:
     """Return the operator of this canonical name; raise for an alias."""
     operator = resolve(name)
     if operator.name != name:

@@ -18,11 +18,11 @@ __all__ = [
     "Names",
     "checked_layers",
     "checked_substitutions",
-    "exactly",
-    "following",
+    "exact_pattern",
+    "neutral_rules",
     "in_float32",
     "layer_patterns",
-    "overridden",
+    "with_overrides",
     "without_rules_for_speed",
 ]
 
@@ -37,17 +37,17 @@ NO_NAMES = (
 )
 
 
-def exactly(name: str) -> str:
-    """Return the pattern that matches only this name.
+def exact_pattern(name: str) -> str:
+    """Return the `fnmatch` pattern that matches only `name`.
 
-    >>> exactly("stage[0]_conv*")
+    >>> exact_pattern("stage[0]_conv*")
     'stage[[]0]_conv[*]'
     """
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 def layer_patterns(argument: str, given: Any) -> List[Sequence[str]]:
-    """Return the patterns of each given layer: one for a name, several for a block."""
+    """Return the name patterns of each given layer: one for a name, several for a block."""
     if isinstance(given, Block):
         given = [given]
     if given is None:
@@ -57,11 +57,11 @@ def layer_patterns(argument: str, given: Any) -> List[Sequence[str]]:
     listed = list(given)
     if not all(isinstance(one, (str, Block)) for one in listed):
         raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(listed)))
-    return [[one] if isinstance(one, str) else _patterns_of(argument, one) for one in listed]
+    return [[one] if isinstance(one, str) else _block_patterns(argument, one) for one in listed]
 
 
-def _patterns_of(argument: str, block: Block) -> Sequence[str]:
-    """Return patterns for the names of the operators of a block and its children.
+def _block_patterns(argument: str, block: Block) -> Sequence[str]:
+    """Return name patterns that match the operators of a block and its children.
 
     Gluon names an operator after the block whose code calls it: its prefix comes first.
     """
@@ -69,8 +69,8 @@ def _patterns_of(argument: str, block: Block) -> Sequence[str]:
         # Operators have the names of the symbol, whatever the block's name is.
         nodes = block._cached_graph[1].get_internals()
         names = dict.fromkeys(node.name for node in nodes)
-        return [exactly(name) for name in names]
-    inner = [_patterns_of(argument, child) for child in block._children.values()]
+        return [exact_pattern(name) for name in names]
+    inner = [_block_patterns(argument, child) for child in block._children.values()]
     patterns = [pattern for few in inner for pattern in few]
     if _is_plain_sequence(block):
         return patterns
@@ -79,12 +79,12 @@ def _patterns_of(argument: str, block: Block) -> Sequence[str]:
         raise ArgumentError(
             NO_NAMES.format(argument=argument, name=repr(block.name), prefix=prefix)
         )
-    own = exactly(prefix)
+    own = exact_pattern(prefix)
     return [f"{own}*", *(one for one in patterns if not one.startswith(own))]
 
 
 def _is_plain_sequence(block: Block) -> bool:
-    """Return whether a block only calls its children in sequence."""
+    """Return whether a block is a Gluon sequence with Gluon's own forward function."""
     forward: Tuple[Any, ...] = (Sequential.forward, HybridSequential.hybrid_forward)
     own = getattr(type(block), "hybrid_forward", None), type(block).forward
     return isinstance(block, (Sequential, HybridSequential)) and any(one in forward for one in own)
@@ -101,36 +101,36 @@ CONDITIONAL = (
 )
 
 
-def overridden(
+def with_overrides(
     rules: Mapping[str, Rule],
     given: Mapping[str, Names],
     conditional: Optional[Iterable[Conditional]],
     replace_lists: bool,
     dtype: str,
 ) -> Dict[str, Rule]:
-    """Return rules with operators in other classes, as `Policy.override` says.
+    """Return `rules` with operators moved to other classes, as `Policy.override` describes.
 
     `given` maps a class to operators by any of their names, or to None.
     """
     classes: Dict[str, str] = {}
     for op_class, names in given.items():
-        for name in _canonical(op_class, names):
+        for name in _canonical_names(op_class, names):
             if classes.setdefault(name, op_class) != op_class:
-                raise _in_two_lists(name, classes[name], op_class)
-    conditions = _conditions(conditional, dtype)
+                raise _two_lists_error(name, classes[name], op_class)
+    conditions = _conditions_by_operator(conditional, dtype)
     for name in conditions:
         if classes.get(name) in ("fp32", "widest"):
-            raise _in_two_lists(name, classes[name], "conditionally fp32")
+            raise _two_lists_error(name, classes[name], "conditionally fp32")
     result = dict(rules)
     if replace_lists:
         replaced = {op_class for op_class, names in given.items() if names is not None}
-        result = _emptied(rules, replaced, keep_conditions=conditional is None)
-    _put(result, classes, conditions)
+        result = _with_empty_classes(rules, replaced, keep_conditions=conditional is None)
+    _set_classes(result, classes, conditions)
     return result
 
 
 def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
-    """Return rules without the shape rules that only affect speed."""
+    """Return `rules` without the shape rules that only affect speed."""
     return {
         name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
         for name, rule in rules.items()
@@ -138,7 +138,7 @@ def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
 
 
 def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
-    """Return rules under which operators compute in the target dtype only if their inputs do."""
+    """Return `rules` with all operators and custom operators of class low moved to class fp32."""
     result = without_rules_for_speed(rules)
     for name, rule in result.items():
         if rule.op_class == "low":
@@ -151,8 +151,8 @@ def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     return result
 
 
-def following(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
-    """Return rules under which operators compute in the dtype of their inputs, as in plain MXNet.
+def neutral_rules(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
+    """Return `rules` with every operator in the dtype of its inputs, as in plain MXNet.
 
     Inputs of different float dtypes, which MXNet refuses, are widened.
     """
@@ -165,35 +165,37 @@ def following(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
             reason=reason,
             conditions=(),
             by_op_type=(),
-            by_shape=_detours(rule),
+            by_shape=_detour_rules(rule),
             given=True,
         )
         for name, rule in rules.items()
     }
 
 
-def _detours(rule: Rule) -> Tuple[ShapeRule, ...]:
+def _detour_rules(rule: Rule) -> Tuple[ShapeRule, ...]:
+    """Return the shape rules of an operator that stand for missing kernels."""
     return tuple(one for one in rule.by_shape if one.is_detour)
 
 
-def checked_substitutions(given: Iterable[str], there: Mapping[str, str]) -> List[str]:
-    """Return names of substitutions as a list; raise unless all are in `there`."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ArgumentError(f"substitutions must be a list of names, not {shown(given)}")
-    names = list(given)
+def checked_substitutions(names: Iterable[str], known: Mapping[str, str]) -> List[str]:
+    """Return names of substitutions as a list; raise unless all are `known`."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ArgumentError(f"substitutions must be a list of names, not {shown(names)}")
+    names = list(names)
     for name in names:
-        if name not in there:
-            raise unknown("substitution", name, there)
+        if name not in known:
+            raise unknown("substitution", name, known)
     return names
 
 
 def checked_layers(given: Layers) -> Tuple[str, ...]:
-    """Return the patterns of layers to keep in float32, without repetitions."""
+    """Return the name patterns of `fp32_layers`, without repetitions."""
     patterns = layer_patterns("fp32_layers", given)
     return tuple(dict.fromkeys(one for few in patterns for one in few))
 
 
-def _canonical(op_class: str, names: Names) -> List[str]:
+def _canonical_names(op_class: str, names: Names) -> List[str]:
+    """Return the canonical names of the operators given for a class; raise for unknown ones."""
     if names is None:
         return []
     if isinstance(names, str) or not isinstance(names, Iterable):
@@ -201,16 +203,17 @@ def _canonical(op_class: str, names: Names) -> List[str]:
     return [resolve(name).name for name in names]
 
 
-def _in_two_lists(name: str, one: str, other: str) -> ArgumentError:
+def _two_lists_error(name: str, one: str, other: str) -> ArgumentError:
+    """Return the error for an operator that is given in two classes."""
     return ArgumentError(
         f"operator {name!r} is given as {one} and as {other}; leave it in one list"
     )
 
 
-def _conditions(
+def _conditions_by_operator(
     conditional: Optional[Iterable[Conditional]], dtype: str
 ) -> Dict[str, Tuple[Condition, ...]]:
-    """Return the conditions by canonical operator name."""
+    """Return `Policy.override`'s `conditional` as conditions by canonical operator name."""
     conditions: Dict[str, Tuple[Condition, ...]] = {}
     if not isinstance(conditional, (Iterable, type(None))):
         raise ArgumentError(CONDITIONAL.format(given=shown(conditional)))
@@ -223,8 +226,8 @@ def _conditions(
             raise ArgumentError(f"the values of {attribute!r} must be a list, not {shown(values)}")
         operator = resolve(name)
         condition = Condition(
-            operator.attribute(attribute),
-            operator.values(attribute, values),
+            operator.check_attribute(attribute),
+            operator.check_values(attribute, values),
             default=operator.defaults.get(attribute),
             dtype=dtype,
         )
@@ -232,10 +235,10 @@ def _conditions(
     return conditions
 
 
-def _emptied(
+def _with_empty_classes(
     rules: Mapping[str, Rule], replaced: AbstractSet[str], keep_conditions: bool
 ) -> Dict[str, Rule]:
-    """Return rules with the classes in `replaced` emptied: their operators become neutral."""
+    """Return `rules` with the operators of the `replaced` classes made neutral."""
     result = {}
     for name, rule in rules.items():
         kept = rule.conditions if keep_conditions else ()
@@ -247,12 +250,12 @@ def _emptied(
     return result
 
 
-def _put(
+def _set_classes(
     rules: Dict[str, Rule],
     classes: Mapping[str, str],
     conditions: Mapping[str, Tuple[Condition, ...]],
 ) -> None:
-    """Set the classes and conditions of operators."""
+    """Change in `rules` the classes and conditions of operators, by canonical name."""
     for name, op_class in classes.items():
         old = rules.get(name, UNLISTED)
         rules[name] = replace(
@@ -262,7 +265,7 @@ def _put(
             reason=f"given as {op_class}",
             given=True,
             conditions=(),
-            by_shape=_detours(old),
+            by_shape=_detour_rules(old),
         )
     for name, of_one in conditions.items():
         old = rules.get(name, UNLISTED)

@@ -17,7 +17,7 @@ from . import overrides, targets
 from .lists import OperatorList, own_list, read_list
 from .overrides import Conditional, Layers, Names
 from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
-from .saving import text_of
+from .saving import policy_toml
 from .targets import DEFAULT_TARGET
 
 __all__ = ["Policy", "custom_classes", "set_custom_class"]
@@ -33,7 +33,7 @@ BESIDE_LISTS = (
 
 
 class Caches:
-    """Results that other modules derive from one policy."""
+    """Results that other modules derive from one policy, by module."""
 
     __slots__ = ("eager", "fingerprint", "regions", "workers")
 
@@ -69,8 +69,8 @@ class Policy(OperatorList):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.fp32_layers)
 
     @cached_property
-    def chooses(self) -> bool:
-        """Whether shapes and neighbors of operators affect graphs (`graph.speed.shape_rules`)."""
+    def depends_on_shapes(self) -> bool:
+        """Whether graphs depend on operators' shapes and neighbors (`graph.speed.shape_rules`)."""
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     @cached_property
@@ -106,20 +106,21 @@ class Policy(OperatorList):
             return True
         # Fast: most policies share the `Rule` objects, which compare by identity first.
         return isinstance(other, Policy) and (
-            self._head == other._head and dict(self.rules) == dict(other.rules)
+            self._identity == other._identity and dict(self.rules) == dict(other.rules)
         )
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
-    def _head(self) -> Tuple[Any, ...]:
+    def _identity(self) -> Tuple[Any, ...]:
+        """The fields that equal policies share, without rules."""
         names = frozenset(self.substitutions)
         return self.target_dtype, self.device, self.fp32_layers, names
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._head)
+        return hash(self._identity)
 
     def __reduce__(self) -> Tuple[Any, ...]:
         rules, substitutions = dict(self.rules), dict(self.substitutions)
@@ -140,7 +141,7 @@ class Policy(OperatorList):
         """
         dtype = targets.check_target(target_dtype)
         device = targets.check_device(dtype, device)
-        return _default(dtype, device, machine.features(), custom_classes())
+        return _own_policy(dtype, device, machine.features(), custom_classes())
 
     @classmethod
     def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
@@ -166,7 +167,7 @@ class Policy(OperatorList):
 
         Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing fails.
         """
-        write_file(path, text_of(self).encode())
+        write_file(path, policy_toml(self).encode())
 
     @classmethod
     def from_lists(
@@ -191,10 +192,10 @@ class Policy(OperatorList):
         lists = (low, fp32, widest, conditional)
         if policy is not None:
             if not isinstance(policy, Policy):
-                raise _no_policy(policy)
+                raise _wrong_type_error(policy)
             if any(given is not None for given in lists):
                 raise ArgumentError(BESIDE_LISTS)
-            targets.check_beside(policy.target_dtype, policy.device, target_dtype, ctx)
+            targets.check_same_target(policy.target_dtype, policy.device, target_dtype, ctx)
             return policy
         base = cls.default(targets.check_target(target_dtype), targets.device_type(ctx))
         if all(given is None for given in lists):
@@ -231,7 +232,7 @@ class Policy(OperatorList):
         two lists.
         """
         given = {"low": low, "fp32": fp32, "widest": widest}
-        rules = overrides.overridden(
+        rules = overrides.with_overrides(
             self.rules, given, conditional, replace_lists, self.target_dtype
         )
         kept = self.substitutions
@@ -239,7 +240,7 @@ class Policy(OperatorList):
             names = overrides.checked_substitutions(substitutions, kept)
             kept = MappingProxyType({name: kept[name] for name in names})
         layers = tuple(dict.fromkeys((*self.fp32_layers, *overrides.checked_layers(fp32_layers))))
-        return self._changed(rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
+        return self._replace(rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
 
     def untuned(self) -> "Policy":
         """Return the policy without substitutions and without rules by shape for speed.
@@ -250,7 +251,7 @@ class Policy(OperatorList):
         Under it, eager calls, graphs and converted models agree bit for bit in bfloat16 too.
         """
         rules = MappingProxyType(overrides.without_rules_for_speed(self.rules))
-        return self._changed(rules=rules, substitutions=MappingProxyType({}))
+        return self._replace(rules=rules, substitutions=MappingProxyType({}))
 
     def in_float32(self) -> "Policy":
         """Return the policy with nothing lowered: every operator of class low is in class fp32.
@@ -261,19 +262,22 @@ class Policy(OperatorList):
         Under it, float32 models compute in float32 throughout. Substitutions stay, so graphs may
         use faster equivalents of their operators; without them graphs are as in plain MXNet.
         """
-        return self._changed(rules=MappingProxyType(overrides.in_float32(self.rules)))
+        return self._replace(rules=MappingProxyType(overrides.in_float32(self.rules)))
 
-    def _changed(self, **fields: Any) -> "Policy":
+    def _replace(self, **fields: Any) -> "Policy":
+        """Return a policy with some fields replaced."""
         return _interned(replace(self, **fields))
 
 
-def _no_policy(given: Any) -> ArgumentError:
+def _wrong_type_error(given: Any) -> ArgumentError:
+    """Return the error for a `policy` argument that is no `Policy`."""
     hint = TUNING if isinstance(getattr(given, "policy", None), Policy) else ""
     return ArgumentError(NO_POLICY.format(given=shown(given)) + hint)
 
 
 @lru_cache(maxsize=None)
-def _default(dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses) -> Policy:
+def _own_policy(dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses) -> Policy:
+    """Return the policy of mxamp's own operator list."""
     # Cached: the caches of graphs and casts belong to a policy object.
     return _interned(Policy(**vars(own_list(dtype, device, features, custom))))
 
@@ -296,7 +300,7 @@ _policy_registry = _PolicyRegistry()
 
 
 def _interned(policy: Policy) -> Policy:
-    """Return the existing policy of this value; else register and return `policy`."""
+    """Return the existing policy equal to `policy`; else register `policy` and return it."""
     return _policy_registry.by_value.setdefault(policy, policy)
 
 
@@ -317,5 +321,6 @@ def _unpickled(
     layers: Tuple[str, ...],
     substitutions: Dict[str, str],
 ) -> Policy:
+    """Return the policy of pickled fields."""
     frozen = MappingProxyType(rules), layers, MappingProxyType(substitutions)
     return _interned(Policy(dtype, device, *frozen))

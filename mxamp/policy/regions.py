@@ -16,9 +16,9 @@ from ..errors import ArgumentError, StateError
 from ..framework import machine
 from .active import FLOAT32, Choice, current_policy, nearest_policy
 from .decision import Decision
-from .overrides import following
+from .overrides import neutral_rules
 from .policy import Policy, _policy_registry
-from .saving import text_of
+from .saving import policy_toml
 from .targets import AUTO, DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
 __all__ = [
@@ -29,15 +29,15 @@ __all__ = [
     "WIDEST_INSIDE",
     "Region",
     "current_region",
-    "dtype_asked",
-    "enter",
-    "leave",
+    "argument_dtype",
+    "push_region",
+    "pop_region",
     "marks_of",
-    "policies_of",
-    "policy_in",
+    "node_policies",
+    "policy_for_node",
     "policy_inside",
-    "policy_outside",
-    "with_words",
+    "policy_for_regions",
+    "with_region_reason",
 ]
 
 #: The attribute with the mark of the region that a node was made in.
@@ -82,11 +82,11 @@ class Region:
         """The mark of nodes that are made in the region."""
         if self._choice is FLOAT32:
             return _OFF
-        return _mark_of_policy(self._choice) if isinstance(self._choice, Policy) else self._dtype
+        return _mark_policy(self._choice) if isinstance(self._choice, Policy) else self._dtype
 
     @property
     def is_bare(self) -> bool:
-        """Whether the region is `autocast()` alone, which takes the policy around it."""
+        """Whether the region is `autocast()` without arguments, which takes the outer policy."""
         return self._choice is None and self._dtype == _ON
 
     @property
@@ -95,46 +95,48 @@ class Region:
         return self._choice is None and self._dtype == _OFF
 
 
+#: The stack of regions; a global, as any context variable. Each thread and task has its own value.
 _regions: "ContextVar[Tuple[Optional[Region], ...]]" = ContextVar("mxamp_marks", default=())
 
 
-def enter(region: Optional[Region]) -> None:
-    """Mark nodes made from now on with a region, until `leave`; with None, don't mark them."""
-    around = _regions.get()
+def push_region(region: Optional[Region]) -> None:
+    """Mark graph nodes made until `pop_region` with `region`; with None, don't mark them."""
+    outer = _regions.get()
     if region is not None and region.is_bare:
-        inside = reversed(around)
-        for one in inside:
+        for one in reversed(outer):
             if one is None:
                 break
             if not one.is_off:
                 region = one
                 break
-    _regions.set((*around, region))
+    _regions.set((*outer, region))
 
 
-def leave() -> Optional[Region]:
-    """End the region that `enter` began last; return it."""
-    *around, innermost = _regions.get()
-    _regions.set(tuple(around))
+def pop_region() -> Optional[Region]:
+    """End the region that `push_region` began last; return it."""
+    *outer, innermost = _regions.get()
+    _regions.set(tuple(outer))
     return innermost
 
 
 def current_region() -> Optional[Region]:
-    """Return the region of new nodes, None for no marks."""
+    """Return the region that marks graph nodes made now, None for no marks."""
     regions = _regions.get()
     return regions[-1] if regions else None
 
 
-def _mark_of_policy(policy: Policy) -> str:
+def _mark_policy(policy: Policy) -> str:
+    """Return the mark that names a policy by fingerprint, and keep the policy alive."""
     number = _fingerprint(policy)
     _policy_registry.by_fingerprint[number] = policy
     return f"{_POLICY} {policy.target_dtype} {number}"
 
 
 def _fingerprint(policy: Policy) -> str:
+    """Return a hash of the text of the policy's file; equal policies have equal hashes."""
     if policy.caches.fingerprint is None:
         try:
-            text = text_of(policy)
+            text = policy_toml(policy)
         except ArgumentError:
             # No file can hold the policy: only this process knows it.
             text = f"{os.getpid()} {id(policy)}"
@@ -143,7 +145,8 @@ def _fingerprint(policy: Policy) -> str:
     return policy.caches.fingerprint
 
 
-def _policy_marked(mark: str) -> Policy:
+def _policy_of_fingerprint(mark: str) -> Policy:
+    """Return the policy that a mark names; raise `StateError` if this process holds none."""
     _, dtype, number = mark.split()
     held = _policy_registry.by_fingerprint
     if number not in held:
@@ -157,16 +160,16 @@ def _policy_marked(mark: str) -> Policy:
 # ---------------------------------------------------------------------- policies of nodes
 
 
-def policy_inside(dtype: Optional[str], around: Optional[Choice]) -> Choice:
-    """Return the policy of `autocast(dtype)` in code under the policy `around`."""
+def policy_inside(dtype: Optional[str], outer: Optional[Choice]) -> Choice:
+    """Return the policy of an `autocast(dtype)` region in code under the policy `outer`."""
     dtype = machine.fast_dtype() if is_auto(dtype) else dtype
-    if around is not None and dtype in (None, around.target_dtype):
-        return around
+    if outer is not None and dtype in (None, outer.target_dtype):
+        return outer
     return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or DEFAULT_TARGET)
 
 
-def policy_in(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Policy:
-    """Return the policy for a node with these attributes, in a graph under `policy`.
+def policy_for_node(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Policy:
+    """Return the policy for a graph node with these attributes, in a graph under `policy`.
 
     With `off`, mixed precision is off around the graph: nodes without a mark are not cast.
     """
@@ -175,20 +178,21 @@ def policy_in(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Po
         return policy
     regions = policy.caches.regions
     if mark not in regions:
-        regions[mark] = _policy_in(policy, mark)
+        regions[mark] = _policy_in_region(policy, mark)
     return regions[mark]
 
 
-def _policy_in(policy: Policy, mark: str) -> Policy:
+def _policy_in_region(policy: Policy, mark: str) -> Policy:
+    """Return the policy for nodes with this mark; where they get no casts, all are neutral."""
     region = _policy_of_mark(policy, mark)
     if region is None:
-        rules = following(policy.rules, words_of(mark, policy))
-        return policy._changed(rules=MappingProxyType(rules))
+        rules = neutral_rules(policy.rules, region_reason(mark, policy))
+        return policy._replace(rules=MappingProxyType(rules))
     # The layers that the user keeps in float32 stay there under the model's own regions too.
     return region.override(fp32_layers=policy.fp32_layers)
 
 
-def dtype_asked(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Optional[str]:
+def argument_dtype(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Optional[str]:
     """Return the dtype to cast a copied function argument to, in a graph under `policy`.
 
     None for any other node, and where mixed precision is off.
@@ -201,13 +205,13 @@ def dtype_asked(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> 
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
-    """Return the policy for nodes with this mark, in a graph under `policy`; None for no casts."""
+    """Return the policy that a mark stands for in a graph under `policy`; None for no casts."""
     if mark in (_OFF, _ON):
         return policy if mark == _ON else None
     if mark.startswith(_POLICY):
-        given = _policy_marked(mark)
+        given = _policy_of_fingerprint(mark)
         return given if given.device == policy.device else None
-    dtype = machine.fast_dtype(policy.device) if _known(mark) == AUTO else mark
+    dtype = machine.fast_dtype(policy.device) if _checked_dtype(mark) == AUTO else mark
     if dtype == policy.target_dtype:
         return policy
     if dtype == FLOAT32.target_dtype or (dtype, policy.device) == ("bfloat16", "gpu"):
@@ -215,15 +219,15 @@ def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
     return Policy.default(dtype, policy.device)
 
 
-def _known(mark: str) -> str:
-    """Return a mark that is a dtype; raise for an unknown one."""
+def _checked_dtype(mark: str) -> str:
+    """Return a mark that is a target dtype or "auto"; raise `ArgumentError` for any other."""
     if mark not in TARGETS_OR_AUTO:
         raise ArgumentError(UNKNOWN_MARK.format(attribute=REGION, mark=mark))
     return mark
 
 
-def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
-    """Return the decision with the node's region in its reason."""
+def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
+    """Return `decision` with the `autocast` region of a graph node named in its reason."""
     mark, cast = attrs.get(REGION), attrs.get(CAST)
     if mark == _OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
         return decision
@@ -231,11 +235,11 @@ def with_words(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> 
         return replace(decision, reason=CAST_WORDS[cast.split()[0]])
     if mark is None:
         return decision
-    return replace(decision, reason=words_of(mark, policy) + decision.reason)
+    return replace(decision, reason=region_reason(mark, policy) + decision.reason)
 
 
-def words_of(mark: str, policy: Policy) -> str:
-    """Return the words about a region with which reasons begin."""
+def region_reason(mark: str, policy: Policy) -> str:
+    """Return the text about an `autocast` region that begins the reasons of its nodes' casts."""
     if mark == _OFF:
         return OFF_WORDS
     given = "policy=..." if mark.startswith(_POLICY) else "" if mark == _ON else repr(mark)
@@ -247,32 +251,32 @@ def words_of(mark: str, policy: Policy) -> str:
 
 
 def marks_of(attributes: Iterable[Mapping[str, str]]) -> "frozenset[str]":
-    """Return the marks among the attributes of a graph's nodes."""
+    """Return the marks of `autocast` regions among the attributes of a graph's nodes."""
     return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
 
 
-def policies_of(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
+def node_policies(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
     """Yield the policies for the nodes of a graph under `policy` with these marks."""
     yield policy
     for mark in marks:
-        yield policy_in(policy, {REGION: mark})
+        yield policy_for_node(policy, {REGION: mark})
 
 
-def policy_outside(marks: "frozenset[str]") -> Optional[Policy]:
-    """Return the policy for the regions of a graph that runs while mixed precision is off.
+def policy_for_regions(marks: "frozenset[str]") -> Optional[Policy]:
+    """Return the policy for graph nodes in regions with these marks while mixed precision is off.
 
-    None where no region casts anything.
+    None if mixed precision is on, and if no region casts anything.
     """
     if marks <= {_OFF} or current_policy() is not None:
         return None
-    around = nearest_policy()
-    if isinstance(around, Policy):
-        return around
+    outer = nearest_policy()
+    if isinstance(outer, Policy):
+        return outer
     # Marks with a dtype come first; `autocast()` without arguments names none.
     for mark in sorted(marks - {_OFF}, key=lambda one: (one != _ON, one)):
         if mark.startswith(_POLICY):
-            return _policy_marked(mark)
-        choice = policy_inside(None if mark == _ON else _known(mark), around)
+            return _policy_of_fingerprint(mark)
+        choice = policy_inside(None if mark == _ON else _checked_dtype(mark), outer)
         if isinstance(choice, Policy):
             return choice
     return None

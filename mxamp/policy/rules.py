@@ -17,8 +17,8 @@ __all__ = [
     "MissingKernel",
     "Rule",
     "ShapeRule",
-    "reason_by_sums",
-    "sums_exceed",
+    "long_sum_reason",
+    "has_long_sums",
 ]
 
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
@@ -54,7 +54,10 @@ SUBSTITUTIONS = (
 
 @dataclass(frozen=True)
 class Condition:
-    """An operator is fp32 where `attribute` is one of `values`, or beyond the range of `dtype`."""
+    """A condition under which an operator is fp32: `attribute` has one of `values`.
+
+    With `beyond_range` instead: its number is beyond the range of `dtype`.
+    """
 
     attribute: str
     values: Tuple[str, ...] = ()
@@ -119,7 +122,7 @@ class Rule:
     given: bool = False  #: given by the user: nothing is substituted for the operator
 
     def with_custom_operators(self, classes: Tuple[Tuple[str, str], ...]) -> "Rule":
-        """Return the rule with the classes of registered custom operators."""
+        """Return the rule of `Custom` with the classes of registered custom operators."""
         lowest = "low" if self.lowers_custom else "fp32"
         by_op_type = tuple((name, lowest if one == "low" else one) for name, one in classes)
         return replace(self, by_op_type=by_op_type)
@@ -134,8 +137,8 @@ class Rule:
         """The class, or "conditional"."""
         return "conditional" if self.conditions else self.op_class
 
-    def looks_at(self, shape_rule: str) -> bool:
-        """Return whether the operator has this rule by shape."""
+    def has_shape_rule(self, shape_rule: str) -> bool:
+        """Return whether the operator has the shape rule of this name, one of `SHAPE_RULES`."""
         return any(one.name == shape_rule for one in self.by_shape)
 
     def is_detour(self, reason: Optional[str]) -> bool:
@@ -155,36 +158,41 @@ UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
 Shape = Tuple[int, ...]
 
 
-def _terms(operator: str, attributes: Mapping[str, str], first: Optional[Shape]) -> Optional[int]:
-    """Return the number of products that each result element sums; None if the shape is unknown.
+def _sum_length(
+    operator: str, attributes: Mapping[str, str], first_shape: Optional[Shape]
+) -> Optional[int]:
+    """Return how many products each element of a matrix product sums; None for an unknown shape.
 
-    >>> _terms("batch_dot", {"transpose_a": "True"}, (8, 64, 32))
+    >>> _sum_length("batch_dot", {"transpose_a": "True"}, (8, 64, 32))
     64
     """
-    if not first:
+    if not first_shape:
         return None
     transposed = operator == "batch_dot" and same_value(attributes.get("transpose_a", "0"), "1")
-    return first[-2] if transposed else first[-1]
+    return first_shape[-2] if transposed else first_shape[-1]
 
 
-def reason_by_sums(
-    rule: Rule, attributes: Mapping[str, str], first: Optional[Shape]
+def long_sum_reason(
+    rule: Rule, attributes: Mapping[str, str], first_shape: Optional[Shape]
 ) -> Optional[str]:
-    """Return why the rule long_sums keeps a product in float32; None if it does not.
+    """Return why the rule long_sums keeps a matrix product in float32; None if it does not.
 
-    Some kernels sum in half precision, which loses digits in long sums.
+    `first_shape` is the shape of the first input. Some kernels sum in half precision, which loses
+    digits in long sums.
     """
     for one in rule.by_shape:
-        if one.name == "long_sums" and sums_exceed(one.limit, rule.operator, attributes, first):
+        if one.name == "long_sums" and has_long_sums(
+            one.limit, rule.operator, attributes, first_shape
+        ):
             return one.reason
     return None
 
 
-def sums_exceed(
-    limit: int, operator: str, attributes: Mapping[str, str], first: Optional[Shape]
+def has_long_sums(
+    limit: int, operator: str, attributes: Mapping[str, str], first_shape: Optional[Shape]
 ) -> bool:
-    """Return whether an operator may sum more than `limit` products; True for unknown shapes."""
-    count = _terms(operator, attributes, first)
+    """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes."""
+    count = _sum_length(operator, attributes, first_shape)
     return count is None or count > limit
 
 

@@ -10,11 +10,11 @@ from .._version import __version__
 from ..errors import ArgumentError
 from ..framework.operators import registry
 from ..framework.wording import shown
-from .lists import OperatorList, list_of, loads
+from .lists import OperatorList, list_from_data, parse_toml
 from .rules import CLASSES, LIMITED, Rule
 from .schema import CPU_FEATURES, FORMAT, TABLES
 
-__all__ = ["text_of"]
+__all__ = ["policy_toml"]
 
 HEAD = f"""\
 # A policy: which precision each of MXNet's operators computes in. Written by Policy.save of mxamp
@@ -43,18 +43,18 @@ _PATTERNS = (
 Table = Dict[str, Any]
 
 
-def text_of(policy: OperatorList) -> str:
-    """Return the text of the policy's file.
+def policy_toml(policy: OperatorList) -> str:
+    """Return the TOML text of a policy's file, from which `Policy.load` makes an equal policy.
 
     Raises `ArgumentError` if UTF-8 can't encode a name, or if no file can hold the policy's rules.
     """
-    text = "\n".join([_head(policy), *_rules(policy), *_exceptions(policy)])
+    text = "\n".join([_top_toml(policy), *_rule_tables_toml(policy), *_other_tables_toml(policy)])
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         line = text[: error.end].rpartition("\n")[2]
         raise ArgumentError(NO_TEXT.format(line=shown(line))) from None
-    read = _portable(list_of(loads(text), policy.device, frozenset(CPU_FEATURES)))
+    read = _portable(list_from_data(parse_toml(text), policy.device, frozenset(CPU_FEATURES)))
     written = _portable(policy)
     for field in fields(OperatorList):
         if getattr(read, field.name) != getattr(written, field.name):
@@ -74,9 +74,10 @@ def _portable(policy: OperatorList) -> OperatorList:
 # ---------------------------------------------------------------------- tables of a policy
 
 
-def _head(policy: OperatorList) -> str:
+def _top_toml(policy: OperatorList) -> str:
+    """Return the comment at the top and the top-level keys as TOML text."""
     custom = policy.rules.get("Custom")
-    lines = _lines({
+    lines = _key_lines({
         "format": FORMAT, "dtype": policy.target_dtype, "device": policy.device,
         "fp32_layers": policy.fp32_layers or None,
         "lower_custom_operators": None if custom is None or custom.lowers_custom else False,
@@ -84,9 +85,9 @@ def _head(policy: OperatorList) -> str:
     return "\n".join([HEAD, *lines, ""])
 
 
-def _rules(policy: OperatorList) -> Iterator[str]:
-    """Yield the tables of the rules; operators with equal tables share one table."""
-    of_each = {name: _tables_of(rule, policy.device) for name, rule in policy.rules.items()}
+def _rule_tables_toml(policy: OperatorList) -> Iterator[str]:
+    """Yield the TOML text of each table of rules; operators with equal tables share one table."""
+    of_each = {name: _rule_tables(rule, policy.device) for name, rule in policy.rules.items()}
     for kind in ("group", "conditional", "missing", "by_shape"):
         of_kind = {name: tables[kind] for name, tables in of_each.items()}
         for place in range(max(map(len, of_kind.values()), default=0)):
@@ -94,17 +95,21 @@ def _rules(policy: OperatorList) -> Iterator[str]:
             for name, tables in of_kind.items():
                 if place < len(tables):
                     found.setdefault(repr(tables[place]), (tables[place], []))[1].append(name)
-            for table, names in sorted(found.values(), key=lambda one: _rank(one[0])):
-                yield _table(kind, {**table, "operators": _listed(names)})
+            for table, names in sorted(found.values(), key=lambda one: _sort_key(one[0])):
+                yield _table_toml(kind, {**table, "operators": _operator_patterns(names)})
 
 
-def _rank(table: Table) -> Tuple[int, str]:
+def _sort_key(table: Table) -> Tuple[int, str]:
+    """Return the key that sorts the tables of one kind: class first, then values."""
     op_class = table.get("class", table.get("otherwise"))
     return CLASSES.index(op_class) if op_class else 0, str(list(table.values()))
 
 
-def _tables_of(rule: Rule, device: str) -> Dict[str, List[Table]]:
-    """Return the tables of one rule, without the operator; keys that are None are left out."""
+def _rule_tables(rule: Rule, device: str) -> Dict[str, List[Table]]:
+    """Return one rule as dicts by table name ("group", ...), without `operators`.
+
+    A value of None stands for a key that the file leaves out.
+    """
     given = rule.given or None
     conditional: List[Table] = []
     for shared, conditions in groupby(
@@ -142,8 +147,8 @@ def _tables_of(rule: Rule, device: str) -> Dict[str, List[Table]]:
     }  # fmt: skip
 
 
-def _listed(names: Sequence[str]) -> Sequence[str]:
-    """Return sorted names, with one pattern for each complete set of operators that match it."""
+def _operator_patterns(names: Sequence[str]) -> Sequence[str]:
+    """Return sorted operator names, with a pattern in place of all operators that match it."""
     left, patterns = set(names), []
     for start in _PATTERNS:
         alike = {name for name in registry() if name.startswith(start)}
@@ -153,49 +158,50 @@ def _listed(names: Sequence[str]) -> Sequence[str]:
     return sorted([*left, *patterns])
 
 
-def _exceptions(policy: OperatorList) -> Iterator[str]:
+def _other_tables_toml(policy: OperatorList) -> Iterator[str]:
+    """Yield the TOML text of the tables of kept inputs, kept outputs and substitutions."""
     for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
         exceptions = {name: getattr(rule, kind) for name, rule in sorted(policy.rules.items())}
         if any(exceptions.values()):
-            yield _table(kind, {name: kept or None for name, kept in exceptions.items()})
+            yield _table_toml(kind, {name: kept or None for name, kept in exceptions.items()})
     if policy.substitutions:
-        yield _table("substitutions", dict(sorted(policy.substitutions.items())))
+        yield _table_toml("substitutions", dict(sorted(policy.substitutions.items())))
 
 
 # ---------------------------------------------------------------------- TOML
 
 
-def _table(name: str, values: Mapping[str, Any]) -> str:
-    """Return a table with its header and an empty line."""
-    return "\n".join([TABLES[name].header(name), *_lines(values), ""])
+def _table_toml(name: str, values: Mapping[str, Any]) -> str:
+    """Return the TOML text of a table: its header, its keys and an empty line."""
+    return "\n".join([TABLES[name].header(name), *_key_lines(values), ""])
 
 
-def _lines(values: Mapping[str, Any]) -> Sequence[str]:
-    """Return a line for each key whose value is not None."""
-    return [_line(key, value) for key, value in values.items() if value is not None]
+def _key_lines(values: Mapping[str, Any]) -> Sequence[str]:
+    """Return the TOML line of each key whose value is not None."""
+    return [_key_line(key, value) for key, value in values.items() if value is not None]
 
 
-def _line(key: str, value: Any) -> str:
-    """Return a key with its value; a long list is wrapped."""
-    key = key if _BARE.fullmatch(key) else _value(key)
-    line = f"{key} = {_value(value)}"
+def _key_line(key: str, value: Any) -> str:
+    """Return the TOML line `key = value`; a long list is wrapped."""
+    key = key if _BARE.fullmatch(key) else _toml_value(key)
+    line = f"{key} = {_toml_value(value)}"
     if len(line) <= _WIDTH or not isinstance(value, (list, tuple)):
         return line
     wrapped = [""]
-    for item in map(_value, value):
+    for item in map(_toml_value, value):
         if wrapped[-1] and len(f"    {wrapped[-1]} {item},") > _WIDTH:
             wrapped.append("")
         wrapped[-1] += f"{' ' if wrapped[-1] else ''}{item},"
     return "\n".join([f"{key} = [", *(f"    {line}" for line in wrapped), "]"])
 
 
-def _value(value: Any) -> str:
-    """Return a value on one line."""
+def _toml_value(value: Any) -> str:
+    """Return a string, boolean, number or list as TOML on one line."""
     if isinstance(value, str):
         # TOML has JSON's escapes, but also requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(_toml_value, value))}]"
     return repr(value)  # a number: TOML writes inf and nan like Python

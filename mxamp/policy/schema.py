@@ -12,7 +12,7 @@ from ..framework.wording import one_of, shown
 from .rules import CLASSES, SHAPE_RULES, SUBSTITUTIONS
 from .targets import DEVICES, TARGETS
 
-__all__ = ["CPU_FEATURES", "FORMAT", "TABLES", "TOP", "check_list", "place"]
+__all__ = ["CPU_FEATURES", "FORMAT", "TABLES", "TOP", "check_data", "table_label"]
 
 FORMAT = 1
 
@@ -23,7 +23,7 @@ Keys = Mapping[str, "Key"]
 
 
 class Kind(NamedTuple):
-    """A type of a TOML value."""
+    """A type of TOML values: its name in error messages, and its check."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -45,7 +45,7 @@ class Table(NamedTuple):
     names: Tuple[str, ...] = ()  #: the allowed names; empty: any
 
     def header(self, name: str) -> str:
-        """Return the first line of a table of this name."""
+        """Return the TOML header of a table of this name: [name], or [[name]] if repeatable."""
         return f"[[{name}]]" if self.keys else f"[{name}]"
 
 
@@ -58,6 +58,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check for a list whose items all pass `holds`."""
     return lambda value: isinstance(value, list) and all(map(holds, value))
 
 
@@ -114,17 +115,17 @@ NOTHING_LOWERED = (
 )
 
 
-def place(table: str, number: int) -> str:
-    """Return the name of a table for error messages, counted from 1.
+def table_label(table: str, number: int) -> str:
+    """Return the label of a repeatable table for error messages, counted from 1.
 
-    >>> place("group", 0)
+    >>> table_label("group", 0)
     '[[group]] table 1'
     """
     return f"[[{table}]] table {number + 1}"
 
 
-def check_list(data: Mapping[str, Any]) -> None:
-    """Raise `ArgumentError` unless the keys of a policy file and the types of values are right."""
+def check_data(data: Mapping[str, Any]) -> None:
+    """Raise `ArgumentError` unless a policy file has valid keys with values of the right types."""
     _check_keys({name: data[name] for name in data if name not in TABLES}, TOP, "", tuple(TABLES))
     for name, table in TABLES.items():
         for where, value in _tables(name, table, data.get(name)):
@@ -140,19 +141,22 @@ def check_list(data: Mapping[str, Any]) -> None:
 
 
 def _tables(name: str, table: Table, value: Any) -> Iterator[Tuple[str, Mapping[str, Any]]]:
-    """Yield the tables called `name`, each with its name for error messages."""
+    """Yield (label for error messages, table) for each table called `name` in a policy file."""
     header = table.header(name)
     if value is None:
         return
     tables = value if table.keys else [value]
     if not (isinstance(tables, list) and all(isinstance(one, dict) for one in tables)):
         several = "tables" if table.keys else "one table"
-        raise ArgumentError(f"{name} must be written as {header}, {several}, not as {_form(value)}")
+        raise ArgumentError(
+            f"{name} must be written as {header}, {several}, not as {_written_form(value)}"
+        )
     for i, one in enumerate(tables):
-        yield (place(name, i) if table.keys else header), one
+        yield (table_label(name, i) if table.keys else header), one
 
 
-def _form(value: Any) -> str:
+def _written_form(value: Any) -> str:
+    """Return how a TOML value of the wrong form was written, for an error message."""
     if isinstance(value, dict):
         return "one [table]"
     several = isinstance(value, list) and any(isinstance(one, dict) for one in value)
@@ -162,7 +166,7 @@ def _form(value: Any) -> str:
 def _check_keys(
     given: Mapping[str, Any], keys: Keys, where: str, others: Tuple[str, ...] = ()
 ) -> None:
-    """Check one table; `others` are names that are allowed beside its keys."""
+    """Raise unless a table has the required `keys` with valid values; errors also list `others`."""
     prefix = f"{where}: " if where else ""
     for name, value in given.items():
         if name not in keys:
@@ -176,6 +180,7 @@ def _check_keys(
 
 
 def _check_value(name: str, value: Any, key: Key, where: str) -> None:
+    """Raise `ArgumentError` if the value of the key `name` has a wrong type or is not allowed."""
     prefix = f"{where}: " if where else ""
     if key.allowed and (type(value) is not type(key.allowed[0]) or value not in key.allowed):
         raise ArgumentError(f"{prefix}{name} must be {one_of(key.allowed)}, not {shown(value)}")

@@ -16,15 +16,15 @@ __all__ = [
     "DEVICES",
     "TARGETS",
     "TARGETS_OR_AUTO",
-    "check_beside",
+    "check_same_target",
     "check_class",
     "check_device",
     "check_target",
-    "check_truth",
+    "check_bool",
     "device_type",
     "is_auto",
     "names_device",
-    "one_dtype",
+    "auto_error",
 ]
 
 NO_FLOAT16 = "{why}: give bfloat16, or a GPU as the device"
@@ -67,18 +67,18 @@ def is_auto(dtype: Any) -> bool:
     return isinstance(dtype, str) and dtype == AUTO
 
 
-def one_dtype() -> ArgumentError:
-    """Return the error for "auto" where it is not allowed; it names the fast dtype."""
+def auto_error() -> ArgumentError:
+    """Return the `ArgumentError` for a target dtype "auto" that is not allowed."""
     return ArgumentError(ONE_DTYPE.format(targets=one_of(TARGETS), fast=fast_dtype()))
 
 
 def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
-    """Return the name of a target dtype, given as a string, a NumPy type or MXNet's bfloat16.
+    """Return the name of a target dtype; raise `ArgumentError` unless it is `allowed`.
 
-    "auto" is returned as it is where it is `allowed`.
+    `dtype` is a string, a NumPy type, MXNet's bfloat16, or "auto", which is returned as it is.
     """
     if is_auto(dtype) and AUTO not in allowed:
-        raise one_dtype()
+        raise auto_error()
     if is_auto(dtype):
         return AUTO
     # np.dtype(array) returns the array's dtype, but an array is not a valid argument.
@@ -91,19 +91,19 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
 
 
 def names_device(value: Any) -> bool:
-    """Return whether a value is a device, which PyTorch's `autocast` takes first."""
+    """Return whether a value is a device name: the first argument of PyTorch's `autocast`."""
     return isinstance(value, str) and value.partition(":")[0] in ("cuda", *DEVICES)
 
 
-def check_truth(name: str, value: Any) -> bool:
-    """Return a switch as a bool; raise unless it is True, False or an integer."""
+def check_bool(name: str, value: Any) -> bool:
+    """Return the argument `name` as a bool; raise unless it is True, False or an integer."""
     if not isinstance(value, (bool, np.bool_, int)):
         raise ArgumentError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
 def check_class(name: Any, target_dtype: str) -> str:
-    """Return the operator class that a name stands for: a class, or the dtype it computes in."""
+    """Return the operator class that `name` stands for: a class, or the dtype it computes in."""
     known = {one: one for one in SHOWN_CLASSES}
     known.update({target_dtype: "low", "float32": "fp32"})
     wanted = dtype_name(name) if isinstance(name, (type, np.dtype)) else name
@@ -113,7 +113,7 @@ def check_class(name: Any, target_dtype: str) -> str:
 
 
 def check_device(dtype: str, device: Optional[str]) -> str:
-    """Return the kind of device of a policy for `dtype`; raise if the device lacks that dtype."""
+    """Return "cpu" or "gpu" for a policy in `dtype`; raise if that device lacks the dtype."""
     if device is None:
         # MXNet has no bfloat16 kernel on GPUs, so bfloat16 always means the CPU.
         device = default_device() if dtype == "float16" else "cpu"
@@ -129,7 +129,7 @@ def check_device(dtype: str, device: Optional[str]) -> str:
 
 
 def device_type(ctx: Any) -> Optional[str]:
-    """Return "cpu" or "gpu" for a context, a device name, or a list of them."""
+    """Return "cpu" or "gpu" for a context, a device name or a list of them; None for None."""
     if ctx is None:
         return None
     contexts: Sequence[Any] = ctx if isinstance(ctx, (list, tuple)) else [ctx]
@@ -144,8 +144,8 @@ def device_type(ctx: Any) -> Optional[str]:
     return kind
 
 
-def check_beside(own_dtype: str, own_device: str, target_dtype: Any, ctx: Any) -> None:
-    """Raise if the dtype or device given beside a policy is not the policy's own."""
+def check_same_target(own_dtype: str, own_device: str, target_dtype: Any, ctx: Any) -> None:
+    """Raise if `target_dtype` or `ctx`, given beside a policy, differs from the policy's own."""
     dtype = own_dtype if target_dtype is DEFAULT_TARGET else check_target(target_dtype)
     for given, own in ((dtype, own_dtype), (device_type(ctx) or own_device, own_device)):
         if given != own:

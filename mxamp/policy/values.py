@@ -9,8 +9,8 @@ from typing import Any, List, Mapping, NamedTuple
 __all__ = [
     "INFINITE_FROM",
     "RANGES",
-    "flattens",
-    "integers",
+    "flattens_data",
+    "parse_integers",
     "is_dilated",
     "is_true",
     "kernel_axes",
@@ -20,6 +20,8 @@ __all__ = [
 
 
 class _Range(NamedTuple):
+    """The magnitudes between which a dtype holds numbers with all digits."""
+
     largest: float
     smallest: float  #: normal number: below it, digits are lost
 
@@ -44,16 +46,16 @@ _WORDS: Mapping[str, Any] = {"true": 1, "false": 0, "none": None}
 
 
 def same_value(one: str, other: str) -> bool:
-    """Return whether two texts are the same value to MXNet.
+    """Return whether MXNet reads two attribute texts as the same value.
 
     >>> same_value("True", "1"), same_value("(1, 1)", "[1,1]"), same_value("0.1", "0.100000001")
     (True, True, True)
     """
-    return one == other or _equal(_parsed(one), _parsed(other))
+    return one == other or _equal_values(_parse_value(one), _parse_value(other))
 
 
 def is_true(text: str) -> bool:
-    """Return whether MXNet reads a text as true: "True", or "true" or "1" from other languages.
+    """Return whether MXNet reads an attribute's text as true: "True", "true" or "1".
 
     >>> is_true("True"), is_true("true"), is_true("1"), is_true("False")
     (True, True, True, False)
@@ -61,26 +63,26 @@ def is_true(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-def flattens(attrs: Mapping[str, str]) -> bool:
-    """Return whether a dense layer flattens its data to a matrix."""
+def flattens_data(attrs: Mapping[str, str]) -> bool:
+    """Return whether a `FullyConnected` with these attributes flattens its data to a matrix."""
     return is_true(attrs.get("flatten", "True"))
 
 
 def out_of_range(text: str, dtype: str) -> bool:
-    """Return whether a number becomes infinite or zero in a dtype, or loses digits.
+    """Return whether `text` is a number that becomes infinite or zero in `dtype`, or loses digits.
 
     Below the smallest normal number, digits are lost: float16 makes 1.19e-7 of 1e-7. Infinity,
     zero and texts that are not numbers are not out of range.
     """
-    value = _parsed(text)
+    value = _parse_value(text)
     if not isinstance(value, (int, float)):
         return False
     size, held = abs(value), RANGES[dtype]
     return held.largest < size < math.inf or 0 < size < held.smallest
 
 
-def _parsed(text: str) -> Any:
-    """Return a text's value: None, a number (booleans are 0 and 1), a tuple, or the text."""
+def _parse_value(text: str) -> Any:
+    """Return an attribute text as None, a number (0, 1 for booleans), a tuple, or unchanged."""
     text = text.strip()
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -91,29 +93,30 @@ def _parsed(text: str) -> Any:
     if text[:1] not in ("(", "["):
         return text
     try:
-        return _flat(ast.literal_eval(_LONG.sub("", text)))
+        return _as_tuples(ast.literal_eval(_LONG.sub("", text)))
     except (SyntaxError, ValueError):
         return text
 
 
-def _flat(value: Any) -> Any:
-    """Return lists as tuples; to MXNet, a list of one item is the item."""
+def _as_tuples(value: Any) -> Any:
+    """Return nested lists as tuples, and a list of one item as the item, as MXNet reads it."""
     if not isinstance(value, (list, tuple)):
         return value
-    items = tuple(_flat(item) for item in value)
+    items = tuple(_as_tuples(item) for item in value)
     return items[0] if len(items) == 1 else items
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal_values(one: Any, other: Any) -> bool:
+    """Return whether two parsed values are equal; fractions as float32, recursively."""
     if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(_equal_values, one, other))
     if isinstance(one, float) and isinstance(other, float) and not one.is_integer():
-        return one == other or _single(one) == _single(other)
+        return one == other or _round_to_float32(one) == _round_to_float32(other)
     return bool(one == other)
 
 
-def _single(value: float) -> float:
-    """Round to float32, as MXNet stores `float` parameters: it prints 0.1 as 0.100000001."""
+def _round_to_float32(value: float) -> float:
+    """Return a number rounded to float32, as MXNet stores it: it prints 0.1 as 0.100000001."""
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
@@ -121,32 +124,33 @@ def _single(value: float) -> float:
 
 
 def kernel_axes(attributes: Mapping[str, Any]) -> int:
-    """Return how many axes the kernel of a convolution or a pooling has; 0 without one.
+    """Return the number of axes of the `kernel` attribute of a convolution or pooling.
 
     >>> kernel_axes({"kernel": "(3, 3, 3)"})
     3
     """
-    return len(_numbers(attributes.get("kernel", "()")))
+    return len(_split_numbers(attributes.get("kernel", "()")))
 
 
 def is_dilated(attributes: Mapping[str, Any]) -> bool:
-    """Return whether the kernel of a convolution is dilated.
+    """Return whether a convolution with these attributes has a dilated kernel.
 
     >>> is_dilated({"dilate": "(2, 2)"})
     True
     """
-    return any(number != "1" for number in _numbers(attributes.get("dilate", "()")))
+    return any(number != "1" for number in _split_numbers(attributes.get("dilate", "()")))
 
 
-def integers(text: str) -> List[int]:
-    """Return the numbers of a shape or a list of axes; none for "None".
+def parse_integers(text: str) -> List[int]:
+    """Return the numbers in the text of a shape or a list of axes; an empty list for "None".
 
-    >>> integers("(0, 1)"), integers("[2L,]"), integers("None")
+    >>> parse_integers("(0, 1)"), parse_integers("[2L,]"), parse_integers("None")
     ([0, 1], [2], [])
     """
-    return [] if text == "None" else [int(number) for number in _numbers(text)]
+    return [] if text == "None" else [int(number) for number in _split_numbers(text)]
 
 
-def _numbers(given: Any) -> List[str]:
-    inner = _LONG.sub("", str(given).strip("()[] ,"))
+def _split_numbers(text: Any) -> List[str]:
+    """Return the digits of each number in text such as "(3, 3)" or "[2L,]"."""
+    inner = _LONG.sub("", str(text).strip("()[] ,"))
     return [number.strip() for number in inner.split(",")] if inner else []

@@ -21,10 +21,10 @@ from .._version import __version__
 from ..errors import StateError
 from ..framework.distributed import (
     PARAMETER_SERVER,
-    check_gradients,
+    check_horovod_gradients,
+    horovod_store,
     is_distributed,
     is_horovod_trainer,
-    store_of,
 )
 from ..framework.worker_process import (
     cancel_wait_timer,
@@ -173,7 +173,7 @@ class Reduction:
     def is_distributed(self) -> bool:
         """Whether several processes train the same parameters."""
         if is_horovod_trainer(self._trainer):
-            return store_of(self._trainer) is not None
+            return horovod_store(self._trainer) is not None
         return is_distributed(self._trainer._kvstore_params["kvstore"])
 
     def wait_for_weights(self) -> None:
@@ -199,7 +199,7 @@ class Reduction:
         if self.workers is not None or not self.is_distributed:
             return
         trainer = self._trainer
-        kvstore = store_of(trainer) if is_horovod_trainer(trainer) else trainer._kvstore
+        kvstore = horovod_store(trainer) if is_horovod_trainer(trainer) else trainer._kvstore
         workers = Workers(kvstore)
         workers.check_settings(scaler.state_dict())
         self.workers = workers
@@ -234,7 +234,7 @@ class Reduction:
             if param.grad_req == "null" or param._grad is None:
                 continue
             if by_horovod:
-                check_gradients(param.name, param.list_grad())
+                check_horovod_gradients(param.name, param.list_grad())
             for data, gradient in zip(param.list_data(), param.list_grad()):
                 if id(data) in overflown:
                     fill_with_inf([gradient])

@@ -19,7 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError, StateError
 from ..framework.wording import shown
 from ..policy.active import chose_float32
-from ..policy.targets import check_truth
+from ..policy.targets import check_bool
 from .hook import Stage, TrainerHook
 from .passes import ScaledLosses, passes
 from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict, positive_number
@@ -110,7 +110,7 @@ class GradScaler:
     ) -> None:
         grows = growth_factor, backoff_factor, growth_interval
         self._scaler = LossScaler(init_scale, *grows, min_scale, max_scale, hysteresis)
-        self._enabled = check_truth("enabled", enabled)
+        self._enabled = check_bool("enabled", enabled)
         self._resumes: Optional[LossScaler] = None  #: from a file, from the next update on
         # Since the last update: the results of steps, the unscaled losses, and the trainers' hooks.
         self._finite: List[bool] = []

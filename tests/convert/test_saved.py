@@ -409,7 +409,7 @@ def test_a_process_killed_at_any_step_leaves_one_of_the_two_pairs(tmp_path, link
 def test_writes_and_reads_wait_for_another_write(folder):
     convert(folder, 3)
     before = content(folder)
-    with saved.locked(folder) as is_locked:
+    with saved.folder_lock(folder) as is_locked:
         assert is_locked
         thread = threading.Thread(target=convert, args=(folder, 5))
         thread.start()
@@ -433,13 +433,13 @@ def test_where_folders_have_no_locks_all_are_renamed(folder, monkeypatch):
 
 
 def test_files_that_appear_during_a_conversion_are_not_overwritten(folder, monkeypatch):
-    real = saved.locked
+    real = saved.folder_lock
 
     def late(path):
         (folder / "m-symbol.json").write_text("another's")
         return real(path)
 
-    monkeypatch.setattr(saved, "locked", late)
+    monkeypatch.setattr(saved, "folder_lock", late)
     with pytest.raises(amp.ArgumentError, match="is there already"):
         amp.convert_files(folder.parent / "model3", folder / "m", **BFLOAT16)
     assert os.listdir(folder) == ["m-symbol.json"]

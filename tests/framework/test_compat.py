@@ -30,7 +30,7 @@ def test_nothing_is_changed_where_nothing_is_missing():
         import mxnet
         from mxamp.framework import compat as _compat
         names = dict(vars(numpy))
-        _compat.prepare()
+        _compat.prepare_import()
         assert dict(vars(numpy)) == names
         assert all(vars(numpy)[n] is v for n, v in before.items())
         """
@@ -102,7 +102,7 @@ def test_another_version_that_was_imported_before(monkeypatch):
 
 
 def test_mxnet_that_is_not_installed(monkeypatch, forgotten):
-    monkeypatch.setattr(_compat, "prepare", lambda: None)
+    monkeypatch.setattr(_compat, "prepare_import", lambda: None)
     monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InstallError, match=r"mxamp\[cpu\]"):
         _compat.import_mxnet()
@@ -119,7 +119,7 @@ def test_mxnet_that_is_not_installed(monkeypatch, forgotten):
 )
 def test_a_server_that_fails_is_no_broken_installation(monkeypatch, forgotten, role, error, words):
     monkeypatch.setenv("DMLC_ROLE", role)
-    monkeypatch.setattr(_compat, "prepare", lambda: None)
+    monkeypatch.setattr(_compat, "prepare_import", lambda: None)
     monkeypatch.setattr(_compat.importlib, "import_module", mock.Mock(side_effect=error))
     with pytest.raises(InstallError, match=words):
         _compat.import_mxnet()
@@ -167,7 +167,7 @@ def test_a_numpy_that_is_too_old_or_too_new(version, monkeypatch):
     monkeypatch.setattr(np, "__version__", version)
     monkeypatch.setattr(_compat, "_restore_numpy", lambda numpy: pytest.fail("restored"))
     with pytest.raises(InstallError, match=f'NumPy {version} .*pip install "numpy>=1.17,<2.6"'):
-        _compat.prepare()
+        _compat.prepare_import()
 
 
 @pytest.mark.parametrize("version", ["1.17.3", "1.26.4", "2.1.3", "2.5.5", "2.5.0.dev0"])
@@ -175,14 +175,14 @@ def test_a_numpy_in_the_range(version, monkeypatch):
     restored = []
     monkeypatch.setattr(np, "__version__", version)
     monkeypatch.setattr(_compat, "_restore_numpy", restored.append)
-    _compat.prepare()
+    _compat.prepare_import()
     assert restored == [np]
 
 
 def test_no_numpy(monkeypatch):
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(InstallError, match='NumPy is not installed: pip install "numpy'):
-        _compat.prepare()
+        _compat.prepare_import()
 
 
 def test_numbers_of_numpy_in_operators_of_other_threads():

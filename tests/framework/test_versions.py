@@ -10,7 +10,7 @@ from mxamp.errors import ArgumentError, UnknownNameError
 from mxamp.framework import operators, versions
 from mxamp.framework.operators import lacks, needs_one_dtype, registry, resolve
 from mxamp.policy.decision import decide
-from mxamp.policy.lists import list_of, lists_folder, loads, read_list
+from mxamp.policy.lists import list_from_data, lists_folder, parse_toml, read_list
 
 NEW = {name: one.since for one in versions.FEATURES.values() for name in one.operators}
 
@@ -24,7 +24,7 @@ def loaded(monkeypatch):
             pytest.skip(f"MXNet {mx.__version__} can't stand for {version}")
         older = {name for _, one in versions.lacking(version) for name in one.operators}
         kept = {name: one for name, one in registry().items() if name not in older}
-        monkeypatch.setattr(versions, "_loaded", lambda: version)
+        monkeypatch.setattr(versions, "_loaded_version", lambda: version)
         monkeypatch.setattr(operators, "registry", lambda: kept)
         for cached in (operators._by_name, operators._of_later_versions):
             cached.cache_clear()
@@ -60,11 +60,11 @@ def test_lists_load_without_the_operators_that_came_later(version, dtype, loaded
     kept = loaded(version)
     data = own_list(dtype)
     device = "gpu" if dtype == "float16" else "cpu"
-    assert set(list_of(data, device, frozenset()).rules) == set(kept)
+    assert set(list_from_data(data, device, frozenset()).rules) == set(kept)
 
 
 def own_list(dtype):
-    return loads((lists_folder() / f"{dtype}.toml").read_text())
+    return parse_toml((lists_folder() / f"{dtype}.toml").read_text())
 
 
 def test_unknown_names_stay_errors(loaded):
@@ -75,7 +75,7 @@ def test_unknown_names_stay_errors(loaded):
         "group": [{"class": "low", "operators": ["Convolutoin"], "reason": "r"}],
     }
     with pytest.raises(UnknownNameError, match="unknown operator 'Convolutoin'; the closest"):
-        list_of(data, "cpu", frozenset())
+        list_from_data(data, "cpu", frozenset())
 
 
 def test_operators_of_later_versions_are_named(loaded):
@@ -96,7 +96,7 @@ def test_float16_on_cpus_is_an_error_where_it_has_no_casts(loaded):
 def test_inputs_of_one_dtype(loaded):
     loaded("1.7.0")
     assert needs_one_dtype("broadcast_like")
-    rules = list_of(own_list("float16"), "gpu", frozenset()).rules
+    rules = list_from_data(own_list("float16"), "gpu", frozenset()).rules
     assert rules["broadcast_like"].keep_inputs == ()
     assert rules["reshape_like"].keep_inputs == ("rhs",)
 

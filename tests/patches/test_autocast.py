@@ -91,14 +91,14 @@ def test_a_second_init_says_what_differs(first, second, words):
 
 
 def test_a_policy_for_gpus_where_there_is_none(caplog, monkeypatch):
-    monkeypatch.setattr(machine, "_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
     amp.init("float16", ctx=mx.gpu())
     (line,) = caplog.messages
     assert "MXNet sees no GPU" in line
     assert "ctx=mx.cpu()" in line
     amp.shutdown()
     caplog.clear()
-    monkeypatch.setattr(machine, "_gpus", lambda: 1)
+    monkeypatch.setattr(machine, "_gpu_count", lambda: 1)
     amp.init("float16", ctx=mx.gpu())
     assert not caplog.messages
 

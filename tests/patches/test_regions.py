@@ -536,10 +536,10 @@ def test_a_policy_that_no_file_holds():
 )  # fmt: skip
 def test_policies_of_graphs_where_mixed_precision_is_off(marks, wanted, monkeypatch):
     monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
-    found = regions.policy_outside(frozenset(marks))
+    found = regions.policy_for_regions(frozenset(marks))
     assert (found and found.target_dtype) == wanted
     with amp.autocast("float16"):
-        assert regions.policy_outside(frozenset(marks)) is None
+        assert regions.policy_for_regions(frozenset(marks)) is None
 
 
 def test_policies_of_regions_live_as_long_as_their_graphs():

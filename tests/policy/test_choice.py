@@ -29,7 +29,7 @@ def on_machine(monkeypatch, name):
     """Let this machine look like another; return what "auto" is there."""
     gpus, features, dtype = MACHINES[name]
     monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(machine, "_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)
     monkeypatch.setattr(machine, "cpu_features", lambda: features)
     return dtype
 

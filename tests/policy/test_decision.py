@@ -9,8 +9,8 @@ from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import CASTABLE, decide
 from mxamp.policy.policy import Policy
-from mxamp.policy.regions import REGION, with_words
-from mxamp.policy.rules import reason_by_sums
+from mxamp.policy.regions import REGION, with_region_reason
+from mxamp.policy.rules import long_sum_reason
 
 H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
 
@@ -115,16 +115,16 @@ def test_a_deconvolution_that_a_user_lowers_trains_through_its_cast():
 def test_long_sums_in_half_precision_are_only_short_on_gpus():
     gpu, cpu = (Policy.default(H, device) for device in ("gpu", "cpu"))
     for name in ("batch_dot", "_npi_matmul"):
-        assert reason_by_sums(gpu.rule(name), {}, (8, 32, 128)) is None
-        why = reason_by_sums(gpu.rule(name), {}, (8, 128, 129))
+        assert long_sum_reason(gpu.rule(name), {}, (8, 32, 128)) is None
+        why = long_sum_reason(gpu.rule(name), {}, (8, 128, 129))
         assert "sums" in why
-        assert reason_by_sums(gpu.rule(name), {}, None) == why
+        assert long_sum_reason(gpu.rule(name), {}, None) == why
         assert decide(name, {}, [H, F], gpu, kept=why).reads == (F, None)
-        assert reason_by_sums(cpu.rule(name), {}, (8, 128, 4096)) is None
+        assert long_sum_reason(cpu.rule(name), {}, (8, 128, 4096)) is None
         assert gpu.untuned().rule(name).by_shape == gpu.rule(name).by_shape
     transposed = {"transpose_a": "1"}
-    assert reason_by_sums(gpu.rule("batch_dot"), transposed, (8, 32, 4096)) is None
-    assert reason_by_sums(gpu.rule("batch_dot"), transposed, (8, 4096, 32))
+    assert long_sum_reason(gpu.rule("batch_dot"), transposed, (8, 32, 4096)) is None
+    assert long_sum_reason(gpu.rule("batch_dot"), transposed, (8, 4096, 32))
 
 
 def test_indices_are_never_rounded():
@@ -200,5 +200,7 @@ def test_bfloat16_is_widened_under_a_float16_policy_of_cpus(operator):
 def test_a_region_that_lowers_nothing_on_the_device_is_no_reason():
     policy = float16_policy()
     found = decide("exp", {}, ["float32"], policy)
-    assert "float16" in with_words(found, {REGION: "float16"}, policy).reason
-    assert with_words(found, {REGION: "bfloat16"}, Policy.default("float16", "gpu")) == found
+    assert "float16" in with_region_reason(found, {REGION: "float16"}, policy).reason
+    assert (
+        with_region_reason(found, {REGION: "bfloat16"}, Policy.default("float16", "gpu")) == found
+    )

@@ -8,7 +8,7 @@ import mxamp as amp
 from helpers import kind
 from mxamp.framework.operators import resolve
 from mxamp.patches import eager
-from mxamp.policy.rules import reason_by_sums
+from mxamp.policy.rules import long_sum_reason
 
 GPU = amp.Policy.default("float16", "gpu")
 
@@ -35,7 +35,7 @@ def test_sums_of_batched_products_are_short_in_float16(attributes, a, b, wanted)
     symbol = scores(**attributes)
     assert precisions(symbol, a=a, b=b)["scores"] == wanted
     texts = {name: str(value) for name, value in attributes.items()}
-    kept = reason_by_sums(GPU.rule("batch_dot"), texts, a)
+    kept = long_sum_reason(GPU.rule("batch_dot"), texts, a)
     assert (kept is None) == (wanted == "float16")
 
 

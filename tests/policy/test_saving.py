@@ -13,7 +13,7 @@ from helpers import float16_policy, needs_float16
 from mxamp.framework import machine
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import decide
-from mxamp.policy.lists import lists_folder, loads
+from mxamp.policy.lists import lists_folder, parse_toml
 from mxamp.policy.policy import Policy, _policy_registry
 from mxamp.policy.rules import Condition
 
@@ -108,7 +108,7 @@ def test_a_file_is_for_people(tmp_path):
         '[[group]]\nclass = "low"\noverride = true\nreason = "given as low"\noperators = ["exp", "log"]\n'
         in text
     )
-    data = loads(text)
+    data = parse_toml(text)
     groups = [(one["class"], one["reason"], one.get("override")) for one in data["group"]]
     assert len(set(groups)) == len(groups)
     for table in (*data["group"], *data["conditional"], *data["missing"]):

@@ -13,7 +13,7 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from mxamp.policy.overrides import exactly
+from mxamp.policy.overrides import exact_pattern
 from mxamp.tools.tuning.accuracy import Accuracy, Subject, Tolerance
 from mxamp.tools.tuning.deadline import Deadline, seconds_of
 
@@ -86,7 +86,7 @@ def test_the_set_is_as_small_as_brute_force_finds(seed):
     accuracy = accuracy_of(net, data, dtype="bfloat16")
 
     def error(some):
-        return accuracy.of(base.override(fp32_layers=[exactly(name) for name in some])).error
+        return accuracy.of(base.override(fp32_layers=[exact_pattern(name) for name in some])).error
 
     every = {some: error(some) for size in range(6) for some in itertools.combinations(names, size)}
     sizes = set()
@@ -409,6 +409,6 @@ def test_costs_are_those_of_layers_alone(training):
     accuracy = accuracy_of(net, *arguments)
     for layer in layers:
         if layer.operator in ("Convolution", "FullyConnected"):
-            others = [exactly(one.name) for one in layers if one.name != layer.name]
+            others = [exact_pattern(one.name) for one in layers if one.name != layer.name]
             alone = accuracy.of(amp.Policy.default("float16").override(fp32_layers=others)).error
             assert 0.3 < layer.error / alone < 3

@@ -24,10 +24,17 @@ from typing import (
 from mxnet.symbol import Symbol
 
 from ...errors import AmpError
-from ...policy.active import note_precision
+from ...policy.active import record_lowered
 from ...policy.decision import CASTABLE, Decision, decide
 from ...policy.policy import Policy
-from ...policy.regions import CAST, REGION, WIDEST_INSIDE, dtype_asked, policy_in, with_words
+from ...policy.regions import (
+    CAST,
+    REGION,
+    WIDEST_INSIDE,
+    argument_dtype,
+    policy_for_node,
+    with_region_reason,
+)
 from ...policy.values import is_true
 from ..ir import (
     TAKES_EMPTY,
@@ -181,7 +188,7 @@ class _Rewriter:
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
         """Return an argument of a decorated user function, cast to the dtype that it requires."""
-        dtype, cast = dtype_asked(self.policy, node.attrs, self.usage.off), node.attrs[CAST]
+        dtype, cast = argument_dtype(self.policy, node.attrs, self.usage.off), node.attrs[CAST]
         if dtype is not None and cast.startswith(WIDEST_INSIDE):
             dtypes = self.promoted.setdefault(cast, set())
             dtypes.update({value.entry.dtype for value in inputs} & CASTABLE)
@@ -204,7 +211,7 @@ class _Rewriter:
 
         `kept` is the reason to keep `node` in float32, and `original` the node that it replaces.
         """
-        policy = policy_in(self.policy, node.attrs, self.usage.off)
+        policy = policy_for_node(self.policy, node.attrs, self.usage.off)
         rule = policy.rule(node.operator)
         op_class = rule.op_class
         entries = [value.entry for value in inputs]
@@ -254,7 +261,7 @@ class _Rewriter:
         if decision is None:
             decision = decide(node.operator, node.attrs, dtypes, policy, layer, kept)
             self.decided[key] = decision
-        decision = with_words(decision, node.attrs, self.policy)
+        decision = with_region_reason(decision, node.attrs, self.policy)
         if original is None:
             return decision
         return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
@@ -395,7 +402,7 @@ def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Choices
     """Return a graph to run, with casts and recorded precisions, or `graph` without changes."""
     result = rewrite(graph, policy, usage, choices)
     for _, node, decision in result.decided():
-        note_precision(node.operator, decision.precision)
+        record_lowered(node.operator, decision.precision)
     if result.graph == graph:
         return graph
     for _, node, decision in result.decided():

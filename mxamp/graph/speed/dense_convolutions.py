@@ -12,7 +12,7 @@ import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 
 from ...policy.active import suspended
-from ...policy.values import flattens
+from ...policy.values import flattens_data
 from ..edit import Edit, without_shape
 from ..ir import Node, Output
 from .fusible import FusionView
@@ -61,7 +61,7 @@ def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
 
 def _weight_of_large(view: FusionView, node: Node) -> Optional[str]:
     """Return the name of a large dense layer's weight; None for nodes that stay."""
-    if node.op != "FullyConnected" or not flattens(node.attrs):
+    if node.op != "FullyConnected" or not flattens_data(node.attrs):
         return None
     name = view.own_parameter(node, 1)
     if name is None:

@@ -5,7 +5,7 @@ Each equivalent is a function that returns its parts, and a predicate on the cal
 
 from typing import List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from ...policy.values import integers, is_true
+from ...policy.values import is_true, parse_integers
 
 __all__ = [
     "BLOCK",
@@ -174,7 +174,7 @@ def split_bounds(call: Call) -> Detail:
         size, longer = divmod(shape[-1], sections)
         axes = len(shape) if call.training and not longer else 0
         return (axes, *(size * i + min(i, longer) for i in range(sections + 1)))
-    starts = integers(attrs["indices"])
+    starts = parse_integers(attrs["indices"])
     return (0, *starts, shape[-1])
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ...policy.policy import Policy
-from ...policy.regions import policy_in
-from ...policy.values import flattens, is_true
+from ...policy.regions import policy_for_node
+from ...policy.values import flattens_data, is_true
 from ..edit import Edit, Params, without_shape
 from ..ir import Graph, Node, Output
 from .dense_convolutions import make_dense_convolutions
@@ -151,7 +151,7 @@ def fold_into_producers(view: FusionView, edit: Edit) -> None:
 
 def _on_channels(norm: Node, product: Node) -> bool:
     """Return whether a norm's axis is the axis of the product's output channels."""
-    rows = product.op == "FullyConnected" and not flattens(product.attrs)
+    rows = product.op == "FullyConnected" and not flattens_data(product.attrs)
     return product.op in PRODUCTS and norm.attrs.get("axis", "1") == "1" and not rows
 
 
@@ -213,7 +213,7 @@ def _weight_of_images(view: FusionView, node: Node) -> Optional[str]:
     if name is None:
         return None
     shapes = (None, view.params[name].shape)
-    inside = policy_in(view.policy, node.attrs)
+    inside = policy_for_node(view.policy, node.attrs)
     substitution = stand_in(node, inside, training=False, shapes=shapes)
     return name if substitution is not None and substitution[0] == "image_convolution" else None
 

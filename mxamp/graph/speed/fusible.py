@@ -13,7 +13,7 @@ from ...framework.machine import dtype_name
 from ...framework.wording import shortened
 from ...policy.decision import decide
 from ...policy.policy import Policy
-from ...policy.regions import policy_in
+from ...policy.regions import policy_for_node
 from ...policy.values import is_true
 from ..edit import Edit, View
 from ..ir import Graph, Node, Usage
@@ -79,7 +79,7 @@ class FusionView(View):
             return True
         if node.op not in PRODUCTS:
             return False
-        inside = policy_in(self.policy, node.attrs)
+        inside = policy_for_node(self.policy, node.attrs)
         if inside.target_dtype != self.policy.target_dtype:
             return self.policy.lowers  # fused operators support only one half precision
         inputs = ["float32"] * len(node.inputs)

@@ -23,7 +23,7 @@ from typing import (
 
 import numpy as np
 
-from ...policy.values import flattens, integers
+from ...policy.values import flattens_data, parse_integers
 from ..edit import Edit, View, without_shape
 from ..ir import Graph, Node, Output
 from .equivalents import BLOCK, COLORS, PLANAR_AXES
@@ -133,7 +133,7 @@ def _clip(attrs: Mapping[str, str], bound: float) -> float:
 
 
 def _pad(attrs: Mapping[str, str], bound: float) -> float:
-    if attrs["mode"] != "constant" or any(integers(attrs["pad_width"])[:4]):
+    if attrs["mode"] != "constant" or any(parse_integers(attrs["pad_width"])[:4]):
         return math.inf
     return max(bound, abs(float(attrs.get("constant_value", "0"))))
 
@@ -340,7 +340,7 @@ class _Plan:
 
     def _behind_dense(self, _i: int, node: Node, given: Given) -> Optional[Channels]:
         data, weight = given[0], self._weight(node)
-        flatten = flattens(node.attrs)
+        flatten = flattens_data(node.attrs)
         if data is not None and data.added:
             if weight is None or not flatten or weight[1] % data.own:
                 return None

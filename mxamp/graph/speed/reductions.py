@@ -7,7 +7,7 @@ BLAS is about 20 times as fast.
 import math
 from typing import Mapping, Optional, Sequence, Tuple
 
-from ...policy.values import integers, is_true
+from ...policy.values import is_true, parse_integers
 from .equivalents import BLOCK, PLANAR_AXES, Attributes, Call, Detail, Part, Parts, has_elements
 
 __all__ = [
@@ -62,7 +62,7 @@ def span_and_shape(call: Call) -> Detail:
 
 def _span(attrs: Attributes, axes: int) -> Optional[Tuple[int, int]]:
     """Return the range of summed axes; None where they are not adjacent."""
-    summed = sorted(axis % axes for axis in integers(attrs.get("axis", "()")))
+    summed = sorted(axis % axes for axis in parse_integers(attrs.get("axis", "()")))
     if not summed:
         return 0, axes
     first, last = summed[0], summed[-1] + 1
@@ -114,7 +114,7 @@ _GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
 
 def is_global_pool(call: Call) -> bool:
     """Return whether AdaptiveAvgPooling2D averages whole maps."""
-    size = integers(call.attrs.get("output_size", "()"))
+    size = parse_integers(call.attrs.get("output_size", "()"))
     return size in ([], [1], [1, 1]) and has_elements(call)
 
 

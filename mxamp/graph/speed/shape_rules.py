@@ -22,9 +22,9 @@ from typing import (
 )
 
 from ...policy.policy import Policy
-from ...policy.regions import policies_of, policy_in
-from ...policy.rules import Rule, sums_exceed
-from ...policy.values import flattens
+from ...policy.regions import node_policies, policy_for_node
+from ...policy.rules import Rule, has_long_sums
+from ...policy.values import flattens_data
 from ..ir import Graph, Node, Output, Usage
 from . import substitutions
 from .equivalents import COLORS, Detail, Shapes
@@ -73,13 +73,13 @@ def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
 
     Rules about speed don't apply where a shape that they need is unknown.
     """
-    if not any(one.chooses for one in policies_of(policy, graph.marks)):
+    if not any(one.depends_on_shapes for one in node_policies(policy, graph.marks)):
         return NONE
     return _choose(graph, policy, usage, input_shapes(graph, policy, usage))
 
 
 def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]) -> Choices:
-    policies = [policy_in(policy, node.attrs, usage.off) for node in graph.nodes]
+    policies = [policy_for_node(policy, node.attrs, usage.off) for node in graph.nodes]
     substituted = _substitutions(graph, policies, policy, usage, known)
     kept = _kept(graph, policies, policy, usage, known, substituted)
     unknown = replace(usage, dtypes={}, shapes={}, stored=frozenset(), offline=frozenset())
@@ -232,7 +232,7 @@ def few_rows(site: Site) -> bool:
     data, weight = (*site.shapes, None, None)[:2]
     if data is None or weight is None:
         return False
-    flatten = flattens(site.node.attrs)
+    flatten = flattens_data(site.node.attrs)
     rows = data[0] if flatten else math.prod(data[:-1])
     if not site.training:
         return 0 < rows * site.uses <= _ROWS_A_CAST
@@ -263,7 +263,7 @@ def long_sums(site: Site) -> bool:
     The rule affects results, so it also applies to eager calls, and where the shape is unknown.
     """
     first = site.shapes[0] if site.shapes else None
-    return sums_exceed(site.limit, site.node.operator, site.node.attrs, first)
+    return has_long_sums(site.limit, site.node.operator, site.node.attrs, first)
 
 
 def cast_weight(site: Site) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 from mxnet.base import MXNetError
 
 from ...policy.policy import Policy
-from ...policy.regions import policy_in
+from ...policy.regions import policy_for_node
 from ...policy.values import kernel_axes
 from ..casts.builder import is_inserted_cast
 from ..ir import Graph, Node, Output, Shape, Usage, alone
@@ -185,7 +185,7 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Froze
             continue
         if any(source in giving for source, _ in node.inputs):
             readers.add(i)
-        inside = policy_in(policy, node.attrs, usage.off)
+        inside = policy_for_node(policy, node.attrs, usage.off)
         product = _is_volume_product(node) and not inside.rule(node.operator).missing
         if product or (i in readers and _keeps_volume_layout(node, inside)):
             giving.add(i)
@@ -208,8 +208,8 @@ def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Fro
         sources = [source for source, _ in node.inputs if source in volumes]
         if views.intersection(sources):
             readers.add(i)
-        rule = policy_in(policy, node.attrs, usage.off).rule(node.operator)
-        if sources and rule.looks_at("volume_views"):
+        rule = policy_for_node(policy, node.attrs, usage.off).rule(node.operator)
+        if sources and rule.has_shape_rule("volume_views"):
             views.add(i)
         if _is_volume_product(node) or (sources and rule.op_class != "low"):
             volumes.add(i)
@@ -233,7 +233,7 @@ def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
     if node.operator in CONVOLUTIONS or is_inserted_cast(node):
         return is_inserted_cast(node)
     rule = policy.rule(node.operator)
-    return rule.op_class in ("neutral", "widest") and not rule.looks_at("volume_views")
+    return rule.op_class in ("neutral", "widest") and not rule.has_shape_rule("volume_views")
 
 
 # ---------------------------------------------------------------------- shapes of inputs
@@ -274,7 +274,7 @@ def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes
 def _positions_read(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
     """Return the positions of the inputs whose shapes a choice for `node` depends on."""
     positions: Set[int] = set()
-    for rule in policy_in(policy, node.attrs, usage.off).rule(node.operator).by_shape:
+    for rule in policy_for_node(policy, node.attrs, usage.off).rule(node.operator).by_shape:
         if not usage.converting or rule.name in _READ_IN_CONVERSIONS:
             positions |= _READ_BY_RULE.get(rule.name, set())
     if not usage.converting and node.operator in substitutions.BY_SHAPE:

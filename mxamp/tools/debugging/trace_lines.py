@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Un
 import numpy as np
 
 from ...errors import ArgumentError, StateError
-from ...framework.files import checked_folder, writing
+from ...framework.files import checked_folder, wrap_write_errors
 from ...framework.wording import shown
 
 __all__ = [
@@ -97,7 +97,7 @@ class LineFile:
                 # Another program's file may be one long line.
                 first = decoded(file.readline(2**24))
             checked_header(first, path, "It is left as it is; give another path")
-        with writing(path):
+        with wrap_write_errors(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._synced = time.monotonic()
         try:

@@ -18,7 +18,7 @@ from mxnet.gluon import HybridBlock
 from ...convert.models import convert_hybrid_block
 from ...errors import AmpError
 from ...patches.autocast import autocast
-from ...policy.active import enter_region, leave_region
+from ...policy.active import pop_policy, push_policy
 from ...policy.policy import Policy
 from ..debugging.isolated import arrays_in, loss_of
 from .accuracy import Accuracy, Subject, Verdict
@@ -105,7 +105,7 @@ def _step_of(block: HybridBlock, policy: Optional[Policy], subject: Subject) -> 
     batch, loss = subject.batches[0], subject.loss
 
     def step() -> None:
-        enter_region(policy)
+        push_policy(policy)
         try:
             if loss is None:
                 with autograd.pause(train_mode=False):
@@ -116,7 +116,7 @@ def _step_of(block: HybridBlock, policy: Optional[Policy], subject: Subject) -> 
                 autograd.backward(arrays_in(found))
             mx.nd.waitall()
         finally:
-            leave_region()
+            pop_policy()
 
     return step
 

@@ -14,7 +14,7 @@ from ...framework.arrays import on_device
 from ...framework.machine import default_dtype
 from ...framework.wording import counted, shown
 from ...policy.active import suspended
-from ...policy.overrides import exactly
+from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, check_target
 from ...scaling.scaler import positive_number, whole_number
@@ -288,12 +288,12 @@ class Tuner:
         """
         prefix = self.subject.prefix
         rest = name[len(prefix) :] if prefix and name.startswith(prefix) else ""
-        pattern = f"*{exactly(rest)}"
+        pattern = f"*{exact_pattern(rest)}"
         names = {node.name for node in self.subject.graph.all_nodes if not node.is_variable}
         # A name without "_" is that of the block's own operator: too little to be told by.
         if "_" in rest and {n for n in names if fnmatch.fnmatchcase(n, pattern)} == {name}:
             return pattern
-        return exactly(name)
+        return exact_pattern(name)
 
     def _search(self) -> None:
         """Find the layers that have to stay in float32."""

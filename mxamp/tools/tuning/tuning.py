@@ -13,7 +13,7 @@ from ...framework import machine
 from ...framework.files import write_file
 from ...framework.wording import counted
 from ...policy.policy import Policy
-from ...policy.saving import text_of
+from ...policy.saving import policy_toml
 from ..debugging.explain import NodePlan, Plan
 from ..tables import html_table, text_table
 
@@ -208,7 +208,9 @@ class Tuning:
         lines += [f"Input {name}: {dtype} {list(shape)}" for name, dtype, shape in self.inputs]
         report = "\n".join(f"# {_printable(line)}" for line in (*lines, *self.notes))
         date = datetime.now().astimezone().isoformat(" ", "minutes")
-        write_file(path, (_HEADER.format(date=date, report=report) + text_of(self.policy)).encode())
+        write_file(
+            path, (_HEADER.format(date=date, report=report) + policy_toml(self.policy)).encode()
+        )
 
     def __str__(self) -> str:
         blocks = ["\n".join(self.sentences())]

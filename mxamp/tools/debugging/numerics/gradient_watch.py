@@ -19,7 +19,7 @@ from ....framework.machine import DTYPE_CODES
 from ....framework.operators import Operator, handle_of
 from ....framework.patching import original
 from ....framework.wording import counted
-from ....framework.zero_gradients import zero_gradients
+from ....framework.zero_gradients import zero_gradient_inputs
 from ....graph.casts.builder import HALVES
 from ....graph.ir import CASTS
 from ..observing import Run, probe_copy
@@ -135,7 +135,7 @@ class GradientWatch:
 
 def _unwatched_inputs(operator: Operator, count: int) -> Set[int]:
     """Return the positions of inputs whose gradients are always zero, or can't be read."""
-    positions = zero_gradients().get(operator.handle, frozenset())
+    positions = zero_gradient_inputs().get(operator.handle, frozenset())
     without = set(range(count)) if positions is None else set(positions)
     return without.union(operator.mutable_inputs, _UNREADABLE.get(operator.name, ()))
 
