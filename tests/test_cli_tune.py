@@ -172,8 +172,8 @@ def test_convert_takes_it_as_it_was_measured(models, tuned):
     ("converted", "--out m-tuned --cast-params"), ("fused", "--out m-tuned --fuse"),
 ])  # fmt: skip
 def test_the_last_line_says_how_it_was_measured(models, out, way, words, monkeypatch):
-    measured = Tuner._chosen
-    monkeypatch.setattr(Tuner, "_chosen", lambda self: (way, *measured(self)[1:]))
+    measured = Tuner._choose_form
+    monkeypatch.setattr(Tuner, "_choose_form", lambda self: (way, *measured(self)[1:]))
     output = run("tune", "m", *F16, "--data", "one.npz", "--out", "p.toml")
     assert words in output.splitlines()[-1]
     assert words in out.read_text()

@@ -43,7 +43,7 @@ def clock(monkeypatch):
         self._step()
         return times.get(described(self), 10.0) / 1e3
 
-    monkeypatch.setattr(race.Form, "turn", turn)
+    monkeypatch.setattr(race.Form, "mean_seconds", turn)
     return times
 
 
@@ -86,7 +86,7 @@ def test_the_fastest_form_is_chosen(clock, times, expected):
 @with_avx512
 def test_what_is_not_accurate_enough_is_not_chosen(clock, monkeypatch):
     clock.update({("fused", "low", "relu"): 3, ("converted", "low", "relu"): 5})
-    of = Accuracy.of
+    of = Accuracy.measure
 
     def of_fused(self, policy, block=None):
         fused = block is not None and any(
@@ -94,7 +94,7 @@ def test_what_is_not_accurate_enough_is_not_chosen(clock, monkeypatch):
         )
         return Verdict(0.9, None, None, within=False) if fused else of(self, policy, block)
 
-    monkeypatch.setattr(Accuracy, "of", of_fused)
+    monkeypatch.setattr(Accuracy, "measure", of_fused)
     tuning = tuned()
     assert chosen(tuning) == ("converted", "low", "relu")
     [fused] = [t for t in tuning.trials if t.way == "fused" and t.precision == "bfloat16"]
@@ -114,7 +114,7 @@ def test_low_precision_that_does_not_pay_is_not_searched(clock):
 @with_avx512
 def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
     clock.update({("fused", "low", "relu"): 4, ("fused", "float32", "relu"): 6})
-    rounds, one_round = [], race.Race._round
+    rounds, one_round = [], race.Race._run_round
 
     def interrupted(self, forms):
         one_round(self, forms)
@@ -122,7 +122,7 @@ def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
         if len(rounds) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(race.Race, "_round", interrupted)
+    monkeypatch.setattr(race.Race, "_run_round", interrupted)
     tuning = tuned()
     assert not tuning.complete
     assert chosen(tuning) in [("fused", "low", "relu"), ("fused", "float32", "relu")]
@@ -177,7 +177,7 @@ def test_ratios_are_those_of_one_round(clock, monkeypatch):
         fast = self.way == "fused" and not self.lowers
         return (1 + len(turns) / 10) * (5.0 if fast else 10.0)
 
-    monkeypatch.setattr(race.Form, "turn", turn)
+    monkeypatch.setattr(race.Form, "mean_seconds", turn)
     tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
     assert chosen(tuning) == ("fused", "float32", "relu")
     assert tuning.chosen.speedup == pytest.approx(2, rel=0.2)

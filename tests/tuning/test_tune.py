@@ -86,7 +86,9 @@ def test_the_set_is_as_small_as_brute_force_finds(seed):
     accuracy = accuracy_of(net, data, dtype="bfloat16")
 
     def error(some):
-        return accuracy.of(base.override(fp32_layers=[exact_pattern(name) for name in some])).error
+        return accuracy.measure(
+            base.override(fp32_layers=[exact_pattern(name) for name in some])
+        ).error
 
     every = {some: error(some) for size in range(6) for some in itertools.combinations(names, size)}
     sizes = set()
@@ -205,7 +207,7 @@ def signalled():
 @pytest.mark.parametrize("after, interrupt", [(3, raised), (5, raised), (4, signalled)])
 def test_ctrl_c_gives_the_best_so_far(monkeypatch, after, interrupt):
     net, data, names = chain(40, [10, 30], "overflow")
-    of, calls = Accuracy.of, []
+    of, calls = Accuracy.measure, []
 
     def interrupted(self, policy, block=None):
         calls.append(policy)
@@ -215,7 +217,7 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch, after, interrupt):
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        monkeypatch.setattr(Accuracy, "of", interrupted)
+        monkeypatch.setattr(Accuracy, "measure", interrupted)
         tuning = tuned(net, data, target_dtype="float16")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
@@ -348,7 +350,7 @@ def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones(training):
     net, batches = difference()
     data = [(batch, mx.nd.zeros((4, 1))) for batch in batches] if training else batches
     loss = mx.gluon.loss.L2Loss() if training else None
-    verdict = accuracy_of(net, data, loss, rtol=0.01).of(amp.Policy.default("float16"))
+    verdict = accuracy_of(net, data, loss, rtol=0.01).measure(amp.Policy.default("float16"))
     assert verdict.error == 1 and not verdict.within
     assert verdict.gradient_error == (1 if training else None)
     tuning = tuned(net, data, loss, target_dtype="float16", rtol=0.01)
@@ -366,7 +368,7 @@ def test_batches_without_a_gradient_say_nothing_of_it():
     batches = [mx.nd.array([[1.0006, 1.0014]]), mx.nd.array([[3.001, 1]])]
     data = [(batch, mx.nd.zeros((1, 1))) for batch in batches]
     accuracy = accuracy_of(net, data, lambda output, label: output + 0 * label)
-    verdict = accuracy.of(amp.Policy.default("float16"))
+    verdict = accuracy.measure(amp.Policy.default("float16"))
     assert verdict.error == 1
     assert 0 < verdict.gradient_error < 0.01
 
@@ -410,5 +412,7 @@ def test_costs_are_those_of_layers_alone(training):
     for layer in layers:
         if layer.operator in ("Convolution", "FullyConnected"):
             others = [exact_pattern(one.name) for one in layers if one.name != layer.name]
-            alone = accuracy.of(amp.Policy.default("float16").override(fp32_layers=others)).error
+            alone = accuracy.measure(
+                amp.Policy.default("float16").override(fp32_layers=others)
+            ).error
             assert 0.3 < layer.error / alone < 3

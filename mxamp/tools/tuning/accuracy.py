@@ -93,7 +93,7 @@ _OUTPUT = "output "
 
 
 class Subject:
-    """A copy of the model, `block`, with its own parameters; the user's model does not change.
+    """The model to tune, as a copy `block` with its own parameters, and its batches of data.
 
     It runs in training mode with a `loss`, and in inference without one.
     """
@@ -131,7 +131,10 @@ class Subject:
         self._scale = LossScaler().loss_scale  #: the last loss scale of a float16 run
 
     def values(self) -> Dict[str, NDArray]:
-        """Return the graph's variables for the first batch: detached, auxiliary states copied."""
+        """Return the values of the graph's variables, by name, for the first batch.
+
+        They are detached; auxiliary states are copies.
+        """
         params = self.block.collect_params().values()
         values = {**{param.name: param.list_data()[0] for param in params}, **self.inputs}
         values = {name: array.detach() for name, array in values.items()}
@@ -140,13 +143,13 @@ class Subject:
         return values
 
     def described(self) -> Tuple[Tuple[str, str, Tuple[int, ...]], ...]:
-        """Return name, dtype and shape of each array of the first batch."""
+        """Return name, dtype and shape of each input array of the first batch."""
         arrays = list(self.inputs.values())
         shapes = [tuple(array.shape) for array in arrays]
         return tuple(zip(self.inputs, dtypes_of(arrays), shapes))
 
     def usage(self) -> Usage:
-        """Return the graph's usage: dtypes, shapes, and whether it trains."""
+        """Return the dtypes and shapes of the graph's variables, and whether it trains."""
         values = self.values()
         dtypes = dict(zip(values, dtypes_of(list(values.values()))))
         shapes = {name: array.shape for name, array in values.items()}
@@ -155,7 +158,9 @@ class Subject:
     def run(
         self, batch: Batch, policy: Optional[Policy], block: Optional[HybridBlock] = None
     ) -> Results:
-        """Run a batch under a policy, or in float32, on the model or on a converted `block`.
+        """Return the outputs and gradients of a batch under a policy, or in float32 with None.
+
+        The model runs, or instead of it a converted `block`.
 
         Random numbers are the same in each run. In float16 the loss is scaled by the largest
         power of two up to 2**16 at which all gradients are finite.
@@ -180,9 +185,10 @@ class Subject:
         return {**found, **gradients}
 
     def _gradients(self, loss: Recorded, policy: Optional[Policy]) -> Results:
-        """Return the gradients; in float16, times the largest loss scale that keeps them finite.
+        """Return the trained parameters' gradients by name, unscaled.
 
-        The search for the scale starts from the last one, since backward passes are expensive.
+        In float16 the loss is scaled by the largest scale at which all are finite. The search for
+        it starts from the last one, since backward passes are expensive.
         """
         params = trained_arrays(self.block)
         arrays, scale = list(params.values()), 1.0
@@ -199,7 +205,7 @@ class Subject:
 
     @contextlib.contextmanager
     def with_weights(self, change: Callable[[NDArray], NDArray]) -> Iterator[None]:
-        """Change the trained parameters inside the context."""
+        """Context in which each trained parameter holds `change` of its value."""
         arrays = [plain_array(array) for array in trained_arrays(self.block).values()]
         with suspended(), autograd.pause():
             kept = [array.copy() for array in arrays]
@@ -213,8 +219,8 @@ class Subject:
                     value.copyto(array)
 
 
-def _next_numbers(seed: int) -> Callable[[NDArray], NDArray]:
-    """Return a change of weights that moves each to the next float32, up or down at random."""
+def _random_neighbors(seed: int) -> Callable[[NDArray], NDArray]:
+    """Return a function that moves each number of an array to the next float32, up or down."""
     generator = np.random.RandomState(seed)
 
     def change(array: NDArray) -> NDArray:
@@ -228,7 +234,7 @@ def _next_numbers(seed: int) -> Callable[[NDArray], NDArray]:
 
 
 class Tolerance(NamedTuple):
-    """The tolerance: relative errors up to `rtol`, or a metric of at least `min_metric`."""
+    """The allowed errors: relative ones up to `rtol`, or a metric of at least `min_metric`."""
 
     rtol: Optional[float] = None
     metric: Optional[Callable[[Sequence[Any], Sequence[Any]], float]] = None
@@ -261,50 +267,53 @@ class Accuracy:
         self._known: Dict[Policy, Verdict] = {}
         with deadline.phase("float32"):
             try:
-                self._plain = self._runs(None)
+                self._plain = self._run_batches(None)
             except MXNetError as error:
                 raise ArgumentError(NOT_MEASURED.format(why=error_reason(error))) from None
         for name, values in (item for run in self._plain for item in run.items()):
             bad = int((~np.isfinite(values)).sum())
             if bad:
                 raise StateError(NOT_FINITE.format(elements=counted(bad, "element"), name=name))
-        metric = self._metric_of(self._plain)
+        metric = self._metric_value(self._plain)
         self.min_metric = None if metric is None else self._min_metric(metric)
         #: The verdict on float32 itself.
         self.plain = Verdict(0.0, 0.0 if subject.training else None, metric, within=True)
         with deadline.phase("float32, disturbed"):
-            with subject.with_weights(_next_numbers(seed)):
-                noise = self._distances(self._runs(None))
+            with subject.with_weights(_random_neighbors(seed)):
+                noise = self._distances(self._run_batches(None))
             moved: Mapping[str, Distance] = {}
             if subject.training and tolerance.rtol is None:
                 with subject.with_weights(lambda array: cast(cast(array, dtype), "float32")):
-                    moved = self._distances(self._runs(None))
+                    moved = self._distances(self._run_batches(None))
         #: The allowed relative error of each output, and of each gradient that can be compared.
-        self.limits = self._limits(noise, moved)
+        self.limits = self._error_limits(noise, moved)
         #: Gradients that are left out: rounding changes them in float32 too.
         self.unknown = sorted(set(noise) - set(self.limits))
 
-    def of(self, policy: Policy, block: Optional[HybridBlock] = None) -> Verdict:
-        """Return the errors of the model under a policy, or of a converted form of it.
+    def measure(self, policy: Policy, block: Optional[HybridBlock] = None) -> Verdict:
+        """Return the errors of the model under a policy, or of a converted `block` of it.
 
-        Raises `OutOfTimeError` if there is no time left.
+        Those of a policy are measured once. Raises `OutOfTimeError` if there is no time left.
         """
         if block is None and policy in self._known:
             return self._known[policy]
         self.deadline.check(self.seconds, whole=True)
         began = self.deadline.spent
-        verdict = self._verdict(self._runs(policy if block is None else None, block))
+        verdict = self._verdict_on(self._run_batches(policy if block is None else None, block))
         self.evaluations += 1
         self.seconds = max(self.seconds, self.deadline.spent - began)
         if block is None:
             self._known[policy] = verdict
         return verdict
 
-    def _runs(self, policy: Optional[Policy], block: Optional[HybridBlock] = None) -> List[Results]:
+    def _run_batches(
+        self, policy: Optional[Policy], block: Optional[HybridBlock] = None
+    ) -> List[Results]:
+        """Return the results of each batch under a policy, or in float32 with None."""
         return [self.subject.run(batch, policy, block) for batch in self.subject.batches]
 
     def _distances(self, runs: Sequence[Results]) -> Dict[str, Distance]:
-        """Return the distance of each output and gradient from float32, in its worst batch."""
+        """Return the distance of each output and gradient from float32's, by name, over batches."""
         found: Dict[str, Distance] = {}
         for plain, run in zip(self._plain, runs):
             for name, values in plain.items():
@@ -314,25 +323,32 @@ class Accuracy:
                     distance.add(name, values, run[name])
         return found
 
-    def _verdict(self, runs: Sequence[Results]) -> Verdict:
-        errors = {name: _size(d) for name, d in self._distances(runs).items()}
+    def _verdict_on(self, runs: Sequence[Results]) -> Verdict:
+        """Return the errors of the batches' results, and whether they are within the tolerance."""
+        errors = {name: _relative_error(d) for name, d in self._distances(runs).items()}
         known = {name: errors[name] for name in self.limits}
         outputs = [error for name, error in errors.items() if name.startswith(_OUTPUT)]
         gradients = [error for name, error in known.items() if not name.startswith(_OUTPUT)]
         within = all(error <= self.limits[name] for name, error in known.items())
-        metric = self._metric_of(runs)
+        metric = self._metric_value(runs)
         if metric is not None and self.min_metric is not None:
             within = metric >= self.min_metric and (self.tolerance.rtol is None or within)
         gradient_error = max(gradients, default=0.0) if self.subject.training else None
         return Verdict(max(outputs, default=0.0), gradient_error, metric, within)
 
-    def _limits(
+    def _error_limits(
         self, noise: Mapping[str, Distance], moved: Mapping[str, Distance]
     ) -> Dict[str, float]:
+        """Return the largest allowed error of each output and gradient, by name.
+
+        `noise` are the distances after moving each weight to the next float32, and `moved` after
+        rounding the weights. Raises `StateError` if noise alone moves an output too far; gradients
+        that noise or rounding moves too far are left out.
+        """
         rtol = self.tolerance.rtol
         limits: Dict[str, float] = {}
         for name, distance in noise.items():
-            size = _size(distance)
+            size = _relative_error(distance)
             rounding = moved[name].relative if name in moved else 0.0
             if name.startswith(_OUTPUT):
                 limit = max(rtol or OUTPUTS, _TIMES_ROUNDED * rounding)
@@ -348,7 +364,8 @@ class Accuracy:
                 limits[name] = limit
         return limits
 
-    def _metric_of(self, runs: Sequence[Results]) -> Optional[float]:
+    def _metric_value(self, runs: Sequence[Results]) -> Optional[float]:
+        """Return the metric of the batches' results, or None without a metric."""
         if self.tolerance.metric is None:
             return None
         labels = [arrays_in([batch.label]) for batch in self.subject.batches]
@@ -357,7 +374,7 @@ class Accuracy:
         return float(self.tolerance.metric(labels, predictions))
 
     def _min_metric(self, metric: float) -> float:
-        """Return the least metric; by default 99 % of float32's."""
+        """Return the least allowed metric, by default 99 % of `metric`, which is float32's."""
         wanted = self.tolerance.min_metric
         if not math.isfinite(metric):
             raise StateError(NO_NUMBER.format(found=metric))
@@ -368,11 +385,12 @@ class Accuracy:
         return wanted
 
     def notes(self) -> List[str]:
-        """Return sentences on the gradients that are left out."""
+        """Return a note on the gradients that could not be compared, if there are any."""
         gradients = counted(len(self.unknown), "gradient")
         names = shortened(self.unknown)
         return [UNKNOWN.format(gradients=gradients, names=names)] if self.unknown else []
 
 
-def _size(distance: Distance) -> float:
+def _relative_error(distance: Distance) -> float:
+    """Return the relative error of a distance; Inf if finite elements were lost."""
     return math.inf if distance.lost else distance.relative

@@ -25,7 +25,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([smh]?)\s*")
 
 
 def seconds_of(budget: Any) -> float:
-    """Return a budget in seconds.
+    """Return a `budget` argument, a number or a text such as "5m", as seconds.
 
     >>> seconds_of("90s"), seconds_of("5m"), seconds_of(30)
     (90.0, 300.0, 30.0)
@@ -42,11 +42,11 @@ def seconds_of(budget: Any) -> float:
 
 
 class OutOfTimeError(Exception):
-    """The rest of the budget is not enough for the next step."""
+    """The rest of the budget is too short for the next measurement."""
 
 
 class Deadline:
-    """A running budget of seconds, spent in phases that may each use it up to a share."""
+    """A budget of seconds from now on; each phase ends at a share of it, or at Ctrl-C."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()
@@ -63,7 +63,10 @@ class Deadline:
 
     @contextlib.contextmanager
     def phase(self, name: str, share: float = 1.0) -> Iterator[None]:
-        """Run a phase, and end it without an error where its share of the budget is spent."""
+        """Context of a phase, which an `OutOfTimeError` ends silently, making `complete` False.
+
+        The phase ends when `share` of the whole budget is spent, earlier phases included.
+        """
         logger.debug("tune: %s after %.1f s", name, self.spent)
         self._phase, self._until = name, self.seconds * share
         try:
@@ -73,9 +76,9 @@ class Deadline:
             self.complete = False
 
     def check(self, needed: float = 0.0, whole: bool = False) -> None:
-        """Raise `OutOfTimeError` where `needed` seconds don't fit into the phase.
+        """Raise `OutOfTimeError` if fewer than `needed` seconds are left in the phase.
 
-        With `whole`, they have to fit into the whole budget only.
+        With `whole`, only if fewer are left in the whole budget. Ctrl-C leaves none.
         """
         self._draw()
         if self.stopped or self.spent + needed > (self.seconds if whole else self._until):
@@ -83,7 +86,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Let Ctrl-C end the phases between two measurements; a second one raises.
+        """Context in which Ctrl-C ends the phases at their next `check`; a second one raises.
 
         An exception in the middle of a measurement could be lost, say in a destructor.
         """
@@ -107,7 +110,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def watched(self, show: bool) -> Iterator[None]:
-        """Show a bar with the time left on standard error, if `show` and that is a terminal."""
+        """Context that draws a bar of the time left on standard error, if that is a terminal."""
         if not (show and sys.stderr.isatty()):
             yield
             return

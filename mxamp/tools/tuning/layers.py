@@ -66,7 +66,7 @@ _TRIES = 66
 
 
 def lowered_layers(subject: Subject, policy: Policy) -> Tuple[Layers, List[str]]:
-    """Return the layers that a policy computes in its target dtype, and its substitutions there."""
+    """Return the layers that `policy` runs in its target dtype, and its substitutions' names."""
     graph, usage = subject.graph, subject.usage()
     choices = choose(graph, policy, usage)
     low = {
@@ -91,22 +91,23 @@ def lowered_layers(subject: Subject, policy: Policy) -> Tuple[Layers, List[str]]
 def measured_layers(
     subject: Subject, layers: Layers, policy: Policy, seed: int, deadline: Deadline
 ) -> Layers:
-    """Return the layers with the error and the gain of low precision in each.
+    """Return `layers` with the measured error and time gain of low precision in each.
 
-    Layers inside loops have none, nor have those that the phase has no time for.
+    Layers inside loops are not measured, nor are those that the phase has no time for.
     """
-    costs = _Costs(subject, policy, seed, [i for i in layers if i < len(subject.graph.nodes)])
+    outside_loops = [i for i in layers if i < len(subject.graph.nodes)]
+    measurements = _LayerMeasurements(subject, policy, seed, outside_loops)
     found = dict(layers)
     with contextlib.suppress(OutOfTimeError):
-        for group in costs.groups():
-            deadline.check(costs.seconds)
-            for i, (error, gain) in costs.look_at(group).items():
+        for group in measurements.groups():
+            deadline.check(measurements.seconds)
+            for i, (error, gain) in measurements.measure(group).items():
                 found[i] = replace(found[i], error=error, gain=gain * 1e3)
     return found
 
 
-def _with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Output, str]]:
-    """Return a graph with an input added to each of these entries, and the names of the inputs."""
+def _with_probe_inputs(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[Output, str]]:
+    """Return a graph that adds a new input to each output in `entries`, and the inputs' names."""
     edit = Edit(graph, {})
     names = {entry: f"_mxamp_probe{i}" for i, entry in enumerate(entries)}
     for entry, name in names.items():
@@ -115,8 +116,8 @@ def _with_probes(graph: Graph, entries: Sequence[Output]) -> Tuple[Graph, Dict[O
     return edit.applied(), names
 
 
-def _as_in_inference(node: Node) -> Node:
-    """Return a node that computes in training mode as this one does in inference."""
+def _inference_form(node: Node) -> Node:
+    """Return a node that computes in training mode what `node` computes in inference."""
     if node.is_variable:
         return node
     if node.operator in _NORMS:
@@ -133,23 +134,27 @@ def _as_in_inference(node: Node) -> Node:
 
 
 def _zeros_like(array: NDArray) -> NDArray:
+    """Return float32 zeros of an array's shape, context and class (mx.nd or mx.np)."""
     zeros = mx.nd.zeros(array.shape, ctx=array.context)
     return zeros.as_np_ndarray() if isinstance(array, mx.np.ndarray) else zeros
 
 
 def _random_signs(output: NDArray, random: np.random.RandomState) -> NDArray:
-    """Return random signs for an output's elements, divided by the output's norm."""
+    """Return a random sign for each element of an output, divided by the output's norm."""
     values = output.asnumpy()
     heads = _zeros_like(output)
     heads[:] = random.choice([-1.0, 1.0], size=values.shape) / (np.linalg.norm(values) or 1.0)
     return heads
 
 
-class _Costs:
-    """Measures layers, a group at a time: their activations are many."""
+class _LayerMeasurements:
+    """Measures the error and gain of low precision in layers, as many at a time as fit in memory.
+
+    `layer_nodes` are the indices of the layers' nodes in the model's graph.
+    """
 
     def __init__(
-        self, subject: Subject, policy: Policy, seed: int, positions: Sequence[int]
+        self, subject: Subject, policy: Policy, seed: int, layer_nodes: Sequence[int]
     ) -> None:
         self._policy, self._training = policy, subject.training
         self._context = subject.context
@@ -157,31 +162,32 @@ class _Costs:
         self._random = np.random.RandomState(seed)
         self.seconds = 0.0  #: of the longest group
         unmasked = BoundGraph(subject.graph, subject.symbol_class, subject.values())
-        with self._mode():
+        with self._running_mode():
             self._bound = unmasked.with_masks()
         self._graph, self._tensors = self._bound.graph, self._bound.tensors
         masks = self._bound.values.keys() - unmasked.values.keys()
         # The inputs for masks are inserted in between.
         own = [i for i, node in enumerate(self._graph.nodes) if node.name not in masks]
-        #: The layers, by node of the graph with masks.
-        self._positions = {own[position]: position for position in positions}
+        #: The index in the model's graph of each layer's node in the graph with masks.
+        self._layer_nodes = {own[i]: i for i in layer_nodes}
         read = [e for node in self._graph.nodes for e in node.inputs]
         self._read = {*read, *self._graph.heads}
 
-    def _mode(self) -> Any:
+    def _running_mode(self) -> Any:
+        """Context without recording, in the model's mode: training or inference."""
         return autograd.pause(train_mode=self._training)
 
-    def _outputs(self, i: int) -> List[Output]:
-        """Return the float32 outputs of a node that are read, or are outputs of the model."""
+    def _measured_outputs(self, i: int) -> List[Output]:
+        """Return the float32 outputs of node `i` that a node reads or that the model returns."""
         entries = [(i, k) for k in range(self._graph.nodes[i].num_outputs)]
         return [e for e in entries if e in self._read and self._tensors[e].dtype == "float32"]
 
     def groups(self) -> Iterator[List[int]]:
-        """Yield the nodes of the layers in groups that fit into memory."""
+        """Yield the indices of the layers' nodes in groups whose activations fit into memory."""
         group: List[int] = []
         size = 0
-        for i in self._positions:
-            own = sum(self._tensors[entry].size for entry in self._needed(i))
+        for i in self._layer_nodes:
+            own = sum(self._tensors[entry].size for entry in self._needed_tensors(i))
             if group and size + own > _TOGETHER:
                 yield group
                 group, size = [], 0
@@ -190,66 +196,71 @@ class _Costs:
         if group:
             yield group
 
-    def _needed(self, i: int) -> List[Output]:
+    def _needed_tensors(self, i: int) -> List[Output]:
+        """Return the activations that measuring node `i` needs: its outputs and its inputs."""
         inputs = [e for e in self._graph.nodes[i].inputs if not self._graph.nodes[e[0]].is_variable]
-        return [*self._outputs(i), *inputs]
+        return [*self._measured_outputs(i), *inputs]
 
-    def look_at(self, group: Sequence[int]) -> Dict[int, Tuple[float, float]]:
-        """Return error and gain of some layers, by their positions."""
+    def measure(self, group: Sequence[int]) -> Dict[int, Tuple[float, float]]:
+        """Return the error and gain of a group's layers, by node index in the model's graph."""
         began = time.perf_counter()
-        needed = list(dict.fromkeys(entry for i in group for entry in self._needed(i)))
-        with self._mode():
+        needed = list(dict.fromkeys(entry for i in group for entry in self._needed_tensors(i)))
+        with self._running_mode():
             arrays = self._bound.with_heads(needed).run()
         known = dict(zip(needed, arrays))
         for i, node in enumerate(self._graph.nodes):
             if node.is_variable:
                 known[i, 0] = self._bound.values[node.name]
-        moves: Dict[Output, Any] = {}
+        changes: Dict[Output, Any] = {}
         gains: Dict[int, float] = {}
         for i in group:
-            moved = self._moved(i, known)
-            if moved is not None:
-                gains[i] = moved[0]
-                moves.update(moved[1])
-        errors = self._errors(moves, known)
+            compared = self._compare_precisions(i, known)
+            if compared is not None:
+                gains[i] = compared[0]
+                changes.update(compared[1])
+        errors = self._model_errors(changes, known)
         self.seconds = max(self.seconds, time.perf_counter() - began)
-        return {self._positions[i]: (errors.get(i, 0.0), gain) for i, gain in gains.items()}
+        return {self._layer_nodes[i]: (errors.get(i, 0.0), gain) for i, gain in gains.items()}
 
-    def _moved(
+    def _compare_precisions(
         self, i: int, known: Mapping[Output, NDArray]
     ) -> Optional[Tuple[float, Dict[Output, Any]]]:
-        """Return the seconds that low precision gains at a node, and the change of its outputs."""
+        """Return the seconds that low precision saves at node `i`, and its outputs' changes.
+
+        `known` are the float32 values of variables and activations. Returns None if the node does
+        not run alone.
+        """
         node = self._graph.nodes[i]
-        given = [
-            self._rounded(known[entry]) if entry[0] in self._positions else known[entry]
+        inputs = [
+            self._round_trip(known[entry]) if entry[0] in self._layer_nodes else known[entry]
             for entry in node.inputs
         ]
         try:
-            plain, slow = self._timed(lambda: self._run(node, given))
-            other, fast = self._timed(lambda: self._run_low(node, given))
+            plain, slow = self._time(lambda: self._run_node(node, inputs))
+            low, fast = self._time(lambda: self._run_node_low(node, inputs))
         except MXNetError as error:
-            logger.debug("tune: %s can't be looked at alone: %s", node.name, error)
+            logger.debug("tune: %s can't be measured alone: %s", node.name, error)
             return None
-        moves = {}
-        for entry in self._outputs(i):
-            values, there = dense_values(plain[entry[1]]), dense_values(other[entry[1]])
+        changes = {}
+        for entry in self._measured_outputs(i):
+            values, low_values = dense_values(plain[entry[1]]), dense_values(low[entry[1]])
             with np.errstate(invalid="ignore"):
-                moves[entry] = there - values
+                changes[entry] = low_values - values
             # Elements that are not finite in float32 either are not lost.
-            moves[entry][~np.isfinite(values)] = 0.0
-        return slow - fast, moves
+            changes[entry][~np.isfinite(values)] = 0.0
+        return slow - fast, changes
 
-    def _errors(
-        self, moves: Mapping[Output, Any], known: Mapping[Output, NDArray]
+    def _model_errors(
+        self, changes: Mapping[Output, Any], known: Mapping[Output, NDArray]
     ) -> Dict[int, float]:
-        """Return the errors that changes of nodes' outputs cause in the model's, by node."""
-        sums: Dict[int, List[float]] = {i: [0.0] * _PROBES for i, _ in moves}
-        lost = {entry[0] for entry, move in moves.items() if not np.isfinite(move).all()}
-        finite = {entry: move for entry, move in moves.items() if entry[0] not in lost}
+        """Return by node the error that `changes` of its outputs cause in the model's outputs."""
+        sums: Dict[int, List[float]] = {i: [0.0] * _PROBES for i, _ in changes}
+        lost = {entry[0] for entry, change in changes.items() if not np.isfinite(change).all()}
+        finite = {entry: change for entry, change in changes.items() if entry[0] not in lost}
         graph = self._graph
         if not self._training:
-            graph = replace(graph, nodes=[_as_in_inference(node) for node in graph.nodes])
-        graph, names = _with_probes(graph, list(finite))
+            graph = replace(graph, nodes=[_inference_form(node) for node in graph.nodes])
+        graph, names = _with_probe_inputs(graph, list(finite))
         probes = {name: _zeros_like(known[entry]) for entry, name in names.items()}
         for probe in probes.values():
             probe.attach_grad()
@@ -269,17 +280,17 @@ class _Costs:
             # An operator has no gradient: layers are ranked by their own errors.
             logger.debug("tune: no gradients of the outputs: %s", error)
             sums = {i: [0.0] for i in sums}
-            for entry, move in finite.items():
+            for entry, change in finite.items():
                 size = float(np.linalg.norm(dense_values(known[entry]))) or 1.0
-                sums[entry[0]][0] += float(np.linalg.norm(move)) / size
+                sums[entry[0]][0] += float(np.linalg.norm(change)) / size
         errors = {i: math.sqrt(sum(x**2 for x in some) / len(some)) for i, some in sums.items()}
         return {i: math.inf if i in lost else error for i, error in errors.items()}
 
-    def _run(self, node: Node, inputs: Sequence[NDArray]) -> List[NDArray]:
+    def _run_node(self, node: Node, inputs: Sequence[NDArray]) -> List[NDArray]:
         return list(run_node(node, inputs, self._context, self._is_np))
 
-    def _run_low(self, node: Node, inputs: Sequence[NDArray]) -> List[NDArray]:
-        """Run a node as the policy does if its inputs are in the target dtype already."""
+    def _run_node_low(self, node: Node, inputs: Sequence[NDArray]) -> List[NDArray]:
+        """Run a node as under the policy, from inputs that are in the target dtype already."""
         target = self._policy.target_dtype
         kinds = dtypes_of(inputs)
         fixed = fixed_inputs(self._policy.rule(node.operator), node.attrs, len(kinds))
@@ -300,22 +311,23 @@ class _Costs:
             cast(one, decision.through, self._is_np)
             if decision.through is not None and decision.rounds(k, dtypes_of([one])[0])
             else one
-            for k, one in enumerate(self._run(node, read))
+            for k, one in enumerate(self._run_node(node, read))
         ]
 
-    def _rounded(self, array: NDArray) -> NDArray:
-        """Return an input rounded as by a layer in low precision, unless that is not finite."""
+    def _round_trip(self, array: NDArray) -> NDArray:
+        """Return a float32 array rounded to the target dtype, or as it is if that gives Inf."""
         if dtypes_of([array])[0] != "float32":
             return array
         there = cast(cast(array, self._policy.target_dtype, self._is_np), "float32", self._is_np)
         lost = np.isfinite(array.asnumpy()).all() and not np.isfinite(there.asnumpy()).all()
         return array if lost else there
 
-    def _timed(self, run: Callable[[], List[NDArray]]) -> Tuple[List[NDArray], float]:
+    def _time(self, run: Callable[[], List[NDArray]]) -> Tuple[List[NDArray], float]:
+        """Return the arrays that `run` returns, and the seconds of its fastest call of a few."""
         seconds, outputs = math.inf, []
         for _ in range(_REPEATS):
             began = time.perf_counter()
-            with self._mode():
+            with self._running_mode():
                 outputs = run()
             mx.nd.waitall()
             seconds = min(seconds, time.perf_counter() - began)
@@ -326,10 +338,11 @@ class _Costs:
 
 
 class Search:
-    """A search for the smallest set of layers that has to stay in float32, likely ones first.
+    """A search for the smallest set of layers with which in float32 the model is accurate enough.
 
-    `works` returns whether the model is accurate enough with a set of layers in float32; it is with
-    all of them. It may raise to end the search: `best` is the smallest set that worked so far.
+    `works` returns whether it is with a set of layers; with all of them it is. It may raise to end
+    the search: `best` is the smallest set that worked so far. `order` holds all layers, those that
+    most likely have to stay in float32 first.
 
     Bisection finds, one by one, layers that can't be done without: the last layer of the shortest
     prefix of `order` that works is one. For k layers of n there are at most some 2 log2(n) +
@@ -346,7 +359,7 @@ class Search:
 
     @property
     def evaluations(self) -> int:
-        """The number of evaluations."""
+        """The number of different sets that `works` was called with."""
         return len(self._known) - 1
 
     def run(self) -> FrozenSet[int]:
@@ -357,20 +370,21 @@ class Search:
         found: List[int] = []
         rest = self._order
         while not self._try(found):
-            length = self._shortest(found, rest, gallop=not found)
+            length = self._shortest_prefix(found, rest, gallop=not found)
             found, rest = [*found, rest[length - 1]], rest[: length - 1]
-        self._shrink()
+        self._drop_unneeded()
         if len(self.best) == 1 or len(self._order) <= EXHAUSTIVE:
-            self._try_smaller(self._order)
+            self._try_smaller_sets()
             self.proven = True
             return self.best
         everything = set(self._order)
         self.proven = not any(self._try(everything - {one}) for one in self.best)
         if not self.proven:
-            self._try_smaller(self._order, most=_TRIES)
+            self._try_smaller_sets(most=_TRIES)
         return self.best
 
     def _try(self, kept: "Sequence[int] | FrozenSet[int] | set[int]") -> bool:
+        """Return whether the set of layers works, calling `works` once a set; update `best`."""
         layers = frozenset(kept)
         if layers not in self._known:
             self._known[layers] = self._works(layers)
@@ -378,7 +392,7 @@ class Search:
             self.best = layers
         return self._known[layers]
 
-    def _shortest(self, found: List[int], rest: Sequence[int], gallop: bool) -> int:
+    def _shortest_prefix(self, found: List[int], rest: Sequence[int], gallop: bool) -> int:
         """Return the length of the shortest prefix of `rest` that works together with `found`.
 
         The empty prefix fails, the full one works. With `gallop`, lengths 1, 2, 4, ... come first.
@@ -398,18 +412,19 @@ class Search:
                 fails = middle
         return works
 
-    def _shrink(self) -> None:
-        """Remove the layers that are not needed."""
+    def _drop_unneeded(self) -> None:
+        """Remove from `best`, one by one, the layers without which the rest still works."""
         for one in sorted(self.best, key=self._order.index, reverse=True):
             if len(self.best) > 1 and one in self.best:
                 self._try(self.best - {one})
 
-    def _try_smaller(self, layers: Sequence[int], most: float = math.inf) -> None:
-        """Try smaller sets, the smallest first, at most `most` of each size.
+    def _try_smaller_sets(self, most: float = math.inf) -> None:
+        """Try sets smaller than `best`, the smallest first, at most `most` of each size.
 
         Where errors add up, bisection can end in a set that needs each of its layers.
         """
         for size in range(1, len(self.best)):
-            first = next(n for n in range(len(layers), -1, -1) if math.comb(n, size) <= most)
-            if any(self._try(some) for some in combinations(layers[:first], size)):
+            lengths = range(len(self._order), -1, -1)
+            first = next(n for n in lengths if math.comb(n, size) <= most)
+            if any(map(self._try, combinations(self._order[:first], size))):
                 break

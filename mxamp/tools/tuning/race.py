@@ -41,7 +41,7 @@ _AS_FAST = 1.01
 
 
 class Form:
-    """A way to run the model, under a policy, that is ready to run, and its times."""
+    """The model made ready to run in one way under one policy, with its accuracy and times."""
 
     def __init__(self, way: str, policy: Optional[Policy], subject: Subject) -> None:
         self.way = way  #: "plain", "autocast", "converted" or "fused"
@@ -56,22 +56,22 @@ class Form:
                 cast_optional_params=True,
                 fuse=way == "fused",
             )
-        self._step = _step_of(self.block, policy if way == "autocast" else None, subject)
+        self._step = _step_function(self.block, policy if way == "autocast" else None, subject)
         self.verdict: Optional[Verdict] = None
         self.seconds: List[float] = []  #: of one run, by turn
         self.ratios: List[float] = []  #: float32's seconds over these, of the same round
 
-    def turn(self, repeats: int = 1) -> float:
-        """Return the seconds of a run, as the mean of some."""
+    def mean_seconds(self, repeats: int = 1) -> float:
+        """Run the model `repeats` times; return the mean seconds of a run."""
         began = time.perf_counter()
         for _ in range(repeats):
             self._step()
         return (time.perf_counter() - began) / repeats
 
-    def add(self, seconds: float, plain: float) -> None:
-        """Add a turn; `plain` are float32's seconds in the same round."""
+    def add_turn(self, seconds: float, plain_seconds: float) -> None:
+        """Record the seconds of a run, and those of float32 in the same round."""
         self.seconds.append(seconds)
-        self.ratios.append(plain / seconds)
+        self.ratios.append(plain_seconds / seconds)
 
     @property
     def speedup(self) -> float:
@@ -84,14 +84,14 @@ class Form:
         accurate = self.verdict is not None and self.verdict.within
         return accurate and self.speedup >= _MARGIN and _quartiles(self.ratios)[0] >= 1.0
 
-    def trial(self, applied: Sequence[str]) -> Trial:
-        """Return the measurements; `applied` are the substitutions in the model's graph."""
+    def trial(self, substitutions: Sequence[str]) -> Trial:
+        """Return the measurements as a `Trial`; `substitutions` are those in the model's graph."""
         low, high = _quartiles(self.seconds)
         policy = self.policy if self.lowers else None
         return Trial(
             self.way,
             policy.target_dtype if policy else "float32",
-            tuple(applied) if self.policy else (),
+            tuple(substitutions) if self.policy else (),
             len(policy.fp32_layers) if policy else 0,
             statistics.median(self.seconds) * 1e3,
             (high - low) * 1e3,
@@ -101,7 +101,10 @@ class Form:
         )
 
 
-def _step_of(block: HybridBlock, policy: Optional[Policy], subject: Subject) -> Callable[[], None]:
+def _step_function(
+    block: HybridBlock, policy: Optional[Policy], subject: Subject
+) -> Callable[[], None]:
+    """Return a function that runs the first batch once: forward, and backward with a loss."""
     batch, loss = subject.batches[0], subject.loss
 
     def step() -> None:
@@ -122,46 +125,47 @@ def _step_of(block: HybridBlock, policy: Optional[Policy], subject: Subject) -> 
 
 
 class Race:
-    """A race between forms of a model on its first batch; the fastest accurate one wins.
+    """Times forms of a model in turns on its first batch; the fastest accurate one wins.
 
-    `applied` are the substitutions in the model's graph.
+    `substitutions` are the names of those in the model's graph.
     """
 
-    def __init__(self, accuracy: Accuracy, applied: Sequence[str]) -> None:
+    def __init__(self, accuracy: Accuracy, substitutions: Sequence[str]) -> None:
         self._accuracy, self._deadline = accuracy, accuracy.deadline
-        self._subject, self._applied = accuracy.subject, tuple(applied)
+        self._subject, self.substitutions = accuracy.subject, tuple(substitutions)
         self.plain = Form("plain", None, self._subject)
         self.plain.verdict = accuracy.plain
         with autocast(enabled=False):
             # The first call makes the graph, the second one the memory.
-            self.plain.seconds.append(min(self.plain.turn() for _ in range(3)))
+            self.plain.seconds.append(min(self.plain.mean_seconds() for _ in range(3)))
         self._forms: Dict[Tuple[str, Optional[Policy]], Form] = {("plain", None): self.plain}
         self._repeats = max(1, math.ceil(_SHORTEST / self.plain.seconds[0]))
 
     def run(self, policies: Sequence[Policy], rounds: int) -> None:
-        """Time the forms of policies in turns with float32, without the hopelessly slow ones.
+        """Time the forms under `policies` in `rounds` with float32; drop slow ones on the way.
 
         The first round may go past the deadline of the phase, but not past the budget.
         """
         with autocast(enabled=False):
-            racing = [form for policy in policies for form in self._forms_of(policy)]
+            racing = [form for policy in policies for form in self._forms_under(policy)]
             for number in range(rounds):
                 best = max([1.0, *(form.speedup for form in racing)])
                 least = best * _HOPELESS[number > 1]
                 racing = [form for form in racing if not form.ratios or form.speedup >= least]
                 last = [form.seconds[-1] for form in (self.plain, *racing) if form.seconds]
                 self._deadline.check(sum(last) * self._repeats, whole=not number)
-                self._round(racing)
+                self._run_round(racing)
 
-    def _round(self, racing: Sequence[Form]) -> None:
-        plain = self.plain.turn(self._repeats)
-        self.plain.add(plain, plain)
-        for form in racing:
-            form.add(form.turn(self._repeats), plain)
+    def _run_round(self, forms: Sequence[Form]) -> None:
+        """Time float32, then each form."""
+        plain_seconds = self.plain.mean_seconds(self._repeats)
+        self.plain.add_turn(plain_seconds, plain_seconds)
+        for form in forms:
+            form.add_turn(form.mean_seconds(self._repeats), plain_seconds)
 
-    def _forms_of(self, policy: Policy) -> Iterator[Form]:
-        """Yield the forms of the model under a policy that can run."""
-        ways = ["autocast"] if policy.lowers or self._applied else []
+    def _forms_under(self, policy: Policy) -> Iterator[Form]:
+        """Yield the model's forms under a policy, made if new; leave out those that fail to run."""
+        ways = ["autocast"] if policy.lowers or self.substitutions else []
         if not self._subject.training:
             # In float32 there is nothing to cast offline.
             ways += ["converted", "fused"] if policy.lowers else ["fused"]
@@ -169,50 +173,50 @@ class Race:
             if (way, policy) not in self._forms:
                 self._deadline.check(whole=True)
                 try:
-                    self._enter(Form(way, policy, self._subject), policy)
+                    self._add_form(Form(way, policy, self._subject), policy)
                 except (AmpError, MXNetError) as error:
                     logger.debug("tune: %s does not run under %s: %s", way, policy, error)
                     continue
             yield self._forms[way, policy]
 
-    def _enter(self, form: Form, policy: Policy) -> None:
-        seconds, plain = min(form.turn(), form.turn()), self.plain.seconds[-1]
+    def _add_form(self, form: Form, policy: Policy) -> None:
+        """Record a form after two runs, with its accuracy unless it is far too slow."""
+        seconds, plain = min(form.mean_seconds(), form.mean_seconds()), self.plain.seconds[-1]
         if seconds > plain * _TOO_SLOW:
-            form.add(seconds, plain)
+            form.add_turn(seconds, plain)
         elif form.way == "autocast":
-            form.verdict = self._accuracy.of(policy)
-        elif not form.lowers or self._accuracy.of(policy).within:
-            form.verdict = self._accuracy.of(policy, form.block)
+            form.verdict = self._accuracy.measure(policy)
+        elif not form.lowers or self._accuracy.measure(policy).within:
+            form.verdict = self._accuracy.measure(policy, form.block)
         self._forms[form.way, policy] = form
 
-    def best(self, lowers: bool) -> float:
-        """Return the best speed in low precision or in float32, as a multiple of float32's."""
-        return max([f.speedup for f in self._timed() if f.lowers == lowers], default=0.0)
+    def best_speedup(self, lowers: bool) -> float:
+        """Return the best speedup of the forms that do, or don't, lower precision; 0 if none."""
+        return max([f.speedup for f in self._timed_forms() if f.lowers == lowers], default=0.0)
 
-    def may_pay(self) -> bool:
-        """Return whether low precision may be the fastest."""
-        low = self.best(lowers=True)
-        return not low or low * _MARGIN >= max(self.best(lowers=False), 1.0)
+    def low_may_win(self) -> bool:
+        """Return whether a form in low precision is, or by chance could be, the fastest."""
+        low = self.best_speedup(lowers=True)
+        return not low or low * _MARGIN >= max(self.best_speedup(lowers=False), 1.0)
 
     def winner(self) -> Form:
         """Return the fastest accurate form; of equally fast ones float32, then the first tried."""
-        able = sorted((form for form in self._timed() if form.may_win), key=lambda f: f.lowers)
+        able = sorted(
+            (form for form in self._timed_forms() if form.may_win), key=lambda f: f.lowers
+        )
         top = max((form.speedup for form in able), default=0.0)
         return next((form for form in able if form.speedup * _AS_FAST >= top), self.plain)
 
-    def _timed(self) -> List[Form]:
+    def _timed_forms(self) -> List[Form]:
         return [form for form in self._forms.values() if form.ratios]
 
     def trials(self) -> Tuple[Trial, ...]:
         """Return the measurements of all timed forms."""
-        return tuple(form.trial(self._applied) for form in self._timed())
-
-    def chosen(self) -> Trial:
-        """Return the measurements of the winner."""
-        return self.winner().trial(self._applied)
+        return tuple(form.trial(self.substitutions) for form in self._timed_forms())
 
 
 def _quartiles(values: Sequence[float]) -> Tuple[float, float]:
+    """Return the first and third quartile; of a single value, that value twice."""
     if len(values) < 2:  # noqa: PLR2004
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -22,7 +22,7 @@ from .accuracy import MOST_BATCHES, OUTPUTS, Accuracy, Subject, Tolerance, Verdi
 from .deadline import Deadline, seconds_of
 from .layers import Search, lowered_layers, measured_layers
 from .race import Race
-from .tuning import Tuning, known, machine_of
+from .tuning import Tuning, machine_of, none_if_nan
 
 __all__ = ["STOPPED", "USED", "WAYS", "Tuner", "tune"]
 
@@ -98,7 +98,7 @@ def tune(
     policy: Optional[Policy] = None,
     timed: bool = True,
 ) -> Tuning:
-    """Find a policy that is as accurate as you ask, and never slower than float32, as measured.
+    """Find by measuring the fastest policy whose results are within a tolerance of float32's.
 
     ::
 
@@ -168,7 +168,7 @@ def tune(
 
     Holds a copy of the parameters for each form that is timed, and all activations of one batch.
     """
-    base = _base_of(target_dtype, policy)
+    base = _checked_base_policy(target_dtype, policy)
     seed = whole_number("seed", seed)
     tolerance = _tolerance(rtol, metric, min_metric, loss is not None)
     deadline = Deadline(seconds_of(budget))
@@ -180,7 +180,8 @@ def tune(
         return Tuner(accuracy, base, seed, timed).run()
 
 
-def _base_of(target_dtype: Any, policy: Optional[Policy]) -> Policy:
+def _checked_base_policy(target_dtype: Any, policy: Optional[Policy]) -> Policy:
+    """Return the policy that the search starts from; raise if it computes all in float32."""
     if policy is None:
         return Policy.default(target_dtype or default_dtype())
     given = DEFAULT_TARGET if target_dtype is None else check_target(target_dtype)
@@ -191,6 +192,7 @@ def _base_of(target_dtype: Any, policy: Optional[Policy]) -> Policy:
 
 
 def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Tolerance:
+    """Return the tolerance in the arguments of `tune`; raise if they contradict each other."""
     if rtol is not None:
         rtol = positive_number("`rtol`", rtol)
     if metric is None:
@@ -208,11 +210,11 @@ def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Toler
     if isinstance(created, _LOSSES):
         raise ArgumentError(LESS_IS_BETTER.format(given=shown(metric)))
     least = None if min_metric is None else float(min_metric)
-    return Tolerance(rtol, functools.partial(_measured, created), least)
+    return Tolerance(rtol, functools.partial(_metric_value, created), least)
 
 
-def _measured(metric: Any, labels: Sequence[Any], predictions: Sequence[Any]) -> float:
-    """Return a metric over all batches, without changing the metric object."""
+def _metric_value(metric: Any, labels: Sequence[Any], predictions: Sequence[Any]) -> float:
+    """Return a metric's value over all batches; `metric` itself stays as it is."""
     fresh = copy.deepcopy(metric)
     fresh.reset()
     for label, prediction in zip(labels, predictions):
@@ -224,12 +226,12 @@ def _measured(metric: Any, labels: Sequence[Any], predictions: Sequence[Any]) ->
 
 
 class Tuner:
-    """A search that measures a model until a policy is found, or the budget is spent."""
+    """A search for the policy of one model, with what it has measured so far."""
 
     def __init__(self, accuracy: Accuracy, base: Policy, seed: int, timed: bool) -> None:
         self.accuracy, self.subject, self.deadline = accuracy, accuracy.subject, accuracy.deadline
         self.base, self.plain, self.seed = base, base.in_float32(), seed
-        self.layers, self.applied = lowered_layers(self.subject, base)
+        self.layers, self.substitutions = lowered_layers(self.subject, base)
         self.notes: List[str] = [MORE_DATA] if self.subject.more else []
         emulated = base.target_dtype == "float16" and base.device == "cpu"
         self.timed = timed and not emulated
@@ -241,69 +243,72 @@ class Tuner:
         self.kept: Optional[FrozenSet[str]] = None
 
     def run(self) -> Tuning:
-        """Run the search to its end, or until the budget or Ctrl-C ends it."""
+        """Return the result of the search, at its end or when the budget or Ctrl-C ends it."""
         with self.deadline.stoppable():
-            self._measure()
-        return self._result()
+            self._run_phases()
+        return self._build_tuning()
 
-    def _measure(self) -> None:
+    def _run_phases(self) -> None:
+        """Measure accuracy, time all forms, search for the layers to keep, time the best forms."""
         lowers = not (self.timed and self.base.rule("Convolution").missing)
         if not lowers:
             self.notes.append(NO_KERNELS)
         within, pays = False, lowers
         with self.deadline.phase(self.base.target_dtype):
-            within = lowers and self.accuracy.of(self.base).within
+            within = lowers and self.accuracy.measure(self.base).within
         if self.timed:
             with self.deadline.phase("forms of the model", _FIRST_RACE):
                 self.deadline.check(whole=True)
-                self.race = Race(self.accuracy, self.applied)
+                self.race = Race(self.accuracy, self.substitutions)
                 self.race.run([self.base, self.plain] if lowers else [self.plain], _FEW)
-            pays = pays and (self.race is None or self.race.may_pay())
+            pays = pays and (self.race is None or self.race.low_may_win())
         if within:
             self.kept = frozenset()
         elif pays:
             # The search needs the costs of the layers; otherwise they are for the report alone.
-            self._look_at_layers(_LAYERS)
-            self._search()
+            self._measure_layers(_LAYERS)
+            self._search_layers()
         with self.deadline.phase("the fastest forms", _SECOND_RACE):
             if self.race is not None:
-                low = [self._low(self.kept)] if pays and self.kept is not None else []
+                low = [self._keeping_float32(self.kept)] if pays and self.kept is not None else []
                 self.race.run([*low, self.plain], _MORE)
         if lowers and (within or not pays):
-            self._look_at_layers(1.0)
+            self._measure_layers(1.0)
 
-    def _look_at_layers(self, share: float) -> None:
+    def _measure_layers(self, share: float) -> None:
+        """Store each layer's error and gain in `layers`, until a share of the budget is spent."""
         with self.deadline.phase("layers", share):
             arguments = self.base, self.seed, self.deadline
             self.layers = measured_layers(self.subject, self.layers, *arguments)
 
-    def _low(self, kept: Iterable[str]) -> Policy:
-        """Return the base policy with these layers in float32."""
-        return self.base.override(fp32_layers=[self._pattern(name) for name in sorted(kept)])
+    def _keeping_float32(self, names: Iterable[str]) -> Policy:
+        """Return the base policy with the layers of these names in float32."""
+        return self.base.override(fp32_layers=[self._layer_pattern(name) for name in sorted(names)])
 
-    def _pattern(self, name: str) -> str:
-        """Return a pattern for a layer that also holds where Gluon numbers the block otherwise.
+    def _layer_pattern(self, name: str) -> str:
+        """Return a `fp32_layers` pattern for a layer, independent of the block's name if possible.
 
-        It is relative to the block ("*stage1_conv0_fwd") where it matches no other layer.
+        Gluon numbers blocks by their order in the process. The pattern is relative to the block
+        ("*stage1_conv0_fwd") if it then matches no other layer, else the whole name.
         """
         prefix = self.subject.prefix
         rest = name[len(prefix) :] if prefix and name.startswith(prefix) else ""
         pattern = f"*{exact_pattern(rest)}"
         names = {node.name for node in self.subject.graph.all_nodes if not node.is_variable}
-        # A name without "_" is that of the block's own operator: too little to be told by.
+        # A name without "_" is that of the block's own operator, such as "fwd": too common.
         if "_" in rest and {n for n in names if fnmatch.fnmatchcase(n, pattern)} == {name}:
             return pattern
         return exact_pattern(name)
 
-    def _search(self) -> None:
-        """Find the layers that have to stay in float32."""
+    def _search_layers(self) -> None:
+        """Store in `kept` the smallest set of float32 layers found that is accurate enough."""
         # The most expensive layer comes first; of equals, the one that runs first.
-        order = sorted(self.layers.values(), key=lambda layer: -(known(layer.error) or 0.0))
+        order = sorted(self.layers.values(), key=lambda layer: -(none_if_nan(layer.error) or 0.0))
         names = [layer.name for layer in order]
 
         def works(kept: FrozenSet[int]) -> bool:
             self.deadline.check(self.accuracy.seconds)
-            return self.accuracy.of(self._low(names[i] for i in kept)).within
+            return self.accuracy.measure(self._keeping_float32(names[i] for i in kept)).within
 
         search = Search(works, range(len(names)))
         try:
@@ -319,18 +324,19 @@ class Tuner:
 
     # ------------------------------------------------------------------ the result
 
-    def _chosen(self) -> Tuple[str, Policy, Verdict]:
-        """Return the way, the policy and its verdict."""
+    def _choose_form(self) -> Tuple[str, Policy, Verdict]:
+        """Return the way to run the model, its policy, and the errors under that policy."""
         if not self.timed and self.kept is not None:
-            policy = self._low(self.kept)
-            return "autocast", policy, self.accuracy.of(policy)
+            policy = self._keeping_float32(self.kept)
+            return "autocast", policy, self.accuracy.measure(policy)
         winner = self.race.winner() if self.race is not None else None
         if winner is not None and winner.policy is not None and winner.verdict is not None:
             return winner.way, winner.policy, winner.verdict
         return "plain", self.plain.override(substitutions=[]), self.accuracy.plain
 
-    def _result(self) -> Tuning:
-        way, policy, verdict = self._chosen()
+    def _build_tuning(self) -> Tuning:
+        """Return the chosen policy and all measurements as a `Tuning`."""
+        way, policy, verdict = self._choose_form()
         accuracy, race = self.accuracy, self.race
         by_metric = accuracy.plain.metric is not None and accuracy.tolerance.rtol is None
         kept = self.kept or frozenset() if policy.lowers else frozenset()
@@ -355,9 +361,9 @@ class Tuner:
             seed=self.seed,
             complete=self.deadline.complete,
             notes=tuple(self._notes(way, policy)),
-            chosen=race.chosen() if race is not None else None,
+            chosen=race.winner().trial(race.substitutions) if race is not None else None,
             trials=race.trials() if race is not None else (),
-            layers=tuple(one for one in layers if one.kept or known(one.error) is not None),
+            layers=tuple(one for one in layers if one.kept or none_if_nan(one.error) is not None),
         )
 
     def _notes(self, way: str, policy: Policy) -> List[str]:
@@ -370,7 +376,10 @@ class Tuner:
         elif way == "plain":
             notes.append(FLOAT32 if self.deadline.complete else UNDECIDED)
         if self.race is not None and not policy.lowers:
-            low, others = self.race.best(lowers=True), max(self.race.best(lowers=False), 1.0)
+            low, others = (
+                self.race.best_speedup(lowers=True),
+                max(self.race.best_speedup(lowers=False), 1.0),
+            )
             if 0 < low < others:
                 notes.append(NOT_PAID.format(dtype=dtype, low=low, others=others))
         notes += self.accuracy.notes()

@@ -17,7 +17,7 @@ from ...policy.saving import policy_toml
 from ..debugging.explain import NodePlan, Plan
 from ..tables import html_table, text_table
 
-__all__ = ["LayerCost", "Trial", "Tuning", "known", "machine_of"]
+__all__ = ["LayerCost", "Trial", "Tuning", "none_if_nan", "machine_of"]
 
 #: How many layers a report lists.
 _LISTED = 20
@@ -180,7 +180,7 @@ class Tuning:
         }
 
     def annotated(self, plan: Plan) -> Plan:
-        """Return a plan of the tuned model with the measured error and gain of each layer.
+        """Return a plan of the tuned model with the measured error and gain on each layer's node.
 
         ::
 
@@ -189,13 +189,13 @@ class Tuning:
         """
         costs = {layer.name: layer for layer in self.layers}
 
-        def measured(node: NodePlan) -> NodePlan:
+        def with_costs(node: NodePlan) -> NodePlan:
             layer = costs.get(node.name)
             if layer is None:
                 return node
-            return replace(node, error=known(layer.error), gain=known(layer.gain))
+            return replace(node, error=none_if_nan(layer.error), gain=none_if_nan(layer.gain))
 
-        return replace(plan, nodes=tuple(map(measured, plan.nodes)))
+        return replace(plan, nodes=tuple(map(with_costs, plan.nodes)))
 
     def save(self, path: Union[str, Path]) -> None:
         """Write the policy to a TOML file, under comments that say how it was tuned.
@@ -225,7 +225,7 @@ class Tuning:
         return said + tables + (f"<ul>{notes}</ul>" if notes else "")
 
     def sentences(self) -> Sequence[str]:
-        """Return the sentences at the head of the report."""
+        """Return the report's first sentences: the choice, its errors, and the search."""
         limit = "without a tolerance"
         if self.tolerance is not None:
             limit = f"within a relative error of {self.tolerance:.4g}"
@@ -250,6 +250,7 @@ class Tuning:
         return said
 
     def _choice(self) -> str:
+        """Return the chosen way to run the model and its speed, as part of a sentence."""
         trial = self.chosen
         if trial is None:
             return self.way
@@ -277,12 +278,13 @@ class Tuning:
 
 
 def _cells(row: Union[Trial, LayerCost]) -> List[Any]:
+    """Return the fields of a trial or layer as table cells: tuples joined, booleans as "yes"."""
     cells = [", ".join(x) if isinstance(x, tuple) else x for x in astuple(row)]
     return [("yes" if x else "") if isinstance(x, bool) else x for x in cells]
 
 
 def machine_of(device: str) -> Tuple[Tuple[str, str], ...]:
-    """Return what times depend on: the machine, and MXNet's version."""
+    """Return names and values of what times depend on: the machine's parts, MXNet's version."""
     return (
         ("device", device),
         ("cpu", machine.cpu_name()),
@@ -293,15 +295,16 @@ def machine_of(device: str) -> Tuple[Tuple[str, str], ...]:
 
 
 def _rank(layer: LayerCost) -> Tuple[float, float]:
-    error, gain = known(layer.error), known(layer.gain)
+    """Return the sort key that puts unmeasured errors, then large errors, first."""
+    error, gain = none_if_nan(layer.error), none_if_nan(layer.gain)
     return -math.inf if error is None else -error, math.inf if gain is None else -gain
 
 
-def known(value: Optional[float]) -> Optional[float]:
-    """Return a figure, or None where it was not measured."""
+def none_if_nan(value: Optional[float]) -> Optional[float]:
+    """Return a figure, or None instead of NaN, which stands for one that was not measured."""
     return None if value is None or math.isnan(value) else value
 
 
 def _printable(line: str) -> str:
-    """Return text that a comment of TOML may hold: metrics and inputs have names of any kind."""
+    """Return a line with a space for each character that a TOML comment can't hold."""
     return "".join(letter if letter.isprintable() else " " for letter in line)
