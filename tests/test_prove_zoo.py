@@ -67,7 +67,7 @@ def sleep():
     "task, words", [(die, "the process died (status -9)"), (sleep, "took over 0.2 s")]
 )
 def test_a_model_that_dies_is_a_result(module, task, words):
-    assert module("processes").forked(task, [], 0.2 if task is sleep else 30) == {"failure": words}
+    assert module("processes").run_forked(task, [], 0.2 if task is sleep else 30) == {"failure": words}
 
 
 @pytest.mark.parametrize(
@@ -129,4 +129,4 @@ def test_boxes_are_matched_by_class_and_overlap(module):
     [([2.0, 1.0, 0.5], True), ([2.0, 3.0], False), ([2.0, float("nan")], False), ([], False)],
 )
 def test_losses_have_to_fall(module, losses, right):
-    assert module("results").trains({"losses": losses}) is right
+    assert module("results").losses_fall({"losses": losses}) is right

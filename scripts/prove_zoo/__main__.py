@@ -34,7 +34,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "measured" / "proof.jso
 Task = Tuple[str, str, Tuple[str, ...]]
 
 
-def perform(
+def run_tasks(
     tasks: List[Task], jobs: int, limit: float, done: Callable[[str, Dict[str, Any]], None]
 ) -> None:
     """Run tasks, `jobs` at a time, and call `done` with each result."""
@@ -65,7 +65,7 @@ def perform(
         thread.join()
 
 
-def names_of_all() -> List[str]:
+def model_names() -> List[str]:
     """Return the names of the models of all installed packages."""
     server = Server("worker.py")
     try:
@@ -74,16 +74,16 @@ def names_of_all() -> List[str]:
         server.close()
 
 
-def conversions(only: Tuple[str, ...], dtypes: Tuple[str, ...], stock: bool) -> List[Task]:
-    """Return the tasks of conversion."""
-    cases = [case for case in zoo.chosen(names_of_all(), only) if case.left_out is None]
+def conversion_tasks(only: Tuple[str, ...], dtypes: Tuple[str, ...], stock: bool) -> List[Task]:
+    """Return a task for each model that `only` selects: its conversion to the dtypes."""
+    cases = [case for case in zoo.select_cases(model_names(), only) if case.left_out is None]
     return [
         (c.name, "worker.py", (c.name, ",".join(dtypes), "stock" if stock else "")) for c in cases
     ]
 
 
-def trainings(only: Tuple[str, ...], dtypes: Tuple[str, ...], stock: bool) -> List[Task]:
-    """Return the tasks of training: each way for each representative."""
+def training_tasks(only: Tuple[str, ...], dtypes: Tuple[str, ...], stock: bool) -> List[Task]:
+    """Return a task for each way to train each representative that `only` selects."""
     ways = ["float32", *(f"mxamp {dtype}" for dtype in dtypes)]
     ways += [f"stock {dtype}" for dtype in dtypes] if stock else []
     return [
@@ -102,7 +102,7 @@ def show(found: Dict[str, Any], console: Console) -> bool:
             for row in rows:
                 table.add_row(*(results.cell(value) for value in row))
             console.print(table)
-    return not results.problems(found["models"]) and not results.untrained(found["training"])
+    return not results.problems(found["models"]) and not results.failed_trainings(found["training"])
 
 
 @click.command(help=(__doc__ or "").strip())
@@ -125,7 +125,7 @@ def main(
         click.echo(results.markdown(found))
         return
     part = found["training" if train else "models"]
-    tasks = (trainings if train else conversions)(only, dtypes or zoo.DTYPES, stock)
+    tasks = (training_tasks if train else conversion_tasks)(only, dtypes or zoo.DTYPES, stock)
     tasks = [task for task in tasks if not resume or task[0] not in part]
     console = Console()
     with Progress(console=console, transient=True) as progress:
@@ -138,10 +138,10 @@ def main(
             progress.update(bar, advance=1, description=name)
             if not console.is_terminal:
                 console.print(
-                    f"{name}: {results.line(name, result)}", markup=False, highlight=False
+                    f"{name}: {results.summary_line(name, result)}", markup=False, highlight=False
                 )
 
-        perform(tasks, jobs, timeout, done)
+        run_tasks(tasks, jobs, timeout, done)
     sys.exit(0 if show(found, console) else 1)
 
 

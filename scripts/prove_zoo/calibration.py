@@ -6,7 +6,7 @@ graph is run node by node, and each BatchNorm gets the mean and variance of its 
 """
 
 import re
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import mxnet as mx
 
@@ -28,25 +28,25 @@ _PRODUCERS = ("Convolution", "FullyConnected")
 
 
 def branch_ends(graph: Graph) -> List[Node]:
-    """Return the BatchNorms and convolutions whose outputs are added to something else."""
+    """Return one BatchNorm or convolution of each residual sum: the end of its branch."""
     ends = []
     for node in graph.nodes:
         if node.op not in _SUMS or len(node.inputs) != 2:
             continue
-        found = [_end(graph, graph.nodes[i]) for i, _ in node.inputs]
-        found = [end for end in found if end is not None]
-        ends += found[:1]
+        found = [_branch_end(graph, graph.nodes[i]) for i, _ in node.inputs]
+        ends += [end for end in found if end is not None][:1]
     return ends
 
 
-def _end(graph: Graph, node: Node) -> Any:
+def _branch_end(graph: Graph, node: Node) -> Optional[Node]:
+    """Return the BatchNorm or convolution that ends a branch with `node`, or None."""
     while node.op in _PRODUCTS and node.inputs:
         node = graph.nodes[node.inputs[0][0]]
     return node if node.op in (*_NORMS, "Convolution") else None
 
 
 def predictors(graph: Graph) -> List[Node]:
-    """Return the last products before selections."""
+    """Return the last convolutions and dense layers before selections (nms, topk)."""
     if not any(selects(node) for node in graph.nodes):
         return []
     leads = [False] * len(graph.nodes)
@@ -59,7 +59,7 @@ def predictors(graph: Graph) -> List[Node]:
 
 
 def calibrate(symbol: Any, params: Dict[str, Any], data: Dict[str, Any]) -> None:
-    """Fit a network's parameters to its data, by the graph that it was traced to."""
+    """Fit a traced network's BatchNorm statistics and the scale of its weights to its data."""
     graph = Graph.from_symbol(symbol)
     activated = {i for n in graph.nodes if n.op in _ACTIVATIONS for i, _ in n.inputs}
     ends = {id(node) for node in branch_ends(graph)}
@@ -70,7 +70,7 @@ def calibrate(symbol: Any, params: Dict[str, Any], data: Dict[str, Any]) -> None
     def name_of(node: Node, i: int) -> str:
         return graph.nodes[node.inputs[i][0]].name
 
-    def fitted(node: Node, inputs: Sequence[Any]) -> List[Any]:
+    def run_calibrated(node: Node, inputs: Sequence[Any]) -> List[Any]:
         given = list(inputs)
         if node.op in _NORMS and name_of(node, 3) in params:
             new = _statistics(node, inputs[0].as_nd_ndarray())
@@ -93,11 +93,12 @@ def calibrate(symbol: Any, params: Dict[str, Any], data: Dict[str, Any]) -> None
         return list(run_node(node, given, mx.cpu()))
 
     with mx.autograd.predict_mode():
-        interpret(graph, {**values, **data}, fitted)
+        interpret(graph, {**values, **data}, run_calibrated)
     mx.nd.waitall()
 
 
 def _statistics(node: Node, value: Any) -> List[Any]:
+    """Return the mean and the variance of each channel of a BatchNorm's input."""
     axis = int(node.attrs.get("axis", 1)) % value.ndim
     axes = tuple(i for i in range(value.ndim) if i != axis)
     mean = value.mean(axis=axes)
@@ -107,7 +108,7 @@ def _statistics(node: Node, value: Any) -> List[Any]:
 
 
 def _spread(value: Any, weight: Any, bias: Any) -> List[Any]:
-    """Return weights with which a prediction has mean 0 and a standard deviation of 1."""
+    """Return a layer's weight and bias, scaled so that its output has mean 0 and deviation 1."""
     axes = tuple(i for i in range(value.ndim) if i != 1)
     mean = value.mean(axis=axes)
     shape = [1, -1] + [1] * (value.ndim - 2)
@@ -116,6 +117,7 @@ def _spread(value: Any, weight: Any, bias: Any) -> List[Any]:
 
 
 def _set(params: Dict[str, Any], name: str, value: Any, old: Any) -> Any:
+    """Set a parameter to a value in the shape, dtype and array class of `old`; return it."""
     value = value.reshape(old.shape).astype(old.dtype)
     if isinstance(old, mx.np.ndarray):
         value = value.as_np_ndarray()
@@ -124,7 +126,7 @@ def _set(params: Dict[str, Any], name: str, value: Any, old: Any) -> Any:
 
 
 def selects(node: Node) -> bool:
-    """Return whether an operator selects from its inputs, so that their last bits may decide."""
+    """Return whether a node selects from its inputs (nms, topk), where last bits may decide."""
     return bool(re.search(r"nms|topk|argsort|argmax|Proposal", node.op))
 
 

@@ -36,8 +36,8 @@ _CUSTOM_RCNN = {
 _CLASSES = ("apple", "orange", "pear", "quince", "plum")
 
 
-def _without_downloads() -> None:
-    """Patch constructors that always download weights to initialize them at random."""
+def _prevent_downloads() -> None:
+    """Patch GluonCV and `Block.load_parameters` to initialize at random instead of downloading."""
 
     def get_model_file(*_: Any, **__: Any) -> str:
         return _NO_FILE
@@ -57,7 +57,7 @@ def _without_downloads() -> None:
 
 
 def _options(case: Case, shapes: Sequence[Shape]) -> List[Dict[str, Any]]:
-    """Return keyword arguments to try in turn: not all constructors take all of them."""
+    """Return keyword arguments of a model's constructor to try in turn: not all take all."""
     options: Dict[str, Any] = {"pretrained": False, "pretrained_base": False}
     more: Dict[str, Any] = {}
     if case.family == "segmentation":
@@ -73,7 +73,7 @@ def _options(case: Case, shapes: Sequence[Shape]) -> List[Dict[str, Any]]:
 
 
 def build(case: Case, shapes: Sequence[Shape]) -> Any:
-    """Return the network, not initialized."""
+    """Return the network of a case, not initialized."""
     if case.name.startswith("np:"):
         npx.set_np()
         mx.random.seed(0)
@@ -84,7 +84,7 @@ def build(case: Case, shapes: Sequence[Shape]) -> Any:
         return net
     from gluoncv import model_zoo
 
-    _without_downloads()
+    _prevent_downloads()
     if case.name == SMALL_RCNN:
         from gluoncv.model_zoo.rcnn.faster_rcnn.faster_rcnn import custom_faster_rcnn_fpn
 
@@ -105,6 +105,7 @@ def build(case: Case, shapes: Sequence[Shape]) -> Any:
 
 
 def _limit_proposals(net: Any) -> None:
+    """Lower the number of proposals of an R-CNN."""
     for block in [net, *net._children.values()]:
         for name in _LIMITS:
             if hasattr(block, name):
@@ -112,7 +113,7 @@ def _limit_proposals(net: Any) -> None:
 
 
 def initialize(net: Any) -> None:
-    """Initialize all parameters, weights by He's scheme for ReLUs."""
+    """Initialize all parameters of a network, weights by He's scheme for ReLUs."""
     for name, param in net.collect_params().items():
         if name.endswith(("gamma", "_var")):
             param.init = mx.init.One()
@@ -125,7 +126,7 @@ def initialize(net: Any) -> None:
 
 
 def inputs_of(shapes: Sequence[Shape]) -> Tuple[Any, ...]:
-    """Return random images, smooth as photographs are."""
+    """Return a random image for each shape, smooth as photographs are."""
     import numpy as np
 
     random = np.random.RandomState(0)
@@ -143,12 +144,12 @@ def inputs_of(shapes: Sequence[Shape]) -> Tuple[Any, ...]:
 
 
 class Network(HybridBlock):
-    """A network that knows its own example."""
+    """A network with example inputs."""
 
     shape: Tuple[int, ...] = (2, 8, 16)
 
     def example(self) -> Tuple[Any, ...]:
-        """Return its inputs."""
+        """Return random inputs of the shape `shape`."""
         npx.random.seed(0)
         return (mx.np.random.normal(size=self.shape).astype("float32"),)
 
@@ -239,14 +240,8 @@ NUMPY_NETWORKS: Dict[str, Callable[[], Network]] = {
 _WORDS, _LENGTH, _ROWS, _UNITS = 1000, 24, 2, 64
 
 
-class _Vocabulary:
-    """As much of GluonNLP's vocabulary as models ask for."""
-
-    def __len__(self) -> int:
-        return _WORDS
-
-
-def _words(shape: Tuple[int, ...]) -> Any:
+def _random_words(shape: Tuple[int, ...]) -> Any:
+    """Return random indices of words."""
     return nd.random.randint(0, _WORDS, shape=shape).astype("float32")
 
 
@@ -262,7 +257,7 @@ def bert() -> Tuple[Any, Example]:
         use_decoder=False, use_classifier=True,
     )  # fmt: skip
     lengths = nd.array([_LENGTH, _LENGTH - 5])
-    return net, lambda: (_words((_ROWS, _LENGTH)), nd.zeros((_ROWS, _LENGTH)), lengths)
+    return net, lambda: (_random_words((_ROWS, _LENGTH)), nd.zeros((_ROWS, _LENGTH)), lengths)
 
 
 def transformer() -> Tuple[Any, Example]:
@@ -283,7 +278,7 @@ def language_model() -> Tuple[Any, Example]:
     net = StandardRNN("lstm", _WORDS, _UNITS, _UNITS, 2, dropout=0.2, tie_weights=False)
 
     def example() -> Tuple[Any, ...]:
-        return _words((_LENGTH, _ROWS)), net.begin_state(batch_size=_ROWS, func=nd.zeros)
+        return _random_words((_LENGTH, _ROWS)), net.begin_state(batch_size=_ROWS, func=nd.zeros)
 
     return net, example
 

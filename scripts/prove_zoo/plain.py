@@ -17,13 +17,13 @@ from processes import serve  # noqa: E402
 from zoo import flat  # noqa: E402
 
 
-def loaded(folder: Path, name: str, inputs: List[str]) -> Any:
-    """Return a saved model as a block of plain MXNet's."""
+def load_model(folder: Path, name: str, inputs: List[str]) -> Any:
+    """Return an exported model as a `SymbolBlock` of plain MXNet."""
     prefix = str(folder / name)
     return mx.gluon.SymbolBlock.imports(f"{prefix}-symbol.json", inputs, f"{prefix}-0000.params")
 
 
-def perform(place: str, kind: str, dtype: str) -> Dict[str, Any]:
+def perform_task(place: str, kind: str, dtype: str) -> Dict[str, Any]:
     """Run a model and write its outputs; return {}."""
     folder = Path(place)
     # Only NumPy shape semantics read the shapes saved by NumPy-style networks.
@@ -31,11 +31,11 @@ def perform(place: str, kind: str, dtype: str) -> Dict[str, Any]:
     given = np.load(folder / "inputs.npz")
     data = [mx.nd.array(given[name], dtype=given[name].dtype) for name in given.files]
     if kind == "load":
-        net = loaded(folder, dtype, given.files)
+        net = load_model(folder, dtype, given.files)
     else:
         from mxnet.contrib import amp
 
-        plain = loaded(folder, "float32", given.files)
+        plain = load_model(folder, "float32", given.files)
         plain.hybridize()
         plain(*data)
         net = amp.convert_hybrid_block(plain, target_dtype=dtype, ctx=mx.cpu())
@@ -48,4 +48,4 @@ def perform(place: str, kind: str, dtype: str) -> Dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(perform)
+    serve(perform_task)

@@ -19,11 +19,11 @@ _ENVIRONMENT = {
 Task = Callable[..., Dict[str, Any]]
 
 
-def forked(task: Task, arguments: List[str], limit: float) -> Dict[str, Any]:
-    """Run a task in a forked process; return its result, or how the process ended."""
+def run_forked(task: Task, arguments: List[str], limit: float) -> Dict[str, Any]:
+    """Return the result of a task run in a forked process, or a failure if that dies or hangs."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_perform, args=(task, arguments, send))
+    process = context.Process(target=_send_result, args=(task, arguments, send))
     process.start()
     send.close()
     try:
@@ -38,7 +38,8 @@ def forked(task: Task, arguments: List[str], limit: float) -> Dict[str, Any]:
         process.join()
 
 
-def _perform(task: Task, arguments: List[str], send: Any) -> None:
+def _send_result(task: Task, arguments: List[str], send: Any) -> None:
+    """Run a task in this process and send its result, or its error."""
     # Standard output carries the answers: discard prints, and MXNet's own on a crash.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -50,14 +51,17 @@ def _perform(task: Task, arguments: List[str], send: Any) -> None:
 
 
 def serve(task: Task) -> None:
-    """Run a task for each line of standard input, a JSON list of a limit and arguments."""
+    """For each line of standard input, run a task and print its result as JSON.
+
+    A line is a JSON list of a limit in seconds and the task's arguments.
+    """
     for line in sys.stdin:
         limit, *arguments = json.loads(line)
-        print(json.dumps(forked(task, arguments, limit)), flush=True)
+        print(json.dumps(run_forked(task, arguments, limit)), flush=True)
 
 
 class Server:
-    """A process that runs `serve`; threads may share it."""
+    """A process that runs `serve`, started when it is needed; threads may share it."""
 
     def __init__(self, script: str) -> None:
         self._command = [sys.executable, *script.split()]
@@ -73,7 +77,7 @@ class Server:
             )  # fmt: skip
 
     def ask(self, limit: float, *arguments: str) -> Dict[str, Any]:
-        """Return the answer to one task."""
+        """Run a task in the process; return its result or a failure."""
         with self._lock:
             self.start()
             process = self._process
@@ -97,7 +101,7 @@ class Server:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that is no place in MXNet's source."""
+    """Return an error's class and the first line of its message that is no line of a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if not line.startswith(("Traceback", "File ", "Stack trace"))]
     return f"{type(error).__name__}: {(said or [''])[0][:200]}"

@@ -2,11 +2,13 @@
 
 import json
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from mxamp.framework.files import write_file
-from zoo import DTYPES, FAMILIES, Case, case_of
+from mxamp.framework.machine import cpu_name, features
+from zoo import DTYPES, FAMILIES, LEAST_AGREEMENT, TOLERANCE, Case, case_of
 
 Result = Dict[str, Any]
 #: An error beyond the family's tolerance passes if it is at most this many times the error of
@@ -15,7 +17,7 @@ _OF_NOISE = 2.0
 
 
 def read(path: Path) -> Dict[str, Any]:
-    """Return the results of earlier runs."""
+    """Return the results in a JSON file; those of no model if there is no such file."""
     if not path.exists():
         return {"models": {}, "training": {}}
     return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -46,25 +48,25 @@ def problem(case: Case, dtype: str, found: Optional[Result]) -> Optional[str]:
         return "not run"
     if "failure" in found:
         return str(found["failure"])
-    wrong = _beyond(case, dtype, found, found.get("noise", 0.0))
+    wrong = _exceeded_limit(case, dtype, found, found.get("noise", 0.0))
     loaded = found.get("loaded", {"equal": True})
     if wrong or loaded.get("equal"):
         return wrong
     if dtype == "float16":
         return f"loaded in plain MXNet: {loaded.get('failure', 'other outputs')}"
-    wrong = loaded.get("failure") or _beyond(case, dtype, loaded, found.get("noise", 0.0))
+    wrong = loaded.get("failure") or _exceeded_limit(case, dtype, loaded, found.get("noise", 0.0))
     return f"loaded in plain MXNet: {wrong}" if wrong else None
 
 
-def _beyond(case: Case, dtype: str, errors: Result, noise: float) -> Optional[str]:
-    """Return the limit of the family that the outputs exceed, or None."""
-    family = FAMILIES[case.family]
+def _exceeded_limit(case: Case, dtype: str, errors: Result, noise: float) -> Optional[str]:
+    """Return the limit that a model's errors exceed, as text, or None."""
     if errors.get("lost"):
         return f"{errors['lost']} values are not finite"
-    error, limit = errors.get("relative", 0.0), family.tolerance[dtype]
+    error, limit = errors.get("relative", 0.0), TOLERANCE[dtype]
     if error > max(limit, _OF_NOISE * noise):
         return f"relative error {error:.2g}, above {limit:g}"
-    share, least = errors.get("agreement", 1.0), family.agreement[dtype]
+    least = LEAST_AGREEMENT.get(FAMILIES[case.family].measure, {}).get(dtype, 0.0)
+    share = errors.get("agreement", 1.0)
     if share < least and error > _OF_NOISE * noise:
         return f"{share:.0%} of the answers agree, below {least:.0%}"
     return None
@@ -78,7 +80,7 @@ def stock_problem(case: Case, dtype: str, found: Result) -> Optional[str]:
 
 
 def summary(models: Dict[str, Result]) -> List[List[Any]]:
-    """Return counts and the worst error for each family and dtype."""
+    """Return a row of counts and worst errors for each family and dtype."""
     rows = []
     for name, family in FAMILIES.items():
         of = {n: r for n, r in models.items() if case_of(n).family == name}
@@ -115,8 +117,8 @@ def problems(models: Dict[str, Result]) -> List[Sequence[str]]:
     return found
 
 
-def broken(models: Dict[str, Result]) -> List[Sequence[str]]:
-    """Return (model, why) of the models that do not run in float32."""
+def float32_failures(models: Dict[str, Result]) -> List[Sequence[str]]:
+    """Return (model, error) for models that do not run in float32 either."""
     found = []
     for name, result in models.items():
         if not in_float32(result):
@@ -125,8 +127,8 @@ def broken(models: Dict[str, Result]) -> List[Sequence[str]]:
     return found
 
 
-def line(name: str, result: Result) -> str:
-    """Return a result of a model or of training in one line."""
+def summary_line(name: str, result: Result) -> str:
+    """Return a model's errors, or a training's losses, as one line of text."""
     if "losses" in result:
         return " ".join(f"{loss:.4g}" for loss in result["losses"])
     if not in_float32(result):
@@ -139,25 +141,25 @@ def line(name: str, result: Result) -> str:
     return f"{', '.join(parts)} ({result.get('seconds')} s)"
 
 
-def losses(training: Dict[str, Result]) -> List[Sequence[str]]:
-    """Return (model, way, losses or failure)."""
-    return [(*key.split(": ", 1), line(key, result)) for key, result in training.items()]
+def loss_rows(training: Dict[str, Result]) -> List[Sequence[str]]:
+    """Return (model, way, losses or failure) for each training."""
+    return [(*key.split(": ", 1), summary_line(key, result)) for key, result in training.items()]
 
 
-def trains(result: Result) -> bool:
-    """Return whether the losses are finite and fall."""
+def losses_fall(result: Result) -> bool:
+    """Return whether a training's losses are finite and the last is below the first."""
     found = result.get("losses", [])
     return len(found) > 1 and all(abs(x) < float("inf") for x in found) and found[-1] < found[0]
 
 
-def untrained(training: Dict[str, Result]) -> List[str]:
-    """Return the trainings that fail with mxamp and succeed in float32."""
+def failed_trainings(training: Dict[str, Result]) -> List[str]:
+    """Return the names of trainings that fail with mxamp and succeed in float32."""
     return [
         key
         for key, result in training.items()
         if "mxamp" in key
-        and not trains(result)
-        and trains(training.get(f"{key.split(': ')[0]}: float32", {}))
+        and not losses_fall(result)
+        and losses_fall(training.get(f"{key.split(': ')[0]}: float32", {}))
     ]
 
 
@@ -173,42 +175,35 @@ _FAMILIES = (
 
 
 def machine() -> Dict[str, Any]:
-    """Return what the results were measured on."""
+    """Return the CPU, its features and the versions of the packages, for the file of results."""
     from importlib import metadata
 
-    packages = ("mxnet", "mxamp", "numpy", "gluoncv", "gluonnlp")
     versions = {"python": platform.python_version()}
-    for name in packages:
-        try:
+    for name in ("mxnet", "mxamp", "numpy", "gluoncv", "gluonnlp"):
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
-    flags = next((line for line in info if line.startswith("flags")), "")
-    features = [flag for flag in ("avx2", "avx512f", "avx512_bf16") if f" {flag}" in flags]
-    return {"cpu": model, "features": features, "versions": versions}
+    return {"cpu": cpu_name(), "features": sorted(features()), "versions": versions}
 
 
 def tables(found: Dict[str, Any]) -> List[Table]:
-    """Return headings and rows of each table."""
+    """Return the headings and rows of each table of a file of results."""
     return [
         (_FAMILIES, summary(found["models"])),
         (("model", "dtype", "what is wrong"), list(problems(found["models"]))),
-        (("model", "does not run in float32 either"), broken(found["models"])),
-        (("trains", "way", "losses"), losses(found["training"])),
+        (("model", "does not run in float32 either"), float32_failures(found["models"])),
+        (("trains", "way", "losses"), loss_rows(found["training"])),
     ]
 
 
 def cell(value: Any) -> str:
-    """Return a value as text: shares of answers and errors with two digits."""
+    """Return a table's value as text, floats with two digits."""
     if value is None:
         return ""
     return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 def markdown(found: Dict[str, Any]) -> str:
-    """Return all tables in Markdown."""
+    """Return all tables of a file of results in Markdown."""
     parts = []
     for headings, rows in tables(found):
         lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]

@@ -1,4 +1,4 @@
-"""Trains one model of each family for a few steps on one batch that can be learned.
+"""Train one model of each family for a few steps on one batch that can be learned.
 
     python training.py          # serves tasks in float32 and with mxamp
     python training.py stock    # serves tasks with mxnet.contrib.amp, and never imports mxamp
@@ -36,6 +36,7 @@ _random = np.random.RandomState(1)
 
 
 def _array(value: Any) -> Any:
+    """Return a float32 NDArray of anything that NumPy converts."""
     return nd.array(np.asarray(value, "float32"))
 
 
@@ -158,14 +159,10 @@ class ReIdentification(gluon.HybridBlock):
         return features, self.classifier(features)
 
 
-def _labels(count: int, classes: int) -> Any:
-    return nd.array(np.arange(count) % classes)
-
-
 def classes(net: Any, data: Any) -> Trained:
     """Return a classifier with softmax's cross entropy."""
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    labels = _labels(len(net(data)), 10)
+    labels = nd.arange(len(net(data))) % 10
     return net, lambda: loss(net(data), labels)
 
 
@@ -222,8 +219,8 @@ PLANS: Dict[str, Plan] = {
 }
 
 
-def made(name: str) -> Tuple[Any, Callable[[], Any], float]:
-    """Return a representative, hybridized, the losses of its batch, and its learning rate."""
+def build_representative(name: str) -> Tuple[Any, Callable[[], Any], float]:
+    """Return a representative hybridized, a function of its losses, and its learning rate."""
     plan = PLANS[name]
     mx.random.seed(0)
     case = case_of("resnet18_v1" if name == "re-identification" else name)
@@ -242,9 +239,9 @@ def made(name: str) -> Tuple[Any, Callable[[], Any], float]:
 _UPDATES, _STEPS = 3, 24
 
 
-def train(name: str, amped: bool) -> Dict[str, Any]:
-    """Return the losses before each update and after the last; without `amped` in float32."""
-    net, compute, rate = made(name)
+def train(name: str, use_amp: bool) -> Dict[str, Any]:
+    """Train a representative; return the losses before each update and after the last."""
+    net, compute, rate = build_representative(name)
 
     def losses() -> Any:
         # What dropout and detectors draw is the same in each step: only the weights differ.
@@ -254,37 +251,38 @@ def train(name: str, amped: bool) -> Dict[str, Any]:
     trainer = gluon.Trainer(
         net.collect_params(), "sgd", {"learning_rate": rate}, update_on_kvstore=False
     )
-    if amped:
+    if use_amp:
         amp.init_trainer(trainer)
     with autograd.record():
         losses()  # parameters get their shapes
     trained = [p for p in net.collect_params().values() if p.grad_req != "null"]
-    found, left_out = [], 0
+    found, skipped = [], 0
     for _ in range(_STEPS):
         before = [p.data().copy() for p in trained]
         with autograd.record():
             loss = losses()
-            with amp.scale_loss(loss, trainer) if amped else nullcontext(loss) as scaled:
+            with amp.scale_loss(loss, trainer) if use_amp else nullcontext(loss) as scaled:
                 autograd.backward(scaled)
         trainer.step(loss.size, ignore_stale_grad=True)
         if all(np.array_equal(a.asnumpy(), p.data().asnumpy()) for a, p in zip(before, trained)):
-            left_out += 1
+            skipped += 1
             continue
-        found.append(float(_values(loss).mean()))
+        found.append(_mean(loss))
         if len(found) == _UPDATES:
             break
     with autograd.record():
-        found.append(float(_values(losses()).mean()))
+        found.append(_mean(losses()))
     nd.waitall()
-    return {"losses": found, "left_out": left_out}
+    return {"losses": found, "left_out": skipped}
 
 
-def _values(loss: Any) -> Any:
-    return loss.astype("float32").asnumpy()
+def _mean(loss: Any) -> float:
+    """Return the mean of a loss in float32."""
+    return float(loss.astype("float32").asnumpy().mean())
 
 
-def perform(name: str, way: str) -> Dict[str, Any]:
-    """Return the losses of a model trained in a way."""
+def perform_task(name: str, way: str) -> Dict[str, Any]:
+    """Return the losses of a model trained in float32, or as a library and a dtype say."""
     if way != "float32":
         amp.init(way.split()[1])
     found = train(name, way != "float32")
@@ -293,4 +291,4 @@ def perform(name: str, way: str) -> Dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(perform)
+    serve(perform_task)

@@ -24,6 +24,8 @@ from networks import build, initialize, inputs_of, names  # noqa: E402
 from processes import Server, first_line, serve  # noqa: E402
 from zoo import (  # noqa: E402
     FAMILIES,
+    LEAST_AGREEMENT,
+    TOLERANCE,
     UNIT,
     Case,
     agreement,
@@ -59,6 +61,7 @@ class Subject:
         self.reference = flat(self.net(*self.data))
 
     def _hybridize(self) -> None:
+        """Hybridize and calibrate the network; set `symbol`, `inputs` and `params`."""
         if not isinstance(self.net, mx.gluon.HybridBlock):
             raise TypeError(f"{type(self.net).__name__} is no HybridBlock")
         self.net.hybridize()
@@ -73,18 +76,18 @@ class Subject:
         self.params = {name: params[name].data() for name in used if name in params}
 
     def inputs_of(self, symbol: Any) -> Dict[str, Any]:
-        """Return the inputs that a part of this network's graph reads."""
+        """Return the inputs that a part of this network's graph reads, by name."""
         read = symbol.list_inputs()
         return {name: value for name, value in self.inputs.items() if name in read}
 
-    def model(self, symbol: Any) -> Tuple[Any, Dict[str, Any], Dict[str, Any]]:
-        """Return a symbol of this network with its parameters, as conversion takes them."""
+    def model_of(self, symbol: Any) -> Tuple[Any, Dict[str, Any], Dict[str, Any]]:
+        """Return a part of this network's graph with its parameters and auxiliary states."""
         args = {n: self.params[n] for n in symbol.list_arguments() if n in self.params}
         return symbol, args, {n: self.params[n] for n in symbol.list_auxiliary_states()}
 
 
 def subject_of(case: Case) -> Subject:
-    """Return the network on the first inputs that it takes."""
+    """Return a case's network, built for the first input shapes that it accepts."""
     for shapes in case.tries[:-1]:
         try:
             return Subject(case, shapes)
@@ -93,8 +96,8 @@ def subject_of(case: Case) -> Subject:
     return Subject(case, case.tries[-1])
 
 
-def compared(subject: Subject, outputs: List[Any]) -> Dict[str, Any]:
-    """Return the errors of a network's outputs."""
+def errors_of(subject: Subject, outputs: List[Any]) -> Dict[str, Any]:
+    """Return the errors of outputs against the subject's float32 outputs, for the results."""
     measure = FAMILIES[subject.case.family].measure
     found: Dict[str, Any] = {"lost": lost(subject.reference, outputs)}
     if measure != "boxes":
@@ -106,41 +109,41 @@ def compared(subject: Subject, outputs: List[Any]) -> Dict[str, Any]:
 
 
 def rounded(value: float) -> float:
+    """Return a number with three digits."""
     return float(f"{value:.3g}")
 
 
-def converted(subject: Subject, dtype: str, folder: Path) -> Dict[str, Any]:
-    """Return how a model converts to a dtype and runs; leave a saved one in the folder."""
+def prove_conversion(subject: Subject, dtype: str, folder: Path) -> Dict[str, Any]:
+    """Return the errors of a model converted to a dtype; save the model and its outputs."""
     # float16 covers cast parameters, as saved for inference; bfloat16 covers float32 ones.
     block = amp.convert_hybrid_block(subject.net, dtype, cast_optional_params=dtype == "float16")
     outputs = flat(block(*subject.data))
     mx.nd.waitall()
     block.export(str(folder / dtype))
     np.savez(folder / f"ours-{dtype}.npz", *outputs)
-    found = compared(subject, outputs)
-    found.update(before(subject, dtype))
-    family = FAMILIES[subject.case.family]
-    far = found["relative"] > family.tolerance[dtype]
-    if far or found.get("agreement", 1.0) < family.agreement[dtype]:
-        found["noise"] = noise(subject, dtype)
+    found = errors_of(subject, outputs)
+    found.update(selection_errors(subject, dtype))
+    least = LEAST_AGREEMENT.get(FAMILIES[subject.case.family].measure, {}).get(dtype, 0.0)
+    if found["relative"] > TOLERANCE[dtype] or found.get("agreement", 1.0) < least:
+        found["noise"] = weight_rounding_error(subject, dtype)
     return found
 
 
-def before(subject: Subject, dtype: str) -> Dict[str, Any]:
-    """Return the error of the inputs of selections; {} without selections."""
+def selection_errors(subject: Subject, dtype: str) -> Dict[str, Any]:
+    """Return the relative error of the inputs of selections (nms, topk); {} without selections."""
     chosen_from = before_selection(subject.symbol)
     if chosen_from is None:
         return {}
-    whole = subject.model(chosen_from)
+    whole = subject.model_of(chosen_from)
     inputs = subject.inputs_of(chosen_from)
     errors = amp.compare_models(whole, amp.convert_model(*whole, target_dtype=dtype), inputs)
     return {"relative": rounded(max(error.relative for error in errors))}
 
 
-def noise(subject: Subject, dtype: str) -> float:
-    """Return the error of the float32 network with each weight disturbed by one rounding."""
+def weight_rounding_error(subject: Subject, dtype: str) -> float:
+    """Return the error of the float32 network whose weights are rounded once, at random."""
     chosen_from = before_selection(subject.symbol)
-    symbol, args, auxs = subject.model(subject.symbol if chosen_from is None else chosen_from)
+    symbol, args, auxs = subject.model_of(subject.symbol if chosen_from is None else chosen_from)
     noisy = {
         name: value * mx.nd.random.normal(1, UNIT[dtype], value.shape)
         if value.dtype == np.float32
@@ -152,10 +155,10 @@ def noise(subject: Subject, dtype: str) -> float:
     return rounded(max(error.relative for error in errors))
 
 
-def with_plain(
+def prove_in_plain_mxnet(
     subject: Subject, dtypes: Sequence[str], stock: bool, folder: Path
 ) -> Dict[str, Any]:
-    """Return how plain MXNet runs the saved models, and the results of mxnet.contrib.amp."""
+    """Return, by dtype, the errors of the saved models in plain MXNet and of mxnet.contrib.amp."""
     np.savez(folder / "inputs.npz", **{n: v.asnumpy() for n, v in subject.inputs.items()})
     subject.net.export(str(folder / "float32"))
     if subject.case.family == "numpy":
@@ -165,31 +168,34 @@ def with_plain(
         failure = PLAIN.ask(_PLAIN_LIMIT, str(folder), "load", dtype).get("failure")
         loaded: Dict[str, Any] = {"failure": failure}
         if failure is None:
-            ours, theirs = (arrays(folder / f"{kind}-{dtype}.npz") for kind in ("ours", "load"))
+            ours, theirs = (
+                load_arrays(folder / f"{kind}-{dtype}.npz") for kind in ("ours", "load")
+            )
             same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(ours, theirs))
             # In bfloat16 the block runs tuned to its data, and other operators round elsewhere.
-            loaded = {"equal": True} if same else {"equal": False, **compared(subject, theirs)}
+            loaded = {"equal": True} if same else {"equal": False, **errors_of(subject, theirs)}
         found[dtype] = {"loaded": loaded}
         if stock:
             failure = PLAIN.ask(_PLAIN_LIMIT, str(folder), "stock", dtype).get("failure")
             found[dtype]["stock"] = (
                 {"failure": failure}
                 if failure
-                else compared(subject, arrays(folder / f"stock-{dtype}.npz"))
+                else errors_of(subject, load_arrays(folder / f"stock-{dtype}.npz"))
             )
     return found
 
 
-def arrays(path: Path) -> List[Any]:
+def load_arrays(path: Path) -> List[Any]:
+    """Return the arrays that `numpy.savez` has saved without names."""
     file = np.load(path)
     return [file[f"arr_{i}"] for i in range(len(file.files))]
 
 
-def without_graph(subject: Subject, dtype: str) -> Dict[str, Any]:
-    """Return how a network that does not hybridize runs under `autocast`."""
+def prove_under_autocast(subject: Subject, dtype: str) -> Dict[str, Any]:
+    """Return the errors of a network under `autocast`, for one that does not hybridize."""
     with amp.autocast(dtype):
         outputs = flat(subject.net(*subject.data))
-    return compared(subject, outputs)
+    return errors_of(subject, outputs)
 
 
 def prove(case: Case, dtypes: Sequence[str], stock: bool, folder: Path) -> Dict[str, Any]:
@@ -209,19 +215,19 @@ def prove(case: Case, dtypes: Sequence[str], stock: bool, folder: Path) -> Dict[
     for dtype in dtypes:
         try:
             if subject.unhybridized:
-                found[dtype] = without_graph(subject, dtype)
+                found[dtype] = prove_under_autocast(subject, dtype)
             else:
-                found[dtype] = converted(subject, dtype, folder)
+                found[dtype] = prove_conversion(subject, dtype, folder)
         except Exception as error:
             found[dtype] = {"failure": first_line(error)}
     if not subject.unhybridized:
         done = [dtype for dtype in dtypes if "failure" not in found[dtype]]
-        for dtype, more in with_plain(subject, done, stock, folder).items():
+        for dtype, more in prove_in_plain_mxnet(subject, done, stock, folder).items():
             found[dtype].update(more)
     return found
 
 
-def perform(name: str = "", dtypes: str = "", stock: str = "") -> Dict[str, Any]:
+def perform_task(name: str = "", dtypes: str = "", stock: str = "") -> Dict[str, Any]:
     """Return the result of a model and the seconds it took; without a name, all names."""
     if not name:
         return {"names": names()}
@@ -237,4 +243,4 @@ if __name__ == "__main__":
     PLAIN.start()
     with suppress(ImportError):
         import gluoncv.model_zoo  # noqa: F401
-    serve(perform)
+    serve(perform_task)

@@ -18,36 +18,34 @@ UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class Family:
-    """The measure of a family, and its limits.
-
-    `measure` is a key of `_MEASURES`. `tolerance` is the largest relative L2 error of an
-    output, or of the inputs of box selection; `agreement` is the smallest share of equal answers
-    (largest class, pixel, joint, box).
-    """
+    """A family's title, and which answers are compared: a key of `_ANSWERS`, boxes or values."""
 
     title: str
     measure: str
-    tolerance: Dict[str, float]
-    agreement: Dict[str, float]
 
 
-def _within(low: float, bf: float) -> Dict[str, float]:
-    return {"float16": low, "bfloat16": bf}
-
+#: The largest relative L2 error of an output, or of the inputs of box selection.
+TOLERANCE = {"float16": 0.02, "bfloat16": 0.15}
+#: By measure: the smallest share of equal answers (pixels, joints, boxes). Others have no limit.
+LEAST_AGREEMENT = {
+    "boxes": {"float16": 0.9, "bfloat16": 0.7},
+    "pixels": {"float16": 0.97, "bfloat16": 0.85},
+    "joints": {"float16": 0.85, "bfloat16": 0.7},
+}
 
 FAMILIES = {
-    "classification": Family("Classification", "classes", _within(0.02, 0.15), _within(0.0, 0.0)),
-    "ssd": Family("Detection, SSD", "boxes", _within(0.02, 0.15), _within(0.9, 0.7)),
-    "yolo": Family("Detection, YOLO3", "boxes", _within(0.02, 0.15), _within(0.9, 0.7)),
-    "rcnn": Family("Detection, R-CNN", "boxes", _within(0.02, 0.15), _within(0.9, 0.7)),
-    "center_net": Family("Detection, CenterNet", "boxes", _within(0.02, 0.15), _within(0.9, 0.7)),
-    "segmentation": Family("Segmentation", "pixels", _within(0.02, 0.15), _within(0.97, 0.85)),
-    "pose": Family("Pose", "joints", _within(0.02, 0.15), _within(0.85, 0.7)),
-    "action": Family("Action recognition", "classes", _within(0.02, 0.15), _within(0.0, 0.0)),
-    "tracking": Family("Tracking", "values", _within(0.02, 0.15), _within(0, 0)),
-    "depth": Family("Depth", "values", _within(0.02, 0.15), _within(0, 0)),
-    "language": Family("Language, GluonNLP", "values", _within(0.02, 0.15), _within(0, 0)),
-    "numpy": Family("NumPy-style networks", "values", _within(0.02, 0.15), _within(0, 0)),
+    "classification": Family("Classification", "classes"),
+    "ssd": Family("Detection, SSD", "boxes"),
+    "yolo": Family("Detection, YOLO3", "boxes"),
+    "rcnn": Family("Detection, R-CNN", "boxes"),
+    "center_net": Family("Detection, CenterNet", "boxes"),
+    "segmentation": Family("Segmentation", "pixels"),
+    "pose": Family("Pose", "joints"),
+    "action": Family("Action recognition", "classes"),
+    "tracking": Family("Tracking", "values"),
+    "depth": Family("Depth", "values"),
+    "language": Family("Language, GluonNLP", "values"),
+    "numpy": Family("NumPy-style networks", "values"),
 }
 
 #: Families by a pattern of the name; the first that matches.
@@ -127,8 +125,8 @@ REPRESENTATIVES = (
 )  # fmt: skip
 
 
-def chosen(names: List[str], only: Tuple[str, ...]) -> List[Case]:
-    """Return the models to prove: those of these names, families or patterns; all by default.
+def select_cases(names: List[str], only: Tuple[str, ...]) -> List[Case]:
+    """Return the cases of the models whose name or family `only` lists; all if it is empty.
 
     Small ones come first: a run that is cut short has then seen all architectures.
     """
@@ -147,76 +145,68 @@ _OVERLAP = 0.7
 
 
 def flat(outputs: Any) -> List[Any]:
-    """Return nested outputs as a list of float32 arrays of NumPy's."""
+    """Return a network's nested outputs as a flat list of float32 NumPy arrays."""
     if isinstance(outputs, (list, tuple)):
         return [array for one in outputs for array in flat(one)]
     return [] if outputs is None else [outputs.astype("float32").asnumpy()]
 
 
-def relative(ours: List[Any], theirs: List[Any]) -> float:
-    """Return the largest relative L2 error of an output."""
+def relative(expected: List[Any], outputs: List[Any]) -> float:
+    """Return the largest relative L2 error among a network's outputs."""
     errors = []
-    for a, b in zip(ours, theirs):
+    for a, b in zip(expected, outputs):
         both = np.isfinite(a) & np.isfinite(b)
         norm = np.linalg.norm(a[both].astype("float64"))
         errors.append(float(np.linalg.norm((b - a)[both].astype("float64")) / max(norm, 1e-30)))
     return max(errors)
 
 
-def lost(ours: List[Any], theirs: List[Any]) -> int:
-    """Return how many elements are finite in the first and not in the second."""
-    return sum(int((np.isfinite(a) & ~np.isfinite(b)).sum()) for a, b in zip(ours, theirs))
+def lost(expected: List[Any], outputs: List[Any]) -> int:
+    """Return the number of elements that are finite in `expected` and not in `outputs`."""
+    return sum(int((np.isfinite(a) & ~np.isfinite(b)).sum()) for a, b in zip(expected, outputs))
 
 
-def agreement(measure: str, ours: List[Any], theirs: List[Any]) -> Optional[float]:
-    """Return the share of answers that are the same, or None where an output is no answer."""
-    found = _MEASURES[measure](ours, theirs)
-    return None if found is None else float(found)
-
-
-def _classes(ours: List[Any], theirs: List[Any]) -> Any:
-    return (ours[0].argmax(-1) == theirs[0].argmax(-1)).mean()
-
-
-def _pixels(ours: List[Any], theirs: List[Any]) -> Any:
-    return (ours[0].argmax(1) == theirs[0].argmax(1)).mean()
-
-
-def _joints(ours: List[Any], theirs: List[Any]) -> Any:
-    a, b = (o[0].reshape(o[0].shape[:2] + (-1,)).argmax(-1) for o in (ours, theirs))
-    return (a == b).mean()
+def agreement(measure: str, expected: List[Any], outputs: List[Any]) -> Optional[float]:
+    """Return the share of equal answers, or None if the measure or the image has no answers."""
+    if measure == "boxes":
+        return _equal_boxes(expected, outputs)
+    if measure not in _ANSWERS:
+        return None
+    answers = _ANSWERS[measure]
+    return float((answers(expected[0]) == answers(outputs[0])).mean())
 
 
 def detections(outputs: List[Any]) -> List[Any]:
-    """Return for each image rows of (class, score, four corners), those that are found."""
+    """Return for each image an array of the detections that count: class, score, four corners."""
     parts = [a.reshape(len(a), -1, width) for a, width in zip(outputs, (1, 1, 4))]
     rows = np.concatenate(parts, -1)
     return [image[(image[:, 0] >= 0) & (image[:, 1] > _SCORE)] for image in rows]
 
 
-def _boxes(ours: List[Any], theirs: List[Any]) -> Any:
+def _equal_boxes(expected: List[Any], outputs: List[Any]) -> Optional[float]:
+    """Return the share of the best expected detections that the outputs have too."""
     matched = total = 0
-    for a, b in zip(detections(ours), detections(theirs)):
-        best = a[a[:, 1].argsort()[::-1][:_MOST]]
+    for image, other in zip(detections(expected), detections(outputs)):
+        best = image[image[:, 1].argsort()[::-1][:_MOST]]
         total += len(best)
-        matched += sum(_found(one, b) for one in best)
+        matched += sum(_has_box(other, box) for box in best)
     return matched / total if total else None
 
 
-def _found(one: Any, among: Any) -> bool:
-    same = among[among[:, 0] == one[0]]
-    width = np.minimum(same[:, 4], one[4]) - np.maximum(same[:, 2], one[2])
-    height = np.minimum(same[:, 5], one[5]) - np.maximum(same[:, 3], one[3])
+def _has_box(detected: Any, box: Any) -> bool:
+    """Return whether detections hold one that overlaps with `box` and has its class."""
+    same = detected[detected[:, 0] == box[0]]
+    width = np.minimum(same[:, 4], box[4]) - np.maximum(same[:, 2], box[2])
+    height = np.minimum(same[:, 5], box[5]) - np.maximum(same[:, 3], box[3])
     shared = width.clip(0) * height.clip(0)
     areas = (same[:, 4] - same[:, 2]) * (same[:, 5] - same[:, 3])
-    own = (one[4] - one[2]) * (one[5] - one[3])
+    own = (box[4] - box[2]) * (box[5] - box[3])
     return bool((shared >= _OVERLAP * (areas + own - shared)).any())
 
 
-def _values(ours: List[Any], theirs: List[Any]) -> None:
-    return None
-
-
-_MEASURES: Dict[str, Any] = {
-    "classes": _classes, "pixels": _pixels, "joints": _joints, "boxes": _boxes, "values": _values,
-}  # fmt: skip
+#: By measure: the answers in a network's first output.
+_ANSWERS: Dict[str, Any] = {
+    "classes": lambda output: output.argmax(-1),
+    "pixels": lambda output: output.argmax(1),
+    "joints": lambda output: output.reshape(*output.shape[:2], -1).argmax(-1),
+}
