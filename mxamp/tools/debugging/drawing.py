@@ -3,7 +3,6 @@
 import json
 import math
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Union
 
@@ -27,7 +26,7 @@ NO_COSTS = (
     "policy that comes back, explain(net, policy=tune(net, data))"
 )
 
-#: The border of layers that were measured in low precision and stay in float32.
+#: The border of layers that `tune` measured in low precision and keeps in float32.
 _THICK = "penwidth=4"
 
 
@@ -38,21 +37,21 @@ def to_dot(plan: Plan, color: str = "precision") -> str:
     a label is a cast. Known parameters are left out.
     """
     colors = colors_of(plan, color)
-    kept = sum(map(_stays, plan))
+    in_float32 = sum(map(_stays_float32, plan))
     lines = [
         "digraph plan {",
         '  node [shape=box style="filled,rounded" fontname="Helvetica" fontsize=10]',
         '  edge [fontname="Helvetica" fontsize=8]',
     ]
     for one, count in sorted(Counter(colors).items()):
-        lines.append(_note(f"{one.label}: {count}", _filled(one)))
-    if kept:
-        lines.append(_note(f"stays in float32: {kept}", f'fillcolor="white" {_THICK}'))
-    lines += map(_box, plan, colors)
-    lines += [f'  {_quoted(name)} [shape=ellipse fillcolor="white"]' for name in plan.inputs]
+        lines.append(_legend_line(f"{one.label}: {count}", _color_attrs(one)))
+    if in_float32:
+        lines.append(_legend_line(f"stays in float32: {in_float32}", f'fillcolor="white" {_THICK}'))
+    lines += map(_operator_line, plan, colors)
+    lines += [f'  {_quote(name)} [shape=ellipse fillcolor="white"]' for name in plan.inputs]
     drawn = {*plan.inputs, *(node.name for node in plan.nodes)}
     lines += [
-        _edge(source, node.name, dtype)
+        _edge_line(source, node.name, dtype)
         for node in plan.nodes
         for source, dtype in node.inputs
         if source in drawn
@@ -132,7 +131,7 @@ _OTHER, _BLACK, _WHITE = "#e8e8e8", "#000000", "#ffffff"
 
 
 def colors_of(plan: Plan, color: str) -> List[Color]:
-    """Return the color of each operator by "precision", "error" or "gain"."""
+    """Return each operator's color, which stands for its "precision", "error" or "gain"."""
     if color not in BY:
         raise ArgumentError(f"color must be {one_of(BY)}, not {shown(color)}")
     if color == "precision":
@@ -142,25 +141,25 @@ def colors_of(plan: Plan, color: str) -> List[Color]:
     measured = [value for value in values if value is not None]
     if not measured:
         raise ArgumentError(NO_COSTS.format(what=f"{color}s"))
-    palette, logs = _PALETTES[color], color == "error"
-    drawn = [value for value in measured if not logs or 0 < value < math.inf] or [1.0]
-    low, high = (math.log10(end(drawn)) if logs else end(drawn) for end in (min, max))
+    palette, is_log = _PALETTES[color], color == "error"
+    drawn = [value for value in measured if not is_log or 0 < value < math.inf] or [1.0]
+    low, high = (math.log10(end(drawn)) if is_log else end(drawn) for end in (min, max))
     width = (high - low) / len(palette)
 
     def color_of(value: Optional[float]) -> Color:
         if value is None:
             return Color(len(palette) + 1, _OTHER, _BLACK, "not measured")
-        if logs and value == 0:
+        if is_log and value == 0:
             return Color(-1, _WHITE, _BLACK, "error 0")
-        if logs and value == math.inf:
+        if is_log and value == math.inf:
             return Color(len(palette), _BLACK, _WHITE, "error infinite")
-        place = (math.log10(value) if logs else value) - low
+        place = (math.log10(value) if is_log else value) - low
         number = min(int(place / width), len(palette) - 1) if width else 0
         ends = [low + width * k for k in (number, number + 1)]
-        first, last = (f"{10**end if logs else end:.3g}" for end in ends)
+        first, last = (f"{10**end if is_log else end:.3g}" for end in ends)
         text = _WHITE if number >= _DARK else _BLACK
         return Color(
-            number, palette[number], text, f"{color} {first} to {last}{'' if logs else ' ms'}"
+            number, palette[number], text, f"{color} {first} to {last}{'' if is_log else ' ms'}"
         )
 
     return [color_of(value) for value in values]
@@ -169,34 +168,40 @@ def colors_of(plan: Plan, color: str) -> List[Color]:
 # ---------------------------------------------------------------------- Graphviz's language
 
 
-_quoted = partial(json.dumps, ensure_ascii=False)
+def _quote(text: str) -> str:
+    """Return text as a string of Graphviz's language."""
+    return json.dumps(text, ensure_ascii=False)
 
 
-def _note(label: str, look: str) -> str:
-    return f"  {_quoted('legend ' + label)} [label={_quoted(label)} shape=note {look}]"
+def _legend_line(label: str, attrs: str) -> str:
+    """Return the node of the legend with this label and these attributes."""
+    return f"  {_quote('legend ' + label)} [label={_quote(label)} shape=note {attrs}]"
 
 
-def _filled(color: Color) -> str:
+def _color_attrs(color: Color) -> str:
+    """Return the attributes of a node of this color."""
     return f'fillcolor="{color.fill}" fontcolor="{color.text}"'
 
 
-def _box(node: NodePlan, color: Color) -> str:
+def _operator_line(node: NodePlan, color: Color) -> str:
+    """Return the box of an operator, with its reason and costs as tooltip."""
     costs = [
         f"{name} {cell_text(value)}{unit}"
         for name, value, unit in (("error", node.error, ""), ("gain", node.gain, " ms"))
         if value is not None
     ]
-    tip = _quoted("; ".join([f"{node.precision}: {node.reason}", *costs]))
-    label = _quoted(f"{node.name}\n{node.operator}")
-    border = f" {_THICK}" if _stays(node) else ""
-    return f"  {_quoted(node.name)} [label={label} {_filled(color)} tooltip={tip}{border}]"
+    tip = _quote("; ".join([f"{node.precision}: {node.reason}", *costs]))
+    label = _quote(f"{node.name}\n{node.operator}")
+    border = f" {_THICK}" if _stays_float32(node) else ""
+    return f"  {_quote(node.name)} [label={label} {_color_attrs(color)} tooltip={tip}{border}]"
 
 
-def _stays(node: NodePlan) -> bool:
-    """Return whether a layer that was measured in low precision stays in float32."""
+def _stays_float32(node: NodePlan) -> bool:
+    """Return whether `tune` measured a layer in low precision and keeps it in float32."""
     return node.error is not None and node.precision == "float32"
 
 
-def _edge(source: str, target: str, dtype: Optional[str]) -> str:
+def _edge_line(source: str, target: str, dtype: Optional[str]) -> str:
+    """Return the edge between two nodes, labeled with the dtype if it is a cast."""
     label = f' [label="{dtype}" color="#c0392b" fontcolor="#c0392b"]' if dtype else ""
-    return f"  {_quoted(source)} -> {_quoted(target)}{label}"
+    return f"  {_quote(source)} -> {_quote(target)}{label}"

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
+import numpy as np
 from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
@@ -14,7 +15,6 @@ from ...convert.blocks import Examples, trace
 from ...convert.options import check_names, checked_shapes, resolved_dtypes, with_excluded_layers
 from ...errors import ArgumentError, UnknownNameError, located, unknown
 from ...framework.arrays import cast, copy
-from ...framework.machine import dtype_name
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.insert import Rewrite, rewrite
@@ -34,7 +34,7 @@ PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = ("converted", "inference", "training")
 
 _GLUON = "_fwd"  # Gluon's suffix for the operator of a layer
-_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+_LOW_BYTES = 2  # of an element in float16 or bfloat16
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,11 @@ class Plan(Result):
         return ("name", "operator", "precision", *costs, "reason"), rows
 
     def __repr__(self) -> str:
-        numbers = f"{self._counted()}; {counted(len(self.casts), 'cast')}"
+        numbers = f"{self._counts_text()}; {counted(len(self.casts), 'cast')}"
         return f"<Plan {self.target_dtype} on {self.device}: {numbers}>"
 
-    def _counted(self) -> str:
+    def _counts_text(self) -> str:
+        """Return the number of operators, in all and in each precision, as text."""
         counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
         return counted(len(self), "operator") + (f": {counts}" if counts else "")
 
@@ -212,7 +213,7 @@ class Plan(Result):
             names = shortened([cast.name for cast in self.lossy])
             size += f"; it would lose values of {counted(len(self.lossy), 'parameter')}: {names}"
         casts = counted(len(self.casts), "cast")
-        return f"{self._counted()}; {casts}{size}"
+        return f"{self._counts_text()}; {casts}{size}"
 
 
 # ---------------------------------------------------------------------- making a plan
@@ -286,7 +287,7 @@ def explain(
     if mode not in MODES:
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
     input_shapes = checked_shapes("input_shapes", input_shapes)
-    symbol, held = _model_of(model, params, example_inputs)
+    symbol, known_params = _symbol_and_params(model, params, example_inputs)
     if policy is None and target_dtype is None:
         policy = current_policy() if mode != "converted" else None
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
@@ -294,23 +295,25 @@ def explain(
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
     with located("`input_shapes`"):
         check_names(list(input_shapes), graph.input_names, "input")
-    shapes = {name: array.shape for name, array in held.items()}
+    shapes = {name: array.shape for name, array in known_params.items()}
     if mode != "converted":
         shapes.update(input_shapes)
     usage = Usage(
-        resolved_dtypes(symbol, {name: array.dtype for name, array in held.items()}, input_dtypes),
+        resolved_dtypes(
+            symbol, {name: array.dtype for name, array in known_params.items()}, input_dtypes
+        ),
         shapes,
         training=mode == "training",
         converting=mode == "converted",
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
-    return _plan_of(result, policy, graph.input_names, held)
+    return _make_plan(result, policy, graph.input_names, known_params)
 
 
-def _model_of(
+def _symbol_and_params(
     model: Any, params: Optional[Mapping[str, NDArray]], example_inputs: Examples
 ) -> Tuple[Symbol, Dict[str, NDArray]]:
-    """Return a model's symbol and its known parameters."""
+    """Return a model's symbol and its known parameters by name; raise if it is no model."""
     if isinstance(model, HybridBlock) and params is not None:
         raise ArgumentError("params are for a Symbol, and a block has its own: leave params out")
     if isinstance(model, Symbol):
@@ -324,65 +327,68 @@ def _model_of(
     return traced.symbol, traced.param_values()
 
 
-def _plan_of(
-    result: Rewrite,
-    policy: Policy,
-    inputs: Sequence[str],
-    held: Mapping[str, NDArray],
+def _make_plan(
+    result: Rewrite, policy: Policy, inputs: Sequence[str], params: Mapping[str, NDArray]
 ) -> Plan:
-    """Return the plan of a rewritten graph with these inputs; `held` are known parameters."""
+    """Return the plan of a rewritten graph; `inputs` include the known parameters `params`."""
     nodes = tuple(
         NodePlan(
             node.name,
             node.operator,
             decision.precision,
             decision.reason,
-            tuple(_source(graph, i) for i, _ in node.inputs),
+            tuple(_source_and_cast(graph, i) for i, _ in node.inputs),
         )
         for graph, node, decision in result.decided()
     )
-    data = tuple(name for name in inputs if name not in held)
+    data = tuple(name for name in inputs if name not in params)
     _, dtypes = cast_offline(result.graph, frozenset(data), policy.target_dtype)
-    offline = tuple(_offline_cast(name, held[name], dtype) for name, dtype in dtypes.items())
-    before = sum(_size(array) * _width(array.dtype) for array in held.values())
-    saved = sum(c.size * (_width(held[c.name].dtype) - _width(c.dtype)) for c in offline)
-    casts = tuple(_casts(result.graph))
+    offline = tuple(_offline_cast(name, params[name], dtype) for name, dtype in dtypes.items())
+    before = sum(map(_bytes_of, params.values()))
+    saved = sum(_bytes_of(params[cast.name]) - cast.size * _LOW_BYTES for cast in offline)
     return Plan(
-        policy.target_dtype, policy.device, nodes, casts, data, before, before - saved, offline
+        policy.target_dtype,
+        policy.device,
+        nodes,
+        tuple(_inserted_casts(result.graph)),
+        data,
+        before,
+        before - saved,
+        offline,
     )
 
 
-def _size(array: NDArray) -> int:
-    return int(math.prod(array.shape))  # sparse arrays have no size
-
-
-def _width(dtype: Any) -> int:
-    return _BYTES.get(dtype_name(dtype), 1)
+def _bytes_of(array: NDArray) -> int:
+    """Return the bytes of an array's elements, as if it were dense."""
+    return int(math.prod(array.shape)) * np.dtype(array.dtype).itemsize
 
 
 def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
+    """Return the size of a parameter and the values that a cast to `dtype` loses."""
     with suspended():
         # A copy has the plain layout, which a conversion casts from.
         found = cast(copy(array), dtype)
-        return OfflineCast(name, dtype, _size(array), *count_range_errors(array, found))
+        return OfflineCast(name, dtype, math.prod(array.shape), *count_range_errors(array, found))
 
 
-def _source(graph: Graph, i: int) -> Tuple[str, Optional[str]]:
-    """Return the node behind the inserted casts at node i, and the dtype that they cast to."""
+def _source_and_cast(graph: Graph, i: int) -> Tuple[str, Optional[str]]:
+    """Return the name of node i and None, or the source and the dtype of an inserted cast."""
     node, dtype = graph.nodes[i], None
-    while _inserted(node) or (node.op == "_copy" and "_amp_copy" in node.name):
+    while _is_inserted_cast(node) or (node.op == "_copy" and "_amp_copy" in node.name):
         dtype = dtype or node.attrs.get("dtype")
         node = graph.nodes[node.inputs[0][0]]
     return node.name, dtype
 
 
-def _inserted(node: Node) -> bool:
+def _is_inserted_cast(node: Node) -> bool:
+    """Return whether mxamp has inserted a node as a cast."""
     return node.op in CASTS and f"_amp_cast_{node.attrs['dtype']}" in node.name
 
 
-def _casts(graph: Graph) -> Iterable[Cast]:
+def _inserted_casts(graph: Graph) -> Iterable[Cast]:
+    """Yield the casts that mxamp has inserted in a graph and in the bodies of its loops."""
     for node in graph.nodes:
-        if _inserted(node):
+        if _is_inserted_cast(node):
             yield Cast(node.name, graph.nodes[node.inputs[0][0]].name, node.attrs["dtype"])
         for body in node.subgraphs:
-            yield from _casts(body)
+            yield from _inserted_casts(body)
