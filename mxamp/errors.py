@@ -11,7 +11,7 @@ __all__ = [
     "StateError",
     "UnknownNameError",
     "WriteError",
-    "located",
+    "prefix_errors",
     "unknown",
 ]
 
@@ -46,7 +46,7 @@ class InstallError(AmpError, ImportError):
 def unknown(
     kind: str, name: object, candidates: Iterable[str], hint: str = "", listed_by: str = ""
 ) -> UnknownNameError:
-    """Return the error for a `name` that is none of `candidates`: the closest, or what there is.
+    """Return an `UnknownNameError` with the closest of `candidates`, or some of them, as a hint.
 
     `listed_by` names what lists candidates that are too many for a message.
 
@@ -70,9 +70,9 @@ def unknown(
 
 
 @contextlib.contextmanager
-def located(where: object) -> Iterator[None]:
-    """Put the place, a file or a table of it, before the errors of what was read there."""
+def prefix_errors(place: object) -> Iterator[None]:
+    """Context that puts `place`, such as a file or option, before messages of `ArgumentError`."""
     try:
         yield
     except ArgumentError as error:
-        raise type(error)(f"{where}: {error}") from None
+        raise type(error)(f"{place}: {error}") from None

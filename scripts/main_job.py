@@ -34,7 +34,7 @@ from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 
-from mxamp.framework.machine import cpu_name, dtype_name, features, threads
+from mxamp.framework.machine import cpu_name, dtype_name, onednn_features, threads
 
 BATCH = 64
 # High enough for overflows in the first steps, so that the scaler has to lower it.
@@ -321,7 +321,7 @@ def show_speeds(found: List[Speed], console: Console) -> None:
         shown.add_row(row.name, f"{row.milliseconds:.0f}", f"{row.ratio:.2f}")
     console.print(shown)
     _, _, converted, _, trained = (row.ratio for row in found)
-    console.print(verdict(converted, trained, features()), highlight=False)
+    console.print(verdict(converted, trained, onednn_features()), highlight=False)
     console.print("float16 is not timed: MXNet computes it on CPUs correctly, but slowly.")
 
 
@@ -372,7 +372,7 @@ def main(fast: bool, device: str, json_path: Optional[Path]) -> None:
     timed = None
     if device == "cpu":
         console.print(
-            f"{cpu_name()}: {', '.join(sorted(features())) or 'no avx512'}.", highlight=False
+            f"{cpu_name()}: {', '.join(sorted(onednn_features())) or 'no avx512'}.", highlight=False
         )
     with tempfile.TemporaryDirectory() as name, Progress(
         console=console, transient=True
@@ -380,7 +380,7 @@ def main(fast: bool, device: str, json_path: Optional[Path]) -> None:
         data, test = digits()
         rows = trained_rows(data, test, 10 if fast else 30, Path(name), progress)
         rows += converted_rows(test, Path(name))
-        if device == "cpu" and "avx512" in features():
+        if device == "cpu" and "avx512" in onednn_features():
             timed = speeds(progress)
     show(rows, console)
     if timed is not None:

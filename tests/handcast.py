@@ -9,7 +9,7 @@ import ast
 import mxnet as mx
 
 from helpers import down, kind, up
-from mxamp.framework.machine import features
+from mxamp.framework.machine import onednn_features
 
 LOW = {"float16": {"FullyConnected", "Convolution", "dot"},
        "bfloat16": {"FullyConnected", "Convolution"}}  # fmt: skip
@@ -37,7 +37,7 @@ def has_kernel(op, dtype):
     if dtype == "float16":
         return op not in LOW[dtype]
     # Of bfloat16: oneDNN has products for avx512 only; MXNet's own broadcast_add has none.
-    return op != "broadcast_add" and ("avx512" in features() or op in ("elemwise_add", "Reshape", "Concat", "SliceChannel"))  # fmt: skip
+    return op != "broadcast_add" and ("avx512" in onednn_features() or op in ("elemwise_add", "Reshape", "Concat", "SliceChannel"))  # fmt: skip
 
 
 def read(array, dtype):

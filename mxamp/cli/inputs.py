@@ -9,7 +9,7 @@ from mxnet import nd
 
 from ..convert.options import check_names, checked_dtype
 from ..convert.outputs import Model, declared_dtypes, finite_input, random_inputs
-from ..errors import located
+from ..errors import prefix_errors
 from ..framework.arrays import cast
 from .options import values_by_name
 from .output import usage_error
@@ -29,7 +29,7 @@ _UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 def dtypes_of_inputs(texts: Sequence[str]) -> Dict[str, str]:
     """Return the dtypes that --input-dtype gives, by name of input."""
     dtypes = values_by_name("--input-dtype", texts)
-    with located("--input-dtype"):
+    with prefix_errors("--input-dtype"):
         return {name: checked_dtype(name, dtype) for name, dtype in dtypes.items()}
 
 
@@ -65,9 +65,9 @@ def values_for(
     """
     shapes, values = inputs_of(inputs)
     data = _data_names(model)
-    with located("--input"):
+    with prefix_errors("--input"):
         check_names([*shapes], data, "input")
-    with located("--input-dtype"):
+    with prefix_errors("--input-dtype"):
         check_names([*dtypes], model[0].list_inputs(), "input")
     drawn = random_inputs(model, shapes, dtypes, seed)
     return {**drawn, **values}, [name for name in data if name not in values]
@@ -78,10 +78,10 @@ def batches_in(
 ) -> Iterator[Dict[str, Any]]:
     """Yield the batches in .npz files, in the dtypes of the model's inputs."""
     data = _data_names(model)
-    with located("--input-dtype"):
+    with prefix_errors("--input-dtype"):
         check_names([*dtypes], data, "input")
     for path in files:
-        with located(f"--data {path}"):
+        with prefix_errors(f"--data {path}"):
             arrays = _loaded("--data", path, dict, NOT_ARRAYS.format(path=path))
             check_names([*arrays], data, "input")
             yield as_inputs(model, arrays, dtypes)

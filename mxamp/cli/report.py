@@ -6,7 +6,7 @@ from typing import Sequence
 
 import click
 
-from ..framework.files import checked_folder, write_file
+from ..framework.files import check_file_path, write_file
 from ..framework.wording import counted
 from ..tools.debugging.report import report_page
 from ..tools.debugging.trace_reading import read_trace
@@ -27,7 +27,7 @@ def report(traces: Sequence[str], out: str, force: bool) -> None:
     `amp.debugging.trace` writes traces. Charts of several traces are laid over each other.
     """
     target = Path(out)
-    checked_folder(target)
+    check_file_path(target)
     if target.exists() and any(map(target.samefile, filter(os.path.exists, traces))):
         raise usage_error(f"--out would replace the trace {out!r}: give another file")
     if os.path.lexists(target) and not force:

@@ -12,7 +12,7 @@ import mxnet as mx
 from ..convert.options import with_excluded_layers
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..errors import ArgumentError
-from ..framework.files import checked_writable
+from ..framework.files import check_writable
 from ..graph.ir import Graph
 from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
@@ -146,4 +146,4 @@ def _check_out(out: str, force: bool, read: Iterable[Path]) -> None:
             raise usage_error(READ_TOO.format(path=out))
         if not force:
             raise usage_error(IS_THERE.format(path=out))
-    checked_writable(out)
+    check_writable(out)

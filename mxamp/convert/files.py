@@ -8,7 +8,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 import mxnet as mx
 
 from ..errors import ArgumentError, StateError
-from ..framework.files import checked_folder, resolve_links
+from ..framework.files import check_file_path, resolve_links
 from ..framework.wording import counted, shown
 from ..policy.overrides import Layers
 from ..policy.policy import Policy
@@ -161,7 +161,7 @@ def _checked_output_files(
         raise ArgumentError(NO_OUT)
     read, written = model_files(prefix, epoch), files_to_write(out, epoch)
     for path in written:
-        checked_folder(path)
+        check_file_path(path)
         if any(_is_same(path, other) for other in read):
             raise ArgumentError(SAME_FILES.format(out=os.fspath(out), path=str(path)))
         if path.exists() and not force:

@@ -21,7 +21,7 @@ import mxnet as mx
 import numpy as np
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, located, unknown
+from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
@@ -130,7 +130,7 @@ def resolved_dtypes(
         raise ArgumentError(NO_DTYPES.format(given=shown(input_dtypes)))
     inputs = set(symbol.list_inputs())
     known = {name: dtype_name(dtype) for name, dtype in param_dtypes.items() if name in inputs}
-    with located("`input_dtypes`"):
+    with prefix_errors("`input_dtypes`"):
         check_names(input_dtypes or (), symbol.list_inputs(), "input")
         for name, dtype in (input_dtypes or {}).items():
             known[name] = checked_dtype(name, dtype)

@@ -34,7 +34,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, WriteError, unknown
 from ..framework.files import (
     NOT_THE_SAME,
-    checked_folder,
+    check_file_path,
     checksum,
     copy_mode,
     folder_lock,
@@ -411,7 +411,7 @@ def replaced_files(paths: Files) -> Iterator[Tuple[Path, bool]]:
     unchanged.
     """
     for path in paths:
-        checked_folder(path)
+        check_file_path(path)
     first, places = paths[0], [resolve_links(path) for path in paths]
     if places[0] == places[1]:
         given = {"first": str(paths[0]), "second": str(paths[1]), "place": str(places[0])}

@@ -60,17 +60,17 @@ def dtype_code(array: NDArray) -> int:
 
 
 def kind_code(array: NDArray) -> int:
-    """Return the number of an array's dtype, or `_SPARSE` for sparse storage."""
+    """Return the key of `KIND_NAMES` for an array: its dtype's number, or that of "sparse"."""
     return _SPARSE if type(array) in _SPARSE_TYPES else dtype_code(array)
 
 
 def dtypes_of(arrays: Sequence[NDArray]) -> Tuple[str, ...]:
-    """Return the dtype's name of each array, or "sparse", as `policy.decision` takes it."""
+    """Return the name of each array's dtype, or "sparse", for `policy.decision.decide`."""
     return tuple([KIND_NAMES.get(kind_code(array), "other") for array in arrays])
 
 
 def on_device(arrays: Sequence[NDArray], device: str) -> bool:
-    """Return whether all arrays are on this kind of device ("cpu" or "gpu")."""
+    """Return whether all arrays are on `device`, "cpu" or "gpu"."""
     return all(device_kind(array.context) == device for array in arrays)
 
 
@@ -132,13 +132,13 @@ def float32_parts(array: NDArray) -> Iterator[Any]:
 
 
 def cast_into(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
-    """Cast `source` into `target`, an array of `dtype`; `castable`: amp_cast knows both dtypes."""
+    """Write `source` into `target`, cast to its `dtype`; `castable`: amp_cast has both dtypes."""
     operator = _AMP_CAST if castable else _CAST
     invoke(operator, [source], ["dtype"], [dtype], target, False, False)
 
 
 def _is_leaf(array: NDArray) -> bool:
-    """Return whether autograd records `array` as a leaf."""
+    """Return whether autograd is recording and `array` has a gradient buffer."""
     return autograd.is_recording() and array.grad is not None
 
 
@@ -169,7 +169,7 @@ def count_holders(array: NDArray) -> int:
 
 @lru_cache(maxsize=1)
 def _single_holder_count() -> Optional[int]:
-    """Return the shared count of an array with one holder: 1, 0 in libc++, None if unknown."""
+    """Return the `_shared_count` of an array with one holder: 1, 0 in libc++, None if unknown."""
     with autograd.pause():
         array = mx.nd.zeros((1,))
         array.wait_to_read()
@@ -180,6 +180,7 @@ def _single_holder_count() -> Optional[int]:
 
 
 def _shared_count(array: NDArray) -> int:
+    """Return the reference count that MXNet keeps for an array's memory; 0 without memory."""
     pointers = ctypes.cast(array.handle, ctypes.POINTER(ctypes.c_void_p))
     # The count follows the control block's virtual table.
     count = (pointers[1] or 0) + ctypes.sizeof(ctypes.c_void_p)
@@ -203,7 +204,7 @@ def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
 
 
 def as_list(outputs: Any) -> Sequence[Any]:
-    """Return MXNet's outputs, one array or several, as a list or tuple."""
+    """Return the outputs of an operator or block, one array or several, as a list or tuple."""
     return outputs if isinstance(outputs, (list, tuple)) else [outputs]
 
 

@@ -109,7 +109,7 @@ def _check_version() -> None:
 
 
 def prepare_import() -> None:
-    """Add the names that MXNet reads while it is imported, and preload CUDA."""
+    """Add the names to NumPy and `sys.modules` that MXNet imports, and preload CUDA's libraries."""
     try:
         import numpy
     except ModuleNotFoundError:
@@ -127,6 +127,7 @@ def _release(version: str) -> Tuple[int, ...]:
 
 
 def _restore_numpy(numpy: Any) -> None:
+    """Add removed names to NumPy, and make NumPy 2 print numbers as NumPy 1 does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy 1.20 to 1.23 have the names and deprecate them
         missing = {k: v for k, v in _numpy_names(numpy).items() if not hasattr(numpy, k)}
@@ -153,7 +154,7 @@ def _print_plain_numbers(numpy: Any) -> None:
 
 
 def _numpy_names(numpy: Any) -> Dict[str, Any]:
-    """Return the names that MXNet reads and NumPy 1.24 to 2.5 removed, with their values."""
+    """Return the values of the names that MXNet reads and NumPy 1.24 to 2.5 removed, by name."""
 
     def removed_function(name: str) -> Callable[..., Any]:
         # MXNet only looks these functions up, for its table of fallbacks to NumPy.

@@ -60,6 +60,7 @@ class Transport(NamedTuple):
 
 
 def _arrays_in(value: Any) -> Iterator[NDArray]:
+    """Yield the arrays in nested lists and tuples."""
     if isinstance(value, NDArray):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -82,6 +83,7 @@ def is_distributed(kvstore: Any) -> bool:
 
 
 def _is_horovod_instance(value: Any, class_name: str) -> bool:
+    """Return whether `value` is an instance of a class of `horovod.mxnet`, if that is imported."""
     kind = getattr(sys.modules.get("horovod.mxnet"), class_name, None)
     return kind is not None and isinstance(value, kind)
 
@@ -108,7 +110,7 @@ class HorovodStore:
         """Do nothing: Horovod creates names on demand."""
 
     def push(self, key: Any, value: NDArray) -> None:
-        """Sum an array over the workers."""
+        """Sum an array over the workers, for the next `pull`."""
         self._sum = sys.modules["horovod.mxnet"].allreduce(
             value, average=False, name=f"mxamp.{key}", process_set=self._process_set
         )
@@ -119,7 +121,7 @@ class HorovodStore:
 
 
 def horovod_store(owner: Any) -> Optional[HorovodStore]:
-    """Return a store over the workers of a Horovod trainer or optimizer; None for one worker."""
+    """Return a kvstore over the workers of a Horovod trainer or optimizer; None for one worker."""
     process_set = owner._process_set
     if not process_set.included() or process_set.size() == 1:
         return None
@@ -127,7 +129,7 @@ def horovod_store(owner: Any) -> Optional[HorovodStore]:
 
 
 def check_horovod_gradients(name: str, gradients: Sequence[NDArray]) -> None:
-    """Raise if Horovod can't sum a parameter's gradients, or would ignore some of them."""
+    """Raise `StateError` if Horovod can't sum the gradients of the parameter `name`."""
     if len(gradients) > 1:
         raise StateError(
             SEVERAL_DEVICES.format(name=name, devices=counted(len(gradients), "device"))

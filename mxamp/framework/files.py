@@ -14,9 +14,9 @@ from .wording import shown
 
 __all__ = [
     "NOT_THE_SAME",
-    "checked_folder",
+    "check_file_path",
     "checked_path",
-    "checked_writable",
+    "check_writable",
     "checksum",
     "wrap_sync_errors",
     "folder_lock",
@@ -62,7 +62,7 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
 
 @contextmanager
 def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iterator[Path]:
-    """Yield a temporary path to write to, which then replaces `path` atomically.
+    """Context that yields a temporary path to write to, which then replaces `path` atomically.
 
     Before the replacement, the temporary file is synced to the disk and `check` reads it back. The
     target of a symbolic link is replaced, and the mode of the old file kept. Temporary files of
@@ -70,7 +70,7 @@ def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iter
     Raises `WriteError` on failure, and leaves `path` as it was; raises `ArgumentError` if `path`
     can't be the name of a file.
     """
-    checked_folder(path)
+    check_file_path(path)
     place = resolve_links(Path(path))
     temporary = temporary_beside(place)
     with wrap_write_errors(path):
@@ -90,7 +90,7 @@ def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iter
 
 @contextmanager
 def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
-    """Turn an `OSError` of the body into a `WriteError` that names the file."""
+    """Context that turns an `OSError` into a `WriteError` that says that `path` is unchanged."""
     try:
         yield
     except WriteError:
@@ -102,7 +102,7 @@ def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
 
 @contextmanager
 def wrap_sync_errors(path: Union[str, Path]) -> Iterator[None]:
-    """Turn an `OSError` of the body into a `WriteError` that says that the file is replaced."""
+    """Context that turns an `OSError` into a `WriteError` that says that `path` is replaced."""
     try:
         yield
     except OSError as error:
@@ -112,7 +112,7 @@ def wrap_sync_errors(path: Union[str, Path]) -> Iterator[None]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[bool]:
-    """Hold an exclusive lock on a folder; wait while another thread or process holds it.
+    """Context with an exclusive lock on a folder, which waits for other threads and processes.
 
     Yields False if the file system can't lock folders, as on NFS. The lock ends with the process.
     """
@@ -139,7 +139,7 @@ def checked_path(path: Any) -> Path:
     return Path(path)
 
 
-def checked_folder(path: Union[str, Path]) -> None:
+def check_file_path(path: Union[str, Path]) -> None:
     """Raise `ArgumentError` if `path` can't be the name of a file in an existing folder."""
     checked_path(path)
     if not os.fspath(path):
@@ -158,12 +158,12 @@ def checked_folder(path: Union[str, Path]) -> None:
         raise ArgumentError(NO_FOLDER.format(path=str(folder)))
 
 
-def checked_writable(path: Union[str, Path]) -> None:
-    """Raise as `write_file` would if the folder is missing or read-only.
+def check_writable(path: Union[str, Path]) -> None:
+    """Raise as `write_file(path, ...)` would if the folder is missing or read-only.
 
     Call it before a long computation, which would otherwise fail at its end.
     """
-    checked_folder(path)
+    check_file_path(path)
     temporary = temporary_beside(resolve_links(Path(path)))
     with wrap_write_errors(path):
         try:
@@ -178,7 +178,7 @@ def resolve_links(path: Path) -> Path:
 
 
 def copy_mode(written: Path, old: Path) -> None:
-    """Copy the mode of the old file, if it exists, to the written file."""
+    """Give the file `written` the permissions of the file `old`, if that exists."""
     if old.exists():
         shutil.copymode(old, written)
 
@@ -206,7 +206,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def temporary_beside(path: Path, kind: str = "") -> Path:
-    """Return the path of this thread's temporary file or folder beside `path`."""
+    """Return a path beside `path` for a temporary file or folder of the calling thread."""
     return path.with_name(f".{path.name}{_MARK}{kind}{threading.get_ident()}-{os.getpid()}")
 
 
@@ -224,6 +224,7 @@ def remove_orphans(path: Path) -> None:
 
 
 def _is_alive(process: int) -> bool:
+    """Return whether a process with this id runs."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -23,7 +23,7 @@ __all__ = [
     "device_kind",
     "dtype_name",
     "fast_dtype",
-    "features",
+    "onednn_features",
     "processors",
     "threads",
     "threads_per_core",
@@ -74,7 +74,7 @@ def default_device() -> str:
 
 
 def device_kind(ctx: Any) -> str:
-    """Return "cpu" or "gpu" for a context.
+    """Return "cpu" or "gpu" for an MXNet context.
 
     All modules call this function, so that tests can patch it and run GPU paths on CPU arrays.
     """
@@ -82,12 +82,12 @@ def device_kind(ctx: Any) -> str:
 
 
 def default_dtype(device: Optional[str] = None) -> str:
-    """Return float16 for GPUs and bfloat16 for CPUs; `device` defaults to this machine's."""
+    """Return "float16" for "gpu" and "bfloat16" for "cpu"; by default for `default_device()`."""
     return "float16" if (device or default_device()) == "gpu" else "bfloat16"
 
 
 def fast_dtype(device: Optional[str] = None) -> str:
-    """Return the dtype that "auto" means on a device, by default this machine's.
+    """Return the dtype that "auto" means on "cpu" or "gpu", by default on `default_device()`.
 
     It is float16 for GPUs, bfloat16 for CPUs with bfloat16 arithmetic, and float32 for other CPUs.
     """
@@ -106,6 +106,7 @@ def why_float32() -> str:
 
 @lru_cache(maxsize=None)
 def _gpu_count() -> int:
+    """Return how many GPUs MXNet sees; 0 without a usable driver."""
     import mxnet as mx
 
     try:
@@ -130,8 +131,8 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
-def features() -> FrozenSet[str]:
-    """Return the `cpu_features` that oneDNN may use: `DNNL_MAX_CPU_ISA` limits them."""
+def onednn_features() -> FrozenSet[str]:
+    """Return the `cpu_features` that `DNNL_MAX_CPU_ISA` lets oneDNN use."""
     # oneDNN ignores unknown names, lower-case ones included.
     limit = os.environ.get(_MAX_ISA, "ALL")
     flags = cpu_features()
@@ -144,7 +145,7 @@ def features() -> FrozenSet[str]:
 
 def computes_bfloat16() -> bool:
     """Return whether oneDNN may use bfloat16 arithmetic on this CPU."""
-    return bool(features() & _BFLOAT16_FEATURES)
+    return bool(onednn_features() & _BFLOAT16_FEATURES)
 
 
 def cpu_flags() -> FrozenSet[str]:

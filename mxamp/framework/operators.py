@@ -152,6 +152,7 @@ def by_handle() -> Mapping[int, Operator]:
 
 @lru_cache(maxsize=None)
 def _by_name() -> Mapping[str, Operator]:
+    """Return every operator by each of its names."""
     return {alias: op for op in registry().values() for alias in (*op.aliases, op.name)}
 
 
@@ -216,7 +217,7 @@ def handle_of(name: str) -> int:
 
 
 def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
-    """Return whether an operator (canonical name) ignores the head gradient.
+    """Return whether an operator (canonical name) ignores the head gradient, as losses do.
 
     >>> starts_backward("SoftmaxOutput", {}), starts_backward("softmax", {})
     (True, False)
@@ -232,6 +233,7 @@ def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
 
 
 def _all_names() -> List[str]:
+    """Return all names of operators in MXNet's registry, sorted; aliases too."""
     size, names = mx_uint(), ctypes.POINTER(ctypes.c_char_p)()
     check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(names)))
     return sorted(py_str(names[i]) for i in range(size.value))
@@ -335,7 +337,7 @@ def _registered_class(callback: Any) -> Optional[Tuple[str, type]]:
 
 
 def needs_head_gradient(op_type: str, attributes: Mapping[str, Any]) -> bool:
-    """Return whether a custom operator uses the head gradient.
+    """Return whether the custom operator registered as `op_type` uses the head gradient.
 
     False if its `CustomOpProp` has `need_top_grad=False`: the operator starts the backward pass.
     True for an unknown op_type and for a constructor that fails.

@@ -55,7 +55,7 @@ class Patch:
         self.ours: Any = None
 
     def apply(self) -> None:
-        """Install the replacement."""
+        """Replace the attribute, below patches that are `on_top`."""
         getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current = vars(self.owner)[self.name]
@@ -86,6 +86,7 @@ class Patch:
         _restack(above, self.original)
 
     def _put_over(self, original: Any) -> None:
+        """Set the attribute to a replacement of `original`."""
         self.original, self.ours = original, self.build(original)
         setattr(self.owner, self.name, self.ours)
 
@@ -98,14 +99,14 @@ class Patch:
 
 
 def _restack(patches: Sequence[Patch], original: Any) -> None:
-    """Rebuild stacked patches over another original."""
+    """Rebuild patches, bottom first, over `original`."""
     for patch in patches:
         patch._put_over(original)
         original = patch.ours
 
 
 def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
-    """Return the `build` of a patch: `function` replaces the original, its first argument."""
+    """Return a `Patch.build` whose replacement calls `function(original, *args, **kwargs)`."""
 
     def build(original: Original) -> Original:
         @functools.wraps(original)
@@ -118,7 +119,7 @@ def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
 
 
 def original(owner: Any, name: str) -> Any:
-    """Return the unpatched attribute, for calls that bypass all patches."""
+    """Return the value of an owner's attribute below all patches, for calls that bypass them."""
     stack = _installed.stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
 
@@ -168,6 +169,7 @@ class PatchSet:
             self._undo()
 
     def _undo(self) -> None:
+        """Undo the applied patches, last applied first."""
         while self._applied:
             self._applied.pop().undo()
 

@@ -103,6 +103,7 @@ def why_not(name: str) -> str:
 
 
 def _loaded_version() -> str:
+    """Return the version of the imported MXNet."""
     import mxnet as mx  # not above: compat reads versions before MXNet is imported
 
     return str(mx.__version__)

@@ -18,7 +18,7 @@ _NAMES = 3
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a count with its noun.
+    """Return a count with its noun, in the plural unless the count is 1.
 
     >>> counted(1, "operator"), counted(2, "operator"), counted(1, "loss", "losses")
     ('1 operator', '2 operators', '1 loss')
@@ -27,7 +27,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def one_of(allowed: Iterable[Any]) -> str:
-    """Return the allowed values as a choice in words.
+    """Return values as text: their `repr`, separated by commas and "or".
 
     >>> one_of(["cpu", "gpu"]), one_of(["a", "b", "c"])
     ("'cpu' or 'gpu'", "'a', 'b' or 'c'")
@@ -37,7 +37,7 @@ def one_of(allowed: Iterable[Any]) -> str:
 
 
 def shortened(names: Sequence[str], most: int = _NAMES) -> str:
-    """Return the first few names, and the number of the rest.
+    """Return the first `most` names and the number of the rest, as text.
 
     >>> shortened(["a", "b", "c", "d", "e"])
     'a, b, c and 2 others'
@@ -47,7 +47,7 @@ def shortened(names: Sequence[str], most: int = _NAMES) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a short one-line form of a value; dtypes and classes by their names.
+    """Return a value as short text on one line, for messages; dtypes and classes by name.
 
     >>> import numpy as np
     >>> shown("int8"), shown(np.float16), shown(np.dtype([("bfloat16", np.uint16)])), shown(dict)
@@ -57,6 +57,8 @@ def shown(value: Any) -> str:
 
 
 class _ShortRepr(reprlib.Repr):
+    """The formatter of `shown`."""
+
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = _LONGEST
@@ -84,6 +86,7 @@ def _is_numpy_type(kind: type) -> bool:
 
 
 def _array_text(value: Any) -> str:
+    """Return an array as its class, shape and dtype; a NumPy number with its value."""
     if isinstance(value, np.generic):
         return f"{type(value).__name__}({value})"
     size = "x".join(map(str, value.shape))
@@ -92,5 +95,6 @@ def _array_text(value: Any) -> str:
 
 
 def _instance_text(value: Any) -> str:
+    """Return "a" or "an" with the name of the value's class."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' or name.lower() == 'ndarray' else 'a'} {name}"

@@ -107,7 +107,7 @@ class _Worker:
                 atexit.register(self.warn_if_alone)
 
     def patches(self, launched: bool) -> List[Patch]:
-        """Return the patches of kvstores; those for workers of `mxamp launch` free the kvstores."""
+        """Return the patches of `mxnet.kvstore`, for a worker of `mxamp launch` or any other."""
         # Imported here, since the launcher imports no MXNet.
         from mxnet import kvstore
 
@@ -157,7 +157,7 @@ class _Worker:
         return __init__
 
     def build_excepthook(self, original: Callable[..., Any]) -> Callable[..., None]:
-        """Return a `sys.excepthook` that calls the original and exits without waiting."""
+        """Return a `sys.excepthook` that calls the original, then ends the process at once."""
 
         def show_and_exit(
             kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]

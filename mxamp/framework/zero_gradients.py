@@ -56,7 +56,7 @@ _SUM = handle_of("add_n")
 
 @lru_cache(maxsize=None)
 def zero_gradient_inputs() -> Mapping[int, Optional[FrozenSet[int]]]:
-    """Return each operator's inputs with a zero gradient, by its handle; None for all inputs."""
+    """Return the positions of inputs with a zero gradient by operator handle; None for all."""
     table = {handle_of(name): inputs for name, inputs in _OF_ONE_INPUT.items()}
     return {**table, **{handle_of(name): None for name in _OF_ALL_INPUTS}}
 
@@ -64,9 +64,10 @@ def zero_gradient_inputs() -> Mapping[int, Optional[FrozenSet[int]]]:
 def copy_inputs_at(
     arrays: Sequence[NDArray], positions: Optional[FrozenSet[int]], is_np_op: bool
 ) -> List[NDArray]:
-    """Return an operator's inputs, copied at `positions` so that backward does not crash.
+    """Return `arrays` with float inputs at `positions` copied, so that backward can't crash.
 
-    Each copy is an `add_n` of one array, whose gradient needs no inputs.
+    None stands for all positions. Each copy is an `add_n` of one array, whose gradient needs no
+    inputs.
     """
     return [
         invoke(_SUM, [array], ["num_args"], ["1"], None, is_np_op, False)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Tuple, Union
 
-from ..errors import ArgumentError, located
+from ..errors import ArgumentError, prefix_errors
 from ..framework.operators import (
     Operator,
     lacks,
@@ -86,7 +86,7 @@ def own_list(
 ) -> OperatorList:
     """Return mxamp's own operator list for a target dtype (lists/<dtype>.toml)."""
     path = lists_folder() / f"{dtype}.toml"
-    with located(path):
+    with prefix_errors(path):
         return list_from_data(_parse_file(path), device, features, custom)
 
 
@@ -102,7 +102,7 @@ def read_list(
     operators that have no kernel.
     """
     data = _parse_file(path)
-    with located(path):
+    with prefix_errors(path):
         found = list_from_data(data, device, features, custom)
     _warn_of_missing_kernels(path, found, features)
     return found
@@ -193,7 +193,7 @@ class _RuleBuilder:
             ("by_shape", self._add_by_shape),
         ):
             for i, table in enumerate(data.get(kind, ())):
-                with located(table_label(kind, i)):
+                with prefix_errors(table_label(kind, i)):
                     names = _operator_names(table["operators"])
                 add(table, names, table_label(kind, i))
         self._add_exceptions()
@@ -213,7 +213,7 @@ class _RuleBuilder:
 
     def _add_conditional(self, table: Table, names: List[str], where: str) -> None:
         """Add the rules of a [[conditional]] table, or its conditions to existing rules."""
-        with located(where):
+        with prefix_errors(where):
             ranged, values = table.get("beyond_range", False), table.get("values")
             if bool(values) if ranged else values is None:
                 raise ArgumentError("give either values or beyond_range = true")
@@ -301,7 +301,7 @@ class _RuleBuilder:
                     continue
                 if kind == "keep_inputs" and needs_one_dtype(name):
                     continue
-                with located(f"[{kind}]"):
+                with prefix_errors(f"[{kind}]"):
                     operator = _operator_called(name)
                     for one in kept if kind != "keep_outputs" else ():
                         operator.check_input(one)
@@ -310,7 +310,7 @@ class _RuleBuilder:
                     if both:
                         raise ArgumentError(f"input {both[0]!r} of {name} is in [follow_inputs]")
                 self._amend_rule(name, **{kind: tuple(kept)})
-        with located("[slower]"):
+        with prefix_errors("[slower]"):
             _operator_names(self._data.get("slower", {}))
 
     def _keep_later_kernels(self) -> None:

@@ -141,7 +141,7 @@ class Policy(OperatorList):
         """
         dtype = targets.check_target(target_dtype)
         device = targets.check_device(dtype, device)
-        return _own_policy(dtype, device, machine.features(), custom_classes())
+        return _own_policy(dtype, device, machine.onednn_features(), custom_classes())
 
     @classmethod
     def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
@@ -151,7 +151,7 @@ class Policy(OperatorList):
         the file raises `ArgumentError`, which names the file and the table.
         """
         return _interned(
-            Policy(**vars(read_list(path, device, machine.features(), custom_classes())))
+            Policy(**vars(read_list(path, device, machine.onednn_features(), custom_classes())))
         )
 
     def save(self, path: Union[str, Path]) -> None:

@@ -14,7 +14,7 @@ import sys
 
 
 class _Finder:
-    """Finds MXNet as Python does, but loads it through mxamp."""
+    """An import finder that loads MXNet through mxamp if one of the variables is set."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "mxnet":
@@ -34,7 +34,7 @@ class _Finder:
 
 
 class _Loader:
-    """Has mxamp import MXNet, which makes it importable on newer Python and NumPy first."""
+    """A loader of MXNet: mxamp imports it, and turns mixed precision on if `automatic`."""
 
     def __init__(self, automatic):
         self.automatic = automatic
@@ -52,7 +52,7 @@ class _Loader:
 
             prepare_worker()
         if self.automatic:
-            _start(by_mxamp)
+            _start_automatic_run(by_mxamp)
         import mxnet as module
 
         self.attributes = module.__spec__, module.__loader__
@@ -62,7 +62,8 @@ class _Loader:
         module.__spec__, module.__loader__ = self.attributes
 
 
-def _start(by_mxamp):
+def _start_automatic_run(by_mxamp):
+    """Turn mixed precision on; `by_mxamp`: the program has imported mxamp, which imports MXNet."""
     from mxamp.errors import AmpError
     from mxamp.frontends.automatic import start_from_environment
 
@@ -73,7 +74,7 @@ def _start(by_mxamp):
 
 
 def install():
-    """Wait for the import of MXNet."""
+    """Put the finder for MXNet first in `sys.meta_path`, once."""
     # Some environments read their .pth files twice, through lib and lib64.
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

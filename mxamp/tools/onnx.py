@@ -13,7 +13,7 @@ from ..convert.options import check_names
 from ..convert.outputs import Model, OutputError, finite_input, output_error, run_model
 from ..errors import ArgumentError, InstallError, StateError
 from ..framework.arrays import dtypes_of
-from ..framework.files import checked_folder, write_file
+from ..framework.files import check_file_path, write_file
 from ..framework.patching import Patch, PatchSet
 from ..framework.wording import shown
 from ..graph.inspect import FLOATS, Tensor, tensors_of
@@ -102,7 +102,7 @@ def export_onnx(
     InstallError
         onnx or ONNX Runtime is missing.
     """
-    checked_folder(path)
+    check_file_path(path)
     onnx = _imported("onnx", NO_ONNX)
     runtime = _imported("onnxruntime", NO_RUNTIME) if check else None
     given = _checked_inputs(model, inputs)

@@ -62,9 +62,9 @@ def json_from_process(command: Sequence[str], env: Optional[Mapping[str, str]] =
 
 def machine(cores: int = 1) -> Dict[str, Any]:
     """Return the CPU's name, its features and the cores in use, for a file of figures."""
-    from mxamp.framework.machine import cpu_name, features
+    from mxamp.framework.machine import cpu_name, onednn_features
 
-    return {"cpu": cpu_name(), "features": sorted(features()), "cores": cores}
+    return {"cpu": cpu_name(), "features": sorted(onednn_features()), "cores": cores}
 
 
 def print_machine(console: Console, cores: int = 1) -> None:

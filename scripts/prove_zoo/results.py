@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from mxamp.framework.files import write_file
-from mxamp.framework.machine import cpu_name, features
+from mxamp.framework.machine import cpu_name, onednn_features
 from zoo import DTYPES, FAMILIES, LEAST_AGREEMENT, TOLERANCE, Case, case_of
 
 Result = Dict[str, Any]
@@ -182,7 +182,7 @@ def machine() -> Dict[str, Any]:
     for name in ("mxnet", "mxamp", "numpy", "gluoncv", "gluonnlp"):
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return {"cpu": cpu_name(), "features": sorted(features()), "versions": versions}
+    return {"cpu": cpu_name(), "features": sorted(onednn_features()), "versions": versions}
 
 
 def tables(found: Dict[str, Any]) -> List[Table]:

@@ -12,7 +12,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import BF16, check_python, down, kind, randn, same, values
 from models import GPU, model, policy_for
-from mxamp.framework.machine import features
+from mxamp.framework.machine import onednn_features
 from mxamp.graph.ir import Graph
 from nets import convolutional, decoder, perceptron
 
@@ -231,7 +231,7 @@ def test_signs_zeros_and_infinities_survive_the_offline_cast(dtype):
     assert same(args["fc_weight"], down(weight, dtype))
     got = values(args["fc_weight"]).astype("float32")
     np.testing.assert_array_equal(got, weight.asnumpy())
-    if "avx512" in features():  # oneDNN's cast to bfloat16 without it drops the sign of zero
+    if "avx512" in onednn_features():  # oneDNN's cast to bfloat16 without it drops the sign of zero
         assert same(got, weight.asnumpy())
 
 

@@ -12,7 +12,7 @@ import mxamp as amp
 from helpers import randn
 from mxamp.convert import saved  # before tests replace what it imports
 from mxamp.framework import files
-from mxamp.framework.files import checked_writable, write_file
+from mxamp.framework.files import check_writable, write_file
 from training import setup
 
 NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=64, name="fc")
@@ -249,8 +249,8 @@ def test_orphans_of_names_with_brackets(folder):
 
 def test_what_can_not_be_written_is_known_before(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"old")
-    checked_writable(tmp_path / "file")
-    checked_writable(tmp_path / "new")
+    check_writable(tmp_path / "file")
+    check_writable(tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"old"
 
@@ -259,4 +259,4 @@ def test_what_can_not_be_written_is_known_before(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.touch", refuse)
     with pytest.raises(amp.WriteError, match="'.*new' can't be written .No space left"):
-        checked_writable(tmp_path / "new")
+        check_writable(tmp_path / "new")

@@ -132,7 +132,7 @@ def test_names_of_gpu_builds_alone_are_patterns(tmp_path, monkeypatch):
 
 def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
     def on(*features):
-        monkeypatch.setattr(machine, "features", lambda: frozenset(features))
+        monkeypatch.setattr(machine, "onednn_features", lambda: frozenset(features))
 
     on("avx512", "avx512_bf16")
     fast = Policy.default("bfloat16")

@@ -28,7 +28,7 @@ from training import (
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
     monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512"}))
+    monkeypatch.setattr(machine, "onednn_features", lambda: frozenset({"avx512"}))
     amp.init("auto")
 
 

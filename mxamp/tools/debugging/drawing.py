@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import List, NamedTuple, Optional, Union
 
 from ...errors import ArgumentError, StateError
-from ...framework.files import checked_folder, checked_path, write_file
+from ...framework.files import check_file_path, checked_path, write_file
 from ...framework.wording import one_of, shown
 from ..tables import cell_text
 from .explain import NodePlan, Plan
@@ -94,7 +94,7 @@ def draw(plan: Plan, path: Union[str, Path], color: str = "precision") -> None:
     file_format = target.suffix[1:].lower()
     if file_format not in ("svg", "png", "pdf", "dot"):
         raise ArgumentError(f"a drawing must be a .svg, .png, .pdf or .dot file, not {str(path)!r}")
-    checked_folder(target)
+    check_file_path(target)
     source = to_dot(plan, color)
     if file_format == "dot":
         write_file(target, source.encode())

@@ -13,7 +13,7 @@ from mxnet.symbol import Symbol
 
 from ...convert.blocks import Examples, trace
 from ...convert.options import check_names, checked_shapes, resolved_dtypes, with_excluded_layers
-from ...errors import ArgumentError, UnknownNameError, located, unknown
+from ...errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ...framework.arrays import cast, copy
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
@@ -293,7 +293,7 @@ def explain(
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
     graph = Graph.from_symbol(symbol)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
-    with located("`input_shapes`"):
+    with prefix_errors("`input_shapes`"):
         check_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in known_params.items()}
     if mode != "converted":

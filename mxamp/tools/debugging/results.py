@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, Sequence, Tuple, Union
 
 from ...errors import ArgumentError, InstallError
-from ...framework.files import checked_folder, write_file
+from ...framework.files import check_file_path, write_file
 from ..tables import html_table, text_table
 
 __all__ = ["Drawn", "Result", "Table", "new_figure"]
@@ -66,7 +66,7 @@ class Drawn(Result):
         figure = self._figure()
         if path is not None:
             target = Path(path)
-            checked_folder(target)
+            check_file_path(target)
             suffix, known = target.suffix[1:].lower(), figure.canvas.get_supported_filetypes()
             if suffix not in known:
                 allowed = ", ".join(sorted(known))

@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Un
 import numpy as np
 
 from ...errors import ArgumentError, StateError
-from ...framework.files import checked_folder, wrap_write_errors
+from ...framework.files import check_file_path, wrap_write_errors
 from ...framework.wording import shown
 
 __all__ = [
@@ -91,7 +91,7 @@ class LineFile:
     """A trace file that lines are appended to, by one `LineFile` at a time."""
 
     def __init__(self, path: Path) -> None:
-        checked_folder(path)
+        check_file_path(path)
         if path.exists() and path.stat().st_size:
             with path.open(encoding="utf-8", errors="replace") as file:
                 # Another program's file may be one long line.

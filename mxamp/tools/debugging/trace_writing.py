@@ -382,7 +382,7 @@ def _header(
         "machine": {
             "cpu": machine.cpu_name(),
             "cores": machine.threads(),
-            "features": sorted(machine.features()),
+            "features": sorted(machine.onednn_features()),
             "device": machine.default_device(),
             "system": platform.system(),
         },

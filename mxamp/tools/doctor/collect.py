@@ -141,7 +141,7 @@ def _cpu() -> Cpu:
     return Cpu(
         name=machine.cpu_name(),
         instructions=tuple(sorted(machine.cpu_features())),
-        usable=tuple(sorted(machine.features())),
+        usable=tuple(sorted(machine.onednn_features())),
         processors=processors,
         physical=math.ceil(processors / machine.threads_per_core()),
         quota=cpu_quota(),

@@ -288,7 +288,7 @@ def machine_of(device: str) -> Tuple[Tuple[str, str], ...]:
     return (
         ("device", device),
         ("cpu", machine.cpu_name()),
-        ("instructions", ", ".join(sorted(machine.features())) or "no avx512"),
+        ("instructions", ", ".join(sorted(machine.onednn_features())) or "no avx512"),
         ("threads", str(machine.threads())),
         ("mxnet", mx.__version__),
     )
