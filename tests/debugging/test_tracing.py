@@ -17,7 +17,7 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import randn
 from mxamp.tools.debugging import operator_stats, read_trace, trace, trace_lines
-from mxamp.tools.debugging.trace_writing import gpu_memory_used, mean_of
+from mxamp.tools.debugging.trace_writing import gpu_memory_used, mean_loss
 from training import batches, poisoned, setup, train
 
 
@@ -149,7 +149,7 @@ def test_the_loss_given_to_a_trace(given, path):
 def test_the_mean_of_large_losses(dtype):
     array = (randn(100, 100) * 100).astype(dtype)
     expected = array.asnumpy().astype("float64").mean()
-    assert mean_of([array, array]) == pytest.approx(expected, rel=1e-4)
+    assert mean_loss([array, array]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_several_trainers(path):

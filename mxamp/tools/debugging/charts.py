@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from .trace_lines import TraceStep, duration
+from .trace_lines import TraceStep, duration_text
 
 __all__ = ["PAGE", "Run", "charts_of", "histogram_chart", "hover_data", "runs_of", "style", "text"]
 
@@ -100,7 +100,7 @@ def _power_of_two(value: float) -> str:
 MEASURES = (
     Measure("loss", "Loss", "loss", lambda step: step.loss, "{:.4g}".format),
     Measure("scale", "Loss scale", "scale", lambda step: step.loss_scale, _power_of_two, True),
-    Measure("seconds", "Step time", "seconds", lambda step: step.seconds, duration),
+    Measure("seconds", "Step time", "seconds", lambda step: step.seconds, duration_text),
     Measure(
         "memory", "Memory of the process", "MiB",
         lambda step: _mebibytes(step.memory), "{:,.6g} MiB".format,

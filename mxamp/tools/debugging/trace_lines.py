@@ -30,13 +30,13 @@ __all__ = [
     "TraceRecord",
     "TraceStep",
     "checked_header",
-    "checked_path",
-    "decoded",
-    "duration",
-    "encoded",
+    "decode_line",
+    "duration_text",
+    "encode_line",
     "is_header",
-    "plain",
-    "step_or_record",
+    "parse_entry",
+    "path_text",
+    "to_jsonable",
 ]
 
 #: Goes up when a reader of today would misread what is written.
@@ -88,18 +88,18 @@ class TraceRecord(NamedTuple):
 
 
 class LineFile:
-    """A trace file that lines are appended to, by one `LineFile` at a time."""
+    """A trace file to append lines to, locked against other writers."""
 
     def __init__(self, path: Path) -> None:
         check_file_path(path)
         if path.exists() and path.stat().st_size:
             with path.open(encoding="utf-8", errors="replace") as file:
                 # Another program's file may be one long line.
-                first = decoded(file.readline(2**24))
+                first = decode_line(file.readline(2**24))
             checked_header(first, path, "It is left as it is; give another path")
         with wrap_write_errors(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._synced = time.monotonic()
+        self._synced_at = time.monotonic()
         try:
             self._lock(path)
             self._end_last_line()
@@ -108,6 +108,7 @@ class LineFile:
             raise
 
     def _lock(self, path: Path) -> None:
+        """Lock the open file; raise `StateError` if another trace has locked it."""
         # Some file systems have no locks.
         with contextlib.suppress(OSError):
             try:
@@ -116,32 +117,33 @@ class LineFile:
                 raise StateError(IN_USE.format(path=str(path))) from None
 
     def _end_last_line(self) -> None:
-        """Terminate a line that a killed process has half written."""
+        """Append a newline after a line that a killed process has half written."""
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             os.write(self._descriptor, b"\n")
 
     def write(self, line: str) -> None:
-        """Append a line."""
+        """Append a line, and sync the file to disk every `_SYNC_SECONDS`."""
         left = memoryview(f"{line}\n".encode("ascii"))
         while left:
             left = left[os.write(self._descriptor, left) :]
-        if time.monotonic() - self._synced > _SYNC_SECONDS:
-            self._sync()
+        if time.monotonic() - self._synced_at > _SYNC_SECONDS:
+            self._sync_to_disk()
 
-    def _sync(self) -> None:
+    def _sync_to_disk(self) -> None:
+        """Wait until the lines written so far are on the disk, if the file can be synced."""
         with contextlib.suppress(OSError):  # a pipe can't be synced
             os.fsync(self._descriptor)
-        self._synced = time.monotonic()
+        self._synced_at = time.monotonic()
 
     def close(self) -> None:
-        """Wait until all lines are on the disk, and close the file."""
-        self._sync()
+        """Sync the file to disk, and close it."""
+        self._sync_to_disk()
         os.close(self._descriptor)
 
 
-def checked_path(path: Any, what: str = "a trace") -> str:
-    """Return a path as text; raise `ArgumentError` for anything else."""
+def path_text(path: Any, what: str = "a trace") -> str:
+    """Return a path as text; raise `ArgumentError` if it is no path of `what`."""
     found = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(found, str):
         raise ArgumentError(f"the path of {what} must be a str or a Path, not {shown(path)}")
@@ -151,8 +153,8 @@ def checked_path(path: Any, what: str = "a trace") -> str:
 # ---------------------------------------------------------------------- reading
 
 
-def decoded(line: str) -> Any:
-    """Return the value in a line of JSON; None for an unreadable line."""
+def decode_line(line: str) -> Any:
+    """Return the value that a line of JSON stands for; None for an unreadable line."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -160,7 +162,7 @@ def decoded(line: str) -> Any:
 
 
 def is_header(found: Any) -> bool:
-    """Return whether a decoded line is a header, of this version or of a newer one."""
+    """Return whether a decoded line is a trace's header, of this or a newer schema."""
     if not isinstance(found, dict) or found.get("kind") != "header":
         return False
     schema = found.get("schema")
@@ -168,7 +170,7 @@ def is_header(found: Any) -> bool:
 
 
 def checked_header(found: Any, path: Path, advice: str) -> Dict[str, Any]:
-    """Return a decoded header; raise `ArgumentError` if this version can't read it."""
+    """Return a decoded first line of `path`; raise `ArgumentError` if it is no readable header."""
     if not is_header(found):
         raise ArgumentError(NO_TRACE.format(path=str(path), advice=advice))
     header: Dict[str, Any] = found
@@ -178,54 +180,58 @@ def checked_header(found: Any, path: Path, advice: str) -> Dict[str, Any]:
     return header
 
 
-def step_or_record(entry: Any) -> Union[TraceStep, TraceRecord, None]:
+def parse_entry(entry: Any) -> Union[TraceStep, TraceRecord, None]:
     """Return a decoded line as a step or a record; None if it is neither."""
     try:
         if entry["kind"] == "step":
             values = {name: read(entry[name]) for name, read in _FIELDS.items() if name in entry}
             return TraceStep(**{"next_loss_scale": values["loss_scale"], **values})
         if entry["kind"] != "header" and isinstance(entry["data"], dict):
-            return TraceRecord(str(entry["kind"]), _whole(entry.get("step", 0)), entry["data"])
+            step = _read_integer(entry.get("step", 0))
+            return TraceRecord(str(entry["kind"]), step, entry["data"])
     except (LookupError, TypeError, ValueError, OverflowError):
         pass
     return None
 
 
-def _whole(value: Any) -> int:
+def _read_integer(value: Any) -> int:
+    """Return a number of JSON as an integer; raise if it is none, or too large to be a count."""
     whole = int(value)
     if abs(whole) > _LARGEST:
         raise OverflowError(whole)
     return whole
 
 
-def _names(value: Any) -> Tuple[str, ...]:
+def _read_names(value: Any) -> Tuple[str, ...]:
+    """Return a list of JSON as a tuple of text; raise `TypeError` if it is no list."""
     if not isinstance(value, list):
         raise TypeError(value)
     return tuple(map(str, value))
 
 
-def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _read_optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that reads a value by `read`, and None as None."""
     return lambda value: None if value is None else read(value)
 
 
 #: How the fields of a step are read. `float` knows "NaN" and "Infinity".
 _FIELDS: Mapping[str, Callable[[Any], Any]] = {
-    "step": _whole,
-    "trainer": _whole,
-    "time": _optional(float),
-    "loss": _optional(float),
+    "step": _read_integer,
+    "trainer": _read_integer,
+    "time": _read_optional(float),
+    "loss": _read_optional(float),
     "loss_finite": bool,
     "loss_scale": float,
     "next_loss_scale": float,
     "stepped": bool,
-    "nonfinite": _names,
-    "seconds": _optional(float),
-    "memory": _optional(_whole),
-    "gpu_memory": _optional(_whole),
+    "nonfinite": _read_names,
+    "seconds": _read_optional(float),
+    "memory": _read_optional(_read_integer),
+    "gpu_memory": _read_optional(_read_integer),
 }
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return seconds as text in s, ms or us."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 1 or not seconds:
@@ -236,16 +242,16 @@ def duration(seconds: float) -> str:
 # ---------------------------------------------------------------------- writing
 
 
-def encoded(line: Mapping[str, Any]) -> str:
-    """Return a line as JSON; numbers that JSON lacks as "NaN", "Infinity", "-Infinity"."""
+def encode_line(line: Mapping[str, Any]) -> str:
+    """Return a trace's line as JSON, with "NaN", "Infinity" and "-Infinity" as text."""
     try:
         return json.dumps(line, allow_nan=False)
     except (TypeError, ValueError):
-        return json.dumps(plain(line), allow_nan=False)
+        return json.dumps(to_jsonable(line), allow_nan=False)
 
 
-def plain(value: Any, depth: int = 0) -> Any:
-    """Return a value `depth` levels deep as dicts, lists, text and finite numbers.
+def to_jsonable(value: Any, depth: int = 0) -> Any:
+    """Return a value as dicts, lists, text and finite numbers; `depth` counts the levels above it.
 
     Takes dataclasses, objects with `to_dict()`, and NumPy's numbers and arrays too.
     """
@@ -256,13 +262,14 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else json.dumps(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(entry, depth + 1) for key, entry in value.items()}
+        return {str(key): to_jsonable(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(entry, depth + 1) for entry in value]
-    return plain(_as_builtin(value), depth + 1)
+        return [to_jsonable(entry, depth + 1) for entry in value]
+    return to_jsonable(_to_builtin(value), depth + 1)
 
 
-def _as_builtin(value: Any) -> Any:
+def _to_builtin(value: Any) -> Any:
+    """Return one object as a dict, list or number, its parts unconverted; raise if unknown."""
     if callable(getattr(value, "to_dict", None)):
         return value.to_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -12,14 +12,14 @@ from .trace_lines import (
     TraceRecord,
     TraceStep,
     checked_header,
-    checked_path,
-    decoded,
-    duration,
+    decode_line,
+    duration_text,
     is_header,
-    step_or_record,
+    parse_entry,
+    path_text,
 )
 
-__all__ = ["CULPRIT_HEADINGS", "TraceFile", "last_steps", "read_trace"]
+__all__ = ["CULPRIT_HEADINGS", "TraceFile", "last_step_numbers", "read_trace"]
 
 CULPRIT_HEADINGS = ("not finite", "skipped steps", "first", "last")
 CUT = "the last line is cut: the run was killed while it wrote it, or is writing it now"
@@ -43,7 +43,7 @@ class TraceFile:
 
     @property
     def skipped(self) -> Tuple[TraceStep, ...]:
-        """The skipped steps."""
+        """The steps whose update was skipped."""
         return tuple(step for step in self.steps if not step.stepped)
 
     def culprits(self) -> List[Tuple[str, int, int, int]]:
@@ -59,7 +59,7 @@ class TraceFile:
         return sorted(rows, key=lambda row: (-row[1], row[2], row[0]))
 
     def of_kind(self, kind: str) -> Tuple[TraceRecord, ...]:
-        """Return the records of a kind, such as "operators"."""
+        """Return the records of one kind, such as "operators"."""
         return tuple(record for record in self.records if record.kind == kind)
 
     def summary(self) -> List[Tuple[str, str]]:
@@ -78,7 +78,7 @@ class TraceFile:
         if losses:
             rows.append(("last loss", f"{losses[-1]:.4g}"))
         if seconds:
-            rows.append(("median step", duration(seconds[len(seconds) // 2])))
+            rows.append(("median step", duration_text(seconds[len(seconds) // 2])))
         if memory:
             rows.append(("most memory", f"{max(memory) / 2**20:,.0f} MiB"))
         return rows
@@ -113,15 +113,15 @@ def read_trace(path: Union[str, Path]) -> TraceFile:
     Unreadable lines are left out, with a warning in `warnings`. Raises `ArgumentError` if there
     is no such file, if it is no trace, or if a newer mxamp has written it.
     """
-    file = Path(checked_path(path))
+    file = Path(path_text(path))
     headers: List[Mapping[str, Any]] = []
     steps: List[TraceStep] = []
     records: List[TraceRecord] = []
     bad: List[int] = []
     warnings = []
-    for number, line in _lines(file):
-        entry = decoded(line)
-        found = step_or_record(entry)
+    for number, line in _numbered_lines(file):
+        entry = decode_line(line)
+        found = parse_entry(entry)
         if number == 1 or is_header(entry):
             advice = "Give a file that amp.debugging.trace has written"
             headers.append(checked_header(entry, file, advice))
@@ -139,14 +139,15 @@ def read_trace(path: Union[str, Path]) -> TraceFile:
     return TraceFile(str(file), tuple(headers), tuple(steps), tuple(records), tuple(warnings))
 
 
-def last_steps(path: Path) -> Dict[int, int]:
-    """Return the number of each trainer's last step; {} for a new file."""
+def last_step_numbers(path: Path) -> Dict[int, int]:
+    """Return the number of the last step in a trace, by trainer; {} for a new file."""
     if not path.stat().st_size:
         return {}
     return {step.trainer: step.step for step in read_trace(path).steps}
 
 
-def _lines(path: Path) -> Iterator[Tuple[int, str]]:
+def _numbered_lines(path: Path) -> Iterator[Tuple[int, str]]:
+    """Yield (number, line) of a trace without empty lines; raise if there is no trace to read."""
     if path.is_dir():
         raise ArgumentError(f"a trace is a file, and {str(path)!r} is a folder")
     if not path.exists():

@@ -27,14 +27,14 @@ from ...policy.active import current_policy, suspended
 from ...scaling.hook import StepReport, TrainerHook, observe_steps, stop_observing
 from .numerics.check import NumericsCheck
 from .numerics.findings import values_of
-from .trace_lines import SCHEMA, LineFile, checked_path, encoded, plain
-from .trace_reading import last_steps
+from .trace_lines import SCHEMA, LineFile, encode_line, path_text, to_jsonable
+from .trace_reading import last_step_numbers
 
-__all__ = ["Trace", "gpu_memory_used", "mean_of", "resident_memory", "trace"]
+__all__ = ["Trace", "gpu_memory_used", "mean_loss", "resident_memory", "trace"]
 
 logger = logging.getLogger("mxamp")
 
-#: Least seconds between two questions for the memory of GPUs.
+#: Least seconds between two reads of the memory in use on GPUs.
 _GPU_SECONDS = 1.0
 #: Losses of more elements are averaged on their GPU.
 _LARGE_LOSS = 2**12
@@ -100,9 +100,9 @@ class Trace:
     def __init__(
         self, trainer: Trainers, path: Union[str, "os.PathLike[str]"], tensorboard: Optional[str]
     ) -> None:
-        trainers = _listed(trainer)
-        named = checked_path(path)
-        make_writer = _event_writer(tensorboard) if tensorboard is not None else None
+        trainers = _trainer_list(trainer)
+        named = path_text(path)
+        make_writer = _event_writer_opener(tensorboard) if tensorboard is not None else None
         rank = _rank(trainers)
         self.path = Path(named.replace("{rank}", str(rank or 0)))
         self._lock = threading.RLock()
@@ -112,16 +112,16 @@ class Trace:
         # A step whose loss may still be computed.
         self._pending: Optional[Tuple[Dict[str, Any], NDArray]] = None
         self._writer: Any = None
-        self._watched: List[_Watched] = []
+        self._observers: List[_TrainerObserver] = []
         try:
-            last = last_steps(self.path)
+            last = last_step_numbers(self.path)
             if make_writer is not None:
                 self._writer = make_writer()
-            self._write(_header(trainers, rank, max(last.values(), default=None)))
+            self._write(_header_line(trainers, rank, max(last.values(), default=None)))
             for number, one in enumerate(trainers):
-                watched = _Watched(self, one, number, last.get(number, 0))
+                watched = _TrainerObserver(self, one, number, last.get(number, 0))
                 observe_steps(one, watched)
-                self._watched.append(watched)
+                self._observers.append(watched)
         except BaseException:
             self.close()
             raise
@@ -130,7 +130,7 @@ class Trace:
     @property
     def step(self) -> int:
         """The number of the first trainer's last step."""
-        return self._watched[0].step if self._watched else 0
+        return self._observers[0].step if self._observers else 0
 
     def loss(self, value: Union[float, NDArray]) -> None:
         """Set the loss of the next step: a number, or an array, whose mean is taken.
@@ -153,7 +153,7 @@ class Trace:
             raise ArgumentError(f"a kind of record must be a name of your own, not {shown(kind)}")
         if isinstance(data, NumericsCheck):
             raise ArgumentError(WHOLE_CHECK)
-        content = plain(data)
+        content = to_jsonable(data)
         if not isinstance(content, dict):
             raise ArgumentError(
                 f"a record's data must be a dict or have to_dict(), not {shown(data)}"
@@ -170,13 +170,14 @@ class Trace:
             try:
                 self._write_pending()
             finally:
-                self._end()
+                self._stop()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
+        """Stop observing the trainers and close the files; a second call is a no-op."""
         if self._closed:
             return
         self._closed = True
-        for watched in self._watched:
+        for watched in self._observers:
             watched.stop()
         self._lines.close()
         if self._writer is not None:
@@ -193,13 +194,14 @@ class Trace:
         return f"<Trace: {str(self.path)!r}, step {self.step}{', closed' if self._closed else ''}>"
 
     def _check_open(self) -> None:
+        """Raise `StateError` if the trace is closed."""
         if self._closed:
             raise StateError(CLOSED)
 
     # ------------------------------------------------------------------ steps
 
-    def see(self, line: Dict[str, Any], losses: Sequence[NDArray]) -> None:
-        """Write a step, or keep it until its loss can be read."""
+    def add_step(self, line: Dict[str, Any], losses: Sequence[NDArray]) -> None:
+        """Write a step's line, or keep it until the loss given to `loss` can be read."""
         with self._lock:
             if self._closed:
                 return
@@ -208,21 +210,24 @@ class Trace:
             if isinstance(given, NDArray):
                 self._pending = (line, given)
             else:
-                self._write_step(line, mean_of(losses) if given is None and losses else given)
+                self._write_step(line, mean_loss(losses) if given is None and losses else given)
 
     def _write_pending(self) -> None:
+        """Write the line that waits for its loss, if there is one."""
         if self._pending is not None:
             (line, loss), self._pending = self._pending, None
-            self._write_step(line, mean_of([loss]))
+            self._write_step(line, mean_loss([loss]))
 
     def _write_step(self, line: Dict[str, Any], loss: Optional[float]) -> None:
+        """Write a step's line with its loss, and its event for TensorBoard."""
         finite = loss is None or bool(np.isfinite(loss))
         self._write({**line, "loss": loss, "loss_finite": line["loss_finite"] and finite})
         if self._writer is not None:
-            self._write_scalars(line, loss)
+            self._write_event(line, loss)
 
-    def _write_scalars(self, line: Dict[str, Any], loss: Optional[float]) -> None:
-        group = f"trainer {line['trainer']}" if len(self._watched) > 1 else "training"
+    def _write_event(self, line: Dict[str, Any], loss: Optional[float]) -> None:
+        """Write the numbers of a step's line to TensorBoard's event file."""
+        group = f"trainer {line['trainer']}" if len(self._observers) > 1 else "training"
         scalars = {
             "loss": loss,
             "loss scale": line["loss_scale"],
@@ -237,26 +242,27 @@ class Trace:
                 )
 
     def _write(self, line: Dict[str, Any]) -> None:
+        """Append a line to the file; log a warning and close the trace if that fails."""
         if self._closed:
             return
         try:
-            self._lines.write(encoded(line))
+            self._lines.write(encode_line(line))
         except OSError as error:  # a full disk must not end the training
             logger.warning(CAN_NOT_WRITE, self.path, error)
-            self._end()
+            self._stop()
 
 
-class _Watched:
-    """Observer of a traced trainer, which it does not keep alive."""
+class _TrainerObserver:
+    """Passes a line for each step of a trainer to a trace; does not keep the trainer alive."""
 
     def __init__(self, owner: Trace, trainer: Trainer, number: int, step: int) -> None:
-        self._owner, self._number, self.step = owner, number, step
+        self._trace, self._number, self.step = owner, number, step
         self._trainer = weakref.ref(trainer)
         contexts = trainer._contexts
         self._gpus = sorted(c.device_id for c in contexts if machine.device_kind(c) == "gpu")
         self._gpu_memory: Optional[int] = None
-        self._asked = -_GPU_SECONDS
-        self._last: Optional[float] = None
+        self._gpu_memory_at = -_GPU_SECONDS
+        self._last_step_at: Optional[float] = None
 
     def stop(self) -> None:
         """Stop observing the trainer."""
@@ -273,20 +279,21 @@ class _Watched:
             "step": self.step,
             "time": time.time(),
             **report._asdict(),
-            "seconds": None if self._last is None else now - self._last,
+            "seconds": None if self._last_step_at is None else now - self._last_step_at,
             "memory": resident_memory(),
         }
         if self._gpus:
-            if now - self._asked >= _GPU_SECONDS:
-                self._asked = now
+            if now - self._gpu_memory_at >= _GPU_SECONDS:
+                self._gpu_memory_at = now
                 used = [gpu_memory_used(device) for device in self._gpus]
                 self._gpu_memory = None if None in used else sum(used)  # type: ignore[arg-type]
             line["gpu_memory"] = self._gpu_memory
-        self._owner.see(line, losses)
-        self._last = now
+        self._trace.add_step(line, losses)
+        self._last_step_at = now
 
 
-def _listed(trainer: Any) -> List[Trainer]:
+def _trainer_list(trainer: Any) -> List[Trainer]:
+    """Return a trainer, or several, as a list; raise `ArgumentError` for anything else."""
     listed = list(trainer) if isinstance(trainer, (list, tuple)) else [trainer]
     wrong = [one for one in listed if not isinstance(one, Trainer)]
     if wrong or not listed:
@@ -297,9 +304,9 @@ def _listed(trainer: Any) -> List[Trainer]:
     return listed
 
 
-def _event_writer(folder: Any) -> Callable[[], Any]:
-    """Return a function that opens TensorBoard's event file in a folder."""
-    named = checked_path(folder, "TensorBoard's folder")
+def _event_writer_opener(folder: Any) -> Callable[[], Any]:
+    """Return a function that opens an event file in TensorBoard's folder; raise if it can't."""
+    named = path_text(folder, "TensorBoard's folder")
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
@@ -310,14 +317,15 @@ def _event_writer(folder: Any) -> Callable[[], Any]:
 # ---------------------------------------------------------------------- values of a line
 
 
-def mean_of(losses: Sequence[NDArray]) -> float:
-    """Return the mean of all elements of losses, in any dtype; waits for them."""
+def mean_loss(losses: Sequence[NDArray]) -> float:
+    """Return the mean of all elements of losses in any dtype; NaN without elements. Waits."""
     count = sum(loss.size for loss in losses)
     with np.errstate(all="ignore"), autograd.pause(), suspended():
-        return float(sum(map(_sum, losses))) / count if count else float("nan")
+        return float(sum(map(_loss_sum, losses))) / count if count else float("nan")
 
 
-def _sum(loss: NDArray) -> float:
+def _loss_sum(loss: NDArray) -> float:
+    """Return the sum of a loss's elements, in float64 unless it is large and on a GPU."""
     on_cpu = machine.device_kind(loss.context) == "cpu"
     if on_cpu and loss.size and loss.dtype == np.float32:
         # asnumpy() would copy.
@@ -341,7 +349,7 @@ def resident_memory() -> Optional[int]:
 
 
 def gpu_memory_used(device: int) -> Optional[int]:
-    """Return the bytes in use on a GPU, by all processes; None if MXNet can't tell."""
+    """Return the bytes in use on a GPU, by all processes; None if MXNet can't read them."""
     try:
         free, total = mx.context.gpu_memory_info(device)
     except mx.base.MXNetError:
@@ -359,9 +367,13 @@ def _rank(trainers: Sequence[Trainer]) -> Optional[int]:
     return int(found[0]) if found else None
 
 
-def _header(
+def _header_line(
     trainers: Sequence[Trainer], rank: Optional[int], resumed_after: Optional[int]
 ) -> Dict[str, Any]:
+    """Return the header of a run: versions, machine, policy, trainers, rank.
+
+    `resumed_after` is the last step of the trace that the run resumes.
+    """
     policy = current_policy()
     described = None
     if policy is not None:
@@ -388,13 +400,14 @@ def _header(
         },
         "dtype": policy.target_dtype if policy is not None else "float32",
         "policy": described,
-        "trainers": [_described(trainer) for trainer in trainers],
+        "trainers": [_describe_trainer(trainer) for trainer in trainers],
         "rank": rank,
         "resumed_after": resumed_after,
     }
 
 
-def _described(trainer: Trainer) -> Dict[str, Any]:
+def _describe_trainer(trainer: Trainer) -> Dict[str, Any]:
+    """Return a trainer's entry in the header."""
     hook = getattr(trainer, "_amp_loss_scaler", None)
     scaling = hook if isinstance(hook, TrainerHook) else None
     shapes = [param.shape for param in trainer._params]
