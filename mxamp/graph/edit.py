@@ -53,7 +53,7 @@ class View:
 
     @cached_property
     def consumers(self) -> Mapping[Output, List[Tuple[int, int]]]:
-        """The readers of each output: (node, input position); for the caller (-1, head position)."""
+        """The readers of each output: (node, input position), or (-1, head) for the caller."""
         found: Dict[Output, List[Tuple[int, int]]] = {}
         live = set(self.head_nodes)
         for i in range(len(self.graph.nodes) - 1, -1, -1):

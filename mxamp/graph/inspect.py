@@ -25,9 +25,9 @@ from .ir import (
     Output,
     Shape,
     Usage,
-    alone,
     body_usage,
     infer_types,
+    single_node_symbol,
     step_shapes,
 )
 
@@ -35,11 +35,11 @@ __all__ = [
     "Census",
     "FLOATS",
     "Tensor",
-    "count",
+    "take_census",
     "interpret",
     "is_cast",
-    "precision_at",
-    "precision_of",
+    "precision_of_node",
+    "precision_of_call",
     "run_node",
     "tensors_of",
 ]
@@ -64,7 +64,7 @@ class Tensor(NamedTuple):
 
 
 class Census(NamedTuple):
-    """Counts: of operators by (operator, dtype), of casts and their bytes by (from, to)."""
+    """Counts of operators by (operator, dtype), and of casts and their bytes by (from, to)."""
 
     operators: "Counter[Tuple[str, str]]"
     casts: "Counter[Tuple[str, str]]"
@@ -82,12 +82,12 @@ class Census(NamedTuple):
                 mine[key] += number * times
 
     def add_cast(self, source: str, target: str, size: int) -> None:
-        """Count a cast of `size` elements."""
+        """Count a cast from dtype `source` to `target` of `size` elements."""
         self.casts[source, target] += 1
         self.bytes[source, target] += size * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
 
 
-def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) -> Census:
+def take_census(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) -> Census:
     """Return the census of one run of a graph, for inputs of these dtypes and shapes.
 
     Bodies of `foreach` count once per step. Bodies of `while_loop` and `cond` don't count, since
@@ -103,34 +103,35 @@ def count(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) 
         if node.op in CASTS and is_cast(inputs[0].dtype, output.dtype):
             census.add_cast(inputs[0].dtype, output.dtype, inputs[0].size)
             continue
-        census.operators[node.operator, precision_at(graph, i, values)] += 1
+        census.operators[node.operator, precision_of_node(graph, i, values)] += 1
         if node.operator == "_foreach" and inputs[0].shape is not None:
-            census.add(_one_step(node, inputs), times=inputs[0].shape[0])
+            census.add(_census_of_step(node, inputs), times=inputs[0].shape[0])
     return census
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Return whether a conversion is a cast between different float dtypes."""
+    """Return whether `source` and `target` are different float dtypes."""
     return source != target and {source, target} <= FLOATS
 
 
-def precision_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
-    """Return the dtype that a call counts under: the dtype of its first floating-point tensor."""
+def precision_of_call(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """Return the dtype of a call's first floating-point tensor, under which a census counts it."""
     dtypes = [tensor.dtype for tensor in (*inputs, *outputs)]
     return next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
 
 
-def precision_at(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> str:
-    """Return the dtype that node i computes in, given the tensors of the graph."""
+def precision_of_node(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> str:
+    """Return the dtype that node i computes in, where `values` are the tensors of the graph."""
     node = graph.nodes[i]
     inputs = [values[entry] for entry in node.inputs]
-    return node.attrs.get(PRECISION) or precision_of(inputs, [values[i, 0]])
+    return node.attrs.get(PRECISION) or precision_of_call(inputs, [values[i, 0]])
 
 
-def _one_step(node: Node, inputs: Sequence[Tensor]) -> Census:
+def _census_of_step(node: Node, inputs: Sequence[Tensor]) -> Census:
+    """Return the census of one step of a `foreach` loop with these inputs."""
     body = node.subgraphs[0]
     usage = body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
-    return count(body, usage.dtypes, step_shapes(node, [tensor.shape for tensor in inputs]))
+    return take_census(body, usage.dtypes, step_shapes(node, [tensor.shape for tensor in inputs]))
 
 
 def tensors_of(
@@ -148,11 +149,13 @@ def tensors_of(
     except MXNetError:
         found = None  # inconsistent shapes: MXNet raises when the graph runs
     listed = found or [None] * len(entries)
-    return {e: Tensor(dtype, _known(shape)) for e, dtype, shape in zip(entries, types, listed)}
+    return {
+        e: Tensor(dtype, _known_shape(shape)) for e, dtype, shape in zip(entries, types, listed)
+    }
 
 
-def _known(shape: Optional[Shape]) -> Optional[Shape]:
-    """Return an inferred shape; None if one of its dimensions is unknown."""
+def _known_shape(shape: Optional[Shape]) -> Optional[Shape]:
+    """Return an inferred shape as a tuple; None if one of its dimensions is unknown."""
     if shape is None:
         return None
     # NumPy semantics write -1 for an unknown dimension. Classic semantics write 0, and () for an
@@ -190,9 +193,9 @@ def interpret(graph: Graph, inputs: Mapping[str, NDArray], run: Runner) -> List[
 def run_node(
     node: Node, inputs: Sequence[NDArray], context: Any, is_np: bool = False
 ) -> Sequence[NDArray]:
-    """Run one node on these arrays; `context` is for nodes without inputs."""
+    """Return the outputs of one node for `inputs`; a node without inputs runs on `context`."""
     if node.subgraphs:
-        return as_list(_alone(node, len(inputs), is_np)(*inputs))
+        return as_list(_cached_op(node, len(inputs), is_np)(*inputs))
     operator = resolve(node.op)
     attrs = {key: value for key, value in node.attrs.items() if not key.startswith("__")}
     if not inputs and "ctx" in operator.defaults:
@@ -207,7 +210,7 @@ def run_node(
 
 
 def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, Shape]:
-    """Return the inferred shapes of nodes that make arrays, such as begin states, by index."""
+    """Return the inferred shapes of array-making nodes with an incomplete `shape`, by index."""
     unshaped = [
         i
         for i, node in enumerate(graph.nodes)
@@ -221,7 +224,7 @@ def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, S
     return {i: shape for i, shape in shapes.items() if shape is not None}
 
 
-def _alone(node: Node, count: int, is_np: bool) -> CachedOp:
+def _cached_op(node: Node, input_count: int, is_np: bool) -> CachedOp:
     """Return a cached op of a node with subgraphs: a loop or fused operators."""
     symbol_class = _Symbol if is_np else Symbol
-    return CachedOp(alone(node, [{}] * count, node.num_outputs, symbol_class))
+    return CachedOp(single_node_symbol(node, [{}] * input_count, node.num_outputs, symbol_class))

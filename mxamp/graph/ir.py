@@ -30,7 +30,7 @@ __all__ = [
     "UNSAFE_LOOPS",
     "Usage",
     "VERSION",
-    "alone",
+    "single_node_symbol",
     "argument_dtypes",
     "body_inputs",
     "body_usage",
@@ -44,7 +44,7 @@ __all__ = [
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, if it is on.
+    """Context in which Python's garbage collector is off; restores it afterwards.
 
     A graph consists of many small long-lived objects. Whenever their number grew by a quarter, the
     collector would scan all objects of the process.
@@ -128,7 +128,7 @@ class Node:
 
     @property
     def call(self) -> Tuple[Any, ...]:
-        """The operator and its visible attributes, a key that equal calls share."""
+        """The operator and its attributes without hidden ones: a key that equal calls share."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
 
     @property
@@ -136,12 +136,12 @@ class Node:
         """The attributes whose names begin with __, such as marks: operators ignore them."""
         return {name: text for name, text in self.attrs.items() if name.startswith("__")}
 
-    def reading(self, inputs: List[Output]) -> "Node":
-        """Return a copy with other inputs."""
+    def with_inputs(self, inputs: List[Output]) -> "Node":
+        """Return a copy of the node that reads `inputs`."""
         return Node(self.op, self.name, self.attrs, inputs, self.subgraphs, self.num_outputs)
 
     def to_json(self) -> Dict[str, Any]:
-        """Return the node in MXNet's JSON format."""
+        """Return the node as a dict in the format of a symbol's JSON."""
         data: Dict[str, Any] = {"op": self.op, "name": self.name}
         if self.attrs:
             data["attrs"] = self.attrs
@@ -166,7 +166,7 @@ class Graph:
     @classmethod
     @collector_paused()
     def from_symbol(cls, symbol: Symbol) -> "Graph":
-        """Return the graph of a symbol, casts included."""
+        """Return the graph of a symbol, `amp_cast` nodes included."""
         text = Symbol.tojson(symbol, remove_amp_cast=False)
         graph = cls.from_json(json.loads(text, strict=False))
         graph.symbol = symbol
@@ -174,7 +174,7 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Graph":
-        """Return the graph of MXNet's JSON, loaded."""
+        """Return the graph of a symbol's JSON, parsed to a dict."""
         ends = data["node_row_ptr"]
         nodes = [
             Node(
@@ -191,7 +191,7 @@ class Graph:
         return cls(nodes, heads, dict(data.get("attrs", {})))
 
     def to_json(self) -> Dict[str, Any]:
-        """Return the graph in MXNet's JSON format."""
+        """Return the graph as a dict in the format of a symbol's JSON."""
         ends = [0]
         for node in self.nodes:
             ends.append(ends[-1] + node.num_outputs)
@@ -205,8 +205,8 @@ class Graph:
 
     @collector_paused()
     def to_symbol(self, symbol_class: Type[Symbol] = Symbol) -> Symbol:
-        """Return the graph as a symbol of a class: `mx.sym.Symbol`, or the class of `mx.sym.np`."""
-        return symbol_class(_load(self.to_json()))
+        """Return the graph as a `symbol_class`: `mx.sym.Symbol`, or the class of `mx.sym.np`."""
+        return symbol_class(_load_symbol(self.to_json()))
 
     @property
     def variables(self) -> List[Node]:
@@ -226,12 +226,12 @@ class Graph:
 
     @cached_property
     def marks(self) -> FrozenSet[str]:
-        """The regions that mark operators, bodies of loops included."""
+        """The marks of `autocast` regions on operators, bodies of loops included."""
         return marks_of(node.attrs for node in self.all_nodes if not node.is_variable)
 
     @property
     def operators(self) -> FrozenSet[str]:
-        """All operators, bodies of loops included."""
+        """The names of all operators as called, bodies of loops included."""
         inner = (body.operators for node in self.nodes for body in node.subgraphs)
         return frozenset(node.op for node in self.nodes if not node.is_variable).union(*inner)
 
@@ -256,13 +256,12 @@ VERSION = {"mxnet_version": ["int", 10000 * _major + 100 * _minor + _patch]}
 
 
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
-    """Return the dtype of each output of `node`, hidden ones included, for these inputs.
+    """Return the dtype of each output of `node`, hidden ones included, for inputs of `dtypes`.
 
-    MXNet infers them on a graph of that node alone (0.1 ms, cached). Where it can't, the outputs
-    count as float32.
+    MXNet infers them on a graph of that node alone (0.1 ms, cached).
     """
     if node.subgraphs:
-        return _ask(node, dtypes)
+        return _infer_uncached(node, dtypes)
     if node.operator == "cast_storage" and node.attrs.get("stype") != "default":
         return ("sparse",)
     op, *attrs = node.call
@@ -270,17 +269,18 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     key = (op, *asked, tuple(dtypes), node.num_outputs)
     outputs = _inferred.get(key)
     if outputs is None:
-        outputs = _inferred[key] = _ask(node, dtypes)
+        outputs = _inferred[key] = _infer_uncached(node, dtypes)
     return outputs
 
 
-def _ask(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
+def _infer_uncached(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
+    """Return the dtypes that MXNet infers for the outputs of `node`; float32 where it can't."""
     attrs = [{"__dtype__": str(DTYPE_CODES.get(dtype, 0))} for dtype in dtypes]
-    inferred = infer_types(alone(node, attrs, node.num_outputs))
+    inferred = infer_types(single_node_symbol(node, attrs, node.num_outputs))
     return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
 
 
-def alone(
+def single_node_symbol(
     node: Node,
     inputs: Sequence[Mapping[str, str]],
     outputs: int = 1,
@@ -288,7 +288,7 @@ def alone(
 ) -> Symbol:
     """Return a symbol of one operator, with its first `outputs` outputs.
 
-    Its inputs are variables with these attributes.
+    Its inputs are new variables with the attributes `inputs`.
     """
     count = len(inputs)
     variables = [Node("null", f"input{i}", dict(attrs)) for i, attrs in enumerate(inputs)]
@@ -300,7 +300,7 @@ def alone(
 def infer_types(
     symbol: Symbol, known: Optional[Mapping[str, str]] = None
 ) -> Optional[Tuple[Tuple[str, ...], ...]]:
-    """Return the dtypes of a symbol's arguments, outputs and auxiliary states.
+    """Return the inferred dtypes of a symbol's arguments, outputs and auxiliary states.
 
     `known` maps names of arguments to dtypes. Returns None where MXNet can't infer all dtypes.
     """
@@ -328,25 +328,26 @@ def infer_types(
 
 
 def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> Dict[str, str]:
-    """Return the dtype of every argument, by name; float32 where neither given nor inferred."""
+    """Return the dtype of every argument of `symbol`, by name; float32 where unknown."""
     known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
     names, inferred = symbol.list_arguments(), infer_types(symbol, known)
     dtypes = dict(zip(names, inferred[0])) if inferred is not None else {}
     return {name: known.get(name, dtypes.get(name, "float32")) for name in names}
 
 
-def _load(data: Mapping[str, Any]) -> SymbolHandle:
+def _load_symbol(data: Mapping[str, Any]) -> SymbolHandle:
+    """Return the handle of a new symbol for a graph in the format of a symbol's JSON."""
     handle = SymbolHandle()
     # MXNet's JSON reader is slow and knows few escapes.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     if _UNREAD.search(text):
-        text = _ESCAPE.sub(_unescaped, text)
+        text = _ESCAPE.sub(_unescape, text)
     check_call(_LIB.MXSymbolCreateFromJSON(c_str(text), ctypes.byref(handle)))
     return handle
 
 
-def _unescaped(escape: "re.Match[str]") -> str:
-    """Return the character of an escape that MXNet can't read, and other escapes unchanged."""
+def _unescape(escape: "re.Match[str]") -> str:
+    """Return the character of a matched escape that MXNet can't read, and others unchanged."""
     text = escape.group()
     return str(json.loads(f'"{text}"')) if _UNREAD.fullmatch(text) else text
 
@@ -362,7 +363,7 @@ _BODIES = {"_while_loop": ("cond", "func"), "_cond": ("cond", "then", "else")}
 
 
 def rewrites_bodies(node: Node, training: bool) -> bool:
-    """Return whether the subgraphs of `node` are rewritten.
+    """Return whether rewriting the subgraphs of `node` is safe: a loop's or a branch's.
 
     The subgraphs of oneDNN's fused operators stay as they are.
     """
@@ -370,7 +371,7 @@ def rewrites_bodies(node: Node, training: bool) -> bool:
 
 
 def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -> Usage:
-    """Return the usage of one body of `node`, given the `dtypes` of the node's inputs.
+    """Return the usage of body `position` of a loop, given the `dtypes` of the loop's inputs.
 
     A body's inputs and outputs keep their dtypes. A loop may accumulate all gradients over its
     steps.
@@ -388,11 +389,11 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
 
 
 def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shape]:
-    """Return the shapes of the inputs of a `foreach` body, by name, as far as they are known.
+    """Return the known shapes of the inputs of a `foreach` body, by name.
 
     `shapes` are the shapes of the node's inputs, data first: a step reads one slice of each.
     """
-    names, data = node.subgraphs[0].input_names, len(_places(node, "in_data_locs"))
+    names, data = node.subgraphs[0].input_names, len(_positions(node, "in_data_locs"))
     return {
         names[inner]: shape[1:] if outer < data else shape
         for inner, outer in body_inputs(node, 0).items()
@@ -402,18 +403,19 @@ def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shap
 
 
 def body_inputs(node: Node, position: int) -> Dict[int, int]:
-    """Map the inputs of a body to the node's inputs, by position."""
+    """Return the position of the loop's input that each input of a body reads, by position."""
     if node.operator == "_foreach":
         # Positions in the body, in the order of the node's inputs.
         locations = ("in_data_locs", "in_state_locs", "remain_locs")
-        places = [place for name in locations for place in _places(node, name)]
+        places = [place for name in locations for place in _positions(node, name)]
         return {place: outer for outer, place in enumerate(places)}
     if node.operator not in _BODIES:
         return {}
     # Positions in the node, in the order of the body's inputs.
     name = _BODIES[node.operator][position]
-    return dict(enumerate(_places(node, f"{name}_input_locs")))
+    return dict(enumerate(_positions(node, f"{name}_input_locs")))
 
 
-def _places(node: Node, attribute: str) -> List[int]:
+def _positions(node: Node, attribute: str) -> List[int]:
+    """Return the integers in an attribute of a loop; none if it lacks the attribute."""
     return parse_integers(node.attrs.get(attribute, "[]"))

@@ -311,9 +311,9 @@ def no_barriers(monkeypatch):
 
 def first_outputs(monkeypatch):
     """A consumer of a node that is left out reads the first output of the node before it."""
-    original = Edit.alias
+    original = Edit.redirect
     monkeypatch.setattr(
-        Edit, "alias", lambda self, output, other: original(self, output, (other[0], 0))
+        Edit, "redirect", lambda self, output, target: original(self, output, (target[0], 0))
     )
 
 

@@ -457,7 +457,7 @@ def with_reversed_inputs(graph: Graph) -> Graph:
     operators = [i for i, node in enumerate(graph.nodes) if not node.is_variable]
     places = {old: new for new, old in enumerate([*reversed(inputs), *operators])}
     nodes = [
-        graph.nodes[old].reading([(places[i], k) for i, k in graph.nodes[old].inputs])
+        graph.nodes[old].with_inputs([(places[i], k) for i, k in graph.nodes[old].inputs])
         for old in places
     ]
     if len(inputs) > 1:

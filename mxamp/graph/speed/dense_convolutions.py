@@ -120,7 +120,7 @@ class _Images:
 
     def _put(self, i: int, node: Node, inputs: List[Output]) -> None:
         self._on_images.add(i)
-        self.images[i, 0] = self._edit.add_node(node.reading(inputs))
+        self.images[i, 0] = self._edit.add_node(node.with_inputs(inputs))
         self._edit.redirect((i, 0), self.images[i, 0])
 
     def _image(self, node: Node, data: Output) -> Output:

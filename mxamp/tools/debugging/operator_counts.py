@@ -14,7 +14,7 @@ from mxnet.symbol import Symbol
 from ...errors import unknown
 from ...framework.arrays import as_list, dtypes_of
 from ...framework.wording import counted
-from ...graph.inspect import FLOATS, Census, Tensor, count, is_cast, precision_of
+from ...graph.inspect import FLOATS, Census, Tensor, is_cast, precision_of_call, take_census
 from ...graph.ir import CASTS, Graph
 from .observing import Call, Observer, Run
 from .results import Result, Table
@@ -126,7 +126,7 @@ class OperatorStats(Result, Observer):
                 return outputs
             decision = call.decision()
             decided = decision.precision if decision is not None else None
-            dtype = decided if decided in FLOATS else precision_of(inputs, results)
+            dtype = decided if decided in FLOATS else precision_of_call(inputs, results)
             self._census.operators[call.operator.name, dtype] += 1
         return outputs
 
@@ -162,7 +162,7 @@ class OperatorStats(Result, Observer):
                 names = symbol.list_inputs()
                 graph = Graph.from_symbol(symbol)
                 self._census.add(
-                    count(graph, dict(zip(names, dtypes)), dict(zip(names, shapes))), runs
+                    take_census(graph, dict(zip(names, dtypes)), dict(zip(names, shapes))), runs
                 )
             self._graphs.clear()
             return self._census

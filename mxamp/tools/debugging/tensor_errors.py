@@ -30,7 +30,7 @@ from ...framework.arrays import dtypes_of
 from ...framework.wording import counted, shown
 from ...graph.casts.builder import HALVES
 from ...graph.casts.insert import PRECISION
-from ...graph.inspect import FLOATS, precision_at
+from ...graph.inspect import FLOATS, precision_of_node
 from ...graph.ir import CASTS, Graph, Output
 from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
@@ -420,7 +420,7 @@ class _LayerRun(IsolatedRun):
         # Before the run: CPUs lack kernels for much of a graph in half precision.
         for i, node in enumerate(bound.graph.nodes):
             if not node.is_variable:
-                self._require_float32(node.name, precision_at(bound.graph, i, bound.tensors))
+                self._require_float32(node.name, precision_of_node(bound.graph, i, bound.tensors))
         outputs = super().run_graph(bound)
         keys = self._record_nodes(bound, dict(zip(bound.graph.heads, outputs)))
         for head, array in zip(heads, outputs):
@@ -445,7 +445,7 @@ class _LayerRun(IsolatedRun):
             block = self._block_names.of_node(node.name)
             inputs = [graph.nodes[source] for source, _ in node.inputs]
             read = [one.name for one in inputs if one.is_variable]
-            precision = precision_at(graph, i, tensors)
+            precision = precision_of_node(graph, i, tensors)
             for k in range(node.num_outputs):
                 keys[i, k] = sources
                 if (i, k) in arrays and tensors[i, k].dtype in FLOATS:
