@@ -12,10 +12,9 @@ from .equivalents import BLOCK, COLORS, PLANAR_AXES, Attributes, Call, Detail, P
 
 __all__ = [
     "image_convolution",
-    "is_image_convolution",
-    "is_narrow_grouped",
+    "match_image_convolution",
+    "match_narrow_groups",
     "merged_groups",
-    "weight_shape",
 ]
 
 # With larger kernels, the products of the fourth channel cost more than the layout saves.
@@ -24,26 +23,22 @@ _LARGEST_KERNEL = 7
 _NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
 
 
-def is_narrow_grouped(call: Call) -> bool:
-    """Return whether groups of a convolution are narrow and can be merged into groups of 16."""
-    weight = planar_weight(call)
+def match_narrow_groups(call: Call) -> Optional[Detail]:
+    """Return the weight's shape of a convolution that `merged_groups` makes faster; else None."""
+    weight = _planar_weight(call)
     if weight is None:
-        return False
+        return None
     groups, narrow = int(call.attrs.get("num_group", "1")), weight[1]
-    return (
+    fits = (
         narrow in (_NARROW_WHEN_TRAINING if call.training else _NARROW)
         and weight[0] == groups * narrow
         and weight[0] % BLOCK == 0
     )
-
-
-def weight_shape(call: Call) -> Detail:
-    """Return the shape of the weight: the detail that `merged_groups` depends on."""
-    return call.weight or ()
+    return weight if fits else None
 
 
 def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return a convolution with groups of 16 channels, with zeros between the original groups.
+    """Return the parts of a convolution with groups of 16 channels, padded with zeros.
 
     The result takes no more time, since narrow kernels leave most of each vector unused. The weight
     is repeated for each of the merged groups and multiplied by a mask.
@@ -69,38 +64,42 @@ def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     return parts.made
 
 
-def planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
+def _planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
     """Return the weight's shape of a 2-D convolution in NCHW layout; None for other calls."""
     plain = call.attrs.get("layout", "None") in ("None", "NCHW")
     return call.weight if plain and len(call.weight or ()) == PLANAR_AXES else None
 
 
-def is_image_convolution(call: Call) -> bool:
-    """Return whether a convolution reads color images and has a blocked kernel for 4 channels."""
-    weight = planar_weight(call)
-    return (
+def match_image_convolution(call: Call) -> Optional[Detail]:
+    """Return () for a convolution of color images that `image_convolution` fits; else None."""
+    weight = _planar_weight(call)
+    fits = (
         weight is not None
         and weight[1] == COLORS
         and weight[0] % BLOCK == 0
         and max(weight[2:]) <= _LARGEST_KERNEL
         and call.attrs.get("num_group", "1") == "1"
     )
+    return () if fits else None
 
 
 def image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return the convolution with a fourth channel of zeros, in the image and in the weight.
+    """Return the parts of a convolution with a channel of zeros added to images and weight.
 
     oneDNN's bfloat16 convolution works on pairs of channels. For 3 channels it falls back to a
     matrix product per image, whose output has the plain layout.
     """
     bias = () if is_true(attrs.get("no_bias", "False")) else (2,)
     parts = Parts(inputs=2 + len(bias))
-    padded = [_add_fourth(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))]
+    padded = [
+        _add_zero_channel(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))
+    ]
     parts.add("Convolution", "", *padded, *bias, **attrs)
     return parts.made
 
 
-def _add_fourth(parts: Parts, tensor: int, name: str) -> int:
+def _add_zero_channel(parts: Parts, tensor: int, name: str) -> int:
+    """Add parts that append a channel of zeros to input `tensor`; return the result's number."""
     channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
     zeros = parts.add("zeros_like", f"{name}_zeros", channel)
     return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")

@@ -1,6 +1,7 @@
 """Equivalents of operators, made of operators with faster kernels on CPUs.
 
-Each equivalent is a function that returns its parts, and a predicate on the calls that it fits.
+Each equivalent is two functions. `match_...` returns the detail of a call that it fits, else None.
+The detail is the numbers that the other function needs to return the equivalent's parts.
 """
 
 from typing import List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -18,13 +19,12 @@ __all__ = [
     "Parts",
     "Shapes",
     "has_elements",
-    "is_relu6",
-    "is_split_of_rows",
-    "is_trained_layer_norm",
     "layer_norm",
+    "match_layer_norm",
+    "match_relu6",
+    "match_split",
     "relu6",
     "split",
-    "split_bounds",
 ]
 
 Attributes = Mapping[str, str]
@@ -73,7 +73,7 @@ class Call(NamedTuple):
 
 
 def has_elements(call: Call) -> bool:
-    """Return whether the array has elements and axes, or an unknown shape.
+    """Return whether the first input has elements and axes, or an unknown shape.
 
     oneDNN fails on empty arrays and on arrays without axes, both of which `mx.np` allows.
     """
@@ -81,7 +81,7 @@ def has_elements(call: Call) -> bool:
 
 
 class Parts:
-    """A growing list of parts."""
+    """The parts of one equivalent: calls of operators, which read the inputs and earlier parts."""
 
     def __init__(self, inputs: int) -> None:
         self.inputs = inputs
@@ -99,14 +99,14 @@ class Parts:
         return position
 
 
-def is_relu6(call: Call) -> bool:
-    """Return whether a clip is min(max(x, 0), 6) of an array with elements."""
+def match_relu6(call: Call) -> Optional[Detail]:
+    """Return () for a `clip` that is min(max(x, 0), 6) of an array with elements; else None."""
     bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
-    return bounds == (0, 6) and has_elements(call)
+    return () if bounds == (0, 6) and has_elements(call) else None
 
 
 def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return min(max(x, 0), 6), exact in every float dtype.
+    """Return the parts of min(max(x, 0), 6), exact in every float dtype.
 
     The minimum has a faster kernel in float32. Its gradient reads the output of the relu: with both
     in float32, training keeps one tensor instead of two.
@@ -117,15 +117,15 @@ def relu6(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     ]
 
 
-def is_trained_layer_norm(call: Call) -> bool:
-    """Return whether a LayerNorm is over the last axis and gets gradients."""
+def match_layer_norm(call: Call) -> Optional[Detail]:
+    """Return () for a LayerNorm over the last axis in training; else None."""
     attrs = call.attrs
-    plain = attrs.get("axis", "-1") == "-1"
-    return call.training and plain and not is_true(attrs.get("output_mean_var", "False"))
+    plain = attrs.get("axis", "-1") == "-1" and not is_true(attrs.get("output_mean_var", "False"))
+    return () if call.training and plain else None
 
 
 def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return a LayerNorm whose row sums and broadcasts are products with vectors.
+    """Return the parts of a LayerNorm whose sums and broadcasts are products with vectors.
 
     Their gradients are products too. The gradients of MXNet's LayerNorm and broadcasts are
     reductions that add one element at a time.
@@ -149,37 +149,37 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     return parts.made
 
 
-def is_split_of_rows(call: Call) -> bool:
-    """Return whether a split is along the last axis, where MXNet copies element by element."""
+def match_split(call: Call) -> Optional[Detail]:
+    """Return (number of axes or 0, *bounds) for a split along the last axis; else None.
+
+    Along the last axis, MXNet copies element by element. In training, equal parts are split along a
+    new axis before the last one, so that the gradient is copied row by row: the gradient of slices
+    is a sum of arrays that are mostly zeros. The number of axes is 0 for slices.
+    """
     shape, attrs = call.shape, call.attrs
     if shape is None or not all(shape) or is_true(attrs.get("squeeze_axis", "False")):
-        return False
+        return None
     if int(attrs.get("axis", "1")) not in (-1, len(shape) - 1):
-        return False
+        return None
+    axes, *bounds = _split_bounds(shape, attrs, call.training)
     # Parts of NumPy's splits may be empty, and MXNet has no empty slices.
-    _, *bounds = split_bounds(call)
-    return all(a < b for a, b in zip(bounds, bounds[1:]))
+    return (axes, *bounds) if all(a < b for a, b in zip(bounds, bounds[1:])) else None
 
 
-def split_bounds(call: Call) -> Detail:
-    """Return the number of axes for a split along a new axis, 0 for slices; then the bounds.
-
-    In training, equal parts are split along a new axis before the last one, so that the gradient is
-    copied row by row. The gradient of slices is a sum of arrays that are mostly zeros.
-    """
-    shape, attrs = call.shape or (0,), call.attrs
+def _split_bounds(shape: Tuple[int, ...], attrs: Attributes, training: bool) -> Detail:
+    """Return the detail of `match_split`, also where parts are empty."""
     sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
     if sections:
         # As in NumPy's array_split, the first parts are longer by one.
         size, longer = divmod(shape[-1], sections)
-        axes = len(shape) if call.training and not longer else 0
+        axes = len(shape) if training and not longer else 0
         return (axes, *(size * i + min(i, longer) for i in range(sections + 1)))
     starts = parse_integers(attrs["indices"])
     return (0, *starts, shape[-1])
 
 
 def split(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return slices, or a split along a new axis, as `split_bounds` says."""
+    """Return the parts of a split: slices, or a split along a new axis."""
     axes, *bounds = detail
     if not axes:
         return [

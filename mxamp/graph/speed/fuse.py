@@ -27,8 +27,8 @@ from .fusible import (
     without_barriers,
 )
 from .pad_channels import pad_channels
-from .shape_rules import stand_in
-from .substitutions import ALL, find
+from .shape_rules import allowed_match
+from .substitutions import ALL, match_call
 
 __all__ = ["FUSED", "PASSES", "FusionPass", "fold_into_producers", "fused", "rewritten"]
 
@@ -115,7 +115,9 @@ def _drop_no_ops(view: FusionView, edit: Edit) -> None:
 def _rename_activations(view: FusionView, edit: Edit) -> None:
     """Rename activations to the operator that oneDNN fuses."""
     for i, node in enumerate(view.graph.nodes):
-        fitting = None if node.is_variable else find(node.operator, node.attrs, training=False)
+        fitting = (
+            None if node.is_variable else match_call(node.operator, node.attrs, training=False)
+        )
         if fitting is not None and fitting[0] in _ACTIVATIONS:
             [part] = ALL[fitting[0]].build(node.attrs, ())
             edit.change(i, op=part.op, attrs={**node.attrs, **part.attrs})
@@ -214,7 +216,7 @@ def _weight_of_images(view: FusionView, node: Node) -> Optional[str]:
         return None
     shapes = (None, view.params[name].shape)
     inside = policy_for_node(view.policy, node.attrs)
-    substitution = stand_in(node, inside, training=False, shapes=shapes)
+    substitution = allowed_match(node, inside, training=False, shapes=shapes)
     return name if substitution is not None and substitution[0] == "image_convolution" else None
 
 

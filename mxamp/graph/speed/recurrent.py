@@ -6,20 +6,18 @@ steps, and one product per step for the state. Gates and cells are computed in f
 
 import math
 from functools import reduce
-from typing import Callable, Dict, List, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from ...policy.values import is_true
 from ..ir import Node
 from .equivalents import Attributes, Call, Detail, Part, Parts
 
 __all__ = [
-    "common_width",
-    "have_common_width",
-    "is_large_rnn",
     "joined_parameters",
-    "rnn",
+    "match_parameters",
+    "match_rnn",
     "reads_unset_flag",
-    "data_shape",
+    "rnn",
 ]
 
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
@@ -35,40 +33,39 @@ _DATA, _PARAMETERS, _STATE = range(3)
 _WIDE_ROW = 16
 
 
-def is_large_rnn(call: Call) -> bool:
-    """Return whether an RNN call is worth unrolling: inference with large states, few steps."""
+def match_rnn(call: Call) -> Optional[Detail]:
+    """Return (steps, rows, width) of the data of an RNN that is faster unrolled; else None.
+
+    Unrolled are calls in inference with large states and few steps.
+    """
     attrs, shape = call.attrs, call.shape
     if call.training or shape is None or not all(shape):
-        return False
+        return None
     special = any(
         attrs.get(name, "None") != "None"
         for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max")
     )
     if special or is_true(attrs.get("use_sequence_length", "False")):
-        return False
+        return None
     layers = int(attrs["num_layers"]) * _directions(attrs)
     weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
-    return weight >= _LARGE_WEIGHT and shape[0] * layers <= _MOST_STEPS
+    return shape if weight >= _LARGE_WEIGHT and shape[0] * layers <= _MOST_STEPS else None
 
 
-def data_shape(call: Call) -> Detail:
-    """Return the number of steps, the number of rows and the width of the data."""
-    return tuple(call.shape or (0, 0, 0))
+def match_parameters(call: Call) -> Optional[Detail]:
+    """Return (width,) where the joined vectors can be matrices with rows of this width; else None.
 
-
-def have_common_width(call: Call) -> bool:
-    """Return whether the joined vectors can be matrices with the same wide rows."""
+    The width is the greatest common divisor of the vectors' lengths.
+    """
     vectors = all(shape is not None and len(shape) == 1 for shape in call.shapes)
-    return vectors and call.attrs.get("dim") == "0" and common_width(call)[0] >= _WIDE_ROW
-
-
-def common_width(call: Call) -> Detail:
-    """Return the greatest common divisor of the vectors' lengths."""
-    return (reduce(math.gcd, (shape[0] for shape in call.shapes if shape), 0),)
+    if not vectors or call.attrs.get("dim") != "0":
+        return None
+    width = reduce(math.gcd, (shape[0] for shape in call.shapes if shape), 0)
+    return (width,) if width >= _WIDE_ROW else None
 
 
 def joined_parameters(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the vector of all parameters, joined row by row.
+    """Return the parts that join vectors of parameters row by row.
 
     MXNet joins vectors one element after the other.
     """
@@ -76,12 +73,13 @@ def joined_parameters(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     parts = Parts(inputs=count)
     rows = f"(-1, {detail[0]})"
     matrices = [parts.add("Reshape", f"rows{k}", k, shape=rows) for k in range(count)]
-    joined = _joined(parts, "rows", matrices, axis=0)
+    joined = _add_concat(parts, "rows", matrices, axis=0)
     parts.add("Reshape", "", joined, shape="(-1,)")
     return parts.made
 
 
 def _directions(attrs: Attributes) -> int:
+    """Return the number of directions of an RNN: 2 if it is bidirectional."""
     return 2 if is_true(attrs.get("bidirectional", "False")) else 1
 
 
@@ -106,15 +104,15 @@ def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
         for k in range(layer * directions, (layer + 1) * directions):
             order = range(steps)[:: -1 if k % directions else 1]
             run = _Layer(parts, f"l{k}", mode, size, [*matrices[k], *biases[k]])
-            begin = [run.one(f"begin{n}", states, k) for n, states in enumerate(begins)]
+            begin = [run.slice_at(f"begin{n}", states, k) for n, states in enumerate(begins)]
             states, end = run.steps(below, order, begin)
-            sides.append(_joined(parts, f"l{k}", states, axis=0))
+            sides.append(_add_concat(parts, f"l{k}", states, axis=0))
             ends.append(end)
-        below = _joined(parts, f"l{layer}_sides", sides, axis=2)
+        below = _add_concat(parts, f"l{layer}_sides", sides, axis=2)
     if not is_true(attrs.get("state_outputs", "False")):
         parts.add("_copy", "", below)
         return parts.made
-    joined = [_joined(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
+    joined = [_add_concat(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
     # The operator's outputs come last.
     parts.add("_copy", "out", below)
     for k, tensor in enumerate(joined):
@@ -122,30 +120,32 @@ def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     return parts.made
 
 
-def _joined(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> int:
+def _add_concat(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> int:
+    """Add a Concat of tensors, unless there is only one; return the result's number."""
     if len(tensors) == 1:
         return tensors[0]
     return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
 
 
 class _Weights:
-    """Slices of the vector that holds all weights, in MXNet's order."""
+    """Weights and biases cut from the vector that holds all, in MXNet's order."""
 
     def __init__(self, parts: Parts, size: int, gates: int) -> None:
         self._parts, self._size, self._rows = parts, size, size * gates
         self._position = self._count = 0
 
     def matrices(self, width: int) -> Tuple[int, int]:
-        """Return a layer's weights for an input of this width and for the state."""
+        """Cut the next layer's weights for an input of this width and for the state."""
         read = self._cut(self._rows * width, f"({self._rows}, {width})")
         return read, self._cut(self._rows * self._size, f"({self._rows}, {self._size})")
 
     def biases(self) -> Tuple[int, int]:
-        """Return a layer's biases, which follow the weights of all layers."""
+        """Cut the next layer's biases, which follow the weights of all layers."""
         shape = f"({self._rows},)"
         return self._cut(self._rows, shape), self._cut(self._rows, shape)
 
     def _cut(self, length: int, shape: str) -> int:
+        """Add the next `length` elements of the vector in this shape; return their number."""
         begin, end = str(self._position), str(self._position + length)
         name = f"weight{self._count}"
         self._position, self._count = self._position + length, self._count + 1
@@ -156,7 +156,7 @@ class _Weights:
 
 
 class _Layer:
-    """One direction of a layer. The first axis of a step's tensors has length 1."""
+    """Adds the parts of one direction of a layer. Tensors of a step have a first axis of length 1."""
 
     def __init__(
         self, parts: Parts, name: str, mode: str, size: int, weights: Sequence[int]
@@ -171,25 +171,29 @@ class _Layer:
     def steps(
         self, below: int, order: Sequence[int], begin: Sequence[int]
     ) -> Tuple[List[int], Sequence[int]]:
-        """Return the state after each step, and the last state (and cell)."""
+        """Add all steps; return the states by time, and the last state (and cell).
+
+        `below` is the layer's input, and `begin` the state (and cell) before the first step.
+        """
         gates = self._product("reads", below, self._read, self._read_bias)
         state = begin
         states = {}
         for t in order:
             before = self._product(f"recurs{t}", state[0], self._recur, self._bias)
             state = self._step.get(self._mode, self._simple)(
-                self.one(f"step{t}", gates, t, float32=True), before, state
+                self.slice_at(f"step{t}", gates, t, float32=True), before, state
             )
             states[t] = state[0]
         return [states[t] for t in sorted(states)], state
 
-    def one(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
-        """Return the part of a tensor at one position of its first axis."""
+    def slice_at(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
+        """Add the slice of a tensor at a position of its first axis; return its number."""
         add = self._parts.add_float32 if float32 else self._parts.add
         begin, end = str(position), str(position + 1)
         return add("slice_axis", f"{self._name}_{name}", tensor, axis="0", begin=begin, end=end)
 
     def _lstm(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
+        """Add one LSTM step from the products of input and state; return new state and cell."""
         gates = self._add("elemwise_add", "gates", read, before)
         open_gates = self._activated(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
@@ -199,6 +203,7 @@ class _Layer:
         return self._add("elemwise_mul", "state", out, self._activated(cell, "tanh")), cell
 
     def _gru(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
+        """Add one GRU step from the products of input and state; return the new state."""
         gates = self._activated(self._add("elemwise_add", "gates", read, before), "sigmoid")
         reset, update = self._gate(gates, 0), self._gate(gates, 1)
         read_new, before_new = self._gate(read, 2), self._gate(before, 2)
@@ -210,6 +215,7 @@ class _Layer:
         return [self._add("elemwise_add", "state", new, part)]
 
     def _simple(self, read: int, before: int, _state: Sequence[int]) -> Sequence[int]:
+        """Add one relu or tanh step from the products of input and state; return the new state."""
         total = self._add("elemwise_add", "sum", read, before)
         return [self._activated(total, self._mode.replace("rnn_", ""))]
 
@@ -222,10 +228,12 @@ class _Layer:
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
     def _gate(self, tensor: int, k: int) -> int:
+        """Add the slice of gate k of all gates; return its number."""
         begin, end = str(k * self._size), str((k + 1) * self._size)
         return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
 
     def _product(self, name: str, tensor: int, weight: int, bias: int) -> int:
+        """Add a dense layer whose units are all gates; return its number."""
         attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
         name = f"{self._name}_{name}"
         return self._parts.add("FullyConnected", name, tensor, weight, bias, **attrs)

@@ -12,81 +12,79 @@ from .equivalents import BLOCK, PLANAR_AXES, Attributes, Call, Detail, Part, Par
 
 __all__ = [
     "OPERATORS",
-    "global_pool",
-    "is_global_pool",
-    "is_long_broadcast",
-    "is_long_sum",
-    "is_slow_pool",
     "broadcast",
+    "global_pool",
+    "match_adaptive_pool",
+    "match_broadcast",
+    "match_pool",
+    "match_sum",
     "mean",
-    "parts_of_map",
-    "repeats",
-    "span_and_shape",
     "total",
 ]
 
-# With fewer elements, starting the additional operators takes longer than the sum.
-_FEW = 1024
-# The longest sum: in longer ones MXNet compensates rounding errors, and BLAS does not.
-_LONGEST = 2**16
+# The least elements of the summed array: with fewer, starting the additional operators takes
+# longer than the sum.
+_LEAST_ELEMENTS = 1024
+# The most terms of a sum: in longer sums MXNet compensates rounding errors, and BLAS does not.
+_MOST_TERMS = 2**16
 
 #: Operators of `mx.np`, and the values of their attributes that a product needs.
 _OF_NUMPY = frozenset({"_np_sum", "_npi_mean"})
 _UNSET = {"dtype": "None", "initial": "None", "where": "None"}
 
 
-def is_long_sum(call: Call) -> bool:
-    """Return whether a sum or mean is over adjacent axes of a large enough array."""
+def match_sum(call: Call) -> Optional[Detail]:
+    """Return (first axis, end axis, *shape) for a sum or mean that a product can do; else None.
+
+    The axes are adjacent, the array has at least `_LEAST_ELEMENTS` elements, and each sum has at
+    most `_MOST_TERMS` terms. The shape has a 0 for a batch of any size.
+    """
     attrs, shape = call.attrs, call.shape
     if not shape or not all(shape) or is_true(attrs.get("exclude", "False")):
-        return False
+        return None
     if any(attrs.get(name, unset) != unset for name, unset in _UNSET.items()):
-        return False
+        return None
     if call.operator in _OF_NUMPY and attrs.get("axis") == "()":
-        return False  # no axis; the operators of mx.nd take it for all axes
-    span = _span(attrs, len(shape))
-    if span is None or math.prod(shape) < _FEW:
-        return False
+        return None  # no axis; the operators of mx.nd take it for all axes
+    span = _summed_span(attrs, len(shape))
+    if span is None or math.prod(shape) < _LEAST_ELEMENTS:
+        return None
     first, last = span
     # Reshape can't make an output without axes.
     some_left = last - first < len(shape) or is_true(attrs.get("keepdims", "False"))
-    return some_left and 1 < math.prod(shape[first:last]) <= _LONGEST
-
-
-def span_and_shape(call: Call) -> Detail:
-    """Return the range of summed axes and the shape, with 0 for a batch of any size."""
-    shape = call.shape or ()
-    first, last = _span(call.attrs, len(shape)) or (0, len(shape))
+    if not some_left or not 1 < math.prod(shape[first:last]) <= _MOST_TERMS:
+        return None
     return (first, last, 0 if first else shape[0], *shape[1:])
 
 
-def _span(attrs: Attributes, axes: int) -> Optional[Tuple[int, int]]:
-    """Return the range of summed axes; None where they are not adjacent."""
-    summed = sorted(axis % axes for axis in parse_integers(attrs.get("axis", "()")))
+def _summed_span(attrs: Attributes, axis_count: int) -> Optional[Tuple[int, int]]:
+    """Return the first summed axis and the end of the summed axes; None if not adjacent."""
+    summed = sorted(axis % axis_count for axis in parse_integers(attrs.get("axis", "()")))
     if not summed:
-        return 0, axes
+        return 0, axis_count
     first, last = summed[0], summed[-1] + 1
     return (first, last) if summed == list(range(first, last)) else None
 
 
 def total(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the sum over the axes."""
+    """Return the parts of a sum; `detail` comes from `match_sum`."""
     parts = Parts(inputs=1)
-    _restored(parts, _product(parts, detail), attrs, detail)
+    _add_result(parts, _add_sums(parts, detail), attrs, detail)
     return parts.made
 
 
 def mean(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the mean over the axes."""
+    """Return the parts of a mean; `detail` comes from `match_sum`."""
     first, last, *shape = detail
     parts = Parts(inputs=1)
-    summed = _product(parts, detail)
+    sums = _add_sums(parts, detail)
     count = str(math.prod(shape[first:last]))
-    _restored(parts, parts.add("_div_scalar", "mean", summed, scalar=count), attrs, detail)
+    _add_result(parts, parts.add("_div_scalar", "mean", sums, scalar=count), attrs, detail)
     return parts.made
 
 
-def _product(parts: Parts, detail: Detail) -> int:
+def _add_sums(parts: Parts, detail: Detail) -> int:
+    """Add parts that sum the first input by a product with ones; return the sums' number."""
     first, last, *shape = detail
     summed, inner = math.prod(shape[first:last]), math.prod(shape[last:])
     outer = "-1" if first else "1"
@@ -101,34 +99,39 @@ def _product(parts: Parts, detail: Detail) -> int:
     return parts.add("batch_dot", "sums", ones, planes, transpose_a="True")
 
 
-def _restored(parts: Parts, summed: int, attrs: Attributes, detail: Detail) -> None:
+def _add_result(parts: Parts, sums: int, attrs: Attributes, detail: Detail) -> None:
+    """Add the last part, which gives the sums the shape of a sum's or a mean's output."""
     first, last, *shape = detail
     before = [-1, *shape[1:first]] if first else []
     kept = [1] * (last - first) if is_true(attrs.get("keepdims", "False")) else []
     after = [*before, *kept, *shape[last:]] or [1]
-    parts.add("Reshape", "", summed, shape=str(tuple(after)))
+    parts.add("Reshape", "", sums, shape=str(tuple(after)))
 
 
 _GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
 
 
-def is_global_pool(call: Call) -> bool:
-    """Return whether AdaptiveAvgPooling2D averages whole maps."""
+def match_adaptive_pool(call: Call) -> Optional[Detail]:
+    """Return `_parts_of_map` for an AdaptiveAvgPooling2D that averages whole maps; else None."""
     size = parse_integers(call.attrs.get("output_size", "()"))
-    return size in ([], [1], [1, 1]) and has_elements(call)
+    return _parts_of_map(call) if size in ([], [1], [1, 1]) and has_elements(call) else None
 
 
-def is_slow_pool(call: Call) -> bool:
-    """Return whether a Pooling is a global average with a slow gradient."""
+def match_pool(call: Call) -> Optional[Detail]:
+    """Return `_parts_of_map` for a global average Pooling with a slow gradient; else None."""
     attrs = call.attrs
     if not is_true(attrs.get("global_pool", "False")) or attrs.get("pool_type", "max") != "avg":
-        return False
+        return None
     planar = call.shape is not None and len(call.shape) == PLANAR_AXES and has_elements(call)
-    return planar and attrs.get("layout", "None") in ("None", "NCHW") and bool(parts_of_map(call))
+    fits = planar and attrs.get("layout", "None") in ("None", "NCHW")
+    return (_parts_of_map(call) or None) if fits else None
 
 
 def global_pool(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the average by oneDNN's Pooling, which has a bfloat16 kernel for blocked layouts."""
+    """Return the parts of a global average; `detail` comes from `_parts_of_map`.
+
+    oneDNN's Pooling has a bfloat16 kernel for blocked layouts.
+    """
     if not detail:
         return [Part("Pooling", "", (0,), _GLOBAL)]
     if len(detail) == PLANAR_AXES - 1:
@@ -139,8 +142,8 @@ def global_pool(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
     return [Part("Pooling", "parts", (0,), first), Part("Pooling", "", (1,), _GLOBAL)]
 
 
-def parts_of_map(call: Call) -> Detail:
-    """Return the height and width of the parts to average first, () for a single step.
+def _parts_of_map(call: Call) -> Detail:
+    """Return (height, width) of the parts of a map to average first, or () for a single step.
 
     Where parts don't help, return the shape without the batch: `global_pool` then uses a product.
     """
@@ -150,14 +153,14 @@ def parts_of_map(call: Call) -> Detail:
     blocks = channels // BLOCK
     if channels % BLOCK or max(sides) <= blocks:
         return ()
-    fewest = [_divisor(side) for side in sides]
+    fewest = [_least_divisor(side) for side in sides]
     if max(fewest) > blocks:
         return call.shape[1:]
     return tuple([side // count for side, count in zip(sides, fewest)])
 
 
-def _divisor(side: int) -> int:
-    """Return the least divisor above 1."""
+def _least_divisor(side: int) -> int:
+    """Return the least divisor of `side` above 1; 1 for 1."""
     return next((count for count in range(2, side) if side % count == 0), side)
 
 
@@ -171,39 +174,31 @@ OPERATORS: Mapping[str, str] = {
 }  # fmt: skip
 _KINDS = tuple(dict.fromkeys(OPERATORS.values()))
 
-# With fewer elements, starting the additional operators takes longer than the sum.
-_FEW_TO_REPEAT = 2**15
+# The least elements of a broadcast's result: with fewer, starting the additional operators takes
+# longer than the sum in its gradient.
+_LEAST_RESULT = 2**15
 
 
-def is_long_broadcast(call: Call) -> bool:
-    """Return whether a call in training broadcasts one input along its first or last axes."""
-    return call.training and _repeated(call) is not None
+def match_broadcast(call: Call) -> Optional[Detail]:
+    """Return the detail of a call in training that repeats an input along outer axes; else None.
 
-
-def repeats(call: Call) -> Detail:
-    """Return the operator, the repeated input, its repeats before and behind, and the shape.
-
-    The shape is the result's, with 0 for a batch of any size.
+    The detail is the operator's index in `_KINDS`, the position of the repeated input, its repeats
+    along the first and along the last axes, and the result's shape, with 0 for a batch of any size.
     """
-    found = _repeated(call)
-    return (_KINDS.index(OPERATORS[call.operator]), *found) if found is not None else ()
-
-
-def _repeated(call: Call) -> Optional[Tuple[int, ...]]:
-    """Return the result of `repeats` without the operator; None where it doesn't apply."""
     one, other = call.shapes
-    if not one or not other or math.prod(one) == math.prod(other):
+    if not call.training or not one or not other or math.prod(one) == math.prod(other):
         return None
     which = int(math.prod(other) < math.prod(one))
     small, large = (other, one) if which else (one, other)
     aligned = (*[1] * (len(large) - len(small)), *small)
-    if len(aligned) > len(large) or not all(large) or math.prod(large) < _FEW_TO_REPEAT:
+    if len(aligned) > len(large) or not all(large) or math.prod(large) < _LEAST_RESULT:
         return None
     kept = [k for k, length in enumerate(aligned) if length != 1]
     if not kept or aligned[kept[0] : kept[-1] + 1] != tuple(large[kept[0] : kept[-1] + 1]):
         return None
     before, behind = math.prod(large[: kept[0]]), math.prod(large[kept[-1] + 1 :])
-    return (which, before, behind, large[0] if kept[0] else 0, *large[1:])
+    kind = _KINDS.index(OPERATORS[call.operator])
+    return (kind, which, before, behind, large[0] if kept[0] else 0, *large[1:])
 
 
 def broadcast(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
@@ -218,13 +213,13 @@ def broadcast(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
     sign = -1 if operator == _SUM else 1
     if behind > 1:
         rows = parts.add("Reshape", "column", repeated, shape="(-1, 1)")
-        row = _constant(parts, "row", behind, sign)
-        repeated, sign = _repeated_by_product(parts, "behind", rows, row, behind), 1
+        row = _add_constant(parts, "row", behind, sign)
+        repeated, sign = _add_product(parts, "behind", rows, row, behind), 1
     if before > 1:
         length = math.prod(shape) // before  # of a known batch: the first axis is repeated
         columns = parts.add("Reshape", "columns", repeated, shape="(-1, 1)")
-        rows = _constant(parts, "rows", before, sign)
-        repeated = _repeated_by_product(parts, "before", rows, columns, length)
+        rows = _add_constant(parts, "rows", before, sign)
+        repeated = _add_product(parts, "before", rows, columns, length)
     like = (shape[0] or -1, *shape[1:])
     repeated = parts.add("Reshape", "repeated", repeated, shape=str(like))
     inputs = [0, 1]
@@ -235,10 +230,12 @@ def broadcast(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
     return parts.made
 
 
-def _constant(parts: Parts, name: str, count: int, value: int) -> int:
+def _add_constant(parts: Parts, name: str, count: int, value: int) -> int:
+    """Add a column of `count` equal values; return its number."""
     return parts.add("_full", f"ones_{name}", shape=f"({count}, 1)", value=str(value))
 
 
-def _repeated_by_product(parts: Parts, name: str, data: int, weight: int, width: int) -> int:
+def _add_product(parts: Parts, name: str, data: int, weight: int, width: int) -> int:
+    """Add a dense layer of `width` units without a bias; return its number."""
     attrs = {"no_bias": "True", "flatten": "False", "num_hidden": str(width)}
     return parts.add("FullyConnected", name, data, weight, **attrs)

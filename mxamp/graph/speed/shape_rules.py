@@ -27,7 +27,7 @@ from ...policy.rules import Rule, has_long_sums
 from ...policy.values import flattens_data
 from ..ir import Graph, Node, Output, Usage
 from . import substitutions
-from .equivalents import COLORS, Detail, Shapes
+from .equivalents import COLORS, Shapes
 from .shapes import (
     Site,
     before_norms,
@@ -41,10 +41,9 @@ from .shapes import (
     readers_of_views,
     volume_readers,
 )
+from .substitutions import Match
 
-__all__ = ["NONE", "RULES", "Choices", "StandIn", "choose", "stand_in"]
-
-StandIn = Tuple[str, Detail]  #: the name of a substitution, and the detail that its parts depend on
+__all__ = ["NONE", "RULES", "Choices", "allowed_match", "choose"]
 
 
 class Choices(NamedTuple):
@@ -55,7 +54,7 @@ class Choices(NamedTuple):
     """
 
     kept: FrozenSet[Tuple[int, str]] = frozenset()
-    substituted: FrozenSet[Tuple[int, StandIn]] = frozenset()
+    substituted: FrozenSet[Tuple[int, Match]] = frozenset()
     bodies: FrozenSet[Tuple[Tuple[int, int], "Choices"]] = frozenset()
 
 
@@ -94,9 +93,9 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
 
 def _substitutions(
     graph: Graph, policies: List[Policy], policy: Policy, usage: Usage, known: Mapping[int, Shapes]
-) -> Dict[int, StandIn]:
+) -> Dict[int, Match]:
     """Return the substitutions in a graph that is about to run, by node index."""
-    found: Dict[int, StandIn] = {}
+    found: Dict[int, Match] = {}
     if usage.converting or not any(one.substitutions for one in policies):
         return found
     views = readers_of_views(graph.nodes, policy, usage)
@@ -106,7 +105,7 @@ def _substitutions(
     for i, node in enumerate(graph.nodes):
         if node.is_variable or i in views:
             continue
-        fitting = stand_in(node, policies[i], usage.training, known.get(i, ()))
+        fitting = allowed_match(node, policies[i], usage.training, known.get(i, ()))
         if fitting is not None and (
             i in inner or not substitutions.ALL[fitting[0]].multiplies_gradients
         ):
@@ -125,7 +124,7 @@ def _kept(
     policy: Policy,
     usage: Usage,
     known: Mapping[int, Shapes],
-    substituted: Mapping[int, StandIn],
+    substituted: Mapping[int, Match],
 ) -> Dict[int, str]:
     """Return the reasons of the operators that stay in float32, by node index."""
     kept: Dict[int, str] = {}
@@ -162,7 +161,7 @@ def _kept(
     return kept
 
 
-def _as_run(graph: Graph, substituted: Mapping[int, StandIn]) -> List[Node]:
+def _as_run(graph: Graph, substituted: Mapping[int, Match]) -> List[Node]:
     """Return the graph's nodes, with the new operator where one operator replaces a node."""
     nodes = list(graph.nodes)
     for i, (name, _) in substituted.items():
@@ -200,13 +199,15 @@ def _casts_weight(graph: Graph, node: Node, uses: int, policy: Policy, usage: Us
     return not (weight.is_variable and (stored or cast_offline))
 
 
-def stand_in(node: Node, policy: Policy, training: bool, shapes: Shapes = ()) -> Optional[StandIn]:
+def allowed_match(
+    node: Node, policy: Policy, training: bool, shapes: Shapes = ()
+) -> Optional[Match]:
     """Return the substitution for an operator, unless the user has set that operator's class.
 
     `shapes` are the shapes of its inputs, None where unknown.
     """
     rule = policy.rule(node.operator)
-    fitting = substitutions.find(node.operator, node.attrs, training, shapes)
+    fitting = substitutions.match_call(node.operator, node.attrs, training, shapes)
     if fitting is None or fitting[0] not in policy.substitutions or rule.given:
         return None
     substitution = substitutions.ALL[fitting[0]]

@@ -13,26 +13,32 @@ from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
 from . import convolutions, equivalents, recurrent, reductions
 from .equivalents import Attributes, Call, Detail, Part, Shapes
 
-__all__ = ["ALL", "BY_SHAPE", "Substitution", "find"]
+__all__ = ["ALL", "BY_SHAPE", "Match", "Substitution", "match_call"]
+
+Match = Tuple[str, Detail]  #: the name of a substitution, and the detail that its parts depend on
+
+
+#: The reasons for which all parts of an equivalent compute in float32: always, or in training.
+ALWAYS, IN_TRAINING = "float32 sums", "its gradient is faster in float32"
 
 
 @dataclass(frozen=True)
 class Substitution:
-    """A faster equivalent for the calls of `operators` that `applies` accepts.
+    """A faster equivalent for the calls of `operators` that `match` accepts.
 
-    `build` gets the attributes and the result of `detail`, its only knowledge of shapes: calls with
-    the same detail share a graph. The last part has the operator's outputs if it has no suffix;
-    else each part is an output.
+    `match` returns the detail of a call, None if the equivalent doesn't fit. `build` gets the
+    attributes and the detail, its only knowledge of shapes: calls with the same detail share a
+    graph. The last part has the operator's outputs if it has no suffix; else each part is an
+    output.
     """
 
     name: str
     operators: FrozenSet[str]
+    match: Callable[[Call], Optional[Detail]]
     build: Callable[[Attributes, Detail], Sequence[Part]]
-    applies: Callable[[Call], bool] = lambda _call: True
-    detail: Callable[[Call], Detail] = lambda _call: ()
-    #: Whether all parts compute in float32: (in training, always).
-    float32: Tuple[bool, bool] = (False, False)
-    #: The inputs whose shapes `applies` reads, by operator; None for all inputs.
+    #: When all parts compute in float32: `ALWAYS`, `IN_TRAINING`, or None.
+    float32: Optional[str] = None
+    #: The inputs whose shapes `match` reads, by operator; None for all inputs.
     by_shape: Mapping[str, Optional[Tuple[int, ...]]] = field(default_factory=dict)
     #: Applies to unknown shapes too, since it fits all arrays with elements.
     guesses_shapes: bool = False
@@ -53,33 +59,31 @@ class Substitution:
 
     def why_float32(self, training: bool) -> Optional[str]:
         """Return the reason for which all parts compute in float32; None without one."""
-        when_training, always = self.float32
-        if always:
-            return "float32 sums"
-        return "its gradient is faster in float32" if when_training and training else None
+        return self.float32 if training or self.float32 == ALWAYS else None
 
 
 def _activation(act_type: str, operator: str, numpy: str) -> Substitution:
+    """Return the substitution of an operator of `mx.nd` and of `mx.np` by an `Activation`."""
     parts = [Part("Activation", "", (0,), {"act_type": act_type})]
     names = frozenset({operator, numpy})
     return Substitution(
         name=act_type,
         operators=names,
+        match=lambda call: () if equivalents.has_elements(call) else None,
         build=lambda *_: parts,
-        applies=equivalents.has_elements,
         by_shape={numpy: (0,)},
         single="Activation",
     )
 
 
 def _reduction(name: str, build: Callable[..., Sequence[Part]], *operators: str) -> Substitution:
+    """Return the substitution of sums or means over axes by products."""
     return Substitution(
         name=name,
         operators=frozenset(operators),
+        match=reductions.match_sum,
         build=build,
-        applies=reductions.is_long_sum,
-        detail=reductions.span_and_shape,
-        float32=(True, True),
+        float32=ALWAYS,
         by_shape=dict.fromkeys(operators, (0,)),
     )
 
@@ -93,18 +97,17 @@ _SUBSTITUTIONS = (
     Substitution(
         name="broadcast",
         operators=frozenset(reductions.OPERATORS),
+        match=reductions.match_broadcast,
         build=reductions.broadcast,
-        applies=reductions.is_long_broadcast,
-        detail=reductions.repeats,
-        float32=(True, True),
+        float32=ALWAYS,
         by_shape=dict.fromkeys(reductions.OPERATORS, (0, 1)),
         constants=True,
     ),
     Substitution(
         name="relu6",
         operators=frozenset({"clip"}),
+        match=equivalents.match_relu6,
         build=equivalents.relu6,
-        applies=equivalents.is_relu6,
         by_shape={"clip": (0,)},
         guesses_shapes=True,
         multiplies_gradients=True,
@@ -112,35 +115,33 @@ _SUBSTITUTIONS = (
     Substitution(
         name="layer_norm",
         operators=frozenset({"LayerNorm"}),
+        match=equivalents.match_layer_norm,
         build=equivalents.layer_norm,
-        applies=equivalents.is_trained_layer_norm,
-        float32=(True, True),
+        float32=ALWAYS,
     ),
     _reduction("mean", reductions.mean, "mean", "_npi_mean"),
     _reduction("sum", reductions.total, "sum", "_np_sum"),
     Substitution(
         name="global_pool",
         operators=frozenset({"_contrib_AdaptiveAvgPooling2D"}),
+        match=reductions.match_adaptive_pool,
         build=reductions.global_pool,
-        applies=reductions.is_global_pool,
-        detail=reductions.parts_of_map,
         by_shape={"_contrib_AdaptiveAvgPooling2D": (0,)},
         single="Pooling",
     ),
     Substitution(
         name="pool_in_parts",
         operators=frozenset({"Pooling"}),
+        match=reductions.match_pool,
         build=reductions.global_pool,
-        applies=reductions.is_slow_pool,
-        detail=reductions.parts_of_map,
         by_shape={"Pooling": (0,)},
         single="Pooling",
     ),
     Substitution(
         name="image_convolution",
         operators=frozenset({"Convolution"}),
+        match=convolutions.match_image_convolution,
         build=convolutions.image_convolution,
-        applies=convolutions.is_image_convolution,
         by_shape={"Convolution": (1,)},
         lowered="Convolution",
         answers=frozenset({"odd_channels"}),
@@ -148,9 +149,8 @@ _SUBSTITUTIONS = (
     Substitution(
         name="merged_groups",
         operators=frozenset({"Convolution"}),
+        match=convolutions.match_narrow_groups,
         build=convolutions.merged_groups,
-        applies=convolutions.is_narrow_grouped,
-        detail=convolutions.weight_shape,
         by_shape={"Convolution": (1,)},
         answers=frozenset({"odd_channels"}),
         constants=True,
@@ -159,28 +159,25 @@ _SUBSTITUTIONS = (
     Substitution(
         name="rnn",
         operators=frozenset({"RNN"}),
+        match=recurrent.match_rnn,
         build=recurrent.rnn,
-        applies=recurrent.is_large_rnn,
-        detail=recurrent.data_shape,
         by_shape={"RNN": (0,)},
         lowered="FullyConnected",
     ),
     Substitution(
         name="rnn_params",
         operators=frozenset({"_rnn_param_concat"}),
+        match=recurrent.match_parameters,
         build=recurrent.joined_parameters,
-        applies=recurrent.have_common_width,
-        detail=recurrent.common_width,
-        float32=(True, True),
+        float32=ALWAYS,
         by_shape={"_rnn_param_concat": None},
     ),
     Substitution(
         name="split",
         operators=SPLITS,
+        match=equivalents.match_split,
         build=equivalents.split,
-        applies=equivalents.is_split_of_rows,
-        detail=equivalents.split_bounds,
-        float32=(True, False),
+        float32=IN_TRAINING,
         by_shape=dict.fromkeys(SPLITS, (0,)),
     ),
 )
@@ -197,13 +194,13 @@ _BY_OPERATOR = {
 }
 
 
-def find(
-    operator: str,
-    attrs: Attributes,
-    training: bool,
-    shapes: Shapes = (),
-) -> Optional[Tuple[str, Detail]]:
-    """Return the name and the detail of the substitution for a call; None without one."""
+def match_call(
+    operator: str, attrs: Attributes, training: bool, shapes: Shapes = ()
+) -> Optional[Match]:
+    """Return the match of the first substitution that fits a call; None without one.
+
+    `shapes` are the shapes of the call's inputs, None where unknown.
+    """
     offered = _BY_OPERATOR.get(operator)
     if offered is None:
         return None
@@ -213,5 +210,8 @@ def find(
     if (None in needed and not guessed) or (wanted is None and not shapes):
         return None
     call = Call(operator, attrs, shapes, training)
-    fitting = next((one for one in offered if one.applies(call)), None)
-    return (fitting.name, fitting.detail(call)) if fitting is not None else None
+    for one in offered:
+        detail = one.match(call)
+        if detail is not None:
+            return one.name, detail
+    return None
