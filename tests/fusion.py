@@ -5,7 +5,7 @@ import numpy as np
 from mxnet import nd
 
 from mxamp.graph.ir import Graph
-from mxamp.graph.speed.fuse import rewritten
+from mxamp.graph.speed.fuse import apply_pass
 
 
 def model(symbol, shape, seed=0, scale=1.0):
@@ -29,5 +29,5 @@ def run(symbol, params, data):
 
 def after(one, symbol, params, policy):
     """Return the symbol and the parameters that a pass makes of a model."""
-    graph, new = rewritten(one, Graph.from_symbol(symbol), params, policy)
+    graph, new = apply_pass(one, Graph.from_symbol(symbol), params, policy)
     return graph.to_symbol(), new

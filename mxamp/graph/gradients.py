@@ -36,7 +36,7 @@ def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
     """Return the names of variables that weights of dense layers with biases depend on."""
     found: Set[int] = set()
     for node in graph.nodes:
-        if _has_bias(node):
+        if _is_dense_with_bias(node):
             found.add(node.inputs[_WEIGHT][0])
         for k, body in enumerate(node.subgraphs if rewrites_bodies(node, training=True) else ()):
             names, weights = body.input_names, weights_beside_biases(body)
@@ -74,7 +74,7 @@ def _is_recorded(array: NDArray) -> bool:
     return True
 
 
-def _has_bias(node: Node) -> bool:
+def _is_dense_with_bias(node: Node) -> bool:
     return node.operator == "FullyConnected" and len(node.inputs) > _BIAS
 
 
@@ -100,12 +100,12 @@ def trained_graph(graph: Graph, frozen: AbstractSet[str]) -> Graph:
     A trained bias beside a weight without a gradient becomes a separate addition. A PReLU with a
     trained slope becomes max(x, 0) + slope * min(x, 0). Returns `graph` itself if it has neither.
     """
-    if not any(_has_bias(node) or _is_prelu(node) for node in graph.all_nodes):
+    if not any(_is_dense_with_bias(node) or _is_prelu(node) for node in graph.all_nodes):
         return graph
     trained, edit = trained_nodes(graph, frozen), Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         gets_gradient = [trained[source] for source, _ in node.inputs]
-        if _has_bias(node) and gets_gradient[_BIAS] and not gets_gradient[_WEIGHT]:
+        if _is_dense_with_bias(node) and gets_gradient[_BIAS] and not gets_gradient[_WEIGHT]:
             _separate_bias(edit, i, node)
         elif _is_prelu(node) and gets_gradient[_SLOPE]:
             _replace_prelu(edit, i, node)

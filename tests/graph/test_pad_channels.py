@@ -16,7 +16,12 @@ import mxamp as amp
 from helpers import check_python, exported, kind, operators_of, randn, same, values, with_avx512
 from mxamp.graph.ir import Graph
 from mxamp.graph.speed.fuse import FusionPass
-from mxamp.graph.speed.pad_channels import Channels, joined, pad_channels, with_added
+from mxamp.graph.speed.pad_channels import (
+    Channels,
+    concatenated_channels,
+    pad_channels,
+    padded_weight,
+)
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -218,11 +223,11 @@ def test_random_networks_answer_the_same(network, seed):
 
 def test_channels():
     a, b = Channels(((24, 8),), frozenset({1})), Channels(((16, 0),))
-    assert joined([a, b, b, a]) == Channels(((24, 8), (56, 8)), frozenset({1}))
-    assert joined([b, a]).runs == ((40, 8),)
-    assert (joined([b, a]).own, joined([b, a]).total) == (40, 48)
+    assert concatenated_channels([a, b, b, a]) == Channels(((24, 8), (56, 8)), frozenset({1}))
+    assert concatenated_channels([b, a]).runs == ((40, 8),)
+    assert (concatenated_channels([b, a]).own, concatenated_channels([b, a]).total) == (40, 48)
     weight = np.arange(1, 7).reshape(1, 6)
-    assert with_added(weight, 1, ((2, 1), (1, 0)), -1).tolist() == [[1, 2, 3, 4, -1, -1, 5, 6]]
+    assert padded_weight(weight, 1, ((2, 1), (1, 0)), -1).tolist() == [[1, 2, 3, 4, -1, -1, 5, 6]]
 
 
 def small_network():

@@ -359,6 +359,7 @@ def _fits_dtypes(name: str, values: Sequence[_Value]) -> bool:
 
 
 def _are_castable(values: Sequence[_Value]) -> bool:
+    """Return whether all values are float16, bfloat16 or float32 without mxamp."""
     return {value.plain for value in values} <= CASTABLE
 
 

@@ -22,7 +22,7 @@ from .fusible import (
     check_fused,
     check_fusible,
     float32_array,
-    nodes_inside,
+    inner_nodes,
     with_barriers,
     without_barriers,
 )
@@ -30,13 +30,13 @@ from .pad_channels import pad_channels
 from .shape_rules import allowed_match
 from .substitutions import ALL, match_call
 
-__all__ = ["FUSED", "PASSES", "FusionPass", "fold_into_producers", "fused", "rewritten"]
+__all__ = ["FUSED", "PASSES", "FusionPass", "fold_into_producers", "fused", "apply_pass"]
 
 _ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
 _BIAS = 2  # the position of a product's bias among its inputs
 
 #: The convolution that gives an image its fourth channel.
-_TO_FOUR = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
+_FOURTH_CHANNEL = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
 
 
 class FusionPass(NamedTuple):
@@ -49,7 +49,7 @@ class FusionPass(NamedTuple):
 def fused(
     graph: Graph, params: Mapping[str, NDArray], policy: Policy
 ) -> Tuple[Graph, Params, Policy]:
-    """Return a float32 model with fused operators, and a policy that lowers them.
+    """Return a float32 model with oneDNN's fused operators, and a policy that lowers them.
 
     Products that `policy` keeps in float32, by class, shape or name, stay in float32 when fused.
     Raises `ArgumentError` where the device or dtype has no fused operators, a parameter is float64,
@@ -57,8 +57,8 @@ def fused(
     """
     check_fusible(params, policy)
     values = dict(params)
-    for one in PASSES:
-        graph, values = rewritten(one, graph, values, policy)
+    for fusion_pass in PASSES:
+        graph, values = apply_pass(fusion_pass, graph, values, policy)
     view = FusionView(graph, values, policy)
     graph = _fused_by_mxnet(graph)
     if not policy.lowers:
@@ -66,27 +66,27 @@ def fused(
     layers = [
         node.name
         for node in graph.nodes
-        if node.op in FUSED and any(map(view.stays_float32, nodes_inside(node)))
+        if node.op in FUSED and any(map(view.stays_float32, inner_nodes(node)))
     ]
     check_fused(graph, layers, policy)
     return graph, values, policy.override(low=FUSED, fp32_layers=layers)
 
 
-def rewritten(
-    one: FusionPass, graph: Graph, params: Params, policy: Policy
+def apply_pass(
+    fusion_pass: FusionPass, graph: Graph, params: Params, policy: Policy
 ) -> Tuple[Graph, Params]:
     """Return the graph after a pass, and the parameters that it still reads."""
-    if one.name is not None and one.name not in policy.substitutions:
+    if fusion_pass.name is not None and fusion_pass.name not in policy.substitutions:
         return graph, params
     edit = Edit(graph, params)
-    one.rewrite(FusionView(graph, params, policy), edit)
+    fusion_pass.rewrite(FusionView(graph, params, policy), edit)
     graph = edit.applied()
     inputs = set(graph.input_names)
     return graph, {name: value for name, value in edit.params.items() if name in inputs}
 
 
 def _fused_by_mxnet(graph: Graph) -> Graph:
-    """Return the graph with oneDNN's fused operators, as MXNet's executors make them."""
+    """Return the graph with oneDNN's fused operators, made by MXNet's `get_backend_symbol`."""
     apart, made = with_barriers(graph, before_norms=True)
     return without_barriers(Graph.from_symbol(apart.to_symbol().get_backend_symbol("MKLDNN")), made)
 
@@ -95,7 +95,7 @@ def _fused_by_mxnet(graph: Graph) -> Graph:
 
 
 def _drop_no_ops(view: FusionView, edit: Edit) -> None:
-    """Drop the operators that do nothing in inference.
+    """Drop copies and Dropouts, which are no-ops in inference.
 
     MXNet's pass drops them too, but only after it has looked at the consumers of a product. It also
     renames the input of a net that begins with two of them.
@@ -113,13 +113,11 @@ def _drop_no_ops(view: FusionView, edit: Edit) -> None:
 
 
 def _rename_activations(view: FusionView, edit: Edit) -> None:
-    """Rename activations to the operator that oneDNN fuses."""
+    """Replace relu, sigmoid and tanh with `Activation`, which oneDNN fuses."""
     for i, node in enumerate(view.graph.nodes):
-        fitting = (
-            None if node.is_variable else match_call(node.operator, node.attrs, training=False)
-        )
-        if fitting is not None and fitting[0] in _ACTIVATIONS:
-            [part] = ALL[fitting[0]].build(node.attrs, ())
+        match = None if node.is_variable else match_call(node.operator, node.attrs, training=False)
+        if match is not None and match[0] in _ACTIVATIONS:
+            [part] = ALL[match[0]].build(node.attrs, ())
             edit.change(i, op=part.op, attrs={**node.attrs, **part.attrs})
 
 
@@ -142,7 +140,7 @@ def fold_into_producers(view: FusionView, edit: Edit) -> None:
             continue
         source, output = norm.inputs[0]
         product = view.graph.nodes[source]
-        if output or not view.is_read_once(source) or not _on_channels(norm, product):
+        if output or not view.is_read_once(source) or not _normalizes_channels(norm, product):
             continue
         statistics, names = view.own_parameters(norm), view.own_parameters(product)
         if statistics and names:
@@ -151,14 +149,17 @@ def fold_into_producers(view: FusionView, edit: Edit) -> None:
             edit.redirect((i, 0), (source, 0))
 
 
-def _on_channels(norm: Node, product: Node) -> bool:
-    """Return whether a norm's axis is the axis of the product's output channels."""
+def _normalizes_channels(norm: Node, product: Node) -> bool:
+    """Return whether a BatchNorm's axis is the axis of a product's output channels."""
     rows = product.op == "FullyConnected" and not flattens_data(product.attrs)
     return product.op in PRODUCTS and norm.attrs.get("axis", "1") == "1" and not rows
 
 
 def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> Tuple[Any, Any]:
-    """Return the factor and the summand of a BatchNorm, from gamma, beta, mean and variance."""
+    """Return the factor and the summand of a BatchNorm with these `attrs` and `statistics`.
+
+    `statistics` are gamma, beta, mean and variance.
+    """
     gamma, beta, mean, variance = (array.asnumpy().astype(np.float64) for array in statistics)
     if is_true(attrs.get("fix_gamma", "True")):
         gamma = np.ones_like(gamma)
@@ -167,7 +168,10 @@ def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) ->
 
 
 def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: Any) -> None:
-    """Multiply the output channels of product i by `scale` and add `shift`."""
+    """Multiply the output channels of product i by `scale` and add `shift`, in its parameters.
+
+    `names` are the names of its weight and, if it has one, its bias.
+    """
     product = edit.node(i)
     weight, *biases = (edit.params[name].asnumpy() for name in names)
     edit.params[names[0]] = float32_array(weight * scale.reshape(-1, *[1] * (weight.ndim - 1)))
@@ -183,14 +187,14 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: 
 
 
 def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
-    """Give convolutions of images a fourth channel of zeros, like the substitution in graphs.
+    """Add a fourth channel of zeros to color images and the weights of their convolutions.
 
     A 1x1 convolution in float32 adds the channel: it is one kernel, three times as fast as
     oneDNN's concatenation.
     """
     images: Dict[Output, Output] = {}
     for i, node in enumerate(view.graph.nodes):
-        name = _weight_of_images(view, node)
+        name = _image_weight_name(view, node)
         if name is None:
             continue
         padding = ((0, 0), (0, 1), (0, 0), (0, 0))
@@ -199,25 +203,26 @@ def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
         edit.change(variable, attrs=without_shape(edit.node(variable)))
         data = node.inputs[0]
         if data not in images:
-            images[data] = _to_four(edit, f"{node.name}_data_four", data)
+            images[data] = _add_channel_by_convolution(edit, f"{node.name}_data_four", data)
         edit.set_input(i, 0, images[data])
 
 
-def _to_four(edit: Edit, name: str, data: Output) -> Output:
+def _add_channel_by_convolution(edit: Edit, name: str, data: Output) -> Output:
+    """Add a convolution that appends a channel of zeros to color images; return its output."""
     name = edit.unique_name(name)
     weight = edit.add_parameter(f"{name}_weight", float32_array(np.eye(4, 3).reshape(4, 3, 1, 1)))
-    return edit.add_node(Node("Convolution", name, _TO_FOUR, [data, weight]))
+    return edit.add_node(Node("Convolution", name, _FOURTH_CHANNEL, [data, weight]))
 
 
-def _weight_of_images(view: FusionView, node: Node) -> Optional[str]:
-    """Return the name of the weight of a convolution of images; None for other nodes."""
+def _image_weight_name(view: FusionView, node: Node) -> Optional[str]:
+    """Return the name of the weight of a convolution of color images; None for other nodes."""
     name = view.own_parameter(node, 1)
     if name is None:
         return None
     shapes = (None, view.params[name].shape)
     inside = policy_for_node(view.policy, node.attrs)
-    substitution = allowed_match(node, inside, training=False, shapes=shapes)
-    return name if substitution is not None and substitution[0] == "image_convolution" else None
+    match = allowed_match(node, inside, training=False, shapes=shapes)
+    return name if match is not None and match[0] == "image_convolution" else None
 
 
 #: In order: each pass sees the graph that the passes before it have made.

@@ -26,7 +26,7 @@ __all__ = [
     "check_fused",
     "check_fusible",
     "float32_array",
-    "nodes_inside",
+    "inner_nodes",
     "with_barriers",
     "without_barriers",
 ]
@@ -68,13 +68,13 @@ class FusionView(View):
 
     @cached_property
     def _kept_by_shape(self) -> FrozenSet[str]:
-        """Return the names of the operators that shape rules keep in float32."""
+        """The names of the operators that shape rules keep in float32."""
         shapes = {name: array.shape for name, array in self.params.items()}
         choices = choose(self.graph, self.policy, Usage(shapes=shapes, converting=True))
         return frozenset(self.graph.nodes[i].name for i, _ in choices.kept)
 
     def stays_float32(self, node: Node) -> bool:
-        """Return whether the policy keeps a product in float32, by class, shape or name."""
+        """Return whether the policy keeps a product `node` in float32, by class, shape or name."""
         if node.name in self._kept_by_shape or self.policy.keeps_layer(node.name):
             return True
         if node.op not in PRODUCTS:
@@ -91,8 +91,8 @@ def float32_array(values: Any) -> NDArray:
     return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
 
 
-def nodes_inside(node: Node) -> Iterable[Node]:
-    """Return the operators inside a fused operator."""
+def inner_nodes(node: Node) -> Iterable[Node]:
+    """Return the nodes inside a fused operator."""
     return (inner for body in node.subgraphs for inner in body.nodes)
 
 
@@ -124,6 +124,7 @@ def check_fused(graph: Graph, layers: Container[str], policy: Policy) -> None:
 
 
 def _has_no_bfloat16(node: Node) -> bool:
+    """Return whether a node is a fused operator without a bfloat16 kernel."""
     # The fusion of mxamp leaves no BatchNorm to fold and nothing to quantize.
     return node.op in FUSED and any(
         is_true(node.attrs.get(name, "False")) for name in ("with_bn", "quantized")
@@ -134,7 +135,7 @@ def _has_no_bfloat16(node: Node) -> bool:
 
 
 def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, AbstractSet[str]]:
-    """Return an inference graph with barriers against wrong fusion, and their names.
+    """Return an inference graph with no-ops as barriers against wrong fusion, and their names.
 
     MXNet fuses a product with the operator that reads it, in executors and in
     `get_backend_symbol`, even where the product is a graph output or has a second consumer. A
@@ -142,7 +143,7 @@ def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, Abst
     barrier before each BatchNorm, which MXNet would otherwise fold in the dtype of the weight.
     """
     view, edit = View(graph, {}), Edit(graph, {})
-    made: Set[str] = set()
+    barriers: Set[str] = set()
     for i, node in enumerate(graph.nodes):
         for position, output in enumerate(node.inputs):
             source = graph.nodes[output[0]]
@@ -150,15 +151,15 @@ def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, Abst
             shared = fusible and view.reads(output[0]) > 1
             if shared or (before_norms and node.op == "BatchNorm" and position == 0):
                 name = edit.unique_name(f"{node.name}_{position}_amp_apart")
-                made.add(name)
+                barriers.add(name)
                 edit.set_input(i, position, edit.add_node(Node(_BARRIER, name, {}, [output])))
-    return edit.applied(), made
+    return edit.applied(), barriers
 
 
-def without_barriers(graph: Graph, made: AbstractSet[str]) -> Graph:
-    """Return a graph without the barriers of these names."""
+def without_barriers(graph: Graph, barriers: AbstractSet[str]) -> Graph:
+    """Return a graph without the barriers named in `barriers`."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
-        if node.name in made:
+        if node.name in barriers:
             edit.redirect((i, 0), node.inputs[0])
     return edit.applied()

@@ -32,15 +32,12 @@ from .shapes import NORMS
 
 __all__ = [
     "Channels",
-    "Runs",
-    "SAME_CHANNELS",
-    "elementwise",
-    "joined",
+    "concatenated_channels",
     "pad_channels",
-    "with_added",
+    "padded_weight",
 ]
 
-#: Pairs of (original channels, padding channels behind them), in order.
+#: Pairs of (number of original channels, number of padding channels after them), in order.
 Runs = Tuple[Tuple[int, int], ...]
 
 #: The largest bound allowed: padding channels must stay finite, as zero times infinity is NaN.
@@ -70,12 +67,12 @@ class Channels(NamedTuple):
         return self.own + self.added
 
     def times(self, count: int) -> "Channels":
-        """Return channels in which each channel is replaced by `count` channels."""
+        """Return channels with `count` channels in place of each."""
         return self._replace(runs=tuple((own * count, added * count) for own, added in self.runs))
 
 
-def joined(parts: Sequence[Channels]) -> Channels:
-    """Return the channels of concatenated tensors."""
+def concatenated_channels(parts: Sequence[Channels]) -> Channels:
+    """Return the channels of a concatenation of tensors with channels `parts`."""
     runs = [parts[0].runs[0]]
     for own, added in [run for part in parts for run in part.runs][1:]:
         before, between = runs[-1]
@@ -87,8 +84,8 @@ def joined(parts: Sequence[Channels]) -> Channels:
     return Channels(tuple(runs), added_by, max(part.bound for part in parts))
 
 
-def with_added(values: Any, axis: int, runs: Runs, fill: float) -> Any:
-    """Return a weight with padding channels inserted on an axis, filled with `fill`."""
+def padded_weight(values: Any, axis: int, runs: Runs, fill: float) -> Any:
+    """Return a weight with padding channels on an axis, filled with `fill`."""
     sizes = [own + added for own, added in runs]
     starts = np.cumsum([0, *sizes[:-1]])
     own = np.concatenate([start + np.arange(count) for (count, _), start in zip(runs, starts)])
@@ -103,57 +100,66 @@ def with_added(values: Any, axis: int, runs: Runs, fill: float) -> Any:
 
 # ---------------------------------------------------------------------- operators
 
-_Bound = Callable[[Mapping[str, str], float], float]
+#: Returns the bound of an operator's output, from its attributes and the bound of its input.
+_BoundRule = Callable[[Mapping[str, str], float], float]
 
 
 def _scalar(attrs: Mapping[str, str]) -> float:
+    """Return the magnitude of an operator's scalar."""
     return abs(float(attrs.get("scalar", "1")))
 
 
-def _activation(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_activation(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after an Activation of values up to `bound`; inf if unknown."""
     kind = attrs["act_type"]
     if kind in ("sigmoid", "softrelu", "log_sigmoid"):
         return bound + 1
     return bound if kind in ("relu", "tanh", "softsign", "mish") else math.inf
 
 
-def _dropout(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_dropout(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a Dropout of values up to `bound`; inf if unknown."""
     # The random mask of a seed depends on the number of channels.
     return math.inf if attrs.get("mode", "training") == "always" else bound
 
 
-def _leaky(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_leaky(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a LeakyReLU of values up to `bound`; inf if unknown."""
     kind, slope = attrs.get("act_type", "leaky"), abs(float(attrs.get("slope", "0.25")))
     return bound * max(1, slope) if kind in ("leaky", "elu", "gelu") else math.inf
 
 
-def _clip(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_clip(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a clip of values up to `bound`; inf if unknown."""
     low, high = float(attrs["a_min"]), float(attrs["a_max"])
     return bound if low <= 0 <= high else max(abs(low), abs(high))
 
 
-def _pad(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_pad(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a Pad of values up to `bound`; inf if unknown."""
     if attrs["mode"] != "constant" or any(parse_integers(attrs["pad_width"])[:4]):
         return math.inf
     return max(bound, abs(float(attrs.get("constant_value", "0"))))
 
 
-def _pooling(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_pooling(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a Pooling of values up to `bound`; inf if unknown."""
     if attrs.get("layout", "None") not in ("None", "NCHW"):
         return math.inf
     return bound if not bound or attrs.get("pool_type", "max") in ("max", "avg") else math.inf
 
 
-def _same(_attrs: Mapping[str, str], bound: float) -> float:
+def _same_bound(_attrs: Mapping[str, str], bound: float) -> float:
     return bound
 
 
 #: Operators that treat all channels alike, with the bound of their output for one of their input.
-_ELEMENTWISE: Mapping[str, _Bound] = {
-    "Activation": _activation, "LeakyReLU": _leaky, "clip": _clip, "Pooling": _pooling,
-    "Dropout": _dropout, "Pad": _pad,
-    **dict.fromkeys(("relu", "_npx_relu", "tanh", "_npi_tanh"), _same),
-    **dict.fromkeys(("_copy", "BlockGrad", "amp_cast", "Cast"), _same),
+_ELEMENTWISE: Mapping[str, _BoundRule] = {
+    "Activation": _bound_after_activation, "LeakyReLU": _bound_after_leaky,
+    "clip": _bound_after_clip, "Pooling": _bound_after_pooling,
+    "Dropout": _bound_after_dropout, "Pad": _bound_after_pad,
+    **dict.fromkeys(("relu", "_npx_relu", "tanh", "_npi_tanh"), _same_bound),
+    **dict.fromkeys(("_copy", "BlockGrad", "amp_cast", "Cast"), _same_bound),
     **dict.fromkeys(("sigmoid", "_npx_sigmoid", "hard_sigmoid"), lambda _attrs, _bound: 1.0),
     **dict.fromkeys(
         ("_plus_scalar", "_minus_scalar", "_rminus_scalar", "_maximum_scalar", "_minimum_scalar"),
@@ -169,22 +175,22 @@ _SUMS = frozenset(
 _PRODUCTS = frozenset({"elemwise_mul", "broadcast_mul", "_npi_multiply"})
 
 #: Operators of several tensors with the same channels.
-SAME_CHANNELS = _SUMS | _PRODUCTS
+_SAME_CHANNELS = _SUMS | _PRODUCTS
 
 
-def elementwise(node: Node, given: Sequence[Channels]) -> Optional[Channels]:
-    """Return the output channels of an operator that treats all channels alike; else None."""
-    operator, first = node.operator, given[0]
-    bounds = [one.bound for one in given]
-    if operator in SAME_CHANNELS:
+def _channels_after_elementwise(node: Node, inputs: Sequence[Channels]) -> Optional[Channels]:
+    """Return the output channels of a node that treats all channels alike; else None."""
+    operator, first = node.operator, inputs[0]
+    bounds = [one.bound for one in inputs]
+    if operator in _SAME_CHANNELS:
         bound = math.prod(bounds) if operator in _PRODUCTS else sum(bounds)
-    elif operator in _ELEMENTWISE and len(given) == 1:
+    elif operator in _ELEMENTWISE and len(inputs) == 1:
         bound = _ELEMENTWISE[operator](node.attrs, bounds[0])
     else:
         return None
-    if not bound <= _LARGEST or any(one.runs != first.runs for one in given):
+    if not bound <= _LARGEST or any(one.runs != first.runs for one in inputs):
         return None
-    return joined(given)._replace(runs=first.runs, bound=bound)
+    return concatenated_channels(inputs)._replace(runs=first.runs, bound=bound)
 
 
 # At most a third more arithmetic: as much as the slower kernels lose, without the reorders.
@@ -211,14 +217,14 @@ def pad_channels(view: FusionView, edit: Edit) -> None:
         return
     plan = _Plan(view)
     while plan.refused:
-        plan = _Plan(view, plan.left | plan.refused)
+        plan = _Plan(view, plan.unpadded | plan.refused)
     plan.write(edit)
 
 
-Given = Sequence[Optional[Channels]]  #: the channels of a node's inputs, None where unknown
+Inputs = Sequence[Optional[Channels]]  #: the channels of a node's inputs, None where unknown
 
 
-class _Places(NamedTuple):
+class _Padding(NamedTuple):
     """Padding for one axis of a parameter."""
 
     axis: int
@@ -227,42 +233,42 @@ class _Places(NamedTuple):
 
 
 class _Plan:
-    """The channels of each tensor, and the resulting changes of the graph."""
+    """The channels of each tensor, and the padding of parameters and attributes that they need."""
 
-    def __init__(self, view: View, left: FrozenSet[int] = frozenset()) -> None:
-        self.view, self.graph, self.left = view, view.graph, left
+    def __init__(self, view: View, unpadded: FrozenSet[int] = frozenset()) -> None:
+        self.view, self.graph, self.unpadded = view, view.graph, unpadded
         self.refused: Set[int] = set()  #: more convolutions to leave unpadded
         self._channels: Dict[Output, Channels] = {}
-        self._places: Dict[int, List[_Places]] = {}  # by index of the variable
+        self._paddings: Dict[int, List[_Padding]] = {}  # by index of the variable
         self._attrs: Dict[int, Dict[str, str]] = {}
-        self._cut: Set[Tuple[int, int]] = set()  # inputs that read a slice: (node, position)
-        self._dense = _read_by_dense(view.graph)
+        self._sliced_inputs: Set[Tuple[int, int]] = set()  # (node, position)
+        self._read_by_dense_layers = _nodes_read_by_dense(view.graph)
         for i, node in enumerate(self.graph.nodes):
             if not node.is_variable:
-                self._visit(i, node)
+                self._propagate(i, node)
         for output in self.graph.heads:
-            self._check_cut(output)
+            self._refuse_inner_padding(output)
 
     def write(self, edit: Edit) -> None:
-        """Write the padding into the graph and its parameters."""
-        for i, places in self._places.items():
+        """Record the padding of the graph and its parameters in `edit`."""
+        for i, paddings in self._paddings.items():
             variable = self.graph.nodes[i]
             array = self.view.params[variable.name].asnumpy()
-            for axis, runs, fill in places:
-                array = with_added(array, axis, runs, fill)
+            for axis, runs, fill in paddings:
+                array = padded_weight(array, axis, runs, fill)
             edit.params[variable.name] = float32_array(array)
             edit.change(i, attrs=without_shape(variable))
         for i, attrs in self._attrs.items():
             edit.change(i, attrs={**self.graph.nodes[i].attrs, **attrs})
         slices: Dict[Output, Output] = {}
-        for i, k in sorted(self._cut):
+        for i, k in sorted(self._sliced_inputs):
             edit.set_input(i, k, self._sliced(edit, slices, self.graph.nodes[i].inputs[k]))
         for place, output in enumerate(self.graph.heads):
             if self._added(output):
                 edit.set_head(place, self._sliced(edit, slices, output))
 
     def _sliced(self, edit: Edit, slices: Dict[Output, Output], output: Output) -> Output:
-        """Return an output without padding, through one slice for all consumers."""
+        """Return an output without padding, adding a slice to `slices` unless it has one."""
         if output not in slices:
             name = f"{self.graph.nodes[output[0]].name}_channels"
             end = str(self._channels[output].own)
@@ -271,118 +277,130 @@ class _Plan:
 
     # ------------------------------------------------------------------ the walk over nodes
 
-    def _visit(self, i: int, node: Node) -> None:
-        given = [self._channels.get(output) for output in node.inputs]
-        behind = self._BEHIND.get(node.operator, _Plan._behind_other)(self, i, node, given)
-        if behind is not None:
-            self._channels[i, 0] = behind
+    def _propagate(self, i: int, node: Node) -> None:
+        """Record the output channels of node i, or slice or refuse padding that it can't read."""
+        inputs = [self._channels.get(output) for output in node.inputs]
+        channels_after = self._CHANNELS_AFTER.get(node.operator, _Plan._channels_after_other)
+        outputs = channels_after(self, i, node, inputs)
+        if outputs is not None:
+            self._channels[i, 0] = outputs
             return
         for k, output in enumerate(node.inputs):
             if self._added(output) and node.operator not in _REORDERS:
                 self.refused |= self._channels[output].added_by
             elif self._added(output):
-                self._cut.add((i, k))
-                self._check_cut(output)
+                self._sliced_inputs.add((i, k))
+                self._refuse_inner_padding(output)
 
-    def _check_cut(self, output: Output) -> None:
-        """Refuse padding between original channels, which no single slice removes."""
+    def _refuse_inner_padding(self, output: Output) -> None:
+        """Refuse padding of `output` between original channels, which no single slice removes."""
         if self._added(output) and len(self._channels[output].runs) > 1:
             self.refused |= self._channels[output].added_by
 
     def _added(self, output: Output) -> int:
+        """Return the number of padding channels of an output."""
         return self._channels[output].added if output in self._channels else 0
 
     # ------------------------------------------------------------------ operators
-    # Each `_behind` method returns the channels of the operator's output. None means that they are
-    # unknown, or that the operator can't read its input's padding.
+    # Each method returns the output channels for the channels of the inputs. None means that they
+    # are unknown, or that the operator can't read its input's padding.
 
-    def _behind_other(self, _i: int, node: Node, given: Given) -> Optional[Channels]:
-        known = [one for one in given if one is not None]
-        return elementwise(node, known) if known and len(known) == len(given) else None
+    def _channels_after_other(self, _i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+        """Return the output channels of an elementwise operator; None for other operators."""
+        known = [one for one in inputs if one is not None]
+        are_all_known = known and len(known) == len(inputs)
+        return _channels_after_elementwise(node, known) if are_all_known else None
 
-    def _behind_concat(self, _i: int, node: Node, given: Given) -> Optional[Channels]:
-        known = [one for one in given if one is not None]
-        on_channels = node.attrs.get("dim", "1") == "1" and len(known) == len(given)
-        return joined(known) if on_channels else None
+    def _channels_after_concat(self, _i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+        """Return the output channels of a Concat; None unless it joins known channels."""
+        known = [one for one in inputs if one is not None]
+        on_channels = node.attrs.get("dim", "1") == "1" and len(known) == len(inputs)
+        return concatenated_channels(known) if on_channels else None
 
-    def _behind_flatten(self, i: int, _node: Node, given: Given) -> Optional[Channels]:
-        return given[0] if i in self._dense else None
+    def _channels_after_flatten(self, i: int, _node: Node, inputs: Inputs) -> Optional[Channels]:
+        """Return the output channels of a Flatten that only dense layers read; None for others."""
+        return inputs[0] if i in self._read_by_dense_layers else None
 
-    def _behind_convolution(self, i: int, node: Node, given: Given) -> Optional[Channels]:
-        data, weight = given[0], self._weight(node)
+    def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+        """Return the output channels of a convolution; None if it can't read padded data."""
+        data, weight = inputs[0], self._weight_shape(node)
         own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
         if weight is not None and len(weight) == PLANAR_AXES and weight[0] == own:
             if groups == 1:
-                return self._behind_whole(i, node, data or Channels(((weight[1], 0),)))
+                return self._channels_after_ungrouped(i, node, data or Channels(((weight[1], 0),)))
             if data is not None and weight[1] == 1 and data.own == groups:
-                return self._behind_depthwise(i, node, data)
+                return self._channels_after_depthwise(i, node, data)
         return None if data is not None and data.added else Channels(((own, 0),))
 
-    def _behind_whole(self, i: int, node: Node, data: Channels) -> Channels:
-        """Return the output channels of a convolution without groups."""
+    def _channels_after_ungrouped(self, i: int, node: Node, data: Channels) -> Channels:
+        """Return the output channels of a convolution without groups, padded to blocks of 16."""
         if data.added:
-            self._place(node, 1, _Places(1, data.runs))
+            self._pad_input(node, 1, _Padding(1, data.runs))
         own = int(node.attrs["num_filter"])
         total = -(-own // BLOCK) * BLOCK
         reads_blocks = data.total % BLOCK == 0 or data.total in _FEW
-        if total == own or total > own * _MOST or not reads_blocks or i in self.left:
+        if total == own or total > own * _MOST or not reads_blocks or i in self.unpadded:
             return Channels(((own, 0),))
-        behind = Channels(((own, total - own),), frozenset({i}))
-        self._widen(i, node, behind, {"num_filter": str(total)})
-        return behind
+        outputs = Channels(((own, total - own),), frozenset({i}))
+        self._add_filters(i, node, outputs, {"num_filter": str(total)})
+        return outputs
 
-    def _behind_depthwise(self, i: int, node: Node, data: Channels) -> Channels:
-        behind = data.times(int(node.attrs["num_filter"]) // data.own)._replace(bound=0.0)
-        if behind.added:
-            filters, groups = str(behind.total), str(data.total)
-            self._widen(i, node, behind, {"num_filter": filters, "num_group": groups})
-        return behind
+    def _channels_after_depthwise(self, i: int, node: Node, data: Channels) -> Channels:
+        """Return the output channels of a depthwise convolution, padded as its input."""
+        outputs = data.times(int(node.attrs["num_filter"]) // data.own)._replace(bound=0.0)
+        if outputs.added:
+            filters, groups = str(outputs.total), str(data.total)
+            self._add_filters(i, node, outputs, {"num_filter": filters, "num_group": groups})
+        return outputs
 
-    def _behind_dense(self, _i: int, node: Node, given: Given) -> Optional[Channels]:
-        data, weight = given[0], self._weight(node)
+    def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+        """Return the output channels of a dense layer; None if it can't read padded data."""
+        data, weight = inputs[0], self._weight_shape(node)
         flatten = flattens_data(node.attrs)
         if data is not None and data.added:
             if weight is None or not flatten or weight[1] % data.own:
                 return None
-            self._place(node, 1, _Places(1, data.runs))
+            self._pad_input(node, 1, _Padding(1, data.runs))
         return Channels(((int(node.attrs["num_hidden"]), 0),)) if flatten else None
 
-    def _behind_norm(self, i: int, node: Node, given: Given) -> Optional[Channels]:
-        data = given[0]
-        changeable = self._weight(node) is not None and i not in self.view.multi_output_nodes
+    def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+        """Return the output channels of a BatchNorm; None if unknown."""
+        data = inputs[0]
+        changeable = self._weight_shape(node) is not None and i not in self.view.multi_output_nodes
         if data is None or node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
             return None
         if data.added:
             for k, fill in enumerate(_OF_NORMS, 1):
-                self._place(node, k, _Places(0, data.runs, fill))
+                self._pad_input(node, k, _Padding(0, data.runs, fill))
         return data
 
-    _BEHIND: Mapping[str, Callable[..., Optional[Channels]]] = {
-        "Convolution": _behind_convolution,
-        "FullyConnected": _behind_dense,
-        "Concat": _behind_concat,
-        "Flatten": _behind_flatten,
-        **dict.fromkeys(NORMS, _behind_norm),
+    _CHANNELS_AFTER: Mapping[str, Callable[..., Optional[Channels]]] = {
+        "Convolution": _channels_after_convolution,
+        "FullyConnected": _channels_after_dense,
+        "Concat": _channels_after_concat,
+        "Flatten": _channels_after_flatten,
+        **dict.fromkeys(NORMS, _channels_after_norm),
     }
 
     # ------------------------------------------------------------------ parameters
 
-    def _widen(self, i: int, node: Node, behind: Channels, attrs: Dict[str, str]) -> None:
-        """Pad the filters of a convolution."""
+    def _add_filters(self, i: int, node: Node, outputs: Channels, attrs: Dict[str, str]) -> None:
+        """Pad axis 0 of convolution i's weight and bias for `outputs`, and change its `attrs`."""
         self._attrs[i] = attrs
         for k in range(1, len(node.inputs)):
-            self._place(node, k, _Places(0, behind.runs))
+            self._pad_input(node, k, _Padding(0, outputs.runs))
 
-    def _weight(self, node: Node) -> Optional[Tuple[int, ...]]:
-        """Return the shape of a node's weight, if the node owns all its parameters."""
+    def _weight_shape(self, node: Node) -> Optional[Tuple[int, ...]]:
+        """Return the shape of a node's weight if no other node reads its parameters; else None."""
         names = self.view.own_parameters(node)
         return self.view.params[names[0]].shape if names else None
 
-    def _place(self, node: Node, k: int, places: _Places) -> None:
-        self._places.setdefault(node.inputs[k][0], []).append(places)
+    def _pad_input(self, node: Node, position: int, padding: _Padding) -> None:
+        """Record the padding of the parameter that is input `position` of a node."""
+        self._paddings.setdefault(node.inputs[position][0], []).append(padding)
 
 
-def _read_by_dense(graph: Graph) -> Set[int]:
+def _nodes_read_by_dense(graph: Graph) -> Set[int]:
     """Return the nodes that only dense layers read as data, directly or through a Flatten."""
     found: Set[int] = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
     read: Set[int] = set()

@@ -156,7 +156,7 @@ class _Weights:
 
 
 class _Layer:
-    """Adds the parts of one direction of a layer. Tensors of a step have a first axis of length 1."""
+    """Adds the parts of one direction of a layer; first axes of a step's tensors have length 1."""
 
     def __init__(
         self, parts: Parts, name: str, mode: str, size: int, weights: Sequence[int]
@@ -169,13 +169,13 @@ class _Layer:
         }
 
     def steps(
-        self, below: int, order: Sequence[int], begin: Sequence[int]
+        self, data: int, order: Sequence[int], begin: Sequence[int]
     ) -> Tuple[List[int], Sequence[int]]:
         """Add all steps; return the states by time, and the last state (and cell).
 
-        `below` is the layer's input, and `begin` the state (and cell) before the first step.
+        `data` is the layer's input, and `begin` the state (and cell) before the first step.
         """
-        gates = self._product("reads", below, self._read, self._read_bias)
+        gates = self._product("reads", data, self._read, self._read_bias)
         state = begin
         states = {}
         for t in order:
@@ -192,39 +192,41 @@ class _Layer:
         begin, end = str(position), str(position + 1)
         return add("slice_axis", f"{self._name}_{name}", tensor, axis="0", begin=begin, end=end)
 
-    def _lstm(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
+    def _lstm(self, from_input: int, from_state: int, state: Sequence[int]) -> Sequence[int]:
         """Add one LSTM step from the products of input and state; return new state and cell."""
-        gates = self._add("elemwise_add", "gates", read, before)
-        open_gates = self._activated(gates, "sigmoid")
+        gates = self._add("elemwise_add", "gates", from_input, from_state)
+        open_gates = self._add_activation(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
-        new = self._activated(self._gate(gates, 2), "tanh")
+        new = self._add_activation(self._gate(gates, 2), "tanh")
         kept = self._add("elemwise_mul", "kept", forget, state[1])
         cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
-        return self._add("elemwise_mul", "state", out, self._activated(cell, "tanh")), cell
+        return self._add("elemwise_mul", "state", out, self._add_activation(cell, "tanh")), cell
 
-    def _gru(self, read: int, before: int, state: Sequence[int]) -> Sequence[int]:
+    def _gru(self, from_input: int, from_state: int, state: Sequence[int]) -> Sequence[int]:
         """Add one GRU step from the products of input and state; return the new state."""
-        gates = self._activated(self._add("elemwise_add", "gates", read, before), "sigmoid")
+        gates = self._add("elemwise_add", "gates", from_input, from_state)
+        gates = self._add_activation(gates, "sigmoid")
         reset, update = self._gate(gates, 0), self._gate(gates, 1)
-        read_new, before_new = self._gate(read, 2), self._gate(before, 2)
-        part = self._add("elemwise_mul", "reset", reset, before_new)
-        new = self._activated(self._add("elemwise_add", "sum", read_new, part), "tanh")
+        new_from_input, new_from_state = self._gate(from_input, 2), self._gate(from_state, 2)
+        part = self._add("elemwise_mul", "reset", reset, new_from_state)
+        new = self._add_activation(self._add("elemwise_add", "sum", new_from_input, part), "tanh")
         # new + update * (state - new)
         change = self._add("elemwise_sub", "change", state[0], new)
         part = self._add("elemwise_mul", "update", update, change)
         return [self._add("elemwise_add", "state", new, part)]
 
-    def _simple(self, read: int, before: int, _state: Sequence[int]) -> Sequence[int]:
+    def _simple(self, from_input: int, from_state: int, _state: Sequence[int]) -> Sequence[int]:
         """Add one relu or tanh step from the products of input and state; return the new state."""
-        total = self._add("elemwise_add", "sum", read, before)
-        return [self._activated(total, self._mode.replace("rnn_", ""))]
+        total = self._add("elemwise_add", "sum", from_input, from_state)
+        return [self._add_activation(total, self._mode.replace("rnn_", ""))]
 
     # ------------------------------------------------------------------ parts
 
     def _add(self, op: str, name: str, *inputs: int, **attrs: str) -> int:
+        """Add a float32 part with the layer's name before its own; return its number."""
         return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
 
-    def _activated(self, tensor: int, act_type: str) -> int:
+    def _add_activation(self, tensor: int, act_type: str) -> int:
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
     def _gate(self, tensor: int, k: int) -> int:

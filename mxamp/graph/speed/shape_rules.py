@@ -30,16 +30,16 @@ from . import substitutions
 from .equivalents import COLORS, Shapes
 from .shapes import (
     Site,
-    before_norms,
-    behind_concats,
-    channels,
-    feeding_products,
-    gives_blocks,
-    in_blocks,
+    channel_counts,
+    concat_layout_nodes,
+    has_blocked_kernel,
+    has_blocked_output,
     input_shapes,
-    may_give_blocks,
-    readers_of_views,
+    may_be_blocked,
+    nodes_before_norms,
+    nodes_before_products,
     volume_readers,
+    volume_view_readers,
 )
 from .substitutions import Match
 
@@ -68,7 +68,7 @@ _ROWS_A_CAST = 24
 
 
 def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
-    """Return which nodes of a graph shape rules keep in float32, and which are substituted.
+    """Return which nodes of a graph stay in float32 by a shape rule, and which are substituted.
 
     Rules about speed don't apply where a shape that they need is unknown.
     """
@@ -78,9 +78,10 @@ def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
 
 
 def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]) -> Choices:
+    """Return the choices for a graph whose operators have the input shapes `known`, by index."""
     policies = [policy_for_node(policy, node.attrs, usage.off) for node in graph.nodes]
-    substituted = _substitutions(graph, policies, policy, usage, known)
-    kept = _kept(graph, policies, policy, usage, known, substituted)
+    substituted = _matches(graph, policies, policy, usage, known)
+    kept = _kept_reasons(graph, policies, policy, usage, known, substituted)
     unknown = replace(usage, dtypes={}, shapes={}, stored=frozenset(), offline=frozenset())
     bodies = {
         (i, k): _choose(body, policy, unknown, {})
@@ -91,34 +92,34 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
     return Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
 
 
-def _substitutions(
+def _matches(
     graph: Graph, policies: List[Policy], policy: Policy, usage: Usage, known: Mapping[int, Shapes]
 ) -> Dict[int, Match]:
-    """Return the substitutions in a graph that is about to run, by node index."""
+    """Return the match of each node to substitute, by index; none when converting."""
     found: Dict[int, Match] = {}
     if usage.converting or not any(one.substitutions for one in policies):
         return found
-    views = readers_of_views(graph.nodes, policy, usage)
+    views = volume_view_readers(graph.nodes, policy, usage)
     inner: Container[int] = range(len(graph.nodes))
     if usage.training:
-        inner = feeding_products(graph)
+        inner = nodes_before_products(graph)
     for i, node in enumerate(graph.nodes):
         if node.is_variable or i in views:
             continue
-        fitting = allowed_match(node, policies[i], usage.training, known.get(i, ()))
-        if fitting is not None and (
-            i in inner or not substitutions.ALL[fitting[0]].multiplies_gradients
+        match = allowed_match(node, policies[i], usage.training, known.get(i, ()))
+        if match is not None and (
+            i in inner or not substitutions.ALL[match[0]].multiplies_gradients
         ):
-            found[i] = fitting
+            found[i] = match
     if usage.training and found:
-        concats = behind_concats(_as_run(graph, found))
+        concats = concat_layout_nodes(_with_single_operators(graph, found))
         for i, (name, _) in list(found.items()):
             if substitutions.ALL[name].blocks_gradients and graph.nodes[i].inputs[0][0] in concats:
                 del found[i]
     return found
 
 
-def _kept(
+def _kept_reasons(
     graph: Graph,
     policies: List[Policy],
     policy: Policy,
@@ -126,17 +127,17 @@ def _kept(
     known: Mapping[int, Shapes],
     substituted: Mapping[int, Match],
 ) -> Dict[int, str]:
-    """Return the reasons of the operators that stay in float32, by node index."""
+    """Return why operators stay in float32, by index of the operators that do."""
     kept: Dict[int, str] = {}
     blocked: Dict[Output, bool] = {}
-    running = _as_run(graph, substituted)
-    norms, readers = before_norms(running), _cast_readers(graph, usage.stored)
+    running = _with_single_operators(graph, substituted)
+    norms, readers = nodes_before_norms(running), _reader_counts(graph, usage.stored)
     of_volumes = volume_readers(running, policy, usage)
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             continue
         rule = policies[i].rule(node.operator)
-        if not rule.by_shape and i not in substituted and not may_give_blocks(node):
+        if not rule.by_shape and i not in substituted and not may_be_blocked(node):
             continue
         uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
         site = Site(
@@ -149,20 +150,21 @@ def _kept(
             casts_weight=_casts_weight(graph, node, uses, policies[i], usage),
             reads_volume=i in of_volumes,
         )
-        answered: AbstractSet[str] = frozenset()
+        lifted_rules: AbstractSet[str] = frozenset()
         if i in substituted:
-            answered = substitutions.ALL[substituted[i][0]].answers
-        reason = _reason_to_keep(site, rule, answered)
+            lifted_rules = substitutions.ALL[substituted[i][0]].lifted_rules
+        reason = _reason_to_keep(site, rule, lifted_rules)
         if reason is not None:
             kept[i] = reason
         blocked[i, 0] = reason is None and (
-            bool(answered) or gives_blocks(replace(site, node=running[i]), rule.op_class, blocked)
+            bool(lifted_rules)
+            or has_blocked_output(replace(site, node=running[i]), rule.op_class, blocked)
         )
     return kept
 
 
-def _as_run(graph: Graph, substituted: Mapping[int, Match]) -> List[Node]:
-    """Return the graph's nodes, with the new operator where one operator replaces a node."""
+def _with_single_operators(graph: Graph, substituted: Mapping[int, Match]) -> List[Node]:
+    """Return the graph's nodes, with the operator of each substitution by a single operator."""
     nodes = list(graph.nodes)
     for i, (name, _) in substituted.items():
         single = substitutions.ALL[name].single
@@ -171,16 +173,19 @@ def _as_run(graph: Graph, substituted: Mapping[int, Match]) -> List[Node]:
     return nodes
 
 
-def _reason_to_keep(site: Site, rule: Rule, answered: AbstractSet[str]) -> Optional[str]:
-    """Return the reason of the last rule that keeps an operator in float32."""
+def _reason_to_keep(site: Site, rule: Rule, lifted_rules: AbstractSet[str]) -> Optional[str]:
+    """Return the reason of the last rule that keeps an operator in float32; None without one.
+
+    The rules named in `lifted_rules` are left out.
+    """
     for one in reversed(rule.by_shape):
-        if one.name not in answered and RULES[one.name](replace(site, limit=one.limit)):
+        if one.name not in lifted_rules and RULES[one.name](replace(site, limit=one.limit)):
             return one.reason
     return None
 
 
-def _cast_readers(graph: Graph, stored: AbstractSet[str]) -> "Counter[Output]":
-    """Count the readers of each output that has to be cast."""
+def _reader_counts(graph: Graph, stored: AbstractSet[str]) -> "Counter[Output]":
+    """Return the number of readers of each output, except of variables named in `stored`."""
     return Counter(
         output
         for node in graph.nodes
@@ -190,7 +195,7 @@ def _cast_readers(graph: Graph, stored: AbstractSet[str]) -> "Counter[Output]":
 
 
 def _casts_weight(graph: Graph, node: Node, uses: int, policy: Policy, usage: Usage) -> bool:
-    """Return whether the graph casts the second input and may compute gradients."""
+    """Return whether the graph may be trained and casts the second input, read `uses` times."""
     if not node.inputs[1:] or not (usage.training or usage.converting):
         return False
     weight = graph.nodes[node.inputs[1][0]]
@@ -202,27 +207,28 @@ def _casts_weight(graph: Graph, node: Node, uses: int, policy: Policy, usage: Us
 def allowed_match(
     node: Node, policy: Policy, training: bool, shapes: Shapes = ()
 ) -> Optional[Match]:
-    """Return the substitution for an operator, unless the user has set that operator's class.
+    """Return the match of a node's substitution; None without one that `policy` allows.
 
-    `shapes` are the shapes of its inputs, None where unknown.
+    A user who sets the class of an operator turns its substitutions off. `shapes` are the shapes of
+    the inputs, None where unknown.
     """
     rule = policy.rule(node.operator)
-    fitting = substitutions.match_call(node.operator, node.attrs, training, shapes)
-    if fitting is None or fitting[0] not in policy.substitutions or rule.given:
+    match = substitutions.match_call(node.operator, node.attrs, training, shapes)
+    if match is None or match[0] not in policy.substitutions or rule.given:
         return None
-    substitution = substitutions.ALL[fitting[0]]
+    substitution = substitutions.ALL[match[0]]
     if substitution.lowered is not None:
         product = policy.rule(substitution.lowered)
         if product.op_class != "low" or product.missing or policy.keeps_layer(node.name):
             return None
-    return fitting
+    return match
 
 
 # ---------------------------------------------------------------------- the rules
 
 
 def few_rows(site: Site) -> bool:
-    """Find dense layers whose weight is large for the number of rows.
+    """Return whether the weight of a dense layer is large for the number of rows.
 
     In training, the backward pass moves and casts the gradient of the weight. Measured: slower
     with up to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096.
@@ -241,25 +247,25 @@ def few_rows(site: Site) -> bool:
 
 
 def odd_channels(site: Site) -> bool:
-    """Find convolutions without a blocked bfloat16 kernel, where that costs most.
+    """Return whether a convolution lacks a blocked bfloat16 kernel, where that costs most.
 
     If a number of channels is not a multiple of 16, the output has the plain layout, in which a
     BatchNorm is several times slower. With 3 input channels, as in a first layer, the convolution
     itself is slower.
     """
-    both = channels(site)
+    both = channel_counts(site)
     if both is None:
         return False
-    return both[0] <= COLORS or (site.feeds_norm and not in_blocks(site, both))
+    return both[0] <= COLORS or (site.feeds_norm and not has_blocked_kernel(site, both))
 
 
 def plain_layout(site: Site) -> bool:
-    """Find normalizations whose input is not in oneDNN's blocked layout."""
+    """Return whether the first input of a normalization is not in oneDNN's blocked layout."""
     return not site.blocked
 
 
 def long_sums(site: Site) -> bool:
-    """Find products that add too many terms for a kernel with half-precision sums.
+    """Return whether a product adds too many terms for a kernel with half-precision sums.
 
     The rule affects results, so it also applies to eager calls, and where the shape is unknown.
     """
@@ -268,7 +274,7 @@ def long_sums(site: Site) -> bool:
 
 
 def cast_weight(site: Site) -> bool:
-    """Find transposed convolutions that would be trained through a cast of their weight.
+    """Return whether a transposed convolution would be trained through a cast of its weight.
 
     This rule affects results too. Eager calls look at the dtype of the weight instead.
     """
@@ -276,7 +282,7 @@ def cast_weight(site: Site) -> bool:
 
 
 def volume_views(site: Site) -> bool:
-    """Find views of a 3-D convolution's output, which oneDNN can't read in bfloat16 graphs."""
+    """Return whether a view reads a 3-D convolution's output, as oneDNN can't in bfloat16."""
     return site.reads_volume
 
 

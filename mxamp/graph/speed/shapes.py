@@ -20,15 +20,15 @@ __all__ = [
     "CONVOLUTIONS",
     "NORMS",
     "Site",
-    "before_norms",
-    "behind_concats",
-    "channels",
-    "feeding_products",
-    "gives_blocks",
-    "in_blocks",
+    "nodes_before_norms",
+    "concat_layout_nodes",
+    "channel_counts",
+    "nodes_before_products",
+    "has_blocked_output",
+    "has_blocked_kernel",
     "input_shapes",
-    "may_give_blocks",
-    "readers_of_views",
+    "may_be_blocked",
+    "volume_view_readers",
     "volume_readers",
 ]
 
@@ -62,8 +62,8 @@ class Site:
 # ---------------------------------------------------------------------- blocked layouts
 
 
-def channels(site: Site) -> Optional[Tuple[int, int]]:
-    """Return the numbers of input and output channels of a convolution."""
+def channel_counts(site: Site) -> Optional[Tuple[int, int]]:
+    """Return the numbers of input and output channels of a convolution; None if unknown."""
     weight = site.shapes[1] if site.shapes[1:] else None
     if weight is None:
         return None
@@ -72,41 +72,45 @@ def channels(site: Site) -> Optional[Tuple[int, int]]:
     return (weight[0], per_group) if transposed else (per_group, weight[0])
 
 
-def in_blocks(site: Site, both: Tuple[int, int]) -> bool:
-    """Return whether oneDNN has a blocked kernel for these input and output channels."""
-    read, written = both
+def has_blocked_kernel(site: Site, counts: Tuple[int, int]) -> bool:
+    """Return whether oneDNN has a blocked kernel for these numbers of input and output channels."""
+    read, written = counts
     groups = int(site.node.attrs.get("num_group", "1"))
     if groups not in (1, read, written):
         # Half blocks are as fast as whole blocks, except for the gradient of a BatchNorm.
         block = BLOCK if site.training else BLOCK // 2
-        return all(channel % groups == 0 and channel // groups % block == 0 for channel in both)
+        return all(channel % groups == 0 and channel // groups % block == 0 for channel in counts)
     return (read % BLOCK == 0 or read == COLORS + 1) and written % BLOCK == 0
 
 
-def gives_blocks(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
-    """Return whether an operator that is not kept in float32 has a blocked bfloat16 output."""
+def has_blocked_output(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
+    """Return whether an operator that may compute in bfloat16 has a blocked output then.
+
+    `blocked` holds which outputs before it are blocked.
+    """
     operator = site.node.operator
     if operator in CONVOLUTIONS:
-        found = channels(site)
-        return op_class == "low" and (found is None or in_blocks(site, found))
+        found = channel_counts(site)
+        return op_class == "low" and (found is None or has_blocked_kernel(site, found))
     if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
         return False
     tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
     return all(blocked.get(output, False) for output in tensors)
 
 
-def may_give_blocks(node: Node) -> bool:
-    """Return whether the operator's output may be in the blocked layout."""
+def may_be_blocked(node: Node) -> bool:
+    """Return whether the output of a node may be in oneDNN's blocked layout."""
     return node.operator in CONVOLUTIONS or _keeps_layout(node)
 
 
 def _keeps_layout(node: Node) -> bool:
+    """Return whether a node's output has the layout of its input."""
     # The rewrite removes the casts of an earlier conversion.
     return node.operator in _KEEP_LAYOUT or is_inserted_cast(node)
 
 
-def behind_concats(nodes: Sequence[Node]) -> FrozenSet[int]:
-    """Return each Concat of channels, and the nodes behind it that keep its layout.
+def concat_layout_nodes(nodes: Sequence[Node]) -> FrozenSet[int]:
+    """Return the indexes of each Concat of channels and of nodes after it that keep its layout.
 
     A blocked gradient of such a node reaches the Concat, where oneDNN splits it among the inputs.
     oneDNN fails, or crashes the process, if an input ends within a block of channels.
@@ -119,8 +123,8 @@ def behind_concats(nodes: Sequence[Node]) -> FrozenSet[int]:
     return frozenset(behind)
 
 
-def before_norms(nodes: Sequence[Node]) -> FrozenSet[int]:
-    """Return the nodes whose output reaches a BatchNorm in an unchanged layout."""
+def nodes_before_norms(nodes: Sequence[Node]) -> FrozenSet[int]:
+    """Return the indexes of nodes whose output reaches a BatchNorm in an unchanged layout."""
     reaching: Set[int] = set()
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
@@ -150,8 +154,8 @@ _PASSING = frozenset({
 })  # fmt: skip
 
 
-def feeding_products(graph: Graph) -> FrozenSet[int]:
-    """Return the nodes whose consumers all lead to weighted products, never to a graph output."""
+def nodes_before_products(graph: Graph) -> FrozenSet[int]:
+    """Return the indexes of nodes that lead only to layers with weights, not to a graph output."""
     feeding = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
@@ -170,7 +174,7 @@ def feeding_products(graph: Graph) -> FrozenSet[int]:
 
 
 def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
-    """Return the nodes that may read a 3-D convolution's output in oneDNN's blocked layout.
+    """Return the indexes of nodes that may read a 3-D convolution's output in a blocked layout.
 
     Operators that follow their inputs may keep the layout, whatever the shape. An input of five
     axes may be the result of an eager call.
@@ -192,8 +196,8 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Froze
     return frozenset(readers)
 
 
-def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
-    """Return the nodes that may read a view of a 3-D convolution's output, in any dtype.
+def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
+    """Return the indexes of nodes that may read a view of a 3-D convolution's output.
 
     An equivalent that begins with a view can't replace these nodes.
     """
@@ -217,10 +221,12 @@ def readers_of_views(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Fro
 
 
 def _is_volume(shape: Optional[Shape]) -> bool:
+    """Return whether a shape is that of a batch of volumes."""
     return shape is not None and len(shape) == _VOLUME_AXES
 
 
 def _is_volume_product(node: Node) -> bool:
+    """Return whether a node is a 3-D convolution, maybe a fused one."""
     if node.operator not in CONVOLUTIONS:
         return False
     # An operator fused by oneDNN holds its convolution in a subgraph.
@@ -229,6 +235,7 @@ def _is_volume_product(node: Node) -> bool:
 
 
 def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
+    """Return whether a node may keep a 3-D convolution's blocked layout, whatever its shape."""
     # The rewrite removes the casts of an earlier conversion.
     if node.operator in CONVOLUTIONS or is_inserted_cast(node):
         return is_inserted_cast(node)
@@ -243,11 +250,11 @@ _READ_BY_RULE = {"few_rows": {0, 1}, "long_sums": {0}, "odd_channels": {1}}
 _READ_IN_CONVERSIONS = frozenset({"odd_channels"})
 
 #: The number of visible outputs of an operator, by call: a cache.
-_shown: Dict[Any, int] = {}
+_visible_counts: Dict[Any, int] = {}
 
 
 def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes]:
-    """Return the shapes of the operators' inputs that a rule or a substitution reads."""
+    """Return, by node index, the input shapes that a shape rule or a substitution reads."""
     shapes: Dict[Output, Optional[Shape]] = {
         (i, 0): usage.shapes.get(node.name)
         for i, node in enumerate(graph.nodes)
@@ -264,7 +271,7 @@ def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes
     asked = {o for few in wanted.values() for o in few if o is not None and shapes.get(o) is None}
     if asked and any(shapes.values()):
         # Infer the operators' outputs too, so that MXNet infers parameters from other inputs.
-        shapes.update(_infer(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
+        shapes.update(_infer_shapes(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
     return {
         i: tuple([None if output is None else shapes.get(output) for output in outputs])
         for i, outputs in wanted.items()
@@ -272,7 +279,7 @@ def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes
 
 
 def _positions_read(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
-    """Return the positions of the inputs whose shapes a choice for `node` depends on."""
+    """Return the positions of inputs of `node` whose shapes a rule or a substitution reads."""
     positions: Set[int] = set()
     for rule in policy_for_node(policy, node.attrs, usage.off).rule(node.operator).by_shape:
         if not usage.converting or rule.name in _READ_IN_CONVERSIONS:
@@ -283,10 +290,10 @@ def _positions_read(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
     return frozenset(positions)
 
 
-def _infer(
+def _infer_shapes(
     graph: Graph, outputs: Sequence[Output], shapes: Mapping[str, Shape]
 ) -> Dict[Output, Shape]:
-    """Return the shapes of `outputs` that MXNet can infer."""
+    """Return the shapes of `outputs` that MXNet can infer from the `shapes` of variables."""
     if graph.symbol is not None:
         outputs, symbol = _visible_outputs(graph), graph.symbol.get_internals()
     else:
@@ -297,7 +304,7 @@ def _infer(
         _, inferred, _ = symbol.infer_shape_partial(**known)
     except MXNetError:
         return {}  # the graph can't run on these shapes; MXNet says why when it runs
-    return {output: shape for output, shape in zip(outputs, inferred or ()) if _known(shape)}
+    return {output: shape for output, shape in zip(outputs, inferred or ()) if _is_known(shape)}
 
 
 def _visible_outputs(graph: Graph) -> Sequence[Output]:
@@ -305,20 +312,21 @@ def _visible_outputs(graph: Graph) -> Sequence[Output]:
 
     Hidden outputs, such as the mean and the variance of `BatchNorm`, are not listed.
     """
-    return [(i, k) for i, node in enumerate(graph.nodes) for k in range(_visible(node))]
+    return [(i, k) for i, node in enumerate(graph.nodes) for k in range(_visible_count(node))]
 
 
-def _visible(node: Node) -> int:
-    """Return the number of visible outputs of an operator, from a symbol of that operator alone."""
+def _visible_count(node: Node) -> int:
+    """Return the number of visible outputs of a node."""
     if node.num_outputs == 1:
         return 1
     key = (*node.call, len(node.inputs))
-    if key not in _shown:
+    if key not in _visible_counts:
         symbol = single_node_symbol(node, [{}] * len(node.inputs))
-        _shown[key] = len(symbol.get_internals().list_outputs()) - len(node.inputs)
-    return _shown[key]
+        _visible_counts[key] = len(symbol.get_internals().list_outputs()) - len(node.inputs)
+    return _visible_counts[key]
 
 
-def _known(shape: Optional[Shape]) -> bool:
+def _is_known(shape: Optional[Shape]) -> bool:
+    """Return whether an inferred shape has all its dimensions."""
     # Classic semantics write 0 for unknown dimensions, NumPy's -1.
     return bool(shape) and min(shape or ()) > 0

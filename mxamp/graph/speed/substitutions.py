@@ -54,8 +54,8 @@ class Substitution:
     multiplies_gradients: bool = False
     #: The operator of a substitution by a single operator, for the memory layout.
     single: Optional[str] = None
-    #: Shape rules that no longer keep the operator in float32.
-    answers: FrozenSet[str] = frozenset()
+    #: Names of shape rules that don't keep a replaced operator in float32.
+    lifted_rules: FrozenSet[str] = frozenset()
 
     def why_float32(self, training: bool) -> Optional[str]:
         """Return the reason for which all parts compute in float32; None without one."""
@@ -144,7 +144,7 @@ _SUBSTITUTIONS = (
         build=convolutions.image_convolution,
         by_shape={"Convolution": (1,)},
         lowered="Convolution",
-        answers=frozenset({"odd_channels"}),
+        lifted_rules=frozenset({"odd_channels"}),
     ),
     Substitution(
         name="merged_groups",
@@ -152,7 +152,7 @@ _SUBSTITUTIONS = (
         match=convolutions.match_narrow_groups,
         build=convolutions.merged_groups,
         by_shape={"Convolution": (1,)},
-        answers=frozenset({"odd_channels"}),
+        lifted_rules=frozenset({"odd_channels"}),
         constants=True,
         blocks_gradients=True,
     ),
