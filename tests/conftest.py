@@ -22,7 +22,7 @@ from mxamp.framework import machine
 from mxamp.framework.operators import registry
 from mxamp.framework.patching import _installed
 from mxamp.framework.versions import has_feature, lacking, why_not
-from mxamp.patches.announcements import _said
+from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
 from mxamp.policy.policy import _policy_registry
 
@@ -136,8 +136,8 @@ def clean():
     _policy_registry.custom_classes.clear()
     _policy_registry.custom_classes.update(classed)
     amp.shutdown()
-    _said.speed.clear()
-    _said.executors = False
+    _logged.speed.clear()
+    _logged.executors = False
     mx.nd.waitall()
     mx.npx.reset_np()
     gc.collect(1)

@@ -18,7 +18,7 @@ from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast, dtypes_of
 from ..framework.machine import BFLOAT16, DTYPE_CODES, device_kind
 from ..framework.wording import shown
-from ..patches.cached_op import Source, follow
+from ..patches.cached_op import Source, install_policy_op
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from .saved import files_to_write, write_model
@@ -189,7 +189,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
             with autograd.pause():
                 return self._call_cached_op(*args)
         if self._source is not None:
-            follow(self, args, self._source)
+            install_policy_op(self, args, self._source)
         return super()._call_cached_op(*args)
 
 

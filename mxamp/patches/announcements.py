@@ -33,8 +33,8 @@ UNSCALED_EXECUTORS = (
 IN_CODE = "give 'bfloat16' in place of 'auto'"
 
 
-class _Said:
-    """The log lines that this process has written: each warning is given once."""
+class _LoggedLines:
+    """The log lines that this process has written, so that it writes each warning once."""
 
     def __init__(self) -> None:
         self.on: Optional[Tuple[str, str]] = None  #: dtype and device; None after "off"
@@ -43,42 +43,43 @@ class _Said:
 
 
 #: Global, since the process has one log.
-_said = _Said()
+_logged = _LoggedLines()
 
 
 def announce(policy: Policy) -> None:
-    """Log that mixed precision is on, and warn once if it won't be faster here."""
+    """Log that mixed precision is on under `policy`, and warn once if it won't be faster here."""
     kind = (policy.target_dtype if policy.lowers else "float32", policy.device)
-    if _said.on != kind:
+    if _logged.on != kind:
         logger.info("mixed precision is on: %s on %s", *kind)
-    _said.on = kind
-    if kind not in _said.speed and policy.lowers:
+    _logged.on = kind
+    if kind not in _logged.speed and policy.lowers:
         _warn_of_speed(policy)
-        _said.speed.add(kind)
+        _logged.speed.add(kind)
 
 
 def announce_off() -> None:
     """Log that mixed precision is off."""
-    _said.on, _said.executors = None, False
+    _logged.on, _logged.executors = None, False
     logger.info("mixed precision is off")
 
 
 def announce_float32(advice: str = IN_CODE) -> None:
     """Warn once that "auto" is float32 here and why, with advice on how to choose another dtype."""
     kind = ("float32", "cpu")
-    if kind not in _said.speed:
-        _said.speed.add(kind)
+    if kind not in _logged.speed:
+        _logged.speed.add(kind)
         logger.warning(STAYS_OFF, machine.why_float32(), advice)
 
 
 def announce_unscaled_executors() -> None:
     """Warn once that executors in training stay in float32, and why."""
-    if not _said.executors:
-        _said.executors = True
+    if not _logged.executors:
+        _logged.executors = True
         logger.warning(UNSCALED_EXECUTORS)
 
 
 def _warn_of_speed(policy: Policy) -> None:
+    """Log a warning if mixed precision under `policy` is no faster than float32 here."""
     if policy.device != "cpu":
         if machine.default_device() == "cpu":
             logger.warning(NO_GPU)

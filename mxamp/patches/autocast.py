@@ -127,7 +127,7 @@ def init(
 
 
 def switch_on(wanted: Choice) -> bool:
-    """Turn mixed precision on without a log line; return False if it was on with this policy.
+    """Turn mixed precision on without a log line; return False if it is on with this policy.
 
     `FLOAT32` is recorded, but patches nothing.
     """
@@ -159,7 +159,7 @@ def switch_off() -> bool:
     """Do what `shutdown` does without a log line; return False if mixed precision was off."""
     FrontEnd.close_all()
     with casting._lock:
-        casting.hold(False)
+        casting.hold_for_graphs(False)
         before, active.process.policy = active.process.policy, None
         if not before:
             return False
@@ -211,7 +211,7 @@ class autocast:
 
     def __enter__(self) -> "autocast":
         """Begin the region; reentrant."""
-        policy = self._choose() if self._enabled else None
+        policy = self._policy_inside() if self._enabled else None
         if policy is FLOAT32:
             announce_float32()
         else:
@@ -224,11 +224,12 @@ class autocast:
         """End the region, and restore the policy that was in force before."""
         region, policy = regions.pop_region(), active.pop_policy()
         if policy and region is not None and region.has_nodes and not active.is_enabled():
-            casting.hold(True)
+            casting.hold_for_graphs(True)
         if policy is not FLOAT32:
             casting.release()
 
-    def _choose(self) -> Choice:
+    def _policy_inside(self) -> Choice:
+        """Return the policy of the region, or `FLOAT32`."""
         if self._policy is not None:
             return self._policy
         return regions.policy_inside(self._dtype, active.nearest_policy())
@@ -271,7 +272,7 @@ def check_runs_at_once(function: Any) -> None:
 
 
 def policy_for(dtype: Any, policy: Optional[Policy]) -> Policy:
-    """Return the policy of an `autocast` region; raise if mixed precision would be off in it."""
+    """Return the policy in force inside `autocast(dtype, policy=policy)`; raise without one."""
     with autocast(check_target(dtype) if dtype is not None else None, policy=policy):
         chosen = active.current_policy()
     if chosen is None:

@@ -35,8 +35,8 @@ __all__ = [
     "build_call",
     "build_get_graph",
     "build_setattr",
-    "follow",
-    "unfollow",
+    "install_policy_op",
+    "restore_cached_op",
 ]
 
 logger = logging.getLogger("mxamp")
@@ -60,7 +60,7 @@ def build_call(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
         if current_policy() is not None:
-            follow(self, args)
+            install_policy_op(self, args)
         return original(self, *args)
 
     return _call_cached_op
@@ -82,7 +82,7 @@ def build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `__setattr__` that follows the regions inside a block once it is traced."""
+    """Return a `__setattr__` that installs a `PolicyCachedOp` if a traced block has regions."""
 
     @functools.wraps(original)
     def __setattr__(self: HybridBlock, name: str, value: Any) -> None:  # noqa: N807
@@ -91,7 +91,7 @@ def build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
         # outside. The call that traces it has already passed the patch of `_call_cached_op`.
         made = name == "_cached_op" and isinstance(value, CachedOp) and not current_policy()
         if made and vars(self).get("_source") is None and region_marks(self._cached_graph[1]):
-            follow(self, ())
+            install_policy_op(self, ())
 
     return __setattr__
 
@@ -104,8 +104,10 @@ class Source(NamedTuple):
     stored: FrozenSet[str]
 
 
-def follow(block: HybridBlock, args: Sequence[Any], source: Optional[Source] = None) -> None:
-    """Replace a block's cached op with one that runs graphs rewritten for the policy in force.
+def install_policy_op(
+    block: HybridBlock, args: Sequence[Any], source: Optional[Source] = None
+) -> None:
+    """Replace a block's cached op with a `PolicyCachedOp`.
 
     A converted block runs the graph of its `source`. A block not traced yet is traced with `args`.
     """
@@ -115,7 +117,7 @@ def follow(block: HybridBlock, args: Sequence[Any], source: Optional[Source] = N
         block._cached_op = PolicyCachedOp(block, source)
 
 
-def unfollow(block: HybridBlock) -> None:
+def restore_cached_op(block: HybridBlock) -> None:
     """Restore the block's original cached op."""
     if isinstance(block._cached_op, PolicyCachedOp):
         block._cached_op = block._cached_op._plain
@@ -134,8 +136,8 @@ class _ReorderedOp:
 
     def inputs(self, args: Sequence[NDArray]) -> Sequence[NDArray]:
         """Return the graph's inputs for these arguments of the block."""
-        given = (*args, scale_array(args[0].context)) if self._scaled else args
-        return [given[i] for i in self._order]
+        with_scale = (*args, scale_array(args[0].context)) if self._scaled else args
+        return [with_scale[i] for i in self._order]
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
         """Run the graph on these arguments of the block."""
@@ -143,7 +145,7 @@ class _ReorderedOp:
 
 
 class _Op(NamedTuple):
-    """A graph and the cached op that runs it."""
+    """A cached op `run` and the symbol of the graph that it runs."""
 
     run: Any
     symbol: Symbol
@@ -206,14 +208,15 @@ class PolicyCachedOp:
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
         """Run the graph on these arguments, as MXNet's cached op does."""
-        return self._op_for(args).run(*args, **kwargs)
+        return self._select_op(args).run(*args, **kwargs)
 
     def graph_of(self, args: Sequence[NDArray]) -> "Tuple[Symbol, Sequence[NDArray]]":
         """Return the symbol that a call with these arguments runs, and the symbol's inputs."""
-        op = self._op_for(args)
+        op = self._select_op(args)
         return op.symbol, op.run.inputs(args) if isinstance(op.run, _ReorderedOp) else args
 
-    def _op_for(self, args: Sequence[NDArray]) -> _Op:
+    def _select_op(self, args: Sequence[NDArray]) -> _Op:
+        """Return the op for the policy in force and these arguments, making it if it is new."""
         policy, off = self._policy or current_policy(), False
         if policy is None and self._marks:
             policy, off = policy_for_regions(self._marks), True
@@ -221,7 +224,7 @@ class PolicyCachedOp:
             return self._unchanged
         gradients = [p._grad for _, p in self._parameters]
         if any(new is not old for new, old in zip(gradients, self._gradients)):
-            self._renew()
+            self._drop_ops()
         self._gradients = gradients
         training = autograd.is_recording()
         graph = self._graph_for(training)
@@ -239,8 +242,8 @@ class PolicyCachedOp:
             op = self._ops[key] = self._build(call, graph, usage, choices)
         return op
 
-    def _renew(self) -> None:
-        """Drop all ops after `grad_req` changed: static ops keep writing to the old gradients.
+    def _drop_ops(self) -> None:
+        """Drop all ops after gradient arrays changed: static ops would write to the old arrays.
 
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
@@ -251,7 +254,7 @@ class PolicyCachedOp:
             self._plain._register_op_hook(*self._hook)
 
     def _graph_for(self, training: bool) -> Graph:
-        """Return the graph to rewrite, which for training has the loss scale as an input.
+        """Return the block's graph before casts; for training, one with the loss scale as an input.
 
         For training, biases are also separated from dense layers whose weight needs no gradient.
         """
@@ -267,7 +270,7 @@ class PolicyCachedOp:
     def _choices(
         self, call: _Call, graph: Graph, training: bool, args: Sequence[NDArray]
     ) -> Choices:
-        """Return the choices by shape, cached by the data's shapes.
+        """Return the choices by shape for `graph` and the shapes of `args`, cached.
 
         Once `_MOST_GRAPHS` exist, data of new shapes shares the choices that hold for any shape.
         """
@@ -283,10 +286,12 @@ class PolicyCachedOp:
         return choices
 
     def _usage(self, call: _Call, training: bool) -> Usage:
+        """Return the usage of the graph in a call, without shapes."""
         dtypes = {n: d for n, d in zip(self._names, call.dtypes) if n not in self._stored}
         return Usage(dtypes, stored=self._stored, training=training, off=call.off)
 
     def _build(self, call: _Call, graph: Graph, usage: Usage, choices: Choices) -> _Op:
+        """Return a new op that runs `graph` rewritten for a call; the block's own if unchanged."""
         kind = self._symbol_class
         symbol = rewritten_symbol(graph, kind, call.policy, usage, choices, reverse=True)
         order = list(range(len(self._names)))
@@ -316,7 +321,7 @@ class PolicyCachedOp:
 
     @property
     def hook(self) -> Optional[Tuple[Any, bool]]:
-        """The user's hook on every operator, and whether it sees inputs too."""
+        """The user's operator hook and its `monitor_all`, whether it sees inputs too; or None."""
         return self._hook
 
     def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:

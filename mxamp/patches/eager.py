@@ -72,22 +72,22 @@ def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         if policy is None:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
         if handle in updated_arrays.handles and autograd.is_recording():
-            updated_arrays.note(handle, ndargs, dict(zip(keys, vals)))
+            updated_arrays.remember(handle, ndargs, dict(zip(keys, vals)))
         if handle == _DENSE and autograd.is_recording() and needs_separate_bias(ndargs):
             product, repeated = _product_and_bias(_imperative_invoke, ndargs, keys, vals, is_np_op)
             both = [product, repeated]
             return _imperative_invoke(_ADD, both, (), (), out, is_np_op, output_is_list)
         if handle == _COPY_TO and dtype_code(ndargs[0]) == _BFLOAT16:
-            ndargs = [_widened_for(out, ndargs[0])]
-        operator = _casts_of(policy)[handle]
+            ndargs = [_cast_for_copy(out, ndargs[0])]
+        operator = _decisions_of(policy)[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
-        reads = ndargs if decision is None else _read(decision, ndargs)
+        reads = ndargs if decision is None else _cast_inputs(decision, ndargs)
         if handle in zero and autograd.is_recording():
             reads = copy_inputs_at(reads, zero[handle], is_np_op)
         if decision is None:
             return original(handle, reads, keys, vals, out, is_np_op, output_is_list)
         outputs = original(handle, reads, keys, vals, None, is_np_op, output_is_list)
-        outputs = _round(decision, outputs, is_np_op)
+        outputs = _round_outputs(decision, outputs, is_np_op)
         return outputs if out is None else _write_out(outputs, out)
 
     return _imperative_invoke
@@ -111,8 +111,8 @@ def _product_and_bias(
     return product, invoke(_DENSE, both, list(attrs), list(attrs.values()), None, is_np_op, False)
 
 
-def _widened_for(out: Any, array: NDArray) -> NDArray:
-    """Return a bfloat16 array in float32 if it is copied to another dtype.
+def _cast_for_copy(out: Any, array: NDArray) -> NDArray:
+    """Return bfloat16 `array`, cast to float32 unless `out` is bfloat16 too.
 
     MXNet copies arrays in oneDNN's layouts only within one dtype.
     """
@@ -124,11 +124,11 @@ def build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
         policy = current_policy()
-        operator = _casts_of(policy)[_TENSORDOT] if policy is not None else None
+        operator = _decisions_of(policy)[_TENSORDOT] if policy is not None else None
         decision = operator.decide([a, b], (), ()) if operator is not None else None
         if decision is None:
             return original(a, b, axes)
-        return _round(decision, original(*_read(decision, [a, b]), axes), True)
+        return _round_outputs(decision, original(*_cast_inputs(decision, [a, b]), axes), True)
 
     return tensordot
 
@@ -152,35 +152,38 @@ def build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
 def decision_for(
     handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any
 ) -> Optional[Decision]:
-    """Return the decision of the policy in force on an eager call; None where nothing changes."""
+    """Return the decision for an eager call under the policy in force; None without a cast."""
     policy = current_policy()
-    operator = _casts_of(policy)[handle] if policy is not None and arrays else None
+    operator = _decisions_of(policy)[handle] if policy is not None and arrays else None
     return operator.decide(arrays, keys, vals) if operator is not None else None
 
 
-def _casts_of(policy: Policy) -> "Dict[int, Optional[_Casts]]":
-    """Return the policy's casts by operator handle."""
+def _decisions_of(policy: Policy) -> "Dict[int, Optional[_OperatorDecisions]]":
+    """Return the decisions of a policy on eager calls, by operator handle."""
     caches = policy.caches
     if caches.eager is None:
-        caches.eager = _OperatorCasts(policy)
+        caches.eager = _PolicyDecisions(policy)
     return caches.eager
 
 
-class _OperatorCasts(Dict[int, Optional["_Casts"]]):
-    """The casts of a policy by operator handle, made on demand; None for operators never cast."""
+class _PolicyDecisions(Dict[int, Optional["_OperatorDecisions"]]):
+    """The decisions of a policy by operator handle, made on demand; None if never cast."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
 
-    def __missing__(self, handle: int) -> "Optional[_Casts]":
+    def __missing__(self, handle: int) -> "Optional[_OperatorDecisions]":
         operator = by_handle().get(handle)
-        casts = operator is not None and _may_cast(operator, self.policy)
-        made = self[handle] = _Casts(operator, self.policy) if operator and casts else None
+        made = None
+        if operator is not None and _may_cast(operator, self.policy):
+            made = _OperatorDecisions(operator, self.policy)
+        self[handle] = made
         return made
 
 
 def _may_cast(operator: Operator, policy: Policy) -> bool:
+    """Return whether a policy may cast inputs or outputs of an operator in eager calls."""
     rule = policy.rule(operator.name)
     if rule.op_class == "untouched":
         return False
@@ -189,8 +192,8 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
     return not (follows and rule.missing is None and alone)
 
 
-class _Casts:
-    """The decisions for one operator under one policy, by the dtypes of its inputs."""
+class _OperatorDecisions:
+    """The decisions on eager calls of one operator under one policy, cached by input dtypes."""
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self._operator, self._policy = operator, policy
@@ -214,7 +217,7 @@ class _Casts:
         self._cpu_only = policy.device == default_device() == "cpu"
 
     def decide(self, arrays: Sequence[NDArray], keys: Any, vals: Any) -> Optional[Decision]:
-        """Return the decision on these inputs; None where nothing changes."""
+        """Return the decision on a call with inputs `arrays`; None without a cast."""
         codes = tuple([kind_code(array) for array in arrays])
         attributes: Tuple[Tuple[str, str], ...] = ()
         if self._reads_all:
@@ -240,6 +243,7 @@ class _Casts:
     def _decide_anew(
         self, codes: Sequence[int], attributes: Dict[str, str], kept: Optional[str]
     ) -> Optional[Decision]:
+        """Return the decision for inputs with these dtype codes, uncached; None without a cast."""
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
         decision = decide(self._operator.name, attributes, dtypes, self._policy, kept=kept)
         record_lowered(self._operator.name, decision.precision)
@@ -249,8 +253,8 @@ class _Casts:
 # ---------------------------------------------------------------------- applying a decision
 
 
-def _read(decision: Decision, arrays: Sequence[NDArray]) -> List[NDArray]:
-    """Return the inputs cast as the decision says."""
+def _cast_inputs(decision: Decision, arrays: Sequence[NDArray]) -> List[NDArray]:
+    """Return `arrays` cast to the dtypes that an operator reads by `decision`."""
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
         if dtype is None:
@@ -262,23 +266,24 @@ def _read(decision: Decision, arrays: Sequence[NDArray]) -> List[NDArray]:
     return inputs
 
 
-def _round(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
-    """Return the outputs rounded to the dtype that the decision computes through."""
+def _round_outputs(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
+    """Return an operator's outputs, rounded to the dtype that `decision` computes through."""
     if decision.through is None:
         return outputs
     if not isinstance(outputs, list):
-        return _rounded(outputs, 0, decision, is_np_op)
-    return [_rounded(array, i, decision, is_np_op) for i, array in enumerate(outputs)]
+        return _round_output(outputs, 0, decision, is_np_op)
+    return [_round_output(array, i, decision, is_np_op) for i, array in enumerate(outputs)]
 
 
-def _rounded(array: NDArray, position: int, decision: Decision, is_np_op: bool) -> NDArray:
+def _round_output(array: NDArray, position: int, decision: Decision, is_np_op: bool) -> NDArray:
+    """Return output number `position` of an operator, rounded if `decision` says so."""
     if not decision.rounds(position, KIND_NAMES.get(dtype_code(array), "other")):
         return array
     return cast(array, str(decision.through), is_np_op)
 
 
 def _write_out(outputs: Any, out: Any) -> Any:
-    """Write results to the arrays of `out=`, in the dtypes of those arrays."""
+    """Copy `outputs` to the arrays of `out`, cast to their dtypes; return `out`."""
     for result, target in zip(as_list(outputs), as_list(out)):
         dtype = dtype_name(target.dtype)
         castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
@@ -305,15 +310,15 @@ class _UpdatedArrays:
         self._most = 1000
 
     def watch(self) -> None:
-        """Start to remember updated arrays."""
-        self.handles = _updating()
+        """Start to remember the arrays that recorded eager calls update."""
+        self.handles = _updated_inputs()
 
-    def note(self, handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]) -> None:
+    def remember(self, handle: int, arrays: Sequence[NDArray], attrs: Mapping[str, Any]) -> None:
         """Remember the arrays that a recorded call of a watched operator updates."""
         positions = self.handles[handle]
         if not positions:
             count = len(arrays)
-            positions = tuple(range(count - auxiliary_states(attributes), count))
+            positions = tuple(range(count - auxiliary_states(attrs), count))
         if len(self._arrays) > self._most:
             self._most = 2 * len(self.all()) + 1000
         self._arrays.update((id(arrays[i]), arrays[i]) for i in positions if i < len(arrays))
@@ -326,7 +331,7 @@ class _UpdatedArrays:
         return list(self._arrays.values())
 
     def stop(self) -> None:
-        """Stop, and release the arrays."""
+        """Stop to remember arrays, and release them."""
         self.handles = {}
         self._arrays.clear()
 
@@ -336,6 +341,7 @@ updated_arrays = _UpdatedArrays()
 
 
 @functools.lru_cache(maxsize=1)
-def _updating() -> Mapping[int, Tuple[int, ...]]:
+def _updated_inputs() -> Mapping[int, Tuple[int, ...]]:
+    """Return the positions of inputs that operators update, by handle; () for Custom."""
     found = {op.handle: op.mutable_inputs for op in registry().values() if op.mutable_inputs}
     return {**found, handle_of("Custom"): ()}

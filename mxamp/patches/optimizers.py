@@ -66,12 +66,13 @@ def _is_faster(optimizer: SGD, arrays: Sequence[Any]) -> bool:
         and "sgd" in policy.substitutions
         and type(optimizer) is SGD  # a subclass may compute something else
         and machine.threads() <= _MOST_CORES
-        and all(map(_fits, arrays))
+        and all(map(_is_float32_on_cpu, arrays))
         and sum(array.size for array in arrays) >= _LEAST * len(arrays)
     )
 
 
-def _fits(array: Any) -> bool:
+def _is_float32_on_cpu(array: Any) -> bool:
+    """Return whether an array is dense, float32, on a CPU and not empty."""
     return (
         isinstance(array, NDArray)
         and array.stype == "default"
@@ -97,13 +98,16 @@ def _sgd(
     rate: float,
     decay: float,
 ) -> None:
-    """Add m = [m * momentum] - (lr * wd) * w - (lr * rescale) * g to w."""
+    """Update `weight` in place by m = [m * momentum] - (lr * wd) * w - (lr * rescale) * g.
+
+    With `momentum`, m is kept in it.
+    """
     # MXNet takes rates and decays as lists of numbers, all else as text.
-    lr, rescale = _float(rate), _parsed(optimizer.rescale_grad)
+    lr, rescale = _float(rate), _parsed_number(optimizer.rescale_grad)
     lr_wd, lr_rescale = lr * _float(decay), lr * rescale
-    factor, bound = _parsed(optimizer.momentum), optimizer.clip_gradient
+    factor, bound = _parsed_number(optimizer.momentum), optimizer.clip_gradient
     # MXNet's kernels ignore a negative bound.
-    clip = _parsed(bound) if bound and bound > 0 else None
+    clip = _parsed_number(bound) if bound and bound > 0 else None
     arrays = [flat_view(weight, _float, write=True), flat_view(grad, _float)]
     if momentum is not None:
         arrays.append(flat_view(momentum, _float, write=True))
@@ -126,14 +130,15 @@ def _sgd(
             np.add(w, change, out=w)
 
 
-def _parsed(value: Any) -> Any:
+def _parsed_number(value: Any) -> Any:
     """Return a number as MXNet's operators parse it from text, where the last bit may differ."""
-    return _read_by_mxnet(as_float(value))  # `trainer.step(batch_size)` takes arrays of one element
+    # `trainer.step(batch_size)` takes arrays of one element.
+    return _parse_by_mxnet(as_float(value))
 
 
 @functools.lru_cache(maxsize=256)
-def _read_by_mxnet(value: float) -> Any:
-    """Let an operator parse a number and compute 0 - value * -1 (slow, so cached)."""
+def _parse_by_mxnet(value: float) -> Any:
+    """Return a number that an operator has parsed, by computing 0 - value * -1 (slow: cached)."""
     zero = mx.nd.zeros((1,), ctx=mx.cpu())
     minus_one = mx.nd.full((1,), -1, ctx=mx.cpu())
     return _float(mx.nd.sgd_update(zero, minus_one, lr=value).asscalar())

@@ -85,14 +85,14 @@ def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         names = self.list_arguments()
-        requests = _requests(names, grad_req, args_grad)
-        policy = _policy_for(self, ctx, requests)
+        grad_reqs = _grad_reqs(names, grad_req, args_grad)
+        policy = _policy_to_bind(self, ctx, grad_reqs)
         if policy is None:
             return original(self, ctx, args, args_grad, grad_req, *rest, **options)
         arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
         given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
         dtypes = dict(zip(given, dtypes_of(list(given.values()))))
-        binding = _Binding(self, policy, requests, dtypes)
+        binding = _Binding(self, policy, grad_reqs, dtypes)
         symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
         return binding.bound(original(symbol, ctx, args, args_grad, grad_req, *rest, **options))
 
@@ -100,7 +100,7 @@ def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Symbol.simple_bind` that binds the graph rewritten for the policy."""
+    """Return a `Symbol.simple_bind` that binds the graph rewritten for the policy in force."""
 
     @functools.wraps(original)
     def simple_bind(
@@ -112,12 +112,12 @@ def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         names = self.list_arguments()
-        requests = _requests(names, grad_req)
-        policy = _policy_for(self, ctx, requests)
+        grad_reqs = _grad_reqs(names, grad_req)
+        policy = _policy_to_bind(self, ctx, grad_reqs)
         if policy is None:
             return original(self, ctx, grad_req, type_dict, *rest, **options)
         dtypes = argument_dtypes(self, type_dict)
-        binding = _Binding(self, policy, requests, dtypes)
+        binding = _Binding(self, policy, grad_reqs, dtypes)
         shapes = {name: options[name] for name in names if name in options}
         symbol = binding.symbol_for(shapes)
         if symbol is not self:
@@ -140,15 +140,15 @@ class _Binding:
         self,
         symbol: Symbol,
         policy: Policy,
-        requests: Mapping[str, str],
+        grad_reqs: Mapping[str, str],
         dtypes: Mapping[str, str],
     ) -> None:
         read = Graph.from_symbol(symbol)
         frozen, accumulated = (
-            frozenset(name for name, asked in requests.items() if asked == one)
+            frozenset(name for name, asked in grad_reqs.items() if asked == one)
             for one in ("null", "add")
         )
-        training = len(frozen) < len(requests)
+        training = len(frozen) < len(grad_reqs)
         self._symbol = symbol
         self._usage = Usage(
             dtypes, accumulated=accumulated, training=training, off=current_policy() is None
@@ -168,6 +168,7 @@ class _Binding:
         return self._symbols[choices]
 
     def _rewritten(self, usage: Usage, choices: Choices) -> Symbol:
+        """Return the symbol rewritten for these choices; the symbol itself if nothing changes."""
         graph = rewritten_graph(self._graph, self._policy, usage, choices)
         if not usage.training:
             graph = with_barriers(graph)[0]  # MXNet fuses operators in executors without gradients
@@ -176,7 +177,7 @@ class _Binding:
         return runnable_symbol(graph, type(self._symbol), self._graph.input_names)
 
     def bound(self, executor: Executor) -> Executor:
-        """Make an executor of the rewritten symbol look like one of the original symbol."""
+        """Return `executor`, changed to look like an executor of the original symbol."""
         executor._symbol = self._symbol
         executor.__class__ = _RewrittenExecutor
         executor._binding = self
@@ -200,7 +201,8 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             raise ArgumentError(INCOMPLETE.format(given=given))
         new = dict(zip(names, shapes))
 
-        def fitting(name: str, array: NDArray, shape: Shape) -> NDArray:
+        def resized(name: str, array: NDArray, shape: Shape) -> NDArray:
+            """Return an array of `shape`: `array`, a view of it, or zeros; raise if not allowed."""
             if array.shape == shape:
                 return array
             words = {"name": name, "old": array.shape, "new": shape}
@@ -214,14 +216,14 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
                 raise ArgumentError(UP_SIZED.format(**words))
             return mx.nd.zeros_like(mx.nd.empty(shape, self._ctx, array.dtype))
 
-        arrays = [fitting(name, self.arg_dict[name], new[name]) for name in names]
+        arrays = [resized(name, self.arg_dict[name], new[name]) for name in names]
         gradients = {
-            name: fitting(name, array, new[name])
+            name: resized(name, array, new[name])
             for name, array in zip(names, self.grad_arrays or ())
             if array is not None
         }
         states_now = [
-            fitting(name, self.aux_dict[name], shape) for name, shape in zip(states, state_shapes)
+            resized(name, self.aux_dict[name], shape) for name, shape in zip(states, state_shapes)
         ]
         symbol = self._binding.symbol_for(new)
         executor = inspect.unwrap(type(symbol).bind)(  # MXNet's own: the symbol is rewritten
@@ -249,7 +251,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
 
 @contextmanager
 def scaled_executors() -> Iterator[None]:
-    """Let executors bound in the body train in float16: the caller scales their losses."""
+    """Context in which executors can be bound to train in float16: the caller scales losses."""
     before = _scaled.set(True)
     try:
         yield
@@ -257,7 +259,7 @@ def scaled_executors() -> Iterator[None]:
         _scaled.reset(before)
 
 
-def _policy_for(symbol: Symbol, ctx: Any, requests: Mapping[str, str]) -> Optional[Policy]:
+def _policy_to_bind(symbol: Symbol, ctx: Any, grad_reqs: Mapping[str, str]) -> Optional[Policy]:
     """Return the policy to rewrite a symbol for; None to bind it as it is.
 
     This is the policy in force, else the policy of the symbol's regions. None on other devices than
@@ -266,14 +268,14 @@ def _policy_for(symbol: Symbol, ctx: Any, requests: Mapping[str, str]) -> Option
     policy = current_policy() or policy_for_regions(region_marks(symbol))
     if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:
         return None
-    trained = policy.target_dtype == "float16" and {*requests.values()} - {"null"}
+    trained = policy.target_dtype == "float16" and {*grad_reqs.values()} - {"null"}
     if trained and policy.lowers and not _scaled.get():
         announce_unscaled_executors()
         return None
     return policy
 
 
-def _requests(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> Mapping[str, str]:
+def _grad_reqs(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> Mapping[str, str]:
     """Return the `grad_req` of each argument; "null" if `args_grad` has no array for it."""
     if isinstance(grad_req, str):
         asked = dict.fromkeys(names, grad_req)
@@ -291,14 +293,14 @@ def _requests(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> Mappi
 
 
 def build_creator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the nodes that generated `mx.sym` functions make with the `autocast` region around."""
+    """Return a `_symbol_creator` that marks new nodes with the `autocast` region around it."""
 
     @functools.wraps(original)
     def _symbol_creator(
         handle: int, args: Any, kwargs: Any, keys: Any, vals: Any, *rest: Any
     ) -> Any:
         region = regions.current_region()
-        if region is not None and handle in _unmarked():
+        if region is not None and handle in _unmarked_handles():
             # MXNet passes every attribute of such a node to the operator's constructor.
             op_type = dict(zip(keys, vals)).get("op_type", "")
             if region.is_off and dict(custom_classes()).get(op_type) == "low":
@@ -312,5 +314,6 @@ def build_creator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=None)
-def _unmarked() -> FrozenSet[int]:
+def _unmarked_handles() -> FrozenSet[int]:
+    """Return the handles of operators whose nodes can't be marked with a region."""
     return frozenset(handle_of(name) for name in WRITTEN_BY_USERS)

@@ -35,6 +35,8 @@ __all__ = ["ALL", "HOROVOD_FUNCTIONS", "Row", "casting"]
 
 
 def _build_function_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `autograd.Function.__call__` whose backward runs under forward's policy."""
+
     @functools.wraps(original)
     def __call__(self: autograd.Function, *inputs: Any) -> Any:  # noqa: N807
         policy, backward = current_policy(), self.backward
@@ -51,6 +53,8 @@ def _build_function_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `DataLoader.__iter__` that makes batches without mixed precision."""
+
     @functools.wraps(original)
     def __iter__(self: DataLoader) -> Iterator[Any]:  # noqa: N807
         batches = original(self)
@@ -67,6 +71,8 @@ def _build_loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_thread_worker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `_thread_worker_fn` that runs without mixed precision."""
+
     @functools.wraps(original)
     def _thread_worker_fn(*args: Any, **kwargs: Any) -> Any:
         with suspended():
@@ -76,6 +82,8 @@ def _build_thread_worker(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_store_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `KVStore` method that raises on arrays that parameter servers can't take."""
+
     @functools.wraps(original)
     def checked(self: KVStore, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if is_distributed(self):
@@ -86,6 +94,8 @@ def _build_store_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_horovod_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of Horovod that raises on arrays that Horovod can't take."""
+
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
         arrays = args[0] if args else kwargs.get("tensor", kwargs.get("tensors"))
@@ -150,7 +160,7 @@ ALL = (
 
 
 class _CastingPatches(PatchSet):
-    """The reference-counted patches of the table: installed while they have a user."""
+    """The reference-counted patches of `ALL`: installed while they have a user."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +168,7 @@ class _CastingPatches(PatchSet):
         self._is_held = False
 
     def patches(self) -> List[Patch]:
-        """Return new patches for the table's rows whose modules are imported."""
+        """Return new patches for the rows of `ALL` whose modules are imported."""
         owners = [
             sys.modules.get(row.owner) if isinstance(row.owner, str) else row.owner for row in ALL
         ]
@@ -169,28 +179,28 @@ class _CastingPatches(PatchSet):
         ]
 
     def acquire(self) -> None:
-        """Add a user, and install the patches for the first."""
+        """Add a user of the patches, and install them for the first."""
         with self._lock:
             self.open()
             self._users += 1
 
     def release(self) -> None:
-        """Remove a user, and undo the patches after the last."""
+        """Remove a user of the patches, and undo them after the last."""
         with self._lock:
             self._users -= 1
             if not self._users:
                 self.close()
 
-    def hold(self, wanted: bool) -> None:
-        """Count graphs that contain regions as a user of the patches, or stop counting them."""
+    def hold_for_graphs(self, is_held: bool) -> None:
+        """Add graphs that contain regions as one user of the patches, or remove that user."""
         with self._lock:
-            if wanted is not self._is_held:
-                self._is_held = wanted
-                (self.acquire if wanted else self.release)()
+            if is_held is not self._is_held:
+                self._is_held = is_held
+                (self.acquire if is_held else self.release)()
 
     @contextmanager
     def under(self, policy: Optional[Policy]) -> Iterator[None]:
-        """Run the body under a policy, or without one."""
+        """Context in which `policy` is in force, with the patches installed; None is float32."""
         self.acquire()
         push_policy(policy)
         try:

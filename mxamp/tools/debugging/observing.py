@@ -19,7 +19,7 @@ from mxnet.symbol import Symbol
 from ...framework import arrays
 from ...framework.operators import Operator, by_handle, resolve
 from ...framework.patching import Patch, PatchSet, wrapping
-from ...patches.cached_op import PolicyCachedOp, follow, unfollow
+from ...patches.cached_op import PolicyCachedOp, install_policy_op, restore_cached_op
 from ...patches.eager import INVOKE_MODULES, decision_for
 from ...policy.active import current_policy
 from ...policy.decision import Decision
@@ -100,7 +100,7 @@ class Observer(PatchSet):
             if self in self._open_observers:
                 self._open_observers.remove(self)
         for block in list(self._followed):
-            unfollow(block)
+            restore_cached_op(block)
         self._followed.clear()
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class Observer(PatchSet):
     def _call_block(self, original: Callable[..., Any], block: HybridBlock, *args: Any) -> Any:
         """Call a hybridized block with a cached op whose graph `on_graph` gets."""
         if current_policy() is None and not isinstance(block._cached_op, PolicyCachedOp):
-            follow(block, args)
+            install_policy_op(block, args)
             self._followed.add(block)
         return original(block, *args)
 
