@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 from xml.etree import ElementTree
@@ -29,12 +30,12 @@ NO_GPU = (
 #: How much of what a part printed is kept, from its end.
 _KEPT = 4000
 
-#: Runs a command; returns its exit status and what it printed.
+#: Runs a command; returns its exit status and output.
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 
-def run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    """Run a command in the clone, showing what it prints while it runs."""
+def run_shown(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command in the clone; print its output while it runs, and return it."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )
@@ -45,70 +46,60 @@ def run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.CompletedProcess(command, process.wait(), "".join(lines), "")
 
 
-def doctor() -> Dict[str, Any]:
+def without_paths(text: str) -> str:
+    """Return the end of a text without this machine's folders: the file is made to be sent in."""
+    for folder in (sys.prefix, str(ROOT), str(Path.home())):
+        text = text.replace(folder, "...")
+    return text[-_KEPT:]
+
+
+def run_doctor() -> Dict[str, Any]:
     """Return what `mxamp doctor` finds."""
     command = [sys.executable, "-m", "mxamp", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     try:
         return dict(json.loads(done.stdout))
     except ValueError:
-        return {"failure": without_paths(done.stderr)[-_KEPT:]}
+        return {"failure": without_paths(done.stderr)}
 
 
-def without_paths(text: str) -> str:
-    """Return a text without the folders of this machine: the file is made to be sent in."""
-    for folder in (sys.prefix, str(ROOT), str(Path.home())):
-        text = text.replace(folder, "...")
-    return text
-
-
-def tests(run_it: Run, folder: Path) -> Dict[str, Any]:
+def run_tests(run: Run, folder: Path) -> Dict[str, Any]:
     """Run the tests marked gpu; return their counts and failures."""
     path = folder / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-rs"]
-    done = run_it([*command, "-o", "junit_family=xunit2", f"--junitxml={path}", "tests/gpu"])
-    found = {"status": done.returncode}
+    done = run([*command, "-o", "junit_family=xunit2", f"--junitxml={path}", "tests/gpu"])
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError):
-        return {**found, "failure": without_paths(done.stdout)[-_KEPT:]}
-    failed = [case for case in cases if _child(case, "failure", "error") is not None]
-    skipped = [case for case in cases if _child(case, "skipped") is not None]
+        return {"status": done.returncode, "failure": without_paths(done.stdout)}
+    messages: Dict[str, Dict[str, str]] = {"failure": {}, "error": {}, "skipped": {}}
+    for case in cases:
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        for child in case:
+            if child.tag in messages:
+                text = f"{child.get('message', '')}\n{child.text or ''}".strip()
+                messages[child.tag][name] = without_paths(text)
+    failed = {**messages["error"], **messages["failure"]}
     return {
-        **found,
-        "passed": len(cases) - len(failed) - len(skipped),
-        "failed": {_name(case): _said(case, "failure", "error") for case in failed},
-        "skipped": {_name(case): _said(case, "skipped") for case in skipped},
+        "status": done.returncode,
+        "passed": len(cases) - len(failed) - len(messages["skipped"]),
+        "failed": failed,
+        "skipped": messages["skipped"],
     }
 
 
-def _child(case: ElementTree.Element, *names: str) -> Any:
-    return next((case.find(name) for name in names if case.find(name) is not None), None)
-
-
-def _name(case: ElementTree.Element) -> str:
-    return f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-
-
-def _said(case: ElementTree.Element, *names: str) -> str:
-    child = _child(case, *names)
-    return without_paths(f"{child.get('message', '')}\n{child.text or ''}".strip())[-_KEPT:]
-
-
-def from_json(run_it: Run, folder: Path, name: str, *command: str) -> Dict[str, Any]:
-    """Run a script that writes JSON; return the JSON, or the output if it fails."""
+def run_script(run: Run, folder: Path, name: str, *command: str) -> Dict[str, Any]:
+    """Run a script with `--json`; return the JSON and the exit status, or the output."""
     path = folder / f"{name}.json"
-    done = run_it([sys.executable, "-W", "ignore", *command, "--json", str(path)])
-    found: Dict[str, Any] = {"status": done.returncode}
+    done = run([sys.executable, "-W", "ignore", *command, "--json", str(path)])
     try:
-        found.update(json.loads(path.read_text()))
+        return {"status": done.returncode, **json.loads(path.read_text())}
     except (OSError, ValueError):
-        found["failure"] = without_paths(done.stdout)[-_KEPT:]
-    return found
+        return {"status": done.returncode, "failure": without_paths(done.stdout)}
 
 
-def parts(fast: bool, run_it: Run, folder: Path) -> Dict[str, Callable[[], Dict[str, Any]]]:
-    """Return the parts of the check by name."""
+def parts(fast: bool, run: Run, folder: Path) -> Dict[str, Callable[[], Dict[str, Any]]]:
+    """Return the parts of the check by name: functions that return the part's results."""
     models = [f"--model={name}" for name in (FAST_MODELS if fast else MODELS)]
     benchmark = [
         "scripts/bench/models", "--device=gpu", "--dtype=float16", "--only=stock,mxamp,converted",
@@ -116,15 +107,15 @@ def parts(fast: bool, run_it: Run, folder: Path) -> Dict[str, Callable[[], Dict[
     ]  # fmt: skip
     job = ["scripts/main_job.py", "--device=gpu", *(["--fast"] if fast else [])]
     return {
-        "doctor": doctor,
-        "tests": lambda: tests(run_it, folder),
-        "main_job": lambda: from_json(run_it, folder, "main_job", *job),
-        "benchmark": lambda: from_json(run_it, folder, "benchmark", *benchmark),
+        "doctor": run_doctor,
+        "tests": partial(run_tests, run, folder),
+        "main_job": partial(run_script, run, folder, "main_job", *job),
+        "benchmark": partial(run_script, run, folder, "benchmark", *benchmark),
     }
 
 
-def report(todo: Dict[str, Callable[[], Dict[str, Any]]], path: Path) -> Dict[str, Any]:
-    """Run all parts, and write the file after each."""
+def write_report(todo: Dict[str, Callable[[], Dict[str, Any]]], path: Path) -> Dict[str, Any]:
+    """Run all parts, write the file after each, and return the report."""
     found: Dict[str, Any] = {"schema": SCHEMA, "finished": False, "parts": {}}
     for name, part in todo.items():
         sys.stderr.write(f"\n== {name}\n")
@@ -137,7 +128,7 @@ def report(todo: Dict[str, Callable[[], Dict[str, Any]]], path: Path) -> Dict[st
 
 
 def summary(found: Dict[str, Any]) -> List[str]:
-    """Return the most important results as lines."""
+    """Return the GPU, the counts of tests, failed parts and speeds in a report as lines."""
     done = found["parts"]
     gpus = ", ".join(gpu["name"] for gpu in done["doctor"].get("gpus", ())) or "unknown GPU"
     lines = [f"GPU: {gpus}"]
@@ -178,7 +169,7 @@ def main(fast: bool, out: Path) -> None:
         raise click.ClickException(NO_GPU.format(python=os.path.relpath(sys.executable)))
     out = out.absolute()
     with tempfile.TemporaryDirectory() as place:
-        found = report(parts(fast, run, Path(place)), out)
+        found = write_report(parts(fast, run_shown, Path(place)), out)
     click.echo("\n".join(summary(found)))
     click.echo(f"All is in {out}. Please send it in: open an issue with it.")
     if any(part.get("status") for part in found["parts"].values()):

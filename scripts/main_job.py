@@ -67,6 +67,7 @@ def digits() -> Tuple[Data, Data]:
 
 
 def network() -> nn.HybridBlock:
+    """Return a new hybridized convolutional net, with the same random weights each time."""
     mx.random.seed(7)
     np.random.seed(7)
     net = nn.HybridSequential(prefix="digits_")
@@ -81,7 +82,7 @@ def network() -> nn.HybridBlock:
 
 
 def train(dtype: Optional[str], data: Data, epochs: int, advance: Any) -> Tuple[Any, Any]:
-    """Return the trained net and its trainer."""
+    """Return a trained net and its trainer; call `advance` after each step."""
     images, labels = data
     net = network()
     steps = epochs * (len(images) // BATCH)
@@ -113,10 +114,12 @@ def backward(loss: mx.nd.NDArray, trainer: Optional[gluon.Trainer]) -> None:
 
 
 def accuracy(outputs: mx.nd.NDArray, data: Data) -> float:
+    """Return the share of images whose largest output is that of their label."""
     return float((outputs.asnumpy().argmax(1) == data[1].asnumpy()).mean())
 
 
 def parameter_bytes(net: Any) -> int:
+    """Return the bytes of a net's parameters."""
     return sum(
         param.data().size * (4 if dtype_name(param.dtype) == "float32" else 2)
         for param in net.collect_params().values()
@@ -130,7 +133,7 @@ DTYPES = {"cpu": ("float16", "bfloat16"), "gpu": ("float16",)}
 def trained_rows(
     data: Data, test: Data, epochs: int, folder: Path, progress: Progress
 ) -> List[Row]:
-    """Train in each precision; export the float32 model to `folder`."""
+    """Train in each precision; export the float32 model to `folder`; return a row for each."""
     rows: List[Row] = []
     ctx = mx.current_context()
     for dtype in (None, *DTYPES[ctx.device_type]):
@@ -158,7 +161,7 @@ def trained_rows(
 
 
 def converted_rows(test: Data, folder: Path) -> List[Row]:
-    """Convert the exported files, load them with mxamp off, and compare."""
+    """Convert the exported files and load them with mxamp off; return a row for each dtype."""
     rows = []
     device = mx.current_context().device_type
     expected = load(folder / "digits")(test[0])
@@ -180,7 +183,7 @@ def converted_rows(test: Data, folder: Path) -> List[Row]:
 
 
 def load(prefix: Path) -> gluon.SymbolBlock:
-    """Load a saved model as plain MXNet does."""
+    """Return an exported model, loaded as plain MXNet does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MXNet warns about the dtype of the input
         files = f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params"
@@ -206,6 +209,7 @@ class Speed(NamedTuple):
 
 
 def resnet() -> nn.HybridBlock:
+    """Return a hybridized ResNet-18 with random weights."""
     net = vision.resnet18_v1()
     net.initialize()
     net.hybridize(static_alloc=True, static_shape=True)
@@ -247,8 +251,8 @@ def training(dtype: Optional[str]) -> Callable[[], None]:
     return step
 
 
-def in_turn(runs: Dict[str, Callable[[], None]], progress: Progress) -> List[Speed]:
-    """Time all in turn, round after round, and compare with the first."""
+def time_in_turn(runs: Dict[str, Callable[[], None]], progress: Progress) -> List[Speed]:
+    """Return the median speed of each function; all take turns in each round."""
     task = progress.add_task("timing a ResNet-18", total=(ROUNDS + 1) * len(runs))
     times: Dict[str, List[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS + 1):
@@ -279,11 +283,14 @@ def speeds(progress: Progress) -> List[Speed]:
     steps = {
         f"training step, {dtype or 'float32'}": training(dtype) for dtype in (None, "bfloat16")
     }
-    return in_turn(running, progress) + in_turn(steps, progress)
+    return time_in_turn(running, progress) + time_in_turn(steps, progress)
 
 
 def verdict(inferred: float, trained: float, found: AbstractSet[str]) -> str:
-    """Explain two ratios of bfloat16's speed to float32's on a CPU with these features."""
+    """Return a sentence on bfloat16's speed, relative to float32's, in inference and training.
+
+    `found` holds the features of the CPU.
+    """
     inferring, training = (
         "about float32's speed" if abs(ratio - 1) < SAME else f"{ratio:.2f} times float32's speed"
         for ratio in (inferred, trained)
@@ -306,6 +313,7 @@ def verdict(inferred: float, trained: float, found: AbstractSet[str]) -> str:
 
 
 def table(title: str, *headings: str) -> Table:
+    """Return an empty table with a column for names before the headings."""
     made = Table(title=title, box=SIMPLE_HEAD)
     made.add_column("", no_wrap=True)
     for heading in headings:
@@ -314,6 +322,7 @@ def table(title: str, *headings: str) -> Table:
 
 
 def show_speeds(found: List[Speed], console: Console) -> None:
+    """Print the table of speeds, and their verdict."""
     cores = "1 core" if threads() == 1 else f"{threads()} cores"
     title = f"ResNet-18, {IMAGES} images of 224 x 224, {cores}"
     shown = table(title, "ms", "speed against float32")
@@ -326,6 +335,7 @@ def show_speeds(found: List[Speed], console: Console) -> None:
 
 
 def show(rows: List[Row], console: Console) -> None:
+    """Print the table of accuracies, and what its columns mean."""
     shown = table(
         "Handwritten digits, 899 test images", "accuracy", "scale", "skipped", "bytes", "max diff"
     )
@@ -344,7 +354,7 @@ def show(rows: List[Row], console: Console) -> None:
 
 
 def failures(rows: List[Row]) -> List[str]:
-    """Return a sentence for each failed check."""
+    """Return a sentence for each row that is not accurate enough, and if no step was skipped."""
     plain, found = rows[0].accuracy, []
     for row in rows:
         if row.accuracy <= 0.97:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Sequence
 
@@ -57,7 +58,7 @@ class Options(NamedTuple):
 
 
 def run(*command: object, cwd: Path = ROOT, **env: str) -> str:
-    """Run a command and return its output; raise with its last line if it fails."""
+    """Run a command and return its output; raise StepError with its last line if it fails."""
     # Without the checkout on the path, the installed package is tested.
     given = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
@@ -79,7 +80,7 @@ def version() -> str:
 
 
 def state(options: Options) -> str:
-    """Check the version, the changelog, the tree and the tag."""
+    """Check the version, the changelog, the tree and the tag; return the version."""
     head = re.search(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
     if not re.fullmatch(rf"## \[{re.escape(version())}\] - \d{{4}}-\d\d-\d\d", head):
         raise StepError(
@@ -103,6 +104,7 @@ def build(options: Options) -> str:
 
 
 def _built() -> Dict[str, Path]:
+    """Return the built wheel and source distribution; raise if there are none."""
     found = {
         "wheel": DIST / f"mxamp-{version()}-py3-none-any.whl",
         "sdist": DIST / f"mxamp-{version()}.tar.gz",
@@ -119,15 +121,14 @@ def metadata(options: Options) -> str:
     return "twine check --strict"
 
 
-def pythons(given: str) -> List[str]:
-    """Return the Pythons to install on; by default all supported ones on the PATH."""
-    if given:
-        return given.split(",")
-    found = [f"python{number}" for number in PYTHONS]
-    return [name for name in found if _number(name)]
+def find_pythons(text: str) -> List[str]:
+    """Return the Pythons that `--pythons` lists, or all supported ones on the PATH."""
+    if text:
+        return text.split(",")
+    return [name for name in (f"python{number}" for number in PYTHONS) if _version_of(name)]
 
 
-def _number(python: str) -> str:
+def _version_of(python: str) -> str:
     """Return a Python's version, such as 3.11, or "" if it does not run."""
     program = "import sys; print('%d.%d' % sys.version_info[:2])"
     try:
@@ -140,7 +141,7 @@ def _number(python: str) -> str:
 
 def install(python: str, kind: str, options: Options) -> str:
     """Install a distribution into a fresh environment, and use it from outside the checkout."""
-    folder = options.folder / f"{_number(python)}-{kind}"
+    folder = options.folder / f"{_version_of(python)}-{kind}"
     place = folder / "elsewhere"
     place.mkdir(parents=True)
     run(python, "-m", "venv", folder / "venv")
@@ -153,15 +154,16 @@ def install(python: str, kind: str, options: Options) -> str:
         raise StepError(f"mxamp --version says {said.strip()!r}")
     note = "trains, converts"
     if kind == "wheel":
-        note += f"; {_tests(installed, folder)}"
+        note += f"; {_run_tests(installed, folder)}"
     shutil.rmtree(folder)
     return note
 
 
 def _pip_install(python: Path, artifact: Path, extras: Sequence[str]) -> None:
+    """Install MXNet and a distribution with extras for a Python."""
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", CONSTRAINTS]
     run(*pip, "pip", "setuptools", "wheel")
-    if _number(str(python)) == "3.13":
+    if _version_of(str(python)) == "3.13":
         # MXNet requires NumPy below 2, which 3.13 lacks, but runs on 2.1.3.
         run(*pip, "--no-deps", "mxnet")
         run(*pip, "requests", "graphviz")
@@ -170,12 +172,12 @@ def _pip_install(python: Path, artifact: Path, extras: Sequence[str]) -> None:
     run(*pip, f"{artifact}[{','.join(extras)}]" if extras else artifact)
 
 
-def _tests(python: Path, folder: Path) -> str:
-    """Run tests of the source distribution on the installed package."""
+def _run_tests(python: Path, folder: Path) -> str:
+    """Run the source distribution's tests on the installed package; return pytest's last line."""
     shutil.unpack_archive(_built()["sdist"], folder, "gztar")
     unpacked = folder / f"mxamp-{version()}"
     tests = TESTS
-    if _number(str(python)) == FAST_ON:
+    if _version_of(str(python)) == FAST_ON:
         tests = ("tests",)  # some of them read the sources
     else:
         shutil.rmtree(unpacked / "mxamp")
@@ -203,6 +205,7 @@ def extras(name: str, requirements: Sequence[str], options: Options) -> str:
 
 
 def _extras() -> Dict[str, List[str]]:
+    """Return the requirements of each extra in setup.cfg."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     return {
@@ -236,25 +239,24 @@ def publish(options: Options) -> str:
     return options.repository
 
 
-def steps(options: Options) -> Dict[str, Callable[[], str]]:
-    """Return all steps in order; --only selects by the name before the colon."""
-    plain = {"state": state, "build": build, "metadata": metadata}
-    found = {name: _bound(step, options) for name, step in plain.items()}
+def all_steps(options: Options) -> Dict[str, Callable[[], str]]:
+    """Return all steps but `publish` in order; `--only` selects by the name before the colon."""
+    found: Dict[str, Callable[[], str]] = {
+        "state": partial(state, options),
+        "build": partial(build, options),
+        "metadata": partial(metadata, options),
+    }
     for python in options.pythons:
         for kind in ("wheel", "sdist"):
-            found[f"install: {python}, {kind}"] = _bound(install, python, kind, options)
+            found[f"install: {python}, {kind}"] = partial(install, python, kind, options)
     for name, requirements in _extras().items():
-        found[f"extras: {name}"] = _bound(extras, name, requirements, options)
-    found["docs"] = _bound(docs, options)
-    found["coverage"] = _bound(coverage, options)
+        found[f"extras: {name}"] = partial(extras, name, requirements, options)
+    found["docs"] = partial(docs, options)
+    found["coverage"] = partial(coverage, options)
     return found
 
 
-def _bound(step: Callable[..., str], *arguments: object) -> Callable[[], str]:
-    return lambda: step(*arguments)
-
-
-def measured(name: str, step: Callable[[], str]) -> Row:
+def run_step(name: str, step: Callable[[], str]) -> Row:
     """Run a step, and return its row of the table."""
     print(f"{name} ...", flush=True)
     begun = time.monotonic()
@@ -278,7 +280,7 @@ def show(rows: Sequence[Row]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments passed on by scripts/release."""
     parser = argparse.ArgumentParser(prog="scripts/release")
     parser.add_argument("--dry-run", action="store_true")
@@ -300,24 +302,24 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the steps, print the table, and publish on request if all passed."""
-    given = parsed(arguments)
-    chosen = pythons(given.pythons)
+    given = parse_options(arguments)
+    chosen = find_pythons(given.pythons)
     for python in chosen:
-        if _number(python) not in PYTHONS:
+        if _version_of(python) not in PYTHONS:
             print(f"error: {python!r} is no Python {PYTHONS[0]} to {PYTHONS[-1]}", file=sys.stderr)
             return 2
     rows = []
     with tempfile.TemporaryDirectory(prefix="mxamp-release-") as folder:
         options = Options(given.dry_run, given.repository, given.only, chosen, Path(folder))
-        for name, step in steps(options).items():
+        for name, step in all_steps(options).items():
             if options.only and name.split(":")[0] not in options.only:
                 continue
-            rows.append(measured(name, step))
+            rows.append(run_step(name, step))
             if not rows[-1].passed and name in ("state", "build"):
                 break
         whole = not options.only and all(row.passed for row in rows)
         if options.repository and whole:
-            rows.append(measured("publish", lambda: publish(options)))
+            rows.append(run_step("publish", partial(publish, options)))
     show(rows)
     return 0 if all(row.passed for row in rows) else 1
 

@@ -25,7 +25,7 @@ class Docstrings(Extension):
         """Replace constants in parameter defaults by their values."""
         for function in _functions(pkg):
             for parameter in function.parameters:
-                value = _value(function, str(parameter.default or ""))
+                value = _constant_value(function, str(parameter.default or ""))
                 if value is not None:
                     parameter.default = value
 
@@ -45,7 +45,7 @@ def as_markdown(text: str) -> str:
 
 
 def _fenced(lines: List[str]) -> List[str]:
-    """Fence `>>>` examples and blocks indented below a `::`."""
+    """Return lines with `>>>` examples and blocks indented below a `::` in code fences."""
     done: List[str] = []
     fence = ""
     for line in lines:
@@ -75,6 +75,7 @@ def _fenced(lines: List[str]) -> List[str]:
 
 
 def _paragraphs(lines: List[str]) -> List[List[str]]:
+    """Return the groups of lines between empty lines."""
     paragraphs: List[List[str]] = [[]]
     for line in lines:
         if line:
@@ -85,16 +86,19 @@ def _paragraphs(lines: List[str]) -> List[List[str]]:
 
 
 def _is_remark(paragraph: List[str]) -> bool:
+    """Return whether a paragraph below a section is no part of the section."""
     return not any(line.startswith(" ") or UNDERLINE.match(line) for line in paragraph)
 
 
 def _stripped(lines: List[str]) -> List[str]:
+    """Return lines without the empty ones at the end."""
     while lines and not lines[-1]:
         lines = lines[:-1]
     return lines
 
 
 def _functions(module: Object) -> Iterator[Any]:
+    """Yield all functions and methods of a module and its submodules."""
     for member in module.members.values():
         if isinstance(member, Alias):
             continue
@@ -104,14 +108,14 @@ def _functions(module: Object) -> Iterator[Any]:
             yield from _functions(member)
 
 
-def _value(function: Any, name: str) -> Optional[str]:
-    """Return the value of a constant that is a default, None for other defaults."""
-    if not re.fullmatch(r"[A-Z][A-Z_]+", name):
+def _constant_value(function: Any, default: str) -> Optional[str]:
+    """Return the source of the value of a constant that is a default; None for other defaults."""
+    if not re.fullmatch(r"[A-Z][A-Z_]+", default):
         return None
     try:
-        found = function.module[name]
+        found = function.module[default]
         found = found.final_target if isinstance(found, Alias) else found
     except KeyError:
         return None
     # A sentinel that equals a value is shown as that value.
-    return re.sub(r"^_\w+\((.*)\)$", r"\1", str(getattr(found, "value", name)))
+    return re.sub(r"^_\w+\((.*)\)$", r"\1", str(getattr(found, "value", default)))

@@ -41,11 +41,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _pages() -> Iterator[Tuple[str, str]]:
+    """Yield the path and the Markdown of each page that is made from a file outside docs/."""
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         yield page, LINK.sub(lambda found: f"]({_from_docs(found[1])}{found[2] or ''})", text)
     for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "lists").glob("*.toml")):
-        yield _page_of(path), _page_text(path)
+        yield _page_path(path), _page_text(path)
 
 
 def _from_docs(target: str) -> str:
@@ -53,16 +54,18 @@ def _from_docs(target: str) -> str:
     return target[len("docs/") :] if target.startswith("docs/") else f"../{target}"
 
 
-def _page_of(path: Path) -> str:
+def _page_path(path: Path) -> str:
+    """Return the path of the page of an example or a list, such as examples/train.md."""
     return f"{path.parent.name}/{path.stem}.md"
 
 
 def _page_text(path: Path) -> str:
+    """Return the Markdown of a page that shows a file."""
     text = path.read_text(encoding="utf-8")
-    says = ""
+    summary = ""
     if path.suffix == ".py":
-        says = f"{(ast.get_docstring(ast.parse(text)) or '').splitlines()[0]}\n\n"
-    return f"# {path.parent.name}/{path.name}\n\n{says}```{LANGUAGES[path.suffix]}\n{text}```\n"
+        summary = f"{(ast.get_docstring(ast.parse(text)) or '').splitlines()[0]}\n\n"
+    return f"# {path.parent.name}/{path.name}\n\n{summary}```{LANGUAGES[path.suffix]}\n{text}```\n"
 
 
 def _target(target: str, folder: Path) -> str:
@@ -73,7 +76,7 @@ def _target(target: str, folder: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     if name in PAGES:
         return PAGES[name]
-    return _page_of(path) if path.suffix in LANGUAGES else target
+    return _page_path(path) if path.suffix in LANGUAGES else target
 
 
 def _with_docstrings(markdown: str) -> str:
@@ -83,6 +86,7 @@ def _with_docstrings(markdown: str) -> str:
 
 
 def _section(text: str) -> str:
+    """Return a section of the reference with docstrings below its table."""
     names = [found[1] for found in ROW.finditer(text)]
     rows = ROW.sub(r"| [`\1`](#mxamp.\1) | \3 |", text)
     # Classes show their methods, and modules their contents.
@@ -91,4 +95,5 @@ def _section(text: str) -> str:
 
 
 def _is_method(name: str) -> bool:
+    """Return whether a public name is a class's attribute."""
     return name.split(".")[0][0].isupper() and "." in name

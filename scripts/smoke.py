@@ -22,6 +22,7 @@ from mxamp.framework.versions import has_feature
 
 
 def network() -> nn.HybridBlock:
+    """Return a new hybridized network, with the same random weights each time."""
     mx.random.seed(0)
     net = nn.HybridSequential()
     net.add(nn.Conv2D(16, 3, in_channels=4), nn.BatchNorm(), nn.Activation("relu"))
@@ -32,7 +33,7 @@ def network() -> nn.HybridBlock:
 
 
 def trained(dtype: str, data: mx.nd.NDArray) -> nn.HybridBlock:
-    """Return a network after five steps that have lowered its loss."""
+    """Return a network trained for five steps in a dtype; raise if the loss does not fall."""
     net = network()
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
     losses = []
@@ -52,6 +53,7 @@ def trained(dtype: str, data: mx.nd.NDArray) -> nn.HybridBlock:
 
 
 def main() -> None:
+    """Train, convert, save and load in each dtype; raise AssertionError if a result is wrong."""
     data = mx.nd.array(np.random.RandomState(0).randn(8, 4, 12, 12).astype("float32"))
     dtypes = ["bfloat16", *(["float16"] if has_feature("float16_on_cpus") else [])]
     for dtype in dtypes:

@@ -136,7 +136,7 @@ def test_the_report_holds_all_parts(gpu_report, tmp_path):
     todo = gpu_report.parts(True, written, tmp_path)
     assert list(todo) == ["doctor", "tests", "main_job", "benchmark"]
     todo["doctor"] = lambda: {"gpus": [{"name": "Tesla T4"}]}
-    found = gpu_report.report(todo, tmp_path / "report.json")
+    found = gpu_report.write_report(todo, tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text()) == found
     assert (found["schema"], found["finished"]) == (1, True)
     tests = found["parts"]["tests"]
@@ -160,7 +160,7 @@ def test_parts_that_die_are_results_too(gpu_report, tmp_path):
 
     todo = gpu_report.parts(False, died, tmp_path)
     del todo["doctor"]
-    found = gpu_report.report(todo, tmp_path / "report.json")
+    found = gpu_report.write_report(todo, tmp_path / "report.json")
     for part in found["parts"].values():
         assert part["status"] == -11
         assert part["failure"] == "in .../scripts: Segmentation fault"
@@ -172,7 +172,7 @@ def test_what_was_done_is_kept_where_the_run_is_cut_off(gpu_report, tmp_path):
 
     todo = {"doctor": lambda: {"gpus": []}, "tests": cut_off}
     with pytest.raises(KeyboardInterrupt):
-        gpu_report.report(todo, tmp_path / "report.json")
+        gpu_report.write_report(todo, tmp_path / "report.json")
     found = json.loads((tmp_path / "report.json").read_text())
     assert not found["finished"]
     assert list(found["parts"]) == ["doctor"]

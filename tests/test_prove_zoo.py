@@ -67,7 +67,9 @@ def sleep():
     "task, words", [(die, "the process died (status -9)"), (sleep, "took over 0.2 s")]
 )
 def test_a_model_that_dies_is_a_result(module, task, words):
-    assert module("processes").run_forked(task, [], 0.2 if task is sleep else 30) == {"failure": words}
+    assert module("processes").run_forked(task, [], 0.2 if task is sleep else 30) == {
+        "failure": words
+    }
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_mxnet_comes_with_the_package_where_pip_takes_it(
 ):
     asked = []
     monkeypatch.setattr(release, "run", lambda *command: asked.append(str(command[-1])))
-    monkeypatch.setattr(release, "_number", lambda python: number)
+    monkeypatch.setattr(release, "_version_of", lambda python: number)
     release._pip_install(Path("python"), Path("mxamp.whl"), extras)
     assert asked == ["wheel", *wanted]
 
