@@ -102,7 +102,7 @@ def test_a_worker_that_dies_is_replaced(runner):
     expected = one.run(program)
     one._process.kill()
     one._process.join()
-    assert one._ask(program)[0] in ("died", "invalid")
+    assert one._run_once(program)[0] in ("died", "invalid")
     assert one.run(program) == expected
 
 

@@ -1,4 +1,4 @@
-"""Random programs."""
+"""Generate random programs."""
 
 import random
 from typing import Any, Dict, List
@@ -20,7 +20,7 @@ SHAPES = (
 
 
 def random_program(number: int) -> Program:
-    """Return the program of a number."""
+    """Return a random program; the same one for the same number."""
     chance = random.Random(number)
     way = chance.choice(WAYS)
     policy = chance.choice(("float32", "float32", "bfloat16", "float16"))
@@ -44,7 +44,7 @@ def random_program(number: int) -> Program:
 
 
 def _other_shape(g: Builder, shape: Shape) -> Shape:
-    """Return the shape of another batch, or of larger images."""
+    """Return a shape with another batch size or larger images, or the same one."""
     kind = g.pick("same", "batch", "size", "batch", "empty")
     if kind == "batch":
         return (g.pick(1, 3, 7), *shape[1:])
@@ -56,6 +56,7 @@ def _other_shape(g: Builder, shape: Shape) -> Shape:
 
 
 def _block(g: Builder, shape: Shape, policy: str) -> List[Step]:
+    """Return random calls of a block, with changes of it between them."""
     train = g.flag()
     first: List[Step] = []
     flags: Dict[str, Any] = {}
@@ -94,6 +95,7 @@ def _block(g: Builder, shape: Shape, policy: str) -> List[Step]:
 
 
 def _trainer(g: Builder, shape: Shape, policy: str) -> List[Step]:
+    """Return one to three random steps of a trainer."""
     optimizer = g.pick("sgd", "adam")
     kind = g.pick("init_trainer", "decorate")
     steps = [Step(kind, {"shape": shape, "optimizer": optimizer})]
@@ -110,6 +112,7 @@ def _trainer(g: Builder, shape: Shape, policy: str) -> List[Step]:
 
 
 def _executor(g: Builder, shape: Shape, policy: str) -> List[Step]:
+    """Return random runs of an executor, of a converted symbol at times, and reshapes."""
     train = g.flag()
     first: Dict[str, Any] = {"shape": shape, "train": train}
     if not g.rarely(3):
@@ -129,6 +132,7 @@ def _executor(g: Builder, shape: Shape, policy: str) -> List[Step]:
 
 
 def _module(g: Builder, shape: Shape, policy: str) -> List[Step]:
+    """Return random runs of a module: those of an executor without reshapes."""
     return [step for step in _executor(g, shape, policy) if step.kind != "reshape"]
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Sequence, Tuple
 
-from . import worker_entry
 from .generating import random_program
 from .programs import Program
 from .shrinking import shrunk
@@ -56,27 +55,27 @@ class Finding:
     program: Optional[Program] = None
     number: int = 0  #: of the program that was shrunk
 
-    def like(self, program: Program) -> bool:
+    def is_like(self, program: Program) -> bool:
         """Return whether a failing program is likely to fail for the same reason."""
         same = self.policy in ("float32", program.precision)
         return same and self.features <= program.features
 
 
 def explained() -> List[Finding]:
-    """Return the known differences that are no defects of mxamp."""
+    """Return `EXPLAINED` as findings."""
     return [Finding("different", reason, features) for features, reason in EXPLAINED.items()]
 
 
 @dataclass
 class Harvest:
-    """Counts and findings so far."""
+    """Counts and findings of all threads."""
 
     counts: "Counter[str]" = field(default_factory=Counter)
     findings: List[Finding] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
     def count(self, program: Program, kind: str) -> None:
-        """Count a program that has run."""
+        """Count a program and the kind of its result."""
         with self.lock:
             names = ["programs", kind, f"way {program.way}", f"policy {program.policy}"]
             self.counts.update(names)
@@ -84,8 +83,15 @@ class Harvest:
             self.counts["operators"] += len(program.nodes)
 
 
+def _serve(pipe: Any, planted: str) -> None:
+    """Serve programs in a worker process; this process does not import MXNet."""
+    from .worker import serve
+
+    serve(pipe, planted)
+
+
 class Runner:
-    """A worker process, replaced after a crash, a hang or an error."""
+    """Runs programs in a worker process, which is replaced after a crash, a hang or an error."""
 
     def __init__(self, limit: float = LIMIT, planted: str = "") -> None:
         os.environ["PYTHONPATH"] = str(FOLDER) + os.pathsep + os.environ.get("PYTHONPATH", "")
@@ -96,17 +102,20 @@ class Runner:
         self._limit, self._planted = limit, planted
         self._process: Any = None
         self._pipe: Any = None
-        self._asked = 0
+        self._count = 0
         self._used = False
         self._clean = True
 
     def run(self, program: Program) -> Tuple[str, str]:
-        """Return the result of a program; "unstable" if it fails only after other programs."""
-        kind, text = self._ask(program)
+        """Return the kind and the text of a program's result.
+
+        The kind is "unstable" if the program fails only after other programs.
+        """
+        kind, text = self._run_once(program)
         if kind in FAILURES and self._used and not (kind == "different" and self._clean):
             # An earlier program may have corrupted memory, as errors in MXNet do.
             self.close()
-            again, said = self._ask(program)
+            again, said = self._run_once(program)
             kind, text = (again, said) if again in FAILURES else ("unstable", text)
         # After an operator's error, MXNet may compute wrong values or crash.
         self._clean = self._clean and kind in ("equal", "imprecise", "different", "refused")
@@ -114,11 +123,12 @@ class Runner:
             self.close()
         return kind, text
 
-    def _ask(self, program: Program) -> Tuple[str, str]:
-        if self._process is None or self._asked >= LIFE:
+    def _run_once(self, program: Program) -> Tuple[str, str]:
+        """Return the kind and the text of a program's result in the current worker."""
+        if self._process is None or self._count >= LIFE:
             self._start()
-        self._asked += 1
-        self._used = self._asked > 1
+        self._count += 1
+        self._used = self._count > 1
         # The result if the worker falls silent: plain MXNet runs first, and may crash too.
         end = {"dies": "invalid", "hangs": "invalid"}
         try:
@@ -145,10 +155,11 @@ class Runner:
             return end["dies"], f"the process died, status {status}"
 
     def _start(self) -> None:
+        """Replace the worker by a new process."""
         self.close()
         self._pipe, other = self._context.Pipe()
         self._process = self._context.Process(
-            target=worker_entry.main, args=(other, self._planted), daemon=True
+            target=_serve, args=(other, self._planted), daemon=True
         )
         self._process.start()
         other.close()
@@ -156,7 +167,7 @@ class Runner:
             self._pipe.recv()
         except EOFError:
             raise RuntimeError("the worker does not start: its error is above") from None
-        self._asked, self._clean = 0, True
+        self._count, self._clean = 0, True
 
     def close(self) -> None:
         """End the worker."""
@@ -173,40 +184,43 @@ def hunt(
     harvest: Harvest,
     known: Sequence[Finding],
 ) -> None:
-    """Run the random programs of these numbers; shrink the ones that fail."""
+    """Run the random programs of some numbers; shrink failing ones, and add them to `harvest`.
+
+    Programs that fail like a finding in `known` are counted alone.
+    """
     for number in numbers:
         program = random_program(number)
         if not program.nodes:
             continue
         kind, text = runner.run(program)
         if kind in FAILURES:
-            kind, text, program = _shrunk(runner, kind, text, program, [*known, *harvest.findings])
+            kind, text, program = _shrink(runner, kind, text, program, [*known, *harvest.findings])
         if kind in FAILURES:
             found = Finding(kind, text, program.features, program.precision, program, number)
-            kind = _kept(harvest, found, known)
+            kind = _add_finding(harvest, found, known)
         harvest.count(program, kind)
 
 
-def _kept(harvest: Harvest, finding: Finding, known: Sequence[Finding]) -> str:
-    """Keep a finding unless a similar one is known; return the kind to count."""
+def _add_finding(harvest: Harvest, finding: Finding, known: Sequence[Finding]) -> str:
+    """Add a finding unless a similar one is known; return the kind to count."""
     assert finding.program is not None
     with harvest.lock:
-        if any(one.like(finding.program) for one in (*known, *harvest.findings)):
+        if any(one.is_like(finding.program) for one in (*known, *harvest.findings)):
             return "again"
         harvest.findings.append(finding)
         return finding.kind
 
 
-def _shrunk(
+def _shrink(
     runner: Runner, kind: str, text: str, program: Program, known: Sequence[Finding]
 ) -> Tuple[str, str, Program]:
-    """Return the program shrunk, unless it is like a known finding."""
+    """Return the kind, the text and the program after shrinking; "again" if it is known."""
 
     def fails(smaller: Program) -> bool:
         return runner.run(smaller)[0] == kind and not like_known(smaller)
 
     def like_known(one: Program) -> bool:
-        return any(finding.like(one) for finding in known)
+        return any(finding.is_like(one) for finding in known)
 
     if like_known(program):
         return "again", text, program

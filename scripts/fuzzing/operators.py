@@ -1,4 +1,8 @@
-"""Operator families: how a node is added behind a value, and which shapes result."""
+"""Operator families: functions that add a random node to a graph, and know its output's shape.
+
+A family takes a builder, a value of the graph and the value's shape. It adds a node that reads the
+value, with random attributes and new parameters, or nothing if no attributes fit the shape.
+"""
 
 import random
 from typing import Any, Callable, Dict, List, Sequence, Tuple
@@ -27,7 +31,7 @@ NUMPY = {
 
 
 class Builder:
-    """A graph that grows node by node, at random."""
+    """A random graph: its nodes, its parameters' shapes, and its values with their shapes."""
 
     def __init__(self, chance: random.Random, numpy: bool, shape: Shape) -> None:
         self.chance, self.numpy = chance, numpy
@@ -36,19 +40,19 @@ class Builder:
         self.values: List[Value] = [("data", shape)]
 
     def pick(self, *options: Any) -> Any:
-        """Return one of the options."""
+        """Return one of the options at random."""
         return self.chance.choice(options)
 
     def flag(self) -> bool:
-        """Return False or True."""
+        """Return False or True at random."""
         return self.chance.random() < 0.5
 
     def rarely(self, one_in: int = 6) -> bool:
-        """Return True once in a while."""
+        """Return True once in `one_in` calls, at random."""
         return self.chance.random() * one_in < 1
 
     def param(self, role: str, *shape: int) -> str:
-        """Return the name of a parameter: a new one, or now and then one that is there already."""
+        """Return the name of a parameter of a shape: a new one, or one of the same role."""
         same = [name for name, one in self.params.items()
                 if one == list(shape) and name.rstrip("0123456789") == role]  # fmt: skip
         # BatchNorm writes its gamma, with fix_gamma, and its statistics.
@@ -59,7 +63,7 @@ class Builder:
         return name
 
     def add(self, op: str, inputs: Sequence[str], *shapes: Shape, **attrs: Any) -> None:
-        """Add a node; `shapes` are those of its outputs."""
+        """Add a node, and its outputs of these shapes; use the operator of `mx.np` if `numpy`."""
         if self.numpy and op in NUMPY:
             op = NUMPY[op]
             if op in ("np.clip", "np.expand_dims", "np.transpose", "np.swapaxes"):
@@ -70,19 +74,22 @@ class Builder:
         self.values += zip(refs, shapes)
 
     def older(self, fits: Callable[[Shape], bool]) -> List[Value]:
-        """Return the values of some kind, the latest first."""
+        """Return the values whose shapes fit, the latest first."""
         return [value for value in reversed(self.values) if fits(value[1])]
 
 
 _NUMPY_ATTRS = {("np.swapaxes", "dim1"): "axis1", ("np.swapaxes", "dim2"): "axis2"}
 
 Family = Callable[[Builder, str, Shape], None]
-#: By rank; families of rank 0 take values of any rank.
+#: By rank of the value: families, and whether each has operators of `mx.np`.
 FAMILIES: Dict[int, List[Tuple[Family, bool]]] = {}
 
 
 def family(*ranks: int, numpy: bool = True, weight: int = 2) -> Callable[[Family], Family]:
-    """Register a family for values of these ranks, all where none is given, so often."""
+    """Return a decorator that registers a family for values of these ranks, by default all.
+
+    `numpy` says whether it has operators of `mx.np`; `weight` is how often it is drawn.
+    """
 
     def register(function: Family) -> Family:
         for rank in ranks or (1, 2, 3, 4, 5):
@@ -93,14 +100,15 @@ def family(*ranks: int, numpy: bool = True, weight: int = 2) -> Callable[[Family
 
 
 def grow(builder: Builder) -> None:
-    """Add a node of some family behind one of the latest values."""
+    """Add a node of a random family that reads one of the latest values."""
     ref, shape = builder.pick(*builder.values[-1:], *builder.values[-1:], *builder.values[-5:])
     fitting = [one for one, numpy in FAMILIES.get(len(shape), []) if numpy or not builder.numpy]
     if fitting:
         builder.pick(*fitting)(builder, ref, shape)
 
 
-def _size(size: int, kernel: int, stride: int, pad: int, dilate: int = 1) -> int:
+def _output_size(size: int, kernel: int, stride: int, pad: int, dilate: int = 1) -> int:
+    """Return the size of a convolution's or a pooling's output along one axis."""
     return (size + 2 * pad - dilate * (kernel - 1) - 1) // stride + 1
 
 
@@ -123,7 +131,7 @@ def convolution(g: Builder, x: str, shape: Shape) -> None:
     ):  # fmt: skip
         more.update({name: (value,) * rank} if value != usual else {})
     more.update({"num_group": groups} if groups > 1 else {})
-    out = tuple(_size(size, kernel, stride, pad, dilate) for size in sizes)
+    out = tuple(_output_size(size, kernel, stride, pad, dilate) for size in sizes)
     g.add("Convolution", inputs, (n, filters, *out), kernel=(kernel,) * rank, num_filter=filters,
           **more)  # fmt: skip
 
@@ -178,7 +186,7 @@ def layer_norm(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(4, numpy=False)
-def other_norm(g: Builder, x: str, shape: Shape) -> None:
+def normalization(g: Builder, x: str, shape: Shape) -> None:
     op = g.pick("InstanceNorm", "L2Normalization", "GroupNorm")
     if op == "L2Normalization":
         g.add(op, [x], shape, mode=g.pick("instance", "channel", "spatial"))
@@ -219,14 +227,14 @@ def pooling(g: Builder, x: str, shape: Shape) -> None:
     kernel, stride, pad = g.pick(2, 3), g.pick(2, 1), g.pick(0, 1)
     if min(shape[2:]) + 2 * pad < kernel:
         return
-    out = [_size(size, kernel, stride, pad) for size in shape[2:]]
+    out = [_output_size(size, kernel, stride, pad) for size in shape[2:]]
     more = {"count_include_pad": False} if g.rarely(3) and kind == "avg" else {}
     g.add("Pooling", [x], (*shape[:2], *out), pool_type=kind, kernel=(kernel,) * rank,
           stride=(stride,) * rank, pad=(pad,) * rank, **more)  # fmt: skip
 
 
 @family(4, numpy=False)
-def image(g: Builder, x: str, shape: Shape) -> None:
+def image_size(g: Builder, x: str, shape: Shape) -> None:
     op = g.pick("contrib.AdaptiveAvgPooling2D", "UpSampling", "pad")
     n, channels, height, width = shape
     if op == "UpSampling":
@@ -276,13 +284,13 @@ def unary(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(weight=1)
-def number(g: Builder, x: str, shape: Shape) -> None:
+def scalar_arithmetic(g: Builder, x: str, shape: Shape) -> None:
     text = g.pick("{} * 0.5", "{} + 1", "1 - {}", "{} / 2", "{} ** 2", "{} * 3")
     g.add(f"={text}", [x], shape)
 
 
 @family(weight=4)
-def binary(g: Builder, x: str, shape: Shape) -> None:
+def elementwise(g: Builder, x: str, shape: Shape) -> None:
     others = g.older(lambda one: one == shape)
     y, _ = g.pick(*others)
     ops = ["=({} + {})", "broadcast_add", "broadcast_mul", "broadcast_sub", "broadcast_maximum"]
@@ -290,7 +298,7 @@ def binary(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(2, 3, 4)
-def broadcast(g: Builder, x: str, shape: Shape) -> None:
+def broadcasting(g: Builder, x: str, shape: Shape) -> None:
     others = g.older(lambda one: len(one) == len(shape) and one != shape
                      and all(a in (1, b) for a, b in zip(one, shape)))  # fmt: skip
     inner = [1] * len(shape)
@@ -314,7 +322,7 @@ def split(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(2, 3, 4)
-def join(g: Builder, x: str, shape: Shape) -> None:
+def concatenation(g: Builder, x: str, shape: Shape) -> None:
     if g.rarely(3):
         others = g.older(lambda one: one == shape)
         out = (shape[0], 2, *shape[1:])
@@ -330,7 +338,7 @@ def join(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(2, 3, 4, weight=1)
-def layout(g: Builder, x: str, shape: Shape) -> None:
+def reshaping(g: Builder, x: str, shape: Shape) -> None:
     kind = g.pick("Flatten", "transpose", "expand_dims", "reshape", "swapaxes")
     rank, total = len(shape), 1
     for size in shape[1:]:
@@ -352,7 +360,7 @@ def layout(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(2, 3, 4, numpy=False)
-def slices(g: Builder, x: str, shape: Shape) -> None:
+def slicing(g: Builder, x: str, shape: Shape) -> None:
     axis = g.pick(1, len(shape) - 1)
     if shape[axis] > 1:
         half = shape[axis] // 2
@@ -363,13 +371,13 @@ def slices(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(weight=1)
-def nothing(g: Builder, x: str, shape: Shape) -> None:
+def identity(g: Builder, x: str, shape: Shape) -> None:
     op = "Dropout" if g.numpy else g.pick("Dropout", "identity", "BlockGrad")
     g.add(op, [x], shape, **({"p": 0} if op == "Dropout" else {}))
 
 
 @family(2, 3)
-def indexed(g: Builder, x: str, shape: Shape) -> None:
+def indexing(g: Builder, x: str, shape: Shape) -> None:
     kind = g.pick("pick", "Embedding", "one_hot", "take")
     n = shape[0]
     if kind == "pick":
@@ -386,7 +394,7 @@ def indexed(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(3, weight=3)
-def product(g: Builder, x: str, shape: Shape) -> None:
+def batched_product(g: Builder, x: str, shape: Shape) -> None:
     others = g.older(lambda one: len(one) == 3 and (one[0], one[2]) == (shape[0], shape[2]))
     y, other = g.pick(*others)
     g.add("batch_dot", [x, y], (shape[0], shape[1], other[1]), transpose_b=True)
@@ -422,12 +430,12 @@ def loop(g: Builder, x: str, shape: Shape) -> None:
 
 
 @family(2, numpy=False)
-def custom(g: Builder, x: str, shape: Shape) -> None:
+def custom_operator(g: Builder, x: str, shape: Shape) -> None:
     g.add("Custom", [x], shape, op_type=g.pick("twice", "loss"))
 
 
 @family(2, numpy=False, weight=3)
-def output(g: Builder, x: str, shape: Shape) -> None:
+def loss_output(g: Builder, x: str, shape: Shape) -> None:
     op = g.pick("SoftmaxOutput", "LinearRegressionOutput", "LogisticRegressionOutput",
                 "MAERegressionOutput", "MakeLoss", "SVMOutput")  # fmt: skip
     if op == "MakeLoss":

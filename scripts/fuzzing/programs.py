@@ -49,7 +49,7 @@ class Program:
 
     @property
     def features(self) -> FrozenSet[str]:
-        """Operators, steps and way: the features by which known differences are recognized."""
+        """Names of operators, steps and options, by which known differences are recognized."""
         ops = {name for node in self.nodes for name in _F.findall(node.op) or [node.op]}
         ops |= {str(node.attrs["act_type"]) for node in self.nodes if "act_type" in node.attrs}
         steps = {f"{step.kind}()" for step in self.steps}
@@ -99,12 +99,14 @@ def pruned(program: Program) -> Program:
             needed |= {int(i) for ref in program.nodes[k].inputs for i in _NODE.findall(ref)}
     numbers = {old: new for new, old in enumerate(sorted(needed))}
     nodes = [
-        replace(program.nodes[k], inputs=[renamed(ref, numbers) for ref in program.nodes[k].inputs])
+        replace(
+            program.nodes[k], inputs=[renumbered(ref, numbers) for ref in program.nodes[k].inputs]
+        )
         for k in sorted(needed)
     ]
     used = {ref for node in nodes for ref in node.inputs}
     params = {name: shape for name, shape in program.params.items() if name in used}
-    heads = list(dict.fromkeys(renamed(ref, numbers) for ref in program.heads))
+    heads = list(dict.fromkeys(renumbered(ref, numbers) for ref in program.heads))
     return replace(program, nodes=nodes, params=params, heads=heads)
 
 
@@ -112,6 +114,6 @@ _F = re.compile(r"F\.([\w.]+)")
 _NODE = re.compile(r"\bv(\d+)\b")
 
 
-def renamed(ref: Ref, numbers: Dict[int, int]) -> Ref:
-    """Return a reference to a node that has another number."""
+def renumbered(ref: Ref, numbers: Dict[int, int]) -> Ref:
+    """Return a reference with its node's number replaced: `numbers` maps old to new ones."""
     return _NODE.sub(lambda found: f"v{numbers[int(found[1])]}", ref)

@@ -13,7 +13,7 @@ _OPTIONAL = ("pad", "stride", "dilate", "num_layers", "use_global_stats", "fix_g
 
 
 def shrunk(program: Program, fails: Callable[[Program], bool], trials: int) -> Program:
-    """Return a smaller program for which `fails` is true, after at most so many trials."""
+    """Return a smaller program for which `fails` is true, found in at most `trials` trials."""
     tried = {program.to_json()}
     progress = True
     while progress:
@@ -32,7 +32,7 @@ def shrunk(program: Program, fails: Callable[[Program], bool], trials: int) -> P
 
 
 def simpler(program: Program) -> Iterator[Program]:
-    """Yield programs that are one change smaller."""
+    """Yield variants of a program that are one change smaller or simpler."""
     for k in range(len(program.nodes) - 1):
         head = f"v{k}" if program.nodes[k].outputs == 1 else f"v{k}[0]"
         yield pruned(replace(program, heads=[head]))
@@ -43,7 +43,7 @@ def simpler(program: Program) -> Iterator[Program]:
         if len(program.heads) > 1:
             yield pruned(replace(program, heads=[*program.heads[:k], *program.heads[k + 1 :]]))
     for k in reversed(range(len(program.nodes))):
-        yield from _without(program, k)
+        yield from _without_node(program, k)
     for name, value in _SIMPLEST.items():
         if getattr(program, name) != value:
             yield replace(program, **{name: value})
@@ -61,7 +61,7 @@ _SIMPLEST: Dict[str, Any] = {
 
 
 def _simpler_parts(program: Program) -> Iterator[Program]:
-    """Yield programs with one option or attribute less."""
+    """Yield programs with one option of a step or one attribute of a node less."""
     for k, step in enumerate(program.steps):
         for simple in _simpler_steps(step):
             yield replace(program, steps=[*program.steps[:k], simple, *program.steps[k + 1 :]])
@@ -72,6 +72,7 @@ def _simpler_parts(program: Program) -> Iterator[Program]:
 
 
 def _simpler_steps(step: Step) -> Iterator[Step]:
+    """Yield variants of a step with one option less, or with it off."""
     for name, value in step.options.items():
         if value is True:
             yield replace(step, options={**step.options, name: False})
@@ -81,22 +82,23 @@ def _simpler_steps(step: Step) -> Iterator[Step]:
 
 
 def _with_node(program: Program, k: int, node: Node) -> Program:
+    """Return a program with another node number `k`."""
     return replace(program, nodes=[*program.nodes[:k], node, *program.nodes[k + 1 :]])
 
 
-def _without(program: Program, k: int) -> Iterator[Program]:
-    """Yield programs in which readers of a node read one of its inputs."""
+def _without_node(program: Program, k: int) -> Iterator[Program]:
+    """Yield programs without node `k`: its consumers read one of its inputs instead."""
     mine = re.compile(rf"\bv{k}\b(\[\d+\])?")
     for ref in program.nodes[k].inputs:
         if not re.fullmatch(r"v\d+(\[\d+\])?|data", ref):
             continue
 
-        def other(one: Ref, by: Optional[Ref] = ref) -> Ref:
+        def rewired(one: Ref, by: Optional[Ref] = ref) -> Ref:
             return mine.sub(str(by), one)
 
         nodes = [
-            replace(node, inputs=[other(one) for one in node.inputs]) for node in program.nodes
+            replace(node, inputs=[rewired(one) for one in node.inputs]) for node in program.nodes
         ]
-        heads = [other(head) for head in program.heads]
+        heads = [rewired(head) for head in program.heads]
         if "data" not in heads:
             yield pruned(replace(program, nodes=nodes, heads=heads))

@@ -44,16 +44,18 @@ def source(program: Program, noisy: bool = False) -> str:
     return re.sub(r"\n{3,}(?=\S)", "\n\n\n", "".join(parts))
 
 
-def _special(where: str, value: str) -> str:
-    return f'    if name == "{where}":\n        values.flat[::7] = np.{value}\n'
+def _special(array: str, value: str) -> str:
+    """Return lines that put "nan" or "inf" into some elements of the array of a name."""
+    return f'    if name == "{array}":\n        values.flat[::7] = np.{value}\n'
 
 
 def reads_label(program: Program) -> bool:
-    """Return whether a program has integer labels as its second input."""
+    """Return whether a program's network has integer labels as its second input."""
     return any("label" in text for node in program.nodes for text in [*node.inputs, node.op])
 
 
 def _net(program: Program, noisy: bool) -> str:
+    """Return the class `Net`, a HybridBlock."""
     used = {name for node in program.nodes for name in node.inputs}
     params = {name: shape for name, shape in program.params.items() if name in used}
     init, body = [], []
@@ -81,6 +83,8 @@ def _net(program: Program, noisy: bool) -> str:
 
 
 def _attrs(node: Node) -> str:
+    """Return a node's attributes as keyword arguments."""
+
     def shown(value: Any) -> str:
         return repr(tuple(value) if isinstance(value, list) else value)
 
@@ -88,6 +92,7 @@ def _attrs(node: Node) -> str:
 
 
 def _expression(node: Node, k: int) -> str:
+    """Return the Python expression of node `k`."""
     if node.op.startswith("="):
         return node.op[1:].format(*node.inputs)
     inputs = [one[1:].format(*node.inputs) if one[0] == "=" else one for one in node.inputs]
@@ -99,6 +104,7 @@ def _expression(node: Node, k: int) -> str:
 
 
 def _helpers(program: Program) -> List[str]:
+    """Return the functions that the steps of a program call."""
     label = ', array("label", shape[:1])' if reads_label(program) else ""
     fill = templates.FILL.format(seed=program.seed)
     if program.way == "block":
@@ -119,7 +125,7 @@ def _helpers(program: Program) -> List[str]:
 
 
 def _eager(program: Program) -> Program:
-    """Return a program of eager calls that computes the same, in the same order.
+    """Return a program that computes the same by eager calls, in the same order.
 
     MXNet's memory plans let some operators overwrite what their gradients read.
     """
@@ -149,7 +155,7 @@ def _run(program: Program, keeps_params: bool) -> str:
 
 
 def _start(program: Program) -> str:
-    """Return the lines before the first step."""
+    """Return the lines that make the net, trainer or symbol before the first step."""
     label = ', mx.sym.var("label")' if reads_label(program) else ""
     made = f'Net()(mx.sym.var("data"){label})'
     shape = next((s.options["shape"] for s in program.steps if "shape" in s.options), ())

@@ -30,7 +30,7 @@ Arrays = List[Tuple[str, Any]]
 
 
 def serve(pipe: Any, planted: str = "") -> None:
-    """Run each source, and send its result.
+    """Run each program that the pipe receives, and send its result back.
 
     "plain" says that plain MXNet has run it; "suspect" that it differs, before rounding errors are
     estimated. `planted`, such as "mean=sum", plants a defect for tests of the fuzzer: one
@@ -50,13 +50,13 @@ def serve(pipe: Any, planted: str = "") -> None:
             task = pipe.recv()
         except EOFError:
             return
-        pipe.send(judge(pipe, **task))
+        pipe.send(compare(pipe, **task))
 
 
-def judge(
+def compare(
     pipe: Any, source: str, noisy: str, policy: str, special: bool, dtypes: bool
 ) -> Tuple[str, str]:
-    """Return "equal", "invalid", "refused", "error" or "different", and a description."""
+    """Run a program in plain MXNet and with mxamp; return the kind and the text of the result."""
     try:
         plain = execute(source, amp_on=False)
         mx.nd.waitall()
@@ -87,25 +87,25 @@ def judge(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the most informative line of an error."""
+    """Return the line of an error's message that names the error, or the first one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if "Error" in line or "Check failed" in line]
     return (said or lines or [type(error).__name__])[0][:300]
 
 
-def execute(source: str, amp_on: bool, **words: Any) -> Arrays:
-    """Run a program; return its arrays."""
+def execute(source: str, amp_on: bool, **variables: Any) -> Arrays:
+    """Run a program's source with these global variables; return its named arrays."""
     space: Dict[str, Any] = {"__name__": "program"}
     mx.random.seed(0)
     # MXNet's counters of names start at zero for each program, as in a script.
     with mx.name.NameManager():
         exec(compile(source, "program", "exec"), space)  # noqa: S102
-        space.update(AMP=amp_on, **words)
+        space.update(AMP=amp_on, **variables)
         return list(space["run"]())
 
 
 def differing(plain: Arrays, found: Arrays, policy: str, special: bool) -> Dict[str, str]:
-    """Return a description of each array that differs, by name."""
+    """Return a description of each array whose values, shape or dtype differ, by name."""
     if [name for name, _ in plain] != [name for name, _ in found]:
         return {"arrays": f"{[n for n, _ in found]}, not {[n for n, _ in plain]}"[:300]}
     suspects: Dict[str, str] = {}
@@ -126,7 +126,7 @@ def differing(plain: Arrays, found: Arrays, policy: str, special: bool) -> Dict[
 def unexplained(
     plain: Arrays, found: Arrays, noisy: str, policy: str, suspects: Dict[str, str]
 ) -> Dict[str, str]:
-    """Return the suspects whose errors are larger than rounding makes them."""
+    """Return the suspects whose errors are larger than rounding errors in plain MXNet."""
     try:
         words = {"amp_on": False, "EPSILON": EPSILON[policy]}
         exact = execute(noisy, amp_on=False, ROUND=0, EPSILON=0, PHASE=0)
@@ -165,7 +165,7 @@ def unexplained(
 
 
 def norm(one: Any, other: Any = 0.0) -> float:
-    """Return the L2 norm of a difference, of elements that are finite in both."""
+    """Return the L2 norm of `one - other`, without elements that are not finite."""
     with np.errstate(invalid="ignore"):
         difference = np.asarray(one, "float64") - np.asarray(other, "float64")
     return float(np.linalg.norm(difference[np.isfinite(difference)]))
