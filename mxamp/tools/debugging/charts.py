@@ -13,7 +13,16 @@ from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence,
 
 from .trace_lines import TraceStep, duration_text
 
-__all__ = ["PAGE", "Run", "charts_of", "histogram_chart", "hover_data", "runs_of", "style", "text"]
+__all__ = [
+    "PAGE",
+    "Run",
+    "charts_of",
+    "histogram_chart",
+    "hover_data",
+    "runs_of",
+    "style_element",
+    "text",
+]
 
 #: The folder of the page's template, style sheet and script.
 PAGE = Path(__file__).parent / "page"
@@ -34,7 +43,7 @@ _POWERS_FROM = 10
 _SUBNORMAL, _NORMAL, _BEYOND = -24, -14, 16
 _FARTHEST_EXPONENT = 2**12
 
-Across = Tuple[float, float]  #: the first and the last value of the horizontal axis
+XRange = Tuple[float, float]  #: the first and the last value of the horizontal axis
 Spread = Tuple[float, float, float]  #: least, median and greatest value in a column
 
 
@@ -87,10 +96,12 @@ class Measure(NamedTuple):
 
 
 def _mebibytes(size: Optional[int]) -> Optional[float]:
+    """Return bytes in MiB, and None for None."""
     return None if size is None else size / 2**20
 
 
 def _power_of_two(value: float) -> str:
+    """Return a value as text: small numbers as they are, large powers of two as 2^n."""
     power = math.log2(value)
     if 0 <= power < _POWERS_FROM:
         return f"{value:g}"
@@ -113,12 +124,12 @@ MEASURES = (
 
 
 def text(value: object) -> str:
-    """Return a value's text, escaped for HTML."""
+    """Return `str(value)`, escaped for HTML."""
     return html.escape(str(value))
 
 
-def style() -> str:
-    """Return the style sheet of charts and pages as an HTML element."""
+def style_element() -> str:
+    """Return the HTML <style> element with the style sheet of charts and report pages."""
     return f"<style>{(PAGE / 'report.css').read_text(encoding='utf-8')}</style>"
 
 
@@ -134,15 +145,15 @@ def runs_of(label: str, steps: Sequence[TraceStep]) -> List[Run]:
 
 
 def charts_of(runs: Sequence[Run]) -> str:
-    """Return the charts of runs, laid over each other, with a legend for several runs."""
+    """Return as HTML a chart of each measure, all runs in one, and a legend for several runs."""
     runs = [run for run in runs if run.steps]
     if not runs:
         return "<p>No step was traced.</p>"
-    across = _across(runs)
-    skipped = _lanes(runs, across, "skipped", lambda step: not step.stepped)
-    broken = _lanes(runs, across, "loss not finite", lambda step: not step.loss_finite)
-    lanes = {"loss": skipped + broken, "scale": skipped}
-    charts = [_chart(one, runs, across, lanes.get(one.name, "")) for one in MEASURES]
+    x_range = _step_range(runs)
+    skipped = _mark_rows(runs, x_range, "skipped", lambda step: not step.stepped)
+    broken = _mark_rows(runs, x_range, "loss not finite", lambda step: not step.loss_finite)
+    mark_rows = {"loss": skipped + broken, "scale": skipped}
+    charts = [_measure_chart(one, runs, x_range, mark_rows.get(one.name, "")) for one in MEASURES]
     return f'<div class="charts">{_legend(runs)}{"".join(charts)}</div>'
 
 
@@ -151,12 +162,12 @@ def hover_data(runs: Sequence[Run]) -> str:
     runs = [run for run in runs if run.steps]
     if not runs:
         return "{}"
-    across = _across(runs)
+    x_range = _step_range(runs)
     found = {
-        "across": across,
+        "across": x_range,
         "names": [measure.hover for measure in MEASURES],
         "runs": [
-            {"label": run.label, "rows": [_hover_row(steps) for steps in _columns(run, across)]}
+            {"label": run.label, "rows": [_hover_row(steps) for steps in _by_column(run, x_range)]}
             for run in runs
         ],
     }
@@ -164,7 +175,7 @@ def hover_data(runs: Sequence[Run]) -> str:
 
 
 def _hover_row(steps: Sequence[TraceStep]) -> List[Any]:
-    """Return [first step, last, [least, greatest] of each measure or 0, skipped steps]."""
+    """Return [first step, last, [least, greatest] of each measure or 0, skipped steps] as JSON."""
     row: List[Any] = [steps[0].step, steps[-1].step]
     for measure in MEASURES:
         spread = measure.spread(steps) or ()
@@ -172,24 +183,28 @@ def _hover_row(steps: Sequence[TraceStep]) -> List[Any]:
     return [*row, sum(not step.stepped for step in steps)]
 
 
-def _across(runs: Sequence[Run]) -> Across:
+def _step_range(runs: Sequence[Run]) -> XRange:
+    """Return the numbers of the first and of the last step of all runs."""
     steps = [step.step for run in runs for step in run.steps]
     return min(steps), max(steps)
 
 
-def _left(at: float, across: Across) -> float:
-    """Return the place of a value on the horizontal axis, from 0 to 1."""
-    low, high = across
+def _position(at: float, x_range: XRange) -> float:
+    """Return the position of a value on the horizontal axis, from 0 to 1."""
+    low, high = x_range
     return (at - low) / (high - low) if high > low else 0.5
 
 
-def _columns(run: Run, across: Across) -> List[List[TraceStep]]:
+def _by_column(run: Run, x_range: XRange) -> List[List[TraceStep]]:
     """Return a run's steps, grouped by the column that they are drawn in."""
-    columns = itertools.groupby(run.steps, lambda step: int(_left(step.step, across) * COLUMNS))
+    columns = itertools.groupby(
+        run.steps, lambda step: int(_position(step.step, x_range) * COLUMNS)
+    )
     return [list(steps) for _, steps in columns]
 
 
 def _legend(runs: Sequence[Run]) -> str:
+    """Return the legend of the runs' line styles as HTML; "" for one run."""
     if len(runs) == 1:
         return ""
     entries = "".join(
@@ -200,27 +215,27 @@ def _legend(runs: Sequence[Run]) -> str:
     return f'<ul class="legend">{entries}</ul>'
 
 
-def _lanes(
-    runs: Sequence[Run], across: Across, label: str, marked: Callable[[TraceStep], bool]
+def _mark_rows(
+    runs: Sequence[Run], x_range: XRange, label: str, marked: Callable[[TraceStep], bool]
 ) -> str:
-    """Return a row of marks for each run that has marked steps."""
-    lanes = ""
+    """Return as HTML, for each run with marked steps, a row of marks under the chart."""
+    mark_rows = ""
     for i, run in enumerate(runs):
-        places = [_left(step.step, across) for step in run.steps if marked(step)]
+        places = [_position(step.step, x_range) for step in run.steps if marked(step)]
         if not places:
             continue
         name = label if len(runs) == 1 else f"{run.label}: {label}"
         path = "".join(f"M{x:g} 0V10" for x in sorted({round(x * WIDTH, 1) for x in places}))
-        lanes += (
+        mark_rows += (
             f'<div class="lane-label">{text(name)} <b>{len(places):,}</b></div>'
             f'<div class="lane"><svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" '
             f'aria-hidden="true"><path class="mark s{i % STYLES}" d="{path}"/></svg></div>'
         )
-    return lanes
+    return mark_rows
 
 
-def _chart(measure: Measure, runs: Sequence[Run], across: Across, lanes: str) -> str:
-    """Return the chart of a measure over the steps of runs; "" where no step has it."""
+def _measure_chart(measure: Measure, runs: Sequence[Run], x_range: XRange, mark_rows: str) -> str:
+    """Return the HTML chart of a measure by step, over rows of marks; "" if no step has it."""
     known = [[v for step in run.steps if (v := measure.value(step)) is not None] for run in runs]
     values = [value for of_run in known for value in of_run]
     if not values:
@@ -236,27 +251,32 @@ def _chart(measure: Measure, runs: Sequence[Run], across: Across, lanes: str) ->
         if v
     )
     lines = "".join(
-        _curve(i % STYLES, measure, _columns(run, across), axis, across)
+        _line_and_band(i % STYLES, measure, _by_column(run, x_range), axis, x_range)
         for i, run in enumerate(runs)
     )
     grid = "".join(f"M0 {axis.y(at):.1f}H{WIDTH:.0f}" for at, _ in axis.ticks)
     caption = f"{text(measure.title)}{', logarithmic' if log else ''}"
-    return _figure(
+    return _chart_figure(
         f'class="chart" data-chart="{measure.name}"',
         caption + (BANDS if 'class="band' in lines else ""),
         f"{measure.title} by step. {described}",
         f'<path class="grid" d="{grid}"/>{lines}',
         axis,
-        [(_left(at, across), f"{at:,.0f}") for at in ticks(*across, whole=True)],
-        lanes,
+        [(_position(at, x_range), f"{at:,.0f}") for at in ticks(*x_range, whole=True)],
+        mark_rows,
     )
 
 
-def _curve(
-    number: int, measure: Measure, columns: Sequence[List[TraceStep]], axis: Axis, across: Across
+def _line_and_band(
+    number: int, measure: Measure, columns: Sequence[List[TraceStep]], axis: Axis, x_range: XRange
 ) -> str:
-    """Return a line through the medians of columns, over a band; unknown values are gaps."""
-    spots = [(_left(steps[0].step, across) * WIDTH, measure.spread(steps)) for steps in columns]
+    """Return the SVG line through the medians of columns, over the band of their ranges.
+
+    Unknown values are gaps.
+    """
+    spots = [
+        (_position(steps[0].step, x_range) * WIDTH, measure.spread(steps)) for steps in columns
+    ]
     line = band = ""
     for known, group in itertools.groupby(spots, lambda spot: spot[1] is not None):
         if not known:
@@ -273,7 +293,7 @@ def _curve(
     return f'<path class="band f{number}" d="{band}"/>{drawn}' if has_band else drawn
 
 
-def _figure(
+def _chart_figure(
     attributes: str,
     caption: str,
     description: str,
@@ -283,12 +303,12 @@ def _figure(
     rows: str = "",
     after: str = "",
 ) -> str:
-    """Return a chart: a drawing with its labels, rows of marks under it, and what follows them."""
+    """Return an HTML figure: SVG drawing, labels of both axes, rows of marks, then `after`."""
     beside = "".join(
         f'<span style="top:{axis.y(at) / HEIGHT:.2%}">{text(label)}</span>'
         for at, label in axis.ticks
     )
-    under = "".join(_label(left, label) for left, label in below)
+    under = "".join(_axis_label(left, label) for left, label in below)
     return (
         f"<figure {attributes}><figcaption>{caption}</figcaption>"
         f'<div class="plot"><div class="ys" aria-hidden="true">{beside}</div>'
@@ -298,19 +318,22 @@ def _figure(
     )
 
 
-def _label(left: float, label: str) -> str:
+def _axis_label(left: float, label: str) -> str:
+    """Return a label under the chart as HTML; `left` is its position, from 0 to 1."""
     # A label centered at the page's edge would stick out of the page.
     side = "end" if left > _EDGE else "start" if left < 1 - _EDGE else ""
     return f'<span class="{side}" style="left:{left:.2%}">{text(label)}</span>'
 
 
 def _linear_axis(low: float, high: float, shown: Callable[[float], str]) -> Axis:
+    """Return a linear axis for values from low to high, which starts at 0 where that is near."""
     margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     low, high = 0.0 if 0 <= low < high / 2 else low - margin, high + margin
     return Axis(low, high, [(at, shown(at)) for at in ticks(low, high)])
 
 
 def _log_axis(low: float, high: float, shown: Callable[[float], str], base: float) -> Axis:
+    """Return a logarithmic axis for values from low to high, with ticks at powers of `base`."""
     first = math.floor(math.log(low, base) + 1e-9)
     last = math.ceil(math.log(high, base) - 1e-9)
     first, last = (first - 1, last + 1) if first == last else (first, last)
@@ -321,7 +344,7 @@ def _log_axis(low: float, high: float, shown: Callable[[float], str], base: floa
 
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> List[float]:
-    """Return about `count` round numbers from low to high."""
+    """Return about `count` round numbers from low to high, evenly spaced; integers if `whole`."""
     if high <= low:
         return [low]
     rough = (high - low) / count
@@ -335,7 +358,7 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> List[
 
 
 def histogram_chart(data: Mapping[str, Any], title: str) -> Optional[str]:
-    """Return the chart of a "histogram" record, float16's range shaded; None for other data."""
+    """Return the HTML chart of a "histogram" record's data; None if the data is malformed."""
     try:
         exponents = [int(exponent) for exponent in data["exponents"]]
         shares = [float(share) for share in data["share"]]
@@ -346,47 +369,49 @@ def histogram_chart(data: Mapping[str, Any], title: str) -> Optional[str]:
         return None
     if max(map(abs, exponents)) > _FARTHEST_EXPONENT:
         return None
-    across = min(_SUBNORMAL, *exponents) - 1, max(_BEYOND, *exponents) + 2
+    x_range = min(_SUBNORMAL, *exponents) - 1, max(_BEYOND, *exponents) + 2
     top = max(shares) * 1.05 or 1.0
     axis = Axis(0.0, top, [(at, f"{at:.3g}") for at in ticks(0.0, top, count=4)])
-    zones = _zones(exponents, shares, zero)
+    ranges = _float16_ranges(exponents, shares, zero)
 
     def box(name: str, first: float, last: float, share: float = top) -> str:
-        left, right, y = _left(first, across), _left(last, across), axis.y(share)
+        left, right, y = _position(first, x_range), _position(last, x_range), axis.y(share)
         return (
             f'<rect class="{name}" x="{left * WIDTH:.1f}" y="{y:.1f}" '
             f'width="{(right - left) * WIDTH:.1f}" height="{HEIGHT - y:.1f}"/>'
         )
 
     bars = [box("bar", e + 0.1, e + 0.9, share) for e, share in zip(exponents, shares) if share > 0]
-    edges = [_left(exponent, across) * WIDTH for exponent in (_SUBNORMAL, _NORMAL, _BEYOND)]
+    edges = [_position(exponent, x_range) * WIDTH for exponent in (_SUBNORMAL, _NORMAL, _BEYOND)]
     edge = "".join(f"M{x:.1f} 0V{HEIGHT:.0f}" for x in edges)
     shaded = box("subnormal", _SUBNORMAL, _NORMAL) + box("normal", _NORMAL, _BEYOND)
     entries = "".join(
-        f'<li>{f"<i class={name!r}></i>" if name else ""}{label}</li>' for name, label in zones
+        f'<li>{f"<i class={name!r}></i>" if name else ""}{label}</li>' for name, label in ranges
     )
-    return _figure(
+    return _chart_figure(
         'class="chart bars"',
         text(title),
-        "Share of values by exponent. " + "; ".join(label for _, label in zones),
+        "Share of values by exponent. " + "; ".join(label for _, label in ranges),
         f'{shaded}{"".join(bars)}<path class="edge" d="{edge}"/>',
         axis,
-        [(_left(at, across), f"2^{at:.0f}") for at in ticks(*across, count=6, whole=True)],
+        [(_position(at, x_range), f"2^{at:.0f}") for at in ticks(*x_range, count=6, whole=True)],
         after=f'<ul class="zones">{entries}</ul>',
     )
 
 
-def _zones(exponents: Sequence[int], shares: Sequence[float], zero: float) -> List[Tuple[str, str]]:
-    """Return (style, label) of each range of float16, with its share of the values."""
+def _float16_ranges(
+    exponents: Sequence[int], shares: Sequence[float], zero: float
+) -> List[Tuple[str, str]]:
+    """Return (style class, label) of each range of float16, with its share of the values."""
 
     def between(low: float, high: float) -> float:
         return sum(share for e, share in zip(exponents, shares) if low <= e < high)
 
-    zones = [
+    ranges = [
         ("", "zero", zero),
         ("", "vanishes in float16", between(-math.inf, _SUBNORMAL)),
         ("subnormal", "subnormal in float16", between(_SUBNORMAL, _NORMAL)),
         ("normal", "normal in float16", between(_NORMAL, _BEYOND)),
         ("", "overflows in float16", between(_BEYOND, math.inf)),
     ]
-    return [(name, f"{label} {share:.2%}") for name, label, share in zones]
+    return [(name, f"{label} {share:.2%}") for name, label, share in ranges]

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from ...framework.wording import counted, shortened
 from ..tables import html_table
-from .charts import PAGE, charts_of, histogram_chart, hover_data, runs_of, style, text
+from .charts import PAGE, charts_of, histogram_chart, hover_data, runs_of, style_element, text
 from .trace_lines import TraceRecord
 from .trace_reading import CULPRIT_HEADINGS, TraceFile
 
@@ -30,18 +30,18 @@ Records = Sequence[TraceRecord]
 
 
 def report_page(traces: Sequence[TraceFile]) -> str:
-    """Return the page of one trace, or of several with their charts laid over each other."""
+    """Return the HTML page of one trace, or of several with their runs in the same charts."""
     counts = Counter(Path(trace.path).name for trace in traces)
     names = [Path(trace.path).name for trace in traces]
     names = [name if counts[name] == 1 else one.path for name, one in zip(names, traces)]
     runs = [run for name, one in zip(names, traces) for run in runs_of(name, one.steps)]
     sections = [
-        f"<section><h2>{text(name)}</h2>{_sections(one)}</section>"
+        f"<section><h2>{text(name)}</h2>{_trace_section(one)}</section>"
         for name, one in zip(names, traces)
     ]
     return Template((PAGE / "report.html").read_text(encoding="utf-8")).substitute(
         title=text("mxamp report: " + ", ".join(names)),
-        style=style(),
+        style=style_element(),
         charts=charts_of(runs),
         sections="".join(sections),
         # "<" in a name must not end the script element.
@@ -50,18 +50,18 @@ def report_page(traces: Sequence[TraceFile]) -> str:
     )
 
 
-def _sections(trace: TraceFile) -> str:
-    """Return what the page says of one trace, below the charts."""
+def _trace_section(trace: TraceFile) -> str:
+    """Return as HTML the tables of one trace, which stand below the charts."""
     parts = [_warnings(trace), _cards(trace), _skips(trace)]
     parts += [draw(trace.of_kind(kind)) for kind, draw in _KINDS.items() if trace.of_kind(kind)]
-    parts.append(_others([record for record in trace.records if record.kind not in _KINDS]))
+    parts.append(_other_records([record for record in trace.records if record.kind not in _KINDS]))
     rows = [row for header in trace.headers for row in _header_rows(header)]
     machine = _table("Of each start of the run", ("", ""), rows)
     return "".join([*parts, "<h3>Machine and versions</h3>", machine])
 
 
 def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table in a box that scrolls, cut after the first rows."""
+    """Return an HTML table in a box that scrolls, cut after `_ROWS` rows."""
     cut = ""
     if len(rows) > _ROWS:
         shown = f"{_ROWS:,} of {counted(len(rows), 'row')} are shown; the trace has them all."
@@ -72,11 +72,13 @@ def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]])
     )
 
 
-def _folded(title: str, content: str) -> str:
+def _collapsed(title: str, content: str) -> str:
+    """Return HTML content that is shown when its title is clicked."""
     return f"<details><summary>{title}</summary>{content}</details>"
 
 
 def _warnings(trace: TraceFile) -> str:
+    """Return as HTML the notes on a trace's unreadable lines and resumes."""
     found = list(trace.warnings)
     for header in trace.headers[1:]:
         after = header.get("resumed_after")
@@ -85,6 +87,7 @@ def _warnings(trace: TraceFile) -> str:
 
 
 def _cards(trace: TraceFile) -> str:
+    """Return a trace's summary as HTML."""
     cards = "".join(
         f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in trace.summary()
     )
@@ -92,7 +95,7 @@ def _cards(trace: TraceFile) -> str:
 
 
 def _skips(trace: TraceFile) -> str:
-    """Return the tables of skipped steps, by parameter and by step; "" without skipped steps."""
+    """Return HTML tables of skipped steps, by parameter and by step; "" if none was skipped."""
     skipped = trace.skipped
     if not skipped:
         return ""
@@ -109,25 +112,26 @@ def _skips(trace: TraceFile) -> str:
     which = f"The last {len(rows):,} of {len(skipped):,}" if len(skipped) > _SKIPS else "All"
     headings = ("step", "loss", "loss scale", "not finite")
     steps = _table(f"{which} skipped steps", headings, rows)
-    folded = _folded(f"Skipped steps ({len(skipped):,})", steps)
+    folded = _collapsed(f"Skipped steps ({len(skipped):,})", steps)
     return f"<h3>Gradients that were not finite</h3>{more}{gradients}{folded}"
 
 
 # ---------------------------------------------------------------------- records
 
 
-def _cells(entries: Any, columns: Sequence[str]) -> List[List[Any]]:
-    """Return the rows of a list of dicts; records hold whatever the program has given."""
+def _rows_of(entries: Any, columns: Sequence[str]) -> List[List[Any]]:
+    """Return one row for each dict in a list; [] if `entries`, the program's own, is no list."""
     if not isinstance(entries, list):
         return []
     return [
-        [_cell(entry.get(column, "")) for column in columns]
+        [_cell_value(entry.get(column, "")) for column in columns]
         for entry in entries
         if isinstance(entry, dict)
     ]
 
 
-def _cell(value: Any) -> Any:
+def _cell_value(value: Any) -> Any:
+    """Return a value of a record as a table shows it."""
     if isinstance(value, (dict, list)):
         return json.dumps(value)
     # JSON has no such numbers: a trace holds them as text.
@@ -135,7 +139,8 @@ def _cell(value: Any) -> Any:
 
 
 def _findings(records: Records) -> str:
-    rows = _cells([record.data for record in records], _FINDING)
+    """Return an HTML table of the "culprit" records: findings of `check_numerics`."""
+    rows = _rows_of([record.data for record in records], _FINDING)
     used = [i for i in range(len(_FINDING)) if any(row[i] not in ("", None) for row in rows)]
     headings = [_FINDING[i] for i in used]
     table = _table("Where they came from", headings, [[row[i] for i in used] for row in rows])
@@ -143,51 +148,59 @@ def _findings(records: Records) -> str:
 
 
 def _histograms(records: Records) -> str:
+    """Return HTML charts of the last "histogram" records."""
     pictures = ""
     for step, data in ((record.step, record.data) for record in records[-_PICTURES:]):
         title = f"Gradients after step {step:,}"
         details = [str(data["dtype"])] if data.get("dtype") else []
-        details += [f"loss scale {_cell(data['scale'])}"] if data.get("scale") else []
+        details += [f"loss scale {_cell_value(data['scale'])}"] if data.get("scale") else []
         picture = histogram_chart(data, ", ".join([title, *details]))
         pictures += picture or f'<p class="warning">Note: {title}: no histogram.</p>'
-    earlier = _left_out(len(records) - _PICTURES, "histograms")
+    earlier = _earlier_note(len(records) - _PICTURES, "histograms")
     return f'<h3>Sizes of gradients</h3>{earlier}<div class="charts">{pictures}</div>'
 
 
-def _left_out(count: int, what: str) -> str:
+def _earlier_note(count: int, what: str) -> str:
+    """Return an HTML note that so many earlier records are not shown; "" for none."""
     return f'<p class="soft">{count:,} earlier {what} are in the trace.</p>' if count > 0 else ""
 
 
 def _operators(records: Records) -> str:
+    """Return HTML tables of the last "operators" record: calls and casts."""
     record = records[-1]
     parts = [f"<h3>What ran, up to step {record.step:,}</h3>"]
     for name, columns, caption in (
         ("operators", _OPERATOR, "Calls by operator and dtype"),
         ("casts", _CAST, "Casts, and the bytes that they read and wrote"),
     ):
-        rows = _cells(record.data.get(name), columns)
+        rows = _rows_of(record.data.get(name), columns)
         parts.append(_table(caption, columns, rows) if rows else f'<p class="soft">No {name}.</p>')
     return "".join(parts)
 
 
 def _plans(records: Records) -> str:
+    """Return an HTML table of the last "plan" record: the precision of each operator."""
     data = records[-1].data
-    rows, casts = _cells(data.get("nodes"), _PLAN), data.get("casts")
+    rows, casts = _rows_of(data.get("nodes"), _PLAN), data.get("casts")
     counts = Counter(str(row[2]) for row in rows).most_common()
     summary = ", ".join(f"{count:,} in {precision}" for precision, count in counts)
     summary += f"; {counted(len(casts), 'cast')}" if isinstance(casts, list) else ""
     head = f"<h3>The plan</h3><p>{counted(len(rows), 'operator')}: {text(summary or 'none')}.</p>"
-    return head + _folded("Every operator, and why", _table("Precision by operator", _PLAN, rows))
+    return head + _collapsed(
+        "Every operator, and why", _table("Precision by operator", _PLAN, rows)
+    )
 
 
-def _others(records: Records) -> str:
+def _other_records(records: Records) -> str:
+    """Return an HTML table of the last records of unknown kinds, as JSON."""
     if not records:
         return ""
     rows = [(one.kind, one.step, json.dumps(one.data)[:2000]) for one in records[-_OTHERS:]]
     table = _table("As they are", ("kind", "step", "data"), rows)
-    return f"<h3>Other records</h3>{_left_out(len(records) - _OTHERS, 'records')}{table}"
+    return f"<h3>Other records</h3>{_earlier_note(len(records) - _OTHERS, 'records')}{table}"
 
 
+#: The function that shows all records of a kind.
 _KINDS: Dict[str, Callable[[Records], str]] = {
     "culprit": _findings,
     "histogram": _histograms,
@@ -199,6 +212,7 @@ _KINDS: Dict[str, Callable[[Records], str]] = {
 
 
 def _header_rows(header: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
+    """Yield (name, value) of what a header says about its run."""
     machine, policy = header.get("machine", {}), header.get("policy")
     started = datetime.fromtimestamp(header.get("time", 0), timezone.utc)
     yield "started", f"{started:%Y-%m-%d %H:%M:%S} UTC"
@@ -220,6 +234,7 @@ def _header_rows(header: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
 
 
 def _trainer_parts(trainer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the properties of a header's trainer as text."""
     yield trainer.get("optimizer", "unknown optimizer")
     if trainer.get("learning_rate") is not None:
         yield f"learning rate {trainer['learning_rate']:g}"

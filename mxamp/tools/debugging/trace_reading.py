@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Tuple, Union
 from ...errors import ArgumentError
 from ...framework.wording import counted
 from ..tables import html_table, text_table
-from .charts import charts_of, runs_of, style
+from .charts import charts_of, runs_of, style_element
 from .trace_lines import (
     TraceRecord,
     TraceStep,
@@ -98,7 +98,7 @@ class TraceFile:
         if self.skipped:
             tables += html_table(CULPRIT_HEADINGS, self.culprits())
         charts = charts_of(runs_of(self.path, self.steps))
-        return f'{style()}<div class="mxamp">{tables}{charts}</div>'
+        return f'{style_element()}<div class="mxamp">{tables}{charts}</div>'
 
 
 def read_trace(path: Union[str, Path]) -> TraceFile:
