@@ -31,7 +31,7 @@ from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
 from ..scaling.scaler import Float32Scaler, LossScaler, NoScaler, Scaler, StaticLossScaler
 from ..scaling.trainer import active_hook, attach_hook
-from .automatic import hand_over
+from .automatic import end_automatic_run
 
 __all__ = ["initialize"]
 
@@ -41,10 +41,12 @@ _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
 
 class _Level(NamedTuple):
-    patched: bool = True
-    cast: bool = False
+    """An optimization level."""
+
+    patched: bool = True  #: operators run by list
+    cast: bool = False  #: parameters, to float16
     dynamic: bool = False  #: loss scale
-    float_norms: bool = True
+    float_norms: bool = True  #: normalization stays float32
 
 
 _LEVELS = {
@@ -116,9 +118,9 @@ def initialize(
         Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
         net has float16 parameters.
     """
-    hand_over("initialize")
+    end_automatic_run("initialize")
     level = _checked_level(opt_level, keep_batchnorm_fp32)
-    nets, optimizers = _listed("models", models, Block), _listed("trainers", trainers, Trainer)
+    nets, optimizers = _as_list("models", models, Block), _as_list("trainers", trainers, Trainer)
     policy = chosen_policy(dtype, ctx=ctx)
     if chose_float32():
         policy = FLOAT32
@@ -127,16 +129,16 @@ def initialize(
         level = _LEVELS["O0"]
     casts = level.cast and target == "float16"
     master_weights = casts and level.dynamic
-    scaler = _scaler_maker(level, loss_scale, target)
+    scaler = _scaler_factory(level, loss_scale, target)
     _check_fresh(nets, optimizers)
     if isinstance(policy, Policy) and level.patched:
-        init(policy=_all_half(policy) if casts and not level.dynamic else policy)
+        init(policy=_o3_policy(policy) if casts and not level.dynamic else policy)
     elif policy is FLOAT32 and switch_on(policy):
         announce_float32()
     if level.cast and not casts:
         logger.info(STAY_FLOAT32, opt_level)
     for net in nets if casts else ():
-        _cast(net, level.float_norms or bool(keep_batchnorm_fp32), master_weights)
+        _cast_to_float16(net, level.float_norms or bool(keep_batchnorm_fp32), master_weights)
         _save_in_float32(net)
     for trainer in optimizers:
         if master_weights:
@@ -146,6 +148,7 @@ def initialize(
 
 
 def _checked_level(name: str, keep_batchnorm_fp32: Optional[bool]) -> _Level:
+    """Return the optimization level of a name; raise `ArgumentError` for a wrong argument."""
     if name not in _LEVELS:
         raise ArgumentError(
             f"opt_level must be one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
@@ -155,10 +158,10 @@ def _checked_level(name: str, keep_batchnorm_fp32: Optional[bool]) -> _Level:
     return _LEVELS[name]
 
 
-def _scaler_maker(
+def _scaler_factory(
     level: _Level, loss_scale: Union[None, float, str], target: str
 ) -> Callable[[], Scaler]:
-    """Return a function that makes the scaler of one trainer; raise for a wrong loss scale."""
+    """Return a function that makes the loss scaler of one trainer; raise for a wrong loss scale."""
     make: Callable[[], Scaler] = LossScaler
     if loss_scale is None:
         make = LossScaler if level.dynamic and target == "float16" else NoScaler
@@ -170,16 +173,18 @@ def _scaler_maker(
     return Float32Scaler if target == "float32" else make
 
 
-def _listed(name: str, given: Any, wanted: type) -> List[Any]:
-    listed = [] if given is None else [given] if isinstance(given, wanted) else given
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(x, wanted) for x in listed):
+def _as_list(name: str, value: Any, kind: type) -> List[Any]:
+    """Return the argument `name`, a `kind`, a list of them or None, as a list; else raise."""
+    listed = [] if value is None else [value] if isinstance(value, kind) else value
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(x, kind) for x in listed):
         raise ArgumentError(
-            f"{name} must be a {wanted.__name__} or a list of them, not {shown(given)}"
+            f"{name} must be a {kind.__name__} or a list of them, not {shown(value)}"
         )
     return list(listed)
 
 
 def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
+    """Raise `StateError` if mixed precision is on, or nets or trainers were prepared before."""
     if current_policy() is not None:
         raise StateError(
             "initialize turns mixed precision on, and init() or another API has done so already: "
@@ -198,13 +203,13 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
                 raise StateError(f"parameter {name!r} is float16 already: was it cast before?")
 
 
-def _all_half(policy: Policy) -> Policy:
+def _o3_policy(policy: Policy) -> Policy:
     """Return the policy of O3: float32 operators follow their inputs if MXNet has a half kernel."""
     kept = [name for name in policy.operators("fp32") if policy.rule(name).missing is not None]
     return policy.override(fp32=kept, replace_lists=True)
 
 
-def _cast(net: Block, float_norms: bool, float_embeddings: bool) -> None:
+def _cast_to_float16(net: Block, float_norms: bool, float_embeddings: bool) -> None:
     """Cast a net to float16, except norms and embeddings.
 
     With a float16 weight, GPUs sum the gradient of a frequent token in float16, and have no sparse
@@ -212,23 +217,23 @@ def _cast(net: Block, float_norms: bool, float_embeddings: bool) -> None:
     """
     net.cast("float16")
 
-    def back(block: Block) -> None:
+    def restore_float32(block: Block) -> None:
         is_float = isinstance(block, _NORMS if float_norms else nn.BatchNorm)
         if isinstance(block, (nn.Embedding, SparseEmbedding)):
             is_float = float_embeddings or block.weight._grad_stype != "default"
         for param in block._reg_params.values() if is_float else ():
             param.cast("float32")
 
-    net.apply(back)
+    net.apply(restore_float32)
 
 
 # ------------------------------------------------- files of nets with float16 parameters: float32
 
-_LOADS = ("ctx", "allow_missing", "ignore_extra", "cast_dtype")
+_LOAD_OPTIONS = ("ctx", "allow_missing", "ignore_extra", "cast_dtype")
 
 
 def _save_in_float32(net: Block) -> None:
-    """Let `save_parameters` and `export` write float32, and `load_parameters` read it."""
+    """Make a net's `save_parameters` and `export` write float32, and `load_parameters` read it."""
     # Partial objects, not closures: a deep copy of the net gets its own.
     net.save_parameters = functools.partial(_save_parameters, net)
     net.load_parameters = functools.partial(_load_parameters, net)
@@ -237,21 +242,21 @@ def _save_in_float32(net: Block) -> None:
 
 
 def _save_parameters(net: Block, *args: Any, **kwargs: Any) -> None:
-    with _widened(net):
+    with _saving_float32(net):
         type(net).save_parameters(net, *args, **kwargs)
 
 
 def _load_parameters(net: Block, filename: str, *args: Any, **kwargs: Any) -> None:
-    options = {"cast_dtype": True, **dict(zip(_LOADS, args)), **kwargs}
+    options = {"cast_dtype": True, **dict(zip(_LOAD_OPTIONS, args)), **kwargs}
     type(net).load_parameters(net, filename, **options)
 
 
 def _export(net: HybridBlock, *args: Any, **kwargs: Any) -> Any:
     traced = net._cached_graph
-    with _widened(net) as params:
+    with _saving_float32(net) as params:
         if traced:
             inputs, symbol = traced
-            net._cached_graph = inputs, _of_float32(symbol, params)
+            net._cached_graph = inputs, _with_float32_variables(symbol, params)
         try:
             return type(net).export(net, *args, **kwargs)
         finally:
@@ -259,12 +264,12 @@ def _export(net: HybridBlock, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _widened(net: Block) -> Iterator[Dict[str, Parameter]]:
-    """Save the float16 parameters of a net as float32 inside; yield them by name."""
+def _saving_float32(net: Block) -> Iterator[Dict[str, Parameter]]:
+    """Context in which a net saves its float16 parameters as float32; yield them by name."""
     params = net.collect_params().items()
     halves = {name: param for name, param in params if dtype_name(param.dtype) == "float16"}
     for param in halves.values():
-        param._reduce = functools.partial(_reduced, param)
+        param._reduce = functools.partial(_reduced_in_float32, param)
     try:
         yield halves
     finally:
@@ -272,12 +277,12 @@ def _widened(net: Block) -> Iterator[Dict[str, Parameter]]:
             del param._reduce
 
 
-def _reduced(param: Parameter) -> NDArray:
+def _reduced_in_float32(param: Parameter) -> NDArray:
     return type(param)._reduce(param).astype("float32")
 
 
-def _of_float32(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
-    """Return a symbol that records float32 for its float16 variables `params`."""
+def _with_float32_variables(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
+    """Return a copy of a symbol that records float32 as the dtype of the variables `params`."""
     graph = Graph.from_symbol(symbol)
     for node in graph.variables:
         if node.name in params and "__dtype__" in node.attrs:

@@ -32,7 +32,7 @@ from .module_api import module_patches
 __all__ = [
     "OWN_AMP",
     "VARIABLE",
-    "hand_over",
+    "end_automatic_run",
     "imports_mxamp",
     "show_log",
     "start",
@@ -68,7 +68,7 @@ class _AutomaticRun(FrontEnd):
         self.scale: Optional[SharedScale] = None
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patch of the public `init`; `initialize` calls `hand_over` itself."""
+        """Return the patch of the public `init`; `initialize` calls `end_automatic_run` itself."""
         public = sys.modules[__name__.split(".", maxsplit=1)[0]]
         return [Patch(public, "init", wrapping(_patched_init))]
 
@@ -78,18 +78,18 @@ class _AutomaticRun(FrontEnd):
         contrib_patches.open()
         backward_patches.open()
         module_patches.open()
-        backward_patches.default = module_patches.default = scale
+        backward_patches.default_scale = module_patches.default_scale = scale
         self.open()
 
     def close(self) -> None:
-        """Take the patch off, forget the scale, and leave the trainers to other APIs."""
+        """Undo the patch, forget the scale, and leave the trainers to other APIs."""
         super().close()
         if self.scale is not None:
             self.scale.retire_hooks(backward_patches.trainers)
         self.policy = self.scale = None
 
     def summarize(self) -> None:
-        """Log how the run went, unless it has ended before."""
+        """Log the run's dtype, steps, skips and last scale, unless it has ended before."""
         if self.policy is not None and self.scale is not None:
             logger.info(
                 SUMMARY,
@@ -134,7 +134,7 @@ def start(
     scaler = LossScaler() if policy.target_dtype == "float16" else NoScaler()
     process.lowered.clear()
     _run.begin(policy, SharedScale(scaler, name))
-    _at_fork_and_exit()
+    _register_at_fork_and_exit()
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
@@ -167,8 +167,8 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
 # ------------------------------------------------------------ programs that use mxamp themselves
 
 
-def hand_over(function: str) -> None:
-    """End an automatic run, if there is one: the program calls this function of mxamp itself."""
+def end_automatic_run(function: str) -> None:
+    """End an automatic run, if one is on, because the program calls `function` of mxamp itself."""
     if _run.is_open:
         logger.info(OWN_CALLS, sys.argv[0] or "this program", function)
         switch_off()
@@ -177,7 +177,7 @@ def hand_over(function: str) -> None:
 
 
 def _patched_init(original: Original, *args: Any, **kwargs: Any) -> Any:
-    hand_over("init")
+    end_automatic_run("init")
     return original(*args, **kwargs)
 
 
@@ -194,21 +194,21 @@ def imports_mxamp(code: Union[CodeType, str, bytes]) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _at_fork_and_exit() -> None:
+def _register_at_fork_and_exit() -> None:
     """Register, once, the summary at exit and the end of the run in forked processes."""
     atexit.register(_run.summarize)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_off_in_child)
+        os.register_at_fork(after_in_child=_end_in_child)
 
 
-def _off_in_child() -> None:
-    # A worker of a data loader computes as without mxamp.
+def _end_in_child() -> None:
+    """End an automatic run in a forked process: data loaders compute as without mxamp."""
     if _run.is_open:
         switch_off()
         contrib_patches.open()
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Shows mxamp's log lines as long as no other handler does."""
 
     def handle(self, record: logging.LogRecord) -> Any:
@@ -222,6 +222,6 @@ def show_log() -> None:
     if logger.level or logger.handlers or logging.getLogger().level != logging.WARNING:
         return
     logger.setLevel(logging.INFO)
-    handler = _Handler()
+    handler = _FallbackHandler()
     handler.setFormatter(logging.Formatter("mxamp: %(message)s"))
     logger.addHandler(handler)

@@ -29,7 +29,7 @@ from ..scaling.shared_scale import (
     shared_scale_hook,
 )
 from .scaled_pass import Heads, PassResult, ScaledPass, unscaled
-from .variables import Variables, imported
+from .variables import Variables, patches_of_function
 
 __all__ = ["backward_patches"]
 
@@ -54,7 +54,7 @@ class _BackwardPatches(FrontEnd):
     def __init__(self) -> None:
         super().__init__()
         #: For trainers whose optimizer was not decorated; None leaves them as they are.
-        self.default: Optional[SharedScale] = None
+        self.default_scale: Optional[SharedScale] = None
         self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
         self._has_new_trainer = False  # since the last backward pass
         self.variables = Variables()
@@ -64,39 +64,39 @@ class _BackwardPatches(FrontEnd):
         """Return the patches."""
         return [
             Patch(Trainer, "__init__", wrapping(_patched_init)),
-            *imported(autograd, "backward", wrapping(_patched_backward)),
-            Patch(NDArray, "backward", wrapping(_patched_method)),
-            *imported(autograd, "grad", wrapping(_patched_grad)),
+            *patches_of_function(autograd, "backward", wrapping(_patched_backward)),
+            Patch(NDArray, "backward", wrapping(_patched_array_backward)),
+            *patches_of_function(autograd, "grad", wrapping(_patched_grad)),
             *self.variables.patches(),
             self.pass_.patch(),
             Patch(CustomOpProp, "__init__", build_custom_op_init),
         ]
 
     def open(self) -> None:
-        """Put the patches in place, and find the existing variables."""
+        """Install the patches, and find the existing variables."""
         with self._lock:
             if not self.is_open:
                 super().open()
-                self.variables.find()
+                self.variables.add_existing()
                 updated_arrays.watch()
 
     def close(self) -> None:
-        """Take the patches off, and forget trainers and variables."""
+        """Undo the patches, and forget trainers and variables."""
         super().close()
-        self.default = None
+        self.default_scale = None
         self.trainers.clear()
         self.variables.clear()
         updated_arrays.stop()
 
-    def add_trainer(self, trainer: Trainer, shared: SharedScale) -> None:
+    def add_trainer(self, trainer: Trainer, shared_scale: SharedScale) -> None:
         """Scale a trainer's losses by a shared scale from now on, inside backward passes."""
-        attach_shared_scale(trainer, shared)
+        attach_shared_scale(trainer, shared_scale)
         self.trainers.add(trainer)
         self._has_new_trainer = True
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let one backward pass run at a time, and then forget variables nobody else holds."""
+        """Context in which no other backward pass runs; then forget variables nobody else holds."""
         with self.pass_.running():
             try:
                 yield
@@ -105,7 +105,7 @@ class _BackwardPatches(FrontEnd):
                 self.variables.prune()
 
     def hooks(self) -> List[TrainerHook]:
-        """Return the hooks of the attached trainers."""
+        """Return the hooks of the added trainers."""
         if self._has_new_trainer:
             self._has_new_trainer = False
             # A trainer and its hook hold each other: collect the trainers that this one replaces.
@@ -121,16 +121,16 @@ backward_patches = _BackwardPatches()
 def _patched_init(original: Original, self: Trainer, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
-    own = getattr(given, "scaling", None) or scale_of(self._optimizer)
-    shared = own or backward_patches.default
-    if shared is None:
+    own_scale = scale_of(given) or scale_of(self._optimizer)
+    shared_scale = own_scale or backward_patches.default_scale
+    if shared_scale is None:
         return
     try:
-        backward_patches.add_trainer(self, shared)
+        backward_patches.add_trainer(self, shared_scale)
     except AmpError as error:
-        if own is not None:
+        if own_scale is not None:
             raise
-        logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
+        logger.warning("%s: this trainer is left as it is: %s", shared_scale.scaled_by, error)
 
 
 def _patched_backward(
@@ -142,7 +142,7 @@ def _patched_backward(
 ) -> None:
     hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
     # A custom operator in float16 is given scaled gradients, and passes them on.
-    if not hooks or (pass_.is_inner and not pass_.in_function):
+    if not hooks or (pass_.is_nested and not pass_.is_nested_unscaled):
         original(heads, head_grads, retain_graph, train_mode)
         return
     listed = Heads(heads, head_grads)
@@ -151,18 +151,19 @@ def _patched_backward(
         gradients = listed.scaled_gradients(scale)
         original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
 
-    if pass_.is_inner:
-        pass_.run_inner(compute, backward_patches.variables.all())
+    if pass_.is_nested:
+        pass_.run_nested(compute, backward_patches.variables.all())
         return
-    result = _run(compute, hooks, listed)
+    result = _run_scaled(compute, hooks, listed)
     losses = listed.losses()
     for hook in hooks:
         hook.mark_unscaled(*result, losses)
 
 
-def _run(
+def _run_scaled(
     compute: Callable[[float, bool], None], hooks: Sequence[TrainerHook], heads: Heads
 ) -> PassResult:
+    """Run a backward pass with the lowest scale of the hooks' trainers, and unscale gradients."""
     scale = _scale_for(hooks, heads)
     if scale == 1:
         # No scale to take out; trainers check the gradients they are about to use.
@@ -174,11 +175,11 @@ def _run(
         owned = {id(data) for param in params if param._grad is not None for data in param._data}
         variables = backward_patches.variables.all()
         result = backward_patches.pass_.run(compute, scale, variables, owned)
-    _note_overflow(hooks, scale, result.scale, finite=result.overflown <= owned)
+    _report_second_run(hooks, scale, result.scale, finite=result.overflown <= owned)
     return result
 
 
-def _patched_method(
+def _patched_array_backward(
     original: Original,
     self: NDArray,
     out_grad: Any = None,
@@ -203,8 +204,8 @@ def _patched_grad(
 ) -> Any:
     hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
     listed = Heads(heads, head_grads)
-    inner, scale = pass_.is_inner, 1.0
-    if inner and pass_.in_function:
+    inner, scale = pass_.is_nested, 1.0
+    if inner and pass_.is_nested_unscaled:
         scale = pass_.scale
     elif hooks and not inner:
         scale = _scale_for(hooks, listed)
@@ -220,20 +221,22 @@ def _patched_grad(
         return [unscaled(gradient, scale) for gradient in compute(scale)]
     with backward_patches.running():
         found, used, finite = pass_.run_grad(compute, scale)
-    _note_overflow(hooks, scale, used, finite)
+    _report_second_run(hooks, scale, used, finite)
     return found
 
 
 def _scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
-    """Return the scale of a pass from these heads: the lowest of all trainers."""
+    """Return the loss scale of a backward pass from `heads`: the lowest of all trainers."""
     scale = lowest_scale(hooks).loss_scale
     if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
         scale = min(scale, _HALF_LIMIT)
     return scale
 
 
-def _note_overflow(hooks: Sequence[TrainerHook], tried: float, used: float, finite: bool) -> None:
-    """Lower the shared scale if a pass ran again and a lower scale cured its overflow."""
+def _report_second_run(
+    hooks: Sequence[TrainerHook], tried: float, used: float, finite: bool
+) -> None:
+    """Log a pass that overflowed and ran again; lower the shared scale if that cured it."""
     if used == tried:
         return
     if not finite:

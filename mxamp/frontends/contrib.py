@@ -84,7 +84,7 @@ def patch_contrib() -> None:
 # ------------------------------------------------- the operator lists, under MXNet's names for them
 
 
-def _policy(target_dtype: Any) -> Policy:
+def _default_policy(target_dtype: Any) -> Policy:
     return Policy.default(check_target(target_dtype))
 
 
@@ -94,23 +94,23 @@ def list_lp16_ops(target_dtype: Any) -> List[str]:
     >>> "Convolution" in list_lp16_ops("bfloat16")
     True
     """
-    return _policy(target_dtype).operators("low")
+    return _default_policy(target_dtype).operators("low")
 
 
 def list_fp32_ops(target_dtype: Any) -> List[str]:
     """Return the operators that run in float32."""
-    return _policy(target_dtype).operators("fp32")
+    return _default_policy(target_dtype).operators("fp32")
 
 
 def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
     """Return the operators that follow their inputs or are never cast."""
-    policy = _policy(target_dtype)
-    return sorted(_following(policy, "neutral") + policy.operators("untouched"))
+    policy = _default_policy(target_dtype)
+    return sorted(_operators_of_class(policy, "neutral") + policy.operators("untouched"))
 
 
 def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[str]]]:
     """Return (operator, attribute, values): float32 where the attribute has one of the values."""
-    rules = _policy(target_dtype).rules.values()
+    rules = _default_policy(target_dtype).rules.values()
     return sorted(
         (rule.operator, condition.attribute, list(condition.values))
         for rule in rules
@@ -121,7 +121,7 @@ def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[st
 
 def list_widest_type_cast(target_dtype: Any) -> List[str]:
     """Return the operators whose inputs are cast to the widest dtype among them."""
-    return sorted(_following(_policy(target_dtype), "widest"))
+    return sorted(_operators_of_class(_default_policy(target_dtype), "widest"))
 
 
 def list_loss_output_functions(target_dtype: Any) -> List[str]:
@@ -134,7 +134,7 @@ def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool
     """Return which inputs of an operator stay in float32 (True); None for float16, as in MXNet."""
     if check_target(target_dtype) == "float16":
         return None
-    rules = [rule for rule in _policy(target_dtype).rules.values() if rule.keep_inputs]
+    rules = [rule for rule in _default_policy(target_dtype).rules.values() if rule.keep_inputs]
     inputs = {rule.operator: registry()[rule.operator].inputs for rule in rules}
     return {
         rule.operator: [name in rule.keep_inputs for name in inputs[rule.operator]]
@@ -142,7 +142,7 @@ def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool
     }
 
 
-def _following(policy: Policy, op_class: str) -> List[str]:
+def _operators_of_class(policy: Policy, op_class: str) -> List[str]:
     """Return the operators of a class, including those with a condition on a range of numbers.
 
     The lists of `mxnet.contrib.amp` know conditions on single values only.

@@ -61,7 +61,7 @@ def half_function(function: Function) -> Function:
     Arrays may stand in lists, tuples and dicts. Operators inside follow the policy. While mixed
     precision is off, the function runs as it is.
     """
-    return _casting(function, lambda: TARGET_INSIDE, lambda _, target: target)
+    return _with_casts(function, lambda: TARGET_INSIDE, lambda _, target: target)
 
 
 def float_function(function: Function) -> Function:
@@ -76,7 +76,7 @@ def float_function(function: Function) -> Function:
     """
     _check_function(function)
     check_runs_at_once(function)
-    return _casting(function, lambda: FLOAT32_INSIDE, lambda *_: "float32", off_inside=True)
+    return _with_casts(function, lambda: FLOAT32_INSIDE, lambda *_: "float32", off_inside=True)
 
 
 def promote_function(function: Function) -> Function:
@@ -94,16 +94,16 @@ def promote_function(function: Function) -> Function:
     def widest(dtypes: Set[str], _target: str) -> Optional[str]:
         return "float32" if len(dtypes & CASTABLE) > 1 else None
 
-    return _casting(function, lambda: f"{WIDEST_INSIDE} {next(_calls)}", widest)
+    return _with_casts(function, lambda: f"{WIDEST_INSIDE} {next(_calls)}", widest)
 
 
-def _casting(
+def _with_casts(
     function: Function,
     region: Callable[[], str],
     dtype_for: Callable[[Set[str], str], Optional[str]],
     off_inside: bool = False,
 ) -> Function:
-    """Return the function with its arrays cast, in eager calls and in graphs.
+    """Return `function` with its array arguments cast, in eager calls and in graphs.
 
     `region` marks the symbols of one call. `dtype_for` takes the dtypes of the arrays and the
     target dtype, and returns the dtype to cast to. `off_inside` turns mixed precision off inside.
@@ -119,29 +119,34 @@ def _casting(
         # A call with symbols builds a graph, which runs later.
         if any(isinstance(one, Symbol) for one in others):
             mark = region()
-            args, kwargs = map_arrays(given, lambda array: array, lambda one: _marked(one, mark))
+            args, kwargs = map_arrays(
+                given, lambda array: array, lambda one: _with_cast_mark(one, mark)
+            )
             with autocast(enabled=False) if off_inside else nullcontext():
                 return function(*args, **kwargs)
         if policy is None:
             return function(*args, **kwargs)
         dtype = dtype_for({dtype_name(array.dtype) for array in arrays}, policy.target_dtype)
         if dtype is not None:
-            args, kwargs = map_arrays(given, lambda one: _cast(one, dtype), lambda other: other)
+            args, kwargs = map_arrays(
+                given, lambda one: _cast_float(one, dtype), lambda other: other
+            )
         with suspended() if off_inside else nullcontext():
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 
 
-def _marked(value: Any, region: str) -> Any:
-    """Return a copy of a symbol that is cast when its graph runs in mixed precision."""
+def _with_cast_mark(value: Any, region: str) -> Any:
+    """Return a copy of a symbol that is cast when its graph runs; any other value as it is."""
     if not isinstance(value, Symbol):
         return value
     copy = mx.sym.identity(value.as_nd_ndarray(), attr={CAST: region})
     return copy.as_np_ndarray() if isinstance(value, mx.sym.np._Symbol) else copy
 
 
-def _cast(array: NDArray, dtype: str) -> NDArray:
+def _cast_float(array: NDArray, dtype: str) -> NDArray:
+    """Return a float array cast to a dtype, and any other array as it is."""
     if dtype_name(array.dtype) not in CASTABLE:
         return array
     return cast(array, dtype, isinstance(array, mx.np.ndarray))
@@ -157,7 +162,7 @@ def register_half_function(module: Any, name: str) -> None:
     Calls of `my_layers.attention` get the new function. Code that has imported it by name before
     keeps the old one.
     """
-    _register(module, name, half_function)
+    _register_function(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
@@ -167,7 +172,7 @@ def register_float_function(module: Any, name: str) -> None:
 
         amp.register_float_function(my_layers, "focal_loss")
     """
-    _register(module, name, float_function)
+    _register_function(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
@@ -177,17 +182,18 @@ def register_promote_function(module: Any, name: str) -> None:
 
         amp.register_promote_function(my_layers, "mix")
     """
-    _register(module, name, promote_function)
+    _register_function(module, name, promote_function)
 
 
-def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    here = getattr(module, "__dict__", None)
-    if here is None:
+def _register_function(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace `module.name` by `wrap(module.name)` until `shutdown`, once per decorator."""
+    attributes = getattr(module, "__dict__", None)
+    if attributes is None:
         raise ArgumentError(f"the first argument must be a module, not {shown(module)}")
-    functions = [one for one, value in here.items() if callable(value)]
+    functions = [one for one, value in attributes.items() if callable(value)]
     if name not in functions:
         raise unknown(f"function of {shown(module)}", name, functions)
-    if getattr(vars(module)[name], _MARK, None) is wrap:
+    if getattr(attributes[name], _MARK, None) is wrap:
         return
 
     def build(function: Any) -> Any:

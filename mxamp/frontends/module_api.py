@@ -30,7 +30,7 @@ from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.shared_scale import SharedScale, scale_of
 
-__all__ = ["DecoratedName", "check_before", "module_patches"]
+__all__ = ["DecoratedName", "check_kvstore", "module_patches"]
 
 logger = logging.getLogger("mxamp")
 
@@ -68,12 +68,12 @@ class _State:
 
 
 class _ModulePatches(FrontEnd):
-    """Patches of `Module`, with the state of each module."""
+    """Patches of `Module`, with the loss-scaling state of each module."""
 
     def __init__(self) -> None:
         super().__init__()
         #: For modules whose optimizer was not decorated; None leaves them as they are.
-        self.default: Optional[SharedScale] = None
+        self.default_scale: Optional[SharedScale] = None
         self.states: "WeakKeyDictionary[Module, _State]" = WeakKeyDictionary()
 
     def patches(self) -> Sequence[Patch]:
@@ -87,9 +87,9 @@ class _ModulePatches(FrontEnd):
         ]
 
     def close(self) -> None:
-        """Take the patches off, and forget the modules."""
+        """Undo the patches, and forget the modules."""
         super().close()
-        self.default = None
+        self.default_scale = None
         self.states.clear()
 
 
@@ -111,15 +111,15 @@ def _patched_bind(
     if for_training and (again or not self.binded) and not chose_float32():
         graph = with_scale_input(Graph.from_symbol(self._symbol))
     scalable = None if graph is None else graph.to_symbol(type(self._symbol))
-    with _bound_as(self, scalable), scaled_executors():
+    with _with_symbol(self, scalable), scaled_executors():
         original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
     if scalable is not None:
         module_patches.states[self] = _State(in_graph=True)
 
 
 @contextmanager
-def _bound_as(module: Module, scalable: Optional[Symbol]) -> Iterator[None]:
-    """Let a module bind another symbol: executors take the scale, saved models do not."""
+def _with_symbol(module: Module, scalable: Optional[Symbol]) -> Iterator[None]:
+    """Context in which a module binds `scalable`; its own symbol, which it saves, stays."""
     symbol, names = module._symbol, module._state_names
     try:
         if scalable is not None:
@@ -137,32 +137,31 @@ def _patched_init_optimizer(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    own = getattr(optimizer, "scaling", None) or scale_of(optimizer)
-    shared = own or module_patches.default
-    checks = shared is not None and shared.checks
+    shared_scale = scale_of(optimizer) or module_patches.default_scale
+    checks = shared_scale is not None and shared_scale.checks
     if checks:
         if is_horovod_optimizer(optimizer):
             raise StateError(HOROVOD)
-        check_before(self, kvstore)
+        check_kvstore(self, kvstore)
     with _updates_off_kvstore() if checks else nullcontext():
         original(self, kvstore, optimizer, *args, **kwargs)
-    if shared is None:
+    if shared_scale is None:
         policy = current_policy()
         if policy is not None and policy.target_dtype == "float16":
             logger.warning(NOT_DECORATED)
         return
     if checks and self._update_on_kvstore:
         raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
-    self._optimizer._amp_scaling = shared
+    self._optimizer._amp_scaling = shared_scale
     if checks and is_distributed(self._kvstore):
-        _synchronize(self, shared)
+        _synchronize_workers(self, shared_scale)
 
 
 def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
     state = module_patches.states.get(self)
     if state is not None and state.in_graph:
-        shared = _decorated_scale(self)
-        state.scale = 1.0 if shared is None else shared.loss_scale
+        shared_scale = _module_scale(self)
+        state.scale = 1.0 if shared_scale is None else shared_scale.loss_scale
         # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
         # forward pass.
         group = self._exec_group
@@ -172,20 +171,20 @@ def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any
     original(self, *args, **kwargs)
 
 
-def _decorated_scale(module: Module) -> Optional[SharedScale]:
-    """Return the scale of a module's optimizer, or None if its losses are not scaled."""
-    shared = scale_of(module._optimizer) if module.optimizer_initialized else None
-    return shared if shared is not None and shared.checks else None
+def _module_scale(module: Module) -> Optional[SharedScale]:
+    """Return the `SharedScale` of a module's optimizer; None if its losses are not scaled."""
+    shared_scale = scale_of(module._optimizer) if module.optimizer_initialized else None
+    return shared_scale if shared_scale is not None and shared_scale.checks else None
 
 
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
-    shared = _decorated_scale(self)
+    shared_scale = _module_scale(self)
     state = module_patches.states.setdefault(self, _State())
     state.overflown = False
-    if shared is None or not (state.in_graph or out_grads is not None):
+    if shared_scale is None or not (state.in_graph or out_grads is not None):
         original(self, out_grads)
         return
-    scale = state.scale if state.in_graph else shared.loss_scale
+    scale = state.scale if state.in_graph else shared_scale.loss_scale
     # The sum has to carry the same scale as what is added to it.
     multiply(_gradients(self, adding=True), scale)
     with scaled_custom_ops(scale, unscaled_outside=True):
@@ -194,7 +193,7 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
 
 
 def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
-    """Return the gradients that a backward pass writes or, with `adding`, only its sums."""
+    """Return all gradients of a module; with `adding`, those with `grad_req="add"`."""
     group = module._exec_group
     return [
         gradient
@@ -205,35 +204,35 @@ def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
 
 
 def _patched_update(original: Original, self: Module) -> None:
-    shared = scale_of(self._optimizer)
-    if shared is None or self not in module_patches.states:
+    shared_scale = scale_of(self._optimizer)
+    if shared_scale is None or self not in module_patches.states:
         original(self)
         return
     state, finite = module_patches.states[self], True
     workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
-    if shared.checks:
+    if shared_scale.checks:
         with log_long_wait(GRADIENTS, workers.rank) if workers else nullcontext():
-            finite = _update(self, shared, state.overflown, original)
+            finite = _update_if_finite(self, shared_scale, state.overflown, original)
     else:
         original(self)
-    shared.update(finite)
+    shared_scale.update(finite)
 
 
-def _update(
-    module: Module, shared: SharedScale, overflown: bool, original: Callable[..., Any]
+def _update_if_finite(
+    module: Module, shared_scale: SharedScale, overflown: bool, original: Callable[..., Any]
 ) -> bool:
     """Update a module's parameters if all gradients are finite; return whether they are."""
     group, kvstore = module._exec_group, module._kvstore
     if kvstore:
         if overflown and is_distributed(kvstore):
-            fill_with_inf(_trained(group))
+            fill_with_inf(_trained_gradients(group))
         # Before the check, so that all devices and workers decide alike.
         for i, (name, gradients) in enumerate(zip(group.param_names, group.grad_arrays)):
             if gradients[0] is not None:
                 kvstore.push(name, gradients, priority=-i)
                 kvstore.pull(name, out=gradients, priority=-i)
-    if overflown or not all_finite(_trained(group)):
-        logger.info(SKIPPED, shared.loss_scale)
+    if overflown or not all_finite(_trained_gradients(group)):
+        logger.info(SKIPPED, shared_scale.loss_scale)
         return False
     module._kvstore = None
     try:
@@ -243,12 +242,13 @@ def _update(
     return True
 
 
-def _trained(group: Any) -> List[NDArray]:
-    """Return the gradients of trained parameters, on all devices."""
+def _trained_gradients(group: Any) -> List[NDArray]:
+    """Return the gradients of the trained parameters, on all devices."""
     return [g for of_one in group.grad_arrays for g in of_one if g is not None]
 
 
 def _times(arrays: Any, factor: float) -> Any:
+    """Return an array, or nested lists of arrays, times a factor; None stays None."""
     if arrays is None or factor == 1:
         return arrays
     if isinstance(arrays, NDArray):
@@ -259,7 +259,7 @@ def _times(arrays: Any, factor: float) -> Any:
 
 @contextmanager
 def _updates_off_kvstore() -> Iterator[None]:
-    """Set MXNet's switch (`MXNET_UPDATE_ON_KVSTORE=0`) that updates parameters outside kvstores."""
+    """Context with `MXNET_UPDATE_ON_KVSTORE=0`: MXNet updates parameters outside the kvstore."""
     before = os.environ.get(_UPDATE_SWITCH)
     os.environ[_UPDATE_SWITCH] = "0"
     try:
@@ -273,8 +273,8 @@ def _updates_off_kvstore() -> Iterator[None]:
 # ------------------------------------------- several workers: same weights, settings and steps
 
 
-def check_before(module: Module, kvstore: Any) -> None:
-    """Raise if a module can't train in mixed precision on this kvstore."""
+def check_kvstore(module: Module, kvstore: Any) -> None:
+    """Raise if a module's kvstore compresses gradients, or can't send its parameters."""
     if not is_distributed(kvstore):
         return
     if module._compression_params:
@@ -284,7 +284,7 @@ def check_before(module: Module, kvstore: Any) -> None:
         PARAMETER_SERVER.check_arrays(f"the parameter {name!r}", arrays)
 
 
-def _synchronize(module: Module, shared: SharedScale) -> None:
+def _synchronize_workers(module: Module, shared_scale: SharedScale) -> None:
     """Give a module the weights of worker 0, and compare the workers' settings.
 
     MXNet shares weights only if the kvstore updates them.
@@ -295,5 +295,5 @@ def _synchronize(module: Module, shared: SharedScale) -> None:
     mx.nd.waitall()
     module._params_dirty = True
     workers = Workers(kvstore, string_keys=True)
-    workers.check_settings(shared.scaler.state_dict())
+    workers.check_settings(shared_scale.scaler.state_dict())
     setattr(kvstore, _WORKERS, workers)

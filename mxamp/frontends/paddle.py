@@ -74,7 +74,7 @@ def decorate(
     StateError
         The optimizer is decorated already.
     """
-    if getattr(optimizer, "scaling", None) is not None or scale_of(optimizer) is not None:
+    if scale_of(optimizer) is not None:
         raise StateError("this optimizer is decorated already: its losses would be scaled twice")
     if is_horovod_optimizer(optimizer):
         raise ArgumentError(WRAPPED)
@@ -97,13 +97,13 @@ def decorate(
     return decorated
 
 
-def _decorated(optimizer: Any, shared: SharedScale) -> Any:
-    """Return the name, or a copy of the optimizer, with a scale."""
+def _decorated(optimizer: Any, shared_scale: SharedScale) -> Any:
+    """Return a copy of an optimizer, or of its name, that carries a scale."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in Optimizer.opt_registry:
             raise unknown("optimizer", optimizer, Optimizer.opt_registry)
         decorated = DecoratedName(optimizer)
-        decorated.scaling = shared
+        decorated.scaling = shared_scale
         return decorated
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"decorate takes an Optimizer or its name, not {shown(optimizer)}")
@@ -111,5 +111,5 @@ def _decorated(optimizer: Any, shared: SharedScale) -> Any:
     for name in _COPIED:
         if hasattr(result, name):
             setattr(result, name, copy.deepcopy(getattr(result, name)))
-    result._amp_scaling = result.scaling = shared
+    result._amp_scaling = result.scaling = shared_scale
     return result

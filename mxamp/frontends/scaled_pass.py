@@ -21,7 +21,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import cast
 from ..framework.machine import dtype_name
-from ..framework.patching import Patch
+from ..framework.patching import Original, Patch, wrapping
 from ..patches.eager import updated_arrays
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
@@ -84,13 +84,13 @@ class ScaledPass:
         self._running_in: Optional[int] = None  # the thread of the pass
         self._functions = threading.local()  # depth: of functions with unscaled gradients
         self._calls = 0  # of these functions
-        # By inner passes: arrays whose gradients are unscaled already, and those not finite.
+        # By nested passes: arrays whose gradients are unscaled already, and those not finite.
         self._written_inside: Set[int] = set()
         self._overflown_inside: Set[int] = set()
 
     @property
-    def is_inner(self) -> bool:
-        """Whether the caller runs inside a pass, as a function or operator written in Python.
+    def is_nested(self) -> bool:
+        """Whether the caller runs inside a backward pass, in a function or operator in Python.
 
         MXNet calls it in the thread of the pass or in a thread of MXNet, unknown to Python.
         """
@@ -100,13 +100,13 @@ class ScaledPass:
         return foreign or self._running_in == threading.get_ident()
 
     @property
-    def in_function(self) -> bool:
-        """Whether this thread is in a backward written in Python, which gets unscaled gradients."""
+    def is_nested_unscaled(self) -> bool:
+        """Whether the caller runs in a `backward` in Python that was given unscaled gradients."""
         return bool(getattr(self._functions, "depth", 0)) or in_unscaled_backward()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hold the lock that allows one pass at a time."""
+        """Context in which no other pass runs."""
         with self._lock:
             self._running_in = threading.get_ident()
             try:
@@ -130,22 +130,23 @@ class ScaledPass:
         adding = [group[0].gradient for group in by_gradient(v for v in variables if v.adds)]
         others = any(id(v.array) not in owned for v in variables)
         before = _copies(adding) if others else []
-        with _nothing_fresh(variables), closing(self._tries(scale)) as tries:
+        with _no_fresh_marks(variables), closing(self._trial_scales(scale)) as tries:
             for used in tries:
                 # The sum has to carry the same scale as what is added to it.
                 multiply(adding, used)
                 try:
-                    with _scaled(used):
+                    with scaled_outputs(used, unscaled_outside=True):
                         compute(used, others)
+                        mx.nd.waitall()
                 except BaseException:
                     multiply(adding, 1 / used)
                     raise
                 written = [v for v in variables if v.array._fresh_grad]
-                overflown = self._unscale(variables, used)
+                overflown = self._unscale_written(variables, used)
                 if used <= 1 or overflown <= owned:
                     break
-                _write(before, adding)
-                _set_fresh(written, False)
+                _restore(adding, before)
+                _mark_fresh(written, False)
         # A sum still holds the overflow of an earlier pass.
         replaced = {id(v.array) for v in written if not v.adds}
         return PassResult(used, replaced, overflown)
@@ -157,10 +158,11 @@ class ScaledPass:
 
         Returns the gradients, the scale that was used, and whether they are finite.
         """
-        with closing(self._tries(scale)) as tries:
+        with closing(self._trial_scales(scale)) as tries:
             for used in tries:
-                with _scaled(used):
+                with scaled_outputs(used, unscaled_outside=True):
                     gradients = compute(used)
+                    mx.nd.waitall()
                 with suspended():
                     gradients = [unscaled(gradient, used) for gradient in gradients]
                 finite = all_finite(gradients)
@@ -168,18 +170,18 @@ class ScaledPass:
                     break
         return gradients, used, finite
 
-    def run_inner(self, compute: Compute, variables: Sequence[Variable]) -> None:
-        """Run a backward pass inside another one, from a function given unscaled gradients.
+    def run_nested(self, compute: Compute, variables: Sequence[Variable]) -> None:
+        """Run a backward pass inside another one, from a function that is given unscaled gradients.
 
         Written gradients are unscaled at once. Sums carry the scale of the pass around it.
         """
-        with _nothing_fresh(variables):
+        with _no_fresh_marks(variables):
             compute(self.scale, False)
             written = [v for v in variables if v.array._fresh_grad and not v.adds]
-            self._overflown_inside |= _take_out(written, self.scale)
+            self._overflown_inside |= _unscale_gradients(written, self.scale)
             self._written_inside.update(id(v.array) for v in written)
 
-    def _tries(self, scale: float) -> Generator[float, None, None]:
+    def _trial_scales(self, scale: float) -> Generator[float, None, None]:
         """Yield the scale, then far lower ones, until the caller stops; undo repeated effects.
 
         The first try alone updates running statistics. All tries draw the same random numbers.
@@ -201,44 +203,42 @@ class ScaledPass:
                     arrays = [*parameters_without_gradients(), *updated_arrays.all()]
                     values = _copies(arrays)
         finally:
-            _write(values, arrays)
+            _restore(arrays, values)
             self.scale = 1.0
 
-    def _unscale(self, variables: Sequence[Variable], scale: float) -> Set[int]:
-        """Unscale gradients; return the variables whose new gradients are not finite."""
+    def _unscale_written(self, variables: Sequence[Variable], scale: float) -> Set[int]:
+        """Unscale new gradients and sums; return the `id` of arrays whose new one is not finite."""
         written = {id(v.array) for v in variables if v.array._fresh_grad}
         scaled = written - self._written_inside
-        overflown = _take_out([v for v in variables if v.adds or id(v.array) in scaled], scale)
+        overflown = _unscale_gradients(
+            [v for v in variables if v.adds or id(v.array) in scaled], scale
+        )
         return (overflown & written) | self._overflown_inside
 
     def patch(self) -> Patch:
         """Return the patch of `autograd.Function`."""
-        return Patch(autograd.Function, "__call__", self._build_call)
+        return Patch(autograd.Function, "__call__", wrapping(self._patched_call))
 
-    def _build_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __call__(function: autograd.Function, *inputs: Any) -> Any:  # noqa: N807
-            backward = function.backward
+    def _patched_call(self, original: Original, function: autograd.Function, *inputs: Any) -> Any:
+        backward = function.backward
 
-            @functools.wraps(backward)
-            def unscaled_backward(*gradients: Any) -> Any:
-                scale = self.scale
-                if scale == 1:
-                    return backward(*gradients)
-                self._calls += 1
-                self._functions.depth = getattr(self._functions, "depth", 0) + 1
-                try:
-                    results = backward(*(_times(gradient, 1 / scale) for gradient in gradients))
-                finally:
-                    self._functions.depth -= 1
-                if isinstance(results, NDArray):
-                    return _times(results, scale)
-                return [_times(result, scale) for result in results]
+        @functools.wraps(backward)
+        def unscaled_backward(*gradients: Any) -> Any:
+            scale = self.scale
+            if scale == 1:
+                return backward(*gradients)
+            self._calls += 1
+            self._functions.depth = getattr(self._functions, "depth", 0) + 1
+            try:
+                results = backward(*(_times_in_float32(one, 1 / scale) for one in gradients))
+            finally:
+                self._functions.depth -= 1
+            if isinstance(results, NDArray):
+                return _times_in_float32(results, scale)
+            return [_times_in_float32(result, scale) for result in results]
 
-            function.backward = unscaled_backward
-            return original(function, *inputs)
-
-        return __call__
+        function.backward = unscaled_backward
+        return original(function, *inputs)
 
 
 def unscaled(gradient: NDArray, scale: float) -> NDArray:
@@ -249,38 +249,30 @@ def unscaled(gradient: NDArray, scale: float) -> NDArray:
 
 
 @contextmanager
-def _scaled(scale: float) -> Iterator[None]:
-    """Multiply the head gradients of the backward pass in the body; wait for it to end."""
-    with scaled_outputs(scale, unscaled_outside=True):
-        yield
-        mx.nd.waitall()
-
-
-@contextmanager
-def _nothing_fresh(variables: Sequence[Variable]) -> Iterator[None]:
-    """Clear the marks of fresh gradients, so that a pass sets its own; restore them after it."""
+def _no_fresh_marks(variables: Sequence[Variable]) -> Iterator[None]:
+    """Context without marks of fresh gradients, so that a pass sets its own; restored after it."""
     fresh = [v for v in variables if v.array._fresh_grad]
-    _set_fresh(fresh, False)
+    _mark_fresh(fresh, False)
     try:
         yield
     finally:
-        _set_fresh(fresh, True)
+        _mark_fresh(fresh, True)
 
 
-def _set_fresh(variables: Sequence[Variable], fresh: bool) -> None:
+def _mark_fresh(variables: Sequence[Variable], fresh: bool) -> None:
     for variable in variables:
         variable.array._fresh_grad = fresh
 
 
-def _take_out(variables: Sequence[Variable], scale: float) -> Set[int]:
+def _unscale_gradients(variables: Sequence[Variable], scale: float) -> Set[int]:
     """Divide gradients by the scale; return the arrays whose gradients are not finite, by `id`."""
     groups = by_gradient(variables)
     positions = unscale([group[0].gradient for group in groups], scale)
     return {id(v.array) for i in positions for v in groups[i]}
 
 
-def _times(gradient: Any, factor: float) -> Any:
-    """Return a gradient times a factor, in float32: half precision would lose it unscaled."""
+def _times_in_float32(gradient: Any, factor: float) -> Any:
+    """Return a gradient times a factor, in float32: half precision would lose small ones."""
     if gradient is None:
         return None
     with autograd.pause(), suspended():
@@ -293,7 +285,7 @@ def _copies(arrays: Sequence[NDArray]) -> List[NDArray]:
         return [array.copy() for array in arrays]
 
 
-def _write(values: Sequence[NDArray], arrays: Sequence[NDArray]) -> None:
+def _restore(arrays: Sequence[NDArray], values: Sequence[NDArray]) -> None:
     with autograd.pause(), suspended():
-        for value, array in zip(values, arrays):
+        for array, value in zip(arrays, values):
             value.copyto(array)

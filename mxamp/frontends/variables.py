@@ -19,7 +19,13 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.arrays import address, count_holders, shallow_copy
 from ..framework.patching import Original, Patch, original, wrapping
 
-__all__ = ["Variable", "Variables", "by_gradient", "imported", "parameters_without_gradients"]
+__all__ = [
+    "Variable",
+    "Variables",
+    "by_gradient",
+    "patches_of_function",
+    "parameters_without_gradients",
+]
 
 # References to an array that only `Variables` holds: its entry, and the argument of getrefcount.
 _OURS = 2
@@ -51,15 +57,15 @@ class Variables:
         self._variables: Dict[int, Variable] = {}
 
     def patches(self) -> List[Patch]:
-        """Return the patches that watch for variables."""
+        """Return the patches that add new variables."""
         return [
-            *imported(autograd, "mark_variables", wrapping(self._patched_mark)),
-            *imported(contrib_autograd, "mark_variables", wrapping(self._patched_mark)),
+            *patches_of_function(autograd, "mark_variables", wrapping(self._patched_mark)),
+            *patches_of_function(contrib_autograd, "mark_variables", wrapping(self._patched_mark)),
             Patch(NDArray, "attach_grad", wrapping(self._patched_attach)),
             Patch(mx.np.ndarray, "attach_grad", wrapping(self._patched_attach)),
         ]
 
-    def find(self) -> None:
+    def add_existing(self) -> None:
         """Add the existing variables that Python holds."""
         gc.collect()  # arrays that are gone get no gradients
         objects = gc.get_objects()
@@ -73,23 +79,23 @@ class Variables:
                 self.add(param._data, param.grad_req)
 
     def add(self, arrays: Iterable[NDArray], grad_req: str) -> None:
-        """Add arrays that were just marked."""
+        """Add arrays as variables; with "null", forget them instead."""
         for array in arrays:
             self._variables.pop(id(array), None)
             if grad_req != "null":
                 self._variables[id(array)] = Variable(array, grad_req == "add")
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Forget all variables."""
         self._variables.clear()
 
     def all(self) -> List[Variable]:
-        """Return the variables."""
+        """Return all variables."""
         return list(self._variables.values())
 
     def prune(self) -> None:
         """Forget the variables that nobody else holds."""
-        for key in [key for key, v in self._variables.items() if _only_ours(v)]:
+        for key in [key for key, v in self._variables.items() if _is_unused(v)]:
             del self._variables[key]
 
     def _patched_mark(
@@ -118,7 +124,8 @@ class Variables:
             self._variables[id(copy)] = Variable(copy, before.adds, marked_again=True)
 
 
-def _only_ours(variable: Variable) -> bool:
+def _is_unused(variable: Variable) -> bool:
+    """Return whether only autograd and `Variables` hold the array and its gradient."""
     return (
         sys.getrefcount(variable.array) <= _OURS
         and (variable.marked_again or count_holders(variable.array) <= _OUR_HOLDERS)
@@ -142,7 +149,7 @@ def parameters_without_gradients() -> List[NDArray]:
     return [array for param in frozen for array in param._data]
 
 
-def imported(owner: Any, name: str, build: Callable[..., Any]) -> List[Patch]:
+def patches_of_function(owner: Any, name: str, build: Callable[..., Any]) -> List[Patch]:
     """Return the patches of a function, in its module and in modules that have imported it."""
     functions = original(owner, name), getattr(owner, name)
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]

@@ -94,9 +94,9 @@ class SharedScale(Scaler):
         return dict, ()
 
 
-def attach_shared_scale(trainer: Trainer, shared: SharedScale) -> None:
+def attach_shared_scale(trainer: Trainer, shared_scale: SharedScale) -> None:
     """Give a trainer a hook with a shared scale, which skips steps after an overflow."""
-    attach_hook(trainer, shared, scaled_by=shared.scaled_by)
+    attach_hook(trainer, shared_scale, scaled_by=shared_scale.scaled_by)
     # For a first step whose gradients only other workers have computed.
     hook_of(trainer).last_stage = Stage.UNSCALED
 
@@ -123,6 +123,9 @@ def lowest_scale(hooks: Sequence[TrainerHook]) -> SharedScale:
 
 
 def scale_of(optimizer: Any) -> Optional[SharedScale]:
-    """Return the `SharedScale` of a decorated optimizer; None for any other."""
-    shared = getattr(optimizer, "_amp_scaling", None)
-    return shared if isinstance(shared, SharedScale) else None
+    """Return the `SharedScale` of a decorated optimizer, or of its name; None for any other."""
+    for name in ("_amp_scaling", "scaling"):
+        scale = getattr(optimizer, name, None)
+        if isinstance(scale, SharedScale):
+            return scale
+    return None

@@ -14,7 +14,7 @@ from helpers import BF16, down
 from mxamp.framework import distributed as kvstores
 from mxamp.framework import worker_process as waiting
 from mxamp.framework.distributed import PARAMETER_SERVER
-from mxamp.frontends.module_api import check_before
+from mxamp.frontends.module_api import check_kvstore
 from mxamp.patches import table as patched
 from mxamp.scaling import distributed
 from mxamp.scaling.distributed import Workers
@@ -232,8 +232,8 @@ def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_are_sent(monkey
 def test_a_module_that_compresses_is_refused_where_inf_would_get_lost():
     module = SimpleNamespace(_compression_params={"type": "2bit"}, _exec_group=None)
     with pytest.raises(amp.StateError, match="leave out compression_params"):
-        check_before(module, "dist_sync")
-    check_before(module, "device")
+        check_kvstore(module, "dist_sync")
+    check_kvstore(module, "device")
 
 
 def computed_by_others(monkeypatch, gradient, name=""):
