@@ -112,7 +112,7 @@ def start(
     name: str = "automatic mixed precision",
     instead: str = INSTEAD,
 ) -> None:
-    """Turn mixed precision on, loss scaling included, for code that does neither.
+    """Turn on mixed precision and loss scaling for a program that uses neither.
 
     `dtype` is by default float16 with a GPU, else bfloat16. Does nothing if it is "auto" and that
     means float32. Errors and log lines call the caller `name`. `instead` says how to turn mixed
@@ -138,7 +138,7 @@ def start(
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
-    """Start an automatic run if the environment variable says so; for the start-up hook.
+    """Start an automatic run if `MXNET_ENABLE_AUTO_MIXED_PRECISION` is on, for the start-up hook.
 
     `imported_by_mxamp`: the program has imported mxamp, and mxamp imports MXNet.
     """
@@ -182,7 +182,7 @@ def _patched_init(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def imports_mxamp(code: Union[CodeType, str, bytes]) -> bool:
-    """Return whether Python code names mxamp, as an import does; False for other text."""
+    """Return whether Python code names mxamp, as an import does; False if it is not Python."""
     if not isinstance(code, CodeType):
         try:
             code = compile(code, "script", "exec", dont_inherit=True)
@@ -212,7 +212,7 @@ class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Shows mxamp's log lines as long as no other handler does."""
 
     def handle(self, record: logging.LogRecord) -> Any:
-        """Show a line if nothing else does."""
+        """Show a line if no other handler does; return whether it was shown."""
         handlers = (*logger.handlers, *logging.getLogger().handlers)
         return all(other is self for other in handlers) and super().handle(record)
 

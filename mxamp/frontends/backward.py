@@ -49,7 +49,7 @@ _HALF_LIMIT = 2.0**15
 
 
 class _BackwardPatches(FrontEnd):
-    """Patches of backward passes and trainers, with the trainers and variables they know."""
+    """Patches of backward passes and trainers, with the trainers and variables found so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _BackwardPatches(FrontEnd):
                 self.variables.prune()
 
     def hooks(self) -> List[TrainerHook]:
-        """Return the hooks of the added trainers."""
+        """Return the hooks of the trainers of `add_trainer` that still have a shared scale."""
         if self._has_new_trainer:
             self._has_new_trainer = False
             # A trainer and its hook hold each other: collect the trainers that this one replaces.

@@ -41,7 +41,7 @@ class _StandIn(ModuleType):
 
 
 class _ContribPatches(FrontEnd):
-    """The modules `mxnet.contrib.amp` and `mxnet.contrib.amp.amp`, as mxamp's functions.
+    """Replaces the functions of `mxnet.contrib.amp` and `mxnet.contrib.amp.amp` by mxamp's.
 
     The modules themselves stay, so every way of importing them works, and so do their lists.
     """

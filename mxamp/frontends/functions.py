@@ -74,7 +74,7 @@ def float_function(function: Function) -> Function:
 
     Inside, mixed precision is off. Arrays may stand in lists, tuples and dicts.
     """
-    _check_function(function)
+    _check_callable(function)
     check_runs_at_once(function)
     return _with_casts(function, lambda: FLOAT32_INSIDE, lambda *_: "float32", off_inside=True)
 
@@ -91,10 +91,10 @@ def promote_function(function: Function) -> Function:
     and dicts.
     """
 
-    def widest(dtypes: Set[str], _target: str) -> Optional[str]:
+    def widest_dtype(dtypes: Set[str], _target: str) -> Optional[str]:
         return "float32" if len(dtypes & CASTABLE) > 1 else None
 
-    return _with_casts(function, lambda: f"{WIDEST_INSIDE} {next(_calls)}", widest)
+    return _with_casts(function, lambda: f"{WIDEST_INSIDE} {next(_calls)}", widest_dtype)
 
 
 def _with_casts(
@@ -108,7 +108,7 @@ def _with_casts(
     `region` marks the symbols of one call. `dtype_for` takes the dtypes of the arrays and the
     target dtype, and returns the dtype to cast to. `off_inside` turns mixed precision off inside.
     """
-    _check_function(function)
+    _check_callable(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -196,15 +196,15 @@ def _register_function(module: Any, name: str, wrap: Callable[[Any], Any]) -> No
     if getattr(attributes[name], _MARK, None) is wrap:
         return
 
-    def build(function: Any) -> Any:
+    def wrap_and_mark(function: Any) -> Any:
         wrapped = wrap(function)
         setattr(wrapped, _MARK, wrap)
         return wrapped
 
-    FrontEnd([Patch(module, name, build)]).open()
+    FrontEnd([Patch(module, name, wrap_and_mark)]).open()
 
 
-def _check_function(function: Any) -> None:
+def _check_callable(function: Any) -> None:
     if not callable(function):
         raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
 

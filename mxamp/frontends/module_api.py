@@ -53,14 +53,14 @@ _WORKERS = "_amp_workers"
 
 
 class DecoratedName(str):
-    """An optimizer's name with a scale: `Module` makes the optimizer itself."""
+    """An optimizer's name that carries a scale to `Module`, which makes the optimizer itself."""
 
     scaling: SharedScale
 
 
 @dataclass
 class _State:
-    """A module's loss scaling: the scale of its last forward, and how its last backward went."""
+    """A module's loss scaling, from its last forward and backward passes."""
 
     in_graph: bool = False  #: its graph takes the scale
     scale: float = 1.0  #: in its graph since the last forward

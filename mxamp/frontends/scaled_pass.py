@@ -41,7 +41,7 @@ Compute = Callable[[float, bool], None]
 
 
 class Heads:
-    """The heads of a backward pass, and the gradients that they were given."""
+    """The heads of a backward pass, and their given gradients."""
 
     def __init__(self, heads: Any, head_grads: Any) -> None:
         self.heads: List[NDArray] = [heads] if isinstance(heads, NDArray) else list(heads)
@@ -49,7 +49,7 @@ class Heads:
         self.gradients = list(given) if given is not None else [None] * len(self.heads)
 
     def losses(self) -> List[NDArray]:
-        """Return the heads that were given no gradient, without their graphs."""
+        """Return the heads without a given gradient, detached from their graphs."""
         return [head.detach() for head, grad in zip(self.heads, self.gradients) if grad is None]
 
     def scaled_gradients(self, scale: float) -> List[Optional[NDArray]]:
@@ -106,7 +106,7 @@ class ScaledPass:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which no other pass runs."""
+        """Context in which no other scaled backward pass runs."""
         with self._lock:
             self._running_in = threading.get_ident()
             try:
@@ -121,7 +121,7 @@ class ScaledPass:
         variables: Sequence[Variable],
         owned: Set[int],
     ) -> PassResult:
-        """Run a backward pass, unscale the gradients it has written, and find overflows.
+        """Run a backward pass, unscale the gradients it has written, and return what overflowed.
 
         An array outside `owned` has no trainer to skip its step, so it must not overflow where
         float32 would not: the pass then runs again with lower scales, down to 1. For that the
@@ -182,7 +182,7 @@ class ScaledPass:
             self._written_inside.update(id(v.array) for v in written)
 
     def _trial_scales(self, scale: float) -> Generator[float, None, None]:
-        """Yield the scale, then far lower ones, until the caller stops; undo repeated effects.
+        """Yield the scale, then far lower ones, until the caller stops; undo effects of reruns.
 
         The first try alone updates running statistics. All tries draw the same random numbers.
         """
@@ -242,7 +242,7 @@ class ScaledPass:
 
 
 def unscaled(gradient: NDArray, scale: float) -> NDArray:
-    """Return a gradient without the scale, recorded where autograd records."""
+    """Return a gradient divided by the scale; autograd may record the division."""
     first = min(scale, _LARGEST_FACTOR)
     gradient = gradient * (1 / first)
     return gradient if first == scale else gradient * (first / scale)

@@ -117,7 +117,7 @@ class Variables:
         self.add([array], grad_req)
 
     def _keep_gradient(self, array: NDArray) -> None:
-        """Keep the gradient that an array is about to lose, as a variable on its own."""
+        """Add the gradient that an array is about to lose as a variable on its own, if in use."""
         before = self._variables.get(id(array))
         if before is not None and count_holders(before.gradient) > _OUR_HOLDERS:
             copy = shallow_copy(array)

@@ -205,7 +205,7 @@ class Reduction:
         self.workers = workers
 
     def sum(self, overflown: AbstractSet[int]) -> None:
-        """Sum the trainer's gradients; those of `overflown` arrays (by `id`) are set to Inf before.
+        """Sum the trainer's gradients, after setting those of `overflown` arrays (by `id`) to Inf.
 
         A script may have made such a gradient finite since, by clipping it element by element.
         """

@@ -148,7 +148,7 @@ class _Pending:
         return self.stage in (Stage.SCALED, Stage.UNSCALED)
 
     def add(self, scale: float, losses: Sequence[NDArray]) -> None:
-        """Record scaled losses; the first after a step set the scale until the next."""
+        """Record scaled losses; the first of them set `scale` and `stage` until the step."""
         if self.stage is Stage.NONE:
             self.scale, self.stage = scale, Stage.SCALED  # in this order: other threads read both
         self.loss_count += 1
@@ -238,12 +238,12 @@ class TrainerHook:
 
     @property
     def stage(self) -> Stage:
-        """Whether the gradients carry the scale now."""
+        """The stage of the gradients: whether they carry the scale now."""
         return self._pending.stage
 
     @property
     def loss_count(self) -> int:
-        """The number of losses scaled since the last step, for this trainer or for all."""
+        """The number of losses scaled since the last step; with a shared scale, of any trainer."""
         return self._pending.loss_count
 
     def check(self, action: str) -> None:
@@ -253,7 +253,7 @@ class TrainerHook:
 
     @contextmanager
     def scaling(self, scale: float, losses: Sequence[NDArray]) -> Iterator[None]:
-        """Context in which `losses` are scaled: mark their gradients, unless the body fails.
+        """Context in which `losses` are scaled: mark gradients as scaled, unless the body fails.
 
         `losses` are unscaled arrays, checked if the step overflows.
         """
@@ -336,7 +336,7 @@ class TrainerHook:
         return self.scaler.checks or self._pending.scale != 1
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
-        """Record a step, and return whether `Trainer._update` has to skip it. MXNet calls this."""
+        """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
         self._equalize_scales()
         optimizer = self.trainer._optimizer
         # An array if `step` was given one: MXNet's operators parse its text.
@@ -515,7 +515,7 @@ _observers: MutableMapping[Trainer, List[StepObserver]] = weakref.WeakKeyDiction
 
 
 class _StepReporter:
-    """In the place of a trainer's loss scaler: reports steps without loss scaling to observers."""
+    """Stands in for a loss scaler, and reports a trainer's steps to observers."""
 
     loss_scale = 1.0
 
@@ -540,7 +540,7 @@ def observe_steps(trainer: Trainer, observer: StepObserver) -> None:
 
 
 def stop_observing(trainer: Trainer, observer: StepObserver) -> None:
-    """Remove an observer; after the last one the trainer is as it was."""
+    """Remove an observer; after the last one, undo the changes to the trainer."""
     _observers[trainer].remove(observer)
     if _observers[trainer]:
         return

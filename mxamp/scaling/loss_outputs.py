@@ -64,7 +64,7 @@ hold_during_forks(_lock)
 
 
 class _CustomBackwards:
-    """The backward passes of custom operators, which MXNet runs in threads of its own."""
+    """State of the custom operators' backward passes, which MXNet runs in its own threads."""
 
     def __init__(self) -> None:
         #: Scale and `unscaled_outside` of each `scaled_custom_ops` that runs, outermost first.
@@ -80,7 +80,7 @@ _backwards = _CustomBackwards()
 def scalable_inputs(
     handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]
 ) -> List[NDArray]:
-    """Return an operator's inputs; if it starts backward, with gradients that get the loss scale.
+    """Return an operator's inputs; where it starts backward, their gradients will be scaled.
 
     `handle` is one of `LOSS_OUTPUT_HANDLES`.
     """

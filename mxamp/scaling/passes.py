@@ -142,12 +142,12 @@ class ScaledLosses:
         return any(id(head) in self.scaled for head in heads)
 
 
-#: The innermost `scale_loss` around the running code.
+#: The losses of the innermost `scale_loss` around the running code.
 _innermost: "ContextVar[Optional[ScaledLosses]]" = ContextVar("mxamp_scaled_losses", default=None)
 
 
 class _Passes(FrontEnd):
-    """Patches of backward passes and trainers' steps, and the record of the gradients' scales."""
+    """Patches of backward passes and steps, which record the scale of each trainer's gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _Passes(FrontEnd):
         ]
 
     def open(self) -> None:
-        """Apply the patches, and find existing trainers, of which MXNet keeps no list."""
+        """Install the patches, and find the existing trainers, of which MXNet keeps no list."""
         if not self.is_open:
             alive = [one for one in gc.get_objects() if issubclass(type(one), Trainer)]
             self._trainers.update(alive)

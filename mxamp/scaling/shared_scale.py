@@ -95,7 +95,7 @@ class SharedScale(Scaler):
 
 
 def attach_shared_scale(trainer: Trainer, shared_scale: SharedScale) -> None:
-    """Give a trainer a hook with a shared scale, which skips steps after an overflow."""
+    """Give a trainer a hook with a shared scale, which skips steps whose gradients overflowed."""
     attach_hook(trainer, shared_scale, scaled_by=shared_scale.scaled_by)
     # For a first step whose gradients only other workers have computed.
     hook_of(trainer).last_stage = Stage.UNSCALED
