@@ -80,7 +80,7 @@ def block_of(model: Any, batches: Iterable[Batch]) -> Tuple[SymbolBlock, Iterato
         param.cast(values[name].dtype)
         param._load_init(values[name], [current_context()])
 
-    def ordered() -> Iterator[Batch]:
+    def ordered_batches() -> Iterator[Batch]:
         for batch in batches:
             by_name = batch.inputs[0]
             if not isinstance(by_name, Mapping):
@@ -89,4 +89,4 @@ def block_of(model: Any, batches: Iterable[Batch]) -> Tuple[SymbolBlock, Iterato
             known.update(zeros_for_missing(symbol, {**values, **known}))
             yield Batch(tuple(known[name] for name in names))
 
-    return block, ordered()
+    return block, ordered_batches()

@@ -17,11 +17,11 @@ __all__ = [
     "PAGE",
     "Run",
     "charts_of",
+    "escaped",
     "histogram_chart",
     "hover_data",
     "runs_of",
     "style_element",
-    "text",
 ]
 
 #: The folder of the page's template, style sheet and script.
@@ -123,7 +123,7 @@ MEASURES = (
 )  # fmt: skip
 
 
-def text(value: object) -> str:
+def escaped(value: object) -> str:
     """Return `str(value)`, escaped for HTML."""
     return html.escape(str(value))
 
@@ -209,7 +209,7 @@ def _legend(runs: Sequence[Run]) -> str:
         return ""
     entries = "".join(
         '<li><svg viewBox="0 0 40 10" aria-hidden="true"><path class="line '
-        f's{i % STYLES}" d="M0 5H40"/></svg>{text(run.label)}</li>'
+        f's{i % STYLES}" d="M0 5H40"/></svg>{escaped(run.label)}</li>'
         for i, run in enumerate(runs)
     )
     return f'<ul class="legend">{entries}</ul>'
@@ -227,7 +227,7 @@ def _mark_rows(
         name = label if len(runs) == 1 else f"{run.label}: {label}"
         path = "".join(f"M{x:g} 0V10" for x in sorted({round(x * WIDTH, 1) for x in places}))
         mark_rows += (
-            f'<div class="lane-label">{text(name)} <b>{len(places):,}</b></div>'
+            f'<div class="lane-label">{escaped(name)} <b>{len(places):,}</b></div>'
             f'<div class="lane"><svg viewBox="0 0 {WIDTH:.0f} 10" preserveAspectRatio="none" '
             f'aria-hidden="true"><path class="mark s{i % STYLES}" d="{path}"/></svg></div>'
         )
@@ -255,7 +255,7 @@ def _measure_chart(measure: Measure, runs: Sequence[Run], x_range: XRange, mark_
         for i, run in enumerate(runs)
     )
     grid = "".join(f"M0 {axis.y(at):.1f}H{WIDTH:.0f}" for at, _ in axis.ticks)
-    caption = f"{text(measure.title)}{', logarithmic' if log else ''}"
+    caption = f"{escaped(measure.title)}{', logarithmic' if log else ''}"
     return _chart_figure(
         f'class="chart" data-chart="{measure.name}"',
         caption + (BANDS if 'class="band' in lines else ""),
@@ -305,7 +305,7 @@ def _chart_figure(
 ) -> str:
     """Return an HTML figure: SVG drawing, labels of both axes, rows of marks, then `after`."""
     beside = "".join(
-        f'<span style="top:{axis.y(at) / HEIGHT:.2%}">{text(label)}</span>'
+        f'<span style="top:{axis.y(at) / HEIGHT:.2%}">{escaped(label)}</span>'
         for at, label in axis.ticks
     )
     under = "".join(_axis_label(left, label) for left, label in below)
@@ -313,8 +313,8 @@ def _chart_figure(
         f"<figure {attributes}><figcaption>{caption}</figcaption>"
         f'<div class="plot"><div class="ys" aria-hidden="true">{beside}</div>'
         f'<div class="area"><svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" '
-        f'preserveAspectRatio="none" aria-label="{text(description)}">{drawing}</svg></div>{rows}'
-        f'<div class="xs" aria-hidden="true">{under}</div></div>{after}</figure>'
+        f'preserveAspectRatio="none" aria-label="{escaped(description)}">{drawing}</svg></div>'
+        f'{rows}<div class="xs" aria-hidden="true">{under}</div></div>{after}</figure>'
     )
 
 
@@ -322,7 +322,7 @@ def _axis_label(left: float, label: str) -> str:
     """Return a label under the chart as HTML; `left` is its position, from 0 to 1."""
     # A label centered at the page's edge would stick out of the page.
     side = "end" if left > _EDGE else "start" if left < 1 - _EDGE else ""
-    return f'<span class="{side}" style="left:{left:.2%}">{text(label)}</span>'
+    return f'<span class="{side}" style="left:{left:.2%}">{escaped(label)}</span>'
 
 
 def _linear_axis(low: float, high: float, shown: Callable[[float], str]) -> Axis:
@@ -374,23 +374,27 @@ def histogram_chart(data: Mapping[str, Any], title: str) -> Optional[str]:
     axis = Axis(0.0, top, [(at, f"{at:.3g}") for at in ticks(0.0, top, count=4)])
     ranges = _float16_ranges(exponents, shares, zero)
 
-    def box(name: str, first: float, last: float, share: float = top) -> str:
+    def rectangle(name: str, first: float, last: float, share: float = top) -> str:
         left, right, y = _position(first, x_range), _position(last, x_range), axis.y(share)
         return (
             f'<rect class="{name}" x="{left * WIDTH:.1f}" y="{y:.1f}" '
             f'width="{(right - left) * WIDTH:.1f}" height="{HEIGHT - y:.1f}"/>'
         )
 
-    bars = [box("bar", e + 0.1, e + 0.9, share) for e, share in zip(exponents, shares) if share > 0]
+    bars = [
+        rectangle("bar", e + 0.1, e + 0.9, share)
+        for e, share in zip(exponents, shares)
+        if share > 0
+    ]
     edges = [_position(exponent, x_range) * WIDTH for exponent in (_SUBNORMAL, _NORMAL, _BEYOND)]
     edge = "".join(f"M{x:.1f} 0V{HEIGHT:.0f}" for x in edges)
-    shaded = box("subnormal", _SUBNORMAL, _NORMAL) + box("normal", _NORMAL, _BEYOND)
+    shaded = rectangle("subnormal", _SUBNORMAL, _NORMAL) + rectangle("normal", _NORMAL, _BEYOND)
     entries = "".join(
         f'<li>{f"<i class={name!r}></i>" if name else ""}{label}</li>' for name, label in ranges
     )
     return _chart_figure(
         'class="chart bars"',
-        text(title),
+        escaped(title),
         "Share of values by exponent. " + "; ".join(label for _, label in ranges),
         f'{shaded}{"".join(bars)}<path class="edge" d="{edge}"/>',
         axis,
@@ -404,14 +408,14 @@ def _float16_ranges(
 ) -> List[Tuple[str, str]]:
     """Return (style class, label) of each range of float16, with its share of the values."""
 
-    def between(low: float, high: float) -> float:
+    def share_between(low: float, high: float) -> float:
         return sum(share for e, share in zip(exponents, shares) if low <= e < high)
 
     ranges = [
         ("", "zero", zero),
-        ("", "vanishes in float16", between(-math.inf, _SUBNORMAL)),
-        ("subnormal", "subnormal in float16", between(_SUBNORMAL, _NORMAL)),
-        ("normal", "normal in float16", between(_NORMAL, _BEYOND)),
-        ("", "overflows in float16", between(_BEYOND, math.inf)),
+        ("", "vanishes in float16", share_between(-math.inf, _SUBNORMAL)),
+        ("subnormal", "subnormal in float16", share_between(_SUBNORMAL, _NORMAL)),
+        ("normal", "normal in float16", share_between(_NORMAL, _BEYOND)),
+        ("", "overflows in float16", share_between(_BEYOND, math.inf)),
     ]
     return [(name, f"{label} {share:.2%}") for name, label, share in ranges]

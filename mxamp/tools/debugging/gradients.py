@@ -104,6 +104,7 @@ class GradientHistogram(Drawn):
             self._count_magnitudes(abs(exact))
 
     def _count_magnitudes(self, magnitudes: Any) -> None:
+        """Add an array of absolute values."""
         finite = magnitudes[np.isfinite(magnitudes)]
         used = finite[finite != 0]
         self.nonfinite += magnitudes.size - finite.size
@@ -168,7 +169,7 @@ class GradientHistogram(Drawn):
     def _share(
         self, scale: Optional[float], low: Tuple[float, int], high: Tuple[float, int]
     ) -> float:
-        """Return the share of nonzero finite values that a scale brings between two ends.
+        """Return the share of nonzero finite values that lie between two ends when scaled.
 
         An end is an exponent, and how many of its three counts lie below the end.
         """

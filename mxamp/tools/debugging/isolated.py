@@ -134,7 +134,7 @@ def _draws_numbers(operator: str, attrs: Mapping[str, str]) -> bool:
 
 
 def _graph_draws_numbers(graph: Graph, is_body: bool = False) -> bool:
-    """Return whether a graph draws random numbers, other than for `Dropout` outside of bodies.
+    """Return whether a graph draws random numbers, other than for `Dropout` outside of subgraphs.
 
     `is_body`: the graph is the body of a loop or of a condition.
     """
@@ -226,7 +226,7 @@ class BoundGraph:
 
 
 class IsolatedRun(Observer):
-    """Runs the calls of one thread, which opened it, with equal random numbers each time."""
+    """Observer that gives the calls of the thread that made it equal random numbers in each run."""
 
     def __init__(self, seeds: Seeds) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class IsolatedRun(Observer):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which calls are not observed."""
+        """Context in which this run observes no calls."""
         thread, self._thread = self._thread, -1
         try:
             yield
@@ -347,7 +347,7 @@ def _restoring(nets: Sequence[Block]) -> Iterator[None]:
 
 
 def arrays_in(value: Any) -> List[NDArray]:
-    """Return all arrays in nested lists, tuples and dicts."""
+    """Return all arrays in nested lists, tuples and dicts as a flat list."""
     arrays: List[NDArray] = []
     map_arrays(value, arrays.append, lambda other: other)
     return arrays
@@ -376,7 +376,7 @@ class Recorded:
         self._once = any(map(_has_loops, blocks_in(block)))
 
     def gradients(self, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
-        """Return the gradients of the loss times a scale; see `gradients_of`."""
+        """Return the gradients of the loss times a scale for `arrays`; see `gradients_of`."""
         if self._once and not self._fresh:
             self._loss = self._record()
         self._fresh = False
@@ -404,7 +404,7 @@ def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
 
 
 def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
-    """Return the gradients of a recorded loss times a scale: the gradient buffers of `arrays`.
+    """Return the gradients of a recorded loss times a scale for `arrays`, which are their buffers.
 
     A second call writes to the same buffers.
     """

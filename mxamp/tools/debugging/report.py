@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from ...framework.wording import counted, shortened
 from ..tables import html_table
-from .charts import PAGE, charts_of, histogram_chart, hover_data, runs_of, style_element, text
+from .charts import PAGE, charts_of, escaped, histogram_chart, hover_data, runs_of, style_element
 from .trace_lines import TraceRecord
 from .trace_reading import CULPRIT_HEADINGS, TraceFile
 
@@ -36,11 +36,11 @@ def report_page(traces: Sequence[TraceFile]) -> str:
     names = [name if counts[name] == 1 else one.path for name, one in zip(names, traces)]
     runs = [run for name, one in zip(names, traces) for run in runs_of(name, one.steps)]
     sections = [
-        f"<section><h2>{text(name)}</h2>{_trace_section(one)}</section>"
+        f"<section><h2>{escaped(name)}</h2>{_trace_section(one)}</section>"
         for name, one in zip(names, traces)
     ]
     return Template((PAGE / "report.html").read_text(encoding="utf-8")).substitute(
-        title=text("mxamp report: " + ", ".join(names)),
+        title=escaped("mxamp report: " + ", ".join(names)),
         style=style_element(),
         charts=charts_of(runs),
         sections="".join(sections),
@@ -67,7 +67,7 @@ def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]])
         shown = f"{_ROWS:,} of {counted(len(rows), 'row')} are shown; the trace has them all."
         cut = f'<p class="soft">{shown}</p>'
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(caption)}">'
         f"{html_table(headings, rows[:_ROWS], caption)}</div>{cut}"
     )
 
@@ -83,13 +83,14 @@ def _warnings(trace: TraceFile) -> str:
     for header in trace.headers[1:]:
         after = header.get("resumed_after")
         found.append(f"the run was resumed{f' after step {after}' if after else ''}")
-    return "".join(f'<p class="warning">Note: {text(warning)}.</p>' for warning in found)
+    return "".join(f'<p class="warning">Note: {escaped(warning)}.</p>' for warning in found)
 
 
 def _cards(trace: TraceFile) -> str:
     """Return a trace's summary as HTML."""
     cards = "".join(
-        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in trace.summary()
+        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>"
+        for name, value in trace.summary()
     )
     return f'<dl class="cards">{cards}</dl>'
 
@@ -185,7 +186,9 @@ def _plans(records: Records) -> str:
     counts = Counter(str(row[2]) for row in rows).most_common()
     summary = ", ".join(f"{count:,} in {precision}" for precision, count in counts)
     summary += f"; {counted(len(casts), 'cast')}" if isinstance(casts, list) else ""
-    head = f"<h3>The plan</h3><p>{counted(len(rows), 'operator')}: {text(summary or 'none')}.</p>"
+    head = (
+        f"<h3>The plan</h3><p>{counted(len(rows), 'operator')}: {escaped(summary or 'none')}.</p>"
+    )
     return head + _collapsed(
         "Every operator, and why", _table("Precision by operator", _PLAN, rows)
     )

@@ -338,12 +338,12 @@ class _Comparer:
                 return run, {}
             loss = self.loss
 
-            def record() -> Any:
+            def record_loss() -> Any:
                 with autograd.record():
                     found = first.pop() if first else block(*batch.inputs)
                     return loss_of(loss, found, batch.label)
 
-            recorded = Recorded(block, record)
+            recorded = Recorded(block, record_loss)
             params = trained_arrays(block)
             arrays, scale = list(params.values()), 1.0 if policy is None else self.scale
             gradients = recorded.gradients(arrays, scale)

@@ -151,7 +151,7 @@ class NumericsCheck(Observer):
         ]
 
     def close(self) -> None:
-        """Take the patches off, and release the arrays."""
+        """Remove the patches, and release the recorded arrays."""
         super().close()
         self._parameters.clear()
         self._reruns.clear()
@@ -254,13 +254,13 @@ class NumericsCheck(Observer):
         site = Site(block, block or call.operator.name, call.operator, attributes, names)
         eager = _EagerCall(site, call.inputs)
 
-        def run_on(given: Sequence[NDArray]) -> Any:
+        def run_call(given: Sequence[NDArray]) -> Any:
             eager.kernel_inputs = given
             return run(given)
 
         self._active.calls.append(eager)
         try:
-            return self._run_checked(site, call.inputs, run_on, probed=call.out is None)
+            return self._run_checked(site, call.inputs, run_call, probed=call.out is None)
         finally:
             self._active.calls.pop()
 
@@ -447,7 +447,7 @@ def _hook_caller(op: Any, symbol: Symbol) -> Optional[Callable[[Site, Node, Any,
 
 
 def _rerun_inputs(executor: Executor, symbol: Symbol, training: bool) -> Dict[str, NDArray]:
-    """Return an executor's inputs for a second run, which leaves gradients and states unchanged."""
+    """Return an executor's inputs for a second run that leaves its gradients and states alone."""
     gradients = executor.grad_dict
     held = {name: array.detach() for name, array in executor.arg_dict.items()}
     held.update({name: unobserved_copy(array) for name, array in executor.aux_dict.items()})

@@ -196,7 +196,7 @@ class _Probe(autograd.Function):  # type: ignore[misc]
 
 
 def _has_gradient(array: NDArray) -> bool:
-    """Return whether autograd computes a gradient for an array, as a probe can read it.
+    """Return whether autograd computes a gradient for an array, in a form that a probe can read.
 
     A probe on any other array would have MXNet compute gradients that nobody reads.
     """

@@ -83,7 +83,7 @@ def site_of(graph: Graph, node: Node, block_names: BlockNames) -> Site:
 
 
 def input_names(operator: Operator, count: int) -> Sequence[str]:
-    """Return the operator's names for its `count` inputs."""
+    """Return the names of an operator's first `count` inputs, or "input 0" and so on."""
     if len(operator.inputs) < count:
         return [f"input {i}" for i in range(count)]
     return operator.inputs[:count]
@@ -242,6 +242,7 @@ def _has_nan(arrays: Iterable[NDArray]) -> bool:
 
 
 def _is_infinite_number(attribute: Any) -> bool:
+    """Return whether an operator's attribute is the number NaN, Inf or -Inf."""
     try:
         return not math.isfinite(float(attribute))
     except (TypeError, ValueError):
