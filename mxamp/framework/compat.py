@@ -2,7 +2,8 @@
 
 MXNet reads names that later NumPy versions removed, imports `distutils`, which Python 3.12 removed,
 and looks for CUDA on the system. `prepare_import` adds the missing names before
-`import mxnet` and changes no existing ones.
+`import mxnet` and changes no existing ones. NumPy's arrays can't be given a method back:
+`import_mxnet` changes its name in MXNet's functions.
 """
 
 import contextvars
@@ -59,10 +60,11 @@ def import_mxnet() -> Any:
     """
     if "mxnet" in sys.modules:
         _check_version()
-        return sys.modules["mxnet"]
-    failure = _first_import_failure()
-    if failure is not None:
-        raise failure
+    else:
+        failure = _first_import_failure()
+        if failure is not None:
+            raise failure
+    _restore_packing(sys.modules["numpy"], sys.modules.get("mxnet.recordio"))
     return sys.modules["mxnet"]
 
 
@@ -178,6 +180,18 @@ def _numpy_names(numpy: Any) -> Dict[str, Any]:
         (name, removed_function(name)) for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate")
     )
     return names
+
+
+def _restore_packing(numpy: Any, recordio: Any) -> None:
+    """Make `mxnet.recordio` call `tobytes` where NumPy lacks `tostring`, from NumPy 2.3 on."""
+    if recordio is None or hasattr(numpy.ndarray, "tostring"):
+        return
+    for function in (recordio.pack, recordio.pack_img):
+        # In place: other modules may have imported the functions by name.
+        names = function.__code__.co_names
+        function.__code__ = function.__code__.replace(
+            co_names=tuple("tobytes" if name == "tostring" else name for name in names)
+        )
 
 
 def _restore_distutils() -> None:

@@ -147,6 +147,36 @@ def test_restoring_numpy():
         bare.npv()
 
 
+def test_packing_records_without_tostring(monkeypatch):
+    """Warnings are errors here: until the functions are changed, NumPy 1.19 to 2.2 refuse too."""
+    recordio, image = mx.recordio, np.array([[1, 2]], np.uint8)
+    encoder = types.SimpleNamespace(
+        IMWRITE_PNG_COMPRESSION=16, imencode=lambda suffix, pixels, parameters: (True, pixels)
+    )
+    monkeypatch.setattr(recordio, "cv2", encoder)
+    codes = {function: function.__code__ for function in (recordio.pack, recordio.pack_img)}
+    try:
+        _compat._restore_packing(types.SimpleNamespace(ndarray=object), recordio)
+        labels = recordio.IRHeader(0, [1.5, 2.5], 7, 0)
+        header, packed = recordio.unpack(recordio.pack(labels, b"abc"))
+        assert header.label.tolist() == [1.5, 2.5]
+        assert (header.flag, header.id, packed) == (2, 7, b"abc")
+        number = recordio.IRHeader(0, 4, 7, 0)
+        header, packed = recordio.unpack(recordio.pack_img(number, image, img_fmt=".png"))
+        assert (header.label, packed) == (4, b"\1\2")
+    finally:
+        for function, code in codes.items():
+            function.__code__ = code
+
+
+def test_packing_records_with_tostring_is_left_as_it_is():
+    codes = mx.recordio.pack.__code__, mx.recordio.pack_img.__code__
+    with_tostring = types.SimpleNamespace(ndarray=types.SimpleNamespace(tostring=None))
+    _compat._restore_packing(with_tostring, mx.recordio)
+    _compat._restore_packing(types.SimpleNamespace(ndarray=object), None)
+    assert (mx.recordio.pack.__code__, mx.recordio.pack_img.__code__) == codes
+
+
 def test_numpy_s_range_is_that_of_the_metadata():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")  # which setuptools rewrites for source distributions

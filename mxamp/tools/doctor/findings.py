@@ -100,8 +100,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     if numbers(facts.numpy) >= (1, 24) or python >= (3, 12):
         what = (
             f"MXNet can't be imported with NumPy {facts.numpy} on Python {facts.python}, and mxamp "
-            "makes up for that. From NumPy 1.24 on, np.asarray of an NDArray raises an error, from "
-            "2.3 on mx.recordio.pack_img too"
+            "makes up for that. From NumPy 1.24 on, np.asarray of an NDArray raises an error"
         )
         advice = "import mxamp before mxnet and use array.asnumpy(), or use NumPy 1.23.5"
         yield _note("numpy_restored", what, advice)
