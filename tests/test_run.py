@@ -158,10 +158,10 @@ def test_a_script_that_calls_init_hears_once_what_has_not_changed(tmp_path, dtyp
     "arguments, words",
     [
         ([""], "no file ''"), (["n" * 300], "no file 'nnn"), (["none.py"], "no file 'none.py'"),
-        (["empty"], "'empty' has no __main__.py"), (["empty.zip"], "'empty.zip' has no __main__.py"),
-        (["-m", "none"], "no Python module 'none'"), (["-m", "empty"], "no Python module 'empty'"),
-        (["-m", "empty.none"], "no Python module 'empty.none'"), (["-m", ".x"], "no Python module '.x'"),
-        (["-m", "math"], "holds no code"), (["-m", "_json"], "holds no code"),
+        (["empty"], "can't find '__main__' module in"), (["empty.zip"], "can't find '__main__' module in"),
+        (["-m", "none"], "No module named none"), (["-m", "empty"], "No module named empty.__main__"),
+        (["-m", "empty.none"], "No module named empty.none"), (["-m", ".x"], "Relative module names"),
+        (["-m", "math"], "No code object available for math"), (["-m", "_json"], "No code object available"),
         (["--dtyp", "float16", "train.py"], "--dtyp"), ([], "Missing argument 'SCRIPT'"),
     ],
 )  # fmt: skip

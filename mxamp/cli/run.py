@@ -1,11 +1,11 @@
 """`mxamp run`: a script in mixed precision, with no change to it."""
 
-import importlib.util
 import os
 import pkgutil
+import runpy
 import sys
 from contextlib import contextmanager, nullcontext
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
@@ -71,13 +71,13 @@ def run(
         if policy is None:
             # For the processes that it starts.
             os.environ[automatic.VARIABLE] = dtype or "1"
-    with _shown_at_end() if stats else nullcontext():
+    with _operator_table_at_end() if stats else nullcontext():
         _execute(program, [program.name, *arguments])
 
 
 @contextmanager
-def _shown_at_end() -> Iterator[None]:
-    """Count the operators that run, and print the table when the script ends in any way."""
+def _operator_table_at_end() -> Iterator[None]:
+    """Context that counts the operators that run, and prints the counts at its end."""
     from ..tools.debugging.operator_counts import operator_stats
 
     with operator_stats() as counted:
@@ -89,6 +89,9 @@ def _shown_at_end() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------- running it as `python` does
+
+#: With private functions, which pdb calls too, that find the code of `python -m` and of folders.
+_runpy: Any = runpy
 
 
 class _Program(NamedTuple):
@@ -111,10 +114,12 @@ def _find_script(name: str) -> _Program:
         raise AmpError(f"there is no file {name!r}")
     file = os.path.join(os.getcwd(), name)
     if pkgutil.get_importer(file) is not None:
-        spec = PathFinder.find_spec("__main__", [file])
-        if spec is None:
-            raise AmpError(f"{name!r} has no __main__.py: name the script in it")
-        return _of_spec(spec, name, file)
+        path, sys.path = sys.path, [file]
+        try:
+            _, spec, code = _runpy._get_main_module_details(AmpError)
+        finally:
+            sys.path = path
+        return _Program(name, code, file, spec.origin, spec.loader, spec)
     folder = os.path.dirname(os.path.realpath(name))
     loader = SourceFileLoader("__main__", file)
     # Not `get_code`, which would write a .pyc file beside the script.
@@ -125,30 +130,10 @@ def _find_module(name: str) -> _Program:
     """Return the program that `python -m` would run."""
     sys.path.insert(0, os.getcwd())
     try:
-        spec = importlib.util.find_spec(name) if all(name.split(".")) else None
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except (ModuleNotFoundError, ValueError) as error:
-        missing = getattr(error, "name", None)
-        if missing is not None and not f"{name}.".startswith(f"{missing}."):
-            raise  # a module that the package needs
-        spec = None
+        _, spec, code = _runpy._get_module_details(name, AmpError)
     finally:
         del sys.path[0]
-    if spec is None:
-        raise AmpError(f"there is no Python module {name!r} to run, seen from {os.getcwd()!r}")
-    return _of_spec(spec, spec.origin or name, os.getcwd())
-
-
-def _of_spec(spec: ModuleSpec, argument: str, folder: str) -> _Program:
-    loader: Any = spec.loader
-    try:
-        code = loader.get_code(spec.name)
-    except (AttributeError, ImportError):
-        code = None
-    if code is None:
-        raise AmpError(f"{argument!r} holds no code for this Python")
-    return _Program(argument, code, folder, spec.origin or argument, loader, spec)
+    return _Program(spec.origin, code, os.getcwd(), spec.origin, spec.loader, spec)
 
 
 def _execute(program: _Program, arguments: List[str]) -> None:
