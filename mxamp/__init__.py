@@ -21,7 +21,7 @@ from .errors import InstallError as _InstallError
 
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
 _problem: _Optional[_InstallError] = None
-_starting.guard()
+_starting.exit_on_ctrl_c()
 try:
     if _starting.without_mxnet():
         raise _InstallError("this command of `mxamp` does not import MXNet")

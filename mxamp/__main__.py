@@ -19,7 +19,7 @@ def main() -> None:
             sys.exit(f"error: {error}")
     from .cli.main import main as command
 
-    starting.unguard()
+    starting.restore_ctrl_c()
     command()
 
 

@@ -157,7 +157,7 @@ def test_help_is_whole_and_has_examples():
 
 @pytest.mark.parametrize(
     "command, place",
-    [("info", "mxamp.cli.doctor.collect"), ("operators", "mxamp.cli.explain.table_of")],
+    [("info", "mxamp.cli.doctor.collect"), ("operators", "mxamp.cli.explain.make_table")],
 )
 def test_interrupted_commands_end_in_one_line(monkeypatch, command, place):
     def interrupt(*_arguments, **_options):

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
-from .inputs import dtypes_of_inputs, values_for
+from .inputs import input_values, parse_input_dtypes
 from .options import (
     chosen_policy,
     dtype_option,
@@ -16,7 +16,7 @@ from .options import (
     input_option,
     saved_model_options,
 )
-from .output import console, examples, table_of, usage_error
+from .output import console, examples, make_table, usage_error
 
 __all__ = ["convert"]
 
@@ -66,14 +66,14 @@ def convert(
 
     PREFIX may also be the name of either file. --dtype or --policy is required.
     """
-    input_dtypes, check_inputs = dtypes_of_inputs(dtypes), None
+    input_dtypes, check_inputs = parse_input_dtypes(dtypes), None
     for option, given in (("--input", inputs), ("--tolerance", tolerance)):
         if given and not check:
             raise usage_error(f"{option} is for --check; give that too")
     chosen = chosen_policy(dtype, policy, device, default=False).override(fp32=fp32_op)
     if check:
         with saved_semantics(prefix, epoch):
-            check_inputs, _ = values_for(load_model(prefix, epoch), inputs, input_dtypes)
+            check_inputs, _ = input_values(load_model(prefix, epoch), inputs, input_dtypes)
     done = convert_files(
         prefix,
         epoch=epoch,
@@ -93,7 +93,7 @@ def convert(
             numbers = f"{one.relative:.2e}", f"{one.maximum:.2e}"
             rows.append((escape(one.name), "x".join(map(str, one.shape)), *numbers, same))
         headings = ["output", "shape", "relative error", "largest", "same argmax"]
-        console().print(table_of(headings, rows))
+        console().print(make_table(headings, rows))
     if done.renamed:
         click.echo(RENAMED.format(done))
     click.echo(

@@ -41,9 +41,9 @@ def doctor(as_json: bool, no_measure: bool) -> None:
         data = {"schema": SCHEMA, "verdict": verdict(facts), **asdict(facts), **lists}
         click.echo(json.dumps(data, indent=2))
     else:
-        _show(facts)
-        _show_findings("Problems", problems)
-        _show_findings("Notes", notes)
+        _print_facts(facts)
+        _print_findings("Problems", problems)
+        _print_findings("Notes", notes)
         click.echo("" if problems else "\nNo problem found.")
     sys.exit(bool(problems))
 
@@ -51,29 +51,31 @@ def doctor(as_json: bool, no_measure: bool) -> None:
 @click.command(epilog=examples("mxamp info"))
 def info() -> None:
     """Report what this machine computes in which precision: the short form of `doctor`."""
-    _show(collect(measure=False))
+    _print_facts(collect(measure=False))
 
 
-def _show(facts: Facts) -> None:
+def _print_facts(facts: Facts) -> None:
+    """Print the verdict on a machine, and its facts as a table."""
     table = Table.grid(padding=(0, 2))
-    for row in _rows(facts):
+    for row in _fact_rows(facts):
         table.add_row(*row)
-    _print(verdict(facts))
-    _print(Padding(table, (1, 0, 0, 0)))
+    _print_plain(verdict(facts))
+    _print_plain(Padding(table, (1, 0, 0, 0)))
 
 
-def _show_findings(title: str, found: Sequence[Finding]) -> None:
+def _print_findings(title: str, found: Sequence[Finding]) -> None:
+    """Print findings as a numbered list under a title; print nothing without findings."""
+    if found:
+        _print_plain(f"\n{title}")
     for number, one in enumerate(found, 1):
-        if number == 1:
-            _print(f"\n{title}")
         table = Table.grid(padding=(0, 1))
         table.add_row(f"  {number}.", f"{one.what[0].upper()}{one.what[1:]}.")
         table.add_row("", f"What to do: {one.advice}.")
-        _print(table)
+        _print_plain(table)
 
 
-def _print(text: object) -> None:
-    """Print plain text of at most 100 columns, without spaces at the ends of lines."""
+def _print_plain(text: object) -> None:
+    """Print a text or rich object as plain text of 100 columns, without trailing spaces."""
     console = Console(width=_WIDTH, markup=False, highlight=False, emoji=False, no_color=True)
     with console.capture() as captured:
         console.print(text)
@@ -81,7 +83,8 @@ def _print(text: object) -> None:
         click.echo(line.rstrip())
 
 
-def _rows(facts: Facts) -> Iterator[Tuple[str, str]]:
+def _fact_rows(facts: Facts) -> Iterator[Tuple[str, str]]:
+    """Yield the rows of the table of facts: names and texts."""
     wheels = ", ".join(f"{name} {version}" for name, version in facts.wheels.items())
     version = facts.mxnet.version if facts.mxnet else "can't be imported"
     yield "mxamp", facts.mxamp
@@ -97,7 +100,7 @@ def _rows(facts: Facts) -> Iterator[Tuple[str, str]]:
         f"{cpu.processors} on {cpu.physical} cores{limit}; threads of a kernel: {cpu.threads}",
     )
     for number, gpu in enumerate(facts.gpus):
-        yield f"GPU {number}", _gpu(gpu)
+        yield f"GPU {number}", _gpu_text(gpu)
     if not facts.gpus:
         yield "GPUs", facts.gpu_error or "none found"
     yield "default device", facts.device
@@ -107,7 +110,8 @@ def _rows(facts: Facts) -> Iterator[Tuple[str, str]]:
         yield f"{one.dtype} on the {one.device.upper()}", f"{one.gflops:,.0f} GFLOP/s"
 
 
-def _gpu(gpu: Gpu) -> str:
+def _gpu_text(gpu: Gpu) -> str:
+    """Return a GPU's name, driver and compute capability as a text."""
     lacks = ", for which MXNet's wheels have no code" if runs_on(gpu, NEWEST_WHEEL) is False else ""
     capability = gpu.capability or "unknown"
     return f"{gpu.name}, driver {gpu.driver}, compute capability {capability}{lacks}"

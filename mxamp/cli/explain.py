@@ -19,7 +19,7 @@ from ..tools.debugging.drawing import draw
 from ..tools.debugging.explain import MODES, PRECISIONS, Plan
 from ..tools.debugging.explain import explain as explain_symbol
 from ..tools.tables import cell_text
-from .inputs import inputs_of
+from .inputs import parse_inputs
 from .options import (
     chosen_policy,
     device_option,
@@ -28,7 +28,7 @@ from .options import (
     policy_option,
     saved_model_options,
 )
-from .output import console, examples, in_options, lines, table_of, usage_error
+from .output import console, examples, help_paragraph, in_options, make_table, usage_error
 
 __all__ = [
     "explain",
@@ -81,7 +81,7 @@ def explain(
     the modes inference and training.
     """
     symbol, args, auxs = load_model(prefix, epoch)
-    shapes, _ = inputs_of(inputs)
+    shapes, _ = parse_inputs(inputs)
     if inputs and mode == MODES[0]:
         raise usage_error(f"--input is for --mode {' and '.join(MODES[1:])}; give that too")
     with saved_semantics(prefix, epoch):
@@ -107,7 +107,7 @@ def explain(
 
 
 def _filtered(plan: Plan, name: Optional[str], precision: Optional[str]) -> Plan:
-    """Return the plan's operators that match; raise if there are none."""
+    """Return the part of a plan with operators of this name and precision; raise if empty."""
     named = plan.filter(name=name) if name is not None else plan
     if name is not None and not len(named):
         raise plan.unknown(name)
@@ -119,10 +119,11 @@ def _filtered(plan: Plan, name: Optional[str], precision: Optional[str]) -> Plan
 
 
 def _table(plan: Plan) -> Table:
+    """Return a rich table of a plan, with the names of dtypes in color."""
     colors = {plan.target_dtype: "green", "float32": "yellow"}
     headings, rows = plan.rows()
     texts = ([cell_text(cell) for cell in row] for row in rows)
-    return table_of(
+    return make_table(
         headings,
         ([f"[{colors[t]}]{t}[/]" if t in colors else escape(t) for t in row] for row in texts),
     )
@@ -139,7 +140,7 @@ _CLASSES = (
 
 
 @click.command(
-    epilog=lines("Classes", *_CLASSES)
+    epilog=help_paragraph("Classes", *_CLASSES)
     + examples(
         "mxamp operators softmax 'conv*'",
         "mxamp operators --class low --dtype float16 --device gpu",
@@ -164,7 +165,7 @@ def operators(
     a name, all operators are listed.
     """
     chosen = chosen_policy(dtype, policy, device)
-    found = _found(names) if names else sorted(chosen.rules)
+    found = _operator_names(names) if names else sorted(chosen.rules)
     rows = []
     for name in found:
         rule = chosen.rule(name)
@@ -174,11 +175,11 @@ def operators(
     if not rows:
         classes = [f"{name} is {chosen.rule(name).shown_class}" for name in found]
         raise ArgumentError(f"none of these operators is {op_class}: {shortened(classes)}")
-    console().print(table_of(["operator", "class", "reason"], rows))
+    console().print(make_table(["operator", "class", "reason"], rows))
 
 
-def _found(names: Sequence[str]) -> Sequence[str]:
-    """Return the canonical names of the operators that match names or patterns."""
+def _operator_names(names: Sequence[str]) -> Sequence[str]:
+    """Return the canonical names of MXNet's operators for names, aliases and patterns."""
     found: Dict[str, None] = {}
     for pattern in names:
         if not set("*?[") & set(pattern):

@@ -11,10 +11,10 @@ from ..convert.options import check_names, checked_dtype
 from ..convert.outputs import Model, declared_dtypes, finite_input, random_inputs
 from ..errors import prefix_errors
 from ..framework.arrays import cast
-from .options import values_by_name
+from .options import parse_named_values
 from .output import usage_error
 
-__all__ = ["as_inputs", "batches_in", "dtypes_of_inputs", "inputs_of", "values_for"]
+__all__ = ["checked_batch", "input_values", "parse_input_dtypes", "parse_inputs", "read_batches"]
 
 NOT_SAVED = "it is no array that NumPy has saved"
 NOT_ARRAYS = (
@@ -26,20 +26,20 @@ NOT_ARRAYS = (
 _UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
-def dtypes_of_inputs(texts: Sequence[str]) -> Dict[str, str]:
-    """Return the dtypes that --input-dtype gives, by name of input."""
-    dtypes = values_by_name("--input-dtype", texts)
+def parse_input_dtypes(texts: Sequence[str]) -> Dict[str, str]:
+    """Return the dtypes in the texts NAME:DTYPE of --input-dtype, by input name."""
+    dtypes = parse_named_values("--input-dtype", texts)
     with prefix_errors("--input-dtype"):
         return {name: checked_dtype(name, dtype) for name, dtype in dtypes.items()}
 
 
-def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[str, Any]]:
-    """Return the shapes of inputs by name, and the values of inputs given as .npy files."""
+def parse_inputs(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[str, Any]]:
+    """Return the shapes in the texts of --input by input name, and the values from .npy files."""
     shapes, values = {}, {}
-    for name, value in values_by_name("--input", texts).items():
+    for name, value in parse_named_values("--input", texts).items():
         text = f"{name}:{value}"
         if value.endswith(".npy"):
-            values[name] = _loaded(f"--input {text}", value, np.ndarray, NOT_SAVED)
+            values[name] = _load_numpy(f"--input {text}", value, np.ndarray, NOT_SAVED)
             shapes[name] = values[name].shape
             continue
         parts = value.split(",")
@@ -52,18 +52,18 @@ def inputs_of(texts: Sequence[str]) -> Tuple[Dict[str, Tuple[int, ...]], Dict[st
 
 
 def _data_names(model: Model) -> List[str]:
-    """Return the names of the inputs that are no parameters."""
+    """Return the names of a model's inputs that are no parameters."""
     return [name for name in model[0].list_inputs() if name not in {**model[1], **model[2]}]
 
 
-def values_for(
+def input_values(
     model: Model, inputs: Sequence[str], dtypes: Mapping[str, str], seed: int = 0
 ) -> Tuple[Dict[str, Any], List[str]]:
-    """Return values for all inputs of a model, and the names of the inputs with random values.
+    """Return values for all inputs of a model by name, and the names of those that are random.
 
-    The options --input give values or shapes.
+    `inputs` are the texts of --input, which hold values or shapes.
     """
-    shapes, values = inputs_of(inputs)
+    shapes, values = parse_inputs(inputs)
     data = _data_names(model)
     with prefix_errors("--input"):
         check_names([*shapes], data, "input")
@@ -73,37 +73,43 @@ def values_for(
     return {**drawn, **values}, [name for name in data if name not in values]
 
 
-def batches_in(
+def read_batches(
     model: Model, files: Sequence[str], dtypes: Mapping[str, str]
 ) -> Iterator[Dict[str, Any]]:
-    """Yield the batches in .npz files, in the dtypes of the model's inputs."""
+    """Yield the arrays in each .npz file by input name, in the dtypes of the model's inputs."""
     data = _data_names(model)
     with prefix_errors("--input-dtype"):
         check_names([*dtypes], data, "input")
     for path in files:
         with prefix_errors(f"--data {path}"):
-            arrays = _loaded("--data", path, dict, NOT_ARRAYS.format(path=path))
+            arrays = _load_numpy("--data", path, dict, NOT_ARRAYS.format(path=path))
             check_names([*arrays], data, "input")
-            yield as_inputs(model, arrays, dtypes)
+            yield checked_batch(model, arrays, dtypes)
 
 
-def as_inputs(model: Model, values: Mapping[str, Any], dtypes: Mapping[str, str]) -> Dict[str, Any]:
-    """Return values as finite arrays in the given dtypes, or else those that the model declares."""
+def checked_batch(
+    model: Model, values: Mapping[str, Any], dtypes: Mapping[str, str]
+) -> Dict[str, Any]:
+    """Return inputs as NDArrays in `dtypes`, else in the declared dtypes; raise unless finite."""
     wanted = {**declared_dtypes(model[0]), **dtypes}
     return {
-        name: _in_dtype(value, finite_input(name, value), wanted.get(name, "float32"))
+        name: _cast_input(value, finite_input(name, value), wanted.get(name, "float32"))
         for name, value in values.items()
     }
 
 
-def _in_dtype(value: Any, array: Any, dtype: str) -> Any:
+def _cast_input(value: Any, array: Any, dtype: str) -> Any:
+    """Return the input `value`, of which `array` is the NDArray, as an NDArray in `dtype`."""
     if isinstance(value, np.ndarray) and "float" not in dtype:
         return nd.array(value, dtype=dtype)  # float32 would round large integers
     return cast(array, dtype)
 
 
-def _loaded(option: str, path: str, kind: type, expected: str) -> Any:
-    """Return the array of an .npy file, or the arrays of an .npz file by name."""
+def _load_numpy(option: str, path: str, kind: type, expected: str) -> Any:
+    """Return the array of an .npy file, or the arrays of an .npz file by name.
+
+    Raises a usage error, which says what was `expected`, unless that is of type `kind`.
+    """
     found, why = None, expected
     try:
         with open(path, "rb") as file:

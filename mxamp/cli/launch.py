@@ -8,7 +8,7 @@ import click
 
 from ..errors import AmpError
 from ..tools.launch import ParameterServerRun
-from .output import examples, lines
+from .output import examples, help_paragraph
 
 __all__ = ["launch"]
 
@@ -21,7 +21,7 @@ _EXAMPLES = examples(
     "mxamp launch -n 2 python train.py --epochs 3",
     "mxamp launch -n 4 -s 2 mxamp run train.py",
 )
-_DETAILS = lines(
+_DETAILS = help_paragraph(
     "Exit status",
     "that of the first process that failed; 128 plus the signal's number where",
     "one was killed; 0 where all workers ended with 0",

@@ -7,7 +7,7 @@ import click
 
 from .._version import __version__
 from ..errors import AmpError, unknown
-from .output import end, examples
+from .output import examples, exit_with
 from .starting import INTERRUPTED, STATUS
 
 __all__ = ["COMMANDS", "main"]
@@ -34,35 +34,35 @@ _EXAMPLES = examples(
 
 
 class _Commands(click.Group):
-    """The commands; errors, click's own included, are one line with exit status 2."""
+    """A group that loads a command's module when it runs, and prints errors as one line."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command and report its error."""
+        """Run a command; print its error, click's own included, as one line with status 2."""
         try:
             return super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.Abort:
-            end(INTERRUPTED, STATUS)
+            exit_with(INTERRUPTED, STATUS)
         except click.UsageError as error:
             where = f" ({error.ctx.command_path} --help)" if error.ctx else ""
-            end(f"error: {error.format_message()}{where}", 2)
+            exit_with(f"error: {error.format_message()}{where}", 2)
         except click.ClickException as error:
-            end(f"error: {error.format_message()}", 2)
+            exit_with(f"error: {error.format_message()}", 2)
         except (AmpError, OSError) as error:
-            end(f"error: {error}", 2)
+            exit_with(f"error: {error}", 2)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; Ctrl-C ends it with one line."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            end(INTERRUPTED, STATUS)
+            exit_with(INTERRUPTED, STATUS)
 
     def list_commands(self, ctx: click.Context) -> List[str]:
         """Return the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
-        """Load a command."""
+        """Import the module of a command, and return the command; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f".{COMMANDS[cmd_name][0]}", __package__)

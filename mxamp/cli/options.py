@@ -16,16 +16,16 @@ from ..policy.targets import DEVICES, TARGETS, auto_error, is_auto
 from .output import POLICY_HOLDS, show_messages, usage_error
 
 __all__ = [
+    "chosen_policy",
     "device_option",
     "dtype_option",
-    "chosen_policy",
     "force_option",
     "input_dtype_option",
     "input_option",
+    "parse_named_values",
     "policy_option",
     "saved_model_options",
-    "stop_status",
-    "values_by_name",
+    "stop_progress_line",
 ]
 
 Command = Callable[..., Any]
@@ -40,8 +40,8 @@ _STATUS = "mxamp.status"
 _FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
-class _OneDtype(click.Choice):
-    """A target dtype; "auto" is an error that says why."""
+class _DtypeWithoutAuto(click.Choice):
+    """A `click.Choice` of target dtypes that explains why it doesn't take "auto"."""
 
     def convert(
         self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]
@@ -52,7 +52,7 @@ class _OneDtype(click.Choice):
 
 
 dtype_option = click.option(
-    "--dtype", type=_OneDtype(TARGETS), help="Default: float16 for GPUs, bfloat16 for CPUs."
+    "--dtype", type=_DtypeWithoutAuto(TARGETS), help="Default: float16 for GPUs, bfloat16 for CPUs."
 )
 device_option = click.option(
     "--device", type=click.Choice(DEVICES), help="Default: the GPU if there is one, else the CPU."
@@ -78,7 +78,11 @@ force_option = click.option("--force", is_flag=True, help="Overwrite files.")
 
 
 def saved_model_options(command: Command) -> Command:
-    """Add the arguments of a saved model, a device and layers to keep in float32."""
+    """Add a saved model's options to a command; show the library's messages while it runs.
+
+    The options are PREFIX, --epoch, --device, --keep-fp32, --policy and --import. The command gets
+    the prefix and the epoch as its first two arguments.
+    """
 
     @click.argument("prefix")
     @click.option(
@@ -102,19 +106,24 @@ def saved_model_options(command: Command) -> Command:
         help="Module to import first, such as one that registers custom operators.",
     )
     @functools.wraps(command)
-    def spoken(prefix: str, epoch: Optional[int], modules: Sequence[str], **options: Any) -> Any:
-        _import(modules)
+    def with_messages(
+        prefix: str, epoch: Optional[int], modules: Sequence[str], **options: Any
+    ) -> Any:
+        _import_modules(modules)
         with show_messages() as status:
             click.get_current_context().meta[_STATUS] = status
-            return command(*_saved(prefix, epoch), **options)
+            return command(*_split_prefix(prefix, epoch), **options)
 
-    return spoken
+    return with_messages
 
 
 def chosen_policy(
     dtype: Optional[str], path: Optional[str], device: Optional[str], default: bool = True
 ) -> Policy:
-    """Return the policy of --policy or of --dtype; without either the default, if allowed."""
+    """Return the policy in the file `path`, or the one for `dtype`; raise if both are given.
+
+    Without either, return the device's default policy, or raise if `default` is false.
+    """
     if path is None:
         if not (dtype or default):
             raise usage_error(NO_DTYPE)
@@ -124,13 +133,16 @@ def chosen_policy(
     return Policy.load(path, device)
 
 
-def stop_status() -> None:
-    """Stop the progress line, for a command that shows its own progress."""
+def stop_progress_line() -> None:
+    """Remove the running command's progress line, if the command shows progress of its own."""
     click.get_current_context().meta[_STATUS].stop()
 
 
-def _saved(prefix: str, epoch: Optional[int]) -> Tuple[str, int]:
-    """Return the prefix and epoch of a model, given by its prefix or one of its files."""
+def _split_prefix(prefix: str, epoch: Optional[int]) -> Tuple[str, int]:
+    """Return the prefix and epoch of a model named by its prefix or by one of its files.
+
+    Without `epoch`, that is the only one there is; raises if there are several.
+    """
     file = _FILE.fullmatch(prefix)
     if file is not None:
         prefix, number = file["prefix"], file["epoch"]
@@ -141,8 +153,8 @@ def _saved(prefix: str, epoch: Optional[int]) -> Tuple[str, int]:
     return prefix, epochs[0] if epochs else epoch or 0
 
 
-def _import(names: Sequence[str]) -> None:
-    """Import the user's modules, from the current folder too, as `python -m` does."""
+def _import_modules(names: Sequence[str]) -> None:
+    """Import modules by name, from the current folder too; raise a usage error if one fails."""
     here = str(Path.cwd())
     if names and here not in sys.path:
         sys.path.insert(0, here)
@@ -156,8 +168,8 @@ def _import(names: Sequence[str]) -> None:
             raise usage_error(NOT_IMPORTED.format(name=name, why=why)) from error
 
 
-def values_by_name(option: str, texts: Sequence[str]) -> Dict[str, str]:
-    """Return the values of a repeatable option NAME:VALUE by name; raise for a name given twice."""
+def parse_named_values(option: str, texts: Sequence[str]) -> Dict[str, str]:
+    """Return the values in texts NAME:VALUE by name; raise if a name is given twice."""
     values: Dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition(":")

@@ -17,12 +17,12 @@ __all__ = [
     "IS_THERE",
     "POLICY_HOLDS",
     "console",
-    "end",
     "examples",
+    "exit_with",
+    "help_paragraph",
     "in_options",
-    "lines",
+    "make_table",
     "show_messages",
-    "table_of",
     "usage_error",
 ]
 
@@ -53,7 +53,7 @@ _OPTIONS = {
 
 
 def in_options(message: str) -> str:
-    """Return a message of the library with options in place of its arguments.
+    """Return a message of the library with command options in place of argument names.
 
     >>> in_options("keep its readers in float32 with `excluded_sym_names`")
     'keep its readers in float32 with --keep-fp32'
@@ -63,15 +63,16 @@ def in_options(message: str) -> str:
 
 @contextmanager
 def show_messages() -> Iterator[Status]:
-    """Show the library's log and errors on standard error; yield the progress line.
+    """Context in which the library's log and errors appear on standard error.
 
-    Warnings are lines. Progress is shown on terminals only. An `ArgumentError` is raised again in
+    Yields the progress line, which shows the log's last message on terminals. Warnings are lines of
+    their own. An `ArgumentError` is raised again in
     terms of options; other errors end the process with status 1.
     """
     logger = logging.getLogger("mxamp")
     level, propagate = logger.level, logger.propagate
     with Console(stderr=True).status("reading") as status:
-        handler = _Shown(status)
+        handler = _MessageHandler(status)
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -81,14 +82,16 @@ def show_messages() -> Iterator[Status]:
             raise type(error)(in_options(str(error))) from error
         except (AmpError, OSError, MemoryError) as error:
             status.stop()
-            end(f"error: {in_options(str(error))}", 1)
+            exit_with(f"error: {in_options(str(error))}", 1)
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
             logger.propagate = propagate
 
 
-class _Shown(logging.Handler):
+class _MessageHandler(logging.Handler):
+    """Prints warnings as lines, and shows other messages in the progress line."""
+
     def __init__(self, status: Status) -> None:
         super().__init__()
         self.status = status
@@ -101,7 +104,7 @@ class _Shown(logging.Handler):
             self.status.update(text)
 
 
-def end(message: str, status: int) -> NoReturn:
+def exit_with(message: str, status: int) -> NoReturn:
     """End the process with a message in one line on standard error."""
     click.echo(" ".join(message.split()), err=True)
     sys.exit(status)
@@ -113,12 +116,12 @@ def usage_error(message: str) -> click.UsageError:
 
 
 def console() -> Console:
-    """Return the console of standard output; without a terminal, it has no width and no color."""
+    """Return a console for standard output; without a terminal, with no color or line limit."""
     return Console() if sys.stdout.isatty() else Console(width=_UNLIMITED, no_color=True)
 
 
-def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table that wraps its cells on narrow terminals."""
+def make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a rich table of `rows`, which wraps its cells on narrow terminals."""
     table = Table(show_header=bool(headings), box=Table().box if headings else None)
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -127,12 +130,11 @@ def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def lines(heading: str, *given: str) -> str:
-    """Return a paragraph of a command's help, which keeps its line breaks."""
-    # \b tells click not to rewrap them.
-    return "\n".join(["\b", f"{heading}:", *(f"  {line}" for line in given), "", ""])
+def help_paragraph(heading: str, *lines: str) -> str:
+    """Return a paragraph for a command's help: a heading and lines that click doesn't rewrap."""
+    return "\n".join(["\b", f"{heading}:", *(f"  {line}" for line in lines), "", ""])
 
 
-def examples(*given: str) -> str:
+def examples(*commands: str) -> str:
     """Return the examples at the end of a command's help."""
-    return lines("Examples", *given)
+    return help_paragraph("Examples", *commands)

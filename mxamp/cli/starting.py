@@ -9,10 +9,10 @@ from typing import Any, Sequence
 __all__ = [
     "INTERRUPTED",
     "STATUS",
-    "guard",
+    "exit_on_ctrl_c",
     "is_starting",
     "needs_mxnet",
-    "unguard",
+    "restore_ctrl_c",
     "without_mxnet",
 ]
 
@@ -26,19 +26,19 @@ _OPTIONS = ("-h", "--help", "--version")
 
 
 def is_starting() -> bool:
-    """Return whether this process is the command, `mxamp` or `python -m mxamp`."""
+    """Return whether this process may be the command, `mxamp` or `python -m mxamp`."""
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
     # `python -m` sets the name "-m" while it looks for the package.
     return program == "-m" or Path(program).name == "mxamp"
 
 
 def needs_mxnet(arguments: Sequence[str]) -> bool:
-    """Return whether the command imports MXNet for these arguments."""
+    """Return whether the command `mxamp` imports MXNet for these arguments."""
     return bool(arguments) and arguments[0] not in (*_COMMANDS, *_OPTIONS)
 
 
 def without_mxnet() -> bool:
-    """Return whether this process is the command, about to do something that needs no MXNet."""
+    """Return whether this process is the command `mxamp` with arguments that need no MXNet."""
     argv = getattr(sys, "argv", None) or [""]
     if needs_mxnet(argv[1:]) or not is_starting():
         return False
@@ -51,8 +51,8 @@ def without_mxnet() -> bool:
     return True
 
 
-def guard() -> None:
-    """Let Ctrl-C end the process with one line, until `unguard`.
+def exit_on_ctrl_c() -> None:
+    """Make Ctrl-C end the process with one line, until `restore_ctrl_c`; only for the command.
 
     C code and bare `except:` clauses in the imported modules would swallow an exception.
     """
@@ -60,12 +60,13 @@ def guard() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-def unguard() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again."""
+def restore_ctrl_c() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt again, after `exit_on_ctrl_c`."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(*_signal: Any) -> None:
+    """Handle Ctrl-C: print one line, and end the process at once."""
     os.write(2, f"{INTERRUPTED}\n".encode())
     os._exit(STATUS)

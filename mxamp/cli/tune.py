@@ -16,7 +16,7 @@ from ..framework.files import check_writable
 from ..graph.ir import Graph
 from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
-from .inputs import as_inputs, batches_in, dtypes_of_inputs, values_for
+from .inputs import checked_batch, input_values, parse_input_dtypes, read_batches
 from .options import (
     chosen_policy,
     dtype_option,
@@ -24,7 +24,7 @@ from .options import (
     input_dtype_option,
     input_option,
     saved_model_options,
-    stop_status,
+    stop_progress_line,
 )
 from .output import IS_THERE, examples, in_options, usage_error
 
@@ -100,18 +100,19 @@ def tune(
     force: bool,
     **options: Any,
 ) -> None:
-    """Find a policy for a saved model: as accurate as you ask, and never slower than float32.
+    """Find the fastest policy whose outputs are within --rtol of a saved float32 model's.
 
     The model is run in inference, on your data, in float32 and in low precision. Layers that cost
     too much accuracy stay in float32, and of all forms that are accurate enough the fastest on
-    this machine is chosen. With --policy the search starts from that policy. Ctrl-C ends it with
-    the best so far.
+    this machine is chosen: float32, where no other is faster. With --accuracy-only the policy is
+    in low precision even if that is slower here. With --policy the search starts from that policy.
+    Ctrl-C ends it with the best so far.
     """
     if data and inputs:
         raise usage_error(TWO_WAYS)
     files = [*data, *(text.partition(":")[2] for text in inputs if text.endswith(".npy"))]
     _check_out(out, force, (*model_files(prefix, epoch), *map(Path, files)))
-    input_dtypes = dtypes_of_inputs(dtypes)
+    input_dtypes = parse_input_dtypes(dtypes)
     start = chosen_policy(dtype, policy, device)
     if start.device == "gpu" and not mx.context.num_gpus():
         raise ArgumentError(NO_GPU)
@@ -119,11 +120,11 @@ def tune(
         model = load_model(prefix, epoch)
         start = with_excluded_layers(start, keep_fp32, Graph.from_symbol(model[0]))
         drawn: Sequence[str] = ()  # the inputs that are random numbers
-        batches: Iterable[Any] = batches_in(model, data, input_dtypes)
+        batches: Iterable[Any] = read_batches(model, data, input_dtypes)
         if not data:
-            values, drawn = values_for(model, inputs, input_dtypes, options["seed"])
-            batches = [as_inputs(model, values, input_dtypes)]
-        stop_status()
+            values, drawn = input_values(model, inputs, input_dtypes, options["seed"])
+            batches = [checked_batch(model, values, input_dtypes)]
+        stop_progress_line()
         tuning = tune_model(model, batches, policy=start, timed=not accuracy_only, **options)
     notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
     tuning = replace(tuning, notes=(*map(in_options, tuning.notes), *notes))
@@ -138,11 +139,11 @@ def tune(
         click.echo(INTERRUPTED, err=True)
 
 
-def _check_out(out: str, force: bool, read: Iterable[Path]) -> None:
-    """Raise before anything is measured where the policy can't be written."""
+def _check_out(out: str, force: bool, inputs: Iterable[Path]) -> None:
+    """Raise if the file `out` can't be written, exists without `force`, or is in `inputs`."""
     target = Path(out)
     if out and os.path.lexists(target) and not target.is_dir():
-        if target.exists() and any(map(target.samefile, filter(os.path.exists, read))):
+        if target.exists() and any(map(target.samefile, filter(os.path.exists, inputs))):
             raise usage_error(READ_TOO.format(path=out))
         if not force:
             raise usage_error(IS_THERE.format(path=out))
