@@ -67,7 +67,7 @@ _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
 # The positions of the inputs that an operator writes to (FMutateInputs in MXNet's sources).
 _STATISTICS = (3, 4)
-_MUTABLE: Dict[str, Tuple[int, ...]] = {
+_MUTABLE: Mapping[str, Tuple[int, ...]] = {
     "BatchNorm": _STATISTICS,
     "BatchNorm_v1": _STATISTICS,
     "_contrib_BatchNormWithReLU": _STATISTICS,

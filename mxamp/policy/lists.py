@@ -76,7 +76,7 @@ class OperatorList:
 
 
 def lists_folder() -> Path:
-    """Return the folder of mxamp's own lists: in the package, or beside it in a clone."""
+    """Return the folder of mxamp's own operator lists: in the package, or beside it in a clone."""
     package = Path(__file__).resolve().parent.parent
     return next(path for path in (package / "lists", package.parent / "lists") if path.is_dir())
 

@@ -46,15 +46,15 @@ def exact_pattern(name: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
-def layer_patterns(argument: str, given: Any) -> List[Sequence[str]]:
+def layer_patterns(argument: str, layers: Any) -> List[Sequence[str]]:
     """Return the name patterns of each given layer: one for a name, several for a block."""
-    if isinstance(given, Block):
-        given = [given]
-    if given is None:
+    if isinstance(layers, Block):
+        layers = [layers]
+    if layers is None:
         return []
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(given)))
-    listed = list(given)
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(layers)))
+    listed = list(layers)
     if not all(isinstance(one, (str, Block)) for one in listed):
         raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(listed)))
     return [[one] if isinstance(one, str) else _block_patterns(argument, one) for one in listed]
@@ -103,17 +103,17 @@ CONDITIONAL = (
 
 def with_overrides(
     rules: Mapping[str, Rule],
-    given: Mapping[str, Names],
+    operators: Mapping[str, Names],
     conditional: Optional[Iterable[Conditional]],
     replace_lists: bool,
     dtype: str,
 ) -> Dict[str, Rule]:
     """Return `rules` with operators moved to other classes, as `Policy.override` describes.
 
-    `given` maps a class to operators by any of their names, or to None.
+    `operators` maps a class to operators by any of their names, or to None.
     """
     classes: Dict[str, str] = {}
-    for op_class, names in given.items():
+    for op_class, names in operators.items():
         for name in _canonical_names(op_class, names):
             if classes.setdefault(name, op_class) != op_class:
                 raise _two_lists_error(name, classes[name], op_class)
@@ -123,7 +123,7 @@ def with_overrides(
             raise _two_lists_error(name, classes[name], "conditionally fp32")
     result = dict(rules)
     if replace_lists:
-        replaced = {op_class for op_class, names in given.items() if names is not None}
+        replaced = {op_class for op_class, names in operators.items() if names is not None}
         result = _with_empty_classes(rules, replaced, keep_conditions=conditional is None)
     _set_classes(result, classes, conditions)
     return result
@@ -188,9 +188,9 @@ def checked_substitutions(names: Iterable[str], known: Mapping[str, str]) -> Lis
     return names
 
 
-def checked_layers(given: Layers) -> Tuple[str, ...]:
+def checked_layers(layers: Layers) -> Tuple[str, ...]:
     """Return the name patterns of `fp32_layers`, without repetitions."""
-    patterns = layer_patterns("fp32_layers", given)
+    patterns = layer_patterns("fp32_layers", layers)
     return tuple(dict.fromkeys(one for few in patterns for one in few))
 
 

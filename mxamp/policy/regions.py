@@ -133,7 +133,7 @@ def _mark_policy(policy: Policy) -> str:
 
 
 def _fingerprint(policy: Policy) -> str:
-    """Return a hash of the text of the policy's file; equal policies have equal hashes."""
+    """Return the 16 hex digits that name a policy in marks: a hash of the text of its file."""
     if policy.caches.fingerprint is None:
         try:
             text = policy_toml(policy)
@@ -193,7 +193,7 @@ def _policy_in_region(policy: Policy, mark: str) -> Policy:
 
 
 def argument_dtype(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Optional[str]:
-    """Return the dtype to cast a copied function argument to, in a graph under `policy`.
+    """Return the dtype for a node that copies an argument of a `float_function` or its like.
 
     None for any other node, and where mixed precision is off.
     """

@@ -67,7 +67,7 @@ class Condition:
     reason: Optional[str] = None  #: None: the rule's reason
 
     def holds(self, attributes: Mapping[str, str]) -> bool:
-        """Return whether the condition holds for a call; unset attributes have their default."""
+        """Return whether a call with these attributes, else the default, meets the condition."""
         value = attributes.get(self.attribute, self.default)
         if value is None:
             return False
