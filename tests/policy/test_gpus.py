@@ -59,7 +59,7 @@ def test_what_is_float32_for_its_sums_widens_what_it_meets():
 
 def test_eager_products_follow_their_shapes(monkeypatch):
     monkeypatch.setattr(eager, "on_device", lambda *_: True)
-    casts = eager._Casts(resolve("_npi_matmul"), GPU)
+    casts = eager._OperatorDecisions(resolve("_npi_matmul"), GPU)
     short, long = nd.ones((4, 8)), nd.ones((8, 200))
     assert casts.decide([short, long], (), ()).reads == ("float16", "float16")
     assert casts.decide([long, nd.ones((200, 4))], (), ()) is None
@@ -69,7 +69,7 @@ def test_eager_products_follow_their_shapes(monkeypatch):
 
 def test_decisions_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(eager, "_MANY_DECISIONS", 10)
-    casts = eager._Casts(resolve("_mul_scalar"), amp.Policy.default("float16", "cpu"))
+    casts = eager._OperatorDecisions(resolve("_mul_scalar"), amp.Policy.default("float16", "cpu"))
     for k in range(50):
         casts.decide([nd.ones(2)], ("scalar",), (k / 7,))
     assert len(casts._decisions) <= 10
