@@ -41,6 +41,7 @@ from .errors import (
 from .errors import (
     WriteError as WriteError,
 )
+from .framework.machine import bfloat16 as bfloat16
 from .frontends.apex import initialize as initialize
 from .frontends.contrib import (
     list_conditional_fp32_ops as list_conditional_fp32_ops,

@@ -11,6 +11,7 @@ from typing import Any, Dict, FrozenSet, Mapping, Optional
 import numpy as np
 
 __all__ = [
+    "bfloat16",
     "BFLOAT16",
     "DTYPE_CODES",
     "DTYPE_NAMES",
@@ -34,6 +35,8 @@ logger = logging.getLogger("mxamp")
 
 #: MXNet's bfloat16: a NumPy structure that holds the raw 16 bits.
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+#: Its public name, which is that of `mxnet.contrib.amp.amp` too.
+bfloat16 = BFLOAT16
 
 #: MXNet's numbers for dtypes (mshadow/base.h), by name and back.
 DTYPE_CODES: Mapping[str, int] = {

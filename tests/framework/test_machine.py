@@ -1,0 +1,67 @@
+"""The public dtype for bfloat16, where MXNet takes dtypes."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import gluon, nd
+from mxnet.contrib import amp as stock
+
+import mxamp as amp
+
+
+def cast_parameter():
+    parameter = gluon.Parameter("weight", shape=2)
+    parameter.initialize(mx.init.One())
+    parameter.cast(amp.bfloat16)
+    return parameter.data()
+
+
+def cast_block():
+    net = gluon.nn.Dense(2, in_units=3)
+    net.initialize()
+    net.cast(amp.bfloat16)
+    return net.weight.data()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nd.ones(2).astype(amp.bfloat16),
+        lambda: nd.cast(nd.ones(2), dtype=amp.bfloat16),
+        lambda: nd.amp_cast(nd.ones(2), dtype=amp.bfloat16),
+        lambda: nd.zeros(2, dtype=amp.bfloat16),
+        lambda: nd.ones(2, dtype=amp.bfloat16),
+        lambda: nd.full(2, 3, dtype=amp.bfloat16),
+        lambda: nd.empty(2, dtype=amp.bfloat16),
+        lambda: nd.arange(2, dtype=amp.bfloat16),
+        cast_parameter,
+        cast_block,
+    ],
+)
+def test_mxnet_takes_it(make):
+    array = make()
+    array.wait_to_read()
+    assert array.dtype == amp.bfloat16
+
+
+def test_values_survive_the_way_there_and_back():
+    array = nd.array([1.5, -3]).astype(amp.bfloat16).astype("float32")
+    assert array.asnumpy().tolist() == [1.5, -3]
+
+
+def test_symbols_take_it():
+    data = mx.sym.var("data", dtype=amp.bfloat16)
+    assert mx.sym.cast(data, dtype="float32").infer_type()[0] == [amp.bfloat16]
+    assert mx.sym.cast(data, dtype=amp.bfloat16).infer_type()[1] == [amp.bfloat16]
+
+
+def test_it_is_the_dtype_of_contrib_amp_and_of_mxamp():
+    assert amp.bfloat16 == stock.amp.bfloat16
+    with amp.autocast(amp.bfloat16):
+        assert amp.current_policy().target_dtype == "bfloat16"
+
+
+def test_numbers_become_raw_bits_in_nd_array():
+    """As docs/precision.md warns of."""
+    array = nd.array([1, 2.5], dtype=amp.bfloat16).astype("float32")
+    assert np.abs(array.asnumpy()).max() < 1e-39
