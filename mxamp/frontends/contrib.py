@@ -7,8 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any, Dict, List, Optional, Tuple
 
-from mxnet.contrib import amp as stock
-
+from ..framework.contrib_amp import CONTRIB_AMP_MODULES, check_contrib_is_off
 from ..framework.operators import LOSS_OUTPUTS, registry
 from ..framework.patching import FrontEnd
 from ..policy.active import is_enabled
@@ -46,18 +45,17 @@ class _ContribPatches(FrontEnd):
     The modules themselves stay, so every way of importing them works, and so do their lists.
     """
 
-    _MODULES = (stock, stock.amp)
-
     def open(self) -> None:
         """Replace the functions."""
+        check_contrib_is_off()
         super().open()
-        for module in self._MODULES:
+        for module in CONTRIB_AMP_MODULES:
             module.__class__ = _StandIn
 
     def close(self) -> None:
         """Restore the original functions."""
         super().close()
-        for module in self._MODULES:
+        for module in CONTRIB_AMP_MODULES:
             module.__class__ = ModuleType
 
 

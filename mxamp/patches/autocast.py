@@ -10,6 +10,7 @@ import logging
 from typing import Any, Callable, Iterable, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
+from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..framework.worker_process import prepare_worker
@@ -131,6 +132,7 @@ def switch_on(wanted: Choice) -> bool:
 
     `FLOAT32` is recorded, but patches nothing.
     """
+    check_contrib_is_off()
     with casting._lock:
         before = active.process.policy
         if before is not None:

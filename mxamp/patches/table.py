@@ -21,6 +21,12 @@ from mxnet.optimizer import SGD
 from mxnet.symbol import Symbol
 from mxnet.symbol import register as symbol_register
 
+from ..framework.contrib_amp import (
+    CONTRIB_AMP_MODULES,
+    check_contrib_is_off,
+    refuse_init,
+    refuse_init_trainer,
+)
 from ..framework.distributed import HOROVOD, PARAMETER_SERVER, is_distributed
 from ..framework.patching import Patch, PatchSet
 from ..policy.active import current_policy, pop_policy, push_policy, suspended
@@ -156,6 +162,10 @@ ALL = (
         "the square of a norm overflows half precision"),
     Row(CustomOpProp, "__init__", loss_outputs.build_custom_op_init,
         "custom operators that ignore the head gradient return gradients without the loss scale"),
+    Row(CONTRIB_AMP_MODULES[1], "_wrap_symbol_functions", refuse_init,
+        "contrib's init, however it was imported, would cast a second time"),
+    *(Row(module, "init_trainer", refuse_init_trainer, "MXNet's own error asks for contrib's init")
+      for module in CONTRIB_AMP_MODULES),
 )  # fmt: skip
 
 
@@ -180,6 +190,7 @@ class _CastingPatches(PatchSet):
 
     def acquire(self) -> None:
         """Add a user of the patches, and install them for the first."""
+        check_contrib_is_off()
         with self._lock:
             self.open()
             self._users += 1

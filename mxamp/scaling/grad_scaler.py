@@ -17,6 +17,7 @@ from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
+from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
@@ -137,6 +138,7 @@ class GradScaler:
         """
         if not self._enabled:
             return loss
+        check_contrib_is_off()
         scale = self.get_scale()
         check_unscaled(loss)
         losses = ScaledLosses(scale, (self,), scales_outputs=True)

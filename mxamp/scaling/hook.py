@@ -43,6 +43,7 @@ from mxnet.optimizer import LBSGD
 
 from ..errors import StateError
 from ..framework.arrays import as_float
+from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.machine import dtype_name
 from ..framework.versions import has_feature
 from ..framework.wording import counted, shortened
@@ -310,6 +311,7 @@ class TrainerHook:
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
+        check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
         if self._pending.reduced:  # to clip them, before `step`
             return
         self._equalize_scales()

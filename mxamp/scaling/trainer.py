@@ -9,13 +9,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
 
 from mxnet import autograd
-from mxnet.contrib.amp.loss_scaler import LossScaler as StockScaler
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import map_arrays
+from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
@@ -62,10 +62,6 @@ HOROVOD_OPTIMIZER = (
     "the optimizer of this trainer has Horovod sum the gradients in each update, where a gradient "
     "that overflowed in one worker alone can't be kept out in all: make the trainer with "
     "hvd.DistributedTrainer, and with the optimizer as it was before hvd.DistributedOptimizer"
-)
-STOCK_SCALER = (
-    "mxnet.contrib.amp has initialized this trainer already and scales its losses: remove its "
-    "init_trainer, or call mxamp.patch_contrib() before it"
 )
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 SCALED_ALREADY = (
@@ -233,6 +229,7 @@ def attach_hook(
     An existing hook stays, with the given scaler and limit. A trainer that has loaded states
     resumes from them, whatever scaler is given.
     """
+    check_contrib_is_off()
     hook = active_hook(trainer)
     if hook is not None and hook.trainer is trainer:
         hook.check_scaled_by(scaled_by)
@@ -245,8 +242,6 @@ def attach_hook(
         if max_consecutive_skips is not None:
             hook.max_consecutive_skips = max_consecutive_skips
         return
-    if isinstance(getattr(trainer, "_amp_loss_scaler", None), StockScaler):
-        raise StateError(STOCK_SCALER)
     scaler = loss_scaler if loss_scaler is not None else _default_scaler()
     _keep_updates_skippable(trainer, scaler)
     hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)

@@ -15,6 +15,7 @@ from mxnet.contrib.amp import scale_loss as stock_scale_loss
 import digits
 import mxamp as amp
 from helpers import BF16
+from mxamp.framework.patching import patched
 from training import batches, setup
 
 #: Every way in that public scripts use, and what each is called in them.
@@ -156,6 +157,119 @@ def stock_is_on(monkeypatch):
     monkeypatch.setattr(stock.amp, "_loss_scaler", stock.loss_scaler.LossScaler())
 
 
+def use_init(net, trainer):
+    amp.init("bfloat16", ctx=mx.cpu())
+
+
+def use_region(net, trainer):
+    with amp.autocast("bfloat16"):
+        net(nd.ones((2, 4)))
+
+
+def use_region_that_is_off(net, trainer):
+    with amp.autocast(enabled=False):
+        net(nd.ones((2, 4)))
+
+
+def use_init_trainer(net, trainer):
+    amp.init_trainer(trainer, amp.LossScaler())
+
+
+def use_grad_scaler(net, trainer):
+    scaler = amp.GradScaler()
+    with autograd.record():
+        loss = net(nd.ones((2, 4))).sum()
+    scaler.scale(loss).backward()
+    scaler.step(trainer, 2)
+
+
+def use_apex(net, trainer):
+    amp.initialize(net, trainer, "O1", dtype="bfloat16")
+
+
+def use_paddle(net, trainer):
+    amp.decorate(mx.optimizer.SGD())
+
+
+def use_patch_contrib(net, trainer):
+    amp.patch_contrib()
+
+
+WAYS_ON = [
+    use_init, use_region, use_region_that_is_off, use_init_trainer, use_grad_scaler, use_apex,
+    use_paddle, use_patch_contrib,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("use", WAYS_ON)
+def test_mxamp_is_refused_after_stock_init(stock_is_on, use, hybridized):
+    net, trainer = setup()
+    net.hybridize(hybridized)
+    net(nd.ones((2, 4)))
+    patched_before = patched()
+    with pytest.raises(amp.StateError, match=r"contrib\.amp is on in this process.*patch_contrib"):
+        use(net, trainer)
+    assert patched() == patched_before
+    assert not amp.is_enabled()
+
+
+@pytest.fixture
+def stock_functions(monkeypatch):
+    """MXNet's `init` as it is, but for the changes that it makes to operators."""
+    changed = []
+    monkeypatch.setattr(stock.amp, "_wrap_symbol_functions", lambda *_: changed.append(1))
+    monkeypatch.setattr(stock.amp, "_wrap_loss_output_functions", lambda *_: changed.append(1))
+    for flag in ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler"):
+        monkeypatch.setattr(stock.amp, flag, getattr(stock.amp, flag))
+    return changed
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("init", [stock.init, stock.amp.init], ids=["imported by name", "module"])
+@pytest.mark.parametrize("use", [use_init, use_paddle])
+def test_stock_init_is_refused_while_mxamp_is_on(stock_functions, use, init, hybridized):
+    net, trainer = setup()
+    net.hybridize(hybridized)
+    use(net, trainer)
+    for _ in range(2):
+        with pytest.raises(amp.StateError, match=r"call mxamp\.init, or mxamp\.patch_contrib\(\)"):
+            init("bfloat16")
+    assert not stock_functions
+    assert not stock.amp._amp_initialized
+    net(nd.ones((2, 4)))
+    amp.shutdown()
+    init("bfloat16")
+    assert stock_functions
+    assert stock.amp._amp_initialized
+
+
+def test_stock_init_is_refused_in_a_region(stock_functions):
+    with amp.autocast("bfloat16"), pytest.raises(amp.StateError, match=r"call mxamp\.init,"):
+        stock.init("bfloat16")
+    assert not stock_functions
+
+
+@pytest.mark.parametrize("module", [stock, stock.amp])
+def test_stock_init_trainer_is_refused_while_mxamp_is_on(module):
+    amp.init("bfloat16", ctx=mx.cpu())
+    with pytest.raises(amp.StateError, match=r"call mxamp\.init_trainer, or mxamp\.patch_contrib"):
+        module.init_trainer(setup()[1])
+
+
+def test_stock_init_on_a_trainer_that_mxamp_scales_fails_the_next_step(stock_functions):
+    """`init_trainer` with a scaler of its own needs no `init`: nothing is patched."""
+    net, trainer = setup()
+    amp.init_trainer(trainer, amp.StaticLossScaler(1))
+    stock.init("bfloat16")
+    stock.init_trainer(trainer)
+    weight = trainer._params[0].data().asnumpy()
+    with pytest.raises(amp.StateError, match="contrib.amp is on in this process"):
+        backward_by_stock(net, trainer, batches(1)[0])
+        trainer.step(1)
+    assert (trainer._params[0].data().asnumpy() == weight).all()
+
+
 def backward_by_stock(net, trainer, data):
     with autograd.record():
         loss = (net(nd.array(data)) ** 2).sum()
@@ -247,3 +361,57 @@ def test_stock_lists_of_names_are_understood():
     for name in stock.list_fp32_ops("float16"):
         if name not in ("CuDNNBatchNorm", "_TensorRT"):
             assert amp.Policy.default("float16", "cpu").override(fp32=[name])
+
+
+# ------------------------------------------------- differences that coming-from-contrib-amp.md names
+
+
+def behind_a_convolution(kind):
+    data = mx.sym.var("data")
+    features = mx.sym.Convolution(data, num_filter=4, kernel=(3, 3), name="convolution")
+    if kind == "flatten":
+        features = mx.sym.flatten(features)
+    if kind == "prelu":
+        return mx.sym.LeakyReLU(features, act_type="prelu", name="behind")
+    if kind == "concat":
+        return mx.sym.concat(features, mx.sym.slice(data, (0, 0, 0, 0), (2, 3, 3, 3)))
+    return mx.sym.FullyConnected(features, num_hidden=2, name="behind")
+
+
+def converted_by(system, symbol):
+    shapes = zip(symbol.list_arguments(), symbol.infer_shape(data=(2, 3, 5, 5))[0])
+    values = {name: nd.ones(shape) for name, shape in shapes if name != "data"}
+    return system.convert_model(symbol, values, {}, "bfloat16", target_dtype_ops=["Convolution"])
+
+
+@pytest.mark.parametrize("kind", ["dense", "flatten", "prelu", "concat"])
+def test_operators_in_no_list_keep_float32_parameters(kind):
+    symbol, values, _ = converted_by(amp, behind_a_convolution(kind))
+    assert {value.dtype for value in values.values()} == {np.float32}
+    bound = symbol.bind(mx.cpu(), {**values, "data": nd.ones((2, 3, 5, 5))})
+    assert np.isfinite(bound.forward()[0].asnumpy()).all()
+
+
+def test_operators_in_no_list_by_contrib():
+    dense = converted_by(stock, behind_a_convolution("dense"))[1]
+    assert dense["behind_weight"].dtype == dense["behind_bias"].dtype == amp.bfloat16
+    flat = converted_by(stock, behind_a_convolution("flatten"))[1]
+    assert flat["behind_weight"].dtype == np.float32
+    slopes = converted_by(stock, behind_a_convolution("prelu"))[1]
+    assert slopes["behind_gamma"].dtype == amp.bfloat16
+    with pytest.raises(mx.base.MXNetError):
+        converted_by(stock, behind_a_convolution("concat"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_multicast_keeps_float32_variables(dtype):
+    half = amp.bfloat16 if dtype == "bfloat16" else np.float16
+    wide, narrow = mx.sym.var("wide", dtype="float32"), mx.sym.var("narrow", dtype=half)
+    both = mx.sym.amp_multicast(wide, narrow, num_outputs=2)
+    symbol = amp.convert_symbol(both, target_dtype=dtype, cast_optional_params=True)
+    bound = symbol.simple_bind(mx.cpu(), wide=(1, 2), narrow=(1, 2))
+    assert bound.arg_dict["wide"].dtype == np.float32
+    assert [one.dtype for one in bound.outputs] == [np.float32] * 2
+    theirs = stock.convert_symbol(both, target_dtype=dtype, cast_optional_params=True)
+    bound = theirs.simple_bind(mx.cpu(), wide=(1, 2), narrow=(1, 2))
+    assert bound.arg_dict["wide"].dtype == half
