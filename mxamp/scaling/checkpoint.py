@@ -9,7 +9,7 @@ Like every pickle, a state file can run code when it is loaded: load only files 
 
 import os
 import pickletools
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
@@ -18,11 +18,12 @@ from mxnet.gluon import Trainer
 from ..errors import ArgumentError
 from ..framework.files import NOT_THE_SAME, checksum, replaced_file
 from ..framework.wording import shown
+from .optimizer_states import fit_to_parameters, saved_in_float32
 from .scaler import whole_number
 
 __all__ = ["load_states", "save_states", "parse_state", "pop_scaler_state"]
 
-_ATTRIBUTE = "_amp_state"
+_ATTRIBUTE, _MASTERS = "_amp_state", "_amp_masters"
 
 NO_STATES = (
     "{path!r} holds no states of a trainer ({why}); the trainer is as it was. Was it written by "
@@ -32,18 +33,26 @@ NO_STATES = (
 NO_STATE = "the state must come from state_dict, with scaler, steps and skips, not {given}"
 
 
-def save_states(trainer: Trainer, path: str, state: Mapping[str, Any]) -> None:
+def save_states(
+    trainer: Trainer, path: str, state: Mapping[str, Any], by_level: bool = False
+) -> None:
     """Write a trainer's states and the loss scaler's `state` to a file: the whole file or none.
+
+    With `by_level`, for trainers of `initialize`, the states are those of float32 parameters at
+    every level, and the master weights are beside them.
 
     Raises `WriteError` if that fails.
     """
     optimizer = trainer._optimizer
-    setattr(optimizer, _ATTRIBUTE, dict(state))
-    try:
+    with ExitStack() as stack:
+        added: Dict[str, Any] = {_ATTRIBUTE: dict(state)}
+        if by_level:
+            added[_MASTERS] = stack.enter_context(saved_in_float32(trainer))
+        vars(optimizer).update(added)
+        for name in added:
+            stack.callback(delattr, optimizer, name)
         with replaced_file(path, _check_complete) as temporary:
             type(trainer).save_states(trainer, os.fspath(temporary))
-    finally:
-        delattr(optimizer, _ATTRIBUTE)
 
 
 def _check_complete(path: Path) -> None:
@@ -60,12 +69,21 @@ def _check_complete(path: Path) -> None:
         raise OSError(NOT_THE_SAME)
 
 
-def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None]) -> None:
+def load_states(
+    trainer: Trainer,
+    path: str,
+    resume: Callable[[Mapping[str, Any]], None],
+    by_level: bool = False,
+) -> None:
     """Load a trainer's states, and call `resume` with the loss scaler's; an error changes nothing.
+
+    The states are converted to the precision of the trainer's parameters. With `by_level`, for
+    trainers of `initialize`, the trainer and not the file decides whether there are master weights.
 
     Raises `ArgumentError` if the file holds no states of a trainer.
     """
     with _restored_on_error(trainer):
+        has_masters = trainer._optimizer.multi_precision
         try:
             type(trainer).load_states(trainer, path)
         except OSError:
@@ -73,6 +91,9 @@ def load_states(trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]
         except Exception as error:  # unpickling damaged states may raise anything
             why = f"{type(error).__name__}: {error}"
             raise ArgumentError(NO_STATES.format(path=path, why=why)) from error
+        if by_level:
+            trainer._optimizer.multi_precision = has_masters
+        fit_to_parameters(trainer, vars(trainer._optimizer).pop(_MASTERS, {}))
         state = pop_scaler_state(trainer)
         if state is not None:
             resume(state)

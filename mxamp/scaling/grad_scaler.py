@@ -131,6 +131,34 @@ class GradScaler:
         """Return the scale of the next loss; 1 if disabled, or if "auto" chose float32."""
         return self._scaler.loss_scale if self._scales else 1.0
 
+    def get_growth_factor(self) -> float:
+        """Return the factor by which the scale grows."""
+        return float(self._settings["growth_factor"])
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows: more than 1."""
+        self._scaler.change(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the factor by which the scale falls at an overflow."""
+        return float(self._settings["backoff_factor"])
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale falls at an overflow: between 0 and 1."""
+        self._scaler.change(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return after how many finite steps in a row the scale grows."""
+        return int(self._settings["growth_interval"])
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many finite steps in a row the scale grows: at least 1."""
+        self._scaler.change(growth_interval=new_interval)
+
+    @property
+    def _settings(self) -> Dict[str, Any]:
+        return self._scaler.state_dict()
+
     def scale(self, loss: Any) -> Any:
         """Return the loss times the scale; also all losses in lists, tuples and dicts.
 

@@ -432,16 +432,21 @@ class TrainerHook:
         self.trainer.amp_last_step = report
         self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
 
+    @property
+    def _by_level(self) -> bool:
+        """Whether an optimization level decides the precision of the parameters."""
+        return self.scaled_by == "initialize"
+
     def save_states(self, fname: str) -> None:
         """Write the trainer's states with the loss scaler's: the whole file or none."""
-        save_states(self.trainer, fname, self.state_dict())
+        save_states(self.trainer, fname, self.state_dict(), self._by_level)
 
     def load_states(self, fname: str) -> None:
         """Read the trainer's states with the loss scaler's; an error changes nothing.
 
         Load only files that you trust: MXNet unpickles them.
         """
-        load_states(self.trainer, fname, self.load_state_dict)
+        load_states(self.trainer, fname, self.load_state_dict, self._by_level)
 
     def state_dict(self) -> Dict[str, Any]:
         """Return the scaler's state and the counts of steps and skips."""

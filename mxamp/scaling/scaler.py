@@ -287,6 +287,11 @@ class LossScaler(Scaler):
         for name in self._fields[-2:]:
             whole_number(name, state[name])
 
+    def change(self, **settings: Any) -> None:
+        """Change settings, given by their names in the constructor; an error changes nothing."""
+        state = self.state_dict()
+        self.load_state_dict({**state, **settings})
+
     @property
     def is_lowest(self) -> bool:
         """Whether the scale has reached `min_scale`."""

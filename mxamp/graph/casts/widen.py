@@ -1,0 +1,118 @@
+"""Half precision taken out of a graph: the float32 graph of a model in float16 or bfloat16."""
+
+from typing import AbstractSet, Dict, FrozenSet, Mapping, NamedTuple, Sequence, Tuple
+
+from ...framework.machine import DTYPE_CODES
+from ...policy.decision import CASTABLE
+from ..edit import Edit, View
+from ..ir import CASTS, Graph, Node, Output, body_inputs, infer_outputs
+from .builder import HALVES, is_inserted_cast
+from .offline import FLOAT32
+
+__all__ = ["Widened", "has_halves", "widened"]
+
+#: The attributes that hold the dtype of an operator's output, and the half dtypes in them. Old
+#: operators store MXNet's codes of dtypes.
+_ATTRIBUTES = ("dtype", "out_dtype")
+_IN_FLOAT32 = {**dict.fromkeys(HALVES, "float32"), **{str(DTYPE_CODES[d]): FLOAT32 for d in HALVES}}
+
+
+class Widened(NamedTuple):
+    """A graph without half precision, and what has changed.
+
+    `variables` are the variables whose dtype became float32, and `roundings` the casts to half
+    precision that stay: see `_rounds`.
+    """
+
+    graph: Graph
+    variables: FrozenSet[str]
+    roundings: Tuple[str, ...]
+
+
+def has_halves(graph: Graph, dtypes: Mapping[str, str]) -> bool:
+    """Return whether a graph has variables, casts or constants in half precision."""
+    is_half = any(dtypes.get(name) in HALVES for name in graph.input_names)
+    return is_half or any(
+        node.operator == "amp_multicast" or _with_float32(node.attrs) != node.attrs
+        for node in graph.all_nodes
+    )
+
+
+def widened(
+    graph: Graph,
+    dtypes: Mapping[str, str],
+    kept: AbstractSet[str] = frozenset(),
+    restore: bool = False,
+) -> Widened:
+    """Return the graph that computes in float32 wherever `graph` computes in half precision.
+
+    Casts between float16, bfloat16 and float32 are left out, unless they round on purpose. Casts
+    from and to integers, booleans and float64 stay, with float32 in place of half precision.
+
+    `dtypes` are the dtypes of the variables. Variables in `kept` keep their dtype: a cast behind
+    each widens it. With `restore` the graph's outputs keep their dtypes too.
+    """
+    view, edit = View(graph, {}), Edit(graph, {})
+    found: Dict[Output, str] = {}
+    variables, roundings = set(), {}
+    for i, node in enumerate(graph.nodes):
+        inputs = [found[output] for output in node.inputs]
+        outputs = (
+            [dtypes.get(node.name, "float32")] if node.is_variable else infer_outputs(node, inputs)
+        )
+        found.update({(i, k): dtype for k, dtype in enumerate(outputs)})
+        if node.is_variable and outputs[0] in HALVES and node.name in kept:
+            name = f"{node.name}_amp_cast_float32"
+            edit.redirect(
+                (i, 0), edit.add_node(Node("amp_cast", name, {"dtype": "float32"}, [(i, 0)]))
+            )
+        elif node.is_variable and outputs[0] in HALVES:
+            variables.add(node.name)
+            edit.change(i, attrs=_with_float32(node.attrs, ("__dtype__",)))
+        elif node.is_variable or any(source in roundings for source, _ in node.inputs):
+            continue
+        elif _rounds(i, view, inputs):
+            roundings[i] = node.name
+        elif node.operator in (*CASTS, "amp_multicast") and {*inputs, *outputs} <= CASTABLE:
+            for k, source in enumerate(node.inputs):
+                edit.redirect((i, k), source)
+        else:
+            bodies = [_widened_body(node, k, inputs) for k in range(len(node.subgraphs))]
+            edit.change(i, attrs=_with_float32(node.attrs), subgraphs=bodies)
+    for place, (i, k) in enumerate(graph.heads if restore else ()):
+        if found[i, k] in HALVES:
+            name = f"{graph.nodes[i].name}_amp_cast_{found[i, k]}"
+            edit.set_head(place, edit.add("amp_cast", name, [(i, k)], dtype=found[i, k]))
+    return Widened(edit.applied(), frozenset(variables), tuple(roundings.values()))
+
+
+def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:
+    """Return whether a cast to half precision rounds on purpose.
+
+    That is a `Cast` of float32 or float64 in the model's own code that only casts back read: no
+    operator computes in half precision between them, so their one effect is to round.
+    """
+    node = view.graph.nodes[i]
+    if node.operator != "Cast" or is_inserted_cast(node) or node.attrs["dtype"] not in HALVES:
+        return False
+    readers = [view.graph.nodes[j] for j, _ in view.consumers.get((i, 0), ()) if j >= 0]
+    return (
+        i not in view.head_nodes
+        and inputs[0] not in HALVES
+        and all(r.operator in CASTS and r.attrs["dtype"] not in HALVES for r in readers)
+    )
+
+
+def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
+    """Return a body of a loop without half precision; `dtypes` are those of the loop's inputs."""
+    body = node.subgraphs[position]
+    names = body.input_names
+    inputs = {names[inner]: dtypes[outer] for inner, outer in body_inputs(node, position).items()}
+    return widened(body, inputs).graph
+
+
+def _with_float32(attrs: Mapping[str, str], names: Sequence[str] = _ATTRIBUTES) -> Dict[str, str]:
+    """Return attributes with float32 in place of half precision."""
+    return {
+        name: _IN_FLOAT32.get(text, text) if name in names else text for name, text in attrs.items()
+    }

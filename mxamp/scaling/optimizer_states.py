@@ -1,0 +1,164 @@
+"""Optimizer states of parameters in one precision, for parameters in another.
+
+For float16 weights with `multi_precision=True`, MXNet's optimizers pair the states with float32
+master weights: (master, states), or (states, master). Without it the states are float16 as the
+weights are; those of float32 weights are float32. An optimizer fails on states of another form.
+"""
+
+import copy
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
+
+import mxnet as mx
+from mxnet.gluon import Parameter, Trainer
+from mxnet.ndarray.ndarray import NDArray
+
+from ..framework.arrays import cast
+from ..framework.machine import dtype_name
+from ..policy.active import suspended
+from ..policy.decision import CASTABLE
+
+__all__ = ["fit_to_parameters", "saved_in_float32"]
+
+#: A weight that no state starts with.
+_MARK = 7.0
+
+
+class _State(NamedTuple):
+    """One parameter's state: what the optimizer keeps, and the float32 master weight if any."""
+
+    kept: Any
+    master: Optional[NDArray]
+
+
+class _Forms:
+    """The two forms of an optimizer's state for weights of some shape."""
+
+    def __init__(self, optimizer: Any, index: int, weight: NDArray) -> None:
+        probe = copy.copy(optimizer)
+        probe.multi_precision = True
+        mark = mx.nd.full((1,) * weight.ndim, _MARK)
+        self._plain = _form(probe.create_state_multi_precision(index, mark))
+        paired = probe.create_state_multi_precision(index, mark.astype("float16"))
+        self._paired = _form(paired)
+        #: The place of the master weight in a pair; None if the optimizer makes none.
+        self.place = None
+        if isinstance(paired, tuple) and len(paired) == 2:  # noqa: PLR2004
+            for place, other in enumerate(paired[::-1]):
+                if _is_mark(paired[place]) and _form(other) == self._plain:
+                    self.place = place
+
+    def split(self, state: Any) -> Optional[_State]:
+        """Return the parts of a state; None if it is in neither form."""
+        form = _form(state)
+        if self.place is not None and form == self._paired:
+            return _State(state[1 - self.place], state[self.place])
+        return _State(state, None) if form == self._plain else None
+
+    def pair(self, kept: Any, master: NDArray) -> Any:
+        """Return a state with its master weight."""
+        return (master, kept) if self.place == 0 else (kept, master)
+
+
+def fit_to_parameters(trainer: Trainer, masters: Dict[int, NDArray]) -> None:
+    """Convert a trainer's loaded states to the precision of its parameters.
+
+    `masters` are master weights by index of the parameter, saved beside the states. A float32
+    parameter takes the value of a master weight that rounds to its own. States in a form that
+    the optimizer does not have stay as they are.
+    """
+
+    def fitted(index: int, state: Any) -> Any:
+        param = trainer._params[index]
+        weight = param.list_data()[0]
+        forms = _forms(trainer, index, weight)
+        found = forms.split(state) if forms is not None else None
+        if forms is None or found is None:
+            return state
+        master = found.master if found.master is not None else masters.get(index)
+        dtype = dtype_name(weight.dtype)
+        if dtype == "float16" and trainer._optimizer.multi_precision and forms.place is not None:
+            master = cast(weight, "float32") if master is None else master
+            return forms.pair(_cast_all(found.kept, "float32"), master)
+        if dtype == "float32" and master is not None:
+            _take_master(param, weight, master)
+        return _cast_all(found.kept, dtype) if dtype in CASTABLE else found.kept
+
+    _change_states(trainer, fitted)
+
+
+@contextmanager
+def saved_in_float32(trainer: Trainer) -> Iterator[Dict[int, NDArray]]:
+    """Context in which a trainer's states have the form for float32 parameters.
+
+    Yields the master weights that these states lack, by index of the parameter.
+    """
+    masters: Dict[int, NDArray] = {}
+    kept = [dict(updater.states) for updater in _updaters(trainer)]
+
+    def split(index: int, state: Any) -> Any:
+        forms = _forms(trainer, index, trainer._params[index].list_data()[0])
+        found = forms.split(state) if forms is not None else None
+        if found is None:
+            return state
+        if found.master is not None:
+            masters[index] = found.master
+        return _cast_all(found.kept, "float32")
+
+    try:
+        _change_states(trainer, split)
+        yield masters
+    finally:
+        for updater, states in zip(_updaters(trainer), kept):
+            updater.states.update(states)
+
+
+def _updaters(trainer: Trainer) -> List[Any]:
+    """Return the objects that hold a trainer's states: one a device, or the kvstore's."""
+    if trainer._update_on_kvstore:
+        updater = getattr(trainer._kvstore, "_updater", None)
+        return [] if updater is None else [updater]
+    return list(trainer._updaters or ())
+
+
+def _change_states(trainer: Trainer, change: Callable[[int, Any], Any]) -> None:
+    """Replace the state of each parameter by `change(index, state)`."""
+    with suspended():
+        for updater in _updaters(trainer):
+            for index, state in updater.states.items():
+                updater.states[index] = change(index, state)
+
+
+def _forms(trainer: Trainer, index: int, weight: NDArray) -> Optional[_Forms]:
+    """Return the forms of a parameter's state; None where the optimizer fails on a probe."""
+    try:
+        return _Forms(trainer._optimizer, index, weight)
+    except Exception:  # an optimizer of the user's may need the shape or context of its weight
+        return None
+
+
+def _take_master(param: Parameter, weight: NDArray, master: NDArray) -> None:
+    """Set a parameter to its master weight, unless it has another value since."""
+    rounded = cast(cast(master, "float16"), "float32")
+    if (rounded == weight.as_in_context(rounded.context)).min().asscalar():
+        param.set_data(master)
+
+
+def _form(state: Any) -> Any:
+    """Return the nesting of a state, without its values."""
+    if isinstance(state, (tuple, list)):
+        return tuple(map(_form, state))
+    return NDArray if isinstance(state, NDArray) else type(state)
+
+
+def _is_mark(state: Any) -> bool:
+    return isinstance(state, NDArray) and bool((state == _MARK).min().asscalar())
+
+
+def _cast_all(state: Any, dtype: str) -> Any:
+    """Return a state with its half-precision and float32 arrays in a dtype."""
+    if isinstance(state, (tuple, list)):
+        return type(state)(_cast_all(one, dtype) for one in state)
+    if isinstance(state, NDArray) and dtype_name(state.dtype) in CASTABLE - {dtype}:
+        return cast(state, dtype)
+    return state

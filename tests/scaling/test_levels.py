@@ -1,0 +1,90 @@
+"""Trainer states move between optimization levels, both dtypes, plain trainers and `init_trainer`."""
+
+import itertools
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+
+import mxamp as amp
+from helpers import randn, with_avx512
+
+#: Ways to train, and the dtype that each is meant for.
+WAYS = ["plain", "init_trainer float16", "init_trainer bfloat16"] + [
+    f"{level} {dtype}" for level in ("O0", "O1", "O2", "O3") for dtype in ("float16", "bfloat16")
+]
+OPTIMIZERS = {
+    "momentum": ("sgd", {"learning_rate": 0.05, "momentum": 0.9}),
+    "adam": ("adam", {"learning_rate": 0.01, "epsilon": 1e-3}),
+    "plain sgd": ("sgd", {"learning_rate": 0.05}),
+    "nag": ("nag", {"learning_rate": 0.05, "momentum": 0.9}),
+}
+DATA, LABELS = randn(16, 12), randn(16, 3, seed=1)
+LOSS = gluon.loss.L2Loss()
+
+
+class Run:
+    """A small net and its trainer, trained one way."""
+
+    def __init__(self, way, optimizer, load=None):
+        mx.random.seed(0)
+        self.net = gluon.nn.HybridSequential(prefix="net_")
+        with self.net.name_scope():
+            self.net.add(gluon.nn.Dense(8, activation="tanh", in_units=12))
+            self.net.add(gluon.nn.LayerNorm(in_channels=8), gluon.nn.Dense(3, in_units=8))
+        self.net.initialize(mx.init.Xavier())
+        name, settings = OPTIMIZERS[optimizer]
+        self.trainer = gluon.Trainer(self.net.collect_params(), name, dict(settings))
+        self.scales = way != "plain"
+        level, _, dtype = way.partition(" ")
+        if level == "init_trainer":
+            amp.init(dtype, ctx=mx.cpu())
+            amp.init_trainer(self.trainer, amp.StaticLossScaler(64))
+        elif level != "plain":
+            amp.initialize(self.net, self.trainer, level, loss_scale=64, dtype=dtype, ctx=mx.cpu())
+        if load is not None:
+            self.net.load_parameters(f"{load}.params")
+            self.trainer.load_states(f"{load}.states")
+
+    def train(self, steps):
+        for _ in range(steps):
+            with autograd.record():
+                data = DATA.astype(self.net[0].weight.dtype) if self.scales else DATA
+                loss = LOSS(self.net(data).astype("float32"), LABELS)
+                if self.scales:
+                    with amp.scale_loss(loss, self.trainer) as scaled:
+                        autograd.backward(scaled)
+            if not self.scales:
+                loss.backward()
+            self.trainer.step(16)
+        return self
+
+    def save(self, path):
+        self.net.save_parameters(f"{path}.params")
+        self.trainer.save_states(f"{path}.states")
+
+    def weights(self):
+        params = self.net.collect_params().values()
+        return np.concatenate([p.data().astype("float32").asnumpy().ravel() for p in params])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return {name: Run("plain", name).train(6).weights() for name in OPTIMIZERS}
+
+
+@with_avx512
+@pytest.mark.filterwarnings("ignore:Accumulating with float16")
+@pytest.mark.matrix
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("first, then", itertools.product(WAYS, WAYS))
+def test_three_more_steps_are_those_of_the_run_that_was_not_interrupted(
+    first, then, optimizer, uninterrupted, tmp_path
+):
+    Run(first, optimizer).train(3).save(tmp_path / "net")
+    amp.shutdown()
+    weights = Run(then, optimizer, tmp_path / "net").train(3).weights()
+    expected = uninterrupted[optimizer]
+    error = np.linalg.norm(weights - expected) / np.linalg.norm(expected)
+    assert error < 0.01
