@@ -159,6 +159,7 @@ BAD = [
     (f"foreign {F16} --out x",
      ["'foreign-0000.params'", "'foreign-symbol.json'", "4 missing (fc_bias, fc_weight, head_fwd_bias and 1 other)",
       "5 that the symbol does not have (conv0_weight,"], 2),
+    ("m --dtype float32 --out x --fp32-op softmax", ["leave out --policy and --fp32-op"], 2),
     (f"{CHECK} data:0,8", ["--input", "sizes above 0", "'data:0,8'"], 2),
     (f"{CHECK} dat:", ["--input takes NAME:VALUE, not 'dat:'"], 2),
     (f"{CHECK} data:nofile.npy", ["--input data:nofile.npy", "No such file"], 2),
@@ -323,3 +324,12 @@ def test_a_file_system_that_is_read_only(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "x-symbol.json' can't be written (Read-only file system)" in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+def test_half_precision_is_taken_out():
+    assert run("m", "--dtype", "float16", "--cast-params", "--out", "half").exit_code == 0
+    done = run("half", "--dtype", "float32", "--out", "wide", "--check", "--input", "data:2,8")
+    assert done.exit_code == 0, done.output
+    assert "larger" not in done.output
+    _, args, _ = mx.model.load_checkpoint("wide", 0)
+    assert {str(value.dtype) for value in args.values()} == {"<class 'numpy.float32'>"}

@@ -1,16 +1,17 @@
 """The command `mxamp convert`: convert a saved model, and check the result."""
 
-from typing import Any, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 import click
 from rich.markup import escape
 
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
+from ..policy.targets import TARGETS
 from .inputs import input_values, parse_input_dtypes
 from .options import (
+    TargetDtype,
     chosen_policy,
-    dtype_option,
     force_option,
     input_dtype_option,
     input_option,
@@ -21,17 +22,25 @@ from .output import console, examples, make_table, usage_error
 __all__ = ["convert"]
 
 RENAMED = "{0.symbol} has replaced another symbol: its parameters' names begin with {0.renamed}"
+NOTHING_LOWERED = (
+    "--dtype float32 has no operator in half precision: leave out --policy and --fp32-op"
+)
 LARGER = " (larger: the graph now holds casts; --cast-params stores parameters in 16 bits)"
 _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
     "mxamp convert model --dtype float16 --device gpu --cast-params --out half/model",
+    "mxamp convert half-model --dtype float32 --out model",
     "mxamp convert model --dtype bfloat16 --check --input data:8,3,224,224 --out model-bf16",
 )
 
 
 @click.command(epilog=_EXAMPLES)
 @saved_model_options
-@dtype_option
+@click.option(
+    "--dtype",
+    type=TargetDtype((*TARGETS, "float32")),
+    help="The precision. float32 takes half precision out of a model.",
+)
 @click.option("--out", required=True, help="Prefix of the files to write.")
 @click.option("--fp32-op", multiple=True, metavar="NAME", help="Operators to keep in float32.")
 @click.option("--cast-params", is_flag=True, help="Store parameters in DTYPE where all read it.")
@@ -62,7 +71,7 @@ def convert(
     tolerance: Optional[float],
     **options: Any,
 ) -> None:
-    """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to mixed precision.
+    """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to another precision.
 
     PREFIX may also be the name of either file. --dtype or --policy is required.
     """
@@ -70,7 +79,12 @@ def convert(
     for option, given in (("--input", inputs), ("--tolerance", tolerance)):
         if given and not check:
             raise usage_error(f"{option} is for --check; give that too")
-    chosen = chosen_policy(dtype, policy, device, default=False).override(fp32=fp32_op)
+    target: Dict[str, Any] = {"target_dtype": "float32"}
+    if dtype != "float32":
+        chosen = chosen_policy(dtype, policy, device, default=False)
+        target = {"policy": chosen.override(fp32=fp32_op)}
+    elif policy or fp32_op:
+        raise usage_error(NOTHING_LOWERED)
     if check:
         with saved_semantics(prefix, epoch):
             check_inputs, _ = input_values(load_model(prefix, epoch), inputs, input_dtypes)
@@ -79,11 +93,11 @@ def convert(
         epoch=epoch,
         excluded_sym_names=keep_fp32,
         cast_optional_params=cast_params,
-        policy=chosen,
-        keep_io_types=not cast_io,
+        keep_io_types=False if cast_io else None,
         input_dtypes=input_dtypes,
         check_inputs=check_inputs,
         tolerance=TOLERANCE if tolerance is None else tolerance,
+        **target,
         **options,
     )
     if check:
@@ -96,7 +110,8 @@ def convert(
         console().print(make_table(headings, rows))
     if done.renamed:
         click.echo(RENAMED.format(done))
+    is_larger = done.bytes_after > done.bytes_before
     click.echo(
         f"{done.symbol}, {done.params}: {done.bytes_after:,} bytes, from {done.bytes_before:,}"
-        + (LARGER if done.bytes_after > done.bytes_before and not cast_params else "")
+        + (LARGER if is_larger and not cast_params and dtype != "float32" else "")
     )

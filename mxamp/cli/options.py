@@ -16,6 +16,7 @@ from ..policy.targets import DEVICES, TARGETS, auto_error, is_auto
 from .output import POLICY_HOLDS, show_messages, usage_error
 
 __all__ = [
+    "TargetDtype",
     "chosen_policy",
     "device_option",
     "dtype_option",
@@ -40,19 +41,20 @@ _STATUS = "mxamp.status"
 _FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
-class _DtypeWithoutAuto(click.Choice):
+class TargetDtype(click.Choice):
     """A `click.Choice` of target dtypes that explains why it doesn't take "auto"."""
 
     def convert(
         self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]
     ) -> Any:
+        """Return the dtype that an option's value names; raise for another value."""
         if is_auto(value):
             raise auto_error()
         return super().convert(value, param, ctx)
 
 
 dtype_option = click.option(
-    "--dtype", type=_DtypeWithoutAuto(TARGETS), help="Default: float16 for GPUs, bfloat16 for CPUs."
+    "--dtype", type=TargetDtype(TARGETS), help="Default: float16 for GPUs, bfloat16 for CPUs."
 )
 device_option = click.option(
     "--device", type=click.Choice(DEVICES), help="Default: the GPU if there is one, else the CPU."

@@ -14,7 +14,7 @@ from ..policy.overrides import Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .models import converted_model
-from .options import Options
+from .options import Options, conversion_policy, keeps_io_types
 from .outputs import OutputError, compare_models
 from .saved import (
     IS_THERE,
@@ -77,7 +77,7 @@ def convert_files(
     cast_optional_params: bool = False,
     *,
     policy: Optional[Policy] = None,
-    keep_io_types: bool = True,
+    keep_io_types: Optional[bool] = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
     check_inputs: Optional[Mapping[str, Any]] = None,
     tolerance: float = TOLERANCE,
@@ -123,9 +123,10 @@ def convert_files(
     WriteError
         The files can't be written.
     """
-    policy = Policy.from_lists(target_dtype, policy=policy)
+    policy = conversion_policy(target_dtype, policy=policy)
+    keeps_io = keeps_io_types(keep_io_types, target_dtype)
     options = Options(
-        policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes, fuse
+        policy, excluded_sym_names, cast_optional_params, keeps_io, input_dtypes, fuse
     )
     read, written = model_files(prefix, epoch), _checked_output_files(prefix, out, epoch, force)
     if not isinstance(tolerance, (int, float)) or not tolerance > 0:
@@ -136,7 +137,8 @@ def convert_files(
         casts = policy.lowers and policy.target_dtype == "bfloat16" and options.casts_offline
         if casts and mx.util.is_np_shape():
             raise ArgumentError(NUMPY_BFLOAT16.format(prefix=str(prefix)))
-        logger.info("converting %s to %s", os.fspath(prefix), policy.target_dtype)
+        dtype = policy.target_dtype if policy.lowers else "float32"
+        logger.info("converting %s to %s", os.fspath(prefix), dtype)
         converted = converted_model(model, options)
         errors: Tuple[OutputError, ...] = ()
         if check_inputs is not None:

@@ -20,7 +20,7 @@ from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .blocks import Examples, build_block, contexts_of, trace
-from .options import Names, Options
+from .options import Names, Options, conversion_policy, is_float32, keeps_io_types
 from .outputs import Model
 from .symbols import Converted, Params, cast_params, convert
 
@@ -48,10 +48,10 @@ def convert_symbol(
     *,
     widest_dtype_ops: Names = None,
     policy: Optional[Policy] = None,
-    keep_io_types: bool = True,
+    keep_io_types: Optional[bool] = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> Symbol:
-    """Return a copy of a float32 symbol with casts inserted.
+    """Return a copy of a symbol that computes in another precision.
 
     >>> import mxnet as mx, mxamp as amp
     >>> net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
@@ -62,7 +62,9 @@ def convert_symbol(
     Parameters
     ----------
     target_dtype : str or dtype, default "float16"
-        "float16" or "bfloat16".
+        "float16", "bfloat16", or "float32" for a model without half precision. Casts that the
+        symbol has already, inserted or written by hand, are taken out first: see
+        [Models in half precision](converting.md#models-in-half-precision).
     target_dtype_ops, fp32_ops, widest_dtype_ops : list of str, optional
         Operators to run in the target dtype, in float32, in the widest dtype of their inputs;
         each replaces the default list, as in `mxnet.contrib.amp`.
@@ -80,9 +82,11 @@ def convert_symbol(
         In place of `target_dtype` and the operator lists. The default one is for the kind of
         device this machine has: to convert for GPUs on a machine without one, give
         `Policy.default("float16", device="gpu")`.
-    keep_io_types : bool, default True
-        Take and return the dtypes of the original. Otherwise outputs stay in the dtype that they
-        are computed in, and data that is only read in the target dtype must be given in it.
+    keep_io_types : bool, optional
+        Take and return the dtypes of the original. This is the default, except for float32: such a
+        model takes and returns float32 in place of half precision. With False, outputs stay in the
+        dtype that they are computed in, and data that is only read in the target dtype must be
+        given in it.
     input_dtypes : dict of str to dtype, optional
         Dtypes of inputs that are not float32 and can't be inferred.
 
@@ -94,12 +98,12 @@ def convert_symbol(
         An argument has the wrong type, or an operator is in two lists.
     """
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    policy = Policy.from_lists(target_dtype, *lists, policy=policy)
+    policy = conversion_policy(target_dtype, lists, policy)
     options = Options(
         policy,
         excluded_sym_names,
         cast_optional_params,
-        keep_io_types,
+        keeps_io_types(keep_io_types, target_dtype),
         input_dtypes,
         data_names=data_names,
     )
@@ -119,11 +123,11 @@ def convert_model(
     *,
     widest_dtype_ops: Names = None,
     policy: Optional[Policy] = None,
-    keep_io_types: bool = True,
+    keep_io_types: Optional[bool] = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
     fuse: bool = False,
 ) -> Tuple[Symbol, Params, Params]:
-    """Return the symbol and parameters of a float32 model, converted to mixed precision.
+    """Return the symbol and parameters of a model, converted to another precision.
 
     ::
 
@@ -140,9 +144,10 @@ def convert_model(
     parameters are cast as with `cast_optional_params`.
     """
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    policy = Policy.from_lists(target_dtype, *lists, policy=policy)
+    policy = conversion_policy(target_dtype, lists, policy)
+    keeps_io = keeps_io_types(keep_io_types, target_dtype)
     options = Options(
-        policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes, fuse
+        policy, excluded_sym_names, cast_optional_params, keeps_io, input_dtypes, fuse
     )
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
@@ -171,7 +176,7 @@ def convert_hybrid_block(
     *,
     widest_dtype_ops: Names = None,
     policy: Optional[Policy] = None,
-    keep_io_types: bool = True,
+    keep_io_types: Optional[bool] = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
     example_inputs: Examples = None,
     fuse: bool = False,
@@ -215,9 +220,10 @@ def convert_hybrid_block(
         The block has no graph yet and no example was given, or a parameter has no value.
     """
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    policy = Policy.from_lists(target_dtype, *lists, policy=policy)
+    policy = conversion_policy(target_dtype, lists, policy)
+    keeps_io = keeps_io_types(keep_io_types, target_dtype)
     options = Options(
-        policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes, fuse
+        policy, excluded_sym_names, cast_optional_params, keeps_io, input_dtypes, fuse
     )
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
@@ -225,11 +231,11 @@ def convert_hybrid_block(
     converted = convert(traced.symbol, options, traced.param_values())
     values = cast_params(converted.params, converted.inputs)
     frozen = values if options.fuse else converted.inputs
-    if not keep_io_types:  # with other dtypes at its boundary, the source graph is another model
-        source, input_dtypes = None, converted.data
-    else:
+    input_dtypes = {} if keeps_io else converted.data
+    source = None
+    # With half precision at its boundary, the source graph is another model.
+    if keeps_io or is_float32(target_dtype):
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
-        input_dtypes = {}
     fast = build_block(
         block, traced, converted.symbol, values, contexts, frozen, source, input_dtypes
     )
@@ -248,7 +254,7 @@ def convert_bucketing_module(
     *,
     widest_dtype_ops: Names = None,
     policy: Optional[Policy] = None,
-    keep_io_types: bool = True,
+    keep_io_types: Optional[bool] = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> BucketingModule:
     """Return a copy of a `BucketingModule` with the symbol of each bucket converted.
@@ -279,8 +285,9 @@ def convert_bucketing_module(
     if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
         raise StateError(NOT_BOUND)
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    policy = Policy.from_lists(target_dtype, *lists, policy=policy)
-    options = Options(policy, excluded_sym_names, cast_optional_params, keep_io_types, input_dtypes)
+    policy = conversion_policy(target_dtype, lists, policy)
+    keeps_io = keeps_io_types(keep_io_types, target_dtype)
+    options = Options(policy, excluded_sym_names, cast_optional_params, keeps_io, input_dtypes)
     args, auxs = bucketing_mod.get_params()
     buckets = _converted_buckets(bucketing_mod, options, {**args, **auxs})
     # A bucket returns new values only for the parameters that its graph reads.

@@ -27,13 +27,16 @@ from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
 from ..policy.overrides import Layers, layer_patterns
 from ..policy.policy import Policy
-from ..policy.targets import check_bool
+from ..policy.targets import DEFAULT_TARGET, TARGETS, check_bool, check_target
 
 __all__ = [
     "Names",
     "Options",
     "check_names",
     "checked_dtype",
+    "conversion_policy",
+    "is_float32",
+    "keeps_io_types",
     "checked_shapes",
     "name_list",
     "resolved_dtypes",
@@ -52,6 +55,11 @@ NO_SHAPE = (
 TOO_LARGE = (
     "input {name!r} of shape {shape} has {elements}, and this MXNet takes arrays of up to "
     "{limit:,}: give a smaller shape"
+)
+
+NOTHING_TO_LOWER = (
+    "a float32 model has no operator in half precision: leave out `policy` and the operator lists, "
+    "or give float16 or bfloat16"
 )
 
 Names = Optional[Iterable[str]]
@@ -81,6 +89,35 @@ class Options:
     def casts_offline(self) -> bool:
         """Whether parameters are cast once, when the model is converted."""
         return self.cast_optional_params or self.fuse
+
+
+def conversion_policy(
+    target_dtype: Any, lists: Sequence[Any] = (), policy: Optional[Policy] = None
+) -> Policy:
+    """Return the policy of a `convert_*` call; for float32 one that lowers no operator.
+
+    `lists` are the four operator lists of `Policy.from_lists`.
+    """
+    if not is_float32(target_dtype):
+        if target_dtype is not DEFAULT_TARGET:
+            check_target(target_dtype, (*TARGETS, "float32"))
+        return Policy.from_lists(target_dtype, *lists, policy=policy)
+    if policy is not None or any(one is not None for one in lists):
+        raise ArgumentError(NOTHING_TO_LOWER)
+    return Policy.default("bfloat16", "cpu").in_float32()
+
+
+def keeps_io_types(given: Optional[bool], target_dtype: Any) -> bool:
+    """Return the value of `keep_io_types`: by default True, but False for float32 models."""
+    if given is None:
+        return not is_float32(target_dtype)
+    return check_bool("keep_io_types", given)
+
+
+def is_float32(target_dtype: Any) -> bool:
+    """Return whether a conversion is to float32."""
+    is_dtype = isinstance(target_dtype, (str, type, np.dtype))
+    return is_dtype and dtype_name(target_dtype) == "float32"
 
 
 def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Policy:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Set, Type
+from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Sequence, Set, Type
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -10,19 +10,18 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast, copy, float32_parts
-from ..framework.machine import DTYPE_CODES, dtype_name
-from ..framework.wording import counted, shown
-from ..graph.casts.builder import HALVES, is_converted
+from ..framework.machine import dtype_name
+from ..framework.wording import counted, shortened, shown
 from ..graph.casts.insert import rewrite
 from ..graph.casts.offline import (
     cast_offline,
     count_range_errors,
     with_copies_before_casts,
-    with_float32_variables,
     with_merged_variables,
     with_recorded_dtypes,
     without_copies_before_casts,
 )
+from ..graph.casts.widen import Widened, has_halves, widened
 from ..graph.ir import CASTS, Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
 from ..graph.speed.shape_rules import choose
@@ -32,7 +31,7 @@ from ..policy.policy import Policy
 from ..policy.values import INFINITE_FROM
 from .options import Options, check_names, name_list, resolved_dtypes, with_excluded_layers
 
-__all__ = ["Converted", "Params", "cast_params", "convert"]
+__all__ = ["Converted", "Params", "cast_params", "convert", "widened_for"]
 
 logger = logging.getLogger("mxamp")
 
@@ -47,6 +46,7 @@ OVERFLOWS = (
     "reads it in float32 with `excluded_sym_names`"
 )
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
+ROUNDINGS = "casts to half precision that only round are kept, as no operator computes in it: %s"
 NO_DATA_NAMES = (
     "`keep_io_types=False` changes the dtype of inputs that are no parameters: name them in "
     "data_names, of {inputs}"
@@ -110,11 +110,13 @@ def convert(
     dtypes = resolved_dtypes(
         symbol, {name: array.dtype for name, array in held.items()}, options.input_dtypes
     )
-    if is_converted(graph):
-        wide = _widened_params(graph, held, policy)
-        graph = with_float32_variables(graph, wide.keys())
-        held.update(wide)
-        dtypes.update(dict.fromkeys(wide, "float32"))
+    if has_halves(graph, dtypes):
+        wide = widened_for(graph, dtypes, params, options.keep_io_types)
+        graph = wide.graph
+        held.update(_params_in_float32(held, wide.variables))
+        dtypes.update(dict.fromkeys(wide.variables, "float32"))
+        if wide.roundings:
+            logger.info(ROUNDINGS, shortened(wide.roundings))
     if options.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
@@ -139,17 +141,28 @@ def convert(
     return Converted(written, inputs, taken, held, graph, policy)
 
 
-def _widened_params(graph: Graph, params: Mapping[str, NDArray], policy: Policy) -> Params:
-    """Return, cast to float32, the parameters stored in the half dtype that is not the target."""
-    other = HALVES - {policy.target_dtype}
-    codes = {str(DTYPE_CODES[dtype]) for dtype in other}
-    names = {node.name for node in graph.variables if node.attrs.get("__dtype__") in codes}
+def widened_for(
+    graph: Graph,
+    dtypes: Mapping[str, str],
+    params: Optional[Mapping[str, NDArray]],
+    keep_io_types: bool,
+) -> Widened:
+    """Return a model's graph without half precision, from which every conversion starts.
+
+    With `keep_io_types` the inputs that are no parameters and the outputs keep their dtypes; where
+    `params` is None, all inputs do.
+    """
+    if not keep_io_types:
+        return widened(graph, dtypes)
+    data = {name for name in graph.input_names if params is None or name not in params}
+    return widened(graph, dtypes, data, restore=True)
+
+
+def _params_in_float32(params: Mapping[str, NDArray], names: Collection[str]) -> Params:
+    """Return the parameters among `names` in float32."""
     with suspended():
-        return {
-            name: cast(array, "float32")
-            for name, array in params.items()
-            if name in names and dtype_name(array.dtype) in other
-        }
+        # A copy has the plain layout, which casts read.
+        return {name: cast(copy(params[name]), "float32") for name in params.keys() & set(names)}
 
 
 def _data_names(
@@ -159,7 +172,7 @@ def _data_names(
     if params is not None:
         return [name for name in graph.input_names if name not in params]
     names = name_list("data_names", options.data_names)
-    if not options.keep_io_types and options.data_names is None:
+    if options.policy.lowers and not options.keep_io_types and options.data_names is None:
         raise ArgumentError(NO_DATA_NAMES.format(inputs=", ".join(graph.input_names)))
     check_names(names, graph.input_names, "input")
     return names

@@ -13,12 +13,14 @@ from mxnet.symbol import Symbol
 
 from ...convert.blocks import Examples, trace
 from ...convert.options import check_names, checked_shapes, resolved_dtypes, with_excluded_layers
+from ...convert.symbols import widened_for
 from ...errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ...framework.arrays import cast, copy
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.insert import Rewrite, rewrite
 from ...graph.casts.offline import cast_offline, count_range_errors
+from ...graph.casts.widen import has_halves
 from ...graph.ir import CASTS, Graph, Node, Usage
 from ...graph.speed.shape_rules import choose
 from ...policy.active import current_policy, suspended
@@ -32,6 +34,9 @@ __all__ = ["MODES", "PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan", "ex
 #: What an operator of a plan may compute in; "as is" if its inputs are not cast.
 PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = ("converted", "inference", "training")
+
+#: The reason of casts that conversions keep.
+ROUNDS = "rounds on purpose: only casts back read it"
 
 _GLUON = "_fwd"  # Gluon's suffix for the operator of a layer
 _LOW_BYTES = 2  # of an element in float16 or bfloat16
@@ -298,16 +303,22 @@ def explain(
     shapes = {name: array.shape for name, array in known_params.items()}
     if mode != "converted":
         shapes.update(input_shapes)
+    held_dtypes = {name: array.dtype for name, array in known_params.items()}
+    dtypes = resolved_dtypes(symbol, held_dtypes, input_dtypes)
+    roundings: Tuple[str, ...] = ()
+    if mode == "converted" and has_halves(graph, dtypes):
+        graph, variables, roundings = widened_for(graph, dtypes, params, keep_io_types=True)
+        dtypes.update(dict.fromkeys(variables, "float32"))
     usage = Usage(
-        resolved_dtypes(
-            symbol, {name: array.dtype for name, array in known_params.items()}, input_dtypes
-        ),
+        dtypes,
         shapes,
         training=mode == "training",
         converting=mode == "converted",
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
-    return _make_plan(result, policy, graph.input_names, known_params)
+    plan = _make_plan(result, policy, graph.input_names, known_params)
+    nodes = (replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
+    return replace(plan, nodes=tuple(nodes))
 
 
 def _symbol_and_params(
