@@ -49,6 +49,10 @@ LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end i
 NO_OPERATORS = "`excluded_sym_names`: one of the blocks has no operators and no children"
 NO_DTYPES = "input_dtypes must map names of inputs to dtypes, not {given}"
 NO_DTYPE = "the dtype of input {name!r} must be one of {allowed}, not {given}"
+OTHER_DTYPE = (
+    "{name!r} is a parameter with values in {own}, not an input in {given}: leave it out, or cast "
+    "its values"
+)
 NO_SHAPE = (
     "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
 )
@@ -161,7 +165,7 @@ def resolved_dtypes(
 ) -> Dict[str, str]:
     """Return the dtypes of a symbol's inputs by name, inferring those that neither mapping gives.
 
-    Those of `input_dtypes` win over those of `param_dtypes`. The last resort is float32.
+    The last resort is float32. Raises for an input whose dtype in `param_dtypes` is another.
     """
     if input_dtypes is not None and not isinstance(input_dtypes, Mapping):
         raise ArgumentError(NO_DTYPES.format(given=shown(input_dtypes)))
@@ -170,7 +174,10 @@ def resolved_dtypes(
     with prefix_errors("`input_dtypes`"):
         check_names(input_dtypes or (), symbol.list_inputs(), "input")
         for name, dtype in (input_dtypes or {}).items():
-            known[name] = checked_dtype(name, dtype)
+            given = checked_dtype(name, dtype)
+            if known.get(name, given) != given:
+                raise ArgumentError(OTHER_DTYPE.format(name=name, own=known[name], given=given))
+            known[name] = given
     arguments = set(symbol.list_arguments())
     inferred = argument_dtypes(symbol, {k: v for k, v in known.items() if k in arguments})
     return {**inferred, **known}

@@ -247,3 +247,13 @@ def test_arguments_in_every_spelling():
             lists.list_conditional_fp32_ops("float16"),
         )  # fmt: skip
         assert "amp_cast" in converted.tojson()
+
+
+def test_dtypes_of_inputs_are_no_dtypes_of_parameters():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, no_bias=True, name="fc")
+    params = {"fc_weight": mx.nd.ones((2, 3))}
+    amp.convert_model(net, params, {}, "float16", input_dtypes={"fc_weight": "float32"})
+    with pytest.raises(
+        amp.ArgumentError, match="'fc_weight' is a parameter with values in float32"
+    ):
+        amp.convert_model(net, params, {}, "float16", input_dtypes={"fc_weight": "float64"})
