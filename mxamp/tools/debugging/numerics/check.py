@@ -391,7 +391,7 @@ def check_numerics(
     arrays have the plain memory layout.
 
     Cost: each value is read back and examined; training steps take a few times as long
-    (`scripts/bench/debugging`). No cost outside the context.
+    (`scripts/bench/overhead tools`). No cost outside the context.
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
