@@ -20,6 +20,10 @@ OPTIMIZERS = {
     "plain sgd": ("sgd", {"learning_rate": 0.05}),
     "nag": ("nag", {"learning_rate": 0.05, "momentum": 0.9}),
 }
+CASES = [*itertools.product(WAYS, WAYS, ("momentum", "adam"))]
+CASES += itertools.product(
+    ["plain", "O2 float16", "O3 float16"], ["O0 float16", "O2 float16"], ("plain sgd", "nag")
+)
 DATA, LABELS = randn(16, 12), randn(16, 3, seed=1)
 LOSS = gluon.loss.L2Loss()
 
@@ -77,8 +81,7 @@ def uninterrupted():
 @with_avx512
 @pytest.mark.filterwarnings("ignore:Accumulating with float16")
 @pytest.mark.matrix
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("first, then", itertools.product(WAYS, WAYS))
+@pytest.mark.parametrize("first, then, optimizer", CASES)
 def test_three_more_steps_are_those_of_the_run_that_was_not_interrupted(
     first, then, optimizer, uninterrupted, tmp_path
 ):
