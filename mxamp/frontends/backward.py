@@ -76,7 +76,7 @@ class _BackwardPatches(FrontEnd):
         ]
 
     def open(self) -> None:
-        """Install the patches, and find the existing variables."""
+        """Patch `backward` and `attach_grad`, and find the arrays that have gradients already."""
         check_contrib_is_off()
         with self._lock:
             if not self.is_open:

@@ -129,12 +129,12 @@ class Edit:
         self._heads: Dict[int, Output] = {}
 
     @cached_property
-    def _names(self) -> Names:
+    def _used_names(self) -> Names:
         return Names([*(node.name for node in self._graph.nodes), *self.params])
 
     def unique_name(self, name: str) -> str:
         """Return `name`, with a number appended if a node or a parameter has it; reserve it."""
-        return self._names.make_unique(name)
+        return self._used_names.make_unique(name)
 
     def add(self, op: str, name: str, inputs: Iterable[Output] = (), **attrs: str) -> Output:
         """Add a node with a unique name based on `name`; return its output."""

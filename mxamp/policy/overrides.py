@@ -173,7 +173,7 @@ def neutral_rules(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
 
 
 def _detour_rules(rule: Rule) -> Tuple[ShapeRule, ...]:
-    """Return the shape rules of an operator that stand for missing kernels."""
+    """Return an operator's shape rules that exist because a low-precision kernel is missing."""
     return tuple(one for one in rule.by_shape if one.is_detour)
 
 

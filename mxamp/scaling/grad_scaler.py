@@ -67,6 +67,7 @@ class _ForwardingScaler(Scaler):
         return self.owner.state_dict()
 
     def resumed(self, state: Mapping[str, Any]) -> Scaler:
+        """Load a saved state into the `GradScaler`; return this scaler."""
         self.owner._resume(state)
         return self
 

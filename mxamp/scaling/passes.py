@@ -171,7 +171,7 @@ class _Passes(FrontEnd):
         ]
 
     def open(self) -> None:
-        """Install the patches, and find the existing trainers, of which MXNet keeps no list."""
+        """Patch backward passes and trainers, and find the existing trainers in memory."""
         if not self.is_open:
             alive = [one for one in gc.get_objects() if issubclass(type(one), Trainer)]
             self._trainers.update(alive)

@@ -189,13 +189,13 @@ class Tuning:
         """
         costs = {layer.name: layer for layer in self.layers}
 
-        def with_costs(node: NodePlan) -> NodePlan:
+        def with_error_and_gain(node: NodePlan) -> NodePlan:
             layer = costs.get(node.name)
             if layer is None:
                 return node
             return replace(node, error=none_if_nan(layer.error), gain=none_if_nan(layer.gain))
 
-        return replace(plan, nodes=tuple(map(with_costs, plan.nodes)))
+        return replace(plan, nodes=tuple(map(with_error_and_gain, plan.nodes)))
 
     def save(self, path: Union[str, Path]) -> None:
         """Write the policy to a TOML file, under comments that say how it was tuned.
