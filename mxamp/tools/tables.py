@@ -6,19 +6,19 @@ from typing import Any, Sequence
 
 __all__ = ["cell_text", "html_table", "text_table"]
 
-#: Lines are never cut or folded: names of nodes are made to be copied.
+#: Wide enough that rich never wraps or cuts a line: users copy names of nodes from tables.
 _WIDTH = 10_000
 
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return rows under headings, numbers on the right, lines as long as they need to be."""
-    # rich is a third of what `import mxamp` would take, and is needed by few programs.
+    """Return a table as plain text, with columns of numbers right-aligned and no line wrapped."""
+    # Importing rich takes a third of the time of `import mxamp`, and few programs print tables.
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="")
     for i, heading in enumerate(headings):
-        right = _holds_numbers(rows, i)
+        right = _is_numeric_column(rows, i)
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(cell_text(cell) for cell in row))
@@ -30,8 +30,8 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """Return the same as HTML."""
-    right = [" align=right" if _holds_numbers(rows, i) else "" for i in range(len(headings))]
+    """Return a table as an HTML `<table>`, with columns of numbers right-aligned."""
+    right = [" align=right" if _is_numeric_column(rows, i) else "" for i in range(len(headings))]
     head = "".join(
         f"<th scope=col{side}>{html.escape(heading)}</th>" for heading, side in zip(headings, right)
     )
@@ -47,12 +47,12 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], caption: 
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _holds_numbers(rows: Sequence[Sequence[Any]], column: int) -> bool:
+def _is_numeric_column(rows: Sequence[Sequence[Any]], column: int) -> bool:
     return bool(rows) and all(isinstance(row[column], (int, float)) for row in rows)
 
 
 def cell_text(cell: Any) -> str:
-    """Return a value as tables show it: numbers with four digits, nothing for None."""
+    """Return a cell's text: floats to 4 digits, integers with thousands commas, "" for None."""
     if cell is None:
         return ""
     if isinstance(cell, bool) or not isinstance(cell, (int, float)):
