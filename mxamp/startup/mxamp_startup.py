@@ -1,4 +1,4 @@
-"""Python's start-up hook: prepares MXNet's import as environment variables ask for it.
+"""Python's start-up hook: loads mxamp with MXNet if environment variables are set.
 
 Every Python that has mxamp installed runs `mxamp_startup.pth` when it starts, and that runs
 `install`. The hook reads the environment when the program imports MXNet, so a program or notebook
@@ -34,14 +34,14 @@ class _Finder:
 
 
 class _Loader:
-    """A loader of MXNet: mxamp imports it, and turns mixed precision on if `automatic`."""
+    """A loader that lets mxamp import MXNet, and turns mixed precision on if `automatic`."""
 
     def __init__(self, automatic):
         self.automatic = automatic
 
     def create_module(self, spec):
         del spec
-        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Finder)]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         import os
 
         by_mxamp = "mxamp" in sys.modules
@@ -62,19 +62,22 @@ class _Loader:
         module.__spec__, module.__loader__ = self.attributes
 
 
-def _start_automatic_run(by_mxamp):
-    """Turn mixed precision on; `by_mxamp`: the program has imported mxamp, which imports MXNet."""
+def _start_automatic_run(imported_by_mxamp):
+    """Turn mixed precision on, or print the error.
+
+    `imported_by_mxamp`: the program has imported mxamp, which imports MXNet.
+    """
     from mxamp.errors import AmpError
     from mxamp.frontends.automatic import start_from_environment
 
     try:
-        start_from_environment(by_mxamp)
+        start_from_environment(imported_by_mxamp)
     except AmpError as error:
         print(f"mxamp: {error}", file=sys.stderr)
 
 
 def install():
-    """Put the finder for MXNet first in `sys.meta_path`, once."""
+    """Insert a `_Finder` at the front of `sys.meta_path`, unless it has one."""
     # Some environments read their .pth files twice, through lib and lib64.
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
