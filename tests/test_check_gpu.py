@@ -11,7 +11,7 @@ import pytest
 from clones import BASH, Clone
 from helpers import ROOT
 from mxamp.framework.cuda import CUDA_WHEELS, NEWEST_WHEEL
-from mxamp.tools.doctor.facts import Gpu, runs_on
+from mxamp.tools.doctor.facts import Gpu, wheel_runs_on
 
 T4, A100 = "Tesla T4, 7.5, 470.57.02", "NVIDIA A100, 8.0, 450.80.02"
 L4, H100 = "NVIDIA L4, 8.9, 535.104.05", "NVIDIA H100, 9.0, 535.104.05"
@@ -70,7 +70,7 @@ def test_its_limits_are_those_of_the_wheel():
     assert f"[{''.join(map(str, wheel.majors))}].*) usable=1" in script
     assert f"use_venv .venv-gpu {NEWEST_WHEEL},demo,test" in script
     for gpu, fits in ((T4, True), (A100, True), (L4, True), (H100, False)):
-        assert runs_on(Gpu(*gpu.split(", ")), NEWEST_WHEEL) is fits, gpu
+        assert wheel_runs_on(Gpu(*gpu.split(", ")), NEWEST_WHEEL) is fits, gpu
 
 
 @pytest.mark.parametrize(

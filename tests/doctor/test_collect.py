@@ -13,7 +13,14 @@ from helpers import ROOT
 from mxamp.framework.compat import BROKEN
 from mxamp.tools.doctor import collect as module
 from mxamp.tools.doctor import probe as inner
-from mxamp.tools.doctor.collect import collect, cpu_quota, kernel_threads, nvidia_smi, probe, reason
+from mxamp.tools.doctor.collect import (
+    collect,
+    cpu_quota,
+    failure_reason,
+    kernel_threads,
+    probe,
+    query_gpus,
+)
 from mxamp.tools.doctor.facts import Gpu
 
 OLD_DRIVER = """case $1 in *compute_cap*) echo 'Field "compute_cap" is not a valid field'; exit 2;; esac
@@ -37,13 +44,13 @@ T4 = "Tesla T4, 470.57.02, 7.5\\nNVIDIA A10G, 470.57.02, 8.6"
     ],
 )  # fmt: skip
 def test_nvidia_smi(tmp_path, monkeypatch, script, gpus, error):
-    monkeypatch.setattr(module, "_GPU_LIMIT", 0.3 if error == "timed out" else 10)
+    monkeypatch.setattr(module, "_GPU_SECONDS", 0.3 if error == "timed out" else 10)
     monkeypatch.setenv("PATH", str(tmp_path) if script is None else f"{tmp_path}:{os.defpath}")
     if script is not None:
         tool = tmp_path / "nvidia-smi"
         tool.write_text(f"#!/bin/sh\n{script}\n" if script else "no program\0")
         tool.chmod(0o755)
-    found, why = nvidia_smi()
+    found, why = query_gpus()
     assert found == gpus
     assert error in why and bool(error) == bool(why)
     assert str(tmp_path) not in why
@@ -87,7 +94,7 @@ def test_threads_of_a_kernel(monkeypatch, machine, threads):
     ],
 )  # fmt: skip
 def test_why_a_process_ended(status, errors, text):
-    assert reason(status, errors) == text
+    assert failure_reason(status, errors) == text
 
 
 def test_products_are_timed(capsys, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from installations import BUILD, CU112, H100, HEALTHY, ON_T4, T4, cpu, speeds
 from mxamp.framework.versions import lacking
-from mxamp.tools.doctor.facts import Gpu, runs_on
+from mxamp.tools.doctor.facts import Gpu, wheel_runs_on
 from mxamp.tools.doctor.findings import AUTOMATIC, findings, verdict
 
 
@@ -137,4 +137,4 @@ def test_the_verdict_says_whether_mixed_precision_is_fast(changes, gains, words)
     ],
 )  # fmt: skip
 def test_wheels_have_code_for_some_gpus(capability, cuda, fits):
-    assert runs_on(Gpu("some", capability, "535.1"), cuda) is fits
+    assert wheel_runs_on(Gpu("some", capability, "535.1"), cuda) is fits

@@ -20,36 +20,36 @@ from ...framework.compat import BROKEN
 from ...framework.cuda import missing_libraries
 from .facts import Build, Cpu, Facts, Gpu, Speed, without_folders
 
-__all__ = ["collect", "cpu_quota", "kernel_threads", "nvidia_smi", "probe", "reason"]
+__all__ = ["collect", "cpu_quota", "failure_reason", "kernel_threads", "probe", "query_gpus"]
 
 #: Seconds: nvidia-smi may hang on a broken driver.
-_GPU_LIMIT = 10
-#: Seconds for importing MXNet and measuring: a few are usual, 15 on a busy machine.
-_PROBE_LIMIT = 60
+_GPU_SECONDS = 10
+#: For importing MXNet and measuring: a few seconds are usual, 15 on a busy machine.
+_PROBE_SECONDS = 60
 _PROBE = "from mxamp.tools.doctor.probe import main; main()"
-#: Variables of MXNet, oneDNN, OpenMP and CUDA.
+#: Names of the environment variables to report: those of MXNet, oneDNN, OpenMP and CUDA.
 _VARIABLES = re.compile(r"(MXNET|DNNL|MKLDNN)_.*|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
 
 
 def collect(measure: bool = True) -> Facts:
     """Return the facts of this machine and installation.
 
-    `measure` times products for two seconds on each device. If the driver or MXNet hangs, the call
-    takes 80 s.
+    With `measure`, a dense layer is timed for two seconds on each device. If the driver or MXNet
+    hangs, the call takes 80 s.
     """
-    gpus, gpu_error = nvidia_smi()
-    wheels = _wheels()
-    known = probe(measure)
-    build = Build(**known["mxnet"]) if "mxnet" in known else None
+    gpus, gpu_error = query_gpus()
+    wheels = _installed_wheels()
+    probed = probe(measure)
+    build = Build(**probed["mxnet"]) if "mxnet" in probed else None
     return Facts(
         mxamp=__version__,
         python=platform.python_version(),
         numpy=np.__version__,
         system=" ".join((platform.system(), platform.release(), platform.machine())),
-        cpu=_cpu(),
+        cpu=_collect_cpu(),
         wheels=wheels,
         mxnet=build,
-        mxnet_error="" if build else known["error"],
+        mxnet_error="" if build else probed["error"],
         gpus=gpus,
         gpu_error=gpu_error,
         missing_libraries=tuple(missing_libraries())
@@ -62,19 +62,22 @@ def collect(measure: bool = True) -> Facts:
             for name, value in sorted(os.environ.items())
             if _VARIABLES.fullmatch(name)
         },
-        speed=tuple(Speed(*one) for one in known.get("speed", ())),
-        speed_error=known["error"] if build else "",
+        speed=tuple(Speed(*one) for one in probed.get("speed", ())),
+        speed_error=probed["error"] if build else "",
     )
 
 
-def nvidia_smi() -> Tuple[Tuple[Gpu, ...], str]:
-    """Return the GPUs that nvidia-smi lists, and why it failed; no nvidia-smi means no GPU."""
+def query_gpus() -> Tuple[Tuple[Gpu, ...], str]:
+    """Return the GPUs that nvidia-smi lists, and an error message, "" if it succeeded.
+
+    A machine without nvidia-smi has no GPU, and that is no error.
+    """
     # Drivers before 470 have no compute_cap.
     for fields in ("name,driver_version,compute_cap", "name,driver_version"):
         command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_GPU_LIMIT, check=False
+                command, capture_output=True, text=True, timeout=_GPU_SECONDS, check=False
             )
         except FileNotFoundError:
             return (), ""
@@ -92,10 +95,11 @@ def nvidia_smi() -> Tuple[Tuple[Gpu, ...], str]:
     ), ""
 
 
-def probe(measure: bool, limit: float = _PROBE_LIMIT) -> Dict[str, Any]:
-    """Import MXNet in another process; return its results within `limit` seconds.
+def probe(measure: bool, limit: float = _PROBE_SECONDS) -> Dict[str, Any]:
+    """Import MXNet in another process, for at most `limit` seconds; return its results by name.
 
-    They are "mxnet" if the import succeeded, "speed" as far as it was measured, and "error".
+    They are "mxnet", fields of `Build`, if the import succeeded; "speed", fields of each `Speed`
+    that was measured; and "error", a message, "" without an error.
     """
     command = [sys.executable, "-c", _PROBE, *([] if measure else ["--no-measure"])]
     try:
@@ -103,7 +107,7 @@ def probe(measure: bool, limit: float = _PROBE_LIMIT) -> Dict[str, Any]:
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False
         )
         output, status = done.stdout, done.returncode
-        error = reason(status, done.stderr.decode(errors="replace")) if status else ""
+        error = failure_reason(status, done.stderr.decode(errors="replace")) if status else ""
     except subprocess.TimeoutExpired as late:
         output, error = late.stdout or b"", f"it took longer than {limit:g} s"
     found: Dict[str, Any] = {"error": error}
@@ -113,21 +117,21 @@ def probe(measure: bool, limit: float = _PROBE_LIMIT) -> Dict[str, Any]:
     return found
 
 
-def reason(status: int, errors: str) -> str:
-    """Return in one line why a process failed, from its standard error."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+def failure_reason(status: int, stderr: str) -> str:
+    """Return in one line why a process failed, from its exit status and standard error."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     # Clean-up code may print lines after the error's.
-    said = re.findall(r"^\s*(?:what\(\)|[\w.]*(?:Error|Exception)): +(.+)$", errors, re.M)
-    if not said and status < 0:
+    messages = re.findall(r"^\s*(?:what\(\)|[\w.]*(?:Error|Exception)): +(.+)$", stderr, re.M)
+    if not messages and status < 0:
         names = {one.value: one.name for one in signal.Signals}
         return f"the process died of {names.get(-status, f'signal {-status}')}"
-    text = (said or lines or [f"it ended with status {status}"])[-1]
+    text = (messages or lines or [f"it ended with status {status}"])[-1]
     wrapped = re.fullmatch(re.escape(BROKEN).replace(re.escape("{error}"), "(.*)"), text)
     return without_folders(wrapped[1] if wrapped else text).rstrip(".")[:500]
 
 
-def _wheels() -> Dict[str, str]:
-    """Return the installed distributions of MXNet, name and version."""
+def _installed_wheels() -> Dict[str, str]:
+    """Return the version of each installed MXNet distribution by name, sorted."""
     found = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
@@ -136,7 +140,7 @@ def _wheels() -> Dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _cpu() -> Cpu:
+def _collect_cpu() -> Cpu:
     processors = machine.processors()
     return Cpu(
         name=machine.cpu_name(),
@@ -151,18 +155,21 @@ def _cpu() -> Cpu:
 
 
 def kernel_threads(environ: Mapping[str, str], processors: int) -> int:
-    """Return the number of threads of MXNet's CPU kernels (MXNet 1.9.1, src/engine/openmp.cc)."""
-    wanted, most = (environ.get(n, "") for n in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
-    if wanted.isdigit() and int(wanted):
-        return int(wanted)
-    if most.isdigit() and int(most):
-        return min(int(most), processors)
+    """Return how many threads an MXNet CPU kernel uses (MXNet 1.9.1, src/engine/openmp.cc)."""
+    threads, limit = (environ.get(n, "") for n in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
+    if threads.isdigit() and int(threads):
+        return int(threads)
+    if limit.isdigit() and int(limit):
+        return min(int(limit), processors)
     x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
     return max(processors // 2, 1) if x86 else processors
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> Optional[float]:
-    """Return the container's limit, in processors, or None without a limit."""
+    """Return the CPU limit of this container in processors, or None without a limit.
+
+    `root` is the folder of cgroup version 1 or 2.
+    """
     versions: List[Tuple[str, ...]] = [
         ("cpu.max",),
         ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"),

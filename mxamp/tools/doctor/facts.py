@@ -5,22 +5,13 @@ from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
 from ...framework.cuda import CUDA_WHEELS
+from ...framework.versions import release
 
-__all__ = ["Build", "Cpu", "Facts", "Gpu", "Speed", "numbers", "runs_on", "without_folders"]
-
-
-def numbers(version: str) -> Tuple[int, ...]:
-    """Return a version's leading numbers, for comparisons.
-
-    >>> numbers("450.80.02"), numbers("1.9.1.post0")
-    ((450, 80, 2), (1, 9, 1))
-    """
-    leading = re.match(r"\d+(\.\d+)*(?![^.])", version)
-    return tuple(map(int, leading[0].split("."))) if leading else ()
+__all__ = ["Build", "Cpu", "Facts", "Gpu", "Speed", "wheel_runs_on", "without_folders"]
 
 
 def without_folders(text: str) -> str:
-    """Return a text with each path cut to its last part, since reports are made to be shared.
+    """Return `text` with each absolute path cut to its last part: reports are made to be shared.
 
     >>> without_folders("/home/ann/libmxnet.so: cannot open")
     'libmxnet.so: cannot open'
@@ -37,11 +28,14 @@ class Gpu:
     driver: str
 
 
-def runs_on(gpu: Gpu, cuda: str) -> Optional[bool]:
-    """Return whether a wheel has code for a GPU, or None if that is unknown."""
+def wheel_runs_on(gpu: Gpu, cuda: str) -> Optional[bool]:
+    """Return whether MXNet's wheel for `cuda`, such as "cu112", has code for a GPU.
+
+    None means that this is unknown.
+    """
     if gpu.capability is None or cuda not in CUDA_WHEELS:
         return None
-    return numbers(gpu.capability)[0] in CUDA_WHEELS[cuda].majors
+    return release(gpu.capability)[0] in CUDA_WHEELS[cuda].majors
 
 
 @dataclass(frozen=True)
@@ -49,23 +43,23 @@ class Cpu:
     """The CPU, and the part of it that this process may use."""
 
     name: str
-    instructions: Tuple[str, ...]  #: those of avx512, avx512_bf16 and amx_bf16 that it has
-    usable: Tuple[str, ...]  #: those of them that oneDNN may use
+    instructions: Tuple[str, ...]  #: of avx512, avx512_bf16 and amx_bf16, those that the CPU has
+    usable: Tuple[str, ...]  #: of `instructions`, those that oneDNN may use
     processors: int  #: logical processors that this process may run on
-    physical: int  #: their cores
+    physical: int  #: the cores of these processors
     quota: Optional[float]  #: the container's limit, in processors
-    threads: int  #: of MXNet's kernels
+    threads: int  #: threads of one of MXNet's kernels
     virtual: bool
 
     @property
     def computes_bfloat16(self) -> bool:
-        """Whether oneDNN may use arithmetic for bfloat16."""
+        """Whether oneDNN may use this CPU's bfloat16 instructions."""
         return bool({"avx512_bf16", "amx_bf16"} & set(self.usable))
 
 
 @dataclass(frozen=True)
 class Build:
-    """MXNet as imported by a new process."""
+    """Version and features of the installed MXNet, read in a process that imports it."""
 
     version: str
     onednn: bool
@@ -74,7 +68,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a dense layer's product on a device in a dtype."""
+    """The measured speed of a dense layer on a device in a dtype."""
 
     device: str
     dtype: str
@@ -90,7 +84,7 @@ class Facts:
     numpy: str
     system: str
     cpu: Cpu
-    wheels: Mapping[str, str] = field(default_factory=dict)  #: MXNet's, name and version
+    wheels: Mapping[str, str] = field(default_factory=dict)  #: of MXNet: versions by name
     mxnet: Optional[Build] = None
     mxnet_error: str = ""  #: why MXNet can't be imported
     gpus: Tuple[Gpu, ...] = ()
@@ -115,7 +109,7 @@ class Facts:
 
     @property
     def speedup(self) -> float:
-        """The measured speed of the default device's low dtype over float32's, or 0."""
+        """How many times as fast as float32 the default device's low dtype is; 0 if unknown."""
         gflops = {one.dtype: one.gflops for one in self.speed if one.device == self.device}
         low = [dtype for dtype in gflops if dtype != "float32"]
         return gflops[low[0]] / gflops["float32"] if low else 0.0

@@ -1,7 +1,7 @@
-"""The process that imports MXNet for `collect`, and prints its results as lines of JSON.
+"""The process that imports MXNet for `collect.probe`, and prints its results as lines of JSON.
 
-It is a process of its own because some settings end the process at MXNet's import, and some
-products never end.
+It is a process of its own because some settings end the process at MXNet's import, and a dense
+layer may never end in some dtypes.
 """
 
 import json
@@ -25,11 +25,11 @@ _SIZES = {"cpu": (256, 1024, 1024), "gpu": (4096, 4096, 4096)}
 
 
 def main() -> None:
-    """Print the build and, without --no-measure, the speeds."""
+    """Print MXNet's build and, unless --no-measure is in `sys.argv`, the speeds of each device."""
     gpu = default_device() == "gpu"
     onednn = mx.runtime.Features().is_enabled("MKLDNN")
     gpus = mx.context.num_gpus() if gpu else 0
-    _print({"mxnet": {"version": mx.__version__, "onednn": onednn, "gpus": gpus}})
+    _print_results({"mxnet": {"version": mx.__version__, "onednn": onednn, "gpus": gpus}})
     if "--no-measure" not in sys.argv:
         speeds: List[Any] = []
         for device in ("cpu", "gpu") if gpu else ("cpu",):
@@ -38,9 +38,9 @@ def main() -> None:
 
 
 def _measure(device: str, speeds: List[Any]) -> None:
-    """Time a dense layer in float32 and in the device's low dtype, in turns.
+    """Time a dense layer on a device in float32 and its low dtype; append to `speeds`, and print.
 
-    float32 is printed first, in case the low dtype never ends.
+    The dtypes take turns. float32 is printed first, in case the low dtype never ends.
     """
     rows, inputs, outputs = _SIZES[device]
     low = "bfloat16" if device == "cpu" else "float16"
@@ -48,23 +48,24 @@ def _measure(device: str, speeds: List[Any]) -> None:
     ctx = mx.Context(device)
     arrays = [mx.nd.ones(shape, ctx=ctx) for shape in ((rows, inputs), (outputs, inputs))]
     data = {"float32": arrays}
-    _seconds(*arrays)  # compiles the kernel
-    _print({"speed": [*speeds, [device, "float32", work / _seconds(*arrays)]]})
+    _time_dense_layer(*arrays)  # compiles the kernel
+    _print_results({"speed": [*speeds, [device, "float32", work / _time_dense_layer(*arrays)]]})
     if not Policy.default(low, device).rule("FullyConnected").missing:
         data[low] = [cast(array, low) for array in arrays]
-        _seconds(*data[low])
+        _time_dense_layer(*data[low])
     end = time.perf_counter() + _SECONDS
     times: Dict[str, List[float]] = {dtype: [] for dtype in data}
     for _ in range(_ROUNDS):
-        for dtype, given in data.items():
-            times[dtype].append(_seconds(*given))
+        for dtype, operands in data.items():
+            times[dtype].append(_time_dense_layer(*operands))
         if time.perf_counter() > end:
             break
     speeds += [[device, dtype, work / min(seconds)] for dtype, seconds in times.items()]
-    _print({"speed": speeds})
+    _print_results({"speed": speeds})
 
 
-def _seconds(data: Any, weight: Any) -> float:
+def _time_dense_layer(data: Any, weight: Any) -> float:
+    """Return the seconds that one call of a dense layer takes."""
     start = time.perf_counter()
     mx.nd.FullyConnected(
         data, weight, num_hidden=weight.shape[0], no_bias=True, flatten=False
@@ -72,6 +73,7 @@ def _seconds(data: Any, weight: Any) -> float:
     return time.perf_counter() - start
 
 
-def _print(found: Dict[str, Any]) -> None:
-    sys.stdout.write(f"mxamp-probe {json.dumps(found)}\n")
+def _print_results(results: Dict[str, Any]) -> None:
+    """Print results by name as a line that `collect.probe` reads."""
+    sys.stdout.write(f"mxamp-probe {json.dumps(results)}\n")
     sys.stdout.flush()
