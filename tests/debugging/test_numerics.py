@@ -528,3 +528,12 @@ def test_skipped_operators_excuse_what_follows(way):
     weight = weight_of(net, 23)
     weight.set_data(nd.full(weight.shape, np.nan))
     assert not checked(prepared(net, way, randn(4, 8), train=True), skip=["*dense23*"])
+
+
+@pytest.mark.parametrize("bias, weight, kinds", [(0, 1, ["dead"]), (-1, 1, []), (0, 0, [])])
+def test_a_layer_is_dead_if_its_data_and_weights_are_not(bias, weight, kinds):
+    """A bias of zeros is healthy, and weights of zeros explain an output of zeros."""
+    data = nd.array([[1.0, -1.0]] * 2)
+    arrays = data, nd.full((8, 2), weight), nd.full((8,), bias)
+    found = checked(lambda: nd.FullyConnected(*arrays, num_hidden=8)).findings
+    assert [one.kind for one in found] == kinds

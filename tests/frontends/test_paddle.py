@@ -1,5 +1,6 @@
 """Decorated optimizers, in the Module API and with Gluon's Trainer."""
 
+import inspect
 import logging
 import os
 
@@ -382,3 +383,15 @@ def test_the_optimizer_that_was_given_keeps_its_own_counts():
     assert original._index_update_count == {}
     assert original._all_index_update_counts == {0: {}}
     assert original.lr_mult == {0: 2.0}
+
+
+def test_the_scale_changes_by_default_as_that_of_other_apis():
+    """Not Paddle's defaults, which start lower and wait for two overflows."""
+    defaults = inspect.signature(amp.decorate).parameters
+    scaler = amp.LossScaler().state_dict()
+    for ours, theirs in {
+        "init_loss_scaling": "loss_scale", "incr_every_n_steps": "growth_interval",
+        "decr_every_n_nan_or_inf": "hysteresis", "incr_ratio": "growth_factor",
+        "decr_ratio": "backoff_factor",
+    }.items():  # fmt: skip
+        assert defaults[ours].default == scaler[theirs], ours

@@ -17,6 +17,7 @@ from helpers import check_python, exported, kind, operators_of, randn, same, val
 from mxamp.graph.ir import Graph
 from mxamp.graph.speed.fuse import FusionPass
 from mxamp.graph.speed.pad_channels import (
+    _ELEMENTWISE,
     Channels,
     concatenated_channels,
     pad_channels,
@@ -306,3 +307,42 @@ def test_no_convolution_of_these_models_falls_back_to_matrix_products():
     for name in SIZES:
         assert products[name, "True"] == 0
         assert products[name, "False"] > 0
+
+
+#: Calls whose output is bounded by a bound of their input, and calls whose output is not known.
+BOUNDED = [
+    *[("Activation", {"act_type": kind}) for kind in ("sigmoid", "softrelu", "relu", "tanh", "softsign")],
+    *[("LeakyReLU", {"act_type": kind, "slope": slope})
+      for kind in ("leaky", "elu", "gelu") for slope in ("0.1", "3.0")],
+    ("clip", {"a_min": "-1", "a_max": "2"}), ("clip", {"a_min": "3", "a_max": "5"}),
+    ("clip", {"a_min": "-6", "a_max": "-4"}),
+    ("Dropout", {"p": "0.5"}), ("Pooling", {"kernel": "(2, 2)", "pool_type": "avg"}),
+    ("Pooling", {"kernel": "(2, 2)", "pool_type": "max"}),
+    ("Pad", {"mode": "constant", "pad_width": "(0,0,0,0,1,1,1,1)", "constant_value": "7"}),
+    ("relu", {}), ("tanh", {}), ("sigmoid", {}), ("hard_sigmoid", {}), ("BlockGrad", {}),
+    *[(f"_{name}_scalar", {"scalar": scalar})
+      for name in ("plus", "minus", "rminus", "maximum", "minimum", "mul", "div")
+      for scalar in ("4.0", "-0.5")],
+]  # fmt: skip
+UNBOUNDED = [
+    ("LeakyReLU", {"act_type": "prelu"}), ("LeakyReLU", {"act_type": "selu"}),
+    ("Dropout", {"mode": "always"}), ("Pooling", {"pool_type": "sum"}),
+    ("Pooling", {"layout": "NHWC"}), ("Pad", {"mode": "edge", "pad_width": "(0,0,0,0,1,1,1,1)"}),
+    ("Pad", {"mode": "constant", "pad_width": "(0,0,1,1,0,0,0,0)"}), ("_div_scalar", {"scalar": "0"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("operator, attrs", BOUNDED, ids=str)
+@pytest.mark.parametrize("bound", [0.0, 0.5, 2.5])
+def test_bounds_of_padding_channels_hold(operator, attrs, bound):
+    data = nd.array(np.linspace(-bound, bound, 36)).reshape((1, 1, 6, 6))
+    node = S.__dict__.get(operator) or getattr(S._internal, operator)
+    output = node(S.var("data"), **attrs).bind(mx.cpu(), {"data": data}).forward()[0]
+    found = _ELEMENTWISE[operator](attrs, bound)
+    assert abs(output.asnumpy()).max() <= found + 1e-6
+    assert found <= max(10.0, 8 * bound)  # no looser than the operators need
+
+
+@pytest.mark.parametrize("operator, attrs", UNBOUNDED, ids=str)
+def test_other_calls_have_no_bound(operator, attrs):
+    assert _ELEMENTWISE[operator](attrs, 1.0) == np.inf

@@ -686,3 +686,22 @@ def test_a_half_custom_operator_in_a_region_is_warned_of(caplog):
         finally:
             set_custom_class("regions_twice", "fp32")
     assert "custom operator 'regions_twice'" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_region_inside_a_switched_off_one_has_the_policy_around_both(dtype):
+    def in_region(F, layer, x):
+        with amp.autocast():
+            x = layer(x)
+        return F.amp_cast(x, dtype="float32")
+
+    net, x = made(in_region), randn(ROWS, UNITS)
+    plain = made(lambda F, layer, x: layer(x))(x).asnumpy()
+    amp.init(policy=untuned(dtype))
+    with off():
+        eager = values(net(x))
+        net.hybridize()
+        hybrid = values(net(x))
+    assert (eager == hybrid).all()
+    assert (eager != plain).any()
+    np.testing.assert_allclose(np.asarray(eager, "float32"), plain, rtol=0.1, atol=0.1)
