@@ -108,7 +108,7 @@ def saved_model_options(command: Command) -> Command:
         help="Module to import first, such as one that registers custom operators.",
     )
     @functools.wraps(command)
-    def with_messages(
+    def run_with_messages(
         prefix: str, epoch: Optional[int], modules: Sequence[str], **options: Any
     ) -> Any:
         _import_modules(modules)
@@ -116,7 +116,7 @@ def saved_model_options(command: Command) -> Command:
             click.get_current_context().meta[_STATUS] = status
             return command(*_split_prefix(prefix, epoch), **options)
 
-    return with_messages
+    return run_with_messages
 
 
 def chosen_policy(

@@ -132,7 +132,7 @@ def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Poli
     """
     layers = list(_layer_names(graph))
 
-    def is_missing(pattern: str) -> bool:
+    def matches_no_layer(pattern: str) -> bool:
         return not fnmatch.filter(layers, pattern)
 
     kept: List[str] = []
@@ -140,10 +140,10 @@ def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Poli
         if not patterns:
             raise ArgumentError(NO_OPERATORS)
         # A block may have children that its graph never calls.
-        if all(map(is_missing, patterns)):
+        if all(map(matches_no_layer, patterns)):
             raise unknown("layer", patterns[0], layers, LAYER_NAMES)
         kept += patterns
-    for pattern in filter(is_missing, policy.fp32_layers):
+    for pattern in filter(matches_no_layer, policy.fp32_layers):
         error = unknown("layer", pattern, layers, LAYER_NAMES)
         logger.warning("fp32_layers of the policy: %s", error)
     return policy.override(fp32_layers=kept) if kept else policy

@@ -160,11 +160,11 @@ def _numpy_names(numpy: Any) -> Dict[str, Any]:
 
     def removed_function(name: str) -> Callable[..., Any]:
         # MXNet only looks these functions up, for its table of fallbacks to NumPy.
-        def missing(*_args: Any, **_kwargs: Any) -> Any:
+        def raise_removed(*_args: Any, **_kwargs: Any) -> Any:
             raise AttributeError(f"numpy.{name} was removed from NumPy; see numpy_financial")
 
-        missing.__name__ = name
-        return missing
+        raise_removed.__name__ = name
+        return raise_removed
 
     names: Dict[str, Any] = {
         "bool": bool, "int": int, "float": float, "complex": complex, "object": object, "str": str,

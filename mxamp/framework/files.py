@@ -52,11 +52,11 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
     Raises `WriteError` on failure, and leaves `path` as it was.
     """
 
-    def check(written: Path) -> None:
+    def check_content(written: Path) -> None:
         if (written.stat().st_size, checksum(written)) != (len(content), zlib.crc32(content)):
             raise OSError(NOT_THE_SAME)
 
-    with replaced_file(path, check) as temporary:
+    with replaced_file(path, check_content) as temporary:
         temporary.write_bytes(content)
 
 

@@ -92,6 +92,7 @@ class Patch:
 
     @property
     def _key(self) -> Tuple[int, str]:
+        """Key of the patches of this attribute in the stacks of installed patches."""
         return id(self.owner), self.name
 
     def __repr__(self) -> str:

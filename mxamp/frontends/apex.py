@@ -242,16 +242,19 @@ def _save_in_float32(net: Block) -> None:
 
 
 def _save_parameters(net: Block, *args: Any, **kwargs: Any) -> None:
+    """Save a net's parameters in float32, with the arguments of `Block.save_parameters`."""
     with _saving_float32(net):
         type(net).save_parameters(net, *args, **kwargs)
 
 
 def _load_parameters(net: Block, filename: str, *args: Any, **kwargs: Any) -> None:
+    """Load parameters into a net, cast to its dtypes unless the caller says otherwise."""
     options = {"cast_dtype": True, **dict(zip(_LOAD_OPTIONS, args)), **kwargs}
     type(net).load_parameters(net, filename, **options)
 
 
 def _export(net: HybridBlock, *args: Any, **kwargs: Any) -> Any:
+    """Export a net with float32 parameters, with the arguments of `HybridBlock.export`."""
     traced = net._cached_graph
     with _saving_float32(net) as params:
         if traced:
@@ -278,6 +281,7 @@ def _saving_float32(net: Block) -> Iterator[Dict[str, Parameter]]:
 
 
 def _reduced_in_float32(param: Parameter) -> NDArray:
+    """Return the mean of a parameter's values on its devices, as a float32 array."""
     return type(param)._reduce(param).astype("float32")
 
 

@@ -177,6 +177,7 @@ def end_automatic_run(function: str) -> None:
 
 
 def _patched_init(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """End the automatic run, then call the original `init`."""
     end_automatic_run("init")
     return original(*args, **kwargs)
 

@@ -123,6 +123,7 @@ backward_patches = _BackwardPatches()
 
 
 def _patched_init(original: Original, self: Trainer, *args: Any, **kwargs: Any) -> None:
+    """Initialize a trainer; add it to `backward_patches` if there is a loss scale for it."""
     original(self, *args, **kwargs)
     given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
     own_scale = scale_of(given) or scale_of(self._optimizer)
@@ -144,6 +145,7 @@ def _patched_backward(
     retain_graph: bool = False,
     train_mode: bool = True,
 ) -> None:
+    """Run a backward pass with scaled head gradients, and unscale the gradients it computes."""
     hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
     # A custom operator in float16 is given scaled gradients, and passes them on.
     if not hooks or (pass_.is_nested and not pass_.is_nested_unscaled):
@@ -190,6 +192,7 @@ def _patched_array_backward(
     retain_graph: bool = False,
     train_mode: bool = True,
 ) -> None:
+    """Run `NDArray.backward` through the patched `autograd.backward` if there are trainers."""
     if backward_patches.trainers:
         # The patched function, looked up at each call.
         autograd.backward([self], [out_grad], retain_graph, train_mode)
@@ -206,6 +209,7 @@ def _patched_grad(
     create_graph: bool = False,
     train_mode: bool = True,
 ) -> Any:
+    """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
     hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
     listed = Heads(heads, head_grads)
     inner, scale = pass_.is_nested, 1.0

@@ -129,7 +129,7 @@ class ScaledPass:
         """
         adding = [group[0].gradient for group in by_gradient(v for v in variables if v.adds)]
         others = any(id(v.array) not in owned for v in variables)
-        before = _copies(adding) if others else []
+        before = _copy_arrays(adding) if others else []
         with _no_fresh_marks(variables), closing(self._trial_scales(scale)) as tries:
             for used in tries:
                 # The sum has to carry the same scale as what is added to it.
@@ -145,7 +145,7 @@ class ScaledPass:
                 overflown = self._unscale_written(variables, used)
                 if used <= 1 or overflown <= owned:
                     break
-                _restore(adding, before)
+                _restore_values(adding, before)
                 _mark_fresh(written, False)
         # A sum still holds the overflow of an earlier pass.
         replaced = {id(v.array) for v in written if not v.adds}
@@ -201,9 +201,9 @@ class ScaledPass:
                     np.random.set_state(drawn[1])
                 if not arrays:
                     arrays = [*parameters_without_gradients(), *updated_arrays.all()]
-                    values = _copies(arrays)
+                    values = _copy_arrays(arrays)
         finally:
-            _restore(arrays, values)
+            _restore_values(arrays, values)
             self.scale = 1.0
 
     def _unscale_written(self, variables: Sequence[Variable], scale: float) -> Set[int]:
@@ -220,6 +220,7 @@ class ScaledPass:
         return Patch(autograd.Function, "__call__", wrapping(self._patched_call))
 
     def _patched_call(self, original: Original, function: autograd.Function, *inputs: Any) -> Any:
+        """Call an `autograd.Function` whose backward computes on unscaled gradients."""
         backward = function.backward
 
         @functools.wraps(backward)
@@ -260,6 +261,7 @@ def _no_fresh_marks(variables: Sequence[Variable]) -> Iterator[None]:
 
 
 def _mark_fresh(variables: Sequence[Variable], fresh: bool) -> None:
+    """Set MXNet's `_fresh_grad`, whether no update has used the gradient, of each array."""
     for variable in variables:
         variable.array._fresh_grad = fresh
 
@@ -280,12 +282,13 @@ def _times_in_float32(gradient: Any, factor: float) -> Any:
         return wide * factor
 
 
-def _copies(arrays: Sequence[NDArray]) -> List[NDArray]:
+def _copy_arrays(arrays: Sequence[NDArray]) -> List[NDArray]:
     with autograd.pause(), suspended():
         return [array.copy() for array in arrays]
 
 
-def _restore(arrays: Sequence[NDArray], values: Sequence[NDArray]) -> None:
+def _restore_values(arrays: Sequence[NDArray], values: Sequence[NDArray]) -> None:
+    """Copy each value into the array at the same position."""
     with autograd.pause(), suspended():
         for array, value in zip(arrays, values):
             value.copyto(array)

@@ -101,6 +101,7 @@ class Variables:
     def _patched_mark(
         self, original: Original, variables: Any, gradients: Any, grad_reqs: Any = "write"
     ) -> None:
+        """Call `mark_variables`, and record each array as a variable."""
         listed = [variables] if isinstance(variables, NDArray) else list(variables)
         for array in listed:
             self._keep_gradient(array)
@@ -112,6 +113,7 @@ class Variables:
     def _patched_attach(
         self, original: Original, array: NDArray, grad_req: str = "write", *args: Any, **kwargs: Any
     ) -> None:
+        """Call `attach_grad`, and record the array as a variable."""
         self._keep_gradient(array)
         original(array, grad_req, *args, **kwargs)
         self.add([array], grad_req)

@@ -49,7 +49,7 @@ class Table(NamedTuple):
         return f"[[{name}]]" if self.keys else f"[{name}]"
 
 
-def _is_text(value: Any) -> bool:
+def _is_nonblank_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
@@ -63,8 +63,8 @@ def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 STRINGS = Kind("a list of strings", _list_of(lambda value: isinstance(value, str)))
-TEXT = Kind("a string that is not empty", _is_text)
-TEXTS = Kind("a list of strings", _list_of(_is_text))
+TEXT = Kind("a string that is not empty", _is_nonblank_text)
+TEXTS = Kind("a list of strings", _list_of(_is_nonblank_text))
 SOME_TEXTS = Kind(
     "a list of strings that is not empty", lambda value: value != [] and TEXTS.holds(value)
 )

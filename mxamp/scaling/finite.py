@@ -115,6 +115,7 @@ def _multiply_and_check(array: NDArray, factor: Any) -> bool:
 
 
 def _square_sum_on_cpu(array: NDArray) -> float:
+    """Return the sum of the squares of an array's elements, summed in float64 on overflow."""
     dtype = dtype_name(array.dtype)
     if dtype == "bfloat16":
         values = (flat_view(array, np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -158,6 +158,7 @@ class GradScaler:
 
     @property
     def _settings(self) -> Dict[str, Any]:
+        """State of the scaler as a dictionary, settings included."""
         return self._scaler.state_dict()
 
     def scale(self, loss: Any) -> Any:

@@ -335,6 +335,7 @@ class TrainerHook:
 
     @property
     def _checks_gradients(self) -> bool:
+        """Whether `step` checks the gradients for overflow."""
         return self.scaler.checks or self._pending.scale != 1
 
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
@@ -509,6 +510,7 @@ def install_overflow_check(trainer: Trainer) -> None:
 
 
 def _update_if_finite(trainer: Trainer, ignore_stale_grad: bool = False) -> None:
+    """Update a trainer's parameters, unless its hook reports an overflow."""
     if not trainer._amp_loss_scaler.has_overflow(trainer._params):
         type(trainer)._update(trainer, ignore_stale_grad)
 

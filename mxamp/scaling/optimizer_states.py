@@ -68,7 +68,7 @@ def fit_to_parameters(trainer: Trainer, masters: Dict[int, NDArray]) -> None:
     the optimizer does not have stay as they are.
     """
 
-    def fitted(index: int, state: Any) -> Any:
+    def fit_state(index: int, state: Any) -> Any:
         param = trainer._params[index]
         weight = param.list_data()[0]
         forms = _forms(trainer, index, weight)
@@ -84,7 +84,7 @@ def fit_to_parameters(trainer: Trainer, masters: Dict[int, NDArray]) -> None:
             _take_master(param, weight, master)
         return _cast_all(found.kept, dtype) if dtype in CASTABLE else found.kept
 
-    _change_states(trainer, fitted)
+    _change_states(trainer, fit_state)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def saved_in_float32(trainer: Trainer) -> Iterator[Dict[int, NDArray]]:
     masters: Dict[int, NDArray] = {}
     kept = [dict(updater.states) for updater in _updaters(trainer)]
 
-    def split(index: int, state: Any) -> Any:
+    def state_in_float32(index: int, state: Any) -> Any:
         forms = _forms(trainer, index, trainer._params[index].list_data()[0])
         found = forms.split(state) if forms is not None else None
         if found is None:
@@ -106,7 +106,7 @@ def saved_in_float32(trainer: Trainer) -> Iterator[Dict[int, NDArray]]:
         return _cast_all(found.kept, "float32")
 
     try:
-        _change_states(trainer, split)
+        _change_states(trainer, state_in_float32)
         yield masters
     finally:
         for updater, states in zip(_updaters(trainer), kept):
@@ -152,6 +152,7 @@ def _form(state: Any) -> Any:
 
 
 def _is_mark(state: Any) -> bool:
+    """Return whether a state is an array in which every element is `_MARK`."""
     return isinstance(state, NDArray) and bool((state == _MARK).min().asscalar())
 
 

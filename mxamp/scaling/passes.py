@@ -89,6 +89,7 @@ class _GradientScales(NamedTuple):
         return self.exceptions.get(id(array), self.scale)
 
     def are_all(self, scale: float) -> bool:
+        """Return whether every gradient has this scale."""
         return self.scale == scale and not self.exceptions
 
 

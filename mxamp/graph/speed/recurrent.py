@@ -227,6 +227,7 @@ class _Layer:
         return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
 
     def _add_activation(self, tensor: int, act_type: str) -> int:
+        """Add an activation of the part numbered `tensor`; return the new part's number."""
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
     def _gate(self, tensor: int, k: int) -> int:

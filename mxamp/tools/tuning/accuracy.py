@@ -223,14 +223,14 @@ def _random_neighbors(seed: int) -> Callable[[NDArray], NDArray]:
     """Return a function that moves each number of an array to the next float32, up or down."""
     generator = np.random.RandomState(seed)
 
-    def change(array: NDArray) -> NDArray:
+    def random_neighbors(array: NDArray) -> NDArray:
         values = array.asnumpy()
         towards = np.where(generator.random_sample(values.shape) < 0.5, -np.inf, np.inf)  # noqa: PLR2004
         # Zeros stay: the next number is a denormal, which no rounding gives.
         moved = np.where(values == 0, values, np.nextafter(values, towards.astype(values.dtype)))
         return mx.nd.array(moved, ctx=array.context, dtype=array.dtype)
 
-    return change
+    return random_neighbors
 
 
 class Tolerance(NamedTuple):

@@ -306,11 +306,11 @@ class Tuner:
         order = sorted(self.layers.values(), key=lambda layer: -(none_if_nan(layer.error) or 0.0))
         names = [layer.name for layer in order]
 
-        def works(kept: FrozenSet[int]) -> bool:
+        def is_accurate(kept: FrozenSet[int]) -> bool:
             self.deadline.check(self.accuracy.seconds)
             return self.accuracy.measure(self._keeping_float32(names[i] for i in kept)).within
 
-        search = Search(works, range(len(names)))
+        search = Search(is_accurate, range(len(names)))
         try:
             with self.deadline.phase("layers to keep", _SEARCH if self.timed else 1.0):
                 search.run()

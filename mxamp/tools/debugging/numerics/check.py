@@ -254,13 +254,13 @@ class NumericsCheck(Observer):
         site = Site(block, block or call.operator.name, call.operator, attributes, names)
         eager = _EagerCall(site, call.inputs)
 
-        def run_call(given: Sequence[NDArray]) -> Any:
+        def run_and_record(given: Sequence[NDArray]) -> Any:
             eager.kernel_inputs = given
             return run(given)
 
         self._active.calls.append(eager)
         try:
-            return self._run_checked(site, call.inputs, run_call, probed=call.out is None)
+            return self._run_checked(site, call.inputs, run_and_record, probed=call.out is None)
         finally:
             self._active.calls.pop()
 
