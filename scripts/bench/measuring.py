@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing in turn, worker processes, tables, files and the machine."""
+"""Shared parts of the benchmarks: timing in turn, worker processes, tables, files, the machine."""
 
 import json
 import statistics
