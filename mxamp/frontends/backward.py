@@ -153,14 +153,14 @@ def _patched_backward(
         return
     listed = Heads(heads, head_grads)
 
-    def compute(scale: float, keep_graph: bool) -> None:
+    def run_original(scale: float, keep_graph: bool) -> None:
         gradients = listed.scaled_gradients(scale)
         original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
 
     if pass_.is_nested:
-        pass_.run_nested(compute, backward_patches.variables.all())
+        pass_.run_nested(run_original, backward_patches.variables.all())
         return
-    result = _run_scaled(compute, hooks, listed)
+    result = _run_scaled(run_original, hooks, listed)
     losses = listed.losses()
     for hook in hooks:
         hook.mark_unscaled(*result, losses)
@@ -220,15 +220,15 @@ def _patched_grad(
     if scale == 1:
         return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
 
-    def compute(scale: float) -> List[NDArray]:
+    def scaled_gradients(scale: float) -> List[NDArray]:
         gradients = listed.scaled_gradients(scale)
         # The graph is kept, to run again after an overflow.
         return list(original(listed.heads, variables, gradients, True, create_graph, train_mode))
 
     if inner:
-        return [unscaled(gradient, scale) for gradient in compute(scale)]
+        return [unscaled(gradient, scale) for gradient in scaled_gradients(scale)]
     with backward_patches.running():
-        found, used, finite = pass_.run_grad(compute, scale)
+        found, used, finite = pass_.run_grad(scaled_gradients, scale)
     _report_second_run(hooks, scale, used, finite)
     return found
 

@@ -106,6 +106,7 @@ def _patched_bind(
     *args: Any,
     **kwargs: Any,
 ) -> None:
+    """Bind a module to a symbol with an input for the loss scale, if it trains and has losses."""
     again = kwargs.get("force_rebind") or args[1:2] == (True,)
     graph = None
     if for_training and (again or not self.binded) and not chose_float32():
@@ -137,6 +138,7 @@ def _patched_init_optimizer(
     *args: Any,
     **kwargs: Any,
 ) -> None:
+    """Initialize a module's optimizer, and attach its loss scale, if any, to it."""
     shared_scale = scale_of(optimizer) or module_patches.default_scale
     checks = shared_scale is not None and shared_scale.checks
     if checks:
@@ -158,6 +160,7 @@ def _patched_init_optimizer(
 
 
 def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
+    """Run a module forward with the current loss scale in its input for the scale."""
     state = module_patches.states.get(self)
     if state is not None and state.in_graph:
         shared_scale = _module_scale(self)
@@ -178,6 +181,7 @@ def _module_scale(module: Module) -> Optional[SharedScale]:
 
 
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
+    """Run a module backward with scaled gradients, unscale them, and record an overflow."""
     shared_scale = _module_scale(self)
     state = module_patches.states.setdefault(self, _State())
     state.overflown = False
@@ -204,6 +208,7 @@ def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
 
 
 def _patched_update(original: Original, self: Module) -> None:
+    """Update a module's parameters if all gradients are finite, then update the loss scale."""
     shared_scale = scale_of(self._optimizer)
     if shared_scale is None or self not in module_patches.states:
         original(self)

@@ -219,6 +219,7 @@ class TrainerHook:
         return self._pending.scale if scaled else self.scaler.loss_scale
 
     def _assign_scale(self, scale: float) -> None:
+        """Set the scale of the scaler and `trainer.amp_loss_scale`."""
         self.scaler.origin.assign_scale(scale)
         self.trainer.amp_loss_scale = self.loss_scale
 

@@ -291,6 +291,7 @@ class _Passes(FrontEnd):
         return [(trainer, before) for trainer, before in scales if not before.are_all(scale)]
 
     def _patched_backward(self, original: Original, heads: Any, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass, and record for each trainer the scale of its gradients."""
         # MXNet runs Python functions in its own threads, as part of another pass.
         foreign = isinstance(threading.current_thread(), threading._DummyThread)
         if foreign or getattr(self._thread, "runs", False):
@@ -309,12 +310,14 @@ class _Passes(FrontEnd):
     def _patched_init(
         self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
     ) -> None:
+        """Initialize a trainer, and add it to the known trainers."""
         original(trainer, *args, **kwargs)
         self._trainers.add(trainer)
 
     def _patched_step(
         self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
     ) -> None:
+        """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
         hook = getattr(trainer, "_amp_loss_scaler", None)
         if not hasattr(hook, "stage"):  # nothing takes the scale out
             self.check_gradients_unscaled(trainer)

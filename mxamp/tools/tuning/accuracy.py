@@ -170,7 +170,7 @@ class Subject:
         gradients: Results = {}
         loss = self.loss
 
-        def record() -> Any:
+        def record_outputs() -> Any:
             with autograd.record():
                 outputs[:] = [block(*batch.inputs)]
                 return None if loss is None else loss_of(loss, outputs[0], batch.label)
@@ -180,7 +180,7 @@ class Subject:
                 with autograd.pause(train_mode=False):
                     outputs = [block(*batch.inputs)]
             else:
-                gradients = self._gradients(Recorded(block, record), policy)
+                gradients = self._gradients(Recorded(block, record_outputs), policy)
         found = {f"{_OUTPUT}{i}": dense_values(a) for i, a in enumerate(arrays_in(outputs))}
         return {**found, **gradients}
 

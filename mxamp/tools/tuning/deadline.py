@@ -94,12 +94,12 @@ class Deadline:
         in_main = threading.current_thread() is threading.main_thread()
         ours = in_main and before is signal.default_int_handler
 
-        def stop(_number: int, _frame: Any) -> None:
+        def stop_phases(_number: int, _frame: Any) -> None:
             self.stopped = True
             signal.signal(signal.SIGINT, before)
 
         if ours:
-            signal.signal(signal.SIGINT, stop)
+            signal.signal(signal.SIGINT, stop_phases)
         try:
             yield
         except KeyboardInterrupt:
@@ -123,11 +123,11 @@ class Deadline:
         bar = Progress(name, BarColumn(), left, console=stderr, auto_refresh=False, transient=True)
         task = bar.add_task("", total=self.seconds, left="")
 
-        def draw() -> None:
+        def draw_bar() -> None:
             spent = min(self.spent, self.seconds)
             left = f"{self.seconds - spent:.0f} s left"
             bar.update(task, completed=spent, description=self._phase, left=left, refresh=True)
 
-        self._draw = draw
+        self._draw = draw_bar
         with bar:
             yield

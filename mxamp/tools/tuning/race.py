@@ -107,7 +107,7 @@ def _step_function(
     """Return a function that runs the first batch once: forward, and backward with a loss."""
     batch, loss = subject.batches[0], subject.loss
 
-    def step() -> None:
+    def run_step() -> None:
         push_policy(policy)
         try:
             if loss is None:
@@ -121,7 +121,7 @@ def _step_function(
         finally:
             pop_policy()
 
-    return step
+    return run_step
 
 
 class Race:

@@ -328,7 +328,7 @@ class NumericsCheck(Observer):
         context = next(iter(inputs.values())).context
         block_names = BlockNames(block)
 
-        def run(node: Node, arrays: Sequence[NDArray]) -> Sequence[NDArray]:
+        def run_checked(node: Node, arrays: Sequence[NDArray]) -> Sequence[NDArray]:
             site = site_of(graph, node, block_names)
             outputs = as_list(
                 self._run_checked(site, arrays, lambda given: run_node(node, given, context, is_np))
@@ -338,7 +338,7 @@ class NumericsCheck(Observer):
             return outputs
 
         with suspended():
-            return interpret(graph, inputs, run)
+            return interpret(graph, inputs, run_checked)
 
 
 @contextlib.contextmanager
@@ -431,19 +431,21 @@ def _hook_caller(op: Any, symbol: Symbol) -> Optional[Callable[[Site, Node, Any,
     outputs = symbol.get_internals().list_outputs()
     names = iter([name for name in outputs if name not in variables])
 
-    def call_hook(name: str, node: Node, array: NDArray) -> None:
+    def call_callback(name: str, node: Node, array: NDArray) -> None:
         second = array.detach()
         handle, second.handle = second.handle.value, None  # the callback frees the handle
         callback(name.encode(), node.op.encode(), handle)
 
-    def hook(site: Site, node: Node, inputs: Sequence[NDArray], outputs: Sequence[NDArray]) -> None:
+    def pass_arrays(
+        site: Site, node: Node, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
+    ) -> None:
         if monitor_all:
             for name, array in zip(input_names(site.operator, len(inputs)), inputs):
-                call_hook(f"{node.name}_{name}", node, array)
+                call_callback(f"{node.name}_{name}", node, array)
         for array in outputs:
-            call_hook(next(names), node, array)
+            call_callback(next(names), node, array)
 
-    return hook
+    return pass_arrays
 
 
 def _rerun_inputs(executor: Executor, symbol: Symbol, training: bool) -> Dict[str, NDArray]:
