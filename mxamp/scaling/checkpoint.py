@@ -11,9 +11,10 @@ import os
 import pickletools
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mxnet.gluon import Trainer
+from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
 from ..framework.files import NOT_THE_SAME, checksum, replaced_file
@@ -74,11 +75,13 @@ def load_states(
     path: str,
     resume: Callable[[Mapping[str, Any]], None],
     by_level: bool = False,
-) -> None:
+) -> List[Tuple[NDArray, NDArray]]:
     """Load a trainer's states, and call `resume` with the loss scaler's; an error changes nothing.
 
     The states are converted to the precision of the trainer's parameters. With `by_level`, for
     trainers of `initialize`, the trainer and not the file decides whether there are master weights.
+
+    Returns pairs of a weight and its master weight, for states without master weights.
 
     Raises `ArgumentError` if the file holds no states of a trainer.
     """
@@ -93,10 +96,11 @@ def load_states(
             raise ArgumentError(NO_STATES.format(path=path, why=why)) from error
         if by_level:
             trainer._optimizer.multi_precision = has_masters
-        fit_to_parameters(trainer, vars(trainer._optimizer).pop(_MASTERS, {}))
+        masters = fit_to_parameters(trainer, vars(trainer._optimizer).pop(_MASTERS, {}))
         state = pop_scaler_state(trainer)
         if state is not None:
             resume(state)
+        return masters
 
 
 def pop_scaler_state(trainer: Trainer) -> Optional[Dict[str, Any]]:

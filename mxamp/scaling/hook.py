@@ -199,6 +199,8 @@ class TrainerHook:
         scaled_by: str = "init_trainer",
     ) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
+        #: Weights and master weights to set to them: parameters may be loaded after the states.
+        self._new_masters: List[Tuple[NDArray, NDArray]] = []
         self.retired = False  #: the API that scaled the losses has ended; another may take over
         self.loaded: Optional[Mapping[str, Any]] = None  #: the state from a file
         self.max_consecutive_skips = max_consecutive_skips
@@ -342,6 +344,9 @@ class TrainerHook:
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
         self._equalize_scales()
+        for weight, master in self._new_masters:
+            master[:] = weight.astype("float32")
+        self._new_masters = []
         optimizer = self.trainer._optimizer
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
@@ -448,7 +453,7 @@ class TrainerHook:
 
         Load only files that you trust: MXNet unpickles them.
         """
-        load_states(self.trainer, fname, self.load_state_dict, self._by_level)
+        self._new_masters = load_states(self.trainer, fname, self.load_state_dict, self._by_level)
 
     def state_dict(self) -> Dict[str, Any]:
         """Return the scaler's state and the counts of steps and skips."""

@@ -7,7 +7,7 @@ weights are; those of float32 weights are float32. An optimizer fails on states 
 
 import copy
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Parameter, Trainer
@@ -36,6 +36,8 @@ class _Forms:
 
     def __init__(self, optimizer: Any, index: int, weight: NDArray) -> None:
         probe = copy.copy(optimizer)
+        held = vars(optimizer).items()
+        vars(probe).update({k: copy.copy(v) for k, v in held if isinstance(v, (dict, list, set))})
         probe.multi_precision = True
         mark = mx.nd.full((1,) * weight.ndim, _MARK)
         self._plain = _form(probe.create_state_multi_precision(index, mark))
@@ -60,13 +62,19 @@ class _Forms:
         return (master, kept) if self.place == 0 else (kept, master)
 
 
-def fit_to_parameters(trainer: Trainer, masters: Dict[int, NDArray]) -> None:
+def fit_to_parameters(
+    trainer: Trainer, masters: Dict[int, NDArray]
+) -> List[Tuple[NDArray, NDArray]]:
     """Convert a trainer's loaded states to the precision of its parameters.
+
+    Returns pairs of a weight and its new master weight, for states that came without: parameters
+    may be loaded after the states, and the next update starts from them.
 
     `masters` are master weights by index of the parameter, saved beside the states. A float32
     parameter takes the value of a master weight that rounds to its own. States in a form that
     the optimizer does not have stay as they are.
     """
+    made: List[Tuple[NDArray, NDArray]] = []
 
     def fit_state(index: int, state: Any) -> Any:
         param = trainer._params[index]
@@ -76,15 +84,20 @@ def fit_to_parameters(trainer: Trainer, masters: Dict[int, NDArray]) -> None:
         if forms is None or found is None:
             return state
         master = found.master if found.master is not None else masters.get(index)
+        # Each device updates its own.
+        master = master if master is None else master.copy()
         dtype = dtype_name(weight.dtype)
         if dtype == "float16" and trainer._optimizer.multi_precision and forms.place is not None:
-            master = cast(weight, "float32") if master is None else master
+            if master is None:
+                master = cast(weight, "float32")
+                made.append((weight, master))
             return forms.pair(_cast_all(found.kept, "float32"), master)
         if dtype == "float32" and master is not None:
             _take_master(param, weight, master)
         return _cast_all(found.kept, dtype) if dtype in CASTABLE else found.kept
 
     _change_states(trainer, fit_state)
+    return made
 
 
 @contextmanager

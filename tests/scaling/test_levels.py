@@ -91,3 +91,41 @@ def test_three_more_steps_are_those_of_the_run_that_was_not_interrupted(
     expected = uninterrupted[optimizer]
     error = np.linalg.norm(weights - expected) / np.linalg.norm(expected)
     assert error < 0.01
+
+
+@pytest.mark.parametrize("first", ["plain", "O0 float16", "O2 float16"])
+def test_parameters_may_be_loaded_after_the_states(first, uninterrupted, tmp_path):
+    Run(first, "momentum").train(3).save(tmp_path / "net")
+    amp.shutdown()
+    run = Run("O2 float16", "momentum")
+    run.trainer.load_states(str(tmp_path / "net.states"))
+    run.net.load_parameters(str(tmp_path / "net.params"))
+    weights, expected = run.train(3).weights(), uninterrupted["momentum"]
+    assert np.linalg.norm(weights - expected) < 0.01 * np.linalg.norm(expected)
+
+
+def test_each_device_has_its_own_master_weights(tmp_path):
+    trainers = []
+    for _ in range(2):
+        net = gluon.nn.Dense(3, in_units=12)
+        net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+        trainers.append(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}))
+        amp.initialize(net, trainers[-1], "O2", loss_scale=64, ctx=mx.cpu())
+        if len(trainers) == 2:
+            trainers[1].load_states(str(tmp_path / "states"))
+        for _ in range(2):
+            with autograd.record():
+                losses = [
+                    LOSS(
+                        net(DATA.as_in_context(ctx).astype("float16")).astype("float32"),
+                        LABELS.as_in_context(ctx),
+                    )
+                    for ctx in (mx.cpu(0), mx.cpu(1))
+                ]
+                with amp.scale_loss(losses, trainers[-1]) as scaled:
+                    autograd.backward(scaled)
+            trainers[-1].step(32)
+        amp.shutdown()
+        trainers[0].save_states(str(tmp_path / "states"))
+        one, other = (w.asnumpy() for w in net.weight.list_data())
+        assert (one == other).all()
