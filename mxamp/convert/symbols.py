@@ -12,6 +12,7 @@ from ..errors import ArgumentError
 from ..framework.arrays import cast, copy, float32_parts
 from ..framework.machine import dtype_name
 from ..framework.wording import counted, shortened, shown
+from ..graph.casts.builder import HALVES
 from ..graph.casts.insert import rewrite
 from ..graph.casts.offline import (
     cast_offline,
@@ -113,7 +114,8 @@ def convert(
     if has_halves(graph, dtypes):
         wide = widened_for(graph, dtypes, params, options.keep_io_types)
         graph = wide.graph
-        held.update(_params_in_float32(held, wide.variables))
+        unread = held.keys() - set(graph.input_names)
+        held.update(_params_in_float32(held, wide.variables | unread))
         dtypes.update(dict.fromkeys(wide.variables, "float32"))
         if wide.roundings:
             logger.info(ROUNDINGS, shortened(wide.roundings))
@@ -162,7 +164,11 @@ def _params_in_float32(params: Mapping[str, NDArray], names: Collection[str]) ->
     """Return the parameters among `names` in float32."""
     with suspended():
         # A copy has the plain layout, which casts read.
-        return {name: cast(copy(params[name]), "float32") for name in params.keys() & set(names)}
+        return {
+            name: cast(copy(params[name]), "float32")
+            for name in params.keys() & set(names)
+            if dtype_name(params[name].dtype) in HALVES
+        }
 
 
 def _data_names(

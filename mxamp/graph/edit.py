@@ -145,7 +145,7 @@ class Edit:
 
         Its inputs are resolved now, so that a later `redirect` can put the node behind one of them.
         """
-        self._added.append(replace(node, inputs=[self._resolve(output) for output in node.inputs]))
+        self._added.append(replace(node, inputs=[self.resolve(output) for output in node.inputs]))
         return len(self._graph.nodes) + len(self._added) - 1, 0
 
     def add_parameter(self, name: str, value: NDArray) -> Output:
@@ -188,10 +188,10 @@ class Edit:
             return source
         nodes = [self.node(i) for i in range(len(source.nodes))] + self._added
         heads = [
-            self._resolve(self._heads.get(place, head)) for place, head in enumerate(source.heads)
+            self.resolve(self._heads.get(place, head)) for place, head in enumerate(source.heads)
         ]
         inputs = [
-            [self._resolve(output) for output in node.inputs] for node in nodes[: len(source.nodes)]
+            [self.resolve(output) for output in node.inputs] for node in nodes[: len(source.nodes)]
         ]
         inputs += [node.inputs for node in self._added]
         order = _sort_nodes(inputs, [i for i, _ in heads], len(source.nodes))
@@ -199,7 +199,7 @@ class Edit:
         made = [replace(nodes[i], inputs=[(places[j], k) for j, k in inputs[i]]) for i in order]
         return Graph(made, [(places[i], k) for i, k in heads], source.attrs)
 
-    def _resolve(self, output: Output) -> Output:
+    def resolve(self, output: Output) -> Output:
         """Return the output that consumers of `output` read after all redirections."""
         while output in self._targets:
             output = self._targets[output]

@@ -298,11 +298,12 @@ def single_node_symbol(
 
 
 def infer_types(
-    symbol: Symbol, known: Optional[Mapping[str, str]] = None
+    symbol: Symbol, known: Optional[Mapping[str, str]] = None, partial: bool = False
 ) -> Optional[Tuple[Tuple[str, ...], ...]]:
     """Return the inferred dtypes of a symbol's arguments, outputs and auxiliary states.
 
-    `known` maps names of arguments to dtypes. Returns None where MXNet can't infer all dtypes.
+    `known` maps names of arguments to dtypes. With `partial`, unknown dtypes are "other"; otherwise
+    returns None where MXNet can't infer all dtypes.
     """
     known = known or {}
     keys = (ctypes.c_char_p * len(known))(*(name.encode() for name in known))
@@ -310,16 +311,15 @@ def infer_types(
     sizes = [mx_uint() for _ in range(3)]
     types = [ctypes.POINTER(ctypes.c_int)() for _ in range(3)]
     complete = ctypes.c_int()
+    infer = _LIB.MXSymbolInferTypePartial if partial else _LIB.MXSymbolInferType
     pairs = [ctypes.byref(value) for pair in zip(sizes, types) for value in pair]
     try:
         check_call(
-            _LIB.MXSymbolInferType(
-                symbol.handle, mx_uint(len(known)), keys, codes, *pairs, ctypes.byref(complete)
-            )
+            infer(symbol.handle, mx_uint(len(known)), keys, codes, *pairs, ctypes.byref(complete))
         )
     except MXNetError:
         return None
-    if not complete.value:
+    if not complete.value and not partial:
         return None
     return tuple(
         tuple(DTYPE_NAMES.get(listed[i], "other") for i in range(size.value))
@@ -330,8 +330,13 @@ def infer_types(
 def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> Dict[str, str]:
     """Return the dtype of every argument of `symbol`, by name; float32 where unknown."""
     known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
-    names, inferred = symbol.list_arguments(), infer_types(symbol, known)
-    dtypes = dict(zip(names, inferred[0])) if inferred is not None else {}
+    names = symbol.list_arguments()
+    inferred = infer_types(symbol, known)
+    is_complete = inferred is not None
+    inferred = inferred or infer_types(symbol, known, partial=True)
+    found = zip(names, inferred[0] if inferred is not None else ())
+    # What partial inference leaves open is "other" too.
+    dtypes = {name: dtype for name, dtype in found if is_complete or dtype != "other"}
     return {name: known.get(name, dtypes.get(name, "float32")) for name in names}
 
 

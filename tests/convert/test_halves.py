@@ -8,6 +8,7 @@ from mxnet.gluon import SymbolBlock
 
 import mxamp as amp
 import nets
+from conftest import DTYPES
 from helpers import randn, with_avx512
 from mxamp.graph.ir import Graph
 
@@ -220,3 +221,57 @@ def test_float32_takes_no_lists(options):
 def test_dtypes_that_are_none_are_an_error_that_names_float32():
     with pytest.raises(amp.ArgumentError, match="'float16', 'bfloat16' or 'float32', not 'int8'"):
         amp.convert_symbol(by_hand(), "int8")
+
+
+def test_inputs_in_half_precision_do_not_keep_operators_in_float32():
+    net = S.FullyConnected(S.var("data"), num_hidden=64, no_bias=True, name="fc")
+    half = {"fc_weight": randn(64, 64).astype("float16")}
+    for options in ({}, {"cast_optional_params": True}):
+        low, _, _ = amp.convert_model(net, half, {}, "bfloat16", **options)
+        assert low.infer_type(data="float16")[1] == [np.float16]
+        (reads,) = (n.inputs for n in Graph.from_symbol(low).nodes if n.op == "FullyConnected")
+        nodes = Graph.from_symbol(low).nodes
+        assert {nodes[i].attrs.get("dtype", "bfloat16") for i, _ in reads} == {"bfloat16"}
+
+
+def test_dtypes_of_weights_are_inferred_where_those_of_data_are_not():
+    weight = randn(4, 5).astype("float16")
+    net = S.FullyConnected(
+        S.Cast(S.var("data"), dtype="float16"), num_hidden=4, no_bias=True, name="a"
+    )
+    net = S.Cast(net, dtype="float32")
+    for target in ("bfloat16", "float16"):
+        low = amp.convert_symbol(net, target)
+        values = {"data": randn(3, 5), "a_weight": weight}
+        output = low.bind(mx.cpu(), values).forward()[0]
+        expected = nd.dot(values["data"], weight.astype("float32").T)
+        np.testing.assert_allclose(output.asnumpy(), expected.asnumpy(), atol=0.1)
+
+
+def test_unread_parameters_and_embeddings_become_float32():
+    net = S.Embedding(S.var("data"), input_dim=9, output_dim=5, dtype="float16", name="e")
+    half = {"e_weight": randn(9, 5).astype("float16"), "more": randn(2).astype("float16")}
+    wide, args, _ = amp.convert_model(net, half, {}, "float32")
+    assert "float16" not in wide.tojson()
+    assert {value.dtype for value in args.values()} == {np.float32}
+
+
+@pytest.mark.parametrize("target", ["float32", *DTYPES])
+@pytest.mark.parametrize("op", ["foreach", "while_loop", "cond"])
+def test_bodies_that_return_a_cast_input(op, target):
+    data = S.var("data", shape=(2, 3))
+
+    def low(x):
+        return S.Cast(x, dtype="float16")
+
+    if op == "foreach":
+        net, _ = S.contrib.foreach(lambda x, states: (low(x), states), data, [])
+    elif op == "while_loop":
+        (net,), _ = S.contrib.while_loop(
+            lambda i, x: i < 2, lambda i, x: ([low(x)], (i + 1, x)), (S.zeros((1,)), data), 2
+        )
+    else:
+        net = S.contrib.cond(S.sum(data) > -9, lambda: low(data), lambda: low(data * 2))
+    converted = amp.convert_symbol(S.Cast(net * 2, dtype="float32"), target)
+    output = converted.bind(mx.cpu(), {"data": nd.ones((2, 3))}).forward()[0]
+    assert (output.asnumpy() == 2).all()

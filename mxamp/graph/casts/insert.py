@@ -159,7 +159,9 @@ class _Rewriter:
             return [self._add_variable(node)]
         if i in self.substituted and _fits_dtypes(self.substituted[i][0], inputs):
             return self._add_substitution(i, node, inputs)
-        uncast = _input_of_inserted_cast(node, inputs)
+        halves = HALVES - {self.policy.target_dtype}
+        other_half = bool(inputs) and inputs[0].entry.dtype in halves
+        uncast = _input_of_inserted_cast(node, inputs, other_half)
         if uncast is not None:
             return [uncast]
         if is_inserted_cast(node):
@@ -342,9 +344,17 @@ class _Rewriter:
         ]
 
 
-def _input_of_inserted_cast(node: Node, inputs: Sequence[_Value]) -> Optional[_Value]:
-    """Return the input of a cast that a conversion has inserted; None for other nodes."""
+def _input_of_inserted_cast(
+    node: Node, inputs: Sequence[_Value], other_half: bool
+) -> Optional[_Value]:
+    """Return the input of a cast that a conversion has inserted; None for other nodes.
+
+    None too for a cast that widens `other_half`, half precision that is not the target: operators
+    would compute in float32 on it, since they read no two half dtypes.
+    """
     if not is_inserted_cast(node):
+        return None
+    if other_half and node.attrs["dtype"] == "float32":
         return None
     if casts_like_conversions(node, inputs[0].plain):
         return _Value(inputs[0].entry, node.attrs["dtype"])

@@ -68,7 +68,7 @@ def widened(
             )
         elif node.is_variable and outputs[0] in HALVES:
             variables.add(node.name)
-            edit.change(i, attrs=_with_float32(node.attrs, ("__dtype__",)))
+            edit.change(i, attrs=_with_float32(node.attrs, ("__dtype__", "dtype")))
         elif node.is_variable or any(source in roundings for source, _ in node.inputs):
             continue
         elif _rounds(i, view, inputs):
@@ -108,7 +108,13 @@ def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
     body = node.subgraphs[position]
     names = body.input_names
     inputs = {names[inner]: dtypes[outer] for inner, outer in body_inputs(node, position).items()}
-    return widened(body, inputs).graph
+    wide = widened(body, inputs).graph
+    edit = Edit(wide, {})
+    for place, (i, k) in enumerate(wide.heads):
+        # MXNet can't run a body that returns an input as it is.
+        if wide.nodes[i].is_variable and not body.nodes[body.heads[place][0]].is_variable:
+            edit.set_head(place, edit.add("_copy", f"{wide.nodes[i].name}_copy", [(i, k)]))
+    return edit.applied()
 
 
 def _with_float32(attrs: Mapping[str, str], names: Sequence[str] = _ATTRIBUTES) -> Dict[str, str]:
