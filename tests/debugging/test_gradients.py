@@ -349,3 +349,10 @@ def test_half_precision_parameters():
         loss = (net(x).astype("float32") ** 2).sum()
     loss.backward()
     assert histogram_of(net).size == sum(p.data().size for p in net.collect_params().values())
+
+
+@pytest.mark.parametrize("given, scale", [(None, 1.0), (1.0, 1.0), (4.0, 4.0)])
+def test_the_scale_in_use_is_1_by_default(given, scale):
+    net, (data,) = made(perceptron)
+    batch = [(data, nd.zeros(len(data)))]
+    assert histogram_of(net, batch, square, loss_scale=given).scale == scale

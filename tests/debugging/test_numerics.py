@@ -537,3 +537,8 @@ def test_a_layer_is_dead_if_its_data_and_weights_are_not(bias, weight, kinds):
     arrays = data, nd.full((8, 2), weight), nd.full((8,), bias)
     found = checked(lambda: nd.FullyConnected(*arrays, num_hidden=8)).findings
     assert [one.kind for one in found] == kinds
+
+
+def test_statistics_count_zeros_and_other_values():
+    found = checked(lambda: nd.log(nd.array([[0.0, 1.0, 1.0, 2.0]]))).findings[0].statistics
+    assert (found.size, found.zero, found.nonzero) == (4, 2, 2)

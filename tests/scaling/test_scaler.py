@@ -139,3 +139,11 @@ def test_calibrated_starts_from_the_recommended_scale(scale):
 def test_calibrated_says_what_it_needs(source, options, message):
     with pytest.raises(ArgumentError, match=message):
         LossScaler.calibrated(source, **options)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan"), "8"])
+def test_a_state_with_a_scale_that_is_none_changes_nothing(scale):
+    scaler = StaticLossScaler(4)
+    with pytest.raises(ArgumentError, match="loss_scale must be a positive finite number"):
+        scaler.load_state_dict({**scaler.state_dict(), "loss_scale": scale})
+    assert scaler.loss_scale == 4
