@@ -275,3 +275,16 @@ def test_bodies_that_return_a_cast_input(op, target):
     converted = amp.convert_symbol(S.Cast(net * 2, dtype="float32"), target)
     output = converted.bind(mx.cpu(), {"data": nd.ones((2, 3))}).forward()[0]
     assert (output.asnumpy() == 2).all()
+
+
+@with_avx512
+def test_a_fused_model_keeps_its_precision_or_becomes_float32():
+    model, _, inputs, expected = pair(nets.convolutional)
+    fused = amp.convert_model(*model, target_dtype="bfloat16", fuse=True)
+    again = amp.convert_model(*fused, target_dtype="bfloat16")
+    assert operators(again[0]) == operators(fused[0])
+    assert "bfloat16" in again[0].tojson()
+    wide, args, auxs = amp.convert_model(*fused, target_dtype="float32")
+    assert not half_dtypes(wide, args, auxs)
+    (error,) = amp.compare_models(model, (wide, args, auxs), {"data": inputs[0]})
+    assert error.relative < 0.02
