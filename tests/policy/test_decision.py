@@ -1,5 +1,6 @@
 """`decide` as a table: class, inputs, device in; casts out."""
 
+import mxnet as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from helpers import float16_policy, needs
 from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
-from mxamp.policy.decision import CASTABLE, decide
+from mxamp.policy.decision import CASTABLE, decide, fixed_inputs
 from mxamp.policy.policy import Policy
 from mxamp.policy.regions import REGION, with_region_reason
 from mxamp.policy.rules import long_sum_reason
@@ -204,3 +205,18 @@ def test_a_region_that_lowers_nothing_on_the_device_is_no_reason():
     assert (
         with_region_reason(found, {REGION: "bfloat16"}, Policy.default("float16", "gpu")) == found
     )
+
+
+@mx.operator.register("decision_with_state")
+class WithState(mx.operator.CustomOpProp):
+    def list_arguments(self):
+        return ["data", "weight"]
+
+    def list_auxiliary_states(self):
+        return ["state"]
+
+
+def test_auxiliary_states_of_custom_operators_are_never_cast():
+    rule = Policy.default("float16", "gpu").rule("Custom")
+    assert fixed_inputs(rule, {"op_type": "decision_with_state"}, 3) == {2}
+    assert fixed_inputs(rule, {"op_type": "no such operator"}, 3) == frozenset()

@@ -1,8 +1,10 @@
 """What `tune` returns: the report, and the tuned policy in use and in a file."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
@@ -11,6 +13,8 @@ from mxnet import autograd
 from planted import chain
 
 import mxamp as amp
+from mxamp.tools.tuning import accuracy
+from mxamp.tools.tuning.accuracy import Accuracy
 from mxamp.tools.tuning.tuning import LayerCost, machine_of
 from tuned import NAN, PLAIN, TUNING
 
@@ -257,3 +261,31 @@ def test_layers_in_loops_are_kept_under_another_prefix():
         assert error(other(data), plain) < 0.05
     converted = amp.convert_hybrid_block(other, policy=tuning.policy)
     assert error(converted(data), plain) < 0.05
+
+
+@pytest.mark.parametrize("metric, least", [(0.8, 0.792), (-2.0, -2.02), (0.0, 0.0)])
+def test_one_per_cent_of_a_metric_may_be_lost_by_default(metric, least):
+    given = SimpleNamespace(tolerance=SimpleNamespace(min_metric=None))
+    assert Accuracy._min_metric(given, metric) == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    "metric, rtol, error, within",
+    [
+        (0.9, None, 0.5, True),
+        (0.9, 0.1, 0.5, False),
+        (0.9, 0.1, 0.05, True),
+        (0.7, None, 0.0, False),
+    ],
+)
+def test_a_metric_decides_with_an_rtol_only_if_one_is_given(metric, rtol, error, within):
+    name = f"{accuracy._OUTPUT}0"
+    stub = SimpleNamespace(
+        tolerance=SimpleNamespace(rtol=rtol),
+        min_metric=0.8,
+        limits={name: rtol or math.inf} if rtol else {name: 0.01},
+        subject=SimpleNamespace(training=False),
+        _distances=lambda runs: {name: SimpleNamespace(relative=error, lost=0)},
+        _metric_value=lambda runs: metric,
+    )
+    assert Accuracy._verdict_on(stub, []).within is within
