@@ -112,8 +112,7 @@ def convert(
         symbol, {name: array.dtype for name, array in held.items()}, options.input_dtypes
     )
     # Fused operators have no class in a policy: they keep the precision that they were fused in.
-    is_fused = any(node.op.startswith("_sg_mkldnn") for node in graph.nodes)
-    if has_halves(graph, dtypes) and not (is_fused and policy.lowers):
+    if has_halves(graph, dtypes) and not (policy.lowers and graph.has_fused_operators):
         wide = widened_for(graph, dtypes, params, options.keep_io_types)
         graph = wide.graph
         unread = held.keys() - set(graph.input_names)

@@ -230,6 +230,11 @@ class Graph:
         return marks_of(node.attrs for node in self.all_nodes if not node.is_variable)
 
     @property
+    def has_fused_operators(self) -> bool:
+        """Whether the graph holds operators that oneDNN has fused, bodies of loops included."""
+        return any(name.startswith("_sg_mkldnn") for name in self.operators)
+
+    @property
     def operators(self) -> FrozenSet[str]:
         """The names of all operators as called, bodies of loops included."""
         inner = (body.operators for node in self.nodes for body in node.subgraphs)

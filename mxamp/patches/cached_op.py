@@ -48,7 +48,6 @@ FUSED_ALREADY = (
 )
 #: The most graphs that a block keeps for data of different shapes: each may hold memory.
 _MOST_GRAPHS = 32
-_FUSED_PREFIX = "_sg_mkldnn"
 _STATIC_SHAPE = "static_shape"
 #: The loss scale's index among a call's inputs: the scale follows the block's arguments.
 _SCALE = -1
@@ -175,7 +174,7 @@ class PolicyCachedOp:
         self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
         self._policy = source.policy if source is not None else None
         self._stored = source.stored if source is not None else frozenset()
-        fused = any(name.startswith(_FUSED_PREFIX) for name in self._graph.operators)
+        fused = self._graph.has_fused_operators
         if source is None and fused and not is_converted(self._graph):
             logger.warning(FUSED_ALREADY, block.name)
         self._marks = frozenset() if is_converted(self._graph) else self._graph.marks

@@ -7,14 +7,13 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.arrays import float32_parts
-from ...framework.machine import DTYPE_CODES, DTYPE_NAMES
+from ...framework.machine import DTYPE_CODES
 from ..edit import Edit, View
 from ..ir import CASTS, TAKES_EMPTY, Graph, Node, Output
 
 __all__ = [
     "cast_offline",
     "count_range_errors",
-    "with_float32_variables",
     "with_copies_before_casts",
     "with_recorded_dtypes",
     "with_merged_variables",
@@ -82,23 +81,6 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
             for j in between:
                 edit.redirect((j, 0), (i, 0))
     return edit.applied(), cast_variables
-
-
-def with_float32_variables(graph: Graph, names: AbstractSet[str]) -> Graph:
-    """Return a converted graph in which the half-precision variables `names` are float32.
-
-    A cast behind each variable restores its dtype, so that outputs keep theirs until the graph is
-    rewritten.
-    """
-    edit = Edit(graph, {})
-    for i, node in enumerate(graph.nodes):
-        if node.is_variable and node.name in names:
-            dtype = DTYPE_NAMES[int(node.attrs["__dtype__"])]
-            edit.change(i, attrs={**node.attrs, "__dtype__": FLOAT32})
-            name = f"{node.name}_amp_cast_{dtype}"
-            cast_node = Node("amp_cast", name, {"dtype": dtype}, [(i, 0)])
-            edit.redirect((i, 0), edit.add_node(cast_node))
-    return edit.applied()
 
 
 def _is_copy(node: Node) -> bool:
