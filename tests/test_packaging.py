@@ -115,7 +115,7 @@ def test_the_description_has_no_links_to_files(built):
     text = built.metadata.get_payload()
     assert text.startswith("# mxamp")
     assert not re.search(r"\]\((?!https?:)", text)
-    assert "docs/speed.png" not in text
+    assert "docs/speed.svg" not in text
     assert "GPUs (docs/gpus.md)" in text
     assert "CONTRIBUTING.md: set-up" in text
     for name in re.findall(r"\(((?:docs|examples)[^)#]*)", text):

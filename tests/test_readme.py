@@ -5,12 +5,17 @@ import runpy
 import sys
 import types
 
+import mxamp as amp
+
+# isort: split
+import numpy as np
 import pytest
 
 from helpers import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+DIFF = re.search(r"```diff\n(.*?)```", TEXT, re.S)[1].splitlines()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
@@ -39,13 +44,27 @@ def test_pages(page, tmp_path, monkeypatch):
 
 def test_it_is_short_and_has_blocks_and_both_commands():
     assert len(TEXT.splitlines()) <= 120
-    assert len(BLOCKS) >= 3
+    assert len(BLOCKS) >= 2
     assert "scripts/quickstart" in TEXT
     assert "scripts/test" in TEXT
 
 
-def test_the_first_use_is_short():
-    assert len(BLOCKS[0].strip().splitlines()) <= 20
+@pytest.mark.slow
+@pytest.mark.parametrize("side", "-+")
+def test_both_sides_of_the_diff_run(side, tmp_path):
+    lines = [line[2:] for line in DIFF if line[:1] in (side, " ", "")]
+    names = {}
+    try:
+        exec("\n".join(lines), names)
+    finally:
+        amp.shutdown()
+    assert ("amp" in names) == (side == "+")
+    assert np.isfinite(names["loss"].asnumpy()).all()
+
+
+def test_the_diff_adds_few_lines():
+    assert sum(line.startswith("+") for line in DIFF) <= 5
+    assert len(DIFF) <= 20
 
 
 def test_modules_are_modules():

@@ -185,6 +185,23 @@ def test_plot_draws_what_was_measured(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_plot_draws_the_readme_s_bars(tmp_path):
+    picture = tmp_path / "speed.svg"
+    models = re.findall(r"--model (\S+-\d+)", (ROOT / "Makefile").read_text())
+    chosen = [part for model in models for part in ("--model", model)]
+    subprocess.run(
+        [sys.executable, str(BENCH / "plot"), str(FIGURES), str(picture), "--bars", *chosen],
+        check=True,
+    )
+    drawn, kept = (
+        re.findall(r">([^<>]+)</text>", path.read_text())
+        for path in (picture, ROOT / "docs" / "speed.svg")
+    )
+    assert drawn == kept, "make pictures draws the README's anew"
+    assert len([text for text in drawn if text.endswith("x")]) == len(models) == 5
+
+
 def test_published_figures_are_whole():
     """Every model in both modes has a figure or a failure for every contender."""
     found = json.loads(FIGURES.read_text())
