@@ -52,10 +52,10 @@ def test_it_is_short_and_has_blocks_and_both_commands():
 @pytest.mark.slow
 @pytest.mark.parametrize("side", "-+")
 def test_both_sides_of_the_diff_run(side, tmp_path):
-    lines = [line[2:] for line in DIFF if line[:1] in (side, " ", "")]
-    names = {}
+    path = tmp_path / "train.py"
+    path.write_text("\n".join(line[2:] for line in DIFF if line[:1] in (side, " ", "")))
     try:
-        exec("\n".join(lines), names)
+        names = runpy.run_path(str(path))
     finally:
         amp.shutdown()
     assert ("amp" in names) == (side == "+")
