@@ -14,8 +14,9 @@ from ...errors import ArgumentError
 from ...framework.wording import shown
 from .isolated import arrays_in
 
-__all__ = ["Batch", "batches_of", "block_of"]
+__all__ = ["Batch", "batches_of", "block_of", "check_loss"]
 
+NOT_A_LOSS = "loss must be a function of the net's output and the label, not {given}"
 NO_LABEL = (
     "with a loss, a batch is a tuple of the net's inputs and the label, as a DataLoader yields it: "
     "(data, label), not {given}"
@@ -34,6 +35,12 @@ class Batch(NamedTuple):
 
     inputs: Tuple[Any, ...]
     label: Any = None
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `ArgumentError` unless the loss is None or can be called."""
+    if loss is not None and not callable(loss):
+        raise ArgumentError(NOT_A_LOSS.format(given=shown(loss)))
 
 
 def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:

@@ -27,7 +27,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...convert.outputs import Distance, Model
 from ...errors import ArgumentError
 from ...framework.arrays import dtypes_of
-from ...framework.wording import counted, shown
+from ...framework.wording import counted
 from ...graph.casts.builder import HALVES
 from ...graph.casts.insert import PRECISION
 from ...graph.inspect import FLOATS, precision_of_node
@@ -36,7 +36,7 @@ from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler, positive_number
-from .batches import Batch, batches_of, block_of
+from .batches import Batch, batches_of, block_of, check_loss
 from .blocks import BlockNames, blocks_in
 from .isolated import (
     BoundGraph,
@@ -59,7 +59,6 @@ JUMP = 8.0
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 NO_LOSS = "a saved model is compared without a loss: import it as a SymbolBlock to give one"
-NOT_A_LOSS = "loss must be a function of the net's output and the label, not {given}"
 NOT_FLOAT32 = (
     "layer {name!r} computes in {precision} with mixed precision off: compare takes a float32 net, "
     "not one that was converted or cast"
@@ -226,8 +225,7 @@ def compare(
     """
     if loss_scale is not None:
         loss_scale = positive_number("loss_scale", loss_scale)
-    if loss is not None and not callable(loss):
-        raise ArgumentError(NOT_A_LOSS.format(given=shown(loss)))
+    check_loss(loss)
     chosen = policy_for(dtype, policy)
     batches = batches_of(data, labeled=loss is not None)
     if not isinstance(net, Block):

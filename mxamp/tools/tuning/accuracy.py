@@ -35,7 +35,7 @@ from ...policy.active import suspended
 from ...policy.policy import Policy
 from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler
-from ..debugging.batches import Batch, batches_of, block_of
+from ..debugging.batches import Batch, batches_of, block_of, check_loss
 from ..debugging.isolated import (
     IsolatedRun,
     Recorded,
@@ -101,6 +101,7 @@ class Subject:
     def __init__(
         self, model: Any, data: Any, loss: Optional[Callable[[Any, Any], Any]], labelled: bool
     ) -> None:
+        check_loss(loss)
         self.loss, self.training = loss, loss is not None
         #: What Gluon puts before the names of the model's layers.
         self.prefix: str = model.prefix if isinstance(model, Block) else ""
