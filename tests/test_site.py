@@ -1,5 +1,6 @@
 """The manual as a site: its links, its pages and, where MkDocs is installed, its build."""
 
+import json
 import re
 import subprocess
 import sys
@@ -101,3 +102,6 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
         assert loaded and not [url for url in loaded if re.match(r"(https?:)?//", url)], path
     text = (tmp_path / "api.html").read_text()
     assert 'id="mxamp.tune"' in text and "<blockquote>" not in text  # an example as text
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    found = [page for page in index if re.search(r"(?i)multi.gpu", page["text"] + page["title"])]
+    assert any(page["location"].startswith("scale-out.html") for page in found)
