@@ -11,6 +11,7 @@ from rich.table import Table
 from ..convert.saved import load_model, saved_semantics
 from ..errors import ArgumentError, unknown
 from ..framework.operators import registry, resolve
+from ..framework.tables import cell_text
 from ..framework.wording import shortened
 from ..graph.casts.builder import is_converted
 from ..graph.ir import Graph
@@ -18,7 +19,6 @@ from ..policy.rules import SHOWN_CLASSES
 from ..tools.debugging.drawing import draw
 from ..tools.debugging.explain import MODES, PRECISIONS, Plan
 from ..tools.debugging.explain import explain as explain_symbol
-from ..tools.tables import cell_text
 from .inputs import parse_inputs
 from .options import (
     chosen_policy,

@@ -114,15 +114,15 @@ def test_low_precision_that_does_not_pay_is_not_searched(clock):
 @with_avx512
 def test_ctrl_c_keeps_what_was_timed(clock, monkeypatch):
     clock.update({("fused", "low", "relu"): 4, ("fused", "float32", "relu"): 6})
-    rounds, one_round = [], race.Race._run_round
+    rounds, one_round = [], race.run_round
 
-    def interrupted(self, forms):
-        one_round(self, forms)
+    def interrupted(plain, forms, repeats):
+        one_round(plain, forms, repeats)
         rounds.append(forms)
         if len(rounds) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(race.Race, "_run_round", interrupted)
+    monkeypatch.setattr(race, "run_round", interrupted)
     tuning = tuned()
     assert not tuning.complete
     assert chosen(tuning) in [("fused", "low", "relu"), ("fused", "float32", "relu")]

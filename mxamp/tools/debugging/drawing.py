@@ -8,8 +8,8 @@ from typing import List, NamedTuple, Optional, Union
 
 from ...errors import ArgumentError, StateError
 from ...framework.files import check_file_path, checked_path, write_file
+from ...framework.tables import cell_text
 from ...framework.wording import one_of, shown
-from ..tables import cell_text
 from .explain import NodePlan, Plan
 
 __all__ = ["BY", "colors_of", "draw", "to_dot"]

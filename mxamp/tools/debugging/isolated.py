@@ -51,6 +51,7 @@ __all__ = [
     "dense_values",
     "gradients_of",
     "loss_of",
+    "restored",
     "trained_arrays",
 ]
 
@@ -60,9 +61,9 @@ _RANDOM = re.compile(
     r"_random_(?!pdf)|_sample_|_shuffle|_npi_(uniform|normal|gamma|bernoulli|choice|exponential"
     r"|gumbel|laplace|logistic|multinomial|pareto|powerd|rayleigh|shuffle|weibull)"
 )
-#: The attributes of a hybrid block that hold its graph. MXNet before 1.9.1 sets `_cached_op_args`
-#: only with the first graph.
-_GRAPH = ("_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_format")
+#: The attributes of a hybrid block that say whether it runs hybridized, and hold its graph. MXNet
+#: before 1.9.1 sets `_cached_op_args` only with the first graph.
+_HYBRID = ("_active", "_cached_graph", "_cached_op", "_cached_op_args", "_in_format", "_out_format")
 
 #: `autograd.backward` without the front ends' patches, which scale losses.
 _backward = original(autograd, "backward")
@@ -319,23 +320,26 @@ class IsolatedNet:
         """Context with a copy of the net, or with the net itself, which is restored afterwards."""
         copy = self._copy = self._copy or copied(self.net, inputs)
         used = (copy if copy is self.net else None, self.loss)
-        with _restoring([block for block in used if isinstance(block, Block)]):
+        with restored([block for block in used if isinstance(block, Block)]):
             yield copy
 
 
 @contextlib.contextmanager
-def _restoring(nets: Sequence[Block]) -> Iterator[None]:
-    """Context after which parameters, gradients and cached graphs of `nets` are restored."""
+def restored(nets: Sequence[Block]) -> Iterator[None]:
+    """Context after which parameters, gradients, trainers and graphs of `nets` are restored."""
     hybrid = [b for net in nets for b in blocks_in(net) if isinstance(b, HybridBlock)]
-    graphs = [(block, {name: getattr(block, name, []) for name in _GRAPH}) for block in hybrid]
+    graphs = [(block, {name: getattr(block, name, []) for name in _HYBRID}) for block in hybrid]
     params = [param for net in nets for param in net.collect_params().values()]
     data = [array for p in params if p._data is not None for array in p.list_data()]
     trained = [array for array in data if array.grad is not None]
     values = [(array, array.copy()) for array in (*data, *(one.grad for one in trained))]
     fresh = [(array, array._fresh_grad) for array in trained]
+    trainers = [(param, param._trainer) for param in params]
     try:
         yield
     finally:
+        for param, trainer in trainers:
+            param._trainer = trainer
         for block, kept in graphs:
             for name, value in kept.items():
                 setattr(block, name, value)

@@ -7,8 +7,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
+from ...framework.tables import html_table
 from ...framework.wording import counted, shortened
-from ..tables import html_table
 from .charts import PAGE, charts_of, escaped, histogram_chart, hover_data, runs_of, style_element
 from .trace_lines import TraceRecord
 from .trace_reading import CULPRIT_HEADINGS, TraceFile

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterable, Sequence, Tuple, Union
 
 from ...errors import ArgumentError, InstallError
 from ...framework.files import check_file_path, write_file
-from ..tables import html_table, text_table
+from ...framework.tables import html_table, text_table
 
 __all__ = ["Drawn", "Result", "Table", "new_figure"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Tuple, Union
 
 from ...errors import ArgumentError
+from ...framework.tables import html_table, text_table
 from ...framework.wording import counted
-from ..tables import html_table, text_table
 from .charts import charts_of, runs_of, style_element
 from .trace_lines import (
     TraceRecord,

@@ -48,7 +48,15 @@ from ..debugging.isolated import (
 )
 from .deadline import Deadline
 
-__all__ = ["MOST_BATCHES", "OUTPUTS", "Accuracy", "Subject", "Tolerance", "Verdict"]
+__all__ = [
+    "MOST_BATCHES",
+    "OUTPUTS",
+    "Accuracy",
+    "Subject",
+    "Tolerance",
+    "Verdict",
+    "check_float32",
+]
 
 #: The number of batches of `data` that are used.
 MOST_BATCHES = 16
@@ -68,7 +76,7 @@ NO_LABEL = (
     "import it as a SymbolBlock to give one"
 )
 NOT_FLOAT32 = (
-    "tune takes a float32 model, and parameter {name!r} is {dtype}: cast the model to float32 first"
+    "the model must be in float32, and parameter {name!r} is {dtype}: cast it to float32 first"
 )
 NOT_MEASURED = "the model does not run on this data: {why}"
 NOT_FINITE = (
@@ -90,6 +98,14 @@ UNKNOWN = (
 #: the names of their parameters.
 Results = Dict[str, Any]
 _OUTPUT = "output "
+
+
+def check_float32(block: Block) -> None:
+    """Raise `ArgumentError` if a parameter of a block is in another float dtype than float32."""
+    for param in block.collect_params().values():
+        dtype = dtype_name(param.dtype)
+        if "float" in dtype and dtype != "float32":
+            raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
 
 
 class Subject:
@@ -116,10 +132,7 @@ class Subject:
             self.block = copied(model, self.batches[0].inputs)
         if self.block is model or not isinstance(self.block, HybridBlock):
             raise ArgumentError(NO_GRAPH.format(name=model.name))
-        for param in self.block.collect_params().values():
-            dtype = dtype_name(param.dtype)
-            if "float" in dtype and dtype != "float32":
-                raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
+        check_float32(self.block)
         variables, symbol = self.block._cached_graph
         self.graph, self.symbol_class = Graph.from_symbol(symbol), type(symbol)
         #: The arrays of the first batch's inputs, by name.

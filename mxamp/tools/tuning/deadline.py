@@ -67,7 +67,7 @@ class Deadline:
 
         The phase ends when `share` of the whole budget is spent, earlier phases included.
         """
-        logger.debug("tune: %s after %.1f s", name, self.spent)
+        logger.debug("measuring: %s after %.1f s", name, self.spent)
         self._phase, self._until = name, self.seconds * share
         try:
             self._draw()

@@ -1,35 +1,26 @@
-"""Forms of a model raced against float32: with and without low precision, converted, fused.
+"""Forms of a model raced against float32: with and without low precision, converted, fused."""
 
-In each round every form runs once, float32 first, and the ratio to float32 in the same round
-counts: a machine that slows down slows all of them.
-"""
-
+import functools
 import logging
 import math
-import statistics
-import time
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
-import mxnet as mx
-from mxnet import autograd
 from mxnet.base import MXNetError
 from mxnet.gluon import HybridBlock
 
 from ...convert.models import convert_hybrid_block
 from ...errors import AmpError
 from ...patches.autocast import autocast
-from ...policy.active import pop_policy, push_policy
 from ...policy.policy import Policy
-from ..debugging.isolated import arrays_in, loss_of
+from ..debugging.isolated import loss_of
 from .accuracy import Accuracy, Subject, Verdict
 from .tuning import Trial
+from .turns import Timed, quartiles, repeats_of, run_round, step_function
 
 __all__ = ["Form", "Race"]
 
 logger = logging.getLogger("mxamp")
 
-#: The least seconds of a turn: fast forms run several times in one.
-_SHORTEST = 0.01
 #: Forms below this share of the fastest speed leave the race: after the first round, and later.
 _HOPELESS = (0.5, 0.85)
 #: Forms whose first calls take so many times as long as float32 do not race at all.
@@ -40,7 +31,7 @@ _MARGIN = 1.02
 _AS_FAST = 1.01
 
 
-class Form:
+class Form(Timed):
     """The model made ready to run in one way under one policy, with its accuracy and times."""
 
     def __init__(self, way: str, policy: Optional[Policy], subject: Subject) -> None:
@@ -56,72 +47,34 @@ class Form:
                 cast_optional_params=True,
                 fuse=way == "fused",
             )
-        self._step = _step_function(self.block, policy if way == "autocast" else None, subject)
+        batch, loss = subject.batches[0], None
+        if subject.loss is not None:
+            loss = functools.partial(loss_of, subject.loss, label=batch.label)
+        used = policy if way == "autocast" else None
+        super().__init__(step_function(self.block, batch.inputs, used, loss))
         self.verdict: Optional[Verdict] = None
-        self.seconds: List[float] = []  #: of one run, by turn
-        self.ratios: List[float] = []  #: float32's seconds over these, of the same round
-
-    def mean_seconds(self, repeats: int = 1) -> float:
-        """Run the model `repeats` times; return the mean seconds of a run."""
-        began = time.perf_counter()
-        for _ in range(repeats):
-            self._step()
-        return (time.perf_counter() - began) / repeats
-
-    def add_turn(self, seconds: float, plain_seconds: float) -> None:
-        """Record the seconds of a run, and those of float32 in the same round."""
-        self.seconds.append(seconds)
-        self.ratios.append(plain_seconds / seconds)
-
-    @property
-    def speedup(self) -> float:
-        """The median ratio to float32; 0 before the first turn."""
-        return statistics.median(self.ratios) if self.ratios else 0.0
 
     @property
     def may_win(self) -> bool:
         """Whether the form is accurate, and faster than float32 by more than chance."""
         accurate = self.verdict is not None and self.verdict.within
-        return accurate and self.speedup >= _MARGIN and _quartiles(self.ratios)[0] >= 1.0
+        return accurate and self.speedup >= _MARGIN and quartiles(self.ratios)[0] >= 1.0
 
     def trial(self, substitutions: Sequence[str]) -> Trial:
         """Return the measurements as a `Trial`; `substitutions` are those in the model's graph."""
-        low, high = _quartiles(self.seconds)
+        low, high = quartiles(self.seconds)
         policy = self.policy if self.lowers else None
         return Trial(
             self.way,
             policy.target_dtype if policy else "float32",
             tuple(substitutions) if self.policy else (),
             len(policy.fp32_layers) if policy else 0,
-            statistics.median(self.seconds) * 1e3,
+            self.milliseconds,
             (high - low) * 1e3,
             self.speedup,
             self.verdict.error if self.verdict else math.nan,
             self.verdict is not None and self.verdict.within,
         )
-
-
-def _step_function(
-    block: HybridBlock, policy: Optional[Policy], subject: Subject
-) -> Callable[[], None]:
-    """Return a function that runs the first batch once: forward, and backward with a loss."""
-    batch, loss = subject.batches[0], subject.loss
-
-    def run_step() -> None:
-        push_policy(policy)
-        try:
-            if loss is None:
-                with autograd.pause(train_mode=False):
-                    block(*batch.inputs)
-            else:
-                with autograd.record():
-                    found: Any = loss_of(loss, block(*batch.inputs), batch.label)
-                autograd.backward(arrays_in(found))
-            mx.nd.waitall()
-        finally:
-            pop_policy()
-
-    return run_step
 
 
 class Race:
@@ -139,7 +92,7 @@ class Race:
             # The first call makes the graph, the second one the memory.
             self.plain.seconds.append(min(self.plain.mean_seconds() for _ in range(3)))
         self._forms: Dict[Tuple[str, Optional[Policy]], Form] = {("plain", None): self.plain}
-        self._repeats = max(1, math.ceil(_SHORTEST / self.plain.seconds[0]))
+        self._repeats = repeats_of(self.plain.seconds[0])
 
     def run(self, policies: Sequence[Policy], rounds: int) -> None:
         """Time the forms under `policies` in `rounds` with float32; drop slow ones on the way.
@@ -154,14 +107,7 @@ class Race:
                 racing = [form for form in racing if not form.ratios or form.speedup >= least]
                 last = [form.seconds[-1] for form in (self.plain, *racing) if form.seconds]
                 self._deadline.check(sum(last) * self._repeats, whole=not number)
-                self._run_round(racing)
-
-    def _run_round(self, forms: Sequence[Form]) -> None:
-        """Time float32, then each form."""
-        plain_seconds = self.plain.mean_seconds(self._repeats)
-        self.plain.add_turn(plain_seconds, plain_seconds)
-        for form in forms:
-            form.add_turn(form.mean_seconds(self._repeats), plain_seconds)
+                run_round(self.plain, racing, self._repeats)
 
     def _forms_under(self, policy: Policy) -> Iterator[Form]:
         """Yield the model's forms under a policy, made if new; leave out those that fail to run."""
@@ -213,11 +159,3 @@ class Race:
     def trials(self) -> Tuple[Trial, ...]:
         """Return the measurements of all timed forms."""
         return tuple(form.trial(self.substitutions) for form in self._timed_forms())
-
-
-def _quartiles(values: Sequence[float]) -> Tuple[float, float]:
-    """Return the first and third quartile; of a single value, that value twice."""
-    if len(values) < 2:  # noqa: PLR2004
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high

@@ -11,11 +11,11 @@ import mxnet as mx
 
 from ...framework import machine
 from ...framework.files import write_file
+from ...framework.tables import html_table, text_table
 from ...framework.wording import counted
 from ...policy.policy import Policy
 from ...policy.saving import policy_toml
 from ..debugging.explain import NodePlan, Plan
-from ..tables import html_table, text_table
 
 __all__ = ["LayerCost", "Trial", "Tuning", "none_if_nan", "machine_of"]
 

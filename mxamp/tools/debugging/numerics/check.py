@@ -28,13 +28,13 @@ from ....errors import ArgumentError, StateError
 from ....framework.arrays import as_list
 from ....framework.operators import resolve
 from ....framework.patching import Patch, original
+from ....framework.tables import html_table, text_table
 from ....framework.wording import one_of, shown
 from ....graph.inspect import interpret, run_node
 from ....graph.ir import Graph, Node
 from ....policy.active import suspended
 from ....policy.policy import Policy
 from ....policy.targets import check_target
-from ...tables import html_table, text_table
 from ..blocks import BlockNames
 from ..observing import Call, Observer, Run, patch_over
 from .findings import Finding, NumericsError

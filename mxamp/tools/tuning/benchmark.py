@@ -1,0 +1,311 @@
+"""`benchmark`: a Gluon block timed in float32 and in low precision, eager and hybridized."""
+
+import functools
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+
+from mxnet.base import MXNetError
+from mxnet.context import current_context
+from mxnet.gluon import Block, HybridBlock, SymbolBlock, Trainer
+
+from ...convert.outputs import error_reason
+from ...errors import ArgumentError
+from ...framework import machine
+from ...framework.machine import default_dtype, device_kind, dtype_name
+from ...framework.wording import shown
+from ...patches.autocast import autocast
+from ...policy.policy import Policy
+from ...scaling.scaler import NoScaler
+from ...scaling.trainer import init_trainer
+from ..debugging.batches import Batch, batches_of
+from ..debugging.blocks import blocks_in
+from ..debugging.isolated import Seeds, arrays_in, loss_of, restored
+from ..debugging.results import Result, Table
+from .accuracy import check_float32
+from .deadline import Deadline, seconds_of
+from .turns import Timed, is_as_fast, quartiles, repeats_of, run_round, step_function
+
+__all__ = ["Benchmark", "Timing", "benchmark"]
+
+logger = logging.getLogger("mxamp")
+
+QUARTILES = ("lower quartile", "upper quartile")
+TRAINING, INFERENCE = "training", "inference"
+#: How a block runs.
+EAGER, HYBRIDIZED = "eager", "hybridized"
+#: Rounds that are timed whatever the budget, and at most.
+_LEAST, _MOST = 5, 15
+#: An eager step that takes so many times as long is worth a hint to hybridize.
+_SLOWER = 1.1
+
+NOT_A_BLOCK = (
+    "benchmark takes a Gluon block, not {given}: import a saved model with "
+    "gluon.SymbolBlock.imports(symbol_file, input_names, params_file)"
+)
+DOES_NOT_RUN = (
+    "block {name!r} does not run on this batch: {why}. A batch holds the arguments of one call "
+    "and, with a loss, the label as its last element"
+)
+EAGER_IS_SLOW = "Hybridize first: eager, {task} in {dtype} takes {times:.2g} times as long."
+NOT_PAID = "Stay in float32 for this model, or let mxamp.tune look for a faster form of it."
+NO_INSTRUCTIONS = "This machine has no bfloat16 instructions."
+NOT_HYBRID = "It was timed eager only: it can't be hybridized."
+EMULATED = "float16 on a CPU is for trying and testing, and never fast."
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of one task in one mode, in float32 and in low precision.
+
+    Parameters
+    ----------
+    task : str
+        "training" (forward, backward, and an update by SGD) or "inference".
+    mode : str
+        "eager" or "hybridized".
+    float32_ms, low_ms : float
+        The median milliseconds of a run in float32, and in low precision.
+    speedup : float
+        The median over rounds of float32's time over that of low precision.
+    quartiles : tuple of float
+        The first and third quartile of that ratio.
+    """
+
+    task: str
+    mode: str
+    float32_ms: float
+    low_ms: float
+    speedup: float
+    quartiles: Tuple[float, float]
+
+
+@dataclass(frozen=True, repr=False)
+class Benchmark(Result):
+    """What `benchmark` measured; printing it gives a table, and a sentence that says what to do.
+
+    `timings` has a `Timing` for each task and mode, and `summary()` is the sentence. `rounds` is
+    the number of times that each was measured.
+    """
+
+    dtype: str
+    device: str
+    rounds: int
+    timings: Tuple[Timing, ...]
+
+    def summary(self) -> str:
+        """Return whether low precision pays for this model, and what to do, in a few sentences."""
+        best = {timing.task: timing for timing in self.timings}  # hybridized, where it runs so
+        speeds = map(_speed, best.values(), ("this model", "it"), (" as float32", ""))
+        said = [f"{self.dtype} {', and '.join(speeds)}."]
+        if self.device == "cpu" and self.dtype == "float16":
+            said.insert(0, EMULATED)
+        elif self.device == "cpu" and not machine.computes_bfloat16():
+            said.insert(0, NO_INSTRUCTIONS)
+        if not any(timing.mode == HYBRIDIZED for timing in self.timings):
+            said.append(NOT_HYBRID)
+        if all(timing.quartiles[1] < 1 for timing in best.values()):
+            return " ".join([*said, NOT_PAID])
+        for eager in self.timings:
+            times = eager.low_ms / best[eager.task].low_ms
+            if times > _SLOWER:
+                said.append(EAGER_IS_SLOW.format(task=eager.task, dtype=self.dtype, times=times))
+                break
+        return " ".join(said)
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Return the measurements as plain values."""
+        return asdict(self)
+
+    def _tables(self) -> Iterable[Table]:
+        rows = []
+        for one in self.timings:
+            ratios = (round(ratio, 2) for ratio in (one.speedup, *one.quartiles))
+            rows.append((one.task, one.mode, one.float32_ms, one.low_ms, *ratios))
+        head = ("", "", "float32 ms", f"{self.dtype} ms", "times as fast", *QUARTILES)
+        yield "", head, rows
+
+
+def _speed(timing: Timing, model: str, reference: str) -> str:
+    """Return the speed against float32 in words, "too noisy to tell" where it can't be told."""
+    does = f"{'trains' if timing.task == TRAINING else 'runs'} {model}"
+    low, high = timing.quartiles
+    equal = is_as_fast(low, high)
+    if equal is None:
+        return f"{does} {low:.2f} to {high:.2f} times as fast{reference}, too noisy to tell"
+    return f"{does} {'' if equal else f'{timing.speedup:.2g} times '}as fast{reference}"
+
+
+def benchmark(
+    net: Block,
+    batch: Any,
+    loss: Optional[Callable[[Any, Any], Any]] = None,
+    *,
+    target_dtype: Any = None,
+    budget: Any = "20s",
+) -> Benchmark:
+    """Time a training step and inference of a block, in float32 and in low precision.
+
+    ::
+
+        print(amp.benchmark(net, data))
+        print(amp.benchmark(net, (data, label), gluon.loss.SoftmaxCrossEntropyLoss()))
+
+    The block runs eager and hybridized, in turns: in each round float32, then low precision, and
+    the ratio of the two counts. A training step is a forward and a backward pass and an update by
+    SGD, with the overflow check in low precision. The report ends with a sentence that says whether
+    low precision pays for this model on this machine, and "too noisy to tell" where it can't.
+
+    `tune` measures converted and fused forms too, and accuracy.
+
+    Parameters
+    ----------
+    net : Block
+        The float32 model. Parameters, gradients, statistics and hybridization are restored
+        afterwards, also after an error. (Parameters whose shape waits for a first input get one,
+        and MXNet's generator of random numbers, which can't be read, is left at another point.)
+    batch : NDArray or tuple
+        The arguments of one call; with a loss, the label as the last element. Of an iterable of
+        batches, such as a DataLoader, the first.
+    loss : callable, optional
+        Called with the net's output and the label; by default the mean of the outputs.
+    target_dtype : str or dtype, optional
+        "float16" or "bfloat16"; by default float16 where the batch is on a GPU, else bfloat16.
+    budget : float or str, default "20s"
+        Seconds, or a text such as "90s" or "5m". At least 5 rounds are timed, and at most 15.
+
+    Returns
+    -------
+    Benchmark
+        The times. Printing it gives a table and the sentence.
+
+    Raises
+    ------
+    ArgumentError
+        The model is no block, not in float32 or does not run on the batch.
+
+    Holds a copy of the parameters and gradients.
+    """
+    if not isinstance(net, Block):
+        raise ArgumentError(NOT_A_BLOCK.format(given=shown(net)))
+    deadline = Deadline(seconds_of(budget))
+    data = next(batches_of(batch, labeled=loss is not None))
+    arrays = arrays_in(data.inputs)
+    device = device_kind(arrays[0].context if arrays else current_context())
+    policy = Policy.default(target_dtype or default_dtype(device), device)
+    with deadline.watched(show=True), Seeds().restored(), autocast(enabled=False):
+        _run_once(net, data)
+        used = [block for block in (net, loss) if isinstance(block, Block)]
+        with restored(used):
+            pairs = _pairs(net, data, loss, policy)
+            rounds = _time_in_turns(pairs, deadline)
+    timings = tuple(pair.timing() for pair in pairs)
+    return Benchmark(policy.target_dtype, policy.device, rounds, timings)
+
+
+def _run_once(net: Block, data: Batch) -> None:
+    """Run a block, which gives its parameters their shapes; raise where it fails, or is low."""
+    check_float32(net)
+    try:
+        for array in arrays_in(net(*data.inputs)):
+            array.wait_to_read()
+    except Exception as error:  # the user's own code
+        why = error_reason(error) if isinstance(error, MXNetError) else error
+        raise ArgumentError(DOES_NOT_RUN.format(name=net.name, why=why)) from error
+
+
+class _Pair:
+    """A task in a mode: its runs in float32, and in low precision."""
+
+    def __init__(self, task: str, mode: str, net: Block, plain: Timed, low: Timed) -> None:
+        self.task, self.mode, self._plain, self._low = task, mode, plain, low
+        self._blocks = [block for block in blocks_in(net) if isinstance(block, HybridBlock)]
+        self._repeats = 1
+
+    def _switch_mode(self) -> None:
+        """Have all blocks run in this mode; their graphs are kept."""
+        for block in self._blocks:
+            block._active = self.mode == HYBRIDIZED
+
+    def warm_up(self) -> None:
+        """Run both twice: the first call makes the graph, the second one the memory."""
+        self._switch_mode()
+        self._repeats = repeats_of(min(self._plain.mean_seconds() for _ in range(2)))
+        self._low.mean_seconds(2)
+
+    def run_round(self) -> None:
+        """Time float32, then low precision."""
+        self._switch_mode()
+        run_round(self._plain, [self._low], self._repeats)
+
+    def timing(self) -> Timing:
+        """Return the medians of all rounds."""
+        plain, low = self._plain, self._low
+        times = plain.milliseconds, low.milliseconds, low.speedup
+        return Timing(self.task, self.mode, *times, quartiles(low.ratios))
+
+
+def _pairs(
+    net: Block, data: Batch, loss: Optional[Callable[[Any, Any], Any]], policy: Policy
+) -> List[_Pair]:
+    """Return all tasks of a block in all modes that it runs in, warmed up."""
+    blocks = [block for block in blocks_in(net) if isinstance(block, HybridBlock)]
+    modes = [EAGER, HYBRIDIZED] if blocks else [EAGER]
+    if isinstance(net, SymbolBlock):
+        modes = [HYBRIDIZED]  # it always runs its graph
+    for block in blocks:
+        block._clear_cached_op()
+    steps = {INFERENCE: [step_function(net, data.inputs, one) for one in (None, policy)]}
+    trainers = _trainers(net, policy)
+    if trainers:
+        found = functools.partial(loss_of, loss or _mean, label=data.label)
+        training = [
+            step_function(net, data.inputs, one, found, trainer)
+            for one, trainer in zip((None, policy), trainers)
+        ]
+        steps = {TRAINING: training, **steps}
+    pairs = []
+    for task, (plain, low) in steps.items():
+        for mode in modes:
+            pair = _Pair(task, mode, net, Timed(plain), Timed(low))
+            try:
+                pair.warm_up()
+            except Exception as error:  # the user's own code runs in the trace
+                if mode == EAGER or isinstance(net, SymbolBlock):
+                    raise
+                logger.debug("benchmark: %s does not run hybridized: %s", net.name, error)
+                continue
+            pairs.append(pair)
+    return pairs
+
+
+def _trainers(net: Block, policy: Policy) -> List[Trainer]:
+    """Return trainers for float32 and for a policy; none where no parameter gets a gradient.
+
+    Their learning rate is 0, so that each step runs on the same values.
+    """
+    params = [p for p in net.collect_params().values() if p.grad_req != "null" and p._data]
+    if not params:
+        return []
+    plain, low = (Trainer(params, "sgd", {"learning_rate": 0}, kvstore=None) for _ in range(2))
+    with autocast(policy=policy):
+        init_trainer(low, NoScaler())
+    return [plain, low]
+
+
+def _mean(output: Any, label: Any) -> List[Any]:  # noqa: ARG001
+    """Return the means of a net's floating-point outputs."""
+    return [array.mean() for array in arrays_in(output) if "float" in dtype_name(array.dtype)]
+
+
+def _time_in_turns(pairs: Sequence[_Pair], deadline: Deadline) -> int:
+    """Time all pairs in rounds until the budget is spent; return the number of rounds."""
+    rounds = 0
+    with deadline.phase("timing"):
+        while rounds < _MOST:
+            if rounds >= _LEAST:
+                deadline.check(deadline.spent / (rounds + 1))
+            for pair in pairs:
+                pair.run_round()
+            rounds += 1
+    return rounds
