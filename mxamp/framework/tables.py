@@ -2,9 +2,16 @@
 
 import html
 from io import StringIO
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
-__all__ = ["cell_text", "html_table", "text_table"]
+__all__ = ["PRECISION_COLORS", "cell_text", "html_lines", "html_table", "text_table"]
+
+#: The background of each precision, under black text.
+PRECISION_COLORS: Mapping[str, str] = {
+    "float16": "#8fd18f",
+    "bfloat16": "#8fd18f",
+    "float32": "#f5d76e",
+}
 
 #: Wide enough that rich never wraps or cuts a line: users copy names of nodes from tables.
 _WIDTH = 10_000
@@ -30,21 +37,29 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """Return a table as an HTML `<table>`, with columns of numbers right-aligned."""
-    right = [" align=right" if _is_numeric_column(rows, i) else "" for i in range(len(headings))]
+    """Return a table as an HTML `<table>`: numbers right-aligned, text left, precisions colored."""
+    sides = ["right" if _is_numeric_column(rows, i) else "left" for i in range(len(headings))]
     head = "".join(
-        f"<th scope=col{side}>{html.escape(heading)}</th>" for heading, side in zip(headings, right)
+        f'<th scope=col style="text-align:{side}">{html.escape(heading)}</th>'
+        for heading, side in zip(headings, sides)
     )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td{side}>{html.escape(cell_text(cell))}</td>" for cell, side in zip(row, right)
-        )
-        + "</tr>"
-        for row in rows
-    )
+    body = "".join(f"<tr>{''.join(map(_html_cell, row, sides))}</tr>" for row in rows)
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_lines(*lines: str) -> str:
+    """Return lines of text as HTML paragraphs."""
+    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+
+
+def _html_cell(cell: Any, side: str) -> str:
+    """Return a cell as an HTML `<td>`; a precision in its color."""
+    # In a style of its own: notebooks align all cells to the right.
+    style, text = f"text-align:{side}", cell_text(cell)
+    if text in PRECISION_COLORS:
+        style += f";background:{PRECISION_COLORS[text]};color:#000"
+    return f'<td style="{style}">{html.escape(text)}</td>'
 
 
 def _is_numeric_column(rows: Sequence[Sequence[Any]], column: int) -> bool:

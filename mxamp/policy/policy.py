@@ -12,7 +12,8 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 from ..errors import ArgumentError
 from ..framework import machine
 from ..framework.files import write_file
-from ..framework.wording import counted, shown
+from ..framework.tables import html_lines, html_table
+from ..framework.wording import counted, shortened, shown
 from . import overrides, targets
 from .lists import OperatorList, own_list, read_list
 from .overrides import Conditional, Layers, Names
@@ -30,6 +31,8 @@ TUNING = "; give the policy of the tuning: policy=tuning.policy"
 BESIDE_LISTS = (
     "a policy contains operator lists: give no lists beside it, or change it with policy.override"
 )
+#: The operators of a class that an HTML table names.
+_NAMED = 8
 
 
 class Caches:
@@ -100,6 +103,19 @@ class Policy(OperatorList):
         layers = len(self.fp32_layers)
         parts += [f"{counted(layers, 'layer name')} in float32"] if layers else []
         return f"<Policy {self.target_dtype} on {self.device}: {', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        computes = {"low": self.target_dtype, "fp32": "float32"}
+        by_class = ((name, self.operators(name)) for name in SHOWN_CLASSES)
+        rows = [
+            (name, computes.get(name, ""), len(found), shortened(found, _NAMED))
+            for name, found in by_class
+            if found
+        ]
+        layers = [("layers by name", "float32", len(self.fp32_layers), shortened(self.fp32_layers))]
+        head = ("class", "precision", "count", "operators")
+        said = f"Policy {self.target_dtype} on {self.device}"
+        return html_lines(said) + html_table(head, rows + (layers if self.fp32_layers else []))
 
     def __eq__(self, other: object) -> bool:
         if self is other:

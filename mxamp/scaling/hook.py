@@ -45,6 +45,7 @@ from ..errors import StateError
 from ..framework.arrays import as_float
 from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.machine import dtype_name
+from ..framework.tables import html_table
 from ..framework.versions import has_feature
 from ..framework.wording import counted, shortened
 from ..policy.active import current_policy
@@ -130,6 +131,10 @@ class StepReport(NamedTuple):
     next_loss_scale: float
     nonfinite: Tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
     loss_finite: bool = True  #: False if the loss was Inf or NaN before it was scaled
+
+    def _repr_html_(self) -> str:
+        fields = {**self._asdict(), "nonfinite": ", ".join(self.nonfinite)}
+        return html_table(("", ""), [(name, str(value)) for name, value in fields.items()])
 
 
 @dataclass

@@ -237,7 +237,7 @@ def test_what_it_shows():
     assert json.loads(stats.to_json())["operators"][0] == {
         "operator": "relu", "dtype": "float32", "calls": 2,
     }  # fmt: skip
-    assert "<td>relu</td>" in stats._repr_html_()
+    assert ">relu</td>" in stats._repr_html_()
     assert [row.operator for row in stats.filter(operator="exp").operators] == ["exp"]
     assert len(stats.filter(dtype="float16")) == 0
     assert repr(stats).startswith("<OperatorStats: ")

@@ -65,8 +65,8 @@ def test_a_report_of_little():
 def test_the_report_in_notebooks():
     page = TUNING._repr_html_()
     assert page.count("<table>") == 4
-    assert "<td>b&lt;i&gt;</td>" in page and "<i>" not in page
-    assert "<li>One &amp; only.</li>" in page
+    assert ">b&lt;i&gt;</td>" in page and "<i>" not in page
+    assert "<p>One &amp; only.</p>" in page
 
 
 def test_a_saved_tuning_is_a_policy_under_comments(tmp_path):

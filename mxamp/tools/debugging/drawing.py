@@ -8,7 +8,7 @@ from typing import List, NamedTuple, Optional, Union
 
 from ...errors import ArgumentError, StateError
 from ...framework.files import check_file_path, checked_path, write_file
-from ...framework.tables import cell_text
+from ...framework.tables import PRECISION_COLORS, cell_text
 from ...framework.wording import one_of, shown
 from .explain import NodePlan, Plan
 
@@ -126,7 +126,6 @@ _PALETTES = {
     "gain": ("#ffffd9", "#c7e9b4", "#7fcdbb", "#41b6c4", "#2c7fb8", "#253494"),
 }
 _DARK = 4  #: from this color of a palette on, text is white
-_PRECISIONS = {"float16": "#8fd18f", "bfloat16": "#8fd18f", "float32": "#f5d76e"}
 _OTHER, _BLACK, _WHITE = "#e8e8e8", "#000000", "#ffffff"
 
 
@@ -136,7 +135,9 @@ def colors_of(plan: Plan, color: str) -> List[Color]:
         raise ArgumentError(f"color must be {one_of(BY)}, not {shown(color)}")
     if color == "precision":
         kinds = [node.precision for node in plan]
-        return [Color(0, _PRECISIONS.get(kind, _OTHER), _BLACK, f"in {kind}") for kind in kinds]
+        return [
+            Color(0, PRECISION_COLORS.get(kind, _OTHER), _BLACK, f"in {kind}") for kind in kinds
+        ]
     values = [getattr(node, color) for node in plan]
     measured = [value for value in values if value is not None]
     if not measured:

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterable, Sequence, Tuple, Union
 
 from ...errors import ArgumentError, InstallError
 from ...framework.files import check_file_path, write_file
-from ...framework.tables import html_table, text_table
+from ...framework.tables import html_lines, html_table, text_table
 
 __all__ = ["Drawn", "Result", "Table", "new_figure"]
 
@@ -45,7 +45,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         tables = "".join(html_table(head, rows, caption) for caption, head, rows in self._tables())
-        return f"<p>{self.summary()}</p>{tables}"
+        return html_lines(self.summary()) + tables
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.summary()}>"

@@ -1,6 +1,5 @@
 """The result of `tune`: a policy, and the measurements that chose it."""
 
-import html
 import math
 from dataclasses import astuple, dataclass, replace
 from datetime import datetime
@@ -11,7 +10,7 @@ import mxnet as mx
 
 from ...framework import machine
 from ...framework.files import write_file
-from ...framework.tables import html_table, text_table
+from ...framework.tables import html_lines, html_table, text_table
 from ...framework.wording import counted
 from ...policy.policy import Policy
 from ...policy.saving import policy_toml
@@ -219,10 +218,9 @@ class Tuning:
         return "\n\n".join(blocks)
 
     def _repr_html_(self) -> str:
-        said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.sentences())
+        said = html_lines(*self.sentences())
         tables = "".join(html_table(head, rows, title) for title, head, rows in self.tables())
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
-        return said + tables + (f"<ul>{notes}</ul>" if notes else "")
+        return said + tables + html_lines(*self.notes)
 
     def sentences(self) -> Sequence[str]:
         """Return the report's first sentences: the choice, its errors, and the search."""

@@ -28,7 +28,7 @@ from ....errors import ArgumentError, StateError
 from ....framework.arrays import as_list
 from ....framework.operators import resolve
 from ....framework.patching import Patch, original
-from ....framework.tables import html_table, text_table
+from ....framework.tables import html_lines, html_table, text_table
 from ....framework.wording import one_of, shown
 from ....graph.inspect import interpret, run_node
 from ....graph.ir import Graph, Node
@@ -122,7 +122,7 @@ class NumericsCheck(Observer):
         return text_table(*self._rows()) if self.findings else "no findings"
 
     def _repr_html_(self) -> str:
-        return html_table(*self._rows()) if self.findings else "<p>no findings</p>"
+        return html_table(*self._rows()) if self.findings else html_lines("no findings")
 
     def __repr__(self) -> str:
         return f"<NumericsCheck: {self.first or 'no findings'}>"
