@@ -132,3 +132,22 @@ def test_boxes_are_matched_by_class_and_overlap(module):
 )
 def test_losses_have_to_fall(module, losses, right):
     assert module("results").losses_fall({"losses": losses}) is right
+
+
+def test_the_page_has_the_tables_of_what_was_measured(module):
+    """The lists of problems are prose there."""
+    found = json.loads((ROOT / "docs" / "measured" / "proof.json").read_text())
+    families, *_, training = module("results").markdown(found).split("\n\n")
+    page = (ROOT / "docs" / "proof.md").read_text()
+    assert families in page
+    assert training in page
+
+
+def test_a_training_that_was_not_run_is_an_empty_cell(module):
+    training = {"a: float32": {"losses": [2.0, 1.0]}, "b: float16": {"failure": "no kernel | here"}}
+    assert module("results").loss_table(training) == (
+        ("trains", "float32", "float16"), [("a", "2 1", None), ("b", None, "no kernel | here")]
+    )  # fmt: skip
+    assert "| b |  | no kernel \\| here |" in module("results").markdown(
+        {"models": {}, "training": training}
+    )

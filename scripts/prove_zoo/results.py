@@ -141,11 +141,6 @@ def summary_line(name: str, result: Result) -> str:
     return f"{', '.join(parts)} ({result.get('seconds')} s)"
 
 
-def loss_rows(training: Dict[str, Result]) -> List[Sequence[str]]:
-    """Return (model, way, losses or failure) for each training."""
-    return [(*key.split(": ", 1), summary_line(key, result)) for key, result in training.items()]
-
-
 def losses_fall(result: Result) -> bool:
     """Return whether a training's losses are finite and the last is below the first."""
     found = result.get("losses", [])
@@ -191,8 +186,21 @@ def tables(found: Dict[str, Any]) -> List[Table]:
         (_FAMILIES, summary(found["models"])),
         (("model", "dtype", "what is wrong"), list(problems(found["models"]))),
         (("model", "does not run in float32 either"), float32_failures(found["models"])),
-        (("trains", "way", "losses"), loss_rows(found["training"])),
+        loss_table(found["training"]),
     ]
+
+
+def loss_table(training: Dict[str, Result]) -> Table:
+    """Return a row for each model that trained: its losses, or its failure, in each way."""
+
+    def line(key: str) -> Optional[str]:
+        return summary_line(key, training[key]) if key in training else None
+
+    models, ways = (
+        list(dict.fromkeys(key.split(": ", 1)[part] for key in training)) for part in (0, 1)
+    )
+    rows = [(model, *(line(f"{model}: {way}") for way in ways)) for model in models]
+    return ("trains", *ways), rows
 
 
 def cell(value: Any) -> str:
@@ -207,6 +215,8 @@ def markdown(found: Dict[str, Any]) -> str:
     parts = []
     for headings, rows in tables(found):
         lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
-        lines += [f"| {' | '.join(cell(value) for value in row)} |" for row in rows]
+        for row in rows:
+            cells = (cell(value).replace("|", "\\|") for value in row)
+            lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
