@@ -18,6 +18,7 @@ from ..framework.arrays import as_list, dtypes_of, invoke
 from ..framework.operators import resolve
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from .casts.insert import PRECISION
+from .casts.offline import is_inserted_copy
 from .ir import (
     CASTS,
     Graph,
@@ -103,6 +104,8 @@ def take_census(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Sh
         if node.op in CASTS and is_cast(inputs[0].dtype, output.dtype):
             census.add_cast(inputs[0].dtype, output.dtype, inputs[0].size)
             continue
+        if is_inserted_copy(node):
+            continue  # a part of a cast
         census.operators[node.operator, precision_of_node(graph, i, values)] += 1
         if node.operator == "_foreach" and inputs[0].shape is not None:
             census.add(_census_of_step(node, inputs), times=inputs[0].shape[0])

@@ -7,7 +7,18 @@ graph.
 import functools
 import logging
 from dataclasses import replace
-from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 import mxnet as mx
 from mxnet import autograd
@@ -30,6 +41,7 @@ from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
 
 __all__ = [
+    "LastGraph",
     "PolicyCachedOp",
     "Source",
     "build_call",
@@ -150,6 +162,15 @@ class _Op(NamedTuple):
     symbol: Symbol
 
 
+class LastGraph(NamedTuple):
+    """What a block's last new graph was made for: dtypes and shapes are by name of input."""
+
+    policy: Policy
+    dtypes: Mapping[str, str]
+    shapes: Mapping[str, Tuple[int, ...]]
+    training: bool
+
+
 class _Call(NamedTuple):
     """The properties of a call that select its graph and its choices by shape: a cache key."""
 
@@ -240,6 +261,24 @@ class PolicyCachedOp:
             usage = replace(self._usage(call, differs), accumulated=accumulated)
             op = self._ops[key] = self._build(call, graph, usage, choices)
         return op
+
+    def last_graph(self, policy: Optional[Policy]) -> Optional[LastGraph]:
+        """Return what the last new graph under a policy, or any, was made for; None without any.
+
+        That is training if the block has trained. Only a policy that depends on shapes has shapes,
+        of the inputs that are no parameters.
+        """
+        calls = [key[0] for key in self._ops if policy in (None, key[0].policy)]
+        if not calls:
+            return None
+        call, training = calls[-1], bool(self._trained)
+        shapes: Mapping[str, Tuple[int, ...]] = {}
+        made = [key for key in self._chosen if key[0].policy == call.policy]
+        if made:
+            training = any(in_training for _, in_training, *_ in made)
+            sizes = [of_inputs for _, mode, *of_inputs in made if mode == training and of_inputs]
+            shapes = dict(zip((self._names[i] for i in self._inputs), sizes[-1] if sizes else ()))
+        return LastGraph(call.policy, dict(zip(self._names, call.dtypes)), shapes, training)
 
     def _drop_ops(self) -> None:
         """Drop all ops after gradient arrays changed: static ops would write to the old arrays.

@@ -69,6 +69,8 @@ class Decision:
         return self.through is not None or any(dtype is not None for dtype in self.reads)
 
 
+FOLLOWS = "follows its {dtype} inputs"
+MIXED = "its inputs are {dtypes}: the widest dtype is kept"
 OTHER_HALF = "a float16 policy doesn't know MXNet's bfloat16 kernels, and some crash the process"
 
 
@@ -123,7 +125,7 @@ def decide(
     leading = _deciding_dtypes(rule, attributes, floats)
     if not leading:
         return Decision(untouched, "no floating-point input to follow")
-    dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy)
+    dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy, rule.given)
     detour = _detour(rule, attributes, missing, dtypes, dtype, policy)
     if detour is not None:
         computes, why = detour
@@ -162,17 +164,29 @@ def _class_and_reason(
             value = attributes.get(condition.attribute, condition.default)
             return "fp32", f"{condition.attribute}={value}: {condition.reason or rule.reason}"
     if rule.conditions:
-        watched = ", ".join(condition.attribute for condition in rule.conditions)
-        return rule.op_class, f"{rule.op_class} with this {watched}"
+        return rule.op_class, _watched_values(rule, attributes)
     return rule.op_class, rule.reason
 
 
+def _watched_values(rule: Rule, attributes: Mapping[str, str]) -> str:
+    """Return the attributes that a rule's conditions read, none of which holds: "axis=1"."""
+    values = {one.attribute: attributes.get(one.attribute, one.default) for one in rule.conditions}
+    known = (f"{name}={value}" for name, value in values.items() if value not in (None, "None"))
+    return ", ".join(known) or f"with this {', '.join(values)}"
+
+
 def _compute_dtype(
-    op_class: str, reason: str, floats: "set[str]", dtypes: "set[str]", policy: Policy
+    op_class: str,
+    reason: str,
+    floats: "set[str]",
+    dtypes: "set[str]",
+    policy: Policy,
+    given: bool,
 ) -> Tuple[str, str]:
     """Return the dtype that an operator of this class computes in, and the reason.
 
-    `floats` are the dtypes of the inputs that decide, `dtypes` those of all inputs.
+    `floats` are the dtypes of the inputs that decide, `dtypes` those of all inputs. `given` says
+    that the user gave the class.
     """
     target = policy.target_dtype
     if dtypes & _FOREIGN:
@@ -181,12 +195,28 @@ def _compute_dtype(
         if floats <= {target, "float32"}:
             return target, reason
         return "float32", f"an input has a half precision other than {target}"
-    if op_class == "fp32" or len(floats) > 1:
+    if op_class == "fp32":
         return "float32", reason
-    [dtype] = floats
-    if dtype not in (target, "float32") and policy.device == "cpu" and dtype == "bfloat16":
+    return _followed_dtype(reason, floats, policy, given)
+
+
+def _followed_dtype(
+    reason: str, floats: "set[str]", policy: Policy, given: bool
+) -> Tuple[str, str]:
+    """Return the dtype of an operator that follows its inputs, and the reason.
+
+    `reason` says why half precision does no harm; where the class is `given`, who gave it.
+    """
+    if len(floats) > 1:
+        dtype, follows = "float32", MIXED.format(dtypes=" and ".join(sorted(floats)))
+    else:
+        [dtype] = floats
+        follows = FOLLOWS.format(dtype=dtype)
+    if policy.device == "cpu" and dtype == "bfloat16" and dtype != policy.target_dtype:
         return "float32", OTHER_HALF
-    return dtype, reason
+    if given:
+        return dtype, f"{reason}: {follows}"
+    return dtype, follows if dtype == "float32" else f"{follows}: {reason}"
 
 
 def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> FrozenSet[int]:

@@ -4,10 +4,10 @@ import shutil
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import nd
+from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import randn
+from helpers import randn, with_avx512
 from models import GPU, model
 from mxamp.tools.debugging.drawing import to_dot
 from nets import Control, convolutional, made, perceptron
@@ -45,10 +45,80 @@ def test_what_runs_is_explained_by_the_policy_that_is_on():
         with amp.autocast("float16"):
             assert amp.explain(net, mode=mode).target_dtype == "float16"
         assert amp.explain(net, "float16", mode=mode).target_dtype == "float16"
-    assert amp.explain(net).target_dtype == "float16"  # as convert_symbol(net) takes it
+        with amp.autocast("float16"):
+            assert amp.explain(net).target_dtype == "float16"
+    found = amp.explain(net)
+    assert (found.target_dtype, found.mode) == ("bfloat16", "inference")
+    assert amp.explain(net, "bfloat16").mode == "converted"
+    assert amp.explain(net, mode="converted").target_dtype == "bfloat16"
     amp.shutdown()
+    found = amp.explain(net)
+    assert (found.target_dtype, found.mode) == ("float16", "converted")  # as convert_symbol(net)
     amp.init(policy=GPU.override(fp32_layers=["fc"]))
     assert amp.explain(net, mode="training")["fc"].precision == "float32"
+
+
+@with_avx512
+def test_a_block_that_has_run_is_explained_as_it_ran():
+    # A dense layer of 30 rows computes in bfloat16 in inference, and in float32 in training.
+    net = mx.gluon.nn.Dense(1024, in_units=1024, prefix="fc_")
+    net.initialize()
+    net.hybridize()
+    data = nd.ones((30, 1024))
+
+    def explained():
+        plan = amp.explain(net)
+        return plan.target_dtype, plan.mode, plan["fc_fwd"].precision
+
+    with amp.autocast("bfloat16"):
+        net(data)
+        assert explained() == ("bfloat16", "inference", "bfloat16")
+        with autograd.record():
+            net(data)
+        assert explained() == ("bfloat16", "training", "float32")
+        assert amp.explain(net, mode="inference")["fc_fwd"].precision == "bfloat16"
+        with autograd.record():
+            net(nd.ones((300, 1024)))
+        assert explained() == ("bfloat16", "training", "bfloat16")
+    assert explained() == ("bfloat16", "training", "bfloat16")
+    with amp.autocast("float16"):
+        assert amp.explain(net).target_dtype == "float16"
+    assert repr(amp.explain(net)).startswith("<Plan bfloat16 on cpu in training: 1 operator")
+    assert amp.explain(net).summary().startswith("training in bfloat16: 1 operator")
+    assert amp.explain(net, "bfloat16").mode == "converted"
+    fast = amp.convert_hybrid_block(net, "bfloat16")
+    fast(data)
+    assert amp.explain(fast, "bfloat16").mode == "converted"
+
+
+def test_integer_inputs_of_a_run_are_known():
+    net = mx.gluon.nn.Embedding(4, 3)
+    net.initialize()
+    net.hybridize()
+    with amp.autocast("float16"):
+        net(nd.array([1, 2], dtype="int32"))
+    plan = amp.explain(net)
+    assert not plan.casts or all(cast.source != "data" for cast in plan.casts)
+
+
+def test_reasons_say_why_this_precision():
+    data = mx.sym.var("data")
+    dense = mx.sym.FullyConnected(data, num_hidden=4, name="fc")
+    relu = mx.sym.Activation(dense, act_type="relu", name="relu")
+    soft = mx.sym.softmax(relu, name="soft")
+    net = mx.sym.Group([mx.sym.Concat(soft, soft, name="same"), mx.sym.Concat(soft, relu, name="mixed"),
+                        mx.sym.slice_axis(soft, axis=0, begin=0, end=1, name="part"),
+                        mx.sym.Concat(relu, relu, name="low")])  # fmt: skip
+    plan = amp.explain(net, policy=amp.Policy.default("bfloat16"))
+    if plan["fc"].precision != "bfloat16":
+        pytest.skip("no bfloat16 kernels")
+    reasons = {name: plan[name].reason for name in ("same", "mixed", "part", "low", "relu")}
+    assert reasons["same"] == reasons["part"] == "follows its float32 inputs"
+    assert reasons["mixed"] == "its inputs are bfloat16 and float32: the widest dtype is kept"
+    assert (
+        reasons["low"].startswith("follows its bfloat16 inputs: ") and "as fast" in reasons["low"]
+    )
+    assert reasons["relu"] == "follows its bfloat16 inputs: act_type=relu"
 
 
 def test_layers_of_a_policy_that_a_model_lacks_are_logged(caplog):

@@ -11,6 +11,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import randn
+from mxamp.patches import optimizers
 from mxamp.tools.debugging import operator_stats
 from nets import Control, convolutional, made, masked
 
@@ -243,3 +244,32 @@ def test_what_it_shows():
     assert repr(stats).startswith("<OperatorStats: ")
     with pytest.raises(amp.UnknownNameError, match="relu"):
         stats["relo"]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_updates_count_by_their_own_names(optimizer, momentum, monkeypatch):
+    # SGD's steps in bfloat16 are NumPy's, and parse their numbers by calls of MXNet's.
+    monkeypatch.setattr(optimizers.machine, "threads", lambda: 1)
+    optimizers._parse_by_mxnet.cache_clear()
+    net = nn.Dense(256, in_units=256, use_bias=False)
+    net.initialize()
+    net.hybridize()
+    options = {"momentum": momentum} if optimizer == "sgd" else {}
+    trainer = mx.gluon.Trainer(net.collect_params(), optimizer, options)
+    amp.init("bfloat16")
+    amp.init_trainer(trainer)
+    for _ in range(2):
+        with operator_stats() as stats:
+            with autograd.record(), amp.scale_loss(net(randn(32, 256)).sum(), trainer) as scaled:
+                autograd.backward(scaled)
+            trainer.step(32)
+        update = (
+            "adam_update" if optimizer == "adam" else "sgd_mom_update" if momentum else "sgd_update"
+        )
+        assert set(calls(stats)) - {("_zeros", "float32")} == {
+            ("FullyConnected", stats.filter("FullyConnected").operators[0].dtype),
+            ("sum", "float32"),
+            (update, "float32"),
+        }  # fmt: skip
+        assert stats[update] == {"float32": 1}

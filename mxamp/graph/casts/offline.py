@@ -14,6 +14,7 @@ from ..ir import CASTS, TAKES_EMPTY, Graph, Node, Output
 __all__ = [
     "cast_offline",
     "count_range_errors",
+    "is_inserted_copy",
     "with_copies_before_casts",
     "with_recorded_dtypes",
     "with_merged_variables",
@@ -66,7 +67,7 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
             to = nodes[j].attrs["dtype"] if is_amp else None
             # A variable in the other half precision is cast through float32, and weights of grouped
             # convolutions are copied before the cast.
-            between = to == "float32" or _is_copy(nodes[j])
+            between = to == "float32" or is_inserted_copy(nodes[j])
             behind = casts_behind(j) if between else [] if to == dtype else None
             if behind is None:
                 return None
@@ -83,7 +84,7 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Grap
     return edit.applied(), cast_variables
 
 
-def _is_copy(node: Node) -> bool:
+def is_inserted_copy(node: Node) -> bool:
     """Return whether a conversion has inserted this copy before casts."""
     return node.op == "_copy" and COPY in node.name
 
@@ -116,7 +117,7 @@ def without_copies_before_casts(graph: Graph) -> Graph:
     """Return the graph without the copies that `with_copies_before_casts` has inserted."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
-        if _is_copy(node) and graph.nodes[node.inputs[0][0]].is_variable:
+        if is_inserted_copy(node) and graph.nodes[node.inputs[0][0]].is_variable:
             edit.redirect((i, 0), node.inputs[0])
     return edit.applied()
 

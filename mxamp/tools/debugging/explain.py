@@ -19,10 +19,11 @@ from ...framework.arrays import cast, copy
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.insert import Rewrite, rewrite
-from ...graph.casts.offline import cast_offline, count_range_errors
+from ...graph.casts.offline import cast_offline, count_range_errors, is_inserted_copy
 from ...graph.casts.widen import has_halves
 from ...graph.ir import CASTS, Graph, Node, Usage
 from ...graph.speed.shape_rules import choose
+from ...patches.cached_op import LastGraph, PolicyCachedOp
 from ...policy.active import current_policy, suspended
 from ...policy.overrides import Layers
 from ...policy.policy import Policy
@@ -91,7 +92,7 @@ class Plan(Result):
 
     `inputs` are the model's inputs without the given parameters. `bytes_before` and `bytes_after`
     are the sizes of the parameters without and with `cast_optional_params`, and `offline` are the
-    parameters that it casts; empty if no parameters were given.
+    parameters that it casts; empty if no parameters were given. `mode` is that of `explain`.
     """
 
     target_dtype: str
@@ -102,6 +103,7 @@ class Plan(Result):
     bytes_before: int = 0
     bytes_after: int = 0
     offline: Tuple[OfflineCast, ...] = ()
+    mode: str = MODES[0]
 
     @property
     def lossy(self) -> Tuple[OfflineCast, ...]:
@@ -201,7 +203,8 @@ class Plan(Result):
 
     def __repr__(self) -> str:
         numbers = f"{self._counts_text()}; {counted(len(self.casts), 'cast')}"
-        return f"<Plan {self.target_dtype} on {self.device}: {numbers}>"
+        mode = "" if self.mode == MODES[0] else f" in {self.mode}"
+        return f"<Plan {self.target_dtype} on {self.device}{mode}: {numbers}>"
 
     def _counts_text(self) -> str:
         """Return the number of operators, in all and in each precision, as text."""
@@ -218,7 +221,8 @@ class Plan(Result):
             names = shortened([cast.name for cast in self.lossy])
             size += f"; it would lose values of {counted(len(self.lossy), 'parameter')}: {names}"
         casts = counted(len(self.casts), "cast")
-        return f"{self._counts_text()}; {casts}{size}"
+        mode = "" if self.mode == MODES[0] else f"{self.mode} in {self.target_dtype}: "
+        return f"{mode}{self._counts_text()}; {casts}{size}"
 
 
 # ---------------------------------------------------------------------- making a plan
@@ -233,7 +237,7 @@ def explain(
     input_dtypes: Optional[Mapping[str, Any]] = None,
     params: Optional[Mapping[str, NDArray]] = None,
     example_inputs: Examples = None,
-    mode: str = "converted",
+    mode: Optional[str] = None,
     input_shapes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> Plan:
     """Show which precision each operator of a model computes in, and why.
@@ -250,11 +254,11 @@ def explain(
     model : Symbol or HybridBlock
         The model.
     target_dtype : str or dtype, optional
-        "float16" or "bfloat16". With `policy`, the dtype of that policy.
+        "float16" or "bfloat16". With `policy`, the dtype of that policy. Without both, the plan is
+        of the graph that a block has run last in mixed precision, in training if it has trained;
+        else of the active policy (`init`, `autocast`); else of float16, as for `convert_*`.
     policy : Policy, optional
         The default is mxamp's own policy for `target_dtype` and this machine's kind of device.
-        Without both, it is the active policy (`init`, `autocast`) for "inference" and "training",
-        and float16's otherwise, as for `convert_*`.
     excluded_sym_names : list of str or Block, optional
         Layers to keep in float32: Gluon blocks, or names as in the plan, where * and ? stand for
         any characters.
@@ -267,13 +271,14 @@ def explain(
         has its own.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, for a block that was not hybridized and run before.
-    mode : str, default "converted"
+    mode : str, optional
         "converted" explains the model that `convert_*` makes. "inference" and "training" explain
         the graphs that run while mixed precision is on (`init`, `autocast`), with faster
-        equivalents of some operators.
+        equivalents of some operators. By default the mode that has run, "inference" under an
+        active policy, and "converted" where `target_dtype` or `policy` is given.
     input_shapes : dict of str to tuple, optional
         Shapes of inputs, for "inference" and "training", where the precision of some operators
-        depends on them (a dense layer of few rows).
+        depends on them (a dense layer of few rows). By default those that the block has run on.
 
     Returns
     -------
@@ -289,12 +294,19 @@ def explain(
     StateError
         A block that has not run yet, without `example_inputs`.
     """
-    if mode not in MODES:
+    if mode is not None and mode not in MODES:
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
     input_shapes = checked_shapes("input_shapes", input_shapes)
     symbol, known_params = _symbol_and_params(model, params, example_inputs)
+    run = None
     if policy is None and target_dtype is None:
-        policy = current_policy() if mode != "converted" else None
+        policy = current_policy()
+        run = None if mode == MODES[0] else _last_graph(model, policy)
+        if run is not None:
+            policy, mode = run.policy, mode or (MODES[2] if run.training else MODES[1])
+        elif policy is not None:
+            mode = mode or MODES[1]
+    mode = mode or MODES[0]
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
     graph = Graph.from_symbol(symbol)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
@@ -302,8 +314,10 @@ def explain(
         check_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in known_params.items()}
     if mode != "converted":
-        shapes.update(input_shapes)
+        shapes.update({**(run.shapes if run is not None else {}), **input_shapes})
     held_dtypes = {name: array.dtype for name, array in known_params.items()}
+    if run is not None:
+        input_dtypes = {**run.dtypes, **(input_dtypes or {})}
     dtypes = resolved_dtypes(symbol, held_dtypes, input_dtypes)
     roundings: Tuple[str, ...] = ()
     if mode == "converted" and has_halves(graph, dtypes):
@@ -316,9 +330,19 @@ def explain(
         converting=mode == "converted",
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
-    plan = _make_plan(result, policy, graph.input_names, known_params)
+    plan = replace(_make_plan(result, policy, graph.input_names, known_params), mode=mode)
     nodes = (replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
     return replace(plan, nodes=tuple(nodes))
+
+
+def _last_graph(model: Any, policy: Optional[Policy]) -> Optional[LastGraph]:
+    """Return what a block's last graph under a policy, or any, was made for; None if none ran.
+
+    A converted block runs another graph than the one that it holds, which is explained.
+    """
+    op = getattr(model, "_cached_op", None)
+    converted = getattr(model, "_source", None) is not None
+    return op.last_graph(policy) if isinstance(op, PolicyCachedOp) and not converted else None
 
 
 def _symbol_and_params(
@@ -385,7 +409,7 @@ def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
 def _source_and_cast(graph: Graph, i: int) -> Tuple[str, Optional[str]]:
     """Return the name of node i and None, or the source and the dtype of an inserted cast."""
     node, dtype = graph.nodes[i], None
-    while _is_inserted_cast(node) or (node.op == "_copy" and "_amp_copy" in node.name):
+    while _is_inserted_cast(node) or is_inserted_copy(node):
         dtype = dtype or node.attrs.get("dtype")
         node = graph.nodes[node.inputs[0][0]]
     return node.name, dtype

@@ -9,14 +9,17 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 
 from mxnet.executor import Executor
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.optimizer import SGD
 from mxnet.symbol import Symbol
 
 from ...errors import unknown
 from ...framework.arrays import as_list, dtypes_of
+from ...framework.patching import Patch
 from ...framework.wording import counted
 from ...graph.inspect import FLOATS, Census, Tensor, is_cast, precision_of_call, take_census
 from ...graph.ir import CASTS, Graph
-from .observing import Call, Observer, Run
+from ...patches import optimizers
+from .observing import Call, Observer, Run, patch_over
 from .results import Result, Table
 
 __all__ = ["CastCount", "OperatorCount", "OperatorStats", "operator_stats"]
@@ -58,6 +61,7 @@ class OperatorStats(Result, Observer):
         self._graphs: Dict[Any, List[Any]] = {}
         self._symbols: "weakref.WeakKeyDictionary[Executor, Symbol]" = weakref.WeakKeyDictionary()
         self._census_lock = threading.Lock()
+        self._in_step = threading.local()
 
     @property
     def operators(self) -> Tuple[OperatorCount, ...]:
@@ -116,9 +120,34 @@ class OperatorStats(Result, Observer):
 
     # ------------------------------------------------------------------ while it counts
 
+    def patches(self) -> Sequence[Patch]:
+        """Return an observer's patches, and that of SGD steps in NumPy."""
+        return [*super().patches(), patch_over(optimizers, "_sgd", self._step_in_numpy)]
+
+    def _step_in_numpy(
+        self,
+        original: Callable[..., None],
+        optimizer: SGD,
+        weight: NDArray,
+        grad: NDArray,
+        momentum: Optional[NDArray],
+        *rates: float,
+    ) -> None:
+        """Count an SGD step in NumPy as the operator that it replaces; hide the calls in it."""
+        with self._census_lock:
+            name = "sgd_update" if momentum is None else "sgd_mom_update"
+            self._census.operators[name, "float32"] += 1
+        self._in_step.now = True
+        try:
+            original(optimizer, weight, grad, momentum, *rates)
+        finally:
+            self._in_step.now = False
+
     def on_call(self, call: Call, run: Run) -> Any:
         """Count an eager call, or one of mxamp's own casts."""
         outputs = run(call.inputs)
+        if getattr(self._in_step, "now", False):
+            return outputs
         inputs, results = _tensors_of(call.inputs), _tensors_of(as_list(outputs))
         with self._census_lock:
             if call.operator.name in _CASTS and is_cast(inputs[0].dtype, results[0].dtype):
@@ -183,7 +212,8 @@ def operator_stats() -> Iterator[OperatorStats]:
     ('float32', 'bfloat16', 2)
 
     The counts are of forward passes in all threads: eager calls, hybridized blocks and bound
-    symbols (modules), with the calls of MXNet's optimizers and of mxamp. MXNet derives backward
+    symbols (modules), with the calls of MXNet's optimizers. SGD steps that mxamp computes in NumPy
+    count as `sgd_update` or `sgd_mom_update`. MXNet derives backward
     passes itself; their casts mirror the forward ones. An operator that oneDNN has fused counts as
     one. The body of a `foreach` counts once for each step; bodies of `while_loop` and `cond` in
     graphs do not count. Casts in graphs of arrays whose shape depends on values, as after
