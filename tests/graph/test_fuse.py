@@ -157,6 +157,31 @@ def test_convolutions_of_one_image_share_its_fourth_channel():
 
 
 @with_avx512
+def test_dense_layers_that_share_a_weight_stay_apart():
+    """Each fused layer packs a copy of its weight: an unrolled cell would run slower for it."""
+
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.shared, self.own = nn.Dense(16, in_units=16), nn.Dense(5, in_units=16)
+
+        def hybrid_forward(self, F, x):
+            for _ in range(3):
+                x = F.sigmoid(self.shared(F.sigmoid(self.shared(x))) + x)
+            return self.own(F.tanh(self.shared(x)))
+
+    net, x = Net(), randn(4, 16)
+    net.initialize(mx.init.Xavier())
+    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
+    operators = operators_of(fast._cached_graph[1])
+    assert operators.count("FullyConnected") == 7
+    assert operators.count("_sg_mkldnn_fully_connected") == 1
+    plain = net(x).asnumpy()
+    assert 0 < np.linalg.norm(fast(x).asnumpy() - plain) < 0.02 * np.linalg.norm(plain)
+
+
+@with_avx512
 def test_images_under_numpy_semantics():
     mx.npx.set_np()
     net, x = image_network(), mx.np.random.normal(size=(30, 3, 12, 12))

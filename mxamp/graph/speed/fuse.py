@@ -4,7 +4,7 @@
 fuses, fold each BatchNorm into the product before it, and pad channels.
 """
 
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -12,7 +12,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import flattens_data, is_true
-from ..edit import Edit, Params, without_shape
+from ..edit import Edit, Params, View, without_shape
 from ..ir import Graph, Node, Output
 from .dense_convolutions import make_dense_convolutions
 from .fusible import (
@@ -34,6 +34,8 @@ __all__ = ["FUSED", "PASSES", "FusionPass", "fold_into_producers", "fused", "app
 
 _ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
 _BIAS = 2  # the position of a product's bias among its inputs
+
+_FUSED_DENSE = "_sg_mkldnn_fully_connected"
 
 #: The convolution that gives an image its fourth channel.
 _FOURTH_CHANNEL = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
@@ -88,7 +90,31 @@ def apply_pass(
 def _fused_by_mxnet(graph: Graph) -> Graph:
     """Return the graph with oneDNN's fused operators, made by MXNet's `get_backend_symbol`."""
     apart, made = with_barriers(graph, before_norms=True)
-    return without_barriers(Graph.from_symbol(apart.to_symbol().get_backend_symbol("MKLDNN")), made)
+    together = Graph.from_symbol(apart.to_symbol().get_backend_symbol("MKLDNN"))
+    return _without_shared_weights(without_barriers(together, made))
+
+
+def _without_shared_weights(graph: Graph) -> Graph:
+    """Return the graph with the original operators of fused dense layers that share a weight.
+
+    Each fused layer packs a copy of its weight. The copies of an unrolled recurrent layer, one per
+    step, take up the cache, and more time than fusion saves.
+    """
+    view, edit = View(graph, {}), Edit(graph, {})
+    for i, node in enumerate(graph.nodes):
+        if node.op != _FUSED_DENSE or view.reads(node.inputs[1][0]) == 1:
+            continue
+        [body] = node.subgraphs
+        outside = iter(node.inputs)
+        outputs: List[Output] = []
+        for inner in body.nodes:
+            if inner.is_variable:
+                outputs.append(next(outside))
+            else:
+                inputs = [outputs[k] for k, _ in inner.inputs]
+                outputs.append(edit.add_node(inner.with_inputs(inputs)))
+        edit.redirect((i, 0), outputs[body.heads[0][0]])
+    return edit.applied()
 
 
 # ---------------------------------------------------------------------- no-ops and activations
