@@ -11,13 +11,13 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
-from .versions import FEATURES, Feature, has_feature
+from . import versions
 from .wording import shown
 
 __all__ = [
@@ -186,13 +186,15 @@ def lacks(name: str) -> bool:
 
 def needs_one_dtype(name: str) -> bool:
     """Return whether the loaded MXNet, unlike later ones, requires one dtype for all inputs."""
-    return any(name in feature.one_dtype for feature in _missing_features())
+    return any(name in feature.one_dtype for feature in versions.missing().values())
 
 
 def without_bfloat16() -> Mapping[str, str]:
     """Return the version that added the bfloat16 kernel, by operator that lacks it here."""
     return {
-        operator: feature.since for feature in _missing_features() for operator in feature.bfloat16
+        operator: feature.since
+        for feature in versions.missing().values()
+        for operator in feature.bfloat16
     }
 
 
@@ -200,13 +202,10 @@ def without_bfloat16() -> Mapping[str, str]:
 def _of_later_versions() -> Mapping[str, str]:
     """Return the version that added each operator that the loaded MXNet lacks, by name."""
     return {
-        operator: feature.since for feature in _missing_features() for operator in feature.operators
+        operator: feature.since
+        for feature in versions.missing().values()
+        for operator in feature.operators
     }
-
-
-def _missing_features() -> Sequence[Feature]:
-    """Return the features that the loaded MXNet lacks."""
-    return [feature for name, feature in FEATURES.items() if not has_feature(name)]
 
 
 def handle_of(name: str) -> int:

@@ -11,6 +11,7 @@ __all__ = [
     "has_feature",
     "is_supported",
     "lacking",
+    "missing",
     "release",
     "why_not",
 ]
@@ -84,14 +85,20 @@ def lacking(version: str) -> Iterator[Tuple[str, Feature]]:
     >>> [name for name, _ in lacking("1.9.0")]
     ['quantized_rnn']
     """
+    given = release(version)
     for name, feature in FEATURES.items():
-        if release(version) < release(feature.since):
+        if given < release(feature.since):
             yield name, feature
+
+
+def missing() -> Mapping[str, Feature]:
+    """Return those of `FEATURES` that the loaded MXNet lacks."""
+    return dict(lacking(_loaded_version()))
 
 
 def has_feature(name: str) -> bool:
     """Return whether the loaded MXNet has one of `FEATURES`."""
-    return name not in dict(lacking(_loaded_version()))
+    return name not in missing()
 
 
 def why_not(name: str) -> str:
