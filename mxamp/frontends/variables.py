@@ -67,6 +67,8 @@ class Variables:
 
     def add_existing(self) -> None:
         """Add the existing variables that Python holds."""
+        if not _hold_any((NDArray, Parameter)):  # a program that begins: do not collect for it
+            return
         gc.collect()  # arrays that are gone get no gradients
         objects = gc.get_objects()
         # Only parameters know their `grad_req`. For other arrays "add" is the safe guess: the old
@@ -126,6 +128,13 @@ class Variables:
             self._variables[id(copy)] = Variable(copy, before.adds, marked_again=True)
 
 
+def _hold_any(classes: Tuple[type, ...]) -> bool:
+    """Return whether Python holds an instance of one of `classes`."""
+    # By identity: a class that compares by its metaclass may have no hash.
+    kinds = {id(kind): kind for kind in map(type, gc.get_objects())}
+    return any(issubclass(kind, classes) for kind in kinds.values())
+
+
 def _is_unused(variable: Variable) -> bool:
     """Return whether only autograd and `Variables` hold the array and its gradient."""
     return (
@@ -153,9 +162,11 @@ def parameters_without_gradients() -> List[NDArray]:
 
 def patches_of_function(owner: Any, name: str, build: Callable[..., Any]) -> List[Patch]:
     """Return the patches of a function, in its module and in modules that have imported it."""
-    functions = original(owner, name), getattr(owner, name)
+    first, current = original(owner, name), getattr(owner, name)
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     holding = [
-        m for m in modules if m is not owner and any(vars(m).get(name) is one for one in functions)
+        m
+        for m in modules
+        if m is not owner and (vars(m).get(name) is first or vars(m).get(name) is current)
     ]
     return [Patch(module, name, build) for module in (owner, *holding)]
