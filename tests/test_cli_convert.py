@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from helpers import needs_float16, randn, run_forked
-from mxamp.cli import output
+from mxamp.cli import screen
 from mxamp.cli.main import main
 
 S = mx.sym
@@ -308,7 +308,7 @@ def test_custom_operators_are_imported(tmp_path):
 def test_progress_is_for_terminals(tmp_path, terminal, monkeypatch):
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=200)
-    monkeypatch.setattr(output, "Console", lambda **_: console)
+    monkeypatch.setattr(screen, "Console", lambda **_: console)
     result = run("m", "--dtype", "float16", "--out", str(tmp_path / "x"), "--cast-params")
     assert len(result.output.strip().splitlines()) == 1
     assert bool(shown.getvalue()) == terminal

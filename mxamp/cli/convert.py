@@ -17,7 +17,8 @@ from .options import (
     input_option,
     saved_model_options,
 )
-from .output import console, examples, make_table, usage_error
+from .output import examples, usage_error
+from .screen import console, make_table
 
 __all__ = ["convert"]
 

@@ -28,7 +28,8 @@ from .options import (
     policy_option,
     saved_model_options,
 )
-from .output import console, examples, help_paragraph, in_options, make_table, usage_error
+from .output import examples, help_paragraph, in_options, usage_error
+from .screen import console, make_table
 
 __all__ = [
     "explain",

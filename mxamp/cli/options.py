@@ -13,7 +13,8 @@ from ..convert.saved import epochs_of
 from ..framework.machine import default_dtype
 from ..policy.policy import Policy
 from ..policy.targets import DEVICES, TARGETS, auto_error, is_auto
-from .output import POLICY_HOLDS, show_messages, usage_error
+from .output import POLICY_HOLDS, usage_error
+from .screen import show_messages
 
 __all__ = [
     "TargetDtype",
