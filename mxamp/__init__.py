@@ -27,7 +27,8 @@ try:
         raise _InstallError("this command of `mxamp` does not import MXNet")
     from .framework.compat import import_mxnet as _import_mxnet
 
-    _import_mxnet()
+    with _starting.outside_collector():
+        _import_mxnet()
 except _InstallError as _error:
     # The command `mxamp` reports the error itself, in one line.
     if not _starting.is_starting():

@@ -17,13 +17,14 @@ LATER = (
     "mxamp.frontends",
 )
 PROGRAM = """
-import json, sys, warnings
+import gc, json, sys, warnings
 warnings.simplefilter("ignore")
 import mxamp
 from mxamp.framework.patching import patched
 loaded = sorted(sys.modules)
 from mxamp.framework.operators import registry
-print(json.dumps([loaded, registry.cache_info().currsize, patched()]))
+collected = gc.isenabled() and gc.get_freeze_count() == 0
+print(json.dumps([loaded, registry.cache_info().currsize, patched(), collected]))
 """
 
 
@@ -33,11 +34,12 @@ def test_import_loads_what_training_needs():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    loaded, read, patched = json.loads(done.stdout)
+    loaded, read, patched, collected = json.loads(done.stdout)
     assert not {*LATER} & {*loaded}
     assert sum(name.split(".")[0] == "mxamp" for name in loaded) < 15
     assert read == 0, "reading the registry takes 30 ms"
     assert patched == []
+    assert collected, "only the command may freeze the objects of a process"
 
 
 def test_unknown_names_are_attribute_errors():

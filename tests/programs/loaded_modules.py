@@ -1,5 +1,9 @@
-"""Trains for three steps, and prints which modules of mxamp are loaded."""
+"""Trains for three steps; prints the state of the garbage collector, and which modules are loaded.
 
+The modules are those of mxamp, and rich.
+"""
+
+import gc
 import sys
 
 import mxnet as mx
@@ -17,4 +21,5 @@ for _ in range(3):
     loss.backward()
     trainer.step(8)
 mx.nd.waitall()
-print(*sorted(name for name in sys.modules if name.split(".")[0] == "mxamp"))
+print(f"{gc.isenabled()},{gc.get_freeze_count() > 0}")
+print(*sorted(name for name in sys.modules if name.split(".")[0] == "mxamp" or name == "rich"))
