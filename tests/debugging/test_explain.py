@@ -121,6 +121,15 @@ def test_reasons_say_why_this_precision():
     assert reasons["relu"] == "follows its bfloat16 inputs: act_type=relu"
 
 
+def test_float32_parts_of_a_substitution_name_it():
+    data = mx.sym.var("data", shape=(64, 64))
+    clip = mx.sym.clip(data, a_min=0, a_max=6, name="relu6")
+    plan = amp.explain(clip, policy=amp.Policy.default("bfloat16", "cpu"), mode="inference")
+    reasons = {operator.operator: operator.reason for operator in plan}
+    wanted = "stands in for clip: the substitution 'relu6' computes this part in float32"
+    assert reasons["Activation"] == wanted
+
+
 def test_layers_of_a_policy_that_a_model_lacks_are_logged(caplog):
     policy = GPU.override(fp32_layers=["f*", "q_dense0"])
     assert amp.explain(dense_net(), policy=policy)["fc"].precision == "float32"

@@ -98,7 +98,7 @@ PRECISION = "__mxamp_precision__"
 _STORAGE, _DENSE = "__storage_type__", "0"
 
 #: The reason of parts of a substitution that compute in float32.
-FLOAT32_PART = "gates and cells are summed in float32"
+FLOAT32_PART = "the substitution {name!r} computes this part in float32"
 
 
 def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Rewrite:
@@ -308,12 +308,12 @@ class _Rewriter:
         name, detail = self.substituted[i]
         substitution = substitutions.ALL[name]
         float32 = substitution.why_float32(self.usage.training)
-
+        float32_part = FLOAT32_PART.format(name=name)
         parts = substitution.build(node.attrs, detail)
         values, outputs = list(inputs), list(inputs)
         for part in parts:
             # The last part takes the node's name, outputs and reason to stay in float32.
-            kept = float32 or (FLOAT32_PART if part.float32 else None)
+            kept = float32 or (float32_part if part.float32 else None)
             if kept is None and not part.suffix:
                 kept = self.kept.get(i)
             name = (
