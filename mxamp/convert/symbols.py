@@ -22,7 +22,7 @@ from ..graph.casts.offline import (
     with_recorded_dtypes,
     without_copies_before_casts,
 )
-from ..graph.casts.widen import Widened, has_halves, widened
+from ..graph.casts.widen import Widened, has_halves, widened, without_lowering_regions
 from ..graph.ir import CASTS, Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
 from ..graph.speed.shape_rules import choose
@@ -111,15 +111,12 @@ def convert(
     dtypes = resolved_dtypes(
         symbol, {name: array.dtype for name, array in held.items()}, options.input_dtypes
     )
-    # Fused operators have no class in a policy: they keep the precision that they were fused in.
-    if has_halves(graph, dtypes) and not (policy.lowers and graph.has_fused_operators):
-        wide = widened_for(graph, dtypes, params, options.keep_io_types)
-        graph = wide.graph
-        unread = held.keys() - set(graph.input_names)
-        held.update(_params_in_float32(held, wide.variables | unread))
-        dtypes.update(dict.fromkeys(wide.variables, "float32"))
-        if wide.roundings:
-            logger.info(ROUNDINGS, shortened(wide.roundings))
+    wide = widened_for(graph, policy, dtypes, params, options.keep_io_types)
+    graph = wide.graph
+    held.update(_params_in_float32(held, wide.variables))
+    dtypes.update(dict.fromkeys(wide.variables, "float32"))
+    if wide.roundings:
+        logger.info(ROUNDINGS, shortened(wide.roundings))
     if options.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
@@ -146,6 +143,7 @@ def convert(
 
 def widened_for(
     graph: Graph,
+    policy: Policy,
     dtypes: Mapping[str, str],
     params: Optional[Mapping[str, NDArray]],
     keep_io_types: bool,
@@ -153,23 +151,28 @@ def widened_for(
     """Return a model's graph without half precision, from which every conversion starts.
 
     With `keep_io_types` the inputs that are no parameters and the outputs keep their dtypes; where
-    `params` is None, all inputs do.
+    `params` is None, all inputs do. Parameters that nothing reads become float32 too.
     """
-    if not keep_io_types:
-        return widened(graph, dtypes)
-    data = {name for name in graph.input_names if params is None or name not in params}
-    return widened(graph, dtypes, data, restore=True)
+    if not policy.lowers:
+        graph = without_lowering_regions(graph)
+    elif graph.has_fused_operators:
+        # They have no class in a policy: they keep the precision that they were fused in.
+        return Widened(graph, frozenset(), ())
+    held = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
+    dtypes = {**held, **dtypes}
+    if not has_halves(graph, dtypes):
+        return Widened(graph, frozenset(), ())
+    kept = {name for name in graph.input_names if params is None or name not in params}
+    wide = widened(graph, dtypes, kept if keep_io_types else frozenset(), restore=keep_io_types)
+    unread = {name for name in held if held[name] in HALVES} - set(graph.input_names)
+    return wide._replace(variables=wide.variables | unread)
 
 
 def _params_in_float32(params: Mapping[str, NDArray], names: Collection[str]) -> Params:
     """Return the parameters among `names` in float32."""
     with suspended():
         # A copy has the plain layout, which casts read.
-        return {
-            name: cast(copy(params[name]), "float32")
-            for name in params.keys() & set(names)
-            if dtype_name(params[name].dtype) in HALVES
-        }
+        return {name: cast(copy(params[name]), "float32") for name in params.keys() & set(names)}
 
 
 def _data_names(

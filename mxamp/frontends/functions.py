@@ -126,7 +126,8 @@ def _with_casts(
                 return function(*args, **kwargs)
         if policy is None:
             return function(*args, **kwargs)
-        dtype = dtype_for({dtype_name(array.dtype) for array in arrays}, policy.target_dtype)
+        target = policy.target_dtype if policy.lowers else "float32"
+        dtype = dtype_for({dtype_name(array.dtype) for array in arrays}, target)
         if dtype is not None:
             args, kwargs = map_arrays(
                 given, lambda one: _cast_float(one, dtype), lambda other: other

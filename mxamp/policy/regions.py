@@ -24,6 +24,7 @@ from .targets import AUTO, DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 __all__ = [
     "CAST",
     "FLOAT32_INSIDE",
+    "OFF",
     "REGION",
     "TARGET_INSIDE",
     "WIDEST_INSIDE",
@@ -46,7 +47,8 @@ REGION = "__mxamp_region__"
 CAST = "__mxamp_cast__"
 FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE = "float32", "target", "widest"
 
-_OFF, _ON, _POLICY = "off", "on", "policy"
+#: The mark of a region that turns mixed precision off, and the beginnings of all others.
+OFF, _ON, _POLICY = "off", "on", "policy"
 
 UNKNOWN_POLICY = (
     "a part of this graph was made under autocast(policy=...), and this process holds no equal "
@@ -73,7 +75,7 @@ class Region:
     __slots__ = ("_choice", "_dtype", "has_nodes")
 
     def __init__(self, dtype: Optional[str], enabled: bool, choice: Optional[Choice]) -> None:
-        self._dtype = _OFF if not enabled else dtype or _ON
+        self._dtype = OFF if not enabled else dtype or _ON
         self._choice = choice if enabled else None
         self.has_nodes = False
 
@@ -81,7 +83,7 @@ class Region:
     def mark(self) -> str:
         """The mark of nodes that are made in the region."""
         if self._choice is FLOAT32:
-            return _OFF
+            return OFF
         return _mark_policy(self._choice) if isinstance(self._choice, Policy) else self._dtype
 
     @property
@@ -92,7 +94,7 @@ class Region:
     @property
     def is_off(self) -> bool:
         """Whether the region turns casts off."""
-        return self._choice is None and self._dtype == _OFF
+        return self._choice is None and self._dtype == OFF
 
 
 #: The stack of regions; a global, as any context variable. Each thread and task has its own value.
@@ -173,7 +175,7 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], off: bool = False)
 
     With `off`, mixed precision is off around the graph: nodes without a mark are not cast.
     """
-    mark = attrs.get(REGION, _OFF if off else None)
+    mark = attrs.get(REGION, OFF if off else None)
     if mark is None:
         return policy
     regions = policy.caches.regions
@@ -197,16 +199,16 @@ def argument_dtype(policy: Policy, attrs: Mapping[str, str], off: bool = False) 
 
     None for any other node, and where mixed precision is off.
     """
-    cast, mark = attrs.get(CAST), attrs.get(REGION, _OFF if off else _ON)
+    cast, mark = attrs.get(CAST), attrs.get(REGION, OFF if off else _ON)
     region = _policy_of_mark(policy, mark) if cast is not None else None
     if region is None:
         return None
-    return region.target_dtype if cast == TARGET_INSIDE else "float32"
+    return region.target_dtype if cast == TARGET_INSIDE and region.lowers else "float32"
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
     """Return the policy that a mark stands for in a graph under `policy`; None for no casts."""
-    if mark in (_OFF, _ON):
+    if mark in (OFF, _ON):
         return policy if mark == _ON else None
     if mark.startswith(_POLICY):
         given = _policy_of_fingerprint(mark)
@@ -229,7 +231,7 @@ def _checked_dtype(mark: str) -> str:
 def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
     """Return `decision` with the `autocast` region of a graph node named in its reason."""
     mark, cast = attrs.get(REGION), attrs.get(CAST)
-    if mark == _OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
+    if mark == OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
         return decision
     if cast is not None:
         return replace(decision, reason=CAST_WORDS[cast.split()[0]])
@@ -240,7 +242,7 @@ def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Pol
 
 def region_reason(mark: str, policy: Policy) -> str:
     """Return the text about an `autocast` region that begins the reasons of its nodes' casts."""
-    if mark == _OFF:
+    if mark == OFF:
         return OFF_WORDS
     given = "policy=..." if mark.startswith(_POLICY) else "" if mark == _ON else repr(mark)
     words = NOT_HERE_WORDS if _policy_of_mark(policy, mark) is None else ON_WORDS
@@ -267,13 +269,13 @@ def policy_for_regions(marks: "frozenset[str]") -> Optional[Policy]:
 
     None if mixed precision is on, and if no region casts anything.
     """
-    if marks <= {_OFF} or current_policy() is not None:
+    if marks <= {OFF} or current_policy() is not None:
         return None
     outer = nearest_policy()
     if isinstance(outer, Policy):
         return outer
     # Marks with a dtype come first; `autocast()` without arguments names none.
-    for mark in sorted(marks - {_OFF}, key=lambda one: (one != _ON, one)):
+    for mark in sorted(marks - {OFF}, key=lambda one: (one != _ON, one)):
         if mark.startswith(_POLICY):
             return _policy_of_fingerprint(mark)
         choice = policy_inside(None if mark == _ON else _checked_dtype(mark), outer)

@@ -3,7 +3,7 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import nd
+from mxnet import gluon, nd
 from mxnet.gluon import SymbolBlock
 
 import mxamp as amp
@@ -288,3 +288,53 @@ def test_a_fused_model_keeps_its_precision_or_becomes_float32():
     assert not half_dtypes(wide, args, auxs)
     (error,) = amp.compare_models(model, (wide, args, auxs), {"data": inputs[0]})
     assert error.relative < 0.02
+
+
+def test_parameters_in_half_precision_that_nothing_reads():
+    net = S.FullyConnected(S.var("data"), num_hidden=2, no_bias=True, name="fc")
+    params = {"fc_weight": randn(2, 3), "more": randn(2).astype("float16")}
+    _, args, _ = amp.convert_model(net, params, {}, "float32")
+    assert args["more"].dtype == np.float32
+
+
+def in_region(**options):
+    def layers(F, dense, x):
+        with amp.autocast(**options):
+            return F.Cast(dense(x), dtype="float32")
+
+    return layers
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        in_region(dtype="float16"),
+        in_region(dtype="bfloat16"),
+        in_region(enabled=False),
+        lambda F, dense, x: F.Cast(amp.half_function(dense)(x), dtype="float32"),
+    ],
+    ids=["float16", "bfloat16", "off", "half_function"],
+)
+def test_regions_lower_nothing_in_float32_models(layers, is_cast):
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = gluon.nn.Dense(4, in_units=3)
+
+        def hybrid_forward(self, F, x):
+            return layers(F, self.dense, F.relu(x))
+
+    net, data = Net(), randn(2, 3)
+    net.initialize(mx.init.Normal(1))
+    net.dense.weight.set_data(net.dense.weight.data().astype("float16").astype("float32"))
+    expected = net.dense(nd.relu(data)).asnumpy()
+    if is_cast:
+        net.cast("float16")
+    wide = amp.convert_hybrid_block(
+        net, "float32", example_inputs=data.astype("float16") if is_cast else data
+    )
+    assert not half_dtypes(wide._cached_graph[1])
+    assert Graph.from_symbol(wide._cached_graph[1]).marks <= {"off"}
+    np.testing.assert_allclose(wide(data).asnumpy(), expected, rtol=1e-5, atol=1e-6)

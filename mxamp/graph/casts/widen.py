@@ -1,15 +1,17 @@
 """Half precision taken out of a graph: the float32 graph of a model in float16 or bfloat16."""
 
+from dataclasses import replace
 from typing import AbstractSet, Dict, FrozenSet, Mapping, NamedTuple, Sequence, Tuple
 
 from ...framework.machine import DTYPE_CODES
 from ...policy.decision import CASTABLE
+from ...policy.regions import OFF, REGION
 from ..edit import Edit, View
 from ..ir import CASTS, Graph, Node, Output, body_inputs, infer_outputs
 from .builder import HALVES, is_inserted_cast
 from .offline import FLOAT32
 
-__all__ = ["Widened", "has_halves", "widened"]
+__all__ = ["Widened", "has_halves", "widened", "without_lowering_regions"]
 
 #: The attributes that hold the dtype of an operator's output, and the half dtypes in them. Old
 #: operators store MXNet's codes of dtypes.
@@ -30,9 +32,8 @@ class Widened(NamedTuple):
 
 
 def has_halves(graph: Graph, dtypes: Mapping[str, str]) -> bool:
-    """Return whether a graph has variables, casts or constants in half precision."""
-    is_half = any(dtypes.get(name) in HALVES for name in graph.input_names)
-    return is_half or any(
+    """Return whether a graph's casts or constants, or any of `dtypes`, are half precision."""
+    return not HALVES.isdisjoint(dtypes.values()) or any(
         node.operator == "amp_multicast" or _with_float32(node.attrs) != node.attrs
         for node in graph.all_nodes
     )
@@ -84,6 +85,17 @@ def widened(
             name = f"{graph.nodes[i].name}_amp_cast_{found[i, k]}"
             edit.set_head(place, edit.add("amp_cast", name, [(i, k)], dtype=found[i, k]))
     return Widened(edit.applied(), frozenset(variables), tuple(roundings.values()))
+
+
+def without_lowering_regions(graph: Graph) -> Graph:
+    """Return the graph without the marks of `autocast` regions that turn mixed precision on."""
+
+    def unmarked(node: Node) -> Node:
+        bodies = [without_lowering_regions(body) for body in node.subgraphs]
+        attrs = {n: text for n, text in node.attrs.items() if n != REGION or text == OFF}
+        return replace(node, attrs=attrs, subgraphs=bodies)
+
+    return graph if graph.marks <= {OFF} else replace(graph, nodes=list(map(unmarked, graph.nodes)))
 
 
 def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:

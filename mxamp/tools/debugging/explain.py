@@ -20,7 +20,6 @@ from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.insert import Rewrite, rewrite
 from ...graph.casts.offline import cast_offline, count_range_errors, is_inserted_copy
-from ...graph.casts.widen import has_halves
 from ...graph.ir import CASTS, Graph, Node, Usage
 from ...graph.speed.shape_rules import choose
 from ...patches.cached_op import LastGraph, PolicyCachedOp
@@ -320,8 +319,8 @@ def explain(
         input_dtypes = {**run.dtypes, **(input_dtypes or {})}
     dtypes = resolved_dtypes(symbol, held_dtypes, input_dtypes)
     roundings: Tuple[str, ...] = ()
-    if mode == "converted" and has_halves(graph, dtypes):
-        graph, variables, roundings = widened_for(graph, dtypes, params, keep_io_types=True)
+    if mode == "converted":
+        graph, variables, roundings = widened_for(graph, policy, dtypes, params, True)
         dtypes.update(dict.fromkeys(variables, "float32"))
     usage = Usage(
         dtypes,
