@@ -19,7 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError
 from ..framework.files import NOT_THE_SAME, checksum, replaced_file
 from ..framework.wording import shown
-from .optimizer_states import fit_to_parameters, saved_in_float32
+from .optimizer_states import fit_to_parameters, saved_in_float32, share_step_counts
 from .scaler import whole_number
 
 __all__ = ["load_states", "save_states", "parse_state", "pop_scaler_state"]
@@ -81,7 +81,7 @@ def load_states(
     The states are converted to the precision of the trainer's parameters. With `by_level`, for
     trainers of `initialize`, the trainer and not the file decides whether there are master weights.
 
-    Returns pairs of a weight and its master weight, for states without master weights.
+    Returns the pairs that `follow_weights` takes.
 
     Raises `ArgumentError` if the file holds no states of a trainer.
     """
@@ -96,6 +96,7 @@ def load_states(
             raise ArgumentError(NO_STATES.format(path=path, why=why)) from error
         if by_level:
             trainer._optimizer.multi_precision = has_masters
+        share_step_counts(trainer)
         masters = fit_to_parameters(trainer, vars(trainer._optimizer).pop(_MASTERS, {}))
         state = pop_scaler_state(trainer)
         if state is not None:

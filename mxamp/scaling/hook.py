@@ -52,6 +52,7 @@ from ..policy.active import current_policy
 from .checkpoint import load_states, parse_state, save_states
 from .distributed import Reduction
 from .finite import all_finite, multiply, unscale
+from .optimizer_states import follow_weights
 from .passes import Gradients, fresh_gradients, passes
 from .scaler import LossScaler, Scaler, whole_number
 
@@ -349,8 +350,7 @@ class TrainerHook:
     def has_overflow(self, params: Sequence[Parameter]) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
         self._equalize_scales()
-        for weight, master in self._new_masters:
-            master[:] = weight.astype("float32")
+        follow_weights(self._new_masters)
         self._new_masters = []
         optimizer = self.trainer._optimizer
         # An array if `step` was given one: MXNet's operators parse its text.

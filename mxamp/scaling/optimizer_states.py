@@ -7,18 +7,18 @@ weights are; those of float32 weights are float32. An optimizer fails on states 
 
 import copy
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import cast
+from ..framework.arrays import cast, plain_array
 from ..framework.machine import dtype_name
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 
-__all__ = ["fit_to_parameters", "saved_in_float32"]
+__all__ = ["fit_to_parameters", "follow_weights", "saved_in_float32", "share_step_counts"]
 
 #: A weight that no state starts with.
 _MARK = 7.0
@@ -67,14 +67,14 @@ def fit_to_parameters(
 ) -> List[Tuple[NDArray, NDArray]]:
     """Convert a trainer's loaded states to the precision of its parameters.
 
-    Returns pairs of a weight and its new master weight, for states that came without: parameters
-    may be loaded after the states, and the next update starts from them.
+    Returns pairs of a weight and its new master weight, for `follow_weights` before the next
+    update: parameters may be loaded after the states.
 
     `masters` are master weights by index of the parameter, saved beside the states. A float32
     parameter takes the value of a master weight that rounds to its own. States in a form that
     the optimizer does not have stay as they are.
     """
-    made: List[Tuple[NDArray, NDArray]] = []
+    added: List[Tuple[NDArray, NDArray]] = []
 
     def fit_state(index: int, state: Any) -> Any:
         param = trainer._params[index]
@@ -88,16 +88,29 @@ def fit_to_parameters(
         master = master if master is None else master.copy()
         dtype = dtype_name(weight.dtype)
         if dtype == "float16" and trainer._optimizer.multi_precision and forms.place is not None:
-            if master is None:
-                master = cast(weight, "float32")
-                made.append((weight, master))
+            master = cast(weight, "float32") if master is None else master
+            if found.master is None:
+                added.append((weight, master))
             return forms.pair(_cast_all(found.kept, "float32"), master)
         if dtype == "float32" and master is not None:
             _take_master(param, weight, master)
         return _cast_all(found.kept, dtype) if dtype in CASTABLE else found.kept
 
     _change_states(trainer, fit_state)
-    return made
+    return added
+
+
+def follow_weights(masters: Sequence[Tuple[NDArray, NDArray]]) -> None:
+    """Set master weights that round to other values than their weights to these weights.
+
+    `masters` holds pairs of a weight and its master weight. A plain trainer that loads and saves a
+    state file passes on the master weights in it, which its own steps have made stale.
+    """
+    with suspended():
+        for weight, master in (map(plain_array, pair) for pair in masters):
+            given = cast(weight.as_in_context(master.context), "float32")
+            rounded = cast(cast(master, "float16"), "float32")
+            master[:] = mx.nd.where(rounded == given, master, given)
 
 
 @contextmanager
@@ -124,6 +137,21 @@ def saved_in_float32(trainer: Trainer) -> Iterator[Dict[int, NDArray]]:
     finally:
         for updater, states in zip(_updaters(trainer), kept):
             updater.states.update(states)
+
+
+def share_step_counts(trainer: Trainer) -> None:
+    """Give every device of a trainer the largest step count of each parameter.
+
+    MXNet counts an optimizer's steps by device. States saved with other devices, or by a trainer
+    that updates on its kvstore, lack the counts of some: Adam would start anew there, and the
+    devices' weights would drift apart.
+    """
+    counts = trainer._optimizer._all_index_update_counts
+    largest: Dict[Any, int] = {}
+    for held in counts.values():
+        largest.update({i: max(count, largest.get(i, 0)) for i, count in held.items()})
+    for ctx in trainer._contexts:
+        counts.setdefault(ctx.device_id, {}).update(largest)
 
 
 def _updaters(trainer: Trainer) -> List[Any]:

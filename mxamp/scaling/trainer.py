@@ -25,6 +25,7 @@ from .distributed import check_kvstore
 from .finite import multiply, square_sum
 from .hook import TrainerHook, install_overflow_check
 from .loss_outputs import scaled_outputs
+from .optimizer_states import share_step_counts
 from .passes import ScaledLosses, fresh_gradients, passes
 from .scaler import Float32Scaler, LossScaler, NoScaler, Scaler, positive_number, whole_number
 
@@ -248,6 +249,7 @@ def attach_hook(
     retired = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(retired, TrainerHook) and retired.trainer is trainer:
         hook.take_over(retired)
+    share_step_counts(trainer)
     saved = pop_scaler_state(trainer) or (hook.loaded if loss_scaler is None else None)
     if saved is not None:
         hook.load_state_dict(saved)

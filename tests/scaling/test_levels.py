@@ -1,6 +1,7 @@
 """Trainer states move between optimization levels, both dtypes, plain trainers and `init_trainer`."""
 
 import itertools
+from contextlib import nullcontext
 
 import mxnet as mx
 import numpy as np
@@ -129,3 +130,55 @@ def test_each_device_has_its_own_master_weights(tmp_path):
         trainers[0].save_states(str(tmp_path / "states"))
         one, other = (w.asnumpy() for w in net.weight.list_data())
         assert (one == other).all()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("order", ["parameters first", "states first"])
+def test_a_plain_trainer_between_two_levels_makes_saved_master_weights_stale(
+    optimizer, order, tmp_path
+):
+    Run("O2 float16", optimizer).train(3).save(tmp_path / "net")
+    amp.shutdown()
+    Run("plain", optimizer, tmp_path / "net").train(3).save(tmp_path / "net")
+    run = Run("O2 float16", optimizer)
+    loads = [
+        lambda: run.net.load_parameters(str(tmp_path / "net.params")),
+        lambda: run.trainer.load_states(str(tmp_path / "net.states")),
+    ]
+    for load in loads if order == "parameters first" else loads[::-1]:
+        load()
+    weights = run.train(3).weights()
+    before, expected = Run("plain", optimizer).train(6), Run("plain", optimizer).train(9).weights()
+    step = np.linalg.norm(expected - before.weights())
+    assert np.linalg.norm(weights - expected) < 0.05 * step
+
+
+@pytest.mark.parametrize("first", ["init_trainer", "load_states"])
+def test_devices_count_steps_alike_after_a_trainer_that_updates_on_its_kvstore(first, tmp_path):
+    contexts, path = [mx.cpu(0), mx.cpu(1)], str(tmp_path / "states")
+
+    def trained(options, load):
+        net = gluon.nn.Dense(3, in_units=12)
+        net.initialize(mx.init.One(), ctx=contexts)
+        trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1}, **options)
+        if load and first == "load_states":
+            trainer.load_states(path)
+        if load:
+            amp.init_trainer(trainer, amp.StaticLossScaler(64))
+        if load and first == "init_trainer":
+            trainer.load_states(path)
+        for _ in range(3):
+            with autograd.record():
+                losses = [
+                    LOSS(net(DATA.as_in_context(c)), LABELS.as_in_context(c)) for c in contexts
+                ]
+                with amp.scale_loss(losses, trainer) if load else nullcontext(losses) as scaled:
+                    autograd.backward(scaled)
+            trainer.step(32)
+        trainer.save_states(path)
+        return [weight.asnumpy() for weight in net.weight.list_data()]
+
+    trained({"update_on_kvstore": True}, load=False)
+    amp.init("float16", ctx=mx.cpu())
+    one, other = trained({"update_on_kvstore": False}, load=True)
+    assert (one == other).all()
