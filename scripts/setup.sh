@@ -20,7 +20,7 @@ use_venv() {
     made_for=$venv/.made-for
 }
 
-use_venv .venv cpu,demo,test
+use_venv .venv cpu,demo,docs,test
 
 fail() {
     printf 'error: %s\n' "$1" >&2
