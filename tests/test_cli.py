@@ -70,7 +70,7 @@ TRAINING = "explain net --mode training --input"
     "arguments, expected",
     [
         ("operatos", "unknown command 'operatos'; the closest is 'operators'"),
-        ("train.py", "there are 'convert', 'doctor', 'explain', 'info', 'launch', 'operators', "),
+        ("train.py", "there are 'convert', 'doctor', 'explain', 'export-onnx', 'info', 'launch', "),
         ("info extra", "extra"),
         ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),
         ("operators nom*", "unknown operator 'nom*'"),

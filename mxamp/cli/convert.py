@@ -3,7 +3,6 @@
 from typing import Any, Dict, Optional, Sequence
 
 import click
-from rich.markup import escape
 
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
@@ -18,7 +17,7 @@ from .options import (
     saved_model_options,
 )
 from .output import examples, usage_error
-from .screen import console, make_table
+from .screen import console, error_table
 
 __all__ = ["convert"]
 
@@ -102,13 +101,7 @@ def convert(
         **options,
     )
     if check:
-        rows = []
-        for one in done.errors:
-            same = "" if one.same_argmax is None else f"{one.same_argmax:.1%}"
-            numbers = f"{one.relative:.2e}", f"{one.maximum:.2e}"
-            rows.append((escape(one.name), "x".join(map(str, one.shape)), *numbers, same))
-        headings = ["output", "shape", "relative error", "largest", "same argmax"]
-        console().print(make_table(headings, rows))
+        console().print(error_table(done.errors))
     if done.renamed:
         click.echo(RENAMED.format(done))
     is_larger = done.bytes_after > done.bytes_before

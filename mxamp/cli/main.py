@@ -17,6 +17,7 @@ COMMANDS: Dict[str, Tuple[str, str]] = {
     "convert": ("convert", "Convert a saved model to mixed precision."),
     "doctor": ("doctor", "Report what is installed, how fast each dtype is, and problems."),
     "explain": ("explain", "Show the precision of each operator of a saved model, and why."),
+    "export-onnx": ("onnx", "Write a saved model as ONNX, for ONNX Runtime, OpenVINO and others."),
     "info": ("doctor", "Report what this machine computes in which precision, in short."),
     "launch": ("launch", "Run a command in several workers with MXNet's parameter server."),
     "operators": ("explain", "Show the class of MXNet's operators, and why."),
@@ -66,7 +67,7 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f".{COMMANDS[cmd_name][0]}", __package__)
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
     def resolve_command(self, ctx: click.Context, args: List[str]) -> Any:

@@ -2,28 +2,32 @@
 
 import functools
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 import click
 
 from ..convert.saved import epochs_of
+from ..framework.files import check_writable
 from ..framework.machine import default_dtype
 from ..policy.policy import Policy
 from ..policy.targets import DEVICES, TARGETS, auto_error, is_auto
-from .output import POLICY_HOLDS, usage_error
+from .output import IS_THERE, POLICY_HOLDS, usage_error
 from .screen import show_messages
 
 __all__ = [
     "TargetDtype",
+    "check_out",
     "chosen_policy",
     "device_option",
     "dtype_option",
     "force_option",
     "input_dtype_option",
     "input_option",
+    "model_options",
     "parse_named_values",
     "policy_option",
     "saved_model_options",
@@ -36,6 +40,7 @@ SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --ep
 NOT_IMPORTED = "--import: the module {name!r} can't be imported: {why}"
 NO_MODULE_NAME = "--import takes the name of a module, such as package.module, not {text!r}"
 TWICE = "{option} is given twice for {name!r}: {values}"
+READ_TOO = "--out {path!r} is a file that is read here: give another --out"
 NO_DTYPE = "Missing option '--dtype' (or '--policy')."
 
 _STATUS = "mxamp.status"
@@ -80,11 +85,11 @@ input_dtype_option = click.option(
 force_option = click.option("--force", is_flag=True, help="Overwrite files.")
 
 
-def saved_model_options(command: Command) -> Command:
+def model_options(command: Command) -> Command:
     """Add a saved model's options to a command; show the library's messages while it runs.
 
-    The options are PREFIX, --epoch, --device, --keep-fp32, --policy and --import. The command gets
-    the prefix and the epoch as its first two arguments.
+    The options are PREFIX, --epoch and --import. The command gets the prefix and the epoch as its
+    first two arguments.
     """
 
     @click.argument("prefix")
@@ -93,14 +98,6 @@ def saved_model_options(command: Command) -> Command:
         type=click.IntRange(min=0),
         help="Number in the name of the parameter file. Default: the only one there is.",
     )
-    @device_option
-    @click.option(
-        "--keep-fp32",
-        multiple=True,
-        metavar="PATTERN",
-        help="Layers to keep in float32: names, in which * and ? stand for any characters.",
-    )
-    @policy_option
     @click.option(
         "--import",
         "modules",
@@ -118,6 +115,31 @@ def saved_model_options(command: Command) -> Command:
             return command(*_split_prefix(prefix, epoch), **options)
 
     return run_with_messages
+
+
+def saved_model_options(command: Command) -> Command:
+    """Add `model_options`, and the options of a model's precision, to a command.
+
+    These are --device, --keep-fp32 and --policy.
+    """
+    keep_fp32 = click.option(
+        "--keep-fp32",
+        multiple=True,
+        metavar="PATTERN",
+        help="Layers to keep in float32: names, in which * and ? stand for any characters.",
+    )
+    return model_options(device_option(keep_fp32(policy_option(command))))
+
+
+def check_out(out: str, force: bool, inputs: Iterable[Path]) -> None:
+    """Raise if the file `out` can't be written, exists without `force`, or is in `inputs`."""
+    target = Path(out)
+    if out and os.path.lexists(target) and not target.is_dir():
+        if target.exists() and any(map(target.samefile, filter(os.path.exists, inputs))):
+            raise usage_error(READ_TOO.format(path=out))
+        if not force:
+            raise usage_error(IS_THERE.format(path=out))
+    check_writable(out)
 
 
 def chosen_policy(

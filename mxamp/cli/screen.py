@@ -6,17 +6,18 @@
 import logging
 import sys
 from contextlib import contextmanager
-from typing import Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Sequence
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
 from ..errors import AmpError, ArgumentError
 from .output import exit_with, in_options
 
-__all__ = ["console", "make_table", "show_messages"]
+__all__ = ["console", "error_table", "make_table", "show_messages"]
 
 #: The width without a terminal: wider than any table.
 _UNLIMITED = 100_000
@@ -35,6 +36,16 @@ def make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def error_table(errors: Iterable[Any]) -> Table:
+    """Return a table of `OutputError`s."""
+    rows = []
+    for one in errors:
+        same = "" if one.same_argmax is None else f"{one.same_argmax:.1%}"
+        numbers = f"{one.relative:.2e}", f"{one.maximum:.2e}"
+        rows.append((escape(one.name), "x".join(map(str, one.shape)), *numbers, same))
+    return make_table(["output", "shape", "relative error", "largest", "same argmax"], rows)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`mxamp tune`: a policy for a saved model, found by measuring it."""
 
-import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,12 @@ import mxnet as mx
 from ..convert.options import with_excluded_layers
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..errors import ArgumentError
-from ..framework.files import check_writable
 from ..graph.ir import Graph
 from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
 from .inputs import checked_batch, input_values, parse_input_dtypes, read_batches
 from .options import (
+    check_out,
     chosen_policy,
     dtype_option,
     force_option,
@@ -26,12 +25,11 @@ from .options import (
     saved_model_options,
     stop_progress_line,
 )
-from .output import IS_THERE, examples, in_options, usage_error
+from .output import examples, in_options, usage_error
 
 __all__ = ["tune"]
 
 TWO_WAYS = "--data holds batches of all inputs: give --data or --input, not both"
-READ_TOO = "--out {path!r} is a file that is read here: give another --out"
 NO_GPU = (
     "the policy is for GPUs, and there is none here that MXNet can use: tune it on a machine with "
     "one, or for this machine with --device cpu"
@@ -111,7 +109,7 @@ def tune(
     if data and inputs:
         raise usage_error(TWO_WAYS)
     files = [*data, *(text.partition(":")[2] for text in inputs if text.endswith(".npy"))]
-    _check_out(out, force, (*model_files(prefix, epoch), *map(Path, files)))
+    check_out(out, force, (*model_files(prefix, epoch), *map(Path, files)))
     input_dtypes = parse_input_dtypes(dtypes)
     start = chosen_policy(dtype, policy, device)
     if start.device == "gpu" and not mx.context.num_gpus():
@@ -137,14 +135,3 @@ def tune(
     click.echo(f"{tuning}\n\n{out}: {use}")
     if STOPPED in tuning.notes:
         click.echo(INTERRUPTED, err=True)
-
-
-def _check_out(out: str, force: bool, inputs: Iterable[Path]) -> None:
-    """Raise if the file `out` can't be written, exists without `force`, or is in `inputs`."""
-    target = Path(out)
-    if out and os.path.lexists(target) and not target.is_dir():
-        if target.exists() and any(map(target.samefile, filter(os.path.exists, inputs))):
-            raise usage_error(READ_TOO.format(path=out))
-        if not force:
-            raise usage_error(IS_THERE.format(path=out))
-    check_writable(out)

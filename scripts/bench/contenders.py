@@ -62,7 +62,7 @@ class Setup(NamedTuple):
 
 
 def runs_exported_model(name: str) -> bool:
-    """Return whether a contender runs the model that MXNet exports as ONNX."""
+    """Return whether a contender runs the model as ONNX."""
     return CONTENDERS[name].library in ("onnxruntime", "openvino")
 
 
@@ -152,7 +152,7 @@ def find_pythons(options: Mapping[str, Optional[Path]], only: Sequence[str]) -> 
     `options` holds the paths of `--torch-python` and its like, by library. Raises if such a Python,
     or the one that a contender of `only` needs, lacks the library.
     """
-    has_onnx = _imports(sys.executable, "onnx")
+    has_onnx = _imports(sys.executable, "onnx, onnxruntime")
     found = {}
     for library, modules in LIBRARIES.items():
         python = str(options.get(library) or sys.executable)
@@ -165,7 +165,7 @@ def find_pythons(options: Mapping[str, Optional[Path]], only: Sequence[str]) -> 
             found[library] = python
         elif needed:
             python = sys.executable
-            raise click.ClickException(f"{library} needs onnx here: {python} -m pip install onnx")
+            raise click.ClickException(f"{library} needs mxamp[onnx] in {python}, for the export")
     return found
 
 

@@ -7,50 +7,27 @@ import os
 import sys
 from pathlib import Path
 from typing import Any, Callable
-from unittest import mock
 
 import numpy as np
-
-#: MXNet 1.9.1 writes this version's operators, whatever ONNX is installed.
-OPSET = 13
-_LARGE = 1000  #: elements from which a tensor is made from bytes: converting each takes minutes
 
 
 def export(model: str, folder: Path) -> None:
     """Export the model with the parameters in `folder` to `folder`/model.onnx."""
-    import onnx
-    from onnx import defs, helper, numpy_helper
-
+    import mxamp as amp
     import mxamp.framework.compat
 
     mx = mxamp.framework.compat.import_mxnet()
     from models_worker import batch_of, mxnet_model
 
-    make_tensor = helper.make_tensor
-
-    def make_tensor_from_bytes(
-        name: str, data_type: int, dims: Any, vals: Any, raw: bool = False
-    ) -> Any:
-        if raw or np.size(vals) < _LARGE:
-            return make_tensor(name, data_type, dims, vals, raw)
-        dtype = helper.tensor_dtype_to_np_dtype(data_type)
-        return numpy_helper.from_array(np.asarray(vals, dtype).reshape(dims), name)
-
-    inputs, _ = batch_of(model)
+    arrays = [mx.nd.array(array) for array in batch_of(model)[0]]
     net = mxnet_model(model)
     net.load_parameters(str(folder / "mxnet.params"))
     net.hybridize()
-    net(*map(mx.nd.array, inputs)).wait_to_read()
+    net(*arrays).wait_to_read()
     net.export(str(folder / "model"))
-    files = [str(folder / f"model-{end}") for end in ("symbol.json", "0000.params")]
-    shapes = [array.shape for array in inputs]
-    made = folder / "model.onnx.part"
-    with mock.patch.object(defs, "onnx_opset_version", lambda: OPSET), mock.patch.object(
-        helper, "make_tensor", make_tensor_from_bytes
-    ):
-        mx.onnx.export_model(*files, shapes, np.float32, str(made))
-    onnx.checker.check_model(str(made))
-    made.rename(folder / "model.onnx")
+    saved = mx.model.load_checkpoint(str(folder / "model"), 0)
+    names = [name for name in saved[0].list_inputs() if name not in {**saved[1], **saved[2]}]
+    amp.export_onnx(saved, folder / "model.onnx", dict(zip(names, arrays)), check=False)
 
 
 def onnx_step(contender: str, model: str, folder: Path) -> Callable[[], Any]:

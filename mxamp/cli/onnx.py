@@ -1,0 +1,41 @@
+"""The command `mxamp export-onnx`: write a saved model as ONNX, checked in ONNX Runtime."""
+
+from typing import Any
+
+import click
+
+from ..convert.saved import load_model, model_files, saved_semantics
+from ..tools import onnx
+from .inputs import input_values, parse_input_dtypes
+from .options import check_out, force_option, input_dtype_option, input_option, model_options
+from .output import examples
+from .screen import console, error_table
+
+__all__ = ["export_onnx"]
+
+_EXAMPLES = examples(
+    "mxamp export-onnx model --input data:1,3,224,224 --out model.onnx",
+    "mxamp export-onnx model --input data:1,3,224,224 --also data:2,3,256,256 --out model.onnx",
+)
+
+
+@click.command(epilog=_EXAMPLES)
+@model_options
+@click.option("--out", required=True, metavar="FILE", help="The file to write.")
+@input_option
+@click.option("--also", multiple=True, metavar="NAME:SHAPE", help="The inputs in other sizes.")
+@input_dtype_option
+@force_option
+def export_onnx(prefix: str, epoch: int, out: str, force: bool, **texts: Any) -> None:
+    """Write a saved model as ONNX, in float32, after a run in ONNX Runtime on the inputs.
+
+    The file takes any size where the sizes of --input and --also differ, and the given ones
+    elsewhere. Inputs without a file of values are random.
+    """
+    check_out(out, force, model_files(prefix, epoch))
+    dtypes = parse_input_dtypes(texts["dtypes"])
+    with saved_semantics(prefix, epoch):
+        model = load_model(prefix, epoch)
+        given = [texts["inputs"], *([texts["also"]] if texts["also"] else [])]
+        values = [input_values(model, one, dtypes)[0] for one in given]
+        console().print(error_table(onnx.export_onnx(model, out, values)))

@@ -1,0 +1,175 @@
+"""MXNet's operators as ONNX's: by MXNet's own translations, corrected where those are wrong."""
+
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..framework.operators import resolve
+from ..graph.inspect import Tensor
+from ..graph.ir import Node
+from ..policy.values import is_true, parse_integers
+
+__all__ = ["IR_VERSION", "OPSET", "Call", "translate"]
+
+#: The version of ONNX's operators that MXNet 1.9.1 writes, and of the file format that has them.
+OPSET, IR_VERSION = 13, 7
+
+
+class Call:
+    """The call of an operator of MXNet, and the nodes and constants of ONNX in its place.
+
+    `names` are its inputs, `shape` is the shape of the first, which may vary but for its length,
+    and `attrs` are its attributes as texts, defaults included.
+    """
+
+    def __init__(
+        self, onnx: Any, name: str, node: Node, names: List[str], inputs: Sequence[Tensor]
+    ) -> None:
+        self.onnx, self.name, self.node, self.names, self.inputs = onnx, name, node, names, inputs
+        self.attrs = {**resolve(node.op).defaults, **node.attrs}
+        self.shape = inputs[0].shape or () if inputs else ()
+        self.nodes: List[Any] = []
+        self.constants: List[Any] = []
+
+    def __call__(self, op: str, *inputs: Any, outputs: int = 1, **attrs: Any) -> Any:
+        """Add a node that reads `inputs`, names or constants; return the names of its outputs."""
+        names = [one if isinstance(one, str) else self.constant(one) for one in inputs]
+        made = [f"{self.name}:{len(self.nodes)}.{k}" for k in range(outputs)]
+        self.nodes.append(self.onnx.helper.make_node(op, names, made, **attrs))
+        return made[0] if outputs == 1 else made
+
+    def constant(self, value: Any) -> str:
+        """Add a constant in float32 or int64; return its name."""
+        name, array = f"{self.name}:c{len(self.constants)}", np.asarray(value)
+        array = array.astype("float32") if array.dtype.kind == "f" else array
+        self.constants.append(self.onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def require(self, holds: Any, reason: str) -> None:
+        """Raise unless a condition holds."""
+        if not holds:
+            raise ArgumentError(reason)
+
+
+def translate(call: Call) -> List[str]:
+    """Add the nodes for a call; return the names of its outputs."""
+    correct = _CORRECTIONS.get(call.node.operator)
+    made = correct(call) if correct else None
+    names = _translated_by_mxnet(call) if made is None else [made]
+    for one in call.nodes:
+        one.name = one.output[0]  # ONNX Runtime's optimizer fails for nodes without a name
+    return names
+
+
+def _translated_by_mxnet(call: Call) -> List[str]:
+    call.require(not is_true(call.attrs.get("exclude", "0")), "exclude")  # MXNet's ignore it
+    op, inputs = _SAME.get(call.node.operator, call.node.operator), range(len(call.names))
+    dtypes = [np.dtype(tensor.dtype) for tensor in call.inputs]
+    node: Dict[str, Any] = {"op": op, "name": call.name, "inputs": [(k, 0) for k in inputs]}
+    node["attrs"] = {**_DEFAULTS.get(op, {}), **call.node.attrs}
+    tensors = [[SimpleNamespace(name=n, dtype=d)] for n, d in zip(call.names, dtypes)]
+    more = {"initializer": call.constants, "idx": call.name, "opset_version": OPSET}
+    try:
+        from mxnet.onnx.mx2onnx._export_onnx import MXNetGraph
+
+        nodes, _ = MXNetGraph.convert_layer(node, outputs_lookup=tensors, **more)
+    except Exception as error:  # of any kind, for attributes that a translation doesn't know
+        raise ArgumentError(" ".join(str(error).split())) from error
+    call.nodes += [one for one in nodes if isinstance(one, call.onnx.NodeProto)]
+    made = {name for one in call.nodes for name in one.output}
+    numbered = [f"{call.name}{k}" for k in range(call.node.num_outputs)]
+    return [name if name in made else call.name for name in numbered]
+
+
+_SAME = {"_contrib_SyncBatchNorm": "BatchNorm"}
+#: Defaults of which MXNet's translations assume the opposite.
+_DEFAULTS = {"FullyConnected": {"flatten": "True"}, "Deconvolution": {"no_bias": "True"}}
+
+
+def _batch_norm(c: Call) -> None:
+    if is_true(c.attrs["fix_gamma"]):  # ONNX reads gamma nevertheless
+        c.names[1] = c.constant(np.ones(c.inputs[1].shape or (), "float32"))
+
+
+def _leaky_relu(c: Call) -> None:
+    if c.attrs["act_type"] == "prelu":  # MXNet's slopes are by channel, ONNX's by the last axis
+        c.names[1] = c("Reshape", c.names[1], [-1] + [1] * (len(c.shape) - 2))
+
+
+def _l2_normalization(c: Call) -> Any:
+    rank, x = len(c.shape), c.names[0]
+    axes = {"instance": range(1, rank), "channel": [1], "spatial": range(2, rank)}
+    total = c("ReduceSumSquare", x, axes=[*axes[c.attrs["mode"]]])
+    return c("Div", x, c("Sqrt", c("Add", total, float(c.attrs["eps"]))))
+
+
+def _softmax(c: Call) -> Any:
+    by_channel = c.attrs.get("mode") == "channel" or is_true(c.attrs.get("multi_output", "0"))
+    of_rows = "mode" in c.attrs or is_true(c.attrs["preserve_shape"])
+    axis = 1 if by_channel else -1 if of_rows else None
+    return None if axis is None else c("Softmax", c.names[0], axis=axis)
+
+
+def _reshape(c: Call) -> Any:
+    step, shape = -1 if is_true(c.attrs["reverse"]) else 1, c("Shape", c.names[0])
+    sizes = [c("Slice", shape, [k], [k + 1]) for k in range(len(c.shape))][::step]
+    codes, rest, join, split = parse_integers(c.attrs["shape"])[::step], -2, -3, -4
+    c.require(codes and sizes and (step > 0 or split not in codes), f"shape={c.attrs['shape']}")
+    parts: List[Any] = []
+    while codes:
+        code = codes.pop(0)
+        if code == rest:
+            parts += sizes
+        elif code == join:
+            parts.append(c("Mul", sizes.pop(0), sizes.pop(0)))
+        elif code == split:
+            size, pair = sizes.pop(0), [codes.pop(0), codes.pop(0)]
+            parts += [c("Div", size, [max(pair)]) if one == -1 else [one] for one in pair]
+        else:
+            size = sizes.pop(0) if sizes else None
+            parts.append([code] if code else size)
+    return c("Reshape", c.names[0], c("Concat", *parts[::step], axis=0))
+
+
+def _box_nms(c: Call) -> Any:
+    x, least, topk = c.names[0], float(c.attrs["valid_thresh"]), int(c.attrs["topk"])
+    corners = c.attrs["in_format"] == c.attrs["out_format"] == "corner"
+    c.require(corners and len(c.shape) == 3, "other than corners, in a batch")  # noqa: PLR2004
+
+    def columns(rows: str, index: str, count: int = 1) -> Any:
+        begin = int(c.attrs[index])
+        return c("Slice", rows, [begin], [begin + count], [2])
+
+    def best(rows: str, scores: str) -> Any:
+        scores, order = c("TopK", scores, count, axis=1, outputs=2)
+        return c("GatherND", rows, order, batch_dims=1), scores
+
+    total, scores = c("Slice", c("Shape", x), [1], [2]), columns(x, "score_index")
+    count = c("Min", total, [topk]) if topk > 0 else total
+    has_classes = int(c.attrs["id_index"]) >= 0
+    if has_classes:
+        background = c("Equal", columns(x, "id_index"), float(c.attrs["background_id"]))
+        scores = c("Where", background, least, scores)
+    rows, scores = best(x, scores)
+    boxes = columns(rows, "coord_start", 4)
+    if has_classes and not is_true(c.attrs["force_suppress"]):
+        # Boxes of other classes don't suppress: each class moves to a place of its own.
+        width = c("Sub", c("ReduceMax", boxes, keepdims=0), c("ReduceMin", boxes, keepdims=0))
+        boxes = c("Add", boxes, c("Mul", columns(rows, "id_index"), c("Add", width, 1.0)))
+    overlap, by_class = float(c.attrs["overlap_thresh"]), c("Transpose", scores, perm=[0, 2, 1])
+    kept = c("NonMaxSuppression", boxes, by_class, count, [overlap], [least])
+    kept = c("Gather", kept, [0, 2, 1], axis=1)  # the class, of which there is one, comes last
+    none = c("Expand", least, c("Shape", scores))
+    rows, scores = best(rows, c("ScatterND", none, kept, c("GatherND", scores, kept)))
+    rows = c("Where", c("Greater", scores, least), rows, -1.0)
+    return c("Pad", rows, c("Concat", [0] * 4, c("Sub", total, count), [0], axis=0), -1.0)
+
+
+#: Translations in place of MXNet's. Those that return None correct the call for MXNet's.
+_CORRECTIONS: Dict[str, Callable[[Call], Optional[str]]] = {
+    "BatchNorm": _batch_norm, "_contrib_SyncBatchNorm": _batch_norm, "LeakyReLU": _leaky_relu,
+    "L2Normalization": _l2_normalization, "Reshape": _reshape, "SoftmaxActivation": _softmax,
+    "SoftmaxOutput": _softmax, "_contrib_box_nms": _box_nms, "erf": lambda c: c("Erf", *c.names),
+}  # fmt: skip
