@@ -105,8 +105,8 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
         operator = _CAST
     bfloat16 = _BFLOAT16 in (code, DTYPE_CODES[dtype])
     if bfloat16 and _is_leaf(array):
-        # amp_cast's gradient forgets grad_req="add" in bfloat16; the copy in between keeps it.
-        array = copy(array, is_np_op)
+        # amp_cast's gradient forgets grad_req="add" in bfloat16; the view in between keeps it.
+        array = _recorded_view(array)
     if mx.util.is_np_shape() and array.size <= (1 if bfloat16 else 0):
         # On GPUs amp_cast fails on empty arrays (an empty grid). oneDNN, which casts bfloat16,
         # fails on empty and 0-d arrays.
@@ -140,6 +140,17 @@ def cast_into(source: NDArray, target: NDArray, dtype: str, castable: bool) -> N
 def _is_leaf(array: NDArray) -> bool:
     """Return whether autograd is recording and `array` has a gradient buffer."""
     return autograd.is_recording() and array.grad is not None
+
+
+def _recorded_view(array: NDArray) -> NDArray:
+    """Return an NDArray over the same memory that autograd records as a reshape of `array`."""
+    shape = array.shape
+    if not shape or not all(shape):  # 0 stands for an unknown size in a reshape
+        return copy(array)
+    handle, sizes = ctypes.c_void_p(), (ctypes.c_int64 * len(shape))(*shape)
+    call = _LIB.MXNDArrayReshape64
+    check_call(call(array.handle, len(shape), sizes, False, ctypes.byref(handle)))
+    return type(array)(handle=handle, writable=array.writable)
 
 
 def shallow_copy(array: NDArray) -> NDArray:
