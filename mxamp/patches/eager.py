@@ -21,6 +21,10 @@ from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, auxiliary_states, by_handle, handle_of, registry
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
+from ..graph.ir import Node
+from ..graph.speed import substitutions
+from ..graph.speed.equivalents import COLORS, Part
+from ..graph.speed.shape_rules import allowed_match
 from ..policy.active import current_policy, record_lowered
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
@@ -38,6 +42,7 @@ __all__ = [
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
+_CONVOLUTION, _BROADCAST_ADD = handle_of("Convolution"), handle_of("broadcast_add")
 _TENSORDOT = handle_of("_npi_tensordot")
 #: The operator that `astype`, `copyto` and assignments to slices call.
 _COPY_TO = handle_of("_copyto")
@@ -81,12 +86,21 @@ def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
             ndargs = [_cast_for_copy(out, ndargs[0])]
         operator = _decisions_of(policy)[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
+        if decision is not None and handle in _EQUIVALENTS:
+            parts = _EQUIVALENTS[handle](decision, policy, ndargs, dict(zip(keys, vals)))
+            if parts is not None:
+                result = _run_parts(_imperative_invoke, parts, ndargs, is_np_op)
+                return result if out is None else _write_out(result, out)
         reads = ndargs if decision is None else _cast_inputs(decision, ndargs)
         if handle in zero and autograd.is_recording():
             reads = copy_inputs_at(reads, zero[handle], is_np_op)
         if decision is None:
             return original(handle, reads, keys, vals, out, is_np_op, output_is_list)
-        outputs = original(handle, reads, keys, vals, None, is_np_op, output_is_list)
+        compute = original
+        casts_weight = handle == _CONVOLUTION and reads[1] is not ndargs[1]
+        if casts_weight and policy.device == "cpu" and not autograd.is_training():
+            compute = functools.partial(_in_training_mode, original)
+        outputs = compute(handle, reads, keys, vals, None, is_np_op, output_is_list)
         outputs = _round_outputs(decision, outputs, is_np_op)
         return outputs if out is None else _write_out(outputs, out)
 
@@ -109,6 +123,68 @@ def _product_and_bias(
     attrs["flatten"] = "False"
     both = [ones, bias.reshape((-1, 1))]
     return product, invoke(_DENSE, both, list(attrs), list(attrs.values()), None, is_np_op, False)
+
+
+def _equal_shapes_added(
+    decision: Decision, _policy: Policy, arrays: Sequence[NDArray], _attrs: Mapping[str, Any]
+) -> Optional[Sequence[Part]]:
+    """Return `elemwise_add` for a bfloat16 `broadcast_add` of equal shapes; None for other calls.
+
+    It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
+    """
+    shape = arrays[0].shape
+    fits = (
+        decision.through is not None
+        and [kind_code(array) for array in arrays] == [_BFLOAT16] * 2
+        and shape == arrays[1].shape
+        and all(shape)
+        and shape
+    )
+    return [Part("elemwise_add", "", (0, 1), {})] if fits else None
+
+
+def _image_convolution(
+    decision: Decision, policy: Policy, arrays: Sequence[NDArray], attrs: Mapping[str, Any]
+) -> Optional[Sequence[Part]]:
+    """Return the parts of a bfloat16 convolution of color images, as in graphs; else None."""
+    shapes = [array.shape for array in arrays]
+    if decision.through is not None or shapes[1][1:2] != (COLORS,):
+        return None
+    node = Node("Convolution", "", {key: str(value) for key, value in attrs.items()})
+    match = allowed_match(node, policy, autograd.is_recording(), shapes)
+    if match is None or match[0] != "image_convolution":
+        return None
+    name, detail = match
+    return substitutions.ALL[name].build(node.attrs, detail)
+
+
+#: The operators with faster equivalents in eager calls that mixed precision casts.
+_EQUIVALENTS = {_BROADCAST_ADD: _equal_shapes_added, _CONVOLUTION: _image_convolution}
+
+
+def _run_parts(
+    invoke: Callable[..., Any], parts: Sequence[Part], arrays: Sequence[NDArray], is_np_op: bool
+) -> Any:
+    """Run the parts of an equivalent; return the output of the last."""
+    made = list(arrays)
+    for part in parts:
+        inputs, attrs = [made[i] for i in part.inputs], part.attrs
+        handle = handle_of(part.op)
+        made.append(invoke(handle, inputs, [*attrs], [*attrs.values()], None, is_np_op, False))
+    return made[-1]
+
+
+def _in_training_mode(original: Callable[..., Any], *args: Any) -> Any:
+    """Call `original` in training mode, in which oneDNN leaves the layout of a weight alone.
+
+    In inference oneDNN also writes the weight back in its own layout, for later calls. They never
+    read this array, since each call casts the weight anew.
+    """
+    autograd.set_training(True)
+    try:
+        return original(*args)
+    finally:
+        autograd.set_training(False)
 
 
 def _cast_for_copy(out: Any, array: NDArray) -> NDArray:

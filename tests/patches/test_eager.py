@@ -8,7 +8,10 @@ from mxnet.gluon import nn
 from mxnet.ndarray import FullyConnected as EarlyFullyConnected
 
 import mxamp as amp
-from helpers import check_python, down, kind, randn, rounded, same, up, values
+from helpers import check_python, down, kind, randn, rounded, same, up, values, with_avx512
+from mxamp.framework import arrays
+from mxamp.framework.operators import by_handle, handle_of
+from mxamp.patches import eager
 
 X, W, B = randn(4, 8), randn(5, 8, seed=1), randn(5, seed=2)
 
@@ -238,6 +241,118 @@ def test_gradients_add_up(on):
     for got, first in zip((x.grad, w.grad), once):
         assert abs(first).max() > 0
         np.testing.assert_array_equal(got.asnumpy(), 2 * first)
+
+
+def test_gradients_of_bfloat16_leaves_add_up():
+    w = down(W, "bfloat16")
+    w.attach_grad(grad_req="add")
+    with amp.autocast("bfloat16"):
+        for _ in range(2):
+            with autograd.record():
+                nd.softmax(w)[:, 0].sum().backward()
+        total = w.grad.asnumpy()
+        w.attach_grad()
+        with autograd.record():
+            nd.softmax(w)[:, 0].sum().backward()
+        np.testing.assert_allclose(total, 2 * w.grad.asnumpy(), rtol=2**-7)
+        assert abs(total).max() > 0
+
+
+class Spied:
+    """The calls that an eager call makes: names of operators, and whether in training mode."""
+
+    def __init__(self, fails=False):
+        self.names, self.training, self.fails = [], [], fails
+        self.invoke = eager.build_invoke(self.record)
+
+    def record(self, handle, *args):
+        self.names.append(by_handle()[handle].name)
+        self.training.append(autograd.is_training())
+        if self.fails:
+            raise mx.MXNetError("spied")
+        return arrays.invoke(handle, *args)
+
+    def __call__(self, name, inputs, out=None, **attrs):
+        attrs = {key: str(value) for key, value in attrs.items()}
+        values = list(attrs.values())
+        return self.invoke(handle_of(name), inputs, list(attrs), values, out, False, False)
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (1, 8), (1,)])
+def test_bfloat16_sums_of_equal_shapes_run_in_onednn(shape):
+    special = nd.array([np.nan, np.inf, -np.inf, 3e38, -0.0, 1e-40, 1, 0.3] * 4).reshape(4, 8)
+    a, b = down(special, "bfloat16"), down(randn(*shape), "bfloat16")
+    spied = Spied()
+    with amp.autocast("bfloat16"):
+        added = spied("broadcast_add", [a, b])
+        expected = down(nd.broadcast_add(up(a), up(b)), "bfloat16")
+    assert spied.names == ["elemwise_add" if shape == (4, 8) else "broadcast_add"]
+    assert same(added, expected)
+
+
+def test_sums_of_equal_shapes_have_gradients_and_write_to_out():
+    a, b = down(X, "bfloat16"), down(X * 3, "bfloat16")
+    a.attach_grad(), b.attach_grad(grad_req="add")
+    out = nd.zeros(X.shape)
+    with amp.autocast("bfloat16"):
+        with autograd.record():
+            ((a + b) * 2).sum().backward()
+        assert (a.grad.asnumpy() == 2).all() and (b.grad.asnumpy() == 2).all()
+        assert nd.broadcast_add(a, b, out=out) is out
+    assert same(out, rounded(up(a) + up(b), "bfloat16"))
+
+
+COLORED = {"kernel": (3, 3), "num_filter": 16, "pad": (1, 1)}
+
+
+@with_avx512
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_convolutions_of_color_images_run_as_in_graphs(grad_req):
+    net = nn.Conv2D(16, 3, padding=1, in_channels=3)
+    net.initialize(mx.init.Normal())
+    net.collect_params().setattr("grad_req", grad_req)
+    images, found = randn(2, 3, 8, 8), []
+    with amp.autocast("bfloat16"):
+        for hybridize in (False, True):
+            net.hybridize(hybridize)
+            net.collect_params().zero_grad()
+            for _ in range(2):
+                with autograd.record():
+                    out = net(images)
+                    loss = (out.astype("float32") ** 2).sum()
+                loss.backward()
+            inferred = net(images)
+            gradients = [p.grad().asnumpy() for p in net.collect_params().values()]
+            found.append([values(out), values(inferred), *gradients])
+    for eagerly, in_graph in zip(*found):
+        np.testing.assert_array_equal(eagerly, in_graph)
+
+
+@with_avx512
+def test_policies_decide_whether_color_images_get_a_fourth_channel():
+    inputs = [randn(2, 3, 8, 8), randn(16, 3, 3, 3), randn(16)]
+    default = amp.Policy.default("bfloat16", "cpu")
+    given = default.override(low=["Convolution"])
+    for policy, pads in ((default, True), (default.untuned(), False), (given, False)):
+        spied = Spied()
+        with amp.autocast(policy=policy):
+            out = spied("Convolution", inputs, **COLORED)
+        assert ("Concat" in spied.names) is pads
+        assert kind(out) == "bfloat16"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_convolutions_in_inference_leave_the_layout_of_a_cast_weight_alone(stored, fails):
+    spied, weight = Spied(fails), randn(16, 4, 3, 3)
+    weight = down(weight, stored) if stored == "bfloat16" else weight
+    with amp.autocast("bfloat16"):
+        try:
+            spied("Convolution", [randn(2, 4, 8, 8), weight, randn(16)], **COLORED)
+        except mx.MXNetError:
+            assert fails
+        assert not autograd.is_training()
+    assert spied.training == [stored == "float32"]
 
 
 def test_scalars_and_empty_arrays_of_numpy_mode(on):
