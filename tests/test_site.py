@@ -68,7 +68,7 @@ def test_pictures_have_words_for_those_who_do_not_see_them():
 
 
 def test_docstrings_become_markdown(monkeypatch):
-    pytest.importorskip("griffe", reason="scripts/docs installs MkDocs, the tests do without")
+    pytest.importorskip("griffe", reason="of the extra docs, which the set-up installs")
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from site_docstrings import as_markdown
 
@@ -86,8 +86,8 @@ def test_docstrings_become_markdown(monkeypatch):
 
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
-    pytest.importorskip("mkdocs", reason="scripts/docs installs MkDocs, the tests do without")
-    pytest.importorskip("mkdocstrings", reason="scripts/docs installs it, the tests do without")
+    pytest.importorskip("mkdocs", reason="of the extra docs, which the set-up installs")
+    pytest.importorskip("mkdocstrings", reason="of the extra docs, too")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, check=False,
