@@ -15,6 +15,7 @@ from rich.console import Console
 from helpers import needs_float16, randn, run_forked
 from mxamp.cli import screen
 from mxamp.cli.main import main
+from mxamp.patches.announcements import _logged
 
 S = mx.sym
 NET = S.FullyConnected(S.var("data"), num_hidden=4, name="fc")
@@ -52,6 +53,21 @@ def save(prefix, epoch=0, net=NET, **changes):
     params = {**PARAMS, **changes}
     params = {name: value for name, value in params.items() if name in net.list_inputs()}
     mx.model.save_checkpoint(prefix, epoch, net, params, {})
+
+
+@pytest.fixture(autouse=True)
+def warned_before(monkeypatch):
+    """The line about float16 on CPUs, which a process writes once."""
+    monkeypatch.setattr(_logged, "speed", {("float16", "cpu")})
+
+
+@needs_float16
+def test_float16_on_a_cpu_is_warned_of(tmp_path, models):
+    _logged.speed.clear()
+    result = run("m", "--dtype", "float16", "--out", str(tmp_path / "x"))
+    assert result.exit_code == 0
+    assert "warning: float16 on a CPU is for trying" in result.output
+    assert "For GPUs give --device gpu" in result.output
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import click
 
 from ..convert.saved import epochs_of
 from ..framework.files import check_writable
-from ..framework.machine import default_dtype
+from ..framework.machine import default_dtype, dtype_name
 from ..policy.policy import Policy
 from ..policy.targets import DEVICES, TARGETS, auto_error, is_auto
 from .output import IS_THERE, POLICY_HOLDS, usage_error
@@ -56,7 +56,8 @@ class TargetDtype(click.Choice):
         """Return the dtype that an option's value names; raise for another value."""
         if is_auto(value):
             raise auto_error()
-        return super().convert(value, param, ctx)
+        name = dtype_name(value)  # "bf16" is "bfloat16"
+        return super().convert(name if name in self.choices else value, param, ctx)
 
 
 dtype_option = click.option(

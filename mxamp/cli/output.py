@@ -33,6 +33,7 @@ _OPTIONS = {
     "input_shapes": "--input",
     "keep_io_types=False": "--cast-io",
     "out": "--out",
+    "policy=Policy.default('float16', 'gpu')": "--device gpu",
     "rtol": "--rtol",
     "shapes": "--input",
     "tolerance": "--tolerance",

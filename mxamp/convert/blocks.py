@@ -29,6 +29,10 @@ NOT_RUN = (
     "block {name!r} has no graph yet: call block.hybridize() and run it once on an example input, "
     "or give that input as example_inputs"
 )
+NO_EXAMPLE = (
+    "example_inputs must be an NDArray, or a list or tuple of the arguments of one call, not "
+    "{given}"
+)
 NO_GRADIENTS = "block %r was fused for inference: autograd gets no gradients through it"
 NO_VALUE = "parameter {name!r} has no value yet: initialize the block and run it once"
 
@@ -97,12 +101,15 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
     the example initializes parameters of deferred shape.
     """
     if not isinstance(block, HybridBlock):
-        raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}")
+        hint = "; convert_symbol takes symbols" if isinstance(block, Symbol) else ""
+        raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}{hint}")
     if example_inputs is None or (block._cached_graph and isinstance(block, SymbolBlock)):
         if not block._cached_graph:
             raise StateError(NOT_RUN.format(name=block.name))
         return TracedBlock(block)
     is_array = isinstance(example_inputs, NDArray)
+    if not is_array and not isinstance(example_inputs, (list, tuple)):
+        raise ArgumentError(NO_EXAMPLE.format(given=shown(example_inputs)))
     arguments: Tuple[Any, ...] = (example_inputs,) if is_array else tuple(example_inputs)
     if any(p._data is None for p in block.collect_params().values()):
         try:

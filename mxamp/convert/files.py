@@ -9,6 +9,7 @@ import mxnet as mx
 
 from ..errors import ArgumentError, StateError
 from ..framework.files import check_file_path, resolve_links
+from ..framework.keywords import hints_for_keywords
 from ..framework.wording import counted, shown
 from ..policy.overrides import Layers
 from ..policy.policy import Policy
@@ -32,6 +33,10 @@ logger = logging.getLogger("mxamp")
 #: The largest relative error of an output that `convert_files` accepts by default.
 TOLERANCE = 0.25
 
+NO_PREFIX = (
+    "prefix must be the name of a saved model before -symbol.json, not {given}; convert_model "
+    "takes models in memory"
+)
 NO_TOLERANCE = "`tolerance` must be a number above 0, not {given}"
 NUMPY_BFLOAT16 = (
     "{prefix!r} was saved under NumPy semantics, where MXNet can't load bfloat16 parameters: leave "
@@ -68,6 +73,7 @@ class ConvertedFiles(NamedTuple):
     renamed: str = ""
 
 
+@hints_for_keywords(dtype="write target_dtype='bfloat16'")
 def convert_files(
     prefix: Union[str, Path],
     out: Union[str, Path],
@@ -123,6 +129,8 @@ def convert_files(
     WriteError
         The files can't be written.
     """
+    if not isinstance(prefix, (str, os.PathLike)):
+        raise ArgumentError(NO_PREFIX.format(given=shown(prefix)))
     policy = conversion_policy(target_dtype, policy=policy)
     keeps_io = keeps_io_types(keep_io_types, target_dtype)
     options = Options(

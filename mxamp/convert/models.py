@@ -14,6 +14,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
+from ..framework.keywords import hints_for_keywords
 from ..framework.wording import shown
 from ..patches.cached_op import Source
 from ..policy.overrides import Conditional, Layers
@@ -32,10 +33,24 @@ __all__ = [
     "converted_model",
 ]
 
+_DTYPE = hints_for_keywords(
+    dtype="write target_dtype='bfloat16'",
+    fp32_layers="write excluded_sym_names=[...]",
+    target_precision_ops="write target_dtype_ops=[...]",
+)
+
 NO_MODULE = "convert_bucketing_module takes a BucketingModule, not {given}"
-NOT_BOUND = "bind the BucketingModule and initialize its parameters before converting"
+NOT_BOUND = (
+    "the BucketingModule has no buckets or parameters yet: call bind(data_shapes, label_shapes) "
+    "and init_params() or set_params() before converting"
+)
+BIND_FIRST = (
+    "a converted BucketingModule has parameters and is not bound: call bind(data_shapes, "
+    "label_shapes, for_training=False) before forward"
+)
 
 
+@_DTYPE
 def convert_symbol(
     sym: Symbol,
     target_dtype: Any = DEFAULT_TARGET,
@@ -110,6 +125,7 @@ def convert_symbol(
     return convert(sym, options).symbol
 
 
+@_DTYPE
 def convert_model(
     sym: Symbol,
     arg_params: Mapping[str, NDArray],
@@ -164,6 +180,7 @@ def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Par
     return converted.symbol, values, new_auxs
 
 
+@_DTYPE
 def convert_hybrid_block(
     block: HybridBlock,
     target_dtype: Any = DEFAULT_TARGET,
@@ -243,6 +260,7 @@ def convert_hybrid_block(
     return fast
 
 
+@_DTYPE
 def convert_bucketing_module(
     bucketing_mod: BucketingModule,
     target_dtype: Any = DEFAULT_TARGET,
@@ -262,6 +280,9 @@ def convert_bucketing_module(
     ::
 
         converted = amp.convert_bucketing_module(module, "bfloat16", fp32_ops=["softmax"])
+        converted.bind(data_shapes, label_shapes, for_training=False)
+
+    The copy has parameters, and is not bound yet.
 
     Parameters
     ----------
@@ -298,7 +319,7 @@ def convert_bucketing_module(
         if name in one.params
     }
     values = cast_params({**args, **auxs, **held}, next(iter(buckets.values())).inputs)
-    return BucketingModule.load_dict(
+    converted = BucketingModule.load_dict(
         {key: one.symbol for key, one in buckets.items()},
         sym_gen=bucketing_mod._sym_gen,
         arg_params={name: values[name] for name in args},
@@ -312,6 +333,18 @@ def convert_bucketing_module(
         group2ctxs=bucketing_mod._group2ctxs,
         compression_params=bucketing_mod._compression_params,
     )
+    converted.__class__ = _ConvertedBucketingModule
+    return converted
+
+
+class _ConvertedBucketingModule(BucketingModule):  # type: ignore[misc]
+    """A converted module, whose `forward` says what to do before it is bound."""
+
+    def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
+        """Run a batch; raise `StateError` before `bind`, where MXNet's assertion says nothing."""
+        if not self.binded:
+            raise StateError(BIND_FIRST)
+        super().forward(data_batch, is_train)
 
 
 def _converted_buckets(

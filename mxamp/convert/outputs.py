@@ -11,6 +11,7 @@ from mxnet import nd
 from mxnet._ctypes.ndarray import CachedOp
 from mxnet.base import MXNetError
 from mxnet.context import Context, current_context
+from mxnet.gluon import Block
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
@@ -38,7 +39,11 @@ __all__ = [
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
-NO_MODEL = "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}"
+NO_MODEL = (
+    "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}{blocks}"
+)
+BLOCKS = ": for Gluon blocks there is mxamp.debugging.compare(net, batches)"
+NO_INPUTS = "inputs must map names of inputs to arrays, such as {{'data': array}}, not {given}"
 NO_SHAPES = (
     "the shapes of the inputs {inputs} can't be inferred from the parameters: give them with "
     "`shapes`, as name:1,3,224,224"
@@ -133,6 +138,10 @@ def compare_models(
     StateError
         The other model does not run here, such as a model converted for GPUs on a CPU.
     """
+    for one in (model, other):
+        _checked_model(one)
+    if not isinstance(inputs, Mapping):
+        raise ArgumentError(NO_INPUTS.format(given=shown(inputs)))
     ctx = ctx or current_context()
     with suspended():
         given = {name: finite_input(name, value) for name, value in inputs.items()}
@@ -241,7 +250,8 @@ def _checked_model(model: Model) -> Model:
     kinds = (Symbol, Mapping, Mapping)
     listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)
     if not (listed and all(map(isinstance, model, kinds))):
-        raise ArgumentError(NO_MODEL.format(given=shown(model)))
+        blocks = BLOCKS if isinstance(model, Block) else ""
+        raise ArgumentError(NO_MODEL.format(given=shown(model), blocks=blocks))
     return model
 
 

@@ -26,6 +26,7 @@ from ..graph.casts.widen import Widened, has_halves, widened, without_lowering_r
 from ..graph.ir import CASTS, Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
 from ..graph.speed.shape_rules import choose
+from ..patches.announcements import warn_of_model_in_float16
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..policy.policy import Policy
@@ -47,6 +48,10 @@ OVERFLOWS = (
     "reads it in float32 with `excluded_sym_names`"
 )
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
+NO_SYMBOL = (
+    "a model's graph must be a Symbol, not {given}; convert_hybrid_block takes blocks, and "
+    "convert_files the names of saved models"
+)
 ROUNDINGS = "casts to half precision that only round are kept, as no operator computes in it: %s"
 NO_DATA_NAMES = (
     "`keep_io_types=False` changes the dtype of inputs that are no parameters: name them in "
@@ -102,7 +107,7 @@ def convert(
     The values of parameters aren't cast yet: see `cast_params`.
     """
     if not isinstance(symbol, Symbol):
-        raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
+        raise ArgumentError(NO_SYMBOL.format(given=shown(symbol)))
     read = Graph.from_symbol(symbol)
     graph = without_copies_before_casts(with_merged_variables(read))
     policy = with_excluded_layers(options.policy, options.excluded_sym_names, graph)
@@ -133,6 +138,7 @@ def convert(
     new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
     _warn_of_bad_values(new, held, policy.target_dtype)
+    warn_of_model_in_float16(policy)
     if unchanged and not inputs and "amp_cast" not in read.operators:
         return Converted(symbol, {}, taken, held, graph, policy)
     if not options.fuse:

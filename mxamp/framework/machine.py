@@ -45,6 +45,9 @@ DTYPE_CODES: Mapping[str, int] = {
 }  # fmt: skip
 DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items()}
 
+#: Names that other libraries have for dtypes; NumPy knows "half" and "single".
+_ALIASES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 # MXNet's device types in CPU memory; all others are GPUs.
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 # DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
@@ -62,8 +65,10 @@ def dtype_name(dtype: Any) -> str:
 
     Any other value is returned as its `repr`, for an error message.
     """
-    if isinstance(dtype, str) and dtype == "bfloat16":
-        return dtype
+    if isinstance(dtype, str):
+        dtype = _ALIASES.get(dtype, dtype)
+        if dtype == "bfloat16":
+            return "bfloat16"
     try:
         parsed = np.dtype(dtype)
     except TypeError:

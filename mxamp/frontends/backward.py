@@ -16,7 +16,12 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOpProp
 
 from ..errors import AmpError
-from ..framework.contrib_amp import CONTRIB_AMP_MODULES, check_contrib_is_off, refuse_init
+from ..framework.contrib_amp import (
+    CONTRIB_AMP_MODULES,
+    REFUSED,
+    check_contrib_is_off,
+    refuse_contrib,
+)
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..patches.eager import updated_arrays
@@ -71,8 +76,8 @@ class _BackwardPatches(FrontEnd):
             *self.variables.patches(),
             self.pass_.patch(),
             Patch(CustomOpProp, "__init__", build_custom_op_init),
-            # The scale may be in use without the casting patches, which refuse contrib's init too.
-            Patch(CONTRIB_AMP_MODULES[1], "_wrap_symbol_functions", refuse_init),
+            # The scale may be in use without the casting patches, which refuse contrib too.
+            *(Patch(CONTRIB_AMP_MODULES[1], name, refuse_contrib) for name in REFUSED),
         ]
 
     def open(self) -> None:

@@ -9,13 +9,16 @@ from ..errors import ArgumentError, StateError, unknown
 from ..framework.distributed import is_horovod_optimizer
 from ..framework.wording import shown
 from ..policy.active import chose_float32
-from ..scaling.scaler import Float32Scaler, LossScaler, Scaler, StaticLossScaler
+from ..scaling.scaler import Float32Scaler, LossScaler, Scaler, StaticLossScaler, positive_number
 from ..scaling.shared_scale import SharedScale, scale_of
 from .backward import backward_patches
 from .module_api import DecoratedName, module_patches
 
 __all__ = ["decorate"]
 
+NO_OPTIMIZER = (
+    "decorate takes an Optimizer or its name, not {given}; for a trainer there is init_trainer"
+)
 WRAPPED = (
     "decorate the optimizer first, and let Horovod's trainer take the result: "
     "hvd.DistributedTrainer(params, mxamp.decorate(optimizer))"
@@ -78,7 +81,7 @@ def decorate(
         raise StateError("this optimizer is decorated already: its losses would be scaled twice")
     if is_horovod_optimizer(optimizer):
         raise ArgumentError(WRAPPED)
-    scaler: Scaler = StaticLossScaler(init_loss_scaling)
+    scaler: Scaler = StaticLossScaler(positive_number("init_loss_scaling", init_loss_scaling))
     if use_dynamic_loss_scaling:
         scaler = LossScaler(
             init_loss_scaling,
@@ -106,7 +109,7 @@ def _decorated(optimizer: Any, shared_scale: SharedScale) -> Any:
         decorated.scaling = shared_scale
         return decorated
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"decorate takes an Optimizer or its name, not {shown(optimizer)}")
+        raise ArgumentError(NO_OPTIMIZER.format(given=shown(optimizer)))
     result = copy.copy(optimizer)
     for name in _COPIED:
         if hasattr(result, name):

@@ -6,7 +6,14 @@ from typing import Optional, Set, Tuple
 from ..framework import machine
 from ..policy.policy import Policy
 
-__all__ = ["announce", "announce_float32", "announce_off", "announce_unscaled_executors"]
+__all__ = [
+    "announce",
+    "announce_float32",
+    "announce_off",
+    "announce_unscaled_executors",
+    "warn_of_model_in_float16",
+    "warn_of_speed",
+]
 
 logger = logging.getLogger("mxamp")
 
@@ -22,6 +29,7 @@ ONLY_TRUE = (
     "float16 on a CPU is for trying and testing: it rounds values to true half precision, but most "
     "models run 10 to 25 times slower than in float32. %s"
 )
+FOR_GPUS = ". For GPUs give `policy=Policy.default('float16', 'gpu')`"
 STAYS_OFF = (
     "'auto' is float32 here, and mixed precision stays off: %s. To turn it on all the same, %s"
 )
@@ -52,9 +60,23 @@ def announce(policy: Policy) -> None:
     if _logged.on != kind:
         logger.info("mixed precision is on: %s on %s", *kind)
     _logged.on = kind
+    warn_of_speed(policy)
+
+
+def warn_of_speed(policy: Policy) -> None:
+    """Warn once that mixed precision under `policy` is no faster than float32 here, if so."""
+    kind = policy.target_dtype, policy.device
     if kind not in _logged.speed and policy.lowers:
-        _warn_of_speed(policy)
         _logged.speed.add(kind)
+        _warn_of_speed(policy)
+
+
+def warn_of_model_in_float16(policy: Policy) -> None:
+    """Warn once, of a model that is explained or converted, that float16 is slow on CPUs."""
+    kind = policy.target_dtype, policy.device
+    if kind == ("float16", "cpu") and kind not in _logged.speed and policy.lowers:
+        _logged.speed.add(kind)
+        logger.warning(ONLY_TRUE, _fast_dtype() + FOR_GPUS)
 
 
 def announce_off() -> None:
@@ -84,9 +106,12 @@ def _warn_of_speed(policy: Policy) -> None:
         if machine.default_device() == "cpu":
             logger.warning(NO_GPU)
         return
-    fast = machine.computes_bfloat16()
-    if policy.target_dtype == "bfloat16" and not fast:
+    if policy.target_dtype == "float16":
+        logger.warning(ONLY_TRUE, _fast_dtype())
+    elif not machine.computes_bfloat16():
         logger.warning(SLOW, machine.cpu_name())
-    elif policy.target_dtype == "float16":
-        advice = f"{'bfloat16' if fast else 'float32'} is the fast dtype here"
-        logger.warning(ONLY_TRUE, advice)
+
+
+def _fast_dtype() -> str:
+    """Return advice on the dtype that is fast on this CPU."""
+    return f"{machine.fast_dtype('cpu')} is the fast dtype here"

@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterable, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
+from ..framework.keywords import hints_for_keywords
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..framework.worker_process import prepare_worker
@@ -20,7 +21,7 @@ from ..policy.choice import chosen_policy, describe_difference
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
-from .announcements import announce, announce_float32, announce_off
+from .announcements import announce, announce_float32, announce_off, warn_of_speed
 from .table import casting
 
 __all__ = [
@@ -49,6 +50,13 @@ CHOSE_FLOAT32 = (
 NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
 
 
+@hints_for_keywords(
+    dtype="write init(target_dtype='bfloat16')",
+    fp32="write policy=Policy.default('bfloat16').override(fp32=[...])",
+    low="write policy=Policy.default('bfloat16').override(low=[...])",
+    fp32_layers="write policy=Policy.default('bfloat16').override(fp32_layers=[...])",
+    enabled="without init, mixed precision is off; init('auto') turns it on where it is fast",
+)
 def init(
     target_dtype: Any = DEFAULT_TARGET,
     target_precision_ops: Optional[Iterable[str]] = None,
@@ -197,6 +205,12 @@ class autocast:
         The dtype is unknown, or `policy` is for another dtype.
     """
 
+    @hints_for_keywords(
+        dtype="the first argument is the dtype, and there is no device: write autocast('float16')",
+        device_type="arrays on the device of the policy are cast: write autocast('float16')",
+        target_dtype="write autocast(dtype='bfloat16')",
+        cache_enabled="casts of weights in a graph are made once anyway: leave it out",
+    )
     def __init__(
         self, dtype: Any = None, enabled: bool = True, policy: Optional[Policy] = None
     ) -> None:
@@ -218,6 +232,8 @@ class autocast:
             announce_float32()
         else:
             casting.acquire()
+        if policy:
+            warn_of_speed(policy)
         active.push_policy(policy)
         regions.push_region(regions.Region(self._dtype, self._enabled, self._policy))
         return self

@@ -23,9 +23,9 @@ from mxnet.symbol import register as symbol_register
 
 from ..framework.contrib_amp import (
     CONTRIB_AMP_MODULES,
+    REFUSED,
     check_contrib_is_off,
-    refuse_init,
-    refuse_init_trainer,
+    refuse_contrib,
 )
 from ..framework.distributed import HOROVOD, PARAMETER_SERVER, is_distributed
 from ..framework.patching import Patch, PatchSet
@@ -162,10 +162,9 @@ ALL = (
         "the square of a norm overflows half precision"),
     Row(CustomOpProp, "__init__", loss_outputs.build_custom_op_init,
         "custom operators that ignore the head gradient return gradients without the loss scale"),
-    Row(CONTRIB_AMP_MODULES[1], "_wrap_symbol_functions", refuse_init,
-        "contrib's init, however it was imported, would cast a second time"),
-    *(Row(module, "init_trainer", refuse_init_trainer, "MXNet's own error asks for contrib's init")
-      for module in CONTRIB_AMP_MODULES),
+    *(Row(CONTRIB_AMP_MODULES[1], name, refuse_contrib,
+          "contrib's functions, however they were imported, would cast or scale a second time")
+      for name in REFUSED),
 )  # fmt: skip
 
 

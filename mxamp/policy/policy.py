@@ -12,6 +12,7 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 from ..errors import ArgumentError
 from ..framework import machine
 from ..framework.files import write_file
+from ..framework.keywords import hints_for_keywords
 from ..framework.tables import html_lines, html_table
 from ..framework.wording import counted, shortened, shown
 from . import overrides, targets
@@ -27,10 +28,16 @@ NO_POLICY = (
     "policy must be an mxamp.Policy, not {given}; Policy.default, Policy.load and Policy.override "
     "make one"
 )
+NOT_CALLED = (
+    "policies are made by Policy.default('bfloat16'), Policy.load(file) and policy.override(...), "
+    "not by Policy(...)"
+)
 TUNING = "; give the policy of the tuning: policy=tuning.policy"
 BESIDE_LISTS = (
     "a policy contains operator lists: give no lists beside it, or change it with policy.override"
 )
+#: The fields that have no default.
+_LEAST_FIELDS = 3
 #: The operators of a class that an HTML table names.
 _NAMED = 8
 
@@ -62,6 +69,12 @@ class Policy(OperatorList):
     `default`, `load` and `override` make policies, and `tune` finds one. Policies are immutable
     and compare by value. `fp32_layers` names the layers that stay in float32.
     """
+
+    def __new__(cls, *args: Any, **fields: Any) -> "Policy":
+        """Raise where fields are missing: `default`, `load` and `override` make policies."""
+        if len(args) + len(fields) < _LEAST_FIELDS:
+            raise ArgumentError(NOT_CALLED)
+        return super().__new__(cls)
 
     def rule(self, operator: str) -> Rule:
         """Return the rule of an operator, by its canonical name."""
@@ -150,24 +163,25 @@ class Policy(OperatorList):
         return Caches()
 
     @classmethod
-    def default(cls, target_dtype: Any = "float16", device: Optional[str] = None) -> "Policy":
-        """Return mxamp's own policy for a dtype and a kind of device ("cpu" or "gpu").
+    def default(cls, target_dtype: Any = "float16", device: Any = None) -> "Policy":
+        """Return mxamp's own policy for a dtype and a kind of device ("cpu", "gpu", a Context).
 
         The default device is the GPU if there is one, else the CPU.
         """
         dtype = targets.check_target(target_dtype)
-        device = targets.check_device(dtype, device)
-        return _own_policy(dtype, device, machine.onednn_features(), custom_classes())
+        kind = targets.check_device(dtype, targets.device_type(device, "device"))
+        return _own_policy(dtype, kind, machine.onednn_features(), custom_classes())
 
     @classmethod
-    def load(cls, path: Union[str, Path], device: Optional[str] = None) -> "Policy":
+    def load(cls, path: Union[str, Path], device: Any = None) -> "Policy":
         """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
-        `device` is "cpu" or "gpu"; the default is the file's, else that of `default`. A mistake in
-        the file raises `ArgumentError`, which names the file and the table.
+        `device` is "cpu", "gpu" or a Context; the default is the file's, else that of `default`. A
+        mistake in the file raises `ArgumentError`, which names the file and the table.
         """
+        kind = targets.device_type(device, "device")
         return _interned(
-            Policy(**vars(read_list(path, device, machine.onednn_features(), custom_classes())))
+            Policy(**vars(read_list(path, kind, machine.onednn_features(), custom_classes())))
         )
 
     def save(self, path: Union[str, Path]) -> None:
@@ -218,6 +232,14 @@ class Policy(OperatorList):
             return base
         return base.override(low, fp32, widest, conditional, replace_lists=True)
 
+    @hints_for_keywords(
+        fp32_ops="write fp32=[...]",
+        target_dtype_ops="write low=[...]",
+        target_precision_ops="write low=[...]",
+        widest_ops="write widest=[...]",
+        conditional_fp32_ops="write conditional=[...]",
+        excluded_sym_names="write fp32_layers=[...]",
+    )
     def override(
         self,
         low: Names = None,

@@ -128,19 +128,22 @@ def check_device(dtype: str, device: Optional[str]) -> str:
     return device
 
 
-def device_type(ctx: Any) -> Optional[str]:
-    """Return "cpu" or "gpu" for a context, a device name or a list of them; None for None."""
+def device_type(ctx: Any, argument: str = "ctx") -> Optional[str]:
+    """Return "cpu" or "gpu" for a context, a device name or a list of them; None for None.
+
+    `argument` is the name of the public argument, for messages.
+    """
     if ctx is None:
         return None
     contexts: Sequence[Any] = ctx if isinstance(ctx, (list, tuple)) else [ctx]
     names = {str(getattr(one, "device_type", one)) for one in contexts}
     if len(names) != 1:
         kinds = " and ".join(sorted(names)) or "an empty list"
-        raise ArgumentError(f"ctx must name one kind of device, not {kinds}")
+        raise ArgumentError(f"{argument} must name one kind of device, not {kinds}")
     name = names.pop()
     kind = "cpu" if name.startswith("cpu") else name
     if kind not in DEVICES:
-        raise ArgumentError(f"ctx must be a Context, 'cpu' or 'gpu', not {shown(ctx)}")
+        raise ArgumentError(f"{argument} must be 'cpu', 'gpu' or a Context, not {shown(ctx)}")
     return kind
 
 

@@ -14,6 +14,7 @@ import numbers
 from typing import Any, Dict, Mapping, Tuple, Type, TypeVar
 
 from ..errors import ArgumentError
+from ..framework.keywords import hints_for_keywords
 from ..framework.wording import shown
 
 __all__ = [
@@ -43,11 +44,17 @@ OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps i
 _LossScaler = TypeVar("_LossScaler", bound="LossScaler")
 
 
+DYNAMIC = ": without arguments, LossScaler() and GradScaler() scale dynamically"
+NO_DEVICE = ": leave the device out, as in GradScaler()"
+
+
 def positive_number(name: str, value: Any) -> float:
     """Return `value` as a float; raise unless it is a positive finite number."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
-        raise ArgumentError(f"{name} must be a positive finite number, not {shown(value)}")
+        hint = DYNAMIC if isinstance(value, str) and value == "dynamic" else ""
+        hint = NO_DEVICE if isinstance(value, str) and value in ("cuda", "cpu", "gpu") else hint
+        raise ArgumentError(f"{name} must be a positive finite number, not {shown(value)}{hint}")
     return float(value)
 
 
@@ -221,6 +228,10 @@ class LossScaler(Scaler):
         "max_scale", "hysteresis", "clean_steps", "overflows_left",
     )  # fmt: skip
 
+    @hints_for_keywords(
+        loss_scale="write LossScaler(init_scale=128), or StaticLossScaler(128) for a constant one",
+        scale="write LossScaler(init_scale=128), or StaticLossScaler(128) for a constant one",
+    )
     def __init__(
         self,
         init_scale: float = 2.0**16,

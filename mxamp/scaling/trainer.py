@@ -6,7 +6,7 @@
 import logging
 import math
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
+from typing import Any, Callable, ContextManager, Iterator, List, Optional, Sequence, Union
 
 from mxnet import autograd
 from mxnet.gluon import Trainer
@@ -15,7 +15,7 @@ from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import map_arrays
-from ..framework.contrib_amp import check_contrib_is_off
+from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
@@ -67,6 +67,11 @@ HOROVOD_OPTIMIZER = (
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 SCALED_ALREADY = (
     "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
+)
+LOSS_FIRST = "scale_loss takes the loss first: write `with scale_loss(loss, trainer) as scaled:`"
+WITHOUT_WITH = (
+    "scale_loss returns a context, not the scaled loss: write `with scale_loss(loss, trainer) as "
+    "scaled:` and call backward on `scaled` inside"
 )
 NO_TRAINERS = "scale_loss takes a gluon.Trainer or a list of them, not an empty list"
 
@@ -120,7 +125,8 @@ def init_trainer(
             "Trainer with it, or wrap it with mxamp.decorate"
         )
     if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {shown(trainer)}")
+        hint = "; call it once for each" if isinstance(trainer, (list, tuple)) else ""
+        raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {shown(trainer)}{hint}")
     if loss_scaler is not None and not isinstance(loss_scaler, Scaler):
         raise ArgumentError(
             "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, such as LossScaler() "
@@ -271,7 +277,7 @@ def _install(trainer: Trainer, hook: TrainerHook) -> None:
     # Methods of the hook, not closures: a copied trainer gets its own.
     trainer.save_states, trainer.load_states = hook.save_states, hook.load_states
     trainer._allreduce_grads = hook.reduce
-    trainer._amp_loss_scaler = hook
+    trainer._amp_loss_scaler, trainer._amp_original_scale = hook, RefusedScale()
     install_overflow_check(trainer)
 
 
@@ -298,8 +304,33 @@ def _keep_updates_skippable(trainer: Trainer, scaler: Scaler) -> None:
         check_kvstore(trainer)
 
 
-@contextmanager
-def scale_loss(loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]]) -> Iterator[Any]:
+class _ScaledLoss:
+    """The context that `scale_loss` returns; an error where it is taken for the loss."""
+
+    def __init__(self, context: ContextManager[Any]) -> None:
+        self._context = context
+
+    def __enter__(self) -> Any:
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._context.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(NDArray, name):
+            raise StateError(WITHOUT_WITH)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _raise(self, *_others: Any) -> Any:
+        raise StateError(WITHOUT_WITH)
+
+    __len__ = __iter__ = __getitem__ = __add__ = __mul__ = __truediv__ = _raise
+    __radd__ = __rmul__ = _raise
+
+
+def scale_loss(
+    loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]]
+) -> ContextManager[Any]:
     """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
 
     ::
@@ -324,7 +355,14 @@ def scale_loss(loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]
     unchanged. Scaling a loss twice raises `StateError`, and so does the step of a trainer that was
     not given here, on gradients of the scaled loss.
     """
-    trainers = optimizer_or_trainer
+    return _ScaledLoss(_scaling(loss, optimizer_or_trainer))
+
+
+@contextmanager
+def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator[Any]:
+    """Yield a loss scaled for trainers; see `scale_loss`."""
+    if isinstance(loss, Trainer):
+        raise ArgumentError(LOSS_FIRST)
     listed = trainers if isinstance(trainers, (list, tuple)) else [trainers]
     hooks = list(dict.fromkeys(hook_of(trainer) for trainer in listed))
     if not hooks:

@@ -293,7 +293,7 @@ def test_a_stock_scale_loss_on_a_trainer_of_mxamp_is_an_error(way):
     if way == "after shutdown":
         amp.shutdown()
         assert stock.scale_loss is stock_scale_loss
-    with pytest.raises(AttributeError, match="_amp_original_scale"):
+    with pytest.raises(amp.StateError, match=r"write `with mxamp\.scale_loss"):
         backward_by_stock(net, trainer, batches(1)[0])
     assert trainer._scale == 1.0
 

@@ -302,3 +302,42 @@ def test_log_lines_say_once_what_has_not_changed(caplog, monkeypatch):
 )  # fmt: skip
 def test_representation(region, shown):
     assert repr(region) == shown
+
+
+def _dense():
+    net = mx.gluon.nn.Dense(2, in_units=3)
+    net.initialize()
+    return net
+
+
+CHOOSES_FLOAT16 = {
+    "init": lambda: amp.init("float16", ctx=mx.cpu()),
+    "autocast": lambda: amp.autocast("float16")(_dense)(),
+    "explain": lambda: amp.explain(mx.sym.relu(mx.sym.var("x")), "float16"),
+    "convert_symbol": lambda: amp.convert_symbol(mx.sym.relu(mx.sym.var("x"))),
+    "convert_hybrid_block": lambda: amp.convert_hybrid_block(
+        _dense(), "float16", example_inputs=mx.nd.ones((1, 3))
+    ),
+    "benchmark": lambda: amp.benchmark(
+        _dense(), mx.nd.ones((1, 3)), target_dtype="float16", budget=0.01
+    ),
+}
+
+
+@needs_float16
+@pytest.mark.skipif(amp.Policy.default().device == "gpu", reason="float16 is for the GPU")
+@pytest.mark.parametrize("name", CHOOSES_FLOAT16)
+def test_float16_on_a_cpu_is_warned_of_once(name, caplog):
+    for _ in range(2):
+        CHOOSES_FLOAT16[name]()
+    (said,) = caplog.messages
+    assert said.startswith("float16 on a CPU is for trying and testing")
+    assert ("policy=Policy.default('float16', 'gpu')" in said) == (name in ("explain", "convert_symbol", "convert_hybrid_block"))  # fmt: skip
+
+
+def test_float16_for_gpus_is_not_warned_of(caplog):
+    policy = amp.Policy.default("float16", "gpu")
+    amp.explain(mx.sym.relu(mx.sym.var("x")), policy=policy)
+    amp.convert_symbol(mx.sym.relu(mx.sym.var("x")), policy=policy)
+    amp.convert_symbol(mx.sym.relu(mx.sym.var("x")), "bfloat16")
+    assert not caplog.messages

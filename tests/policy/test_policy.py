@@ -168,7 +168,7 @@ def test_a_list_of_ones_own(tmp_path):
 
 @pytest.mark.parametrize("device", ["tpu", 3])
 def test_devices(device):
-    with pytest.raises(amp.ArgumentError, match="'cpu' or 'gpu'"):
+    with pytest.raises(amp.ArgumentError, match="'cpu', 'gpu' or a Context"):
         Policy.default("float16", device)
 
 

@@ -219,7 +219,7 @@ def test_the_sentence_on_machines_that_do_not_gain(monkeypatch):
     "call, said",
     [
         (lambda net, data: amp.benchmark(3, data), "takes a Gluon block, not 3"),
-        (lambda net, data: amp.benchmark(net, 3), "a batch is an NDArray or a tuple"),
+        (lambda net, data: amp.benchmark(net, 3), "a batch is an NDArray"),
         (lambda net, data: amp.benchmark(net, (data, data)), "with a loss, the label as its last"),
         (lambda net, data: amp.benchmark(net, data, gluon.loss.L2Loss()), "inputs and the label"),
         (lambda net, data: amp.benchmark(net, mx.nd.ones((2, 5))), "does not run on this batch"),

@@ -11,17 +11,22 @@ from mxnet.symbol import Symbol
 
 from ...convert.outputs import zeros_for_missing
 from ...errors import ArgumentError
+from ...framework.machine import dtype_name
 from ...framework.wording import shown
+from ...policy.targets import TARGETS
 from .isolated import arrays_in
 
 __all__ = ["Batch", "batches_of", "block_of", "check_loss"]
 
 NOT_A_LOSS = "loss must be a function of the net's output and the label, not {given}"
+DTYPE_FIRST = ": give the dtype by its keyword, target_dtype= or dtype="
 NO_LABEL = (
     "with a loss, a batch is a tuple of the net's inputs and the label, as a DataLoader yields it: "
     "(data, label), not {given}"
 )
-NO_BATCH = "a batch is an NDArray or a tuple of the net's inputs, not {given}"
+NO_BATCH = (
+    "a batch is an NDArray (mx.nd.array(...) makes one) or a tuple of the net's inputs, not {given}"
+)
 EMPTY = "a batch holds no elements: one of its arrays is of shape {shape}"
 NO_BATCHES = "data holds no batch"
 NOT_A_NET = (
@@ -40,7 +45,8 @@ class Batch(NamedTuple):
 def check_loss(loss: Any) -> None:
     """Raise `ArgumentError` unless the loss is None or can be called."""
     if loss is not None and not callable(loss):
-        raise ArgumentError(NOT_A_LOSS.format(given=shown(loss)))
+        hint = DTYPE_FIRST if isinstance(loss, str) and dtype_name(loss) in TARGETS else ""
+        raise ArgumentError(NOT_A_LOSS.format(given=shown(loss)) + hint)
 
 
 def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:

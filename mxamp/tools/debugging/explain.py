@@ -16,12 +16,14 @@ from ...convert.options import check_names, checked_shapes, resolved_dtypes, wit
 from ...convert.symbols import widened_for
 from ...errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ...framework.arrays import cast, copy
+from ...framework.keywords import hints_for_keywords
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.insert import Rewrite, rewrite
 from ...graph.casts.offline import cast_offline, count_range_errors, is_inserted_copy
 from ...graph.ir import CASTS, Graph, Node, Usage
 from ...graph.speed.shape_rules import choose
+from ...patches.announcements import warn_of_model_in_float16
 from ...patches.cached_op import LastGraph, PolicyCachedOp
 from ...policy.active import current_policy, suspended
 from ...policy.overrides import Layers
@@ -227,6 +229,7 @@ class Plan(Result):
 # ---------------------------------------------------------------------- making a plan
 
 
+@hints_for_keywords(dtype="write target_dtype='bfloat16'")
 def explain(
     model: Union[Symbol, HybridBlock],
     target_dtype: Any = None,
@@ -307,6 +310,7 @@ def explain(
             mode = mode or MODES[1]
     mode = mode or MODES[0]
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
+    warn_of_model_in_float16(policy)
     graph = Graph.from_symbol(symbol)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
     with prefix_errors("`input_shapes`"):

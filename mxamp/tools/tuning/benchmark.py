@@ -12,13 +12,14 @@ from mxnet.gluon import Block, HybridBlock, SymbolBlock, Trainer
 from ...convert.outputs import error_reason
 from ...errors import ArgumentError
 from ...framework import machine
+from ...framework.keywords import hints_for_keywords
 from ...framework.machine import default_dtype, device_kind, dtype_name
 from ...framework.wording import shown
 from ...patches.autocast import autocast
 from ...policy.policy import Policy
 from ...scaling.scaler import NoScaler
 from ...scaling.trainer import init_trainer
-from ..debugging.batches import Batch, batches_of
+from ..debugging.batches import Batch, batches_of, check_loss
 from ..debugging.blocks import blocks_in
 from ..debugging.isolated import Seeds, arrays_in, loss_of, restored
 from ..debugging.results import Result, Table
@@ -136,6 +137,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
     return f"{does} {'' if equal else f'{timing.speedup:.2g} times '}as fast{reference}"
 
 
+@hints_for_keywords(dtype="write target_dtype='bfloat16'")
 def benchmark(
     net: Block,
     batch: Any,
@@ -188,6 +190,7 @@ def benchmark(
     """
     if not isinstance(net, Block):
         raise ArgumentError(NOT_A_BLOCK.format(given=shown(net)))
+    check_loss(loss)
     deadline = Deadline(seconds_of(budget))
     data = next(batches_of(batch, labeled=loss is not None))
     arrays = arrays_in(data.inputs)
@@ -210,7 +213,8 @@ def _run_once(net: Block, data: Batch) -> None:
         for array in arrays_in(net(*data.inputs)):
             array.wait_to_read()
     except Exception as error:  # the user's own code
-        why = error_reason(error) if isinstance(error, MXNetError) else error
+        why = error_reason(error) if isinstance(error, MXNetError) else str(error)
+        why = " ".join(why.split()).rstrip(".")
         raise ArgumentError(DOES_NOT_RUN.format(name=net.name, why=why)) from error
 
 

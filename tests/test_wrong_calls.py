@@ -1,0 +1,157 @@
+"""Calls written as for another library, or with a mistake: one sentence says what to write."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.contrib.amp import init_trainer as contrib_init_trainer
+from mxnet.contrib.amp import scale_loss as contrib_scale_loss
+from mxnet.contrib.amp import unscale as contrib_unscale
+
+import mxamp as amp
+
+SYMBOL = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+X = mx.nd.ones((2, 3))
+GPU = amp.Policy.default("float16", "gpu")
+
+
+def net():
+    block = gluon.nn.Dense(4, in_units=3)
+    block.initialize()
+    return block
+
+
+def trainer():
+    return gluon.Trainer(net().collect_params(), "sgd")
+
+
+def scaled():
+    """What `scale_loss` returns, without `with`."""
+    made = trainer()
+    amp.init_trainer(made, amp.LossScaler())
+    return amp.scale_loss(X, made)
+
+
+@pytest.mark.parametrize(
+    "dtype, name",
+    [("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), (np.float16, "float16")],
+)
+def test_names_of_dtypes_in_other_libraries(dtype, name):
+    assert amp.Policy.default(dtype, "cpu").target_dtype == name
+    assert amp.convert_symbol(SYMBOL, "fp32").tojson() == SYMBOL.tojson()
+
+
+def test_contexts_are_devices():
+    policy = amp.Policy.default("bfloat16", mx.cpu())
+    assert policy == amp.Policy.default("bfloat16", "cpu")
+    assert amp.Policy.default("float16", mx.gpu(1)).device == "gpu"
+
+
+WRONG = [
+    # PyTorch's
+    (lambda: amp.autocast("cuda", dtype="float16"), r"write autocast\('float16'\)"),
+    (lambda: amp.autocast(device_type="cuda", dtype="float16"), r"write autocast\('float16'\)"),
+    (lambda: amp.autocast("cuda"), r"leave the device out, as in autocast\('float16'\)"),
+    (lambda: amp.autocast(target_dtype="bfloat16"), r"write autocast\(dtype="),
+    (lambda: amp.autocast(cache_enabled=True), "leave it out"),
+    (lambda: amp.GradScaler("cuda"), "leave the device out"),
+    # names that other functions of mxamp have
+    (lambda: amp.init(dtype="bfloat16"), r"write init\(target_dtype="),
+    (lambda: amp.init("bfloat16", fp32=["softmax"]), r"override\(fp32="),
+    (lambda: amp.init("bfloat16", enabled=False), "without init, mixed precision is off"),
+    (lambda: amp.convert_symbol(SYMBOL, dtype="bfloat16"), "write target_dtype="),
+    (lambda: amp.convert_model(SYMBOL, {}, {}, fp32_layers=["fc"]), "write excluded_sym_names="),
+    (lambda: amp.explain(SYMBOL, dtype="bfloat16"), "write target_dtype="),
+    (lambda: amp.benchmark(net(), X, dtype="bfloat16"), "write target_dtype="),
+    (lambda: GPU.override(fp32_ops=["softmax"]), r"write fp32=\["),
+    (lambda: amp.LossScaler(loss_scale=128), r"LossScaler\(init_scale=128\)"),
+    (lambda: amp.LossScaler("dynamic"), "scale dynamically"),
+    (lambda: amp.decorate("sgd", init_loss_scaling="dynamic"), "init_loss_scaling must be"),
+    # a thing of another kind
+    (lambda: amp.Policy("bfloat16"), r"Policy\.default\('bfloat16'\)"),
+    (lambda: amp.Policy.default("bfloat16", "cuda"), "device must be 'cpu', 'gpu' or a Context"),
+    (lambda: amp.init_trainer([trainer()]), "call it once for each"),
+    (lambda: amp.scale_loss(trainer(), X).__enter__(), "takes the loss first"),
+    (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
+    (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
+    (lambda: amp.compare_models(net(), net(), {"data": X}), r"mxamp\.debugging\.compare\(net"),
+    (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
+    (lambda: amp.convert_hybrid_block(SYMBOL), "convert_symbol takes symbols"),
+    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=np.ones((2, 3))), "must be an NDArray"),
+    (lambda: amp.convert_symbol(net()), "convert_hybrid_block takes blocks"),
+    (lambda: amp.convert_symbol("model-symbol.json"), "convert_files the names of saved models"),
+    (lambda: amp.convert_files(SYMBOL, "out"), "convert_model takes models in memory"),
+    (lambda: amp.benchmark(net(), X, "bfloat16"), "give the dtype by its keyword"),
+    (lambda: amp.tune(net(), X, "bf16"), "give the dtype by its keyword"),
+    (lambda: amp.debugging.compare(net(), np.ones((2, 3))), r"mx\.nd\.array\(\.\.\.\) makes one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_wrong_call_says_what_to_write(number):
+    call, said = WRONG[number]
+    with pytest.raises(amp.ArgumentError, match=said) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss: loss.backward(), autograd.backward, lambda loss: loss * 2, lambda loss: 2 * loss,
+        lambda loss: loss.asnumpy(), lambda loss: list(loss), bool,
+    ],
+)  # fmt: skip
+def test_scale_loss_without_with(use):
+    with pytest.raises(
+        amp.StateError, match=r"write `with scale_loss\(loss, trainer\) as scaled:`"
+    ):
+        use(scaled())
+
+
+def test_a_scaled_loss_has_no_other_attributes():
+    assert not hasattr(scaled(), "nothing")
+
+
+@pytest.mark.parametrize("on", ["init", "autocast"])
+def test_functions_of_contrib_that_were_imported_by_name(on):
+    made = trainer()
+    if on == "init":
+        amp.init("bfloat16")
+        amp.init_trainer(made)
+    with amp.autocast("bfloat16"):
+        for function in (contrib_init_trainer, contrib_unscale):
+            with pytest.raises(amp.StateError, match=rf"call mxamp\.{function.__name__}"):
+                function(made)
+    amp.init_trainer(made, amp.NoScaler())
+    with pytest.raises(amp.StateError, match=r"`with mxamp\.scale_loss"):
+        contrib_scale_loss(X, made).__enter__()
+    # GluonNLP reads the flag.
+    assert not mx.contrib.amp.amp._amp_initialized
+
+
+def bucketing_module():
+    def symbol_of(_key):
+        data, label = mx.sym.var("data"), mx.sym.var("softmax_label")
+        dense = mx.sym.FullyConnected(data, num_hidden=2, name="fc")
+        return mx.sym.SoftmaxOutput(dense, label, name="softmax"), ("data",), ("softmax_label",)
+
+    return mx.mod.BucketingModule(symbol_of, default_bucket_key=3)
+
+
+def test_bucketing_modules_are_bound_before_and_after():
+    module = bucketing_module()
+    with pytest.raises(amp.StateError, match=r"call bind\(data_shapes, label_shapes\)"):
+        amp.convert_bucketing_module(module, "bfloat16")
+    shapes = [("data", (2, 3))], [("softmax_label", (2,))]
+    module.bind(*shapes)
+    module.init_params()
+    converted = amp.convert_bucketing_module(module, "bfloat16")
+    batch = mx.io.DataBatch(
+        [X], [mx.nd.zeros(2)], bucket_key=3, provide_data=shapes[0], provide_label=shapes[1]
+    )
+    with pytest.raises(amp.StateError, match="call bind"):
+        converted.forward(batch)
+    converted.bind(*shapes, for_training=False)
+    converted.forward(batch)
+    assert converted.get_outputs()[0].shape == (2, 2)
