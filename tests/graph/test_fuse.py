@@ -6,6 +6,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fusion import after, model, run
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 
@@ -14,7 +15,7 @@ from digits import arrays, batches
 from helpers import check_python, exported, kind, operators_of, randn, same, with_avx512
 from mxamp.cli.main import main
 from mxamp.graph.ir import Graph
-from mxamp.graph.speed.fuse import FUSED
+from mxamp.graph.speed.fuse import FUSED, PASSES
 
 S = mx.sym
 B = amp.Policy.default("bfloat16")
@@ -207,6 +208,25 @@ def test_which_images_get_no_fourth_channel(how):
     assert first.shape == (16, 3, 3, 3)
     assert kind(first) == ("bfloat16" if how == "untuned" else "float32")
     fast(x).wait_to_read()
+
+
+@pytest.mark.usefixtures("unfused")
+@pytest.mark.parametrize("narrow, groups", [(1, 32), (2, 2), (4, 2), (8, 4), (16, 2)])
+def test_narrow_groups_are_merged(narrow, groups):
+    options = {"kernel": (3, 5), "num_filter": 32, "num_group": 32 // narrow, "name": "c"}
+    symbol = mx.sym.Convolution(mx.sym.var("data"), stride=(2, 1), **options)
+    params, data = model(symbol, (2, 32, 9, 11))
+    merge = next(one for one in PASSES if one.name == "merged_groups")
+    new, new_params = after(merge, symbol, params, B)
+    assert new.attr_dict()["c"]["num_group"] == str(groups)
+    assert new_params["c_weight"].shape == (32, 32 // groups, 3, 5)
+    [one], [other] = run(symbol, params, data), run(new, new_params, data)
+    np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-4)
+    # A weight that two convolutions read stays.
+    options.update(name="d", no_bias=True)
+    twice = mx.sym.Convolution(symbol, symbol.get_internals()["c_weight"], **options)
+    params, _ = model(twice, (2, 32, 19, 21))
+    assert after(merge, twice, params, B)[1]["c_weight"].shape == (32, narrow, 3, 5)
 
 
 @with_avx512

@@ -121,6 +121,7 @@ FUSED = {
     "_add_fourth_channels": Pattern(
         lambda x, p: conv(x, p, pad=(1, 1)), (3, 3, 8, 8), keeps_shape=False, **LOW
     ),
+    "_merge_groups": Pattern(lambda x, p: conv(x, p, pad=(1, 1), num_group=4), IMAGES),
     "make_dense_convolutions": Pattern(
         lambda x, p: dense(S.relu(dense(x, p)), p, "e"), (3, 16), **LOW
     ),

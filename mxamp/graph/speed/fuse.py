@@ -15,6 +15,7 @@ from ...policy.values import flattens_data, is_true
 from ..edit import Edit, Params, View, without_shape
 from ..ir import Graph, Node, Output
 from .dense_convolutions import make_dense_convolutions
+from .equivalents import BLOCK
 from .fusible import (
     FUSED,
     PRODUCTS,
@@ -220,13 +221,11 @@ def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
     """
     images: Dict[Output, Output] = {}
     for i, node in enumerate(view.graph.nodes):
-        name = _image_weight_name(view, node)
+        name = _substituted_weight_name(view, node, "image_convolution")
         if name is None:
             continue
         padding = ((0, 0), (0, 1), (0, 0), (0, 0))
-        edit.params[name] = float32_array(np.pad(view.params[name].asnumpy(), padding))
-        variable = node.inputs[1][0]
-        edit.change(variable, attrs=without_shape(edit.node(variable)))
+        _set_weight(edit, i, name, np.pad(view.params[name].asnumpy(), padding))
         data = node.inputs[0]
         if data not in images:
             images[data] = _add_channel_by_convolution(edit, f"{node.name}_data_four", data)
@@ -240,15 +239,41 @@ def _add_channel_by_convolution(edit: Edit, name: str, data: Output) -> Output:
     return edit.add_node(Node("Convolution", name, _FOURTH_CHANNEL, [data, weight]))
 
 
-def _image_weight_name(view: FusionView, node: Node) -> Optional[str]:
-    """Return the name of the weight of a convolution of color images; None for other nodes."""
+def _merge_groups(view: FusionView, edit: Edit) -> None:
+    """Merge narrow groups of convolutions to groups of 16 channels, with zeros between them.
+
+    The substitution of the same name does this in graphs that run, but not in fused operators.
+    """
+    for i, node in enumerate(view.graph.nodes):
+        name = _substituted_weight_name(view, node, "merged_groups")
+        if name is None:
+            continue
+        weight = view.params[name].asnumpy()
+        channels, narrow, *kernel = weight.shape
+        merged, groups = BLOCK // narrow, channels // BLOCK
+        apart = weight.reshape(groups, merged, narrow, 1, narrow, *kernel)
+        own = np.eye(merged, dtype=bool).reshape(1, merged, 1, merged, 1, 1, 1)
+        whole = np.where(own, apart, np.float32(0)).reshape(channels, BLOCK, *kernel)
+        _set_weight(edit, i, name, whole)
+        edit.change(i, attrs={**edit.node(i).attrs, "num_group": str(groups)})
+
+
+def _set_weight(edit: Edit, i: int, name: str, values: Any) -> None:
+    """Set the weight of node i to values of another shape."""
+    edit.params[name] = float32_array(values)
+    variable = edit.node(i).inputs[1][0]
+    edit.change(variable, attrs=without_shape(edit.node(variable)))
+
+
+def _substituted_weight_name(view: FusionView, node: Node, substitution: str) -> Optional[str]:
+    """Return the name of the weight of a convolution that a substitution fits; None for others."""
     name = view.own_parameter(node, 1)
     if name is None:
         return None
     shapes = (None, view.params[name].shape)
     inside = policy_for_node(view.policy, node.attrs)
     match = allowed_match(node, inside, training=False, shapes=shapes)
-    return name if match is not None and match[0] == "image_convolution" else None
+    return name if match is not None and match[0] == substitution else None
 
 
 #: In order: each pass sees the graph that the passes before it have made.
@@ -258,5 +283,6 @@ PASSES = (
     FusionPass(fold_into_producers),
     FusionPass(pad_channels, "padded_channels"),
     FusionPass(_add_fourth_channels, "image_convolution"),
+    FusionPass(_merge_groups, "merged_groups"),
     FusionPass(make_dense_convolutions, "dense_convolution"),
 )
