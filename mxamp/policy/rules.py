@@ -47,7 +47,7 @@ SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "global_pool", "pool_in_parts", "image_convolution", "split",
     "merged_groups", "rnn", "rnn_params", "padded_channels",
-    "dense_convolution",
+    "dense_convolution", "attention",
     "sgd",
 )  # fmt: skip
 

@@ -70,6 +70,19 @@ def lstm(x, p):
     )  # fmt: skip
 
 
+def attend(x, p):
+    """Self-attention with two heads."""
+
+    def heads(t):
+        split = S.transpose(S.reshape(t, shape=(0, 0, 2, 8)), axes=(0, 2, 1, 3))
+        return S.reshape(split, shape=(-3, 0, 0))
+
+    q, k, v = map(heads, S.split(dense(x, p, units=48, flatten=False), num_outputs=3, axis=-1))
+    mixed = S.batch_dot(S.softmax(S.batch_dot(q, k, transpose_b=True) / 3), v)
+    mixed = S.transpose(S.reshape(mixed, shape=(-4, -1, 2, 0, 0)), axes=(0, 2, 1, 3))
+    return S.reshape(mixed, shape=(0, 0, -3))
+
+
 #: A pattern for each substitution. A new one fails `test_every_pass_has_a_pattern` without it.
 SUBSTITUTED = {
     "relu": Pattern(lambda x, p: S.relu(x), IMAGES, hides_nan=True),
@@ -122,6 +135,7 @@ FUSED = {
         lambda x, p: conv(x, p, pad=(1, 1)), (3, 3, 8, 8), keeps_shape=False, **LOW
     ),
     "_merge_groups": Pattern(lambda x, p: conv(x, p, pad=(1, 1), num_group=4), IMAGES),
+    "fuse_attention": Pattern(attend, (3, 4, 16), **LOW),
     "make_dense_convolutions": Pattern(
         lambda x, p: dense(S.relu(dense(x, p)), p, "e"), (3, 16), **LOW
     ),

@@ -14,6 +14,7 @@ from ...policy.regions import policy_for_node
 from ...policy.values import flattens_data, is_true
 from ..edit import Edit, Params, View, without_shape
 from ..ir import Graph, Node, Output
+from .attention import fuse_attention
 from .dense_convolutions import make_dense_convolutions
 from .equivalents import BLOCK
 from .fusible import (
@@ -279,6 +280,7 @@ def _substituted_weight_name(view: FusionView, node: Node, substitution: str) ->
 #: In order: each pass sees the graph that the passes before it have made.
 PASSES = (
     FusionPass(_drop_no_ops),
+    FusionPass(fuse_attention, "attention"),
     FusionPass(_rename_activations),
     FusionPass(fold_into_producers),
     FusionPass(pad_channels, "padded_channels"),

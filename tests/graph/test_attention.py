@@ -1,0 +1,279 @@
+"""Self-attention by oneDNN's products in fused models: the same answers, for any batch and length."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from fusion import after, model, run
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import exported, operators_of, randn, values, with_avx512
+from mxamp.graph.speed import attention
+from mxamp.graph.speed.attention import fuse_attention
+from mxamp.graph.speed.fuse import FusionPass
+
+pytestmark = [pytest.mark.usefixtures("unfused"), with_avx512]
+
+B = amp.Policy.default("bfloat16")
+ATTENTION = FusionPass(fuse_attention, "attention")
+S = mx.sym
+X = S.var("data")
+UNITS, HEADS, SIZE = 24, 3, 8
+FUSED = ["_sg_mkldnn_selfatt_qk", "_sg_mkldnn_selfatt_valatt"]
+
+
+def dense(data, units=UNITS, **more):
+    return S.FullyConnected(data, num_hidden=units, flatten=False, **more)
+
+
+def heads(data, shape=(0, 0, HEADS, -1), axes=(0, 2, 1, 3), merged=(-3, 0, 0), **more):
+    split = S.transpose(S.reshape(data, shape=shape), axes=axes)
+    return S.reshape(split, shape=merged, **more)
+
+
+def joined(mixed):
+    split = S.transpose(S.reshape(mixed, shape=(-4, -1, HEADS, 0, 0)), axes=(0, 2, 1, 3))
+    return S.reshape(split, shape=(0, 0, -3))
+
+
+def from_one_layer(x, **more):
+    return S.split(dense(x, 3 * UNITS, **more), num_outputs=3, axis=-1)
+
+
+def from_three_layers(x):
+    return [dense(x), dense(x, no_bias=True), dense(x)]
+
+
+def attend(projections, scores=lambda x: x * 0.3, shares=S.softmax, heads=heads, joined=joined):
+    q, k, v = (heads(one) for one in projections)
+    return joined(S.batch_dot(shares(scores(S.batch_dot(q, k, transpose_b=True))), v))
+
+
+def masked(x):
+    apart = S.broadcast_add(
+        S.reshape(x, shape=(-4, -1, HEADS, 0, 0)), S.var("mask", shape=(1, 1, 1, 1))
+    )
+    return S.reshape(S.softmax(apart), shape=(-3, 0, 0))
+
+
+def two_layers():
+    first = attend(from_one_layer(X)) + X
+    return attend(from_three_layers(first)) + first
+
+
+def scores_returned():
+    q, k, v = (heads(one) for one in from_one_layer(X))
+    scores = S.batch_dot(q, k, transpose_b=True)
+    scaled = scores / 2
+    shares = S.softmax(scaled)
+    return S.Group([joined(S.batch_dot(shares, v)), scores, scaled, shares])
+
+
+#: Graphs and the number of attentions in them.
+GRAPHS = {
+    "one layer": (lambda: attend(from_one_layer(X)), 1),
+    "three layers, one without bias": (lambda: attend(from_three_layers(X)), 1),
+    "no bias": (lambda: attend(from_one_layer(X, no_bias=True)), 1),
+    "order of thirds": (lambda: attend(list(from_one_layer(X))[::-1]), 1),
+    "unscaled": (lambda: attend(from_one_layer(X), scores=lambda x: x), 1),
+    "divided": (lambda: attend(from_one_layer(X), scores=lambda x: x / -1.7), 1),
+    "nothing is no scale": (lambda: attend(from_one_layer(X), scores=lambda x: x * 0), 1),
+    "scaled behind a sum": (lambda: attend(from_one_layer(X), scores=lambda x: (x + 1) * 0.5), 1),
+    "a mask with four axes": (lambda: attend(from_one_layer(X), shares=masked), 1),
+    "no softmax": (lambda: attend(from_one_layer(X), shares=lambda x: x), 1),
+    "of the last axis but one": (
+        lambda: attend(from_one_layer(X), shares=lambda x: S.softmax(x, axis=1)), 1
+    ),
+    "reversed shapes": (
+        lambda: attend(
+            from_one_layer(X),
+            heads=lambda x: heads(x, (0, 0, -1, SIZE), merged=(-1, 0, 0), reverse=True),
+        ),
+        1,
+    ),
+    "two layers": (two_layers, 2),
+    "scores and shares are outputs": (scores_returned, 1),
+}  # fmt: skip
+
+
+def of_two_sources():
+    return [dense(X), dense(S.relu(X)), dense(X)]
+
+
+def read_twice():
+    q, k, v = from_three_layers(X)
+    return S.Group([attend([q, k, v]), v])
+
+
+def third_read_twice():
+    projections = from_one_layer(X)
+    return S.Group([attend(projections), projections[1]])
+
+
+def shared_weight():
+    weight, bias = S.var("w"), S.var("b")
+    return attend([dense(X, weight=weight, bias=bias) for _ in range(3)])
+
+
+def heads_returned():
+    q, k, v = (heads(one) for one in from_one_layer(X))
+    mixed = S.batch_dot(S.softmax(S.batch_dot(q, k, transpose_b=True)), v)
+    return S.Group([joined(mixed), q])
+
+
+def mixed_returned():
+    q, k, v = (heads(one) for one in from_one_layer(X))
+    mixed = S.batch_dot(S.softmax(S.batch_dot(q, k, transpose_b=True)), v)
+    return S.Group([joined(mixed), mixed])
+
+
+def of_the_first_row():
+    first = lambda x: S.slice_axis(S.softmax(x), axis=1, begin=0, end=1)  # noqa: E731
+    return attend(from_one_layer(X), shares=first)
+
+
+def transposed_shares():
+    q, k, v = (heads(one) for one in from_one_layer(X))
+    shares = S.softmax(S.batch_dot(q, k, transpose_b=True))
+    return joined(S.batch_dot(shares, v, transpose_a=True))
+
+
+def in_a_region():
+    with amp.autocast(enabled=False):
+        return attend(from_one_layer(X))
+
+
+def with_other_heads():
+    q, k, v = from_three_layers(X)
+    other = heads(k, (0, 0, -1, HEADS), (0, 3, 1, 2))
+    mixed = S.batch_dot(S.softmax(S.batch_dot(heads(q), other, transpose_b=True)), heads(v))
+    return joined(mixed)
+
+
+#: Graphs that stay as they are.
+LEFT = {
+    "two sources": lambda: attend(of_two_sources()),
+    "a projection is an output": read_twice,
+    "a third is an output": third_read_twice,
+    "a third is read twice": lambda: attend([from_one_layer(X)[k] for k in (0, 0, 2)]),
+    "a shared weight": shared_weight,
+    "a head is an output": heads_returned,
+    "the mixed heads are an output": mixed_returned,
+    "a slice of the shares": of_the_first_row,
+    "transposed shares": transposed_shares,
+    "a region": in_a_region,
+    "heads in another order": with_other_heads,
+    "rows are flattened": lambda: attend(
+        [S.reshape(dense(S.reshape(X, shape=(-3, 0))), shape=(-4, -1, 5, 0)) for _ in range(3)]
+    ),
+    "kept by name": lambda: attend([dense(X), dense(X, name="kept"), dense(X)]),
+}
+
+
+@pytest.fixture
+def in_float32(monkeypatch):
+    """The same operators in float32: the sharpest oracle."""
+    monkeypatch.setattr(attention, "_LOW", {"dtype": "float32"})
+
+
+def check(symbol, shape, tolerance):
+    params, data = model(symbol, shape, scale=0.5)
+    new, new_params = after(ATTENTION, symbol, params, B)
+    for one, other in zip(run(symbol, params, data), run(new, new_params, data)):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert np.linalg.norm(other - one) <= tolerance * np.linalg.norm(one)
+
+
+def count_fused(symbol, policy=B):
+    params, _ = model(symbol, (2, 5, UNITS))
+    new, _ = after(ATTENTION, symbol, params, policy)
+    counts = [operators_of(new).count(name) for name in FUSED]
+    assert counts[0] == counts[1]
+    return counts[0]
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 5, UNITS), (1, 17, UNITS), (3, 1, UNITS), (4, 4, UNITS)], ids=str
+)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_outputs_equal_those_of_batch_dot(name, shape, in_float32):
+    symbol = GRAPHS[name][0]()
+    assert count_fused(symbol) == GRAPHS[name][1]
+    check(symbol, shape, 1e-5)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_outputs_in_bfloat16(name):
+    check(GRAPHS[name][0](), (2, 32, UNITS), 0.03)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_graphs_stay(name):
+    assert count_fused(LEFT[name](), B.override(fp32_layers=["kept"])) == 0
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [B.in_float32(), B.override(fp32=["batch_dot"]), B.override(fp32=["FullyConnected"])],
+    ids=["float32", "batch_dot", "FullyConnected"],
+)
+def test_policies_that_keep_float32_keep_batch_dot(policy):
+    assert count_fused(attend(from_one_layer(X)), policy) == 0
+
+
+def test_the_substitution_can_be_turned_off():
+    off = B.override(substitutions=set(B.substitutions) - {"attention"})
+    assert count_fused(attend(from_one_layer(X)), off) == 0
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_the_same_rows(poison):
+    symbol = attend(from_one_layer(X))
+    params, data = model(symbol, (2, 6, UNITS), scale=0.5)
+    data[1, 2, 3] = poison
+    new, new_params = after(ATTENTION, symbol, params, B)
+    [one], [other] = run(symbol, params, data), run(new, new_params, data)
+    np.testing.assert_array_equal(np.isfinite(other), np.isfinite(one))
+
+
+class Attention(nn.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.all, self.out = nn.Dense(3 * UNITS, flatten=False), nn.Dense(UNITS, flatten=False)
+
+    def hybrid_forward(self, F, x):
+        q, k, v = (heads_of(F, one) for one in F.split(self.all(x), num_outputs=3, axis=-1))
+        shares = F.softmax(F.batch_dot(q, k, transpose_b=True) / SIZE**0.5)
+        mixed = F.reshape(F.batch_dot(shares, v), shape=(-4, -1, HEADS, 0, 0))
+        mixed = F.reshape(F.transpose(mixed, axes=(0, 2, 1, 3)), shape=(0, 0, -3))
+        return x + self.out(mixed)
+
+
+def heads_of(F, x):
+    split = F.transpose(F.reshape(x, shape=(0, 0, HEADS, SIZE)), axes=(0, 2, 1, 3))
+    return F.reshape(split, shape=(-3, 0, 0))
+
+
+# MXNet can't infer the dtype of data that is cast first.
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}], ids=str)
+def test_a_fused_block_for_any_batch_and_length(flags, tmp_path, monkeypatch):
+    monkeypatch.delenv("MXNET_SUBGRAPH_BACKEND")
+    net = nn.HybridSequential()
+    net.add(Attention(), Attention())
+    net.initialize(mx.init.Xavier())
+    data = randn(2, 6, UNITS)
+    net(data)
+    fused = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data, fuse=True)
+    fused.hybridize(**flags)
+    fused(data)
+    loaded = exported(fused, tmp_path)
+    loaded.hybridize(**flags)
+    for shape in [(2, 6), (3, 9), (1, 1), (2, 6)]:
+        x = randn(*shape, UNITS)
+        expected = values(net(x))
+        for block in (fused, loaded):
+            error = np.linalg.norm(values(block(x)) - expected)
+            assert error < 0.02 * np.linalg.norm(expected)
+    operators = operators_of(loaded(mx.sym.var("data")))
+    assert [operators.count(name) for name in FUSED] == [2, 2]
