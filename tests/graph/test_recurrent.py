@@ -17,7 +17,7 @@ from mxamp.graph.speed.shape_rules import Choices
 MODES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 STEPS, ROWS, WIDTH, SIZE = 5, 3, 4, 6
 #: The smallest state of an LSTM that is large, and the data of two steps.
-LARGE = {"state_size": 363, "num_layers": 1}
+LARGE = {"state_size": 256, "num_layers": 1}
 DATA = (2, 3, 8)
 
 
@@ -50,7 +50,7 @@ def test_it_computes_the_same_in_float32(mode, layers, bidirectional, state_outp
     )
     graph = Graph.from_symbol(symbol)
     choices = Choices(
-        substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH)))})
+        substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH, 1)))})
     )
     float32 = amp.Policy.default("bfloat16").in_float32()
     other = rewrite(graph, float32, Usage(), choices).graph
@@ -74,7 +74,7 @@ def operators(symbol, policy=None, shape=DATA, mode="inference", **shapes):
 def test_where_it_is_done():
     assert "RNN" not in operators(symbol_of("lstm", **LARGE))
     assert "RNN" not in operators(symbol_of("gru", **{**LARGE, "state_size": 419}))
-    assert "RNN" not in operators(symbol_of("rnn_tanh", **{**LARGE, "state_size": 725}))
+    assert "RNN" not in operators(symbol_of("rnn_tanh", **{**LARGE, "state_size": 512}))
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_where_it_is_done():
     [
         ({}, {"mode": "training"}),
         ({}, {"mode": "converted"}),
-        ({"state_size": 362}, {}),
-        ({"state_size": 362}, {"shape": (2, 4096, 8)}),
+        ({"state_size": 255}, {}),
+        ({"state_size": 255}, {"shape": (2, 4096, 8)}),
         ({}, {"shape": (257, 3, 8)}),
         ({"num_layers": 2, "bidirectional": True}, {"shape": (65, 3, 8)}),
         ({"lstm_state_clip_min": -1.0, "lstm_state_clip_max": 1.0}, {}),
@@ -145,8 +145,11 @@ class Inside(gluon.HybridBlock):
 @with_avx512
 @pytest.mark.parametrize("kind", [rnn.LSTM, rnn.GRU, rnn.RNN])
 def test_layers_that_begin_with_zeros(kind):
-    net = Inside(kind(725 if kind is rnn.RNN else 420, 2, bidirectional=True, layout="NTC"))
+    size = 512 if kind is rnn.RNN else 420
+    net = Inside(kind(size, 2, bidirectional=True, layout="NTC", input_size=8))
     net.initialize(mx.init.Uniform(0.05))
+    for k, parameter in enumerate(net.collect_params(".*bias").values()):
+        parameter.set_data(randn(*parameter.shape, seed=k))
     net.hybridize()
     for rows, steps in ((3, 2), (4, 2), (3, 3)):
         x = randn(rows, steps, 8)
@@ -163,6 +166,36 @@ def test_layers_that_begin_with_zeros(kind):
         found = values(executor.forward(data=x[:, :2])[0])
     plain = values(net(x[:, :2]))
     assert 0 < np.linalg.norm(found - plain) < 1e-2 * np.linalg.norm(plain)
+
+
+@with_avx512
+def test_parameters_are_read_where_they_are():
+    """No vector is joined for an unrolled layer, unless something else reads it."""
+    net = Inside(rnn.LSTM(256, 2, input_size=8))
+    net.initialize()
+    symbol = net(mx.sym.var("data"))
+    nodes = Graph.from_symbol(symbol).nodes
+    [vector] = [node.name for node in nodes if node.op == "_rnn_param_concat"]
+    both = mx.sym.Group([symbol, symbol.get_internals()[f"{vector}_output"]])
+    shapes = {name: one.shape for name, one in net.collect_params().items()}
+    assert not {"RNN", "_rnn_param_concat"} & operators(symbol, **shapes)
+    plan = amp.explain(symbol, "bfloat16", mode="inference", input_shapes={"data": DATA, **shapes})
+    assert vector not in {node.name for node in plan.nodes}
+    plan = amp.explain(both, "bfloat16", mode="inference", input_shapes={"data": DATA, **shapes})
+    assert vector in {node.name for node in plan.nodes}
+    assert "RNN" not in {node.operator for node in plan.nodes}
+
+
+@with_avx512
+def test_joined_vectors_of_other_lengths_leave_the_layer_alone():
+    size, width = LARGE["state_size"], DATA[2]
+    lengths = [4 * size * width - 1, 4 * size * size + 1, 4 * size, 4 * size]
+    vectors = [mx.sym.var(f"v{k}") for k in range(4)]
+    joined = mx.sym._internal._rnn_param_concat(*vectors, dim=0, num_args=4)
+    states = [mx.sym.var(name) for name in ("state", "cell")]
+    symbol = mx.sym.RNN(mx.sym.var("data"), joined, *states, mode="lstm", **LARGE)
+    shapes = {f"v{k}": (length,) for k, length in enumerate(lengths)}
+    assert "RNN" in operators(symbol, **shapes)
 
 
 @with_avx512

@@ -143,22 +143,36 @@ class _Rewriter:
         """Return the rewritten graph, with arguments of the promote_functions `widened` cast."""
         self.widened = widened
         for i, node in enumerate(self.graph.nodes):
-            inputs = [self.values[output] for output in node.inputs]
-            outputs = self._add_node(i, node, inputs)
-            for k, value in enumerate(outputs):
-                self.values[i, k] = value
-        heads = [self.values[head] for head in self.graph.heads]
+            # Substitutions may leave the operators that they open without readers.
+            if node.operator not in substitutions.OPENED:
+                self._add(i)
+        heads = self._values_of(self.graph.heads)
         self.result.graph.heads = [
             (self._restore(value) if self.usage.restore else value.entry).output for value in heads
         ]
         return self.result
 
-    def _add_node(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
+    def _add(self, i: int) -> None:
+        """Add the new nodes for node i of the old graph, and record the values of its outputs."""
+        for k, value in enumerate(self._add_node(i, self.graph.nodes[i])):
+            self.values[i, k] = value
+
+    def _values_of(self, outputs: Sequence[Output]) -> List[_Value]:
+        """Return the values of outputs of the old graph, adding nodes that `run` has put off."""
+        for output in outputs:
+            if output not in self.values:
+                self._add(output[0])
+        return [self.values[output] for output in outputs]
+
+    def _add_node(self, i: int, node: Node) -> Sequence[_Value]:
         """Add the new nodes for node i of the old graph; return the values of its outputs."""
         if node.is_variable:
             return [self._add_variable(node)]
-        if i in self.substituted and _fits_dtypes(self.substituted[i][0], inputs):
-            return self._add_substitution(i, node, inputs)
+        if i in self.substituted:
+            opened = self._values_of(substitutions.opened_inputs(self.graph, node))
+            if _fits_dtypes(self.substituted[i][0], opened):
+                return self._add_substitution(i, node, opened)
+        inputs: Sequence[_Value] = self._values_of(node.inputs)
         halves = HALVES - {self.policy.target_dtype}
         other_half = bool(inputs) and inputs[0].entry.dtype in halves
         uncast = _input_of_inserted_cast(node, inputs, other_half)

@@ -23,20 +23,22 @@ __all__ = [
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
 #: GRU reset, update and new.
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
-# The least elements of the recurrent weight, reached by an LSTM of 363 units. With fewer, the
-# other operators take longer than bfloat16 saves (measured with avx512_bf16, 1 to 256 rows).
-_LARGE_WEIGHT = 2**19
+# The least elements of the recurrent weight, reached by an LSTM of 256 units and a GRU of 419. With
+# fewer, the other operators take longer than bfloat16 saves (measured with avx512_bf16, 1 to 200
+# rows). A GRU has more of them.
+_LARGE_WEIGHT = {"rnn_relu": 2**18, "rnn_tanh": 2**18, "lstm": 2**18, "gru": 2**19}
 # The most steps in all layers: with 15 operators per step, a larger graph takes seconds to build.
 _MOST_STEPS = 256
-_DATA, _PARAMETERS, _STATE = range(3)
+_DATA, _PARAMETERS = range(2)
 # The least elements of rows that MXNet copies at once.
 _WIDE_ROW = 16
 
 
 def match_rnn(call: Call) -> Optional[Detail]:
-    """Return (steps, rows, width) of the data of an RNN that is faster unrolled; else None.
+    """Return (steps, rows, width, vectors) of an RNN that is faster unrolled; else None.
 
-    Unrolled are calls in inference with large states and few steps.
+    Unrolled are calls in inference with large states and few steps. `vectors` is the number of
+    inputs that hold parameters: one vector, or a weight or bias each.
     """
     attrs, shape = call.attrs, call.shape
     if call.training or shape is None or not all(shape):
@@ -49,7 +51,13 @@ def match_rnn(call: Call) -> Optional[Detail]:
         return None
     layers = int(attrs["num_layers"]) * _directions(attrs)
     weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
-    return shape if weight >= _LARGE_WEIGHT and shape[0] * layers <= _MOST_STEPS else None
+    if weight < _LARGE_WEIGHT[attrs["mode"]] or shape[0] * layers > _MOST_STEPS:
+        return None
+    if len(call.shapes) == 1:
+        return (*shape, 1)
+    vectors = [(math.prod(one),) for one in _shapes(attrs, shape[-1])]
+    found = call.shapes[_PARAMETERS : len(call.shapes) - _state_count(attrs)]
+    return (*shape, len(vectors)) if list(found) == vectors else None
 
 
 def match_parameters(call: Call) -> Optional[Detail]:
@@ -83,27 +91,44 @@ def _directions(attrs: Attributes) -> int:
     return 2 if is_true(attrs.get("bidirectional", "False")) else 1
 
 
+def _state_count(attrs: Attributes) -> int:
+    """Return the number of an RNN's states: a cell too in an LSTM."""
+    return 2 if attrs["mode"] == "lstm" else 1
+
+
+def _shapes(attrs: Attributes, width: int) -> List[Tuple[int, ...]]:
+    """Return the shapes of an RNN's parameters in MXNet's order, for data of this width.
+
+    Each direction of a layer has a weight for the input and one for the state. The biases of all
+    layers follow.
+    """
+    size, directions = int(attrs["state_size"]), _directions(attrs)
+    rows = size * _GATES[attrs["mode"]]
+    widths = [width] + [size * directions] * (int(attrs["num_layers"]) - 1)
+    weights = [(rows, one) for below in widths for _ in range(directions) for one in (below, size)]
+    return [*weights, *[(rows,)] * len(weights)]
+
+
 def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the parts of an unrolled RNN; `detail` is the data's shape (steps, rows, width)."""
-    steps, rows, width = detail
+    """Return the parts of an unrolled RNN; `detail` is that of `match_rnn`."""
+    steps, rows, width, vectors = detail
     mode, size = attrs["mode"], int(attrs["state_size"])
     directions, layers = _directions(attrs), int(attrs["num_layers"])
-    parts = Parts(inputs=4 if mode == "lstm" else 3)
-    weights = _Weights(parts, size, _GATES[mode])
-    widths = [width] + [size * directions] * (layers - 1)
-    matrices = [weights.matrices(widths[k // directions]) for k in range(layers * directions)]
-    biases = [weights.biases() for _ in matrices]
+    state = _PARAMETERS + vectors
+    parts = Parts(inputs=state + _state_count(attrs))
+    parameters = _add_parameters(parts, vectors, _shapes(attrs, width))
     # MXNet often infers the shape of begin states from their consumers, but not from slices.
     shape = f"({layers * directions}, {rows}, {size})"
     begins = [
-        parts.add("Reshape", f"begins{k}", k, shape=shape) for k in range(_STATE, parts.inputs)
+        parts.add("Reshape", f"begins{k}", k, shape=shape) for k in range(state, parts.inputs)
     ]
     below, ends = _DATA, []  # type: int, List[Sequence[int]]
     for layer in range(layers):
         sides = []
         for k in range(layer * directions, (layer + 1) * directions):
             order = range(steps)[:: -1 if k % directions else 1]
-            run = _Layer(parts, f"l{k}", mode, size, [*matrices[k], *biases[k]])
+            own = [*parameters[2 * k :][:2], *parameters[len(parameters) // 2 + 2 * k :][:2]]
+            run = _Layer(parts, f"l{k}", mode, size, own)
             begin = [run.slice_at(f"begin{n}", states, k) for n, states in enumerate(begins)]
             states, end = run.steps(below, order, begin)
             sides.append(_add_concat(parts, f"l{k}", states, axis=0))
@@ -127,32 +152,32 @@ def _add_concat(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> i
     return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
 
 
-class _Weights:
-    """Weights and biases cut from the vector that holds all, in MXNet's order."""
+def _add_parameters(parts: Parts, vectors: int, shapes: Sequence[Tuple[int, ...]]) -> Sequence[int]:
+    """Add the parameters in their shapes, as views of their vectors or cut from a single vector.
 
-    def __init__(self, parts: Parts, size: int, gates: int) -> None:
-        self._parts, self._size, self._rows = parts, size, size * gates
-        self._position = self._count = 0
+    MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
+    and an element of each weight, which the first product reads, keeps their order.
+    """
+    added: List[int] = []
+    source, begin = _PARAMETERS, 0
+    if vectors > 1:
+        begin = vectors // 2
+        inputs = range(_PARAMETERS, _PARAMETERS + vectors)
+        for k, shape in zip(inputs[:begin], shapes):
+            added.append(parts.add("Reshape", f"weight{k}", k, shape=str(shape)))
+        ones = [parts.add("slice_axis", f"one{k}", k, **_bounds(0, 1)) for k in inputs[:begin]]
+        source = _add_concat(parts, "biases", [*ones, *inputs[begin:]], axis=0)
+    for k in range(len(added), len(shapes)):
+        end = begin + math.prod(shapes[k])
+        piece = parts.add("slice_axis", f"piece{k}", source, **_bounds(begin, end))
+        added.append(parts.add("Reshape", f"parameter{k}", piece, shape=str(shapes[k])))
+        begin = end
+    return added
 
-    def matrices(self, width: int) -> Tuple[int, int]:
-        """Cut the next layer's weights for an input of this width and for the state."""
-        read = self._cut(self._rows * width, f"({self._rows}, {width})")
-        return read, self._cut(self._rows * self._size, f"({self._rows}, {self._size})")
 
-    def biases(self) -> Tuple[int, int]:
-        """Cut the next layer's biases, which follow the weights of all layers."""
-        shape = f"({self._rows},)"
-        return self._cut(self._rows, shape), self._cut(self._rows, shape)
-
-    def _cut(self, length: int, shape: str) -> int:
-        """Add the next `length` elements of the vector in this shape; return their number."""
-        begin, end = str(self._position), str(self._position + length)
-        name = f"weight{self._count}"
-        self._position, self._count = self._position + length, self._count + 1
-        piece = self._parts.add(
-            "slice_axis", f"{name}_of_all", _PARAMETERS, axis="0", begin=begin, end=end
-        )
-        return self._parts.add("Reshape", name, piece, shape=shape)
+def _bounds(begin: int, end: int) -> Attributes:
+    """Return the attributes of a slice of the first axis."""
+    return {"axis": "0", "begin": str(begin), "end": str(end)}
 
 
 class _Layer:
@@ -175,13 +200,18 @@ class _Layer:
 
         `data` is the layer's input, and `begin` the state (and cell) before the first step.
         """
-        gates = self._product("reads", data, self._read, self._read_bias)
+        biases = [self._read_bias, self._bias]
+        # The gates of a GRU read the products apart, the second one with its bias.
+        apart = self._mode == "gru"
+        if not apart:
+            biases = [self._add("elemwise_add", "bias", *biases)]
+        gates = self._product("reads", data, self._read, *biases[:1])
         state = begin
         states = {}
         for t in order:
-            before = self._product(f"recurs{t}", state[0], self._recur, self._bias)
+            before = self._product(f"recurs{t}", state[0], self._recur, *biases[1:])
             state = self._step.get(self._mode, self._simple)(
-                self.slice_at(f"step{t}", gates, t, float32=True), before, state
+                self.slice_at(f"step{t}", gates, t, float32=apart), before, state
             )
             states[t] = state[0]
         return [states[t] for t in sorted(states)], state
@@ -189,12 +219,11 @@ class _Layer:
     def slice_at(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
         """Add the slice of a tensor at a position of its first axis; return its number."""
         add = self._parts.add_float32 if float32 else self._parts.add
-        begin, end = str(position), str(position + 1)
-        return add("slice_axis", f"{self._name}_{name}", tensor, axis="0", begin=begin, end=end)
+        return add("slice_axis", f"{self._name}_{name}", tensor, **_bounds(position, position + 1))
 
     def _lstm(self, from_input: int, from_state: int, state: Sequence[int]) -> Sequence[int]:
         """Add one LSTM step from the products of input and state; return new state and cell."""
-        gates = self._add("elemwise_add", "gates", from_input, from_state)
+        gates = self._add_products(from_input, from_state)
         open_gates = self._add_activation(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
         new = self._add_activation(self._gate(gates, 2), "tanh")
@@ -217,7 +246,7 @@ class _Layer:
 
     def _simple(self, from_input: int, from_state: int, _state: Sequence[int]) -> Sequence[int]:
         """Add one relu or tanh step from the products of input and state; return the new state."""
-        total = self._add("elemwise_add", "sum", from_input, from_state)
+        total = self._add_products(from_input, from_state)
         return [self._add_activation(total, self._mode.replace("rnn_", ""))]
 
     # ------------------------------------------------------------------ parts
@@ -235,11 +264,16 @@ class _Layer:
         begin, end = str(k * self._size), str((k + 1) * self._size)
         return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
 
-    def _product(self, name: str, tensor: int, weight: int, bias: int) -> int:
-        """Add a dense layer whose units are all gates; return its number."""
+    def _product(self, name: str, tensor: int, *parameters: int) -> int:
+        """Add a dense layer whose units are all gates, and maybe a bias; return its number."""
         attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
+        attrs["no_bias"] = str(len(parameters) == 1)
         name = f"{self._name}_{name}"
-        return self._parts.add("FullyConnected", name, tensor, weight, bias, **attrs)
+        return self._parts.add("FullyConnected", name, tensor, *parameters, **attrs)
+
+    def _add_products(self, from_input: int, from_state: int) -> int:
+        """Add the sum of two products in the dtype that they have; return its number."""
+        return self._parts.add("elemwise_add", f"{self._name}_gates", from_input, from_state)
 
 
 def reads_unset_flag(node: Node) -> bool:

@@ -263,11 +263,16 @@ def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes
     wanted: Dict[int, Sequence[Optional[Output]]] = {}
     for i, node in enumerate(graph.nodes):
         positions = () if node.is_variable else _positions_read(node, policy, usage)
-        if positions:
-            wanted[i] = [
-                output if k in positions else None
-                for k, output in enumerate(node.inputs[: max(positions) + 1])
-            ]
+        if not positions:
+            continue
+        inputs = substitutions.opened_inputs(graph, node)
+        if len(inputs) > len(node.inputs):
+            wanted[i] = inputs
+            continue
+        wanted[i] = [
+            output if k in positions else None
+            for k, output in enumerate(node.inputs[: max(positions) + 1])
+        ]
     asked = {o for few in wanted.values() for o in few if o is not None and shapes.get(o) is None}
     if asked and any(shapes.values()):
         # Infer the operators' outputs too, so that MXNet infers parameters from other inputs.

@@ -8,12 +8,13 @@ substitutions, with their measured gains.
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Callable, FrozenSet, Mapping, Optional, Sequence, Tuple
+from typing import Callable, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
+from ..ir import Graph, Node, Output
 from . import convolutions, equivalents, recurrent, reductions
 from .equivalents import Attributes, Call, Detail, Part, Shapes
 
-__all__ = ["ALL", "BY_SHAPE", "Match", "Substitution", "match_call"]
+__all__ = ["ALL", "BY_SHAPE", "OPENED", "Match", "Substitution", "match_call", "opened_inputs"]
 
 Match = Tuple[str, Detail]  #: the name of a substitution, and the detail that its parts depend on
 
@@ -54,6 +55,8 @@ class Substitution:
     multiplies_gradients: bool = False
     #: The operator of a substitution by a single operator, for the memory layout.
     single: Optional[str] = None
+    #: The operator of each input that the parts don't read, by position: they read its inputs.
+    opens: Mapping[int, str] = field(default_factory=dict)
     #: Names of shape rules that don't keep a replaced operator in float32.
     lifted_rules: FrozenSet[str] = frozenset()
 
@@ -163,6 +166,7 @@ _SUBSTITUTIONS = (
         build=recurrent.rnn,
         by_shape={"RNN": (0,)},
         lowered="FullyConnected",
+        opens={1: "_rnn_param_concat"},
     ),
     Substitution(
         name="rnn_params",
@@ -188,10 +192,24 @@ ALL: Mapping[str, Substitution] = MappingProxyType({one.name: one for one in _SU
 #: The inputs whose shapes substitutions read, by operator.
 BY_SHAPE = {name: which for one in ALL.values() for name, which in one.by_shape.items()}
 
+#: The operators that substitutions open.
+OPENED = frozenset(name for one in ALL.values() for name in one.opens.values())
+
 _BY_OPERATOR = {
     name: tuple(one for one in _SUBSTITUTIONS if name in one.operators)
     for name in sorted({name for one in _SUBSTITUTIONS for name in one.operators})
 }
+
+
+def opened_inputs(graph: Graph, node: Node) -> List[Output]:
+    """Return a node's inputs, with those of each operator that its substitution opens."""
+    found: List[Output] = []
+    offered = _BY_OPERATOR.get(node.operator, ())
+    for k, output in enumerate(node.inputs):
+        source = graph.nodes[output[0]]
+        opened = any(one.opens.get(k) == source.operator for one in offered)
+        found += source.inputs if opened else [output]
+    return found
 
 
 def match_call(
