@@ -7,6 +7,7 @@ import warnings
 import mxnet as mx
 import numpy as np
 import pytest
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from mxnet import gluon
 
@@ -323,3 +324,18 @@ def test_the_default_dtype_is_the_machines(saved, monkeypatch):
         explained = run("explain", tmp_path / "net", "--json").output
         assert json.loads(explained)["target_dtype"] == dtype
         run("operators", "softmax")
+
+
+def test_commands_are_completed_without_loading_them(monkeypatch):
+    monkeypatch.setattr("importlib.import_module", None)
+    completion = BashComplete(main, {}, "mxamp", "_MXAMP_COMPLETE")
+    found = completion.get_completions([], "re")
+    assert [(item.value, bool(item.help)) for item in found] == [("report", True)]
+    assert [item.value for item in completion.get_completions([], "--v")] == ["--version"]
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_reports_fit_the_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = CliRunner().invoke(main, ["info"]).output.splitlines()
+    assert max(map(len, lines)) <= min(columns, 100)

@@ -1,6 +1,7 @@
 """`mxamp doctor` and `mxamp info`: reports about an installation, which import no MXNet."""
 
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from typing import Iterator, Sequence, Tuple
@@ -75,8 +76,9 @@ def _print_findings(title: str, found: Sequence[Finding]) -> None:
 
 
 def _print_plain(text: object) -> None:
-    """Print a text or rich object as plain text of 100 columns, without trailing spaces."""
-    console = Console(width=_WIDTH, markup=False, highlight=False, emoji=False, no_color=True)
+    """Print a text or rich object as plain text of at most 100 columns, without trailing spaces."""
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns)
+    console = Console(width=width, markup=False, highlight=False, emoji=False, no_color=True)
     with console.capture() as captured:
         console.print(text)
     for line in captured.get().splitlines():

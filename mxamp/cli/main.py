@@ -4,10 +4,11 @@ import importlib
 from typing import Any, Dict, List, Optional, Tuple
 
 import click
+from click.shell_completion import CompletionItem
 
 from .._version import __version__
 from ..errors import AmpError, unknown
-from .output import examples, exit_with
+from .output import examples, exit_with, help_paragraph
 from .starting import INTERRUPTED, STATUS
 
 __all__ = ["COMMANDS", "main"]
@@ -31,6 +32,11 @@ _EXAMPLES = examples(
     "mxamp run train.py",
     "mxamp explain model",
     "mxamp convert model --dtype bfloat16 --out model-bf16",
+)
+_COMPLETION = help_paragraph(
+    "Completion by Tab",
+    'eval "$(_MXAMP_COMPLETE=bash_source mxamp)"   in ~/.bashrc; for other shells',
+    "zsh_source or fish_source in place of bash_source",
 )
 
 
@@ -70,6 +76,15 @@ class _Commands(click.Group):
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> List[CompletionItem]:
+        """Return the commands and options that begin so, without loading the commands."""
+        named = [
+            CompletionItem(name, help=summary)
+            for name, (_, summary) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return named + click.Command.shell_complete(self, ctx, incomplete)
+
     def resolve_command(self, ctx: click.Context, args: List[str]) -> Any:
         """Return the named command, or raise with the closest names."""
         if args[0] not in COMMANDS:
@@ -86,7 +101,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
-    epilog=_EXAMPLES,
+    epilog=_EXAMPLES + _COMPLETION,
 )
 @click.version_option(__version__, prog_name="mxamp")
 @click.pass_context

@@ -138,6 +138,29 @@ def test_nothing_is_claimed_of_what_was_not_timed(clock):
 
 
 @with_avx512
+def test_forms_that_are_too_close_or_too_noisy_to_tell_are_named(clock, monkeypatch):
+    net, data = net_with_relu()
+    turns = []
+
+    def turn(self, repeats=1):
+        self._step()
+        if self.way == "fused" and self.lowers:
+            turns.append(0.012 if len(turns) % 3 == 2 else 0.008)
+            return turns[-1]
+        return 0.00995 if self.way == "converted" else 0.01
+
+    monkeypatch.setattr(race.Form, "mean_seconds", turn)
+    tuning = amp.tune(net, data, target_dtype="bfloat16", budget=100, progress=False)
+    assert chosen(tuning) == ("plain",)
+    said = [note for note in tuning.notes if note.startswith("Too ")]
+    assert any(note.startswith("Too noisy to tell: fused in bfloat16, at 0.") for note in said)
+    assert any(
+        note.startswith("Too close to tell: converted in bfloat16, at 1.01") for note in said
+    )
+    assert any("by more than chance" in note for note in tuning.notes)
+
+
+@with_avx512
 def test_training_steps(clock):
     clock.update({("autocast", "low", "relu"): 5})
     net, data = net_with_relu()

@@ -153,6 +153,18 @@ class Race:
         top = max((form.speedup for form in able), default=0.0)
         return next((form for form in able if form.speedup * _AS_FAST >= top), self.plain)
 
+    def undecided(self) -> List[Form]:
+        """Return the accurate forms that are faster than the winner, by no more than chance."""
+        best = self.winner()
+        return [
+            form
+            for form in self._timed_forms()
+            if form.verdict is not None
+            and form.verdict.within
+            and form is not best
+            and form.speedup > best.speedup
+        ]
+
     def _timed_forms(self) -> List[Form]:
         return [form for form in self._forms.values() if form.ratios]
 

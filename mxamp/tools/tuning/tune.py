@@ -22,8 +22,9 @@ from ...scaling.scaler import positive_number, whole_number
 from .accuracy import MOST_BATCHES, OUTPUTS, Accuracy, Subject, Tolerance, Verdict
 from .deadline import Deadline, seconds_of
 from .layers import Search, lowered_layers, measured_layers
-from .race import Race
+from .race import Form, Race
 from .tuning import Tuning, machine_of, none_if_nan
+from .turns import quartiles
 
 __all__ = ["STOPPED", "USED", "WAYS", "Tuner", "tune"]
 
@@ -60,7 +61,11 @@ NO_KERNELS = (
 )
 NOT_TIMED = "Nothing was timed{why}: the policy was tuned for accuracy alone."
 NOT_LOW = "No policy in {dtype} within the tolerance was found: this one computes in float32."
-FLOAT32 = "Nothing that is accurate enough was faster than float32: the policy changes nothing."
+FLOAT32 = (
+    "Nothing that is accurate enough was faster than float32 by more than chance: the policy "
+    "changes nothing."
+)
+CLOSE = "Too {kind} to tell: {way} in {dtype}, at {low:.2f} to {high:.2f} times float32's speed."
 UNDECIDED = "The measurements so far were not enough to choose anything but float32."
 NOT_PAID = (
     "{dtype} does not pay for this model on this machine: it had {low:.2f} times float32's speed "
@@ -377,14 +382,22 @@ class Tuner:
             notes.append(NOT_LOW.format(dtype=dtype))
         elif way == "plain":
             notes.append(FLOAT32 if self.deadline.complete else UNDECIDED)
-        if self.race is not None and not policy.lowers:
-            low, others = (
-                self.race.best_speedup(lowers=True),
-                max(self.race.best_speedup(lowers=False), 1.0),
-            )
-            if 0 < low < others:
-                notes.append(NOT_PAID.format(dtype=dtype, low=low, others=others))
+        if self.race is not None:
+            best = self.race.winner()
+            notes += [_close_note(form, best) for form in self.race.undecided()]
+        if self.race is not None and not policy.lowers and not self.race.low_may_win():
+            low = self.race.best_speedup(lowers=True)
+            others = max(self.race.best_speedup(lowers=False), 1.0)
+            notes.append(NOT_PAID.format(dtype=dtype, low=low, others=others))
         notes += self.accuracy.notes()
         if self.timed and way in WAYS:
             notes.append(USED.format(call=WAYS[way]))
         return notes
+
+
+def _close_note(form: Form, best: Form) -> str:
+    """Return a note on a form that may be faster than the chosen one: its ratios' quartiles."""
+    low, high = quartiles(form.ratios)
+    dtype = form.policy.target_dtype if form.policy is not None and form.lowers else "float32"
+    kind = "noisy" if low <= best.speedup <= high else "close"
+    return CLOSE.format(kind=kind, way=form.way, dtype=dtype, low=low, high=high)

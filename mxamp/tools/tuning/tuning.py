@@ -256,7 +256,7 @@ class Tuning:
             return f"float32 as it is, {trial.milliseconds:.4g} ms a run"
         using = f" with {', '.join(trial.substitutions)}" if trial.substitutions else ""
         times = f"{trial.milliseconds:.4g} ms a run, interquartile range {trial.spread:.4g} ms"
-        speed = f"{trial.speedup:.4g} times as fast as plain float32 ({times})"
+        speed = f"{trial.speedup:.3g} times as fast as plain float32 ({times})"
         return f"{trial.way} in {trial.precision}{using}, {speed}"
 
     def tables(self) -> Sequence[Tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
