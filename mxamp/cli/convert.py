@@ -28,9 +28,9 @@ NOTHING_LOWERED = (
 LARGER = " (larger: the graph now holds casts; --cast-params stores parameters in 16 bits)"
 _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
-    "mxamp convert model --dtype float16 --device gpu --cast-params --out half/model",
-    "mxamp convert half-model --dtype float32 --out model",
-    "mxamp convert model --dtype bfloat16 --check --input data:8,3,224,224 --out model-bf16",
+    "mxamp convert model --dtype float16 --device gpu --cast-params --out model-fp16",
+    "mxamp convert model-fp16 --dtype float32 --out model-fp32",
+    "mxamp convert model --dtype bfloat16 --check --input data:8,3,224,224 --out checked",
 )
 
 
