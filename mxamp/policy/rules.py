@@ -45,7 +45,7 @@ LIMITED = frozenset({"long_sums"})
 #: then those for fused models only, then "sgd", the faster optimizer step of `patches.optimizers`.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
-    "global_pool", "pool_in_parts", "image_convolution", "split",
+    "batch_dot", "global_pool", "pool_in_parts", "image_convolution", "split",
     "merged_groups", "rnn", "rnn_params", "padded_channels",
     "dense_convolution", "attention",
     "sgd",

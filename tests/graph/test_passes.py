@@ -95,6 +95,10 @@ SUBSTITUTED = {
         lambda x, p: S.broadcast_mul(x, p("w", shape=(1, 16, 1, 1))), (3, 16, 32, 32),
         modes=("training",),
     ),
+    "batch_dot": Pattern(
+        lambda x, p: S.batch_dot(x, S.cos(x), transpose_a=True), (3, 256, 192), modes=("training",),
+        keeps_shape=False, **LOW,
+    ),
     "relu6": Pattern(lambda x, p: S.clip(x * 8, 0, 6), IMAGES),
     "layer_norm": Pattern(
         lambda x, p: S.LayerNorm(x, p("gamma"), p("beta")), (3, 4, 16), modes=("training",)

@@ -326,6 +326,12 @@ class _Rewriter:
         parts = substitution.build(node.attrs, detail)
         values, outputs = list(inputs), list(inputs)
         for part in parts:
+            if part.op == "amp_cast":
+                # A cast for parts changes no dtype that the graph has without mxamp.
+                source = values[part.inputs[0]]
+                cast = self.builder.cast(source.entry, part.attrs["dtype"])
+                values.append(source._replace(entry=cast))
+                continue
             # The last part takes the node's name, outputs and reason to stay in float32.
             kept = float32 or (float32_part if part.float32 else None)
             if kept is None and not part.suffix:
@@ -333,10 +339,10 @@ class _Rewriter:
             name = (
                 self.builder.unique_name(f"{node.name}_{part.suffix}") if part.suffix else node.name
             )
-            count = 1 if part.suffix else node.num_outputs
+            count = part.outputs if part.suffix else node.num_outputs
             stand_in = Node(part.op, name, {**node.hidden_attrs, **part.attrs}, num_outputs=count)
             outputs = self._add_operator(stand_in, [values[k] for k in part.inputs], kept, node)
-            values.append(outputs[0])
+            values += outputs[: part.outputs]
         # If the last part has a suffix, each part is an output.
         return values[-node.num_outputs :] if parts[-1].suffix else outputs
 

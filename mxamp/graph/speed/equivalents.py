@@ -51,6 +51,7 @@ class Part(NamedTuple):
     inputs: Tuple[int, ...]
     attrs: Attributes
     float32: bool = False  #: computes in float32, whatever the class of its operator
+    outputs: int = 1  #: the outputs that later parts read; each has a number
 
 
 class Call(NamedTuple):
@@ -90,7 +91,14 @@ class Parts:
     def add(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
         """Append a part; return its number among the inputs of later parts."""
         self.made.append(Part(op, suffix, inputs, attrs))
-        return self.inputs + len(self.made) - 1
+        return self.inputs + sum(part.outputs for part in self.made) - 1
+
+    def add_split(self, suffix: str, count: int, array: int) -> Sequence[int]:
+        """Append a split of the first axis, which leaves that axis out; return its outputs."""
+        attrs = {"num_outputs": str(count), "axis": "0", "squeeze_axis": "True"}
+        first = self.add("SliceChannel", suffix, array, **attrs)
+        self.made[-1] = self.made[-1]._replace(outputs=count)
+        return range(first, first + count)
 
     def add_float32(self, op: str, suffix: str, *inputs: int, **attrs: str) -> int:
         """Append a part that computes in float32, whatever the class of its operator."""

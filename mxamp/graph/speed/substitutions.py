@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Callable, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 from ..ir import Graph, Node, Output
-from . import convolutions, equivalents, recurrent, reductions
+from . import batched_products, convolutions, equivalents, recurrent, reductions
 from .equivalents import Attributes, Call, Detail, Part, Shapes
 
 __all__ = ["ALL", "BY_SHAPE", "OPENED", "Match", "Substitution", "match_call", "opened_inputs"]
@@ -175,6 +175,14 @@ _SUBSTITUTIONS = (
         build=recurrent.joined_parameters,
         float32=ALWAYS,
         by_shape={"_rnn_param_concat": None},
+    ),
+    Substitution(
+        name="batch_dot",
+        operators=frozenset({"batch_dot"}),
+        match=batched_products.match_large_products,
+        build=batched_products.dense_products,
+        by_shape={"batch_dot": (0, 1)},
+        lowered="FullyConnected",
     ),
     Substitution(
         name="split",

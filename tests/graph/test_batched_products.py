@@ -1,0 +1,101 @@
+"""Large batched products in training: the same values and gradients, in bfloat16."""
+
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import operators_of, randn, values, with_avx512
+from mxamp.graph.speed import batched_products
+
+pytestmark = with_avx512
+
+B = amp.Policy.default("bfloat16")
+WITHOUT = B.override(substitutions=set(B.substitutions) - {"batch_dot"})
+
+
+class Product(nn.HybridBlock):
+    def __init__(self, **attrs):
+        super().__init__()
+        self.attrs = attrs
+
+    def hybrid_forward(self, F, a, b):
+        return F.batch_dot(a, b, **self.attrs)
+
+
+def trained(block, policy, *arrays):
+    for array in arrays:
+        array.attach_grad()
+    with amp.autocast(policy=policy), autograd.record():
+        out = block(*arrays)
+    out.backward(randn(*out.shape, seed=5))
+    assert out.dtype == np.float32
+    return [values(array) for array in (out, *(array.grad for array in arrays))]
+
+
+def products_of(block, policy, *arrays):
+    with amp.autocast(policy=policy), autograd.record():
+        symbol, _ = block._cached_op.graph_of(arrays)
+    return operators_of(symbol).count("FullyConnected")
+
+
+def arrays_of(groups, rows, sums, columns, transpose_a=False, transpose_b=False):
+    a = (groups, sums, rows) if transpose_a else (groups, rows, sums)
+    b = (groups, columns, sums) if transpose_b else (groups, sums, columns)
+    return randn(*a), randn(*b, seed=1)
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("transpose_a", [False, True])
+def test_values_and_gradients(transpose_a, transpose_b, monkeypatch):
+    monkeypatch.setattr(batched_products, "_LEAST", 1)
+    block = Product(transpose_a=transpose_a, transpose_b=transpose_b)
+    block.hybridize()
+    for sizes in [(3, 20, 12, 7), (1, 5, 9, 16), (4, 1, 1, 1)]:
+        arrays = arrays_of(*sizes, transpose_a, transpose_b)
+        mine = trained(block, B, *arrays)
+        assert products_of(block, B, *arrays) == sizes[0]
+        for one, other in zip(mine, trained(block, WITHOUT, *arrays)):
+            assert one.shape == other.shape
+            assert np.linalg.norm(one - other) <= 0.01 * np.linalg.norm(other)
+
+
+def test_values_that_bfloat16_holds_are_exact(monkeypatch):
+    monkeypatch.setattr(batched_products, "_LEAST", 1)
+    block = Product()
+    block.hybridize()
+    arrays = [nd.array(np.random.RandomState(k).randint(-2, 3, (2, 4, 4))) for k in range(2)]
+    for array in arrays:
+        array.attach_grad()
+    with amp.autocast(policy=B), autograd.record():
+        out = block(*arrays)
+    out.backward()
+    a, b = (array.asnumpy() for array in arrays)
+    np.testing.assert_array_equal(out.asnumpy(), a @ b)
+    np.testing.assert_array_equal(arrays[0].grad.asnumpy(), np.ones((2, 4, 4)) @ b.swapaxes(1, 2))
+    np.testing.assert_array_equal(arrays[1].grad.asnumpy(), a.swapaxes(1, 2) @ np.ones((2, 4, 4)))
+
+
+@pytest.mark.parametrize("columns, count", [(127, 0), (128, 2)])
+def test_only_large_products_are_replaced(columns, count):
+    block = Product()
+    block.hybridize()
+    arrays = arrays_of(2, 256, 256, columns)
+    trained(block, B, *arrays)
+    assert products_of(block, B, *arrays) == count
+    assert products_of(block, B.override(fp32=["batch_dot"]), *arrays) == 0
+    assert products_of(block, B.override(fp32=["FullyConnected"]), *arrays) == 0
+    with amp.autocast(policy=B):
+        assert "batch_dot" in operators_of(block._cached_op.graph_of(arrays)[0])
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_product(poison, monkeypatch):
+    monkeypatch.setattr(batched_products, "_LEAST", 1)
+    block = Product()
+    block.hybridize()
+    a, b = arrays_of(3, 8, 8, 8)
+    a[1, 2, 3] = poison
+    for one, other in zip(trained(block, B, a, b), trained(block, WITHOUT, a, b)):
+        np.testing.assert_array_equal(np.isfinite(one), np.isfinite(other))
