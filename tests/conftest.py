@@ -5,6 +5,7 @@ import os
 import random
 import zlib
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before MXNet is imported, which reads it once: the workers share the cores.
@@ -138,6 +139,7 @@ def clean():
     amp.shutdown()
     _logged.speed.clear()
     _logged.executors = False
+    _logged.eager_calls = WeakKeyDictionary()
     mx.nd.waitall()
     mx.npx.reset_np()
     gc.collect(1)

@@ -2,8 +2,12 @@
 
 import logging
 from typing import Optional, Set, Tuple
+from weakref import WeakKeyDictionary
+
+from mxnet.gluon import HybridBlock
 
 from ..framework import machine
+from ..policy.active import current_policy
 from ..policy.policy import Policy
 
 __all__ = [
@@ -11,6 +15,7 @@ __all__ = [
     "announce_float32",
     "announce_off",
     "announce_unscaled_executors",
+    "hint_to_hybridize",
     "warn_of_model_in_float16",
     "warn_of_speed",
 ]
@@ -38,6 +43,14 @@ UNSCALED_EXECUTORS = (
     "needs. Bind with grad_req='null' for inference. To train in float16, decorate the optimizer "
     "of a Module before it is bound, use Gluon, or bfloat16, which needs no scale"
 )
+NOT_HYBRIDIZED = (
+    "block %r runs in bfloat16 but is not hybridized: call its hybridize(). Only graphs get the "
+    "full speed of bfloat16 on CPUs. This line is logged once"
+)
+# The first calls may only initialize parameters. Few layers gain little.
+_CALLS, _WEIGHTS = 3, 3
+#: The target and the device that graphs are tuned for.
+_TUNED = ("bfloat16", "cpu")
 IN_CODE = "give 'bfloat16' in place of 'auto'"
 
 
@@ -48,6 +61,8 @@ class _LoggedLines:
         self.on: Optional[Tuple[str, str]] = None  #: dtype and device; None after "off"
         self.speed: Set[Tuple[str, str]] = set()
         self.executors = False
+        #: The eager calls of each block in bfloat16; None once the hint to hybridize is given.
+        self.eager_calls: Optional[WeakKeyDictionary[HybridBlock, int]] = WeakKeyDictionary()
 
 
 #: Global, since the process has one log.
@@ -98,6 +113,20 @@ def announce_unscaled_executors() -> None:
     if not _logged.executors:
         _logged.executors = True
         logger.warning(UNSCALED_EXECUTORS)
+
+
+def hint_to_hybridize(block: HybridBlock) -> None:
+    """Count an eager call; log once that a block of several layers runs in bfloat16 eagerly."""
+    policy, calls = current_policy(), _logged.eager_calls
+    if calls is None or policy is None or (policy.target_dtype, policy.device) != _TUNED:
+        return
+    calls[block] = calls.get(block, 0) + 1
+    if calls[block] != _CALLS or not (policy.lowers and machine.computes_bfloat16()):
+        return
+    shapes = [parameter.shape for parameter in block.collect_params().values()]
+    if sum(len(shape or ()) > 1 for shape in shapes) >= _WEIGHTS:
+        _logged.eager_calls = None
+        logger.warning(NOT_HYBRIDIZED, block.name)
 
 
 def _warn_of_speed(policy: Policy) -> None:
