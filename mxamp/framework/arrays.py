@@ -1,8 +1,9 @@
 """MXNet's arrays: dtype, device, memory, and casts between float dtypes."""
 
 import ctypes
+import threading
 from functools import lru_cache
-from typing import Any, Callable, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "count_holders",
     "invoke",
     "kind_code",
+    "leaf_casts",
     "map_arrays",
     "on_device",
     "plain_array",
@@ -104,14 +106,63 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
             return cast(cast(array, "float32", is_np_op), dtype, is_np_op)
         operator = _CAST
     bfloat16 = _BFLOAT16 in (code, DTYPE_CODES[dtype])
-    if bfloat16 and _is_leaf(array):
+    leaf, memory = (array if bfloat16 and _is_leaf(array) else None), None
+    if leaf is not None:
         # amp_cast's gradient forgets grad_req="add" in bfloat16; the view in between keeps it.
-        array = _recorded_view(array)
+        array, memory = _recorded_view(leaf), leaf_casts.memory(leaf, dtype)
     if mx.util.is_np_shape() and array.size <= (1 if bfloat16 else 0):
         # On GPUs amp_cast fails on empty arrays (an empty grid). oneDNN, which casts bfloat16,
         # fails on empty and 0-d arrays.
         operator = _CAST
-    return invoke(operator, [array], ["dtype"], [dtype], None, is_np_op, False)
+    result = invoke(operator, [array], ["dtype"], [dtype], memory, is_np_op, False)
+    if leaf is not None:
+        leaf_casts.keep(leaf, dtype, result)
+    return result
+
+
+class _LeafCasts(threading.local):
+    """The memory of the casts of leaves, in each thread, until its `autograd.record()` ends.
+
+    Autograd keeps the casts that operators have read, once for each use of a weight. So all casts
+    of a leaf share the memory of the first. Each of them writes it: an operator reads the current
+    values of the leaf. The backward pass reads the values of the last cast, where float32's reads
+    the leaf itself. Each cast has a gradient of its own, and they are summed in float32.
+    """
+
+    def __init__(self) -> None:
+        self._scope: Any = None  #: the scope whose end frees the casts; None: nothing is kept
+        self._casts: Dict[Tuple[int, str], Tuple[NDArray, NDArray]] = {}
+
+    def begin(self, scope: Any) -> None:
+        """Keep casts until `scope` ends, if it is the first that records."""
+        if self._scope is None and autograd.is_recording():
+            self._scope = scope
+
+    def end(self, scope: Any) -> None:
+        """Free the casts if `scope` began to keep them."""
+        if self._scope is scope:
+            self._scope = None
+            self._casts.clear()
+
+    def memory(self, leaf: NDArray, dtype: str) -> Optional[NDArray]:
+        """Return an array over the memory of the leaf's casts to `dtype`; None for the first."""
+        if not self._keeps():
+            return None
+        _, cast_before = self._casts.get((leaf.handle.value, dtype), (leaf, None))
+        return None if cast_before is None else cast_before.detach()
+
+    def keep(self, leaf: NDArray, dtype: str, result: NDArray) -> None:
+        """Keep the memory of the leaf's first cast to `dtype`, and the leaf, for its handle."""
+        if self._keeps():
+            self._casts.setdefault((leaf.handle.value, dtype), (leaf, result.detach()))
+
+    def _keeps(self) -> bool:
+        """Return whether casts share memory: in inference, oneDNN changes a weight's layout."""
+        return self._scope is not None and autograd.is_training()
+
+
+#: Global, as autograd's own state of each thread is.
+leaf_casts = _LeafCasts()
 
 
 def float32_parts(array: NDArray) -> Iterator[Any]:

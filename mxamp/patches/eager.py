@@ -36,6 +36,8 @@ __all__ = [
     "decision_for",
     "build_asnumpy",
     "build_invoke",
+    "build_scope_enter",
+    "build_scope_exit",
     "build_tensordot",
     "updated_arrays",
 ]
@@ -220,6 +222,29 @@ def build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self)
 
     return asnumpy
+
+
+def build_scope_enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `__enter__` of autograd's scopes that begins to keep the casts of leaves."""
+
+    @functools.wraps(original)
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        result = original(self)
+        mx_arrays.leaf_casts.begin(self)
+        return result
+
+    return __enter__
+
+
+def build_scope_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `__exit__` of autograd's scopes that frees the casts of leaves."""
+
+    @functools.wraps(original)
+    def __exit__(self: Any, *error: Any) -> Any:  # noqa: N807
+        mx_arrays.leaf_casts.end(self)
+        return original(self, *error)
+
+    return __exit__
 
 
 # ---------------------------------------------------------------------- cached decisions

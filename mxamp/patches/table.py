@@ -131,6 +131,7 @@ HOROVOD_FUNCTIONS = (
 )  # fmt: skip
 
 _EAGER = "casts the inputs of eager calls, which all end in this function"
+_LEAVES = "the casts of a weight that is used several times share memory while autograd records"
 _MARKS = "autocast regions inside hybrid_forward hold in the graph"
 _SERVERS = "arrays of other dtypes crash the parameter servers, and the workers hang"
 _HOROVOD = "Horovod's own error names neither the dtype nor the array"
@@ -139,6 +140,8 @@ _HOROVOD = "Horovod's own error names neither the dtype nor the array"
 ALL = (
     *(Row(module, "_imperative_invoke", eager.build_invoke, _EAGER)
       for module in eager.INVOKE_MODULES),
+    Row(autograd._RecordingStateScope, "__enter__", eager.build_scope_enter, _LEAVES),
+    Row(autograd._RecordingStateScope, "__exit__", eager.build_scope_exit, _LEAVES),
     Row(_api_internal, "tensordot", eager.build_tensordot, "the only operator that bypasses it"),
     Row(NDArray, "asnumpy", eager.build_asnumpy, "plain MXNet returns bfloat16's raw bits"),
     Row(Symbol, "bind", symbolic.build_bind, "rewrites the graphs of executors"),
