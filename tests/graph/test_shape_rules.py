@@ -62,6 +62,17 @@ def test_dense_layers_of_few_rows_train_in_float32(rows, weight, low):
     assert ("fc" in kept(layer, shapes=shapes, training=True)) == (not low)
 
 
+@pytest.mark.parametrize("count, low", [(1, False), (15, False), (16, True), (20, True)])
+def test_layers_that_share_a_weight_train_in_bfloat16_if_they_are_many(count, low):
+    data, weight = mx.sym.var("data"), mx.sym.var("weight")
+    net = mx.sym.Group([
+        mx.sym.FullyConnected(data * k, weight, num_hidden=1024, no_bias=True, name=f"fc{k}")
+        for k in range(count)
+    ])  # fmt: skip
+    found = kept(net, shapes={"data": (8, 256)}, training=True)
+    assert len(found) == (0 if low else count)
+
+
 def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4096, name="fc")
 

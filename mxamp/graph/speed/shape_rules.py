@@ -63,6 +63,8 @@ NONE = Choices()
 # Dense layers in training gain with more rows than this, whatever the size of the weight.
 _MANY_ROWS = 256
 _WEIGHTS_A_ROW = 2**15
+# In training, layers that share a weight gain if there are as many (measured: 16 to 20).
+_UNROLLED = 16
 # In inference, casting a weight costs as much as multiplying it by this many rows saves.
 _ROWS_A_CAST = 24
 
@@ -231,7 +233,8 @@ def few_rows(site: Site) -> bool:
     """Return whether the weight of a dense layer is large for the number of rows.
 
     In training, the backward pass moves and casts the gradient of the weight. Measured: slower
-    with up to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096.
+    with up to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096. The layers of an unrolled
+    cell share one cast of the weight and of its gradient, and gain with any number of rows.
 
     In inference, casting the weight costs as much time as bfloat16 saves on about 23 rows, unless
     the weight is stored in bfloat16.
@@ -243,6 +246,8 @@ def few_rows(site: Site) -> bool:
     rows = data[0] if flatten else math.prod(data[:-1])
     if not site.training:
         return 0 < rows * site.uses <= _ROWS_A_CAST
+    if site.uses >= _UNROLLED:
+        return False
     return rows <= min(math.prod(weight) / _WEIGHTS_A_ROW, _MANY_ROWS)
 
 
