@@ -317,9 +317,9 @@ class _RuleBuilder:
         """Keep operators in float32 whose bfloat16 kernels came with a later MXNet."""
         for name, since in without_bfloat16().items():
             reason = f"its bfloat16 kernel came with MXNet {since}"
-            self._amend_rule(name, missing=reason, computes="float64")
+            self._amend_rule(name, missing=reason, computes="float64", by_shape=())
             if self.by_name[name].op_class == "low":
-                self._amend_rule(name, op_class="fp32", reason=reason, by_shape=())
+                self._amend_rule(name, op_class="fp32", reason=reason)
 
     def _add_rule(self, rule: Rule, where: str) -> None:
         """Add the rule of a new operator; raise if another table gave the operator a class."""

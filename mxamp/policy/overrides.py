@@ -145,6 +145,8 @@ def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
             result[name] = replace(
                 rule, op_class="fp32", reason=NOT_LOWERED, conditions=(), by_shape=()
             )
+        elif rule.by_shape:
+            result[name] = replace(rule, by_shape=_detour_rules(rule))
     unlisted = replace(UNLISTED, operator="Custom")
     custom = replace(result.get("Custom", unlisted), lowers_custom=False)
     result["Custom"] = custom.with_custom_operators(custom.by_op_type)

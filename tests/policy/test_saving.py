@@ -164,7 +164,7 @@ def test_a_file_is_for_one_kind_of_device(tmp_path):
         match=r'saved.toml: the list is for the cpu only \(device = "cpu"\), not for the gpu',
     ):
         Policy.load(path, device="gpu")
-    with pytest.raises(amp.ArgumentError, match="'cpu' or 'gpu', not 'tpu'"):
+    with pytest.raises(amp.ArgumentError, match="'cpu', 'gpu' or a Context, not 'tpu'"):
         Policy.load(path, device="tpu")
     assert Policy.load(saved(Policy.default("float16", "gpu"), tmp_path)).device == "gpu"
 

@@ -297,7 +297,7 @@ def test_wrong_arguments(change, words):
 def test_a_model_of_another_dtype_is_an_error(dtype):
     net, data = small()
     net.cast(dtype)
-    with pytest.raises(amp.ArgumentError, match=f"float32 model.* is {dtype}"):
+    with pytest.raises(amp.ArgumentError, match=f"must be in float32, .* is {dtype}"):
         tuned(net, data.astype(dtype))
 
 
