@@ -52,7 +52,10 @@ class TracedBlock:
     def __init__(self, block: HybridBlock, arguments: Tuple[Any, ...] = ()) -> None:
         self.inputs, self.symbol = block._cached_graph
         arrays = [array for array in _flatten(arguments, "input")[0] if array is not None]
-        self._example_dtypes = dict(zip([i.name for i in self.inputs], dtypes_of(arrays)))
+        names = [one.name for one in self.inputs]
+        self._example_dtypes = dict(zip(names, dtypes_of(arrays)))
+        #: The shapes of the call's arguments by input name.
+        self.example_shapes = {name: array.shape for name, array in zip(names, arrays)}
         self.formats = block._in_format, block._out_format
         used = set(self.symbol.list_inputs())
         self.params: Dict[str, Parameter] = {

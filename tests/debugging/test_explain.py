@@ -121,6 +121,16 @@ def test_reasons_say_why_this_precision():
     assert reasons["relu"] == "follows its bfloat16 inputs: act_type=relu"
 
 
+def test_shapes_of_the_example_decide():
+    net = mx.gluon.nn.Dense(1024, in_units=1024, prefix="wide_")
+    net.initialize()
+    policy = amp.Policy.default("bfloat16", "cpu")
+    for rows, precision in ((1, "float32"), (256, "bfloat16")):
+        example = mx.nd.ones((rows, 1024))
+        plan = amp.explain(net, policy=policy, example_inputs=example, mode="inference")
+        assert plan["wide_fwd"].precision == precision
+
+
 def test_float32_parts_of_a_substitution_name_it():
     data = mx.sym.var("data", shape=(64, 64))
     clip = mx.sym.clip(data, a_min=0, a_max=6, name="relu6")

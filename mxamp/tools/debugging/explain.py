@@ -280,7 +280,8 @@ def explain(
         active policy, and "converted" where `target_dtype` or `policy` is given.
     input_shapes : dict of str to tuple, optional
         Shapes of inputs, for "inference" and "training", where the precision of some operators
-        depends on them (a dense layer of few rows). By default those that the block has run on.
+        depends on them (a dense layer of few rows). By default those of `example_inputs`, else
+        those that the block has run on.
 
     Returns
     -------
@@ -299,7 +300,15 @@ def explain(
     if mode is not None and mode not in MODES:
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
     input_shapes = checked_shapes("input_shapes", input_shapes)
-    symbol, known_params = _symbol_and_params(model, params, example_inputs)
+    _check_model(model, params)
+    example_shapes: Mapping[str, Sequence[int]] = {}
+    if isinstance(model, HybridBlock):
+        traced = trace(model, example_inputs)
+        symbol, known_params = traced.symbol, traced.param_values()
+        input_dtypes, example_shapes = traced.input_dtypes(input_dtypes), traced.example_shapes
+    else:
+        symbol, used = model, set(model.list_inputs())
+        known_params = {name: array for name, array in (params or {}).items() if name in used}
     run = None
     if policy is None and target_dtype is None:
         policy = current_policy()
@@ -317,7 +326,7 @@ def explain(
         check_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in known_params.items()}
     if mode != "converted":
-        shapes.update({**(run.shapes if run is not None else {}), **input_shapes})
+        shapes.update({**(run.shapes if run is not None else {}), **example_shapes, **input_shapes})
     held_dtypes = {name: array.dtype for name, array in known_params.items()}
     if run is not None:
         input_dtypes = {**run.dtypes, **(input_dtypes or {})}
@@ -348,21 +357,17 @@ def _last_graph(model: Any, policy: Optional[Policy]) -> Optional[LastGraph]:
     return op.last_graph(policy) if isinstance(op, PolicyCachedOp) and not converted else None
 
 
-def _symbol_and_params(
-    model: Any, params: Optional[Mapping[str, NDArray]], example_inputs: Examples
-) -> Tuple[Symbol, Dict[str, NDArray]]:
-    """Return a model's symbol and its known parameters by name; raise if it is no model."""
-    if isinstance(model, HybridBlock) and params is not None:
-        raise ArgumentError("params are for a Symbol, and a block has its own: leave params out")
-    if isinstance(model, Symbol):
-        if not isinstance(params, (Mapping, type(None))):
-            raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
-        used = set(model.list_inputs())
-        return model, {name: array for name, array in (params or {}).items() if name in used}
-    if not isinstance(model, HybridBlock):
+def _check_model(model: Any, params: Any) -> None:
+    """Raise `ArgumentError` unless a model is a block, or a symbol with parameters by name."""
+    if isinstance(model, HybridBlock):
+        if params is not None:
+            raise ArgumentError(
+                "params are for a Symbol, and a block has its own: leave params out"
+            )
+    elif not isinstance(model, Symbol):
         raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {shown(model)}")
-    traced = trace(model, example_inputs)
-    return traced.symbol, traced.param_values()
+    elif not isinstance(params, (Mapping, type(None))):
+        raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
 
 
 def _make_plan(
