@@ -125,11 +125,14 @@ def _gpu_count() -> int:
 
 
 def threads() -> int:
-    """Return the number of threads that MXNet's kernels may use."""
-    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    """Return how many threads one of MXNet's CPU kernels uses (1.9.1, src/engine/openmp.cc)."""
+    most, limit = (os.environ.get(n, "") for n in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
+    if most.isdigit() and int(most):
+        return int(most)
     if limit.isdigit() and int(limit):
-        return int(limit)
-    return processors()
+        return min(int(limit), processors())
+    x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
+    return max(processors() // 2, 1) if x86 else processors()
 
 
 def processors() -> int:

@@ -10,6 +10,7 @@ import pytest
 
 import mxamp as amp
 from helpers import ROOT
+from mxamp.framework import machine
 from mxamp.framework.compat import BROKEN
 from mxamp.tools.doctor import collect as module
 from mxamp.tools.doctor import probe as inner
@@ -17,7 +18,6 @@ from mxamp.tools.doctor.collect import (
     collect,
     cpu_quota,
     failure_reason,
-    kernel_threads,
     probe,
     query_gpus,
 )
@@ -71,13 +71,19 @@ def test_the_quota_of_a_container(tmp_path, files, quota):
     assert cpu_quota(tmp_path) == quota
 
 
-@pytest.mark.parametrize("machine, threads", [("x86_64", [4, 1]), ("aarch64", [8, 1])])
-def test_threads_of_a_kernel(monkeypatch, machine, threads):
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    assert [kernel_threads({}, processors) for processors in (8, 1)] == threads
-    assert kernel_threads({"OMP_NUM_THREADS": "2", "MXNET_OMP_MAX_THREADS": "3"}, 8) == 2
-    assert kernel_threads({"MXNET_OMP_MAX_THREADS": "3"}, 8) == 3
-    assert kernel_threads({"OMP_NUM_THREADS": "4,2"}, 8) == threads[0]
+@pytest.mark.parametrize("processor, threads", [("x86_64", [4, 1]), ("aarch64", [8, 1])])
+def test_threads_of_a_kernel(monkeypatch, processor, threads):
+    def found(processors, **variables):
+        monkeypatch.setattr(machine, "processors", lambda: processors)
+        for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
+            monkeypatch.setenv(name, variables.get(name, ""))
+        return machine.threads()
+
+    monkeypatch.setattr("platform.machine", lambda: processor)
+    assert [found(processors) for processors in (8, 1)] == threads
+    assert found(8, OMP_NUM_THREADS="2", MXNET_OMP_MAX_THREADS="3") == 2
+    assert found(8, MXNET_OMP_MAX_THREADS="3") == 3
+    assert found(8, OMP_NUM_THREADS="4,2") == threads[0]
 
 
 @pytest.mark.parametrize(

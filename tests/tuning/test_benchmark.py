@@ -196,6 +196,7 @@ def able(monkeypatch):
          "bfloat16 trains this model as fast as float32, and runs it 0.80 to 1.40 times as fast, "
          "too noisy to tell."),
         (((0.5, 0.6), (0.9, 0.95)), "Stay in float32 for this model"),
+        (((1.7, 1.9), (0.9, 0.95)), "0.93 times as fast. Run inference in float32: `with amp.autocast(enabled=False)`"),
     ],
 )  # fmt: skip
 def test_the_sentence(able, speeds, said):

@@ -20,7 +20,7 @@ from ...framework.compat import BROKEN
 from ...framework.cuda import missing_libraries
 from .facts import Build, Cpu, Facts, Gpu, Speed, without_folders
 
-__all__ = ["collect", "cpu_quota", "failure_reason", "kernel_threads", "probe", "query_gpus"]
+__all__ = ["collect", "cpu_quota", "failure_reason", "probe", "query_gpus"]
 
 #: Seconds: nvidia-smi may hang on a broken driver.
 _GPU_SECONDS = 10
@@ -149,20 +149,9 @@ def _collect_cpu() -> Cpu:
         processors=processors,
         physical=math.ceil(processors / machine.threads_per_core()),
         quota=cpu_quota(),
-        threads=kernel_threads(os.environ, processors),
+        threads=machine.threads(),
         virtual="hypervisor" in machine.cpu_flags(),
     )
-
-
-def kernel_threads(environ: Mapping[str, str], processors: int) -> int:
-    """Return how many threads an MXNet CPU kernel uses (MXNet 1.9.1, src/engine/openmp.cc)."""
-    threads, limit = (environ.get(n, "") for n in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
-    if threads.isdigit() and int(threads):
-        return int(threads)
-    if limit.isdigit() and int(limit):
-        return min(int(limit), processors)
-    x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-    return max(processors // 2, 1) if x86 else processors
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> Optional[float]:

@@ -50,6 +50,10 @@ DOES_NOT_RUN = (
 )
 EAGER_IS_SLOW = "Hybridize first: eager, {task} in {dtype} takes {times:.2g} times as long."
 NOT_PAID = "Stay in float32 for this model, or let mxamp.tune look for a faster form of it."
+INFERENCE_NOT_PAID = (
+    "Run inference in float32: `with amp.autocast(enabled=False)`. mxamp.tune looks for a form "
+    "that is faster."
+)
 NO_INSTRUCTIONS = "This machine has no bfloat16 instructions."
 NOT_HYBRID = "It was timed eager only: it can't be hybridized."
 EMULATED = "float16 on a CPU is for trying and testing, and never fast."
@@ -107,6 +111,8 @@ class Benchmark(Result):
             said.append(NOT_HYBRID)
         if all(timing.quartiles[1] < 1 for timing in best.values()):
             return " ".join([*said, NOT_PAID])
+        if INFERENCE in best and best[INFERENCE].quartiles[1] < 1:
+            said.append(INFERENCE_NOT_PAID)
         for eager in self.timings:
             times = eager.low_ms / best[eager.task].low_ms
             if times > _SLOWER:
