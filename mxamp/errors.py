@@ -54,9 +54,13 @@ def unknown(
     unknown operator 'Convolutoin'; the closest is 'Convolution'
     >>> print(unknown("input", "x", ["data", "mask"]))
     unknown input 'x'; there are 'data', 'mask'
+    >>> print(unknown("operator name", "conv0", ["net0_conv0", "net0_conv1"]))
+    unknown operator name 'conv0'; the closest is 'net0_conv0'
     """
     known = list(dict.fromkeys(candidates))
-    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    # Gluon puts the names of blocks before those of operators.
+    close = [one for one in known if one.endswith(f"_{name}")][:3]
+    close = close or difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     found = ""
     if close:
         found = f"; the closest {'is' if len(close) == 1 else 'are'} " + ", ".join(map(repr, close))

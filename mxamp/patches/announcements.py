@@ -32,7 +32,7 @@ SLOW = (
 )
 ONLY_TRUE = (
     "float16 on a CPU is for trying and testing: it rounds values to true half precision, but most "
-    "models run 10 to 25 times slower than in float32. %s"
+    "convolutional nets run 10 to 25 times slower than in float32. %s"
 )
 FOR_GPUS = ". For GPUs give `policy=Policy.default('float16', 'gpu')`"
 STAYS_OFF = (

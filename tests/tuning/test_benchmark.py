@@ -63,7 +63,10 @@ def test_it_times_training_and_inference_in_both_modes(clock):
     assert "bfloat16 trains this model 2 times as fast as float32, and runs it as fast" in str(
         found
     )
-    assert "Hybridize first: eager, training in bfloat16 takes 4 times as long." in found.summary()
+    assert (
+        "Hybridize first: eager, training in bfloat16 takes 4 times as long as hybridized."
+        in found.summary()
+    )
     assert found.to_dict()["timings"][0]["mode"] == "eager"
 
 
@@ -168,6 +171,11 @@ def test_a_symbol_block_always_runs_its_graph(tmp_path):
         block = gluon.SymbolBlock.imports(files[0], ["data"], files[1])
     found = benchmarked(block, data)
     assert {t.mode for t in found.timings} == {"hybridized"}
+
+
+def test_a_budget_that_is_too_short_is_told(caplog):
+    benchmarked(*small_net())
+    assert "at least 5 rounds, which takes about" in caplog.text
 
 
 # ---------------------------------------------------------------------- the sentence

@@ -168,7 +168,7 @@ def _check_threads(facts: Facts) -> Iterator[Finding]:
             f"MXNet's kernels use {cpu.threads} of {cores} cores: by default MXNet starts a thread "
             "for every second processor, as if each core had two"
         )
-        yield Finding("few_threads", "note", what, advice)
+        yield Finding("few_threads", "note", what, f"{advice}, if nothing else runs on them")
 
 
 def _check_bfloat16(facts: Facts) -> Iterator[Finding]:

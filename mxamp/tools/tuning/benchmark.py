@@ -48,12 +48,15 @@ DOES_NOT_RUN = (
     "block {name!r} does not run on this batch: {why}. A batch holds the arguments of one call "
     "and, with a loss, the label as its last element"
 )
-EAGER_IS_SLOW = "Hybridize first: eager, {task} in {dtype} takes {times:.2g} times as long."
+EAGER_IS_SLOW = (
+    "Hybridize first: eager, {task} in {dtype} takes {times:.2g} times as long as hybridized."
+)
 NOT_PAID = "Stay in float32 for this model, or let mxamp.tune look for a faster form of it."
 INFERENCE_NOT_PAID = (
     "Run inference in float32: `with amp.autocast(enabled=False)`. mxamp.tune looks for a form "
     "that is faster."
 )
+BEYOND_BUDGET = "benchmark times at least %d rounds, which takes about %.0f s here"
 NO_INSTRUCTIONS = "This machine has no bfloat16 instructions."
 NOT_HYBRID = "It was timed eager only: it can't be hybridized."
 EMULATED = "float16 on a CPU is for trying and testing, and never fast."
@@ -315,7 +318,11 @@ def _time_in_turns(pairs: Sequence[_Pair], deadline: Deadline) -> int:
         while rounds < _MOST:
             if rounds >= _LEAST:
                 deadline.check(deadline.spent / (rounds + 1))
+            before = deadline.spent
             for pair in pairs:
                 pair.run_round()
             rounds += 1
+            needed = _LEAST * (deadline.spent - before)
+            if rounds == 1 and needed > deadline.seconds:
+                logger.warning(BEYOND_BUDGET, _LEAST, needed)
     return rounds
