@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
@@ -215,6 +216,7 @@ def random_inputs(
 ) -> Dict[str, NDArray]:
     """Return random values for the inputs of a model: normal floats, integers 0 and 1.
 
+    Inputs that an Embedding reads are indices into its table, whatever their dtype.
     `shapes` and `dtypes` are by name; float32 is the default. Shapes that follow from the others,
     such as those of labels, may be left out.
     """
@@ -230,18 +232,37 @@ def random_inputs(
     unknown = [name for name in names if name not in found]
     if unknown:
         raise ArgumentError(NO_SHAPES.format(inputs=", ".join(unknown)))
-    random = np.random.RandomState(seed)
+    random, sizes = np.random.RandomState(seed), _table_sizes(symbol)
     return {
-        name: _random_array(random, found[name], checked_dtype(name, dtypes.get(name, "float32")))
+        name: _random_array(
+            random,
+            found[name],
+            checked_dtype(name, dtypes.get(name, "float32")),
+            sizes.get(name),
+        )
         for name in names
     }
 
 
-def _random_array(random: np.random.RandomState, shape: Sequence[int], dtype: str) -> NDArray:
-    """Return an array of normal values, or of 0 and 1 if `dtype` is no float."""
+def _table_sizes(symbol: Symbol) -> Dict[str, int]:
+    """Return the number of rows of the smallest table that each input of an Embedding indexes."""
+    graph = Graph.from_symbol(symbol)
+    sizes: Dict[str, int] = {}
+    for node in graph.nodes:
+        if node.operator == "Embedding":
+            name = graph.nodes[node.inputs[0][0]].name
+            sizes[name] = min(int(node.attrs["input_dim"]), sizes.get(name, sys.maxsize))
+    return sizes
+
+
+def _random_array(
+    random: np.random.RandomState, shape: Sequence[int], dtype: str, rows: Optional[int]
+) -> NDArray:
+    """Return an array of indices below `rows`, of normal values, or of 0 and 1 if no float."""
     if "float" not in dtype:
-        return nd.array(random.randint(0, 2, shape), dtype=dtype)  # fits any table or label
-    values = nd.array(random.randn(*shape), dtype="float32")
+        return nd.array(random.randint(0, rows or 2, shape), dtype=dtype)  # 0 and 1 fit any label
+    drawn = random.randint(0, rows, shape) if rows else random.randn(*shape)
+    values = nd.array(drawn, dtype="float32")
     return values if dtype == "float32" else cast(values, dtype)
 
 

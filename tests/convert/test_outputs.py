@@ -57,6 +57,18 @@ def test_the_worst_pair_is_not_pooled_away():
         distance.add("other", np.ones(2), np.ones(3))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64"])
+def test_random_inputs_of_embeddings_are_indices(dtype):
+    words = mx.sym.Embedding(mx.sym.var("words"), input_dim=7, output_dim=2, name="table")
+    scores = mx.sym.broadcast_mul(words, mx.sym.var("scores"))
+    model = scores, {"table_weight": mx.nd.ones((7, 2))}, {}
+    shapes = {"words": (50, 4), "scores": (50, 4, 1)}
+    found = amp.random_inputs(model, shapes, {"words": dtype})
+    drawn = found["words"].astype("float32").asnumpy()
+    assert sorted({*drawn.ravel()}) == [0, 1, 2, 3, 4, 5, 6]
+    assert found["scores"].asnumpy().min() < 0
+
+
 def test_random_inputs():
     symbol, args, _ = triple()
     labelled = mx.sym.SoftmaxOutput(symbol, name="softmax"), args, {}
