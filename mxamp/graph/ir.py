@@ -126,7 +126,7 @@ class Node:
         self.is_variable = self.op == "null"
         self.operator = self.op if self.is_variable else resolve(self.op).name
 
-    @property
+    @cached_property
     def call(self) -> Tuple[Any, ...]:
         """The operator and its attributes without hidden ones: a key that equal calls share."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
@@ -145,7 +145,7 @@ class Node:
         data: Dict[str, Any] = {"op": self.op, "name": self.name}
         if self.attrs:
             data["attrs"] = self.attrs
-        data["inputs"] = [(node, output, 0) for node, output in self.inputs]
+        data["inputs"] = self.inputs
         if self.subgraphs:
             data["subgraphs"] = [graph.to_json() for graph in self.subgraphs]
         if self.control_deps:
@@ -191,15 +191,11 @@ class Graph:
         return cls(nodes, heads, dict(data.get("attrs", {})))
 
     def to_json(self) -> Dict[str, Any]:
-        """Return the graph as a dict in the format of a symbol's JSON."""
-        ends = [0]
-        for node in self.nodes:
-            ends.append(ends[-1] + node.num_outputs)
+        """Return the graph as a dict in the format of a symbol's JSON, without optional fields."""
         return {
             "nodes": [node.to_json() for node in self.nodes],
             "arg_nodes": [i for i, node in enumerate(self.nodes) if node.is_variable],
-            "node_row_ptr": ends,
-            "heads": [[node, output, 0] for node, output in self.heads],
+            "heads": self.heads,
             **({"attrs": self.attrs} if self.attrs else {}),
         }
 

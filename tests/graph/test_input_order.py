@@ -27,6 +27,14 @@ def test_the_symbol_lists_its_inputs_in_reverse(symbol):
     assert reversed_.list_outputs() == symbol.list_outputs()
 
 
+def test_only_inputs_lose_their_attributes():
+    with mx.AttrScope(__kept__="yes"):
+        symbol = mx.sym.FullyConnected(mx.sym.var("x", shape=(2, 3)), num_hidden=1)
+    reversed_ = with_reversed_inputs(Graph.from_symbol(symbol))
+    attrs = [node.attrs for node in reversed_.nodes]
+    assert attrs == [{}, {}, {}, {"__kept__": "yes", "num_hidden": "1"}]
+
+
 def test_the_graph_given_is_left_alone():
     graph = Graph.from_symbol(layers())
     before = graph.to_json()

@@ -474,7 +474,10 @@ def runnable_symbol(graph: Graph, symbol_class: Type[Symbol], inputs: Sequence[s
 
 
 def with_reversed_inputs(graph: Graph) -> Graph:
-    """Return an equal graph whose symbol lists its inputs in reverse, to free gradients early.
+    """Return a graph whose symbol lists its inputs in reverse, to free gradients early.
+
+    It is equal to `graph` but for the attributes of its inputs, such as initializers. A cached op
+    reads none of them, and MXNet's JSON reader takes a third of its time for them.
 
     MXNet plans the backward pass by a walk from the gradients, in the order of the inputs. The
     gradient of the first layer's weight needs the whole pass. If it comes first, the half-precision
@@ -487,9 +490,10 @@ def with_reversed_inputs(graph: Graph) -> Graph:
     inputs = [i for i, node in enumerate(graph.nodes) if node.is_variable]
     operators = [i for i, node in enumerate(graph.nodes) if not node.is_variable]
     places = {old: new for new, old in enumerate([*reversed(inputs), *operators])}
-    nodes = [
+    nodes = [Node("null", graph.nodes[old].name) for old in reversed(inputs)]
+    nodes += [
         graph.nodes[old].with_inputs([(places[i], k) for i, k in graph.nodes[old].inputs])
-        for old in places
+        for old in operators
     ]
     if len(inputs) > 1:
         last = len(inputs) - 1

@@ -159,8 +159,7 @@ def _kept_reasons(
         if reason is not None:
             kept[i] = reason
         blocked[i, 0] = reason is None and (
-            bool(lifted_rules)
-            or has_blocked_output(replace(site, node=running[i]), rule.op_class, blocked)
+            bool(lifted_rules) or has_blocked_output(site, running[i], rule.op_class, blocked)
         )
     return kept
 
@@ -181,7 +180,8 @@ def _reason_to_keep(site: Site, rule: Rule, lifted_rules: AbstractSet[str]) -> O
     The rules named in `lifted_rules` are left out.
     """
     for one in reversed(rule.by_shape):
-        if one.name not in lifted_rules and RULES[one.name](replace(site, limit=one.limit)):
+        site.limit = one.limit
+        if one.name not in lifted_rules and RULES[one.name](site):
             return one.reason
     return None
 

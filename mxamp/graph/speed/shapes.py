@@ -83,18 +83,20 @@ def has_blocked_kernel(site: Site, counts: Tuple[int, int]) -> bool:
     return (read % BLOCK == 0 or read == COLORS + 1) and written % BLOCK == 0
 
 
-def has_blocked_output(site: Site, op_class: str, blocked: Mapping[Output, bool]) -> bool:
+def has_blocked_output(
+    site: Site, running: Node, op_class: str, blocked: Mapping[Output, bool]
+) -> bool:
     """Return whether an operator that may compute in bfloat16 has a blocked output then.
 
-    `blocked` holds which outputs before it are blocked.
+    `running` is the node of the site, or the single operator that replaces it. `blocked` holds
+    which outputs before it are blocked.
     """
-    operator = site.node.operator
-    if operator in CONVOLUTIONS:
+    if running.operator in CONVOLUTIONS:
         found = channel_counts(site)
         return op_class == "low" and (found is None or has_blocked_kernel(site, found))
-    if not _keeps_layout(site.node) or site.node.attrs.get("dim", "1") != "1":
+    if not _keeps_layout(running) or running.attrs.get("dim", "1") != "1":
         return False
-    tensors = site.node.inputs[:1] if operator in NORMS else site.node.inputs
+    tensors = running.inputs[:1] if running.operator in NORMS else running.inputs
     return all(blocked.get(output, False) for output in tensors)
 
 
@@ -189,9 +191,12 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Froze
             continue
         if any(source in giving for source, _ in node.inputs):
             readers.add(i)
+        product = _is_volume_product(node)
+        if not (product or i in readers):
+            continue
         inside = policy_for_node(policy, node.attrs, usage.off)
-        product = _is_volume_product(node) and not inside.rule(node.operator).missing
-        if product or (i in readers and _keeps_volume_layout(node, inside)):
+        keeps = i in readers and _keeps_volume_layout(node, inside)
+        if keeps or (product and not inside.rule(node.operator).missing):
             giving.add(i)
     return frozenset(readers)
 
@@ -212,10 +217,14 @@ def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> 
         sources = [source for source, _ in node.inputs if source in volumes]
         if views.intersection(sources):
             readers.add(i)
+        if _is_volume_product(node):
+            volumes.add(i)
+        if not sources:
+            continue
         rule = policy_for_node(policy, node.attrs, usage.off).rule(node.operator)
-        if sources and rule.has_shape_rule("volume_views"):
+        if rule.has_shape_rule("volume_views"):
             views.add(i)
-        if _is_volume_product(node) or (sources and rule.op_class != "low"):
+        if rule.op_class != "low":
             volumes.add(i)
     return frozenset(readers)
 
