@@ -17,8 +17,8 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 
-from ..framework.arrays import flat_view, plain_array
-from ..framework.machine import device_kind, dtype_name
+from ..framework.arrays import dtype_of, flat_view, plain_array
+from ..framework.machine import device_kind
 from ..policy.active import suspended
 
 __all__ = ["all_finite", "build_clip_global_norm", "multiply", "square_sum", "unscale"]
@@ -44,7 +44,7 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
     Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
     """
     on_gpu, on_cpu = _split_by_device(arrays)
-    with autograd.pause(), suspended():
+    with autograd.pause(), suspended(), np.errstate(all="ignore"):
         # Runs while the CPU checks its own arrays.
         pending = [mx.nd.multi_all_finite(*g, num_arrays=len(g)) for g in _batches(on_gpu)]
         return all(map(_is_finite, on_cpu)) and bool(_to_numpy(pending).all())
@@ -70,7 +70,7 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
     with autograd.pause(), suspended():
         for i in range(len(arrays)):
             # MXNet casts the factor to the array's dtype, and float16 rounds small ones to 0.
-            left, small = factor, dtype_name(arrays[i].dtype) == "float16"
+            left, small = factor, dtype_of(arrays[i]) == "float16"
             while small and 0 < abs(left) < _LEAST_NORMAL:
                 arrays[i].__imul__(_LEAST_NORMAL)
                 left /= _LEAST_NORMAL
@@ -116,7 +116,7 @@ def _multiply_and_check(array: NDArray, factor: Any) -> bool:
 
 def _square_sum_on_cpu(array: NDArray) -> float:
     """Return the sum of the squares of an array's elements, summed in float64 on overflow."""
-    dtype = dtype_name(array.dtype)
+    dtype = dtype_of(array)
     if dtype == "bfloat16":
         values = (flat_view(array, np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
@@ -131,24 +131,26 @@ def _square_sum_on_cpu(array: NDArray) -> float:
 def _split_by_device(arrays: Sequence[NDArray]) -> Tuple[List[NDArray], List[NDArray]]:
     """Return nonempty arrays as dense `mx.nd` arrays, in two lists: on GPUs and on CPUs."""
     dense = [array.data if isinstance(array, RowSparseNDArray) else array for array in arrays]
-    plain = [plain_array(array) for array in dense if array.size]
-    on_gpu = [array for array in plain if device_kind(array.context) == "gpu"]
-    on_cpu = [array for array in plain if device_kind(array.context) == "cpu"]
+    on_gpu: List[NDArray] = []
+    on_cpu: List[NDArray] = []
+    for array in dense:
+        if array.size:
+            listed = on_cpu if device_kind(array.context) == "cpu" else on_gpu
+            listed.append(plain_array(array))
     # multi_all_finite and multi_sum_sq infer no shape of a 0-d array.
     return [array if array.ndim else array.reshape((1,)) for array in on_gpu], on_cpu
 
 
 def _is_finite(array: NDArray) -> bool:
     """Return whether all elements of a CPU array are finite."""
-    dtype = dtype_name(array.dtype)
+    dtype = dtype_of(array)
     if dtype in _EXPONENT:
         bits = flat_view(array, np.uint16)
         return bool((bits & _EXPONENT[dtype]).max() != _EXPONENT[dtype])
     if dtype not in _REAL:
         return True
     values = flat_view(array, _REAL[dtype])
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(np.dot(values, values))) or bool(np.isfinite(values).all())
+    return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
 
 
 def _to_numpy(arrays: Sequence[NDArray]) -> Any:
@@ -163,7 +165,7 @@ def _batches(arrays: Sequence[NDArray]) -> Iterator[List[NDArray]]:
     """Yield the arrays in lists of one device and dtype, as long as one operator call takes."""
     groups: Dict[Any, List[NDArray]] = {}
     for array in arrays:
-        groups.setdefault((array.context, dtype_name(array.dtype)), []).append(array)
+        groups.setdefault((array.context, dtype_of(array)), []).append(array)
     for group in groups.values():
         for start in range(0, len(group), _CHUNK):
             yield group[start : start + _CHUNK]
@@ -178,7 +180,7 @@ def build_clip_global_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def clip_global_norm(arrays: Any, max_norm: float, check_isfinite: bool = True) -> Any:
-        if not any(dtype_name(array.dtype) in _EXPONENT for array in arrays):
+        if not any(dtype_of(array) in _EXPONENT for array in arrays):
             with suspended():
                 return original(arrays, max_norm, check_isfinite)
         norm = math.sqrt(square_sum(arrays))

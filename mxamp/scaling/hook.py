@@ -42,9 +42,8 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import LBSGD
 
 from ..errors import StateError
-from ..framework.arrays import as_float
+from ..framework.arrays import as_float, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.machine import dtype_name
 from ..framework.tables import html_table
 from ..framework.versions import has_feature
 from ..framework.wording import counted, shortened
@@ -366,7 +365,7 @@ class TrainerHook:
         fresh = fresh_gradients(params, stale) if self._checks_gradients else []
         arrays = [gradient for _, of_one in fresh for gradient in of_one]
         # A script may have hidden an overflow since, for example by clipping element by element.
-        hidden = any(self._has_overflown(param) for param, _ in fresh)
+        hidden = bool(pending.overflown) and any(self._has_overflown(p) for p, _ in fresh)
         finite = not hidden and all_finite(arrays)
         if finite and stage is Stage.SCALED:
             unscale_update(optimizer, arrays, scale)
@@ -497,7 +496,7 @@ def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -
     MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Optimizers
     that may not do so, or read gradients before, get gradients that are divided here.
     """
-    dtypes = {dtype_name(gradient.dtype) for gradient in gradients}
+    dtypes = set(map(dtype_of, gradients))
     # LBSGD sums unrescaled gradients over steps, and takes its warm-up from their norm. In float16
     # MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
     underflows = "float16" in dtypes and not optimizer.multi_precision

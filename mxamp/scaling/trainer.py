@@ -14,10 +14,9 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
-from ..framework.arrays import map_arrays
+from ..framework.arrays import dtype_of, map_arrays
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
-from ..framework.machine import dtype_name
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import pop_scaler_state
@@ -413,6 +412,6 @@ def _raise_no_loss(value: Any) -> Any:
 
 def scaled_loss(loss: NDArray, scale: float) -> NDArray:
     """Return a loss times `scale`; a half-precision loss becomes float32."""
-    if dtype_name(loss.dtype) not in ("float32", "float64"):
+    if dtype_of(loss) not in ("float32", "float64"):
         loss = loss.astype("float32")  # 65504 is float16's largest number
     return loss * scale if scale != 1 else loss

@@ -5,6 +5,7 @@ from mxnet.gluon import nn
 
 from helpers import down, kind, randn, values
 from mxamp.framework import arrays
+from mxamp.framework.machine import DTYPE_CODES, dtype_name
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (), (1,), (3,)])
@@ -18,6 +19,12 @@ def test_empty_arrays_are_cast_by_what_knows_them(shape, dtype, monkeypatch):
     assert low.shape == shape
     special = low.size <= (1 if dtype == "bfloat16" else 0)
     assert used == [arrays._CAST if special else arrays._AMP_CAST]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_CODES))
+def test_the_dtype_of_an_array_is_the_name_of_its_dtype(dtype):
+    array = down(mx.nd.ones(1), dtype) if dtype == "bfloat16" else mx.nd.ones(1, dtype=dtype)
+    assert arrays.dtype_of(array) == dtype_name(array.dtype) == dtype
 
 
 @pytest.mark.parametrize("part", [1, 7, 10**6])
