@@ -25,6 +25,7 @@ _EXAMPLES = examples(
 @input_option
 @click.option("--also", multiple=True, metavar="NAME:SHAPE", help="The inputs in other sizes.")
 @input_dtype_option
+@click.option("--check/--no-check", default=True, help="Run the file in ONNX Runtime first.")
 @force_option
 def export_onnx(prefix: str, epoch: int, out: str, force: bool, **texts: Any) -> None:
     """Write a saved model as ONNX, in float32, after a run in ONNX Runtime on the inputs.
@@ -38,4 +39,4 @@ def export_onnx(prefix: str, epoch: int, out: str, force: bool, **texts: Any) ->
         model = load_model(prefix, epoch)
         given = [texts["inputs"], *([texts["also"]] if texts["also"] else [])]
         values = [input_values(model, one, dtypes)[0] for one in given]
-        console().print(error_table(onnx.export_onnx(model, out, values)))
+        console().print(error_table(onnx.export_onnx(model, out, values, check=texts["check"])))

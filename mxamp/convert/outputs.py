@@ -1,8 +1,8 @@
 """The outputs of two models on the same inputs, and how far one model is off."""
 
+import logging
 import math
 import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
@@ -20,8 +20,11 @@ from ..errors import ArgumentError, StateError
 from ..framework.arrays import as_list, cast
 from ..framework.machine import DTYPE_NAMES, dtype_name
 from ..framework.wording import counted, shown
+from ..graph.inspect import tensors_of
 from ..graph.ir import Graph
 from ..policy.active import suspended
+from ..policy.targets import TARGETS
+from ..policy.values import is_true
 from .options import check_names, checked_dtype, checked_shapes
 
 __all__ = [
@@ -32,11 +35,14 @@ __all__ = [
     "declared_dtypes",
     "error_reason",
     "finite_input",
+    "has_half_values",
     "output_error",
     "random_inputs",
     "run_model",
     "zeros_for_missing",
 ]
+
+logger = logging.getLogger("mxamp")
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
@@ -50,12 +56,22 @@ NO_SHAPES = (
     "`shapes`, as name:1,3,224,224"
 )
 NOT_ON_THESE = "the original does not run on these inputs: {why}"
+#: MXNet's CPU kernels multiply no float16 matrices.
+HALF_ORIGINAL = (
+    ". It holds half precision: convert it with target_dtype='float32' first, and compare with that"
+)
+ALL_ZERO = "every value of output %r of the original is 0: its error says little; give other inputs"
 NOT_HERE = (
     "the converted model does not run here: {why}. A model for GPUs can only be checked on a GPU"
 )
 NO_NUMBERS = "input {name!r} must be an array of booleans, integers or floats, not {given}"
 NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
 NOTHING_FINITE = "the original gives only NaN or infinity in output {name!r}: nothing to compare"
+_SEQUENCES = frozenset({"SequenceMask", "SequenceLast", "SequenceReverse"})
+#: Operators that keep indices and lengths as they are.
+_SAME_VALUES = frozenset(
+    {"Cast", "amp_cast", "Reshape", "Flatten", "expand_dims", "squeeze", "_copy", "transpose"}
+)
 #: The time and source location in front of the reason in a line of an MXNet error.
 _WHERE = re.compile(r"MXNetError: |\[\d\d:\d\d:\d\d\] \S+: |Check failed: assign\(.*?\)\): ")
 
@@ -149,12 +165,22 @@ def compare_models(
     try:
         expected = run_model(model, given, ctx)
     except MXNetError as error:
-        raise ArgumentError(NOT_ON_THESE.format(why=error_reason(error))) from None
+        hint = HALF_ORIGINAL if has_half_values(model) else ""
+        raise ArgumentError(NOT_ON_THESE.format(why=error_reason(error)) + hint) from None
     try:
         measured = run_model(other, given, ctx)
     except MXNetError as error:
         raise StateError(NOT_HERE.format(why=error_reason(error))) from None
-    return tuple(map(output_error, model[0].list_outputs(), expected, measured))
+    names = model[0].list_outputs()
+    for name, output in zip(names, expected):
+        if output.size and not output.any():
+            logger.warning(ALL_ZERO, name)
+    return tuple(map(output_error, names, expected, measured))
+
+
+def has_half_values(model: Model) -> bool:
+    """Return whether a parameter of a model is float16 or bfloat16."""
+    return any(dtype_name(array.dtype) in TARGETS for one in model[1:] for array in one.values())
 
 
 def output_error(name: str, reference: Any, measured: Any) -> OutputError:
@@ -216,7 +242,8 @@ def random_inputs(
 ) -> Dict[str, NDArray]:
     """Return random values for the inputs of a model: normal floats, integers 0 and 1.
 
-    Inputs that an Embedding reads are indices into its table, whatever their dtype.
+    Inputs that an Embedding reads are indices into its table, whatever their dtype. Lengths of
+    sequences are whole numbers up to the length of the data.
     `shapes` and `dtypes` are by name; float32 is the default. Shapes that follow from the others,
     such as those of labels, may be left out.
     """
@@ -227,41 +254,62 @@ def random_inputs(
     try:
         found = {**_inferred_shapes(symbol, known), **shapes}
     except MXNetError as error:
+        if not shapes:
+            inputs = [name for name in symbol.list_inputs() if name not in {**args, **auxs}]
+            raise ArgumentError(NO_SHAPES.format(inputs=", ".join(inputs))) from None
         raise ArgumentError(f"inputs of these shapes don't fit: {error_reason(error)}") from None
     names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
     unknown = [name for name in names if name not in found]
     if unknown:
         raise ArgumentError(NO_SHAPES.format(inputs=", ".join(unknown)))
-    random, sizes = np.random.RandomState(seed), _table_sizes(symbol)
+    random, bounds = np.random.RandomState(seed), _bounds(symbol, found)
     return {
         name: _random_array(
             random,
             found[name],
             checked_dtype(name, dtypes.get(name, "float32")),
-            sizes.get(name),
+            bounds.get(name),
         )
         for name in names
     }
 
 
-def _table_sizes(symbol: Symbol) -> Dict[str, int]:
-    """Return the number of rows of the smallest table that each input of an Embedding indexes."""
+def _bounds(symbol: Symbol, shapes: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, int]]:
+    """Return the range, end excluded, of inputs that are indices or lengths.
+
+    MXNet's sequence operators write outside of their arrays for lengths beyond the data's.
+    """
     graph = Graph.from_symbol(symbol)
-    sizes: Dict[str, int] = {}
+    tensors = tensors_of(
+        graph, dict.fromkeys(shapes, "float32"), {name: tuple(one) for name, one in shapes.items()}
+    )
+    bounds: Dict[str, Tuple[int, int]] = {}
     for node in graph.nodes:
         if node.operator == "Embedding":
-            name = graph.nodes[node.inputs[0][0]].name
-            sizes[name] = min(int(node.attrs["input_dim"]), sizes.get(name, sys.maxsize))
-    return sizes
+            source, bound = node.inputs[0], (0, int(node.attrs["input_dim"]))
+        elif node.operator in _SEQUENCES and is_true(node.attrs.get("use_sequence_length", "0")):
+            shape, axis = tensors[node.inputs[0]].shape, int(node.attrs.get("axis", "0"))
+            source, bound = node.inputs[1], (1, shape[axis] + 1 if shape else 2)
+        else:
+            continue
+        while graph.nodes[source[0]].operator in _SAME_VALUES:
+            source = graph.nodes[source[0]].inputs[0]
+        name = graph.nodes[source[0]].name
+        bounds[name] = min(bound, bounds.get(name, bound), key=max)
+    return bounds
 
 
 def _random_array(
-    random: np.random.RandomState, shape: Sequence[int], dtype: str, rows: Optional[int]
+    random: np.random.RandomState,
+    shape: Sequence[int],
+    dtype: str,
+    bounds: Optional[Tuple[int, int]],
 ) -> NDArray:
-    """Return an array of indices below `rows`, of normal values, or of 0 and 1 if no float."""
+    """Return an array of integers in `bounds`, of normal values, or of 0 and 1 if no float."""
     if "float" not in dtype:
-        return nd.array(random.randint(0, rows or 2, shape), dtype=dtype)  # 0 and 1 fit any label
-    drawn = random.randint(0, rows, shape) if rows else random.randn(*shape)
+        low, high = bounds or (0, 2)  # 0 and 1 fit any label
+        return nd.array(random.randint(low, high, shape), dtype=dtype)
+    drawn = random.randint(*bounds, shape) if bounds else random.randn(*shape)
     values = nd.array(drawn, dtype="float32")
     return values if dtype == "float32" else cast(values, dtype)
 

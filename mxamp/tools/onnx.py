@@ -31,7 +31,7 @@ MISSING = '{name} is not installed: pip install "onnx<1.18" onnxruntime, or mxam
 NO_INPUTS = "inputs must map the names of inputs to arrays, or be a list of such dicts, not {given}"
 NOT_EXPORTED = "these operators can't be exported, and nothing was written: {operators}"
 NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
-WRONG = "output {name!r} has a relative error of {error:.3g} from MXNet's: nothing was written"
+WRONG = "output {name!r} has a relative error of {error:.3g}: not written; check=False writes it"
 
 
 def export_onnx(

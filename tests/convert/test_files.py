@@ -50,6 +50,26 @@ def test_files(folder, dtype, cast):
     assert len(list(folder.iterdir())) == 4
 
 
+def test_a_model_in_half_precision_is_compared_with_its_float32_form(folder):
+    """MXNet's CPU kernels don't run a dense layer in float16."""
+    data = mx.sym.Cast(mx.sym.var("data"), dtype="float16")
+    params = {"fc_weight": WEIGHT.astype("float16"), "fc_bias": BIAS.astype("float16")}
+    symbol = mx.sym.Cast(mx.sym.FullyConnected(data, num_hidden=4, name="fc"), dtype="float32")
+    mx.model.save_checkpoint(str(folder / "net"), 3, symbol, params, {})
+    for dtype in ("bfloat16", "float32"):
+        done = convert(folder, dtype, target_dtype=dtype, check_inputs=ONES)
+        assert done.errors[0].relative < 0.02
+
+
+def test_boxes_in_another_order_are_explained(folder):
+    boxes = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=6 * 4, name="fc")
+    chosen = mx.sym.contrib.box_nms(boxes.reshape((0, -1, 6)), name="nms")
+    params = {"fc_weight": randn(24, 8), "fc_bias": randn(24, seed=1)}
+    mx.model.save_checkpoint(str(folder / "net"), 3, chosen, params, {})
+    with pytest.raises(amp.StateError, match="selects and sorts boxes.*compare the inputs of"):
+        convert(folder, policy=policy_for("bfloat16"), check_inputs=ONES, tolerance=1e-9)
+
+
 def test_files_converted_again_keep_their_casts(folder):
     options = {"policy": amp.Policy.default("float16", "gpu"), "cast_optional_params": True}
     convert(folder, **options)

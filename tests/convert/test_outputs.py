@@ -69,6 +69,40 @@ def test_random_inputs_of_embeddings_are_indices(dtype):
     assert found["scores"].asnumpy().min() < 0
 
 
+def test_random_lengths_are_within_the_data():
+    words, lengths = mx.sym.var("words"), mx.sym.var("lengths")
+    masked = mx.sym.SequenceMask(
+        words,
+        sequence_length=mx.sym.Cast(lengths, dtype="float32"),
+        use_sequence_length=True,
+        axis=1,
+    )
+    found = amp.random_inputs((masked, {}, {}), {"words": (40, 5), "lengths": (40,)})
+    assert sorted({*found["lengths"].asnumpy()}) == [1, 2, 3, 4, 5]
+
+
+def test_an_original_of_zeros_is_told(caplog):
+    model = mx.sym.zeros_like(mx.sym.var("data"), name="none"), {}, {}
+    amp.compare_models(model, model, {"data": mx.nd.ones((2, 2))})
+    assert "every value of output 'none_output' of the original is 0" in caplog.text
+
+
+def test_an_original_in_half_precision_that_does_not_run_here():
+    dense = mx.sym.FullyConnected(mx.sym.var("data", dtype="float16"), num_hidden=2, name="fc")
+    params = {
+        "fc_weight": mx.nd.ones((2, 4), dtype="float16"),
+        "fc_bias": mx.nd.ones(2, dtype="float16"),
+    }
+    with pytest.raises(amp.ArgumentError, match="target_dtype='float32' first"):
+        amp.compare_models((dense, params, {}), (dense, params, {}), {"data": mx.nd.ones((3, 4))})
+
+
+def test_random_inputs_without_shapes():
+    table = mx.sym.Embedding(mx.sym.var("words"), input_dim=7, output_dim=2, name="table")
+    with pytest.raises(amp.ArgumentError, match="the shapes of the inputs words can't be inferred"):
+        amp.random_inputs((table.sum(axis=1), {"table_weight": mx.nd.ones((7, 2))}, {}))
+
+
 def test_random_inputs():
     symbol, args, _ = triple()
     labelled = mx.sym.SoftmaxOutput(symbol, name="softmax"), args, {}

@@ -365,7 +365,10 @@ def _check_model(model: Any, params: Any) -> None:
                 "params are for a Symbol, and a block has its own: leave params out"
             )
     elif not isinstance(model, Symbol):
-        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {shown(model)}")
+        hint = ": give its symbol, and params={**arg_params, **aux_params}"
+        is_saved = isinstance(model, tuple) and model[1:] and isinstance(model[0], Symbol)
+        given = f"a tuple{hint}" if is_saved else shown(model)
+        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {given}")
     elif not isinstance(params, (Mapping, type(None))):
         raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
 

@@ -76,7 +76,9 @@ NO_LABEL = (
     "import it as a SymbolBlock to give one"
 )
 NOT_FLOAT32 = (
-    "the model must be in float32, and parameter {name!r} is {dtype}: cast it to float32 first"
+    "the model must be in float32, and parameter {name!r} is {dtype}: "
+    "convert the model to float32 first, with convert_hybrid_block(net, 'float32') or "
+    "mxamp convert --dtype float32"
 )
 NOT_MEASURED = "the model does not run on this data: {why}"
 NOT_FINITE = (
