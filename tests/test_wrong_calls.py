@@ -7,6 +7,7 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp import init_trainer as contrib_init_trainer
 from mxnet.contrib.amp import scale_loss as contrib_scale_loss
 from mxnet.contrib.amp import unscale as contrib_unscale
+from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
 
@@ -48,7 +49,15 @@ def test_contexts_are_devices():
 
 
 WRONG = [
+    # values of the wrong kind
+    (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "is an ndarray .*: mx.nd.array makes one"),
+    (lambda: amp.convert_model(SYMBOL, {"arg:fc_weight": X}, {}), "load_checkpoint drops arg:"),
+    (lambda: amp.export_onnx(net(), "model.onnx", {"data": X}), "a model must be .symbol, arg_params"),
+    (lambda: amp.export_onnx("mod", "model.onnx", {"data": X}), "a model must be .*not 'mod'"),
+    (lambda: amp.init_trainer(trainer(), amp.GradScaler()), "a GradScaler needs no init_trainer"),
+    (lambda: amp.init_trainer(trainer(), ContribScaler()), "not a LossScaler of mxnet.contrib.amp"),
     # PyTorch's
+    (lambda: amp.GradScaler().step(trainer()), r"step needs the batch size.*step\(trainer, batch_size\)"),
     (lambda: amp.autocast("cuda", dtype="float16"), r"write autocast\('float16'\)"),
     (lambda: amp.autocast(device_type="cuda", dtype="float16"), r"write autocast\('float16'\)"),
     (lambda: amp.autocast("cuda"), r"leave the device out, as in autocast\('float16'\)"),
@@ -128,6 +137,24 @@ def test_functions_of_contrib_that_were_imported_by_name(on):
         contrib_scale_loss(X, made).__enter__()
     # GluonNLP reads the flag.
     assert not mx.contrib.amp.amp._amp_initialized
+
+
+def test_no_losses_are_an_error():
+    made = trainer()
+    amp.init_trainer(made, amp.LossScaler())
+    with pytest.raises(amp.ArgumentError, match=r"a loss must be an NDArray, .*, not \[\]"):
+        with amp.scale_loss([], made):
+            pass
+
+
+def test_a_trainer_that_keeps_another_scaler_is_logged(caplog):
+    caplog.set_level("INFO", "mxamp")
+    made = trainer()
+    for dtype, logged in (("float16", False), ("float16", False), ("bfloat16", True)):
+        amp.init(dtype, ctx=mx.cpu())
+        amp.init_trainer(made)
+        amp.shutdown()
+        assert ("the trainer keeps its LossScaler(" in caplog.text) == logged
 
 
 def bucketing_module():

@@ -58,6 +58,8 @@ def info() -> None:
 def _print_facts(facts: Facts) -> None:
     """Print the verdict on a machine, and its facts as a table."""
     table = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        table.add_column(overflow="fold")  # a long name is broken, not cut
     for row in _fact_rows(facts):
         table.add_row(*row)
     _print_plain(verdict(facts))

@@ -39,6 +39,8 @@ _DTYPE = hints_for_keywords(
     target_precision_ops="write target_dtype_ops=[...]",
 )
 
+NO_ARRAY = "{name} must map names to NDArrays, and {key!r} is {given}: mx.nd.array makes one"
+PREFIXED = "{name} has the name {key!r} of a file: mx.model.load_checkpoint drops arg: and aux:"
 NO_MODULE = "convert_bucketing_module takes a BucketingModule, not {given}"
 NOT_BOUND = (
     "the BucketingModule has no buckets or parameters yet: call bind(data_shapes, label_shapes) "
@@ -168,6 +170,11 @@ def convert_model(
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
             raise ArgumentError(f"{name} must map names to NDArrays, not {shown(params)}")
+        for key, value in params.items():
+            if not isinstance(value, NDArray):
+                raise ArgumentError(NO_ARRAY.format(name=name, key=key, given=shown(value)))
+            if str(key).startswith(("arg:", "aux:")):
+                raise ArgumentError(PREFIXED.format(name=name, key=key))
     return converted_model((sym, arg_params, aux_params), options)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Distance",
     "Model",
     "OutputError",
+    "checked_model",
     "compare_models",
     "declared_dtypes",
     "error_reason",
@@ -53,7 +54,7 @@ BLOCKS = ": for Gluon blocks there is mxamp.debugging.compare(net, batches)"
 NO_INPUTS = "inputs must map names of inputs to arrays, such as {{'data': array}}, not {given}"
 NO_SHAPES = (
     "the shapes of the inputs {inputs} can't be inferred from the parameters: give them with "
-    "`shapes`, as name:1,3,224,224"
+    "`shapes`, such as {{'data': (1, 3, 224, 224)}}, or data:1,3,224,224 on the command line"
 )
 NOT_ON_THESE = "the original does not run on these inputs: {why}"
 #: MXNet's CPU kernels multiply no float16 matrices.
@@ -156,7 +157,7 @@ def compare_models(
         The other model does not run here, such as a model converted for GPUs on a CPU.
     """
     for one in (model, other):
-        _checked_model(one)
+        checked_model(one)
     if not isinstance(inputs, Mapping):
         raise ArgumentError(NO_INPUTS.format(given=shown(inputs)))
     ctx = ctx or current_context()
@@ -198,7 +199,7 @@ def output_error(name: str, reference: Any, measured: Any) -> OutputError:
 
 def run_model(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
     """Run a model without mxamp; return its outputs as float32 NumPy arrays."""
-    symbol, args, auxs = _checked_model(model)
+    symbol, args, auxs = checked_model(model)
     declared, names = declared_dtypes(symbol), symbol.list_inputs()
     values = {**args, **auxs}
     with suspended():
@@ -247,7 +248,7 @@ def random_inputs(
     `shapes` and `dtypes` are by name; float32 is the default. Shapes that follow from the others,
     such as those of labels, may be left out.
     """
-    symbol, args, auxs = _checked_model(model)
+    symbol, args, auxs = checked_model(model)
     shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})
     check_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     known = {**{name: array.shape for name, array in args.items()}, **shapes}
@@ -314,7 +315,7 @@ def _random_array(
     return values if dtype == "float32" else cast(values, dtype)
 
 
-def _checked_model(model: Model) -> Model:
+def checked_model(model: Model) -> Model:
     """Return `model`; raise `ArgumentError` unless it is (symbol, arg_params, aux_params)."""
     kinds = (Symbol, Mapping, Mapping)
     listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)

@@ -34,6 +34,10 @@ NOTHING_TO_UPDATE = "update() comes after step(trainer, batch_size), and no trai
 OTHER_GRAD_SCALER = (
     "this trainer has its own GradScaler already: call scale, step and update of that one"
 )
+NO_BATCH_SIZE = (
+    "step needs the batch size, as Trainer.step does: scaler.step(trainer, batch_size), which is 1 "
+    "where the loss is a mean"
+)
 NOTHING_SCALED = (
     "step is about to divide gradients by the scale of %g, and no loss was scaled since the last "
     "update(): call scaler.scale(loss).backward(), not loss.backward()"
@@ -194,13 +198,17 @@ class GradScaler:
             hook.mark_scaled()
         hook.unscale()
 
-    def step(self, trainer: Trainer, batch_size: int, ignore_stale_grad: bool = False) -> None:
+    def step(
+        self, trainer: Trainer, batch_size: Any = None, ignore_stale_grad: bool = False
+    ) -> None:
         """Call `trainer.step(batch_size)` on unscaled gradients; skip it if one is not finite.
 
         `ignore_stale_grad` is that of `Trainer.step`. Raises `StateError` if this trainer has
         stepped since the last `update`, or another API scales its losses. The first step after
         `trainer.load_states` resumes from the scaler's state in the file.
         """
+        if batch_size is None:
+            raise ArgumentError(NO_BATCH_SIZE)
         if not self._enabled:
             trainer.step(batch_size, ignore_stale_grad)
             return

@@ -63,6 +63,7 @@ HOROVOD_OPTIMIZER = (
     "that overflowed in one worker alone can't be kept out in all: make the trainer with "
     "hvd.DistributedTrainer, and with the optimizer as it was before hvd.DistributedOptimizer"
 )
+KEEPS_SCALER = "the trainer keeps its %s: give init_trainer a `loss_scaler` to change it"
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 SCALED_ALREADY = (
     "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
@@ -129,7 +130,7 @@ def init_trainer(
     if loss_scaler is not None and not isinstance(loss_scaler, Scaler):
         raise ArgumentError(
             "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, such as LossScaler() "
-            f"or StaticLossScaler(128), not {shown(loss_scaler)}"
+            f"or StaticLossScaler(128), not {shown(loss_scaler)}{_scaler_hint(loss_scaler)}"
         )
     if max_consecutive_skips is not None:
         max_consecutive_skips = whole_number(
@@ -140,6 +141,13 @@ def init_trainer(
     attach_hook(trainer, loss_scaler, max_consecutive_skips)
     if hook_of(trainer).loss_scale != 1:
         passes.open()
+
+
+def _scaler_hint(given: Any) -> str:
+    """Return what to do with a scaler that `init_trainer` does not take; "" for other values."""
+    if type(given).__name__ == "GradScaler":
+        return ": a GradScaler needs no init_trainer"
+    return " of mxnet.contrib.amp" if type(given).__module__.startswith("mxnet.contrib") else ""
 
 
 def unscale(optimizer_or_trainer: Trainer) -> None:
@@ -245,6 +253,8 @@ def attach_hook(
             _keep_updates_skippable(trainer, loss_scaler)
             hook.scaler = loss_scaler
             hook.publish(trainer.amp_last_step)
+        elif current_policy() is not None and type(_default_scaler()) is not type(hook.scaler):
+            logger.info(KEEPS_SCALER, shown(hook.scaler))
         if max_consecutive_skips is not None:
             hook.max_consecutive_skips = max_consecutive_skips
         return
@@ -373,6 +383,8 @@ def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator
     scales = [hook.loss_scale for hook in hooks if not isinstance(hook.scaler, NoScaler)]
     scale = min(scales, default=hooks[0].loss_scale)
     arrays = _flat_arrays(loss)
+    if not arrays:
+        raise ArgumentError(NO_LOSS.format(given=shown(loss)))
     unscaled = [array.detach() for array in arrays]
     with autograd.record(train_mode=autograd.is_training()):
         scaled = map_losses(loss, lambda array: scaled_loss(array, scale))

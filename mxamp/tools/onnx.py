@@ -83,7 +83,7 @@ def export_onnx(
     except ImportError as error:
         raise InstallError(MISSING.format(name=error.name)) from None
     with suspended():
-        wide = convert_model(*model, target_dtype="float32")
+        wide = convert_model(*outputs.checked_model(model), target_dtype="float32")
         examples = _checked_examples(wide, inputs)
         content = _exported(onnx, wide, examples)
         errors = [_errors(onnxruntime, content, wide, given) for given in examples if check]

@@ -330,7 +330,7 @@ CHOOSES_FLOAT16 = {
 def test_float16_on_a_cpu_is_warned_of_once(name, caplog):
     for _ in range(2):
         CHOOSES_FLOAT16[name]()
-    (said,) = caplog.messages
+    (said,) = [said for said in caplog.messages if "at least 5 rounds" not in said]
     assert said.startswith("float16 on a CPU is for trying and testing")
     assert ("policy=Policy.default('float16', 'gpu')" in said) == (name in ("explain", "convert_symbol", "convert_hybrid_block"))  # fmt: skip
 
