@@ -1,7 +1,8 @@
 """Log lines: whether mixed precision is on, and how fast it is on this machine."""
 
 import logging
-from typing import Optional, Set, Tuple
+from contextlib import contextmanager
+from typing import Iterator, Optional, Set, Tuple
 from weakref import WeakKeyDictionary
 
 from mxnet.gluon import HybridBlock
@@ -18,6 +19,7 @@ __all__ = [
     "hint_to_hybridize",
     "warn_of_model_in_float16",
     "warn_of_speed",
+    "without_hint",
 ]
 
 logger = logging.getLogger("mxamp")
@@ -127,6 +129,16 @@ def hint_to_hybridize(block: HybridBlock) -> None:
     if sum(len(shape or ()) > 1 for shape in shapes) >= _WEIGHTS:
         _logged.eager_calls = None
         logger.warning(NOT_HYBRIDIZED, block.name)
+
+
+@contextmanager
+def without_hint() -> Iterator[None]:
+    """Context in which eager calls are not counted: those of measurements that want them."""
+    kept, _logged.eager_calls = _logged.eager_calls, None
+    try:
+        yield
+    finally:
+        _logged.eager_calls = kept
 
 
 def _warn_of_speed(policy: Policy) -> None:

@@ -173,6 +173,14 @@ def test_a_symbol_block_always_runs_its_graph(tmp_path):
     assert {t.mode for t in found.timings} == {"hybridized"}
 
 
+def test_eager_runs_of_a_benchmark_get_no_hint(caplog):
+    net = nn.HybridSequential()
+    net.add(*(nn.Dense(16, in_units=16) for _ in range(4)))
+    net.initialize()
+    benchmarked(net, mx.nd.ones((64, 16)))
+    assert "not hybridized" not in caplog.text
+
+
 def test_a_budget_that_is_too_short_is_told(caplog):
     benchmarked(*small_net())
     assert "at least 5 rounds, which takes about" in caplog.text
