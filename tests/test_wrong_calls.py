@@ -157,6 +157,26 @@ def test_a_trainer_that_keeps_another_scaler_is_logged(caplog):
         assert ("the trainer keeps its LossScaler(" in caplog.text) == logged
 
 
+def test_states_of_a_larger_network_are_told(tmp_path, caplog):
+    def stepped(layers):
+        block = gluon.nn.HybridSequential()
+        block.add(*(gluon.nn.Dense(3, in_units=3) for _ in range(layers)))
+        block.initialize()
+        made = gluon.Trainer(block.collect_params(), "adam")
+        amp.init_trainer(made, amp.LossScaler())
+        with autograd.record():
+            with amp.scale_loss(block(X).sum(), made) as loss:
+                loss.backward()
+        made.step(1)
+        return made
+
+    file = str(tmp_path / "large.states")
+    stepped(3).save_states(file)
+    assert not caplog.text
+    stepped(2).load_states(file)
+    assert "states of 6 parameters, and the trainer has 4" in caplog.text
+
+
 def bucketing_module():
     def symbol_of(_key):
         data, label = mx.sym.var("data"), mx.sym.var("softmax_label")

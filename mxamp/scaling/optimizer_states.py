@@ -6,6 +6,7 @@ weights are; those of float32 weights are float32. An optimizer fails on states 
 """
 
 import copy
+import logging
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -19,6 +20,12 @@ from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 
 __all__ = ["fit_to_parameters", "follow_weights", "saved_in_float32", "share_step_counts"]
+
+logger = logging.getLogger("mxamp")
+
+OTHER_NETWORK = (
+    "the file holds states of %d parameters, and the trainer has %d: they are of another network"
+)
 
 #: A weight that no state starts with.
 _MARK = 7.0
@@ -76,7 +83,13 @@ def fit_to_parameters(
     """
     added: List[Tuple[NDArray, NDArray]] = []
 
+    held = {index for updater in _updaters(trainer) for index in updater.states}
+    if any(index >= len(trainer._params) for index in held):
+        logger.warning(OTHER_NETWORK, len(held), len(trainer._params))
+
     def fit_state(index: int, state: Any) -> Any:
+        if index >= len(trainer._params):
+            return state
         param = trainer._params[index]
         weight = param.list_data()[0]
         forms = _forms(trainer, index, weight)
