@@ -54,7 +54,7 @@ BLOCKS = ": for Gluon blocks there is mxamp.debugging.compare(net, batches)"
 NO_INPUTS = "inputs must map names of inputs to arrays, such as {{'data': array}}, not {given}"
 NO_SHAPES = (
     "the shapes of the inputs {inputs} can't be inferred from the parameters: give them with "
-    "`shapes`, such as {{'data': (1, 3, 224, 224)}}, or data:1,3,224,224 on the command line"
+    "`shapes`, as name:1,3,224,224, which is {{'name': (1, 3, 224, 224)}} in Python"
 )
 NOT_ON_THESE = "the original does not run on these inputs: {why}"
 #: MXNet's CPU kernels multiply no float16 matrices.
