@@ -19,9 +19,10 @@ from ...framework.arrays import cast, copy
 from ...framework.keywords import hints_for_keywords
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
+from ...graph.casts.builder import is_inserted_cast
 from ...graph.casts.insert import Rewrite, rewrite
 from ...graph.casts.offline import cast_offline, count_range_errors, is_inserted_copy
-from ...graph.ir import CASTS, Graph, Node, Usage
+from ...graph.ir import Graph, Usage
 from ...graph.speed.shape_rules import choose
 from ...patches.announcements import warn_of_model_in_float16
 from ...patches.cached_op import LastGraph, PolicyCachedOp
@@ -420,21 +421,16 @@ def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
 def _source_and_cast(graph: Graph, i: int) -> Tuple[str, Optional[str]]:
     """Return the name of node i and None, or the source and the dtype of an inserted cast."""
     node, dtype = graph.nodes[i], None
-    while _is_inserted_cast(node) or is_inserted_copy(node):
+    while is_inserted_cast(node) or is_inserted_copy(node):
         dtype = dtype or node.attrs.get("dtype")
         node = graph.nodes[node.inputs[0][0]]
     return node.name, dtype
 
 
-def _is_inserted_cast(node: Node) -> bool:
-    """Return whether mxamp has inserted a node as a cast."""
-    return node.op in CASTS and f"_amp_cast_{node.attrs['dtype']}" in node.name
-
-
 def _inserted_casts(graph: Graph) -> Iterable[Cast]:
     """Yield the casts that mxamp has inserted in a graph and in the bodies of its loops."""
     for node in graph.nodes:
-        if _is_inserted_cast(node):
+        if is_inserted_cast(node):
             yield Cast(node.name, graph.nodes[node.inputs[0][0]].name, node.attrs["dtype"])
         for body in node.subgraphs:
             yield from _inserted_casts(body)
