@@ -252,14 +252,13 @@ def random_inputs(
     shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})
     check_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     known = {**{name: array.shape for name, array in args.items()}, **shapes}
+    names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
     try:
         found = {**_inferred_shapes(symbol, known), **shapes}
     except MXNetError as error:
         if not shapes:
-            inputs = [name for name in symbol.list_inputs() if name not in {**args, **auxs}]
-            raise ArgumentError(NO_SHAPES.format(inputs=", ".join(inputs))) from None
+            raise ArgumentError(NO_SHAPES.format(inputs=", ".join(names))) from None
         raise ArgumentError(f"inputs of these shapes don't fit: {error_reason(error)}") from None
-    names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
     unknown = [name for name in names if name not in found]
     if unknown:
         raise ArgumentError(NO_SHAPES.format(inputs=", ".join(unknown)))

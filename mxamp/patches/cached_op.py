@@ -177,7 +177,7 @@ class _Op(NamedTuple):
 
 
 class LastGraph(NamedTuple):
-    """What a block's last new graph was made for: dtypes and shapes are by name of input."""
+    """Policy, mode, and dtypes and shapes by input name, that a block's last graph was made for."""
 
     policy: Policy
     dtypes: Mapping[str, str]

@@ -91,7 +91,7 @@ class Timing:
 
 @dataclass(frozen=True, repr=False)
 class Benchmark(Result):
-    """What `benchmark` measured; printing it gives a table, and a sentence that says what to do.
+    """Times that `benchmark` measured; printing gives a table and a sentence on what to do.
 
     `timings` has a `Timing` for each task and mode, and `summary()` is the sentence. `rounds` is
     the number of times that each was measured.
