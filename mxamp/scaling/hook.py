@@ -69,6 +69,8 @@ logger = logging.getLogger("mxamp")
 
 #: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
 _STUCK = 10
+#: The parameters that a step's report shows; its field `nonfinite` holds all of them.
+_CULPRITS = 6
 _HALF = {"float16", "bfloat16"}
 
 SCALED_TWICE = (
@@ -132,8 +134,14 @@ class StepReport(NamedTuple):
     nonfinite: Tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
     loss_finite: bool = True  #: False if the loss was Inf or NaN before it was scaled
 
+    def __repr__(self) -> str:
+        fields = {name: repr(value) for name, value in self._asdict().items()}
+        if len(self.nonfinite) > _CULPRITS:
+            fields["nonfinite"] = f"({shortened([*map(repr, self.nonfinite)], _CULPRITS)})"
+        return f"StepReport({', '.join(f'{name}={text}' for name, text in fields.items())})"
+
     def _repr_html_(self) -> str:
-        fields = {**self._asdict(), "nonfinite": ", ".join(self.nonfinite)}
+        fields = {**self._asdict(), "nonfinite": shortened(self.nonfinite, _CULPRITS)}
         return html_table(("", ""), [(name, str(value)) for name, value in fields.items()])
 
 

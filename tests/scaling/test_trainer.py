@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import kind, randn, same
-from mxamp.scaling.hook import Stage
+from mxamp.scaling.hook import Stage, StepReport
 from training import (
     CONTEXTS,
     assert_as_plain,
@@ -120,6 +120,20 @@ def test_the_report():
     assert trainer.amp_last_step[-2:] == ((net[0].weight.name,), True)
     with pytest.raises(AttributeError):
         report.stepped = True
+
+
+def test_the_report_of_a_large_model_is_short():
+    names = tuple(f"dense{i}_weight" for i in range(400))
+    report = StepReport(False, 2.0, 1.0, names[:6])
+    assert repr(report) == (
+        "StepReport(stepped=False, loss_scale=2.0, next_loss_scale=1.0, "
+        f"nonfinite={names[:6]!r}, loss_finite=True)"
+    )
+    report = report._replace(nonfinite=names)
+    for text in (str(report), report._repr_html_().replace("&#x27;", "'")):
+        assert "dense0_weight" in text and "dense5_weight" in text and "394 others" in text
+        assert "dense6_weight" not in text
+    assert report.nonfinite == names
 
 
 BETWEEN = {
