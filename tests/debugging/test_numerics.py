@@ -285,7 +285,7 @@ def test_steps_are_counted_and_end_the_check():
                 loss = net(x).sum()
             loss.backward()
             trainer.step(4)
-    assert {finding.step for finding in check.findings} == {1}
+    assert {finding.step for finding in check.findings} == {2}
 
 
 @pytest.mark.slow

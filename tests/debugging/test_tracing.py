@@ -67,6 +67,18 @@ def test_each_step_is_a_line_of_plain_json(path):
         json.loads(line, parse_constant=lambda word: pytest.fail(word))
 
 
+def test_a_finding_and_the_trace_number_a_step_alike(path):
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=256))
+    data = batches(4)
+    data[1], data[2] = poisoned(data[1]), poisoned(data[2])
+    with amp.debugging.check_numerics("collect") as check:
+        found = run(path, net, trainer, data)
+    skipped = [step.step for step in found.skipped]
+    assert skipped == sorted({finding.step for finding in check.findings}) == [2, 3]
+    assert str(check.first).startswith("step 2: ")
+    assert found.culprits()[0][2:] == (2, 3)
+
+
 def with_grad_scaler(scaler):
     def step(net, trainer, batch):
         with autograd.record():

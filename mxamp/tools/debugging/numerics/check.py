@@ -186,7 +186,7 @@ class NumericsCheck(Observer):
         """Update the parameters, then count the step."""
         results = original(*args, **options)
         self._inspection.step += 1
-        if self._steps is not None and self._inspection.step >= self._steps:
+        if self._steps is not None and self._inspection.step > self._steps:
             self.close()
         return results
 
@@ -387,7 +387,8 @@ def check_numerics(
 
     The graph of a hybridized block runs node by node inside, with its casts; hooks of
     `register_op_hook` are called for its forward pass. A module's graph runs once more, without
-    dropout. A loop's body is one node. In training, results may differ in the last bits: probed
+    dropout. A loop's body is one node. Steps count from 1, as in a trace: each update, done or
+    skipped, ends one. In training, results may differ in the last bits: probed
     arrays have the plain memory layout.
 
     Cost: each value is read back and examined; training steps take a few times as long

@@ -111,7 +111,7 @@ class Finding:
 
     kind: str
     phase: str  #: "forward" or "backward"
-    step: int  #: updates since the check began
+    step: int  #: the training step, from 1 where the check began; an update ends it
     block: str  #: the Gluon block, "" outside of blocks
     node: str  #: the graph node; for an eager call the block, or without one the operator
     operator: str

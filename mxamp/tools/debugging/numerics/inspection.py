@@ -96,7 +96,7 @@ class Inspection:
     """
 
     def __init__(self, policy: Optional[Policy] = None) -> None:
-        self.step = 0
+        self.step = 1
         self._policy = policy
         # Why arrays are not finite, by handle. The array is kept alive, since a freed handle may
         # become that of another array.
