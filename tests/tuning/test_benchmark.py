@@ -57,6 +57,7 @@ def test_it_times_training_and_inference_in_both_modes(clock):
         ("training", "hybridized", 2.0),
         ("inference", "eager", 1.0),
         ("inference", "hybridized", 1.0),
+        ("inference", "converted", 1.0),
     ]
     assert (found.dtype, found.device, found.rounds) == ("bfloat16", "cpu", 5)
     assert found.timings[1].low_ms == pytest.approx(5)
@@ -146,7 +147,7 @@ def test_the_mode_inside_a_policy_that_is_on_is_still_float32():
         found = benchmarked(net, data)
     finally:
         amp.shutdown()
-    assert len(found.timings) == 4
+    assert len(found.timings) == 5
 
 
 def test_nets_that_do_not_train_or_hybridize():
@@ -170,7 +171,30 @@ def test_a_symbol_block_always_runs_its_graph(tmp_path):
         warnings.simplefilter("ignore")  # MXNet's, of types that it can't infer
         block = gluon.SymbolBlock.imports(files[0], ["data"], files[1])
     found = benchmarked(block, data)
-    assert {t.mode for t in found.timings} == {"hybridized"}
+    assert {t.mode for t in found.timings} == {"hybridized", "converted"}
+
+
+def test_the_converted_model_is_fused_and_leaves_out_what_can_not_be_converted(monkeypatch):
+    net, data = small_net()
+    made, convert = [], module.convert_hybrid_block
+
+    def watched(*args, **options):
+        made.append((options["fuse"], convert(*args, **options)))
+        return made[-1][1]
+
+    monkeypatch.setattr(module, "convert_hybrid_block", watched)
+    benchmarked(net, data)
+    amp.benchmark(net, data, target_dtype="float16", budget=0.01)
+    (bfloat16, low), (float16, half) = made
+    assert bfloat16 and not float16  # the fused kernels are oneDNN's
+    for block, dtype in ((low, amp.bfloat16), (half, np.float16)):
+        assert dtype in {p.dtype for p in block.collect_params().values()}
+
+    def fails(*_args, **_options):
+        raise amp.ArgumentError("no")
+
+    monkeypatch.setattr(module, "convert_hybrid_block", fails)
+    assert "converted" not in {t.mode for t in benchmarked(net, data).timings}
 
 
 def test_eager_runs_of_a_benchmark_get_no_hint(caplog):
@@ -190,7 +214,7 @@ def test_a_budget_that_is_too_short_is_told(caplog):
 
 
 def report(*speeds, dtype="bfloat16", device="cpu"):
-    tasks = [("training", "hybridized"), ("inference", "hybridized")]
+    tasks = [("training", "hybridized"), ("inference", "hybridized"), ("inference", "converted")]
     timings = [
         Timing(*task, 10.0, 10 / (sum(pair) / 2), sum(pair) / 2, pair)
         for task, pair in zip(tasks, speeds)
@@ -212,12 +236,20 @@ def able(monkeypatch):
          "bfloat16 trains this model as fast as float32, and runs it 0.80 to 1.40 times as fast, "
          "too noisy to tell."),
         (((0.5, 0.6), (0.9, 0.95)), "Stay in float32 for this model"),
+        (((0.5, 0.6), (0.9, 0.95), (0.8, 0.85)), "Stay in float32 for this model"),
+        (((1.7, 1.9), (1.5, 1.6), (2.0, 2.2)),
+         "runs it 1.6 times as fast. For serving, convert the model: it then runs 2.1 times as fast."),
         (((1.7, 1.9), (0.9, 0.95)), "0.93 times as fast. Run inference in float32: `with amp.autocast(enabled=False)`"),
     ],
 )  # fmt: skip
 def test_the_sentence(able, speeds, said):
     assert said in report(*speeds)
     assert "no bfloat16 instructions" not in report(*speeds)
+
+
+def test_a_converted_model_that_is_no_faster_is_not_recommended(able):
+    assert "convert" not in report((1.7, 1.9), (1.5, 1.6), (1.4, 1.8))
+    assert "convert" not in report((1.7, 1.9), (0.5, 0.6), (0.9, 1.1))
 
 
 def test_the_sentence_on_machines_that_do_not_gain(monkeypatch):

@@ -1,4 +1,4 @@
-"""`benchmark`: a Gluon block timed in float32 and in low precision, eager and hybridized."""
+"""`benchmark`: a Gluon block timed in float32 and in low precision, in each way that it can run."""
 
 import functools
 import logging
@@ -9,8 +9,9 @@ from mxnet.base import MXNetError
 from mxnet.context import current_context
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, Trainer
 
+from ...convert.models import convert_hybrid_block
 from ...convert.outputs import error_reason
-from ...errors import ArgumentError
+from ...errors import AmpError, ArgumentError
 from ...framework import machine
 from ...framework.keywords import hints_for_keywords
 from ...framework.machine import default_dtype, device_kind, dtype_name
@@ -35,7 +36,7 @@ logger = logging.getLogger("mxamp")
 QUARTILES = ("lower quartile", "upper quartile")
 TRAINING, INFERENCE = "training", "inference"
 #: How a block runs.
-EAGER, HYBRIDIZED = "eager", "hybridized"
+EAGER, HYBRIDIZED, CONVERTED = "eager", "hybridized", "converted"
 #: Rounds that are timed whatever the budget, and at most.
 _LEAST, _MOST = 5, 15
 #: An eager step that takes so many times as long is worth a hint to hybridize.
@@ -57,6 +58,7 @@ INFERENCE_NOT_PAID = (
     "Run inference in float32: `with amp.autocast(enabled=False)`. mxamp.tune looks for a form "
     "that is faster."
 )
+CONVERT = "For serving, convert the model: it then {speed}."
 BEYOND_BUDGET = "benchmark times at least %d rounds, which takes about %.0f s here"
 NO_INSTRUCTIONS = "This machine has no bfloat16 instructions."
 NOT_HYBRID = "It was timed eager only: it can't be hybridized."
@@ -72,7 +74,9 @@ class Timing:
     task : str
         "training" (forward, backward, and an update by SGD) or "inference".
     mode : str
-        "eager" or "hybridized".
+        "eager", "hybridized", or "converted": the model that `convert_hybrid_block` returns with
+        `cast_optional_params=True`, in bfloat16 on a CPU also with `fuse=True`, against the
+        hybridized one in float32.
     float32_ms, low_ms : float
         The median milliseconds of a run in float32, and in low precision.
     speedup : float
@@ -104,7 +108,9 @@ class Benchmark(Result):
 
     def summary(self) -> str:
         """Return whether low precision pays for this model, and what to do, in a few sentences."""
-        best = {timing.task: timing for timing in self.timings}  # hybridized, where it runs so
+        converted = [timing for timing in self.timings if timing.mode == CONVERTED]
+        blocks = [timing for timing in self.timings if timing.mode != CONVERTED]
+        best = {timing.task: timing for timing in blocks}  # hybridized, where it runs so
         speeds = map(_speed, best.values(), ("this model", "it"), (" as float32", ""))
         said = [f"{self.dtype} {', and '.join(speeds)}."]
         if self.device == "cpu" and self.dtype == "float16":
@@ -113,15 +119,17 @@ class Benchmark(Result):
             said.insert(0, NO_INSTRUCTIONS)
         if not any(timing.mode == HYBRIDIZED for timing in self.timings):
             said.append(NOT_HYBRID)
-        if all(timing.quartiles[1] < 1 for timing in best.values()):
+        if all(timing.quartiles[1] < 1 for timing in (*best.values(), *converted)):
             return " ".join([*said, NOT_PAID])
         if INFERENCE in best and best[INFERENCE].quartiles[1] < 1:
             said.append(INFERENCE_NOT_PAID)
-        for eager in self.timings:
+        for eager in blocks:
             times = eager.low_ms / best[eager.task].low_ms
             if times > _SLOWER:
                 said.append(EAGER_IS_SLOW.format(task=eager.task, dtype=self.dtype, times=times))
                 break
+        if converted and converted[0].quartiles[0] > max(1, best[INFERENCE].speedup):
+            said.append(CONVERT.format(speed=_speed(converted[0], "", "")))
         return " ".join(said)
 
     def to_dict(self) -> Dict[str, Any]:
@@ -139,7 +147,7 @@ class Benchmark(Result):
 
 def _speed(timing: Timing, model: str, reference: str) -> str:
     """Return the speed against float32 in words, "too noisy to tell" where it can't be told."""
-    does = f"{'trains' if timing.task == TRAINING else 'runs'} {model}"
+    does = f"{'trains' if timing.task == TRAINING else 'runs'} {model}".rstrip()
     low, high = timing.quartiles
     equal = is_as_fast(low, high)
     if equal is None:
@@ -163,12 +171,11 @@ def benchmark(
         print(amp.benchmark(net, data))
         print(amp.benchmark(net, (data, label), gluon.loss.SoftmaxCrossEntropyLoss()))
 
-    The block runs eager and hybridized, in turns: in each round float32, then low precision, and
-    the ratio of the two counts. A training step is a forward and a backward pass and an update by
-    SGD, with the overflow check in low precision. The report ends with a sentence that says whether
-    low precision pays for this model on this machine, and "too noisy to tell" where it can't.
-
-    `tune` measures converted and fused forms too, and accuracy.
+    The block runs eager and hybridized, and in inference also converted, in turns: in each round
+    float32, then low precision, and the ratio of the two counts. A training step is a forward and a
+    backward pass and an update by SGD, with the overflow check in low precision. The report ends
+    with a sentence that says whether low precision pays for this model on this machine, and "too
+    noisy to tell" where it can't. `tune` measures accuracy too.
 
     Parameters
     ----------
@@ -196,7 +203,7 @@ def benchmark(
     ArgumentError
         The model is no block, not in float32 or does not run on the batch.
 
-    Holds a copy of the parameters and gradients.
+    Holds a copy of the parameters and gradients, and the converted model.
     """
     if not isinstance(net, Block):
         raise ArgumentError(NOT_A_BLOCK.format(given=shown(net)))
@@ -239,7 +246,7 @@ class _Pair:
     def _switch_mode(self) -> None:
         """Have all blocks run in this mode; their graphs are kept."""
         for block in self._blocks:
-            block._active = self.mode == HYBRIDIZED
+            block._active = self.mode != EAGER
 
     def warm_up(self) -> None:
         """Run both twice: the first call makes the graph, the second one the memory."""
@@ -290,7 +297,29 @@ def _pairs(
                 logger.debug("benchmark: %s does not run hybridized: %s", net.name, error)
                 continue
             pairs.append(pair)
+    if isinstance(net, HybridBlock) and pairs[-1].mode == HYBRIDIZED:
+        pairs += _converted_pair(net, data, policy)
     return pairs
+
+
+def _converted_pair(net: HybridBlock, data: Batch, policy: Policy) -> List[_Pair]:
+    """Return inference by the converted model, warmed up; nothing where that does not run."""
+    fuse = (policy.device, policy.target_dtype) == ("cpu", "bfloat16")
+    try:
+        converted = convert_hybrid_block(
+            net,
+            policy=policy,
+            cast_optional_params=True,
+            example_inputs=data.inputs,
+            fuse=fuse,
+        )
+        plain, low = (step_function(block, data.inputs, None) for block in (net, converted))
+        pair = _Pair(INFERENCE, CONVERTED, net, Timed(plain), Timed(low))
+        pair.warm_up()
+    except (AmpError, MXNetError) as error:
+        logger.debug("benchmark: %s does not run converted: %s", net.name, error)
+        return []
+    return [pair]
 
 
 def _trainers(net: Block, policy: Policy) -> List[Trainer]:
