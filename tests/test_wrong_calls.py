@@ -10,6 +10,7 @@ from mxnet.contrib.amp import unscale as contrib_unscale
 from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
+from mxamp.framework.keywords import checked_call
 
 SYMBOL = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
 X = mx.nd.ones((2, 3))
@@ -76,6 +77,24 @@ WRONG = [
     (lambda: amp.LossScaler(loss_scale=128), r"LossScaler\(init_scale=128\)"),
     (lambda: amp.LossScaler("dynamic"), "scale dynamically"),
     (lambda: amp.decorate("sgd", init_loss_scaling="dynamic"), "init_loss_scaling must be"),
+    # arguments that no parameter takes, or that are missing
+    (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
+    (lambda: amp.GradScaler().step(), r"missing a required argument: 'trainer'; write GradScaler\.step\(trainer, batch_size="),
+    (lambda: amp.init(polcy=GPU), "the closest is 'policy'"),
+    (lambda: amp.init("bfloat16", opt_level="O1"), r"there is initialize\(net, trainer, opt_level='O1'\)"),
+    (lambda: amp.init("bfloat16", [], [], [], GPU), r"too many positional arguments; write init\(target_dtype="),
+    (lambda: amp.init_trainer(trainer(), loss_scale=8), "StaticLossScaler"),
+    (lambda: amp.scale_loss(X), "needs optimizer_or_trainer: write `with scale_loss"),
+    (lambda: amp.scale_loss(X, trainer=trainer()), "give the trainer by position"),
+    (lambda: amp.initialize(net(), num_losses=2), "one loss scale for all of its losses"),
+    (lambda: amp.initialize(net(), enabled=False), "'O0' leaves mixed precision off"),
+    (lambda: amp.decorate(models=net(), optimizers="sgd", level="O2"), r"initialize\(net, trainer, opt_level='O2'\) casts"),
+    (lambda: amp.convert_model((SYMBOL, {}, {})), r"as in convert_model\(\*model\); convert_files takes the names"),
+    (lambda: amp.convert_model("model", 0), "convert_files takes the names of saved models"),
+    (lambda: amp.half_function()(abs), r"decorate it by the name alone, without \(\)"),
+    (lambda: amp.Policy.default(dtype="float16"), "write target_dtype="),
+    (lambda: amp.debugging.compare(net(), X, target_dtype="bfloat16"), "write dtype="),
+    (lambda: amp.debugging.check_numerics(ops=["softmax"]), "write operators="),
     # a thing of another kind
     (lambda: amp.Policy("bfloat16"), r"Policy\.default\('bfloat16'\)"),
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must be 'cpu', 'gpu' or a Context"),
@@ -102,6 +121,15 @@ def test_a_wrong_call_says_what_to_write(number):
     with pytest.raises(amp.ArgumentError, match=said) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+def test_type_errors_from_inside_stay():
+    @checked_call()
+    def fails(one):
+        raise TypeError(f"from inside, with {one}")
+
+    with pytest.raises(TypeError, match="from inside, with 1"):
+        fails(1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
 from ..framework.files import check_file_path, resolve_links
-from ..framework.keywords import hints_for_keywords
+from ..framework.keywords import checked_call
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph
 from ..policy.overrides import Layers
@@ -80,7 +80,12 @@ class ConvertedFiles(NamedTuple):
     renamed: str = ""
 
 
-@hints_for_keywords(dtype="write target_dtype='bfloat16'")
+@checked_call(
+    dtype="write target_dtype='bfloat16'",
+    fp32_ops="write policy=Policy.default('bfloat16').override(fp32=[...])",
+    fp32_layers="write excluded_sym_names=[...]",
+    overwrite="write force=True",
+)
 def convert_files(
     prefix: Union[str, Path],
     out: Union[str, Path],

@@ -14,7 +14,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
-from ..framework.keywords import hints_for_keywords
+from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..patches.cached_op import Source
 from ..policy.overrides import Conditional, Layers
@@ -33,10 +33,19 @@ __all__ = [
     "converted_model",
 ]
 
-_DTYPE = hints_for_keywords(
+_THREE = (
+    "convert_model(sym, arg_params, aux_params) takes what mx.model.load_checkpoint returns, as in "
+    "convert_model(*model); convert_files takes the names of saved models"
+)
+_CALL = checked_call(
     dtype="write target_dtype='bfloat16'",
     fp32_layers="write excluded_sym_names=[...]",
     target_precision_ops="write target_dtype_ops=[...]",
+    target_ops="write target_dtype_ops=[...]",
+    excluded_layers="write excluded_sym_names=[...]",
+    prefix="convert_files takes the names of saved models",
+    arg_params=_THREE,
+    aux_params=_THREE,
 )
 
 NO_ARRAY = "{name} must map names to NDArrays, and {key!r} is {given}: mx.nd.array makes one"
@@ -52,7 +61,7 @@ BIND_FIRST = (
 )
 
 
-@_DTYPE
+@_CALL
 def convert_symbol(
     sym: Symbol,
     target_dtype: Any = DEFAULT_TARGET,
@@ -127,7 +136,7 @@ def convert_symbol(
     return convert(sym, options).symbol
 
 
-@_DTYPE
+@_CALL
 def convert_model(
     sym: Symbol,
     arg_params: Mapping[str, NDArray],
@@ -187,7 +196,7 @@ def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Par
     return converted.symbol, values, new_auxs
 
 
-@_DTYPE
+@_CALL
 def convert_hybrid_block(
     block: HybridBlock,
     target_dtype: Any = DEFAULT_TARGET,
@@ -267,7 +276,7 @@ def convert_hybrid_block(
     return fast
 
 
-@_DTYPE
+@_CALL
 def convert_bucketing_module(
     bucketing_mod: BucketingModule,
     target_dtype: Any = DEFAULT_TARGET,

@@ -18,6 +18,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import as_list, cast
+from ..framework.keywords import checked_call
 from ..framework.machine import DTYPE_NAMES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.inspect import tensors_of
@@ -124,6 +125,7 @@ class OutputError:
     lost: int
 
 
+@checked_call()
 def compare_models(
     model: Model,
     other: Model,
@@ -235,6 +237,7 @@ def _inferred_shapes(
     return {name: shape for name, shape in found if shape and min(shape) > 0}
 
 
+@checked_call(input_shapes="write shapes=")
 def random_inputs(
     model: Model,
     shapes: Optional[Mapping[str, Sequence[int]]] = None,

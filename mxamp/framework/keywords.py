@@ -1,37 +1,86 @@
-"""Hints for keyword arguments that other libraries have, and mxamp spells otherwise."""
+"""Messages for calls that do not fit a function's parameters, such as calls for other libraries."""
 
 import functools
 import inspect
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, List, Mapping, Sequence, TypeVar
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, unknown
 
-__all__ = ["hints_for_keywords"]
+__all__ = ["checked_call"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+#: The optional parameters that a message shows.
+_OPTIONAL = 3
 
-def hints_for_keywords(**hints: str) -> Callable[[Function], Function]:
-    """Return a decorator: a keyword that the function lacks, or has already, raises with its hint.
 
-    >>> @hints_for_keywords(dtype="write target_dtype='float16'")
-    ... def init(target_dtype=None): ...
+def checked_call(**hints: str) -> Callable[[Function], Function]:
+    """Return a decorator: a call that does not fit the parameters raises `ArgumentError`.
+
+    `hints` say what to write, by the name of a parameter that is missing, is given twice, or that
+    the function does not have.
+
+    >>> @checked_call(dtype="write target_dtype='float16'")
+    ... def init(target_dtype=None, policy=None): ...
     >>> init(dtype="float16")
     Traceback (most recent call last):
     mxamp.errors.ArgumentError: init takes no dtype here: write target_dtype='float16'
+    >>> init(polcy="float16")
+    Traceback (most recent call last):
+    mxamp.errors.UnknownNameError: unknown argument of init 'polcy'; the closest is 'policy'
     """
 
     def decorate(function: Function) -> Function:
-        places = {name: i for i, name in enumerate(inspect.signature(function).parameters)}
-        name = function.__qualname__.replace(".__init__", "")
-
         @functools.wraps(function)
         def wrapper(*args: Any, **keywords: Any) -> Any:
-            for keyword in keywords:
-                if keyword in hints and places.get(keyword, -1) < len(args):
-                    raise ArgumentError(f"{name} takes no {keyword} here: {hints[keyword]}")
-            return function(*args, **keywords)
+            try:
+                return function(*args, **keywords)
+            except TypeError:
+                # A call that fits was entered: its TypeError comes from inside.
+                _check_fits(function, hints, args, keywords)
+                raise
 
         return wrapper  # type: ignore[return-value]
 
     return decorate
+
+
+def _check_fits(
+    function: Callable[..., Any],
+    hints: Mapping[str, str],
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> None:
+    """Raise `ArgumentError` if a function can't be called with these arguments."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **keywords)
+        return
+    except TypeError as error:
+        reason = str(error)
+    qualified = function.__qualname__.rpartition("<locals>.")[2]
+    is_method, name = "." in qualified, qualified.replace(".__init__", "")
+    parameters = signature.parameters
+    positional = [n for n, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    taken, own = positional[: len(args)], [*parameters][is_method:]
+    for keyword in keywords:
+        if keyword in hints and (keyword in taken or keyword not in parameters):
+            raise ArgumentError(f"{name} takes no {keyword} here: {hints[keyword]}")
+        if keyword not in parameters:
+            raise unknown(f"argument of {name}", keyword, own)
+    required = [n for n in own if parameters[n].default is inspect.Parameter.empty]
+    for missing in required:
+        if missing in hints and missing not in (*taken, *keywords):
+            raise ArgumentError(f"{name} needs {missing}: {hints[missing]}")
+    raise ArgumentError(f"{name}: {reason}; write {_call_text(name, required, own)}")
+
+
+def _call_text(name: str, required: List[str], parameters: List[str]) -> str:
+    """Return how to call a function, with its first optional parameters by keyword.
+
+    >>> _call_text("step", ["trainer"], ["trainer", "a", "b", "c", "d"])
+    'step(trainer, a=..., b=..., c=..., ...)'
+    """
+    optional = [f"{one}=..." for one in parameters if one not in required]
+    more = ["..."] if len(optional) > _OPTIONAL else []
+    return f"{name}({', '.join([*required, *optional[:_OPTIONAL], *more])})"

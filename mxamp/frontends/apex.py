@@ -21,6 +21,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
+from ..framework.keywords import checked_call
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
 from ..graph.ir import Graph
@@ -65,6 +66,19 @@ STAY_FLOAT32 = (
 )
 
 
+@checked_call(
+    optimizers="write trainers=",
+    level="write opt_level='O1'",
+    target_dtype="write dtype='float16'",
+    cast_model_type="opt_level='O2' casts parameters to float16",
+    patch_torch_functions="opt_level='O1' runs operators by list",
+    master_weights="opt_level='O2' has float32 master weights",
+    enabled="opt_level='O0' leaves mixed precision off",
+    num_losses="a trainer has one loss scale for all of its losses: leave it out",
+    verbosity="set the level of logging.getLogger('mxamp')",
+    min_loss_scale="give the trainer a scaler: init_trainer(trainer, LossScaler(min_scale=1))",
+    max_loss_scale="give the trainer a scaler: init_trainer(trainer, LossScaler(max_scale=2**24))",
+)
 def initialize(
     models: Union[Block, Sequence[Block]],
     trainers: Union[None, Trainer, Sequence[Trainer]] = None,

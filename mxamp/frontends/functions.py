@@ -15,6 +15,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError, unknown
 from ..framework.arrays import cast, map_arrays
+from ..framework.keywords import checked_call
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Patch
 from ..framework.wording import one_of, shown
@@ -36,6 +37,9 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+#: For the decorators, which take the function itself.
+_WITHOUT_PARENTHESES = checked_call(function="decorate it by the name alone, without ()")
+
 TOO_LATE = (
     "mixed precision is on, by a policy that does not know the custom operator {name!r}: call "
     "register_custom_operator before init, or shutdown, register it, and init again"
@@ -50,6 +54,7 @@ _MARK = "_amp_registered_as"
 _calls = itertools.count()
 
 
+@_WITHOUT_PARENTHESES
 def half_function(function: Function) -> Function:
     """Cast a function's float arrays to the target dtype, while mixed precision is on.
 
@@ -64,6 +69,7 @@ def half_function(function: Function) -> Function:
     return _with_casts(function, lambda: TARGET_INSIDE, lambda _, target: target)
 
 
+@_WITHOUT_PARENTHESES
 def float_function(function: Function) -> Function:
     """Cast a function's half-precision arrays to float32, and run it as without mxamp.
 
@@ -79,6 +85,7 @@ def float_function(function: Function) -> Function:
     return _with_casts(function, lambda: FLOAT32_INSIDE, lambda *_: "float32", off_inside=True)
 
 
+@_WITHOUT_PARENTHESES
 def promote_function(function: Function) -> Function:
     """Cast a function's float arrays to the widest dtype among them, while mixed precision is on.
 
@@ -210,6 +217,7 @@ def _check_callable(function: Any) -> None:
         raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
 
 
+@checked_call(name="write op_type=", precision="write kind=", dtype="write kind='half'")
 def register_custom_operator(op_type: str, kind: str = "half") -> None:
     """Set the precision of a custom operator (`mx.operator.Custom`), which is float32 by default.
 

@@ -7,6 +7,7 @@ from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError, unknown
 from ..framework.distributed import is_horovod_optimizer
+from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..scaling.scaler import Float32Scaler, LossScaler, Scaler, StaticLossScaler, positive_number
@@ -24,10 +25,20 @@ WRAPPED = (
     "hvd.DistributedTrainer(params, mxamp.decorate(optimizer))"
 )
 
+_TO_CAST = "initialize(net, trainer, opt_level='O2') casts a net for training"
 #: Attributes that change in place: a copy needs its own.
 _COPIED = ("_index_update_count", "_all_index_update_counts", "lr_mult", "wd_mult", "idx2name")
 
 
+@checked_call(
+    models=_TO_CAST,
+    optimizers=_TO_CAST,
+    level=_TO_CAST,
+    dtype=_TO_CAST,
+    master_weight=_TO_CAST,
+    learning_rate="write decorate(mx.optimizer.create('sgd', learning_rate=0.1))",
+    init_scale="write init_loss_scaling=",
+)
 def decorate(
     optimizer: Union[str, Optimizer],
     init_loss_scaling: float = 2.0**16,

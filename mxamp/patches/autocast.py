@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterable, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.keywords import hints_for_keywords
+from ..framework.keywords import checked_call
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..framework.worker_process import prepare_worker
@@ -50,12 +50,15 @@ CHOSE_FLOAT32 = (
 NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
 
 
-@hints_for_keywords(
+@checked_call(
     dtype="write init(target_dtype='bfloat16')",
     fp32="write policy=Policy.default('bfloat16').override(fp32=[...])",
     low="write policy=Policy.default('bfloat16').override(low=[...])",
     fp32_layers="write policy=Policy.default('bfloat16').override(fp32_layers=[...])",
     enabled="without init, mixed precision is off; init('auto') turns it on where it is fast",
+    opt_level="for levels there is initialize(net, trainer, opt_level='O1')",
+    level="for levels there is initialize(net, trainer, opt_level='O1')",
+    loss_scale="write init_trainer(trainer, StaticLossScaler(128))",
 )
 def init(
     target_dtype: Any = DEFAULT_TARGET,
@@ -205,11 +208,14 @@ class autocast:
         The dtype is unknown, or `policy` is for another dtype.
     """
 
-    @hints_for_keywords(
+    @checked_call(
         dtype="the first argument is the dtype, and there is no device: write autocast('float16')",
         device_type="arrays on the device of the policy are cast: write autocast('float16')",
         target_dtype="write autocast(dtype='bfloat16')",
         cache_enabled="casts of weights in a graph are made once anyway: leave it out",
+        level="for levels there is initialize(net, trainer, opt_level='O1')",
+        custom_white_list="write policy=Policy.default('bfloat16').override(low=[...])",
+        custom_black_list="write policy=Policy.default('bfloat16').override(fp32=[...])",
     )
     def __init__(
         self, dtype: Any = None, enabled: bool = True, policy: Optional[Policy] = None

@@ -12,7 +12,7 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
 from ..errors import ArgumentError
 from ..framework import machine
 from ..framework.files import write_file
-from ..framework.keywords import hints_for_keywords
+from ..framework.keywords import checked_call
 from ..framework.tables import html_lines, html_table
 from ..framework.wording import counted, shortened, shown
 from . import overrides, targets
@@ -163,6 +163,7 @@ class Policy(OperatorList):
         return Caches()
 
     @classmethod
+    @checked_call(dtype="write target_dtype='bfloat16'", ctx="write device='gpu'")
     def default(cls, target_dtype: Any = "float16", device: Any = None) -> "Policy":
         """Return mxamp's own policy for a dtype and a kind of device ("cpu", "gpu", a Context).
 
@@ -173,6 +174,7 @@ class Policy(OperatorList):
         return _own_policy(dtype, kind, machine.onednn_features(), custom_classes())
 
     @classmethod
+    @checked_call(ctx="write device='gpu'")
     def load(cls, path: Union[str, Path], device: Any = None) -> "Policy":
         """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
@@ -232,7 +234,7 @@ class Policy(OperatorList):
             return base
         return base.override(low, fp32, widest, conditional, replace_lists=True)
 
-    @hints_for_keywords(
+    @checked_call(
         fp32_ops="write fp32=[...]",
         target_dtype_ops="write low=[...]",
         target_precision_ops="write low=[...]",

@@ -18,6 +18,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
+from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
@@ -102,6 +103,11 @@ class GradScaler:
     after `step`, `update` before any `step`.
     """
 
+    @checked_call(
+        device="arrays on any device are scaled: leave the device out, as in GradScaler()",
+        init_loss_scaling="write init_scale=",
+        loss_scale="write init_scale=",
+    )
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -198,6 +204,7 @@ class GradScaler:
             hook.mark_scaled()
         hook.unscale()
 
+    @checked_call(optimizer="give the trainer first: scaler.step(trainer, batch_size)")
     def step(
         self, trainer: Trainer, batch_size: Any = None, ignore_stale_grad: bool = False
     ) -> None:

@@ -14,7 +14,7 @@ import numbers
 from typing import Any, Dict, Mapping, Tuple, Type, TypeVar
 
 from ..errors import ArgumentError
-from ..framework.keywords import hints_for_keywords
+from ..framework.keywords import checked_call
 from ..framework.wording import shown
 
 __all__ = [
@@ -163,6 +163,9 @@ class StaticLossScaler(Scaler):
     128.0
     """
 
+    @checked_call(
+        loss_scale="write StaticLossScaler(128)", init_scale="write StaticLossScaler(128)"
+    )
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__(positive_number("scale", scale))
 
@@ -228,7 +231,7 @@ class LossScaler(Scaler):
         "max_scale", "hysteresis", "clean_steps", "overflows_left",
     )  # fmt: skip
 
-    @hints_for_keywords(
+    @checked_call(
         loss_scale="write LossScaler(init_scale=128), or StaticLossScaler(128) for a constant one",
         scale="write LossScaler(init_scale=128), or StaticLossScaler(128) for a constant one",
     )

@@ -17,6 +17,7 @@ from ..errors import ArgumentError, StateError
 from ..framework.arrays import dtype_of, map_arrays
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
+from ..framework.keywords import checked_call
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import pop_scaler_state
@@ -76,6 +77,10 @@ WITHOUT_WITH = (
 NO_TRAINERS = "scale_loss takes a gluon.Trainer or a list of them, not an empty list"
 
 
+@checked_call(
+    loss_scale="write init_trainer(trainer, StaticLossScaler(128))",
+    init_scale="write init_trainer(trainer, LossScaler(init_scale=1024))",
+)
 def init_trainer(
     optimizer_or_trainer: Trainer,
     loss_scaler: Optional[Scaler] = None,
@@ -169,6 +174,7 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
     hook_of(optimizer_or_trainer).unscale()
 
 
+@checked_call()
 def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     """Unscale a trainer's gradients and clip them to a global norm; return the norm before.
 
@@ -337,6 +343,13 @@ class _ScaledLoss:
     __radd__ = __rmul__ = _raise
 
 
+@checked_call(
+    optimizer_or_trainer="write `with scale_loss(loss, trainer) as scaled:`",
+    trainer="give the trainer by position, `with scale_loss(loss, trainer) as scaled:`",
+    optimizers="give the trainer by position, `with scale_loss(loss, trainer) as scaled:`",
+    loss_id="a trainer has one loss scale for all of its losses: leave it out",
+    delay_unscale="gradients are unscaled in the step, or by unscale(trainer): leave it out",
+)
 def scale_loss(
     loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]]
 ) -> ContextManager[Any]:

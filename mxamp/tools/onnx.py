@@ -14,6 +14,7 @@ from ..convert.outputs import Model, OutputError
 from ..errors import ArgumentError, InstallError, StateError
 from ..framework.arrays import cast
 from ..framework.files import check_file_path, write_file
+from ..framework.keywords import checked_call
 from ..framework.machine import dtype_name
 from ..framework.wording import shown
 from ..graph.edit import Edit, Names
@@ -34,6 +35,7 @@ NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
 WRONG = "output {name!r} has a relative error of {error:.3g}: not written; check=False writes it"
 
 
+@checked_call()
 def export_onnx(
     model: Model,
     path: Union[str, Path],

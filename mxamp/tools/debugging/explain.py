@@ -16,7 +16,7 @@ from ...convert.options import check_names, checked_shapes, resolved_dtypes, wit
 from ...convert.symbols import widened_for
 from ...errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ...framework.arrays import cast, copy
-from ...framework.keywords import hints_for_keywords
+from ...framework.keywords import checked_call
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.builder import is_inserted_cast
@@ -230,7 +230,12 @@ class Plan(Result):
 # ---------------------------------------------------------------------- making a plan
 
 
-@hints_for_keywords(dtype="write target_dtype='bfloat16'")
+@checked_call(
+    dtype="write target_dtype='bfloat16'",
+    fp32_layers="write excluded_sym_names=[...]",
+    inputs="write example_inputs=",
+    shapes="write input_shapes=",
+)
 def explain(
     model: Union[Symbol, HybridBlock],
     target_dtype: Any = None,

@@ -11,6 +11,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ...errors import ArgumentError, StateError
 from ...framework.arrays import dtypes_of
+from ...framework.keywords import checked_call
 from ...framework.wording import counted, shown
 from ...graph.edit import Edit, View
 from ...graph.inspect import FLOATS
@@ -274,6 +275,7 @@ class GradientHistogram(Drawn):
 # ---------------------------------------------------------------------- counting
 
 
+@checked_call()
 def gradient_histogram(
     net_or_trainer: Union[Block, Trainer],
     data: Any = None,

@@ -27,6 +27,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...convert.outputs import Distance, Model
 from ...errors import ArgumentError
 from ...framework.arrays import dtypes_of
+from ...framework.keywords import checked_call
 from ...framework.wording import counted
 from ...graph.casts.builder import HALVES
 from ...graph.casts.insert import PRECISION
@@ -174,6 +175,7 @@ def _ranked(errors: Sequence[TensorError]) -> Tuple[TensorError, ...]:
 # ---------------------------------------------------------------------- two runs of a net
 
 
+@checked_call(target_dtype="write dtype='bfloat16'")
 def compare(
     net: Union[Block, Model],
     data: Any,

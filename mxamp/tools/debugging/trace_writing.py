@@ -22,6 +22,7 @@ from ..._version import __version__
 from ...errors import ArgumentError, InstallError, StateError
 from ...framework import machine
 from ...framework.arrays import cast, flat_view, plain_array
+from ...framework.keywords import checked_call
 from ...framework.wording import shown
 from ...policy.active import current_policy, suspended
 from ...scaling.hook import StepReport, TrainerHook, observe_steps, stop_observing
@@ -51,6 +52,7 @@ NO_TENSORBOARD = "tensorboard= needs tensorboardX: pip install 'mxamp[tensorboar
 Trainers = Union[Trainer, Sequence[Trainer]]
 
 
+@checked_call(file="write path=")
 def trace(
     trainer: Trainers, path: Union[str, "os.PathLike[str]"], *, tensorboard: Optional[str] = None
 ) -> "Trace":

@@ -13,7 +13,7 @@ from ...convert.models import convert_hybrid_block
 from ...convert.outputs import error_reason
 from ...errors import AmpError, ArgumentError
 from ...framework import machine
-from ...framework.keywords import hints_for_keywords
+from ...framework.keywords import checked_call
 from ...framework.machine import default_dtype, device_kind, dtype_name
 from ...framework.wording import shown
 from ...patches.announcements import without_hint
@@ -155,7 +155,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
     return f"{does} {'' if equal else f'{timing.speedup:.2g} times '}as fast{reference}"
 
 
-@hints_for_keywords(dtype="write target_dtype='bfloat16'")
+@checked_call(dtype="write target_dtype='bfloat16'")
 def benchmark(
     net: Block,
     batch: Any,

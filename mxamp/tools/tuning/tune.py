@@ -11,7 +11,7 @@ import mxnet as mx
 
 from ...errors import ArgumentError
 from ...framework.arrays import on_device
-from ...framework.keywords import hints_for_keywords
+from ...framework.keywords import checked_call
 from ...framework.machine import default_dtype
 from ...framework.wording import counted, shown
 from ...policy.active import suspended
@@ -89,7 +89,7 @@ _FIRST_RACE, _LAYERS, _SEARCH, _SECOND_RACE = 0.3, 0.4, 0.65, 0.95
 _FEW, _MORE = 2, 5
 
 
-@hints_for_keywords(dtype="write target_dtype='bfloat16'")
+@checked_call(dtype="write target_dtype='bfloat16'")
 def tune(
     net: Any,
     data: Any,

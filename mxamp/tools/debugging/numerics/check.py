@@ -26,6 +26,7 @@ from mxnet.symbol.numpy import _Symbol
 from ....convert.options import name_list
 from ....errors import ArgumentError, StateError
 from ....framework.arrays import as_list
+from ....framework.keywords import checked_call
 from ....framework.operators import resolve
 from ....framework.patching import Patch, original
 from ....framework.tables import html_lines, html_table, text_table
@@ -341,6 +342,7 @@ class NumericsCheck(Observer):
             return interpret(graph, inputs, run_checked)
 
 
+@checked_call(ops="write operators=[...]")
 @contextlib.contextmanager
 def check_numerics(
     on: str = "raise",
