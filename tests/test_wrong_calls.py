@@ -11,6 +11,7 @@ from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
 from mxamp.framework.keywords import checked_call
+from mxamp.framework.operators import _OTHER_NAMES, registry
 
 SYMBOL = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
 X = mx.nd.ones((2, 3))
@@ -95,6 +96,14 @@ WRONG = [
     (lambda: amp.Policy.default(dtype="float16"), "write target_dtype="),
     (lambda: amp.debugging.compare(net(), X, target_dtype="bfloat16"), "write dtype="),
     (lambda: amp.debugging.check_numerics(ops=["softmax"]), "write operators="),
+    # layers, and other libraries' names of operators
+    (lambda: GPU.override(fp32=["Dense"]), "unknown operator 'Dense'; MXNet calls it 'FullyConnected'"),
+    (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
+    (lambda: amp.convert_symbol(SYMBOL, fp32_ops=["BatchNorm2d"]), "MXNet calls it 'BatchNorm'"),
+    (lambda: GPU.override(fp32=["mx.nd.softmax"]), "MXNet calls it 'softmax'"),
+    (lambda: GPU.override(fp32=["layer_norm"]), "MXNet calls it 'LayerNorm'"),
+    (lambda: GPU.rule("LSTM"), "MXNet calls it 'RNN'"),
+    (lambda: GPU.rule("Convolutoin"), "the closest .* 'Convolution'"),
     # a thing of another kind
     (lambda: amp.Policy("bfloat16"), r"Policy\.default\('bfloat16'\)"),
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must be 'cpu', 'gpu' or a Context"),
@@ -230,3 +239,12 @@ def test_bucketing_modules_are_bound_before_and_after():
     converted.bind(*shapes, for_training=False)
     converted.forward(batch)
     assert converted.get_outputs()[0].shape == (2, 2)
+
+
+def test_rules_are_found_by_any_name_of_an_operator():
+    assert GPU.rule("_npx_fully_connected") is GPU.rule("FullyConnected")
+
+
+def test_every_other_name_stands_for_an_operator():
+    assert set(_OTHER_NAMES.values()) <= registry().keys()
+    assert not _OTHER_NAMES.keys() & registry().keys()

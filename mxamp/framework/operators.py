@@ -63,6 +63,21 @@ WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
 
 CAME_LATER = "operator {name!r} came with MXNet {since}, but an older MXNet is installed"
 
+OTHER_NAME = "unknown operator {name!r}; MXNet calls it {operator!r}"
+
+#: Operators by the names that layers and functions have in Gluon and other libraries, in the form
+#: of `_plain_name`.
+_OTHER_NAMES: Mapping[str, str] = {
+    "dense": "FullyConnected", "linear": "FullyConnected",
+    "conv": "Convolution", "convtranspose": "Deconvolution",
+    "maxpool": "Pooling", "avgpool": "Pooling",
+    "globalmaxpool": "Pooling", "globalavgpool": "Pooling",
+    "lstm": "RNN", "gru": "RNN",
+    "elu": "LeakyReLU", "gelu": "LeakyReLU", "prelu": "LeakyReLU", "selu": "LeakyReLU",
+    "syncbatchnorm": "_contrib_SyncBatchNorm",
+    "bmm": "batch_dot", "mm": "dot", "matmul": "_npi_matmul", "einsum": "_npi_einsum",
+}  # fmt: skip
+
 _TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
 # The positions of the inputs that an operator writes to (FMutateInputs in MXNet's sources).
@@ -156,6 +171,21 @@ def _by_name() -> Mapping[str, Operator]:
     return {alias: op for op in registry().values() for alias in (*op.aliases, op.name)}
 
 
+def _plain_name(name: str) -> str:
+    """Return a name in small letters, without a module before it, underscores or "2d".
+
+    >>> _plain_name("nn.Conv2D"), _plain_name("batch_norm")
+    ('conv', 'batchnorm')
+    """
+    return re.sub("[123]d|_", "", name.rpartition(".")[2].lower())
+
+
+@lru_cache(maxsize=None)
+def _by_plain_name() -> Mapping[str, str]:
+    """Return the canonical name of each operator by its plain name; of layers too."""
+    return {**{_plain_name(name): name for name in registry()}, **_OTHER_NAMES}
+
+
 def resolve(name: str) -> Operator:
     """Return the operator called `name`, canonical or alias.
 
@@ -171,7 +201,11 @@ def resolve(name: str) -> Operator:
             if name in _of_later_versions():
                 since = _of_later_versions()[name]
                 raise UnknownNameError(CAME_LATER.format(name=name, since=since)) from None
-            raise unknown("operator", name, _by_name(), listed_by="`mxamp operators`") from None
+            operator = _by_plain_name().get(_plain_name(name))
+            if operator is not None:
+                raise UnknownNameError(OTHER_NAME.format(name=name, operator=operator)) from None
+            forward = [one for one in _by_name() if not one.startswith("_backward_")]
+            raise unknown("operator", name, forward, listed_by="`mxamp operators`") from None
     raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
 
 

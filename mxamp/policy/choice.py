@@ -8,6 +8,7 @@ from ..framework.wording import shortened
 from .active import FLOAT32, Choice
 from .overrides import Conditional, Names
 from .policy import Policy
+from .rules import UNLISTED
 from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_target, device_type, is_auto
 
 __all__ = ["chosen_policy", "describe_difference"]
@@ -79,7 +80,11 @@ def _values_to_compare(old: Choice, new: Choice) -> Iterator[List[_Values]]:
         ("layers kept in float32", *layers),
     ]
     names = sorted({*old.rules, *new.rules})
-    classes = [(name, old.rule(name).shown_class, new.rule(name).shown_class) for name in names]
+
+    def shown_class(policy: Policy, name: str) -> str:
+        return policy.rules.get(name, UNLISTED).shown_class
+
+    classes = [(name, shown_class(old, name), shown_class(new, name)) for name in names]
     substitutions = (
         _names_or_none(sorted(old.substitutions)),
         _names_or_none(sorted(new.substitutions)),

@@ -10,7 +10,7 @@ from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 from ..errors import ArgumentError
 from ..framework.operators import auxiliary_states, registry
 from .policy import Policy
-from .rules import Rule
+from .rules import UNLISTED, Rule
 from .values import is_dilated, is_true, kernel_axes
 
 __all__ = ["CASTABLE", "Decision", "SPARSE_GRADIENT", "decide", "fixed_inputs"]
@@ -104,7 +104,7 @@ def decide(
     >>> decide("FullyConnected", {}, ["float32", "float16", "float32"], policy).reads
     ('float16', None, 'float16')
     """
-    rule = policy.rule(operator)
+    rule = policy.rules.get(operator, UNLISTED)
     missing = rule.missing
     if rule.is_detour(kept):
         missing, kept = kept, None

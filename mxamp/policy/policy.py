@@ -13,6 +13,7 @@ from ..errors import ArgumentError
 from ..framework import machine
 from ..framework.files import write_file
 from ..framework.keywords import checked_call
+from ..framework.operators import resolve
 from ..framework.tables import html_lines, html_table
 from ..framework.wording import counted, shortened, shown
 from . import overrides, targets
@@ -77,8 +78,12 @@ class Policy(OperatorList):
         return super().__new__(cls)
 
     def rule(self, operator: str) -> Rule:
-        """Return the rule of an operator, by its canonical name."""
-        return self.rules.get(operator, UNLISTED)
+        """Return the rule of an operator, by any of its names.
+
+        Raises `UnknownNameError` for an operator that MXNet does not have.
+        """
+        found = self.rules.get(operator)
+        return found if found is not None else self.rules.get(resolve(operator).name, UNLISTED)
 
     def keeps_layer(self, name: str) -> bool:
         """Return whether `fp32_layers` keep the graph node `name` in float32."""

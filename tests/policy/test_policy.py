@@ -1,5 +1,6 @@
 import pickle
 from contextlib import nullcontext
+from dataclasses import replace
 
 import mxnet as mx
 import numpy as np
@@ -139,7 +140,9 @@ def test_operators_by_class():
 
 
 def test_unlisted_operators_run_in_float32():
-    assert Policy.default("float16", "cpu").rule("my_library_operator").op_class == "fp32"
+    policy = Policy.default("float16", "cpu")
+    assert replace(policy, rules={}).rule("Convolution").op_class == "fp32"
+    assert decide("my_library_operator", {}, ["float16"], policy).reads == ("float32",)
 
 
 LIST = """

@@ -108,7 +108,7 @@ def test_the_whole_of_it_is_right(tmp_path):
         (SHAPE, "[evidence]\nseed = 0", "unknown key 'evidence'"),
         # ------------------------------------------------------------------ names of MXNet
         ('"dot"', '"dott"', "[[group]] table 1: unknown operator 'dott'; the closest"),
-        ('"dot"', '"Dense"', "unknown operator 'Dense'; `mxamp operators` lists all"),
+        ('"dot"', '"Dense"', "unknown operator 'Dense'; MXNet calls it 'FullyConnected'"),
         ('"dot"', '"concat"', "[[group]] table 1: 'concat' is an alias; write 'Concat'"),
         ('"dot"', '"dot", "dot"', "operator 'dot' is listed twice in [[group]] table 1"),
         (GROUP, GROUP + GROUP, "'dot' is listed in [[group]] table 1 and in [[group]] table 2"),
