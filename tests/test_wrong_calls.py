@@ -10,6 +10,7 @@ from mxnet.contrib.amp import unscale as contrib_unscale
 from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
+from mxamp.convert import blocks
 from mxamp.framework.keywords import checked_call
 from mxamp.framework.operators import _OTHER_NAMES, registry
 
@@ -20,6 +21,12 @@ GPU = amp.Policy.default("float16", "gpu")
 
 def net():
     block = gluon.nn.Dense(4, in_units=3)
+    block.initialize()
+    return block
+
+
+def deferred():
+    block = gluon.nn.Conv2D(4, 3)
     block.initialize()
     return block
 
@@ -96,6 +103,13 @@ WRONG = [
     (lambda: amp.Policy.default(dtype="float16"), "write target_dtype="),
     (lambda: amp.debugging.compare(net(), X, target_dtype="bfloat16"), "write dtype="),
     (lambda: amp.debugging.check_numerics(ops=["softmax"]), "write operators="),
+    # shapes, and arrays of wrong shapes
+    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"such as mx\.nd\.ones\(.*, not \(2, 3\)"),
+    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=mx.nd.ones((2, 5))), r"of shape \(2, 5\): .*Provided = \[4,3\]"),
+    (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
+    (lambda: amp.explain(net(), "bfloat16", example_inputs=[[1.0, 2.0]]), r"such as mx\.nd\.ones"),
+    (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch is an NDArray .*, not \(2, 3\)"),
+    (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), (2, 3)), r"such as {'data': mx\.nd\.ones.*, not \(2, 3\)"),
     # layers, and other libraries' names of operators
     (lambda: GPU.override(fp32=["Dense"]), "unknown operator 'Dense'; MXNet calls it 'FullyConnected'"),
     (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
@@ -174,6 +188,12 @@ def test_functions_of_contrib_that_were_imported_by_name(on):
         contrib_scale_loss(X, made).__enter__()
     # GluonNLP reads the flag.
     assert not mx.contrib.amp.amp._amp_initialized
+
+
+def test_gpus_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(blocks, "default_device", lambda: "cpu")
+    with pytest.raises(amp.ArgumentError, match=r"ctx is gpu\(1\), and MXNet sees no GPU here"):
+        amp.convert_hybrid_block(net(), "float16", ctx=mx.gpu(1), example_inputs=X)
 
 
 def test_no_losses_are_an_error():

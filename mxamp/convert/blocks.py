@@ -6,21 +6,22 @@ from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tup
 
 import mxnet as mx
 from mxnet import autograd
+from mxnet.base import MXNetError
 from mxnet.context import Context, current_context
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
-from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
-from ..framework.arrays import cast, dtypes_of
-from ..framework.machine import BFLOAT16, DTYPE_CODES, device_kind
+from ..framework.arrays import cast, dtypes_of, map_arrays
+from ..framework.machine import BFLOAT16, DTYPE_CODES, default_device, device_kind
 from ..framework.wording import shown
 from ..patches.cached_op import Source, install_policy_op
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
+from .outputs import error_reason
 from .saved import files_to_write, write_model
 
 __all__ = ["Examples", "TracedBlock", "build_block", "contexts_of", "trace"]
@@ -30,8 +31,13 @@ NOT_RUN = (
     "or give that input as example_inputs"
 )
 NO_EXAMPLE = (
-    "example_inputs must be an NDArray, or a list or tuple of the arguments of one call, not "
-    "{given}"
+    "example_inputs must be an NDArray, such as mx.nd.ones((1, 3, 224, 224)), or a list or tuple "
+    "of the arguments of one call, not {given}"
+)
+NOT_ON_EXAMPLE = "block {name!r} does not run on example_inputs of shape {shapes}: {why}"
+NO_GPU = (
+    "ctx is {given}, and MXNet sees no GPU here: leave ctx out. To convert for GPUs here, give "
+    "policy=Policy.default('float16', 'gpu')"
 )
 NO_GRADIENTS = "block %r was fused for inference: autograd gets no gradients through it"
 NO_VALUE = "parameter {name!r} has no value yet: initialize the block and run it once"
@@ -61,6 +67,12 @@ class TracedBlock:
         self.params: Dict[str, Parameter] = {
             name: param for name, param in block.collect_params().items() if name in used
         }
+
+    def infer_shapes(self) -> None:
+        """Raise `MXNetError` if the graph does not run on the call's arguments."""
+        known = {**self.example_shapes, **{n: p.shape for n, p in self.params.items()}}
+        arguments = self.symbol.list_arguments()
+        self.symbol.infer_shape_partial(**{n: known[n] for n in arguments if n in known})
 
     def input_dtypes(self, overrides: Any) -> Any:
         """Return the dtypes of the call's arguments by input name, updated by `overrides`.
@@ -106,28 +118,51 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
     if not isinstance(block, HybridBlock):
         hint = "; convert_symbol takes symbols" if isinstance(block, Symbol) else ""
         raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}{hint}")
-    if example_inputs is None or (block._cached_graph and isinstance(block, SymbolBlock)):
+    arguments = None if example_inputs is None else _checked_arguments(example_inputs)
+    if arguments is None or (block._cached_graph and isinstance(block, SymbolBlock)):
         if not block._cached_graph:
             raise StateError(NOT_RUN.format(name=block.name))
         return TracedBlock(block)
-    is_array = isinstance(example_inputs, NDArray)
-    if not is_array and not isinstance(example_inputs, (list, tuple)):
-        raise ArgumentError(NO_EXAMPLE.format(given=shown(example_inputs)))
-    arguments: Tuple[Any, ...] = (example_inputs,) if is_array else tuple(example_inputs)
     if any(p._data is None for p in block.collect_params().values()):
         try:
             block(*arguments)
-        except (DeferredInitializationError, RuntimeError) as error:
+        except (MXNetError, ValueError) as error:  # ValueError: while it infers a deferred shape
+            raise _example_error(block.name, arguments, error) from None
+        except RuntimeError as error:  # of parameters that were not initialized
             raise StateError(f"block {block.name!r} does not run: {error}") from None
     kept = {name: getattr(block, name) for name in _TRACED_ATTRIBUTES}
     try:
         block._cached_graph = ()
         called = _forward_arguments(block, arguments)
         block._get_graph(*called)
-        return TracedBlock(block, called)
+        traced = TracedBlock(block, called)
     finally:
         for name, value in kept.items():
             setattr(block, name, value)
+    try:
+        traced.infer_shapes()
+    except MXNetError as error:
+        raise _example_error(block.name, arguments, error) from None
+    return traced
+
+
+def _example_error(name: str, arguments: Any, error: Exception) -> ArgumentError:
+    """Return the error for example inputs that the block `name` does not run on."""
+    shapes = " and ".join(
+        str(array.shape) for array in _flatten(arguments, "input")[0] if array is not None
+    )
+    return ArgumentError(NOT_ON_EXAMPLE.format(name=name, shapes=shapes, why=error_reason(error)))
+
+
+def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:
+    """Return `example_inputs` as the arguments of one call; raise unless they hold arrays."""
+    arguments = (example_inputs,) if isinstance(example_inputs, NDArray) else example_inputs
+    arrays: List[NDArray] = []
+    others: List[Any] = []
+    map_arrays(arguments, arrays.append, others.append)
+    if not arrays or any(one is not None for one in others) or isinstance(arguments, dict):
+        raise ArgumentError(NO_EXAMPLE.format(given=shown(example_inputs)))
+    return tuple(arguments)
 
 
 def _forward_arguments(block: HybridBlock, arguments: Tuple[Any, ...]) -> Tuple[Any, ...]:
@@ -241,6 +276,8 @@ def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
     contexts = [ctx] if isinstance(ctx, Context) else list(ctx)
     if not contexts or not all(isinstance(one, Context) for one in contexts):
         raise ArgumentError(f"ctx must be a Context or a list of them, not {shown(ctx)}")
+    if default_device() != "gpu" and any(device_kind(one) == "gpu" for one in contexts):
+        raise ArgumentError(NO_GPU.format(given=shown(ctx)))
     return contexts
 
 

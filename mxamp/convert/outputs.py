@@ -52,7 +52,10 @@ NO_MODEL = (
     "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}{blocks}"
 )
 BLOCKS = ": for Gluon blocks there is mxamp.debugging.compare(net, batches)"
-NO_INPUTS = "inputs must map names of inputs to arrays, such as {{'data': array}}, not {given}"
+NO_INPUTS = (
+    "the inputs must map names to arrays, such as {{'data': mx.nd.ones((1, 3, 224, 224))}}, not "
+    "{given}"
+)
 NO_SHAPES = (
     "the shapes of the inputs {inputs} can't be inferred from the parameters: give them with "
     "`shapes`, as name:1,3,224,224, which is {{'name': (1, 3, 224, 224)}} in Python"

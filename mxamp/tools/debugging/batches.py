@@ -69,7 +69,10 @@ def _checked_batch(batch: Any, labeled: bool) -> Batch:
     if not isinstance(batch, (tuple, list, NDArray, Mapping)):
         raise ArgumentError(NO_BATCH.format(given=type(batch).__name__))
     parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    for array in arrays_in(parts):
+    arrays = arrays_in(parts)
+    if not arrays:
+        raise ArgumentError(NO_BATCH.format(given=shown(batch)))
+    for array in arrays:
         if not array.size:
             raise ArgumentError(EMPTY.format(shape=array.shape))
     if not labeled:
