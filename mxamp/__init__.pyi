@@ -30,6 +30,9 @@ from .errors import (
     ArgumentError as ArgumentError,
 )
 from .errors import (
+    CheckError as CheckError,
+)
+from .errors import (
     InstallError as InstallError,
 )
 from .errors import (

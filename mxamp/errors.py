@@ -2,11 +2,12 @@
 
 import contextlib
 import difflib
-from typing import Iterable, Iterator
+from typing import Any, Iterable, Iterator, Sequence
 
 __all__ = [
     "AmpError",
     "ArgumentError",
+    "CheckError",
     "InstallError",
     "StateError",
     "UnknownNameError",
@@ -33,6 +34,14 @@ class UnknownNameError(ArgumentError, LookupError):
 
 class StateError(AmpError, RuntimeError):
     """A call out of order: before the call that it needs, or twice."""
+
+
+class CheckError(StateError):
+    """The outputs of a converted or exported model are too far off: `errors`, of each output."""
+
+    def __init__(self, message: str, errors: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.errors = tuple(errors)  #: an `OutputError` for each output
 
 
 class WriteError(AmpError, OSError):

@@ -26,6 +26,8 @@ PARAMS = {
 }  # fmt: skip
 # Underflows in float16, and only there.
 LOST = S.FullyConnected(S.var("data") * 1e-30, num_hidden=4, no_bias=True, name="fc") * 1e30
+# Overflows in float16, and only there.
+HUGE = S.FullyConnected(S.var("data") * 1e5, num_hidden=4, no_bias=True, name="fc")
 
 CUSTOM = """
 import mxnet as mx
@@ -83,6 +85,7 @@ def models(tmp_path_factory):
     save("one", 5)
     save("lost", net=LOST)
     save("large", fc_weight=PARAMS["fc_weight"] * 1e6)
+    save("huge", net=HUGE)
     save("nan", fc_bias=mx.nd.array([1, np.nan, np.inf, 1]))
     mx.nd.save("list-0000.params", [mx.nd.ones(2)])
     foreign = {f"arg:conv{i}_weight": mx.nd.ones(2) for i in range(5)}
@@ -238,8 +241,6 @@ BAD = [
     (f"heads {F16} --out x", ["'heads-symbol.json'", "list of heads is empty"], 2),
     (f"folder {F16} --out x", ["'folder-0000.params' is a folder, and not a file"], 2),
     (f"pipe {F16} --out x", ["'pipe-0000.params' is a pipe or a device, and not a file"], 2),
-    (f"{CHECK} data:2,8 --tolerance 1e-9", ["'head_fwd_output'", "tolerance of 1e-09", "--tolerance"], 1),
-    (f"lost {F16} --out x --check --input data:2,8", ["relative error of 1,", "--keep-fp32"], 1),
 ]  # fmt: skip
 
 
@@ -254,6 +255,30 @@ def test_bad_input_is_one_line(arguments, said, status):
         assert part in result.output
     for argument in ("Traceback", "excluded_sym_names", "cast_optional_params", "force=", "fuse="):
         assert argument not in result.output
+    assert set(os.listdir()) - {"__pycache__"} == before - {"__pycache__"}
+
+
+#: The arguments of a check that fails, the last cells of a row of its table, and words of the error.
+FAILED = [
+    (f"{CHECK} data:2,8 --tolerance 1e-9", ["0", "100.0%"], ["'head_fwd_output'", "tolerance of 1e-09", "--tolerance"]),
+    (f"lost {F16} --out x --check --input data:2,8", ["1.00e+00"], ["relative error of 1,", "--keep-fp32"]),
+    ("huge --dtype float16 --out x --check --input data:data.npy", ["8"], ["Inf or NaN in 8 elements", "--keep-fp32"]),
+]  # fmt: skip
+
+
+@needs_float16
+@pytest.mark.parametrize("arguments, cells, said", FAILED, ids=[one[0] for one in FAILED])
+def test_a_failed_check_shows_the_errors_of_outputs_then_one_line(arguments, cells, said):
+    before = set(os.listdir())
+    result = run(*arguments.split())
+    assert result.exit_code == 1, result.output
+    (row,) = (
+        line for line in result.stdout.splitlines() if "_output" in line and "error:" not in line
+    )
+    assert set(cells) <= {cell.strip() for cell in row.split("│")}
+    *_, last = result.output.strip().splitlines()
+    for part in ("error: ", "nothing was written", *said):
+        assert part in last
     assert set(os.listdir()) - {"__pycache__"} == before - {"__pycache__"}
 
 

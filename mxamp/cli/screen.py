@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from ..errors import AmpError, ArgumentError
+from ..errors import AmpError, ArgumentError, CheckError
 from .output import exit_with, in_options
 
 __all__ = ["console", "error_table", "make_table", "show_messages"]
@@ -39,13 +39,14 @@ def make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def error_table(errors: Iterable[Any]) -> Table:
-    """Return a table of `OutputError`s."""
+    """Return a table of `OutputError`s: the errors of finite elements, and the elements lost."""
     rows = []
     for one in errors:
         same = "" if one.same_argmax is None else f"{one.same_argmax:.1%}"
-        numbers = f"{one.relative:.2e}", f"{one.maximum:.2e}"
+        numbers = f"{one.relative:.2e}", f"{one.maximum:.2e}", f"{one.lost:,}"
         rows.append((escape(one.name), "x".join(map(str, one.shape)), *numbers, same))
-    return make_table(["output", "shape", "relative error", "largest", "same argmax"], rows)
+    headings = ("output", "shape", "relative error", "largest", "lost to Inf or NaN", "same argmax")
+    return make_table(headings, rows)
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def show_messages() -> Iterator[Status]:
 
     Yields the progress line, which shows the log's last message on terminals. Warnings are lines of
     their own. An `ArgumentError` is raised again in terms of options; other errors end the process
-    with status 1.
+    with status 1, a `CheckError` after the table of its errors.
     """
     logger = logging.getLogger("mxamp")
     level, propagate = logger.level, logger.propagate
@@ -69,6 +70,8 @@ def show_messages() -> Iterator[Status]:
             raise type(error)(in_options(str(error))) from error
         except (AmpError, OSError, MemoryError) as error:
             status.stop()
+            if isinstance(error, CheckError):
+                console().print(error_table(error.errors))
             exit_with(f"error: {in_options(str(error))}", 1)
         finally:
             logger.removeHandler(handler)

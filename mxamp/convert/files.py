@@ -8,7 +8,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 import mxnet as mx
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, StateError
+from ..errors import ArgumentError, CheckError
 from ..framework.files import check_file_path, resolve_links
 from ..framework.keywords import checked_call
 from ..framework.wording import counted, shown
@@ -135,9 +135,11 @@ def convert_files(
     ArgumentError
         There is no such model, its files are damaged or do not belong together, a file to write
         exists already, or is one of the model itself.
+    CheckError
+        The converted model gives Inf or NaN where the original doesn't, or has errors above
+        `tolerance`. A `StateError` that holds the `errors` of all outputs.
     StateError
-        The converted model does not run here, gives Inf or NaN where the original doesn't, or has
-        errors above `tolerance`.
+        The converted model does not run here.
     WriteError
         The files can't be written.
     """
@@ -202,12 +204,13 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def _check_errors(errors: Sequence[OutputError], tolerance: float, symbol: Symbol) -> None:
-    """Raise `StateError` if an output lost finite elements or has an error above `tolerance`."""
+    """Raise `CheckError` if an output lost finite elements or has an error above `tolerance`."""
     for error in errors:
         if error.lost:
-            raise StateError(LOST.format(elements=counted(error.lost, "element"), name=error.name))
+            message = LOST.format(elements=counted(error.lost, "element"), name=error.name)
+            raise CheckError(message, errors)
     worst = max(errors, key=lambda error: error.relative, default=None)
     if worst is not None and worst.relative > tolerance:
         message = FAR_OFF.format(name=worst.name, found=worst.relative, limit=tolerance)
         operators = {node.operator for node in Graph.from_symbol(symbol).nodes}
-        raise StateError(message + (DETECTOR if operators & _DETECTION else ""))
+        raise CheckError(message + (DETECTOR if operators & _DETECTION else ""), errors)

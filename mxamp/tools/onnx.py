@@ -11,7 +11,7 @@ from ..convert import outputs
 from ..convert.models import convert_model
 from ..convert.options import check_names
 from ..convert.outputs import Model, OutputError
-from ..errors import ArgumentError, InstallError, StateError
+from ..errors import ArgumentError, CheckError, InstallError, StateError
 from ..framework.arrays import cast
 from ..framework.files import check_file_path, write_file
 from ..framework.keywords import checked_call
@@ -73,8 +73,10 @@ def export_onnx(
     ------
     ArgumentError
         An input is missing, or operators can't be exported: all of them are named.
+    CheckError
+        An output has a relative error above 0.01. A `StateError` that holds the `errors` of all.
     StateError
-        ONNX Runtime can't run the result, or an output has a relative error above 0.01.
+        ONNX Runtime can't run the result.
     InstallError
         onnx or ONNX Runtime is missing.
     """
@@ -181,5 +183,5 @@ def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -
     errors = list(map(outputs.output_error, model[0].list_outputs(), expected, measured))
     for one in errors:
         if one.lost or not one.relative <= TOLERANCE:
-            raise StateError(WRONG.format(name=one.name, error=one.relative))
+            raise CheckError(WRONG.format(name=one.name, error=one.relative), errors)
     return errors

@@ -309,8 +309,9 @@ def test_all_operators_that_cannot_be_exported_are_named(runtime, tmp_path):
 def test_wrong_values_are_not_written(export, tmp_path, monkeypatch):
     monkeypatch.setitem(onnx_operators._CORRECTIONS, "relu", lambda c: c("Abs", *c.names))
     data = nd.array([-1, 2])
-    with pytest.raises(amp.StateError, match="relative error of 0.5"):
+    with pytest.raises(amp.CheckError, match="relative error of 0.5") as failed:
         export(RELU, {"data": data})
+    assert [error.relative for error in failed.value.errors] == [0.5]
     assert not list(tmp_path.iterdir())
     errors, session = export(RELU, {"data": data}, check=False)
     assert errors == ()
