@@ -1,5 +1,7 @@
 """Calls written as for another library, or with a mistake: one sentence says what to write."""
 
+from contextlib import nullcontext
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -188,6 +190,21 @@ def test_functions_of_contrib_that_were_imported_by_name(on):
         contrib_scale_loss(X, made).__enter__()
     # GluonNLP reads the flag.
     assert not mx.contrib.amp.amp._amp_initialized
+
+
+@pytest.mark.parametrize(
+    "scale", [amp.scale_loss, lambda loss, _: nullcontext(amp.GradScaler(8).scale(loss))]
+)
+def test_lists_of_scaled_losses_have_a_backward(scale):
+    made = trainer()
+    amp.init_trainer(made, amp.StaticLossScaler(8))
+    (weight,) = (param for param in made._params if param.name.endswith("weight"))
+    with autograd.record():
+        losses = [weight.data().sum(), (2 * weight.data()).sum()]
+        with scale(losses, made) as scaled:
+            scaled.backward()
+    assert isinstance(scaled, list)
+    assert (weight.grad() == 3 * 8).min().asscalar()
 
 
 def test_gpus_that_are_not_there(monkeypatch):

@@ -43,6 +43,14 @@ NOTHING_SCALED = (
     "step is about to divide gradients by the scale of %g, and no loss was scaled since the last "
     "update(): call scaler.scale(loss).backward(), not loss.backward()"
 )
+NOT_SCALED = (
+    "a loss was scaled by %g, but backward was called on a loss that is not scaled: small float16 "
+    "gradients may be lost. Call scaler.scale(loss).backward(), not loss.backward()"
+)
+OTHER_LOSSES = (
+    "the gradients of this step carry a scale of %g, of another GradScaler or from before the last "
+    "update(): call scale, step and update of one GradScaler, and update() after all steps"
+)
 
 
 class _ForwardingScaler(Scaler):
@@ -201,6 +209,7 @@ class GradScaler:
             return
         hook = self._attached_hook(trainer)
         if hook.stage is Stage.NONE:
+            self._warn_of_other_losses(trainer)
             hook.mark_scaled()
         hook.unscale()
 
@@ -221,12 +230,22 @@ class GradScaler:
             return
         hook = self._attached_hook(trainer)
         hook.check("step")
-        if not self._losses:
-            logger.warning(NOTHING_SCALED, self.get_scale())
+        if hook.stage is Stage.NONE:
+            self._warn_of_other_losses(trainer)
         hook.mark_scaled(self._losses)
         trainer.step(batch_size, ignore_stale_grad)
         hook.set_stepped(True)
         self._stepped.add(hook)
+
+    def _warn_of_other_losses(self, trainer: Trainer) -> None:
+        """Warn if the gradients of a trainer do not come from losses of this scaler."""
+        own, carried = self.get_scale(), passes.scale_of(trainer)
+        if self._losses and own != 1 and carried == 1:
+            logger.warning(NOT_SCALED, own)
+        elif not self._losses and carried not in (None, 1):
+            logger.warning(OTHER_LOSSES, carried)
+        elif not self._losses:
+            logger.warning(NOTHING_SCALED, own)
 
     def update(self, new_scale: Optional[float] = None) -> None:
         """Set the scale of the next losses: by the steps since the last update, or to `new_scale`.

@@ -46,7 +46,7 @@ from ..framework.arrays import as_float, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.tables import html_table
 from ..framework.versions import has_feature
-from ..framework.wording import counted, shortened
+from ..framework.wording import counted, shortened, shown
 from ..policy.active import current_policy
 from .checkpoint import load_states, parse_state, save_states
 from .distributed import Reduction
@@ -83,6 +83,11 @@ TOO_MANY_SKIPS = (
     "division by zero or a logarithm of zero."
 )
 LOSS_NOT_FINITE = " The loss itself was not finite either."
+ASSIGNED = (
+    "trainer.amp_loss_scale only shows the scale, and {given} was assigned to it: to set the "
+    "scale, write init_trainer(trainer, LossScaler(init_scale=128)), or scaler.update(128) with a "
+    "GradScaler"
+)
 NEVER_SCALED = (
     "a trainer with a loss scale of %g steps, and no loss was ever scaled for it: small gradients "
     "are lost in float16. Run backward from the scaled loss, "
@@ -236,7 +241,7 @@ class TrainerHook:
     def _assign_scale(self, scale: float) -> None:
         """Set the scale of the scaler and `trainer.amp_loss_scale`."""
         self.scaler.origin.assign_scale(scale)
-        self.trainer.amp_loss_scale = self.loss_scale
+        self._publish_scale()
 
     # The attributes of contrib's scaler, which scripts save and restore by themselves.
     _loss_scale = _next_loss_scale = property(lambda hook: hook.scaler.loss_scale, _assign_scale)
@@ -264,7 +269,12 @@ class TrainerHook:
         return self._pending.loss_count
 
     def check(self, action: str) -> None:
-        """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now."""
+        """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now.
+
+        Raises too if a script has assigned to `trainer.amp_loss_scale`, which has no effect.
+        """
+        if self.trainer.amp_loss_scale != self._published_scale:
+            raise StateError(ASSIGNED.format(given=shown(self.trainer.amp_loss_scale)))
         if (action, self.stage) in _ILLEGAL:
             raise StateError(_ILLEGAL[action, self.stage])
 
@@ -323,7 +333,7 @@ class TrainerHook:
     def set_stepped(self, stepped: bool) -> None:
         """Set the stage to STEPPED, in which another `step` raises, or back to NONE."""
         self._pending.stage = Stage.STEPPED if stepped else Stage.NONE
-        self.trainer.amp_loss_scale = self.loss_scale
+        self._publish_scale()
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
@@ -447,9 +457,13 @@ class TrainerHook:
 
     def publish(self, report: Optional[StepReport]) -> None:
         """Set the trainer's `amp_loss_scale`, `amp_last_step`, `amp_steps` and `amp_skips`."""
-        self.trainer.amp_loss_scale = self.loss_scale
+        self._publish_scale()
         self.trainer.amp_last_step = report
         self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
+
+    def _publish_scale(self) -> None:
+        """Set `trainer.amp_loss_scale`."""
+        self.trainer.amp_loss_scale = self._published_scale = self.loss_scale
 
     @property
     def _by_level(self) -> bool:

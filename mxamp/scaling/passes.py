@@ -242,6 +242,11 @@ class _Passes(FrontEnd):
                 multiply([gradient], scale / scales.of(data))
         self.set_scale(trainer, scale)
 
+    def scale_of(self, trainer: Trainer) -> Optional[float]:
+        """Return the scale of all of a trainer's gradients; None if unknown or not one."""
+        scales = self._scales.get(trainer)
+        return None if scales is None or scales.exceptions else scales.scale
+
     def set_scale(self, trainer: Trainer, scale: float) -> None:
         """Record that all fresh gradients of a trainer carry `scale`."""
         if self.is_open:

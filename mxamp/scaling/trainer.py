@@ -428,7 +428,16 @@ def check_unscaled(loss: Any) -> None:
 
 def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
     """Return `loss` with `function` applied to each array, in the same containers."""
-    return map_arrays(loss, function, _raise_no_loss)
+    mapped = map_arrays(loss, function, _raise_no_loss)
+    return _Losses(mapped) if type(mapped) is list else mapped
+
+
+class _Losses(List[NDArray]):
+    """A list of losses with the method `backward` that one loss has."""
+
+    def backward(self, *args: Any, **keywords: Any) -> None:
+        """Compute the gradients of all losses: `autograd.backward` of the list."""
+        autograd.backward(self, *args, **keywords)
 
 
 def _raise_no_loss(value: Any) -> Any:

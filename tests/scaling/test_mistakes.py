@@ -72,6 +72,57 @@ def test_a_step_of_a_loss_that_no_scaler_has_scaled(caplog):
         assert ("no loss was scaled" in caplog.text) is not scaled
 
 
+@pytest.mark.parametrize("clipping", [False, True])
+@pytest.mark.parametrize(
+    "scale, warning",
+    [
+        (lambda scaler, loss: scaler.scale(loss), None),
+        (lambda scaler, loss: [scaler.scale(loss), loss][1], "on a loss that is not scaled"),
+        (lambda scaler, loss: amp.GradScaler(init_scale=64).scale(loss), "carry a scale of 64"),
+    ],
+)
+def test_gradients_of_other_losses_are_told(scale, warning, clipping, caplog):
+    (net, trainer), (control, plain) = setup(), setup()
+    scaler, data = amp.GradScaler(init_scale=8), batches(1)[0]
+    for _ in range(2):
+        caplog.clear()
+        with autograd.record():
+            loss = (net(nd.array(data)) ** 2).sum()
+        scale(scaler, loss).backward()
+        if clipping:
+            scaler.unscale_(trainer)
+        scaler.step(trainer, len(data))
+        scaler.update()
+        assert len(caplog.records) == bool(warning)
+        assert (warning or "") in caplog.text
+        train(control, plain, data, scaled=False)
+    assert_same_weights(net, control)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss, trainer: amp.scale_loss(loss, trainer).__enter__(),
+        lambda loss, trainer: amp.unscale(trainer),
+        lambda loss, trainer: amp.clip_grad_global_norm(trainer, 1.0),
+    ],
+)
+def test_a_scale_assigned_to_the_trainer_is_an_error(use):
+    net, trainer = setup(scaler=amp.LossScaler())
+    trainer.amp_loss_scale = trainer.amp_loss_scale
+    with autograd.record():
+        loss = (net(randn(4, 4)) ** 2).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.amp_loss_scale = 128
+    with pytest.raises(amp.StateError, match="only shows the scale, and 128 was assigned"):
+        use(loss, trainer)
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=128))
+    trainer.step(4)
+    assert trainer.amp_last_step.stepped
+    assert trainer.amp_loss_scale == 128
+
+
 @pytest.mark.parametrize("scale", [0.5, 2.0**25, 0, float("nan")])
 def test_scales_outside_the_limits_are_errors(scale):
     scaler = amp.LossScaler()
