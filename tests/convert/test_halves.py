@@ -85,6 +85,27 @@ def test_from_there_to_any_precision(make, fuse):
     assert error < 0.05 * np.linalg.norm(expected.asnumpy())
 
 
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_a_plan_is_that_of_the_conversion(target):
+    """The model is widened to float32 first, and so are the parameters that the plan counts."""
+    (symbol, *_), net, inputs, _ = pair(nets.convolutional)
+    example = cast_inputs(inputs)
+    params = {param.name: param.data() for param in net.collect_params().values()}
+    dtypes = {name: "float16" for name in symbol.list_inputs() if name not in params}
+    of_block = amp.explain(net, target, example_inputs=example)
+    of_symbol = amp.explain(symbol, target, params=params, input_dtypes=dtypes)
+    casts = []
+    for optional, expected in ((False, of_block.bytes_before), (True, of_block.bytes_after)):
+        low = amp.convert_hybrid_block(
+            net, target, example_inputs=example, cast_optional_params=optional
+        )
+        held = [param.data() for param in low.collect_params().values()]
+        assert expected == sum(array.size * np.dtype(array.dtype).itemsize for array in held)
+        casts.append(low._cached_graph[1].tojson(remove_amp_cast=False).count('"op": "amp_cast"'))
+    assert of_block == of_symbol
+    assert len(of_block.casts) == casts[0]
+
+
 def by_hand(low="float16"):
     """A symbol as MXNet's examples write it: cast at the start and before the loss."""
     data = S.Cast(S.var("data"), dtype=low, name="down")

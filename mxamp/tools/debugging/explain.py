@@ -310,11 +310,13 @@ def explain(
     example_shapes: Mapping[str, Sequence[int]] = {}
     if isinstance(model, HybridBlock):
         traced = trace(model, example_inputs)
-        symbol, known_params = traced.symbol, traced.param_values()
+        symbol, params = traced.symbol, traced.param_values()
         input_dtypes, example_shapes = traced.input_dtypes(input_dtypes), traced.example_shapes
     else:
         symbol, used = model, set(model.list_inputs())
-        known_params = {name: array for name, array in (params or {}).items() if name in used}
+        if params is not None:
+            params = {name: array for name, array in params.items() if name in used}
+    known_params = params or {}
     run = None
     if policy is None and target_dtype is None:
         policy = current_policy()
@@ -348,7 +350,8 @@ def explain(
         converting=mode == "converted",
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
-    plan = replace(_make_plan(result, policy, graph.input_names, known_params), mode=mode)
+    sizes = {name: _bytes_of(array, dtypes[name]) for name, array in known_params.items()}
+    plan = replace(_make_plan(result, policy, graph.input_names, known_params, sizes), mode=mode)
     nodes = (replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
     return replace(plan, nodes=tuple(nodes))
 
@@ -380,9 +383,16 @@ def _check_model(model: Any, params: Any) -> None:
 
 
 def _make_plan(
-    result: Rewrite, policy: Policy, inputs: Sequence[str], params: Mapping[str, NDArray]
+    result: Rewrite,
+    policy: Policy,
+    inputs: Sequence[str],
+    params: Mapping[str, NDArray],
+    sizes: Mapping[str, int],
 ) -> Plan:
-    """Return the plan of a rewritten graph; `inputs` include the known parameters `params`."""
+    """Return the plan of a rewritten graph; `inputs` include the known parameters `params`.
+
+    `sizes` are the bytes of the parameters without casts offline.
+    """
     nodes = tuple(
         NodePlan(
             node.name,
@@ -396,8 +406,8 @@ def _make_plan(
     data = tuple(name for name in inputs if name not in params)
     _, dtypes = cast_offline(result.graph, frozenset(data), policy.target_dtype)
     offline = tuple(_offline_cast(name, params[name], dtype) for name, dtype in dtypes.items())
-    before = sum(map(_bytes_of, params.values()))
-    saved = sum(_bytes_of(params[cast.name]) - cast.size * _LOW_BYTES for cast in offline)
+    before = sum(sizes.values())
+    saved = sum(sizes[cast.name] - cast.size * _LOW_BYTES for cast in offline)
     return Plan(
         policy.target_dtype,
         policy.device,
@@ -410,9 +420,10 @@ def _make_plan(
     )
 
 
-def _bytes_of(array: NDArray) -> int:
-    """Return the bytes of an array's elements, as if it were dense."""
-    return int(math.prod(array.shape)) * np.dtype(array.dtype).itemsize
+def _bytes_of(array: NDArray, dtype: str) -> int:
+    """Return the bytes of an array's elements in a dtype, as if it were dense."""
+    size = _LOW_BYTES if dtype in TARGETS else np.dtype(dtype).itemsize
+    return int(math.prod(array.shape)) * size
 
 
 def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
