@@ -39,21 +39,23 @@ _EXAMPLES = examples(
 @click.option(
     "--dtype",
     type=TargetDtype((*TARGETS, "float32")),
-    help="The precision. float32 takes half precision out of a model.",
+    help="The target dtype. float32 removes half precision from a model.",
 )
 @click.option("--out", required=True, help="Prefix of the files to write.")
 @click.option("--fp32-op", multiple=True, metavar="NAME", help="Operators to keep in float32.")
-@click.option("--cast-params", is_flag=True, help="Store parameters in DTYPE where all read it.")
-@click.option("--cast-io", is_flag=True, help="Take and return DTYPE where that is computed in.")
+@click.option(
+    "--cast-params", is_flag=True, help="Store parameters in the target dtype where possible."
+)
+@click.option("--cast-io", is_flag=True, help="Take and return the target dtype where possible.")
 @input_option
 @input_dtype_option
-@click.option("--check", is_flag=True, help="Run both models on the inputs, or random ones.")
+@click.option("--check", is_flag=True, help="Compare the outputs with the original's.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0, min_open=True),
     help=f"Largest relative error of an output that --check accepts. Default: {TOLERANCE}.",
 )
-@click.option("--fuse", is_flag=True, help="Fuse operators, for inference on CPUs only.")
+@click.option("--fuse", is_flag=True, help="Fuse operators: fastest for inference on CPUs.")
 @force_option
 def convert(
     prefix: str,
@@ -71,7 +73,7 @@ def convert(
     tolerance: Optional[float],
     **options: Any,
 ) -> None:
-    """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to another precision.
+    """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to mixed precision.
 
     PREFIX may also be the name of either file. --dtype or --policy is required.
     """

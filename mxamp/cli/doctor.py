@@ -25,11 +25,11 @@ _WIDTH = 100
 
 @click.command(epilog=examples("mxamp doctor", "mxamp doctor --json > report.json"))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--no-measure", is_flag=True, help="Leave out the two seconds of timing.")
+@click.option("--no-measure", is_flag=True, help="Skip the timing, about two seconds a device.")
 def doctor(as_json: bool, no_measure: bool) -> None:
-    """Report in which dtype this machine is fast, how fast, and what is wrong.
+    """Report the fast dtype of this machine, its speed, and problems of the installation.
 
-    The exit status is 1 if there is a problem. Notes do not count.
+    The exit status is 1 if there is a problem. Notes are not problems.
     """
     facts = collect(measure=not no_measure)
     found = findings(facts)
@@ -51,7 +51,7 @@ def doctor(as_json: bool, no_measure: bool) -> None:
 
 @click.command(epilog=examples("mxamp info"))
 def info() -> None:
-    """Report what this machine computes in which precision: the short form of `doctor`."""
+    """Show the CPU, the GPUs and the fast dtype of this machine: `doctor` without timing."""
     _print_facts(collect(measure=False))
 
 

@@ -49,16 +49,16 @@ _EXAMPLES = examples(
 @dtype_option
 @click.option("--name", metavar="PATTERN", help="Only operators of this name.")
 @click.option(
-    "--precision", type=click.Choice(PRECISIONS), help="Only operators that compute in it."
+    "--precision", type=click.Choice(PRECISIONS), help="Only operators of this precision."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--graph", metavar="FILE", help="Draw it too, as .svg, .png, .pdf or .dot.")
+@click.option("--graph", metavar="FILE", help="Draw the graph as .svg, .png, .pdf or .dot.")
 @click.option(
     "--mode",
     type=click.Choice(MODES),
     default=MODES[0],
     show_default=True,
-    help="Explain the converted model, or the graphs that run while mxamp is on.",
+    help="Explain the converted model, or the graph that runs while mixed precision is on.",
 )
 @input_option
 def explain(
@@ -74,12 +74,11 @@ def explain(
     inputs: Sequence[str],
     **wanted: Optional[str],
 ) -> None:
-    """Show which precision each operator of a saved model computes in, and why.
+    """Show the precision of each operator of a saved model, and why.
 
-    PREFIX is the beginning of the model's file names: model for model-symbol.json and
-    model-0000.params. Either file name works too. PATTERN is a name in this command's output, in
-    which * and ? stand for any characters; Gluon adds _fwd to the name of a layer. --input is for
-    the modes inference and training.
+    PREFIX is model for the files model-symbol.json and model-0000.params; either file name works
+    too. PATTERN is a name in this command's output; * and ? match any characters. Gluon adds _fwd
+    to the name of a layer. --input needs --mode inference or training.
     """
     symbol, args, auxs = load_model(prefix, epoch)
     shapes, _ = parse_inputs(inputs)
@@ -134,9 +133,9 @@ _CLASSES = (
     "low          computes in the target dtype",
     "fp32         computes in float32",
     "widest       computes in the widest dtype of its inputs",
-    "neutral      follows its inputs",
-    "untouched    no input is cast",
-    "conditional  float32 for some values of an attribute",
+    "neutral      computes in the dtype of its inputs",
+    "untouched    is never cast",
+    "conditional  computes in float32 for some values of an attribute",
 )
 
 
@@ -160,10 +159,10 @@ def operators(
     policy: Optional[str],
     op_class: Optional[str],
 ) -> None:
-    """Show the class of MXNet's operators, and why.
+    """Show the precision class of MXNet's operators, and why.
 
-    NAME is any name of an operator, or a pattern in which * and ? stand for any characters. Without
-    a name, all operators are listed.
+    NAME is any name of an operator; * and ? match any characters. Without a NAME, all operators are
+    listed.
     """
     chosen = chosen_policy(dtype, policy, device)
     found = _operator_names(names) if names else sorted(chosen.rules)

@@ -23,8 +23,8 @@ _EXAMPLES = examples(
 )
 _DETAILS = help_paragraph(
     "Exit status",
-    "that of the first process that failed; 128 plus the signal's number where",
-    "one was killed; 0 where all workers ended with 0",
+    "0 if all workers succeed, else the status of the first process that failed,",
+    "or 128 plus the signal's number if it was killed",
 )
 
 
@@ -33,14 +33,28 @@ _DETAILS = help_paragraph(
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("-n", "--workers", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("-s", "--servers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "-n",
+    "--workers",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Number of workers.",
+)
+@click.option(
+    "-s",
+    "--servers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of parameter servers.",
+)
 def launch(command: Sequence[str], workers: int, servers: int) -> None:
     """Run COMMAND in several workers, with MXNet's parameter server, on this machine.
 
-    COMMAND trains with a kvstore such as dist_sync. Its lines are shown with the worker's rank in
-    front. When one process fails, all are ended; so they are by Ctrl-C, and when the launcher
-    itself is killed.
+    COMMAND must train with a kvstore such as dist_sync. Each line of output begins with the rank of
+    its worker. If one process fails, all processes end. Ctrl-C, or killing the launcher, ends all
+    processes too.
     """
     if shutil.which(command[0]) is None:
         raise AmpError(NO_COMMAND.format(name=command[0]))

@@ -16,15 +16,15 @@ __all__ = ["COMMANDS", "main"]
 #: The commands in the order of the help: the module of each, and its summary.
 COMMANDS: Dict[str, Tuple[str, str]] = {
     "convert": ("convert", "Convert a saved model to mixed precision."),
-    "doctor": ("doctor", "Report what is installed, how fast each dtype is, and problems."),
+    "doctor": ("doctor", "Check the installation, and measure the speed of each dtype."),
     "explain": ("explain", "Show the precision of each operator of a saved model, and why."),
-    "export-onnx": ("onnx", "Write a saved model as ONNX, for ONNX Runtime, OpenVINO and others."),
-    "info": ("doctor", "Report what this machine computes in which precision, in short."),
-    "launch": ("launch", "Run a command in several workers with MXNet's parameter server."),
-    "operators": ("explain", "Show the class of MXNet's operators, and why."),
+    "export-onnx": ("onnx", "Write a saved model as ONNX, for ONNX Runtime or OpenVINO."),
+    "info": ("doctor", "Show the CPU, the GPUs and the fast dtype of this machine."),
+    "launch": ("launch", "Start workers and a parameter server on this machine."),
+    "operators": ("explain", "Show the precision class of MXNet's operators, and why."),
     "report": ("report", "Make a page of charts from traces of training runs."),
     "run": ("run", "Run a Python script in mixed precision, loss scaling included."),
-    "tune": ("tune", "Find a policy for a saved model, accurate and fast, by measuring."),
+    "tune": ("tune", "Measure a saved model, and find its fastest policy."),
 }
 
 _EXAMPLES = examples(
@@ -34,9 +34,8 @@ _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
 )
 _COMPLETION = help_paragraph(
-    "Completion by Tab",
-    'eval "$(_MXAMP_COMPLETE=bash_source mxamp)"   in ~/.bashrc; for other shells',
-    "zsh_source or fish_source in place of bash_source",
+    "Tab completion (zsh_source or fish_source for other shells)",
+    "echo 'eval \"$(_MXAMP_COMPLETE=bash_source mxamp)\"' >> ~/.bashrc",
 )
 
 

@@ -23,15 +23,15 @@ _EXAMPLES = examples(
 @model_options
 @click.option("--out", required=True, metavar="FILE", help="The file to write.")
 @input_option
-@click.option("--also", multiple=True, metavar="NAME:SHAPE", help="The inputs in other sizes.")
+@click.option("--also", multiple=True, metavar="NAME:SHAPE", help="The same input in another size.")
 @input_dtype_option
-@click.option("--check/--no-check", default=True, help="Run the file in ONNX Runtime first.")
+@click.option("--check/--no-check", default=True, help="Compare the outputs in ONNX Runtime.")
 @force_option
 def export_onnx(prefix: str, epoch: int, out: str, force: bool, **texts: Any) -> None:
-    """Write a saved model as ONNX, in float32, after a run in ONNX Runtime on the inputs.
+    """Write a saved model as ONNX, in float32, and check it in ONNX Runtime.
 
-    The file takes any size where the sizes of --input and --also differ, and the given ones
-    elsewhere. Inputs without a file of values are random.
+    A size that differs between --input and --also is variable in the ONNX file; all other sizes are
+    fixed. Inputs without a file of values get random numbers.
     """
     check_out(out, force, model_files(prefix, epoch))
     dtypes = parse_input_dtypes(texts["dtypes"])

@@ -74,7 +74,7 @@ input_option = click.option(
     "inputs",
     multiple=True,
     metavar="NAME:SHAPE|NAME:FILE.npy",
-    help="Shape of an input, such as data:1,3,224,224, or a file with its values.",
+    help="Shape of an input, such as data:1,3,224,224, or a file of values.",
 )
 input_dtype_option = click.option(
     "--input-dtype",
@@ -97,7 +97,7 @@ def model_options(command: Command) -> Command:
     @click.option(
         "--epoch",
         type=click.IntRange(min=0),
-        help="Number in the name of the parameter file. Default: the only one there is.",
+        help="Number in the name of the parameter file; needed if there are several.",
     )
     @click.option(
         "--import",
@@ -127,7 +127,7 @@ def saved_model_options(command: Command) -> Command:
         "--keep-fp32",
         multiple=True,
         metavar="PATTERN",
-        help="Layers to keep in float32: names, in which * and ? stand for any characters.",
+        help="Layers to keep in float32, by name; * and ? match any characters.",
     )
     return model_options(device_option(keep_fp32(policy_option(command))))
 

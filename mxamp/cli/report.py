@@ -18,13 +18,13 @@ __all__ = ["report"]
 @click.command(epilog=examples("mxamp report trace.jsonl --out report.html"))
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
 @click.option(
-    "--out", default="report.html", show_default=True, metavar="FILE", help="Page to write."
+    "--out", default="report.html", show_default=True, metavar="FILE", help="The page to write."
 )
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 def report(traces: Sequence[str], out: str, force: bool) -> None:
-    """Make a page of traces: loss, loss scale, skipped steps, records and versions.
+    """Make a page of charts from traces: loss, loss scale, skipped steps, records and versions.
 
-    `amp.debugging.trace` writes traces. Charts of several traces are laid over each other.
+    `amp.debugging.trace` writes traces. Several traces share the same charts.
     """
     target = Path(out)
     check_file_path(target)

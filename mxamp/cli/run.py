@@ -20,8 +20,8 @@ from .output import POLICY_HOLDS, examples, usage_error
 __all__ = ["run"]
 
 _DTYPE_HELP = (
-    "Default: float16 with a GPU, else bfloat16. With auto, CPUs without bfloat16 arithmetic run "
-    "the script in float32."
+    "Default: float16 with a GPU, else bfloat16. auto: the same, but float32 on CPUs without "
+    "bfloat16 instructions."
 )
 _EXAMPLES = examples(
     "mxamp run train.py --epochs 3",
@@ -40,7 +40,7 @@ _EXAMPLES = examples(
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--dtype", type=click.Choice(TARGETS_OR_AUTO), help=_DTYPE_HELP)
 @click.option("--policy", "path", type=click.Path(), help="A policy file (TOML).")
-@click.option("--stats", is_flag=True, help="Print the operators by dtype at the end.")
+@click.option("--stats", is_flag=True, help="Count operators by dtype, and print them at the end.")
 def run(
     script: str,
     arguments: Sequence[str],
@@ -51,9 +51,9 @@ def run(
 ) -> None:
     """Run a Python SCRIPT with ARGUMENTS in mixed precision, loss scaling included.
 
-    SCRIPT may be - for standard input. Options before it are mxamp's, options after it are the
-    script's. The script needs no change. A script that imports mxamp is left alone. A script that
-    calls init of mxnet.contrib.amp goes on by its own calls.
+    SCRIPT needs no change; - means standard input. Options before SCRIPT are mxamp's, options after
+    it are the script's. A script that imports mxamp runs as without this command. If a script calls
+    init of mxnet.contrib.amp, mxamp's functions replace that module's from then on.
     """
     if dtype and path is not None:
         raise usage_error(POLICY_HOLDS)

@@ -66,22 +66,22 @@ _EXAMPLES = examples(
     "--data",
     multiple=True,
     metavar="FILE.npz",
-    help="A batch: an .npz file of arrays by name of input; may be given several times.",
+    help="A batch: an .npz file of arrays by name of input. Repeat for each batch.",
 )
 @input_option
 @input_dtype_option
 @click.option(
-    "--budget", default="60s", show_default=True, metavar="TIME", help="Such as 90s, 5m or 1h."
+    "--budget", default="60s", show_default=True, metavar="TIME", help="Time: 90s, 5m, 1h."
 )
 @click.option(
     "--rtol",
     type=click.FloatRange(min=0, min_open=True),
-    help="Largest relative error of an output that is allowed. Default: 0.05.",
+    help="Largest allowed relative error of an output. Default: 0.05.",
 )
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed."
 )
-@click.option("--accuracy-only", is_flag=True, help="Time nothing: for use on another machine.")
+@click.option("--accuracy-only", is_flag=True, help="Skip the timing, for use on another machine.")
 @force_option
 def tune(
     prefix: str,
@@ -100,11 +100,11 @@ def tune(
 ) -> None:
     """Find the fastest policy whose outputs are within --rtol of a saved float32 model's.
 
-    The model is run in inference, on your data, in float32 and in low precision. Layers that cost
-    too much accuracy stay in float32, and of all forms that are accurate enough the fastest on
-    this machine is chosen: float32, where no other is faster. With --accuracy-only the policy is
-    in low precision even if that is slower here. With --policy the search starts from that policy.
-    Ctrl-C ends it with the best so far.
+    The model runs in inference, on your data, in float32 and in low precision. Layers that cost too
+    much accuracy stay in float32. Of all forms that are accurate enough, the fastest on this
+    machine wins; this may be float32. With --accuracy-only the policy is in low precision even if
+    that is slower here. With --policy the search starts from that policy. Ctrl-C ends the search
+    and keeps the best policy so far.
     """
     if data and inputs:
         raise usage_error(TWO_WAYS)
