@@ -25,7 +25,7 @@ class AmpError(Exception):
 
 
 class ArgumentError(AmpError, ValueError):
-    """An argument, an operator list or a file holds something that mxamp can't take."""
+    """An argument, an operator list or a file is invalid."""
 
 
 class UnknownNameError(ArgumentError, LookupError):
@@ -37,7 +37,7 @@ class StateError(AmpError, RuntimeError):
 
 
 class CheckError(StateError):
-    """The outputs of a converted or exported model are too far off: `errors`, of each output."""
+    """A converted or exported model has wrong outputs; `errors` holds the error of each."""
 
     def __init__(self, message: str, errors: Sequence[Any]) -> None:
         super().__init__(message)
@@ -45,11 +45,11 @@ class CheckError(StateError):
 
 
 class WriteError(AmpError, OSError):
-    """A file can't be written; what was there before is unchanged."""
+    """A file can't be written; an existing file is unchanged."""
 
 
 class InstallError(AmpError, ImportError):
-    """MXNet can't be imported here as it is installed."""
+    """MXNet, or a package that a tool needs, can't be imported as it is installed."""
 
 
 def unknown(

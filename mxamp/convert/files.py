@@ -109,7 +109,7 @@ def convert_files(
         amp.convert_files("resnet", "resnet-bf16", target_dtype="bfloat16")
 
     The new files load in plain MXNet: `SymbolBlock.imports`, `mx.mod.Module.load`,
-    `mx.model.load_checkpoint`. Either both are written or none is.
+    `mx.model.load_checkpoint`. Either both files are written, or none is.
 
     Parameters
     ----------
@@ -121,12 +121,12 @@ def convert_files(
         Run both models on these inputs before anything is written, and return the errors
         (`compare_models`; `random_inputs` makes inputs).
     tolerance : float, default 0.25
-        The largest relative error of an output that passes this check. Models that compute right
-        in half precision stay well below: rounding adds up to some hundredths, on random weights
-        to less than 0.2. An output unrelated to the original's has 1 and more.
+        The largest relative error of an output that passes this check. Rounding adds up to some
+        hundredths, on random weights to less than 0.2. An output unrelated to the original's has an
+        error of 1 or more.
     force : bool, default False
-        Overwrite existing files, but never the model itself. If they hold another symbol, the
-        parameters are renamed, so that nobody can load one file of each model.
+        Overwrite existing files, but never the model itself. If the existing files hold another
+        symbol, the new parameters are renamed, so that nobody can load one file of each model.
 
     The other parameters are those of `convert_model`.
 

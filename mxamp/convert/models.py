@@ -88,8 +88,8 @@ def convert_symbol(
     Parameters
     ----------
     target_dtype : str or dtype, default "float16"
-        "float16", "bfloat16", or "float32" for a model without half precision. Casts that the
-        symbol has already, inserted or written by hand, are taken out first: see
+        "float16", "bfloat16", or "float32" for a model without half precision. Casts in the
+        symbol, inserted or written by hand, are removed first: see
         [Models in half precision](converting.md#models-in-half-precision).
     target_dtype_ops, fp32_ops, widest_dtype_ops : list of str, optional
         Operators to run in the target dtype, in float32, in the widest dtype of their inputs;
@@ -100,19 +100,19 @@ def convert_symbol(
         Layers to keep in float32: names of nodes, where * and ? stand for any characters, or the
         Gluon blocks that the symbol was made of.
     data_names : list of str, optional
-        The inputs that are no parameters. Never cast offline.
+        The inputs that are not parameters. They are never cast offline.
     cast_optional_params : bool, default False
         Change the dtype of parameters that are only read in the target dtype, so that the graph
         needs no cast; their values must then be cast too, which `convert_model` does.
     policy : Policy, optional
-        In place of `target_dtype` and the operator lists. The default one is for the kind of
-        device this machine has: to convert for GPUs on a machine without one, give
+        A policy in place of `target_dtype` and the operator lists. The default policy is for this
+        machine's kind of device. To convert for GPUs on a machine without one, pass
         `Policy.default("float16", device="gpu")`.
     keep_io_types : bool, optional
-        Take and return the dtypes of the original. This is the default, except for float32: such a
-        model takes and returns float32 in place of half precision. With False, outputs stay in the
-        dtype that they are computed in, and data that is only read in the target dtype must be
-        given in it.
+        Take and return the dtypes of the original. This is the default, except for the target
+        float32: such a model takes and returns float32 in place of half precision. With False,
+        outputs keep the dtype that they are computed in, and you must pass data that is only read
+        in the target dtype in that dtype.
     input_dtypes : dict of str to dtype, optional
         Dtypes of inputs that are not float32 and can't be inferred.
 
@@ -166,9 +166,9 @@ def convert_model(
     `cast_optional_params`, parameters that are only read in the target dtype are cast to it.
 
     `fuse=True` is for inference on CPUs, in bfloat16 or float32. It folds BatchNorms, in float32,
-    into the products before them, and replaces products with the activations and sums behind them
-    by oneDNN's fused operators. The model then runs only on MXNet's CPU builds and does not train;
-    parameters are cast as with `cast_optional_params`.
+    into the products before them. It replaces each product, with the activations and sums that
+    follow, by a fused operator of oneDNN. A fused model runs on MXNet's CPU builds only, and can't
+    be trained; parameters are cast as with `cast_optional_params`.
     """
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
     policy = conversion_policy(target_dtype, lists, policy)
@@ -228,21 +228,21 @@ def convert_hybrid_block(
         fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=example)
 
     Nested inputs and outputs and the states of recurrent layers keep their form. The new block
-    holds copies of the parameters that its graph reads, under the same names, and trains.
-    Parameters cast by `cast_optional_params` are frozen: for inference, where it saves the casts.
+    holds copies of the parameters that its graph reads, under the same names, and can be trained.
+    Use `cast_optional_params` for inference: it saves casts, but freezes the parameters it casts.
 
     In bfloat16 the block runs a graph tuned to the shapes of its inputs, as blocks do after `init`,
-    and exports the converted graph. The two may differ by rounding, except with
+    but exports the graph without tuning. The two may differ by rounding, except with
     `policy.untuned()`.
 
     Parameters
     ----------
     ctx : Context or list of Context, optional
-        Where the new block's parameters are; by default on the current context.
+        The devices of the new block's parameters; by default the current context.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, to trace a block that has no graph yet.
     fuse : bool, default False
-        As for `convert_model`. It freezes all parameters of the new block.
+        As for `convert_model`; freezes all parameters of the new block.
 
     The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
     data given to it in float32 or the other half precision.

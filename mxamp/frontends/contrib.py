@@ -64,7 +64,7 @@ contrib_patches = _ContribPatches()
 
 
 def patch_contrib() -> None:
-    """Make `mxnet.contrib.amp` mean mxamp, until `shutdown`.
+    """Replace the functions of `mxnet.contrib.amp` with mxamp's, until `shutdown`.
 
     ::
 

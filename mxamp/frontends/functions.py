@@ -232,7 +232,7 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
     kind : str
         "half" (the target dtype), "float" (float32) or "promote" (the widest of its inputs).
 
-    Call it before `init`: policies made earlier do not know it.
+    Call it before `init`: a policy knows the operators that were registered before it was made.
 
     Raises
     ------

@@ -61,20 +61,21 @@ def decorate(
         loss.backward()  # scales inside: gradients come out as in float32
         trainer.step(batch_size)  # skipped after an overflow
 
-    In `Module`, `BucketingModule` and `fit` the scale enters the graph before `SoftmaxOutput`,
+    In `Module`, `BucketingModule` and `fit` the graph applies the scale at `SoftmaxOutput`,
     the regression outputs, `SVMOutput` and `MakeLoss`: decorate before the module is bound (`fit`
     binds it). With `gluon.Trainer`, `backward` scales the gradients of its heads.
 
     Parameters
     ----------
     optimizer : str or Optimizer
-        For a name, the result is a name; for an optimizer, a copy.
+        For a name, the result is a name; for an optimizer, the result is a copy.
     init_loss_scaling : float, default 2**16
         The first loss scale.
     incr_every_n_steps, incr_ratio
-        After so many clean steps the scale grows by this factor.
+        After this many clean steps the scale grows by this factor.
     decr_every_n_nan_or_inf, decr_ratio
-        After so many overflows since it last grew, the scale shrinks by this factor.
+        From this many overflows on, counted since the scale last grew, each overflow shrinks the
+        scale by this factor.
     use_dynamic_loss_scaling : bool, default True
         False keeps the first scale. Steps that overflow are skipped either way.
 

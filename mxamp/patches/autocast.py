@@ -181,24 +181,24 @@ def switch_off() -> bool:
 
 
 class autocast:
-    """Mixed precision for a region of code or a function, in the current thread or task.
+    """Turn mixed precision on for a region or a function, in the current thread or task.
 
     >>> import mxamp as amp
     >>> with amp.autocast("bfloat16"):
     ...     amp.is_enabled()
     True
 
-    Regions nest; `enabled=False` turns mixed precision off inside one. `init` is not needed. Inside
-    `hybrid_forward`, and around code that makes a symbol, regions hold in the graph.
+    Regions nest; `enabled=False` turns mixed precision off in a region. You need no `init`. Inside
+    `hybrid_forward`, and around code that makes a symbol, regions apply in the graph.
 
     Parameters
     ----------
     dtype : str or dtype, optional
         "float16", "bfloat16", or "auto", the dtype that is fast on this machine (see `init`): if
-        that is float32, mixed precision is off inside. By default the dtype in force outside,
-        else "float16".
+        that is float32, mixed precision is off inside. The default is the dtype in force around the
+        region, else "float16".
     enabled : bool, default True
-        False turns mixed precision off inside.
+        False turns mixed precision off in the region.
     policy : Policy, optional
         A whole policy in place of the default one for `dtype`.
 

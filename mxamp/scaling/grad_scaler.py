@@ -102,7 +102,7 @@ class GradScaler:
     init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
         As for `LossScaler`.
     enabled : bool, default True
-        With False every method does only what plain MXNet would.
+        With False, the scale is 1, and `step` is a plain `trainer.step`.
 
     If `init("auto")` has chosen float32 before the scaler is first used, the scale is 1 and no
     step is skipped. States move between such a machine and others.

@@ -176,7 +176,7 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
 
 @checked_call()
 def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
-    """Unscale a trainer's gradients and clip them to a global norm; return the norm before.
+    """Unscale and clip a trainer's gradients; return their global norm before clipping.
 
     ::
 
@@ -185,9 +185,9 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
         norm = amp.clip_grad_global_norm(trainer, 1.0)
         trainer.step(1)
 
-    The norm is that of all gradients together. They are reduced over devices first, so that every
-    device clips by the same factor; `step` does not reduce them again. If the norm is Inf or NaN,
-    nothing is clipped, and the step will be skipped. Waits for the gradients.
+    The norm is that of all gradients together. Gradients are summed over devices first, so that
+    every device clips by the same factor; `step` does not sum them again. If the norm is Inf or
+    NaN, nothing is clipped, and the step will be skipped. Waits for the gradients.
 
     `step(batch_size)` divides gradients by the batch size after they have been clipped.
 
@@ -368,14 +368,14 @@ def scale_loss(
     loss : NDArray, or lists, tuples and dicts of them
         The scaled loss has the same containers. A float16 loss is scaled to a float32 loss.
     optimizer_or_trainer : gluon.Trainer, or list of gluon.Trainer
-        All trainers, after `init_trainer`, that step on gradients of this loss. The loss is scaled
-        by the smallest of their scales. Each trainer checks its own gradients: it skips its step
-        and lowers its scale if one of them overflows.
+        The trainers of all parameters that the loss depends on, each after `init_trainer`. The loss
+        is scaled by the smallest of their scales. Each trainer checks its own gradients: if one
+        overflows, it skips its step and lowers its scale.
 
     Works inside `autograd.record()` and outside. Several losses may be scaled before one step, also
     in several threads: the scale changes only in steps. An error inside leaves the trainer
-    unchanged. Scaling a loss twice raises `StateError`, and so does the step of a trainer that was
-    not given here, on gradients of the scaled loss.
+    unchanged. Scaling a loss twice raises `StateError`. So does the step of a trainer with
+    gradients of the scaled loss that was not passed here.
     """
     return _ScaledLoss(_scaling(loss, optimizer_or_trainer))
 

@@ -199,7 +199,7 @@ class OperatorStats(Result, Observer):
 
 @contextlib.contextmanager
 def operator_stats() -> Iterator[OperatorStats]:
-    """Count the operators that run inside, by dtype, and the casts, with the bytes they move.
+    """Count the operators that run in a region, by dtype, and the casts, with the bytes they move.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.autocast("bfloat16"), amp.debugging.operator_stats() as stats:
@@ -213,9 +213,9 @@ def operator_stats() -> Iterator[OperatorStats]:
 
     The counts are of forward passes in all threads: eager calls, hybridized blocks and bound
     symbols (modules), with the calls of MXNet's optimizers. SGD steps that mxamp computes in NumPy
-    count as `sgd_update` or `sgd_mom_update`. MXNet derives backward
-    passes itself; their casts mirror the forward ones. An operator that oneDNN has fused counts as
-    one. The body of a `foreach` counts once for each step; bodies of `while_loop` and `cond` in
+    count as `sgd_update` or `sgd_mom_update`. Backward passes are not counted; their casts mirror
+    those of the forward pass. A fused operator of oneDNN counts as one.
+    The body of a `foreach` counts once for each step; bodies of `while_loop` and `cond` in
     graphs do not count. Casts in graphs of arrays whose shape depends on values, as after
     `boolean_mask`, count without their bytes.
 

@@ -72,9 +72,9 @@ _NAMED = 24  #: the figure names up to this many layers
 
 @dataclass(frozen=True)
 class TensorError:
-    """The distance of a layer's output, or a parameter's gradient, from float32's.
+    """The error of a layer's output, or of a parameter's gradient, against float32.
 
-    `relative` and `maximum` are those of the batch where they are largest.
+    `relative` and `maximum` are the largest values over all batches.
     """
 
     name: str  #: of the layer or the parameter
@@ -91,8 +91,9 @@ class TensorError:
 class Comparison(Drawn):
     """The errors that mixed precision adds to a net; printing gives a table, worst first.
 
-    `outputs` are the layers' outputs in the order of execution, `gradients` those of the
-    parameters in their order. `first_jump` is the first layer at which the error jumps, or None.
+    `outputs` holds the error of each layer's output, in the order of execution, `gradients` the
+    error of each parameter's gradient. `first_jump` is the first layer whose error is much larger
+    than the errors of its inputs, or None.
     """
 
     dtype: str
@@ -203,9 +204,9 @@ def compare(
     Parameters
     ----------
     net : Block, or (symbol, arg_params, aux_params)
-        Left unchanged: parameters, gradients, statistics, graphs and random number generators.
-        (MXNet's generator can't be read. A net that draws random numbers, other than for `Dropout`,
-        leaves it at another point.)
+        Not changed: parameters, gradients, statistics, graphs and random number generators stay. If
+        the net draws random numbers other than for `Dropout`, the state of MXNet's generator, which
+        can't be read, changes.
     data : NDArray, tuple or dict, or an iterable of them
         One batch, or a list or DataLoader of batches. With a loss, a batch is a tuple of the net's
         inputs and the label; for a saved model, a dict of inputs by name.

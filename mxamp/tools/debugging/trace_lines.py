@@ -80,7 +80,7 @@ class TraceStep(NamedTuple):
 
 
 class TraceRecord(NamedTuple):
-    """Data of another kind, and the step that it was written after."""
+    """Data written by `Trace.record`, and the number of the step before it."""
 
     kind: str
     step: int

@@ -171,21 +171,21 @@ def benchmark(
         print(amp.benchmark(net, data))
         print(amp.benchmark(net, (data, label), gluon.loss.SoftmaxCrossEntropyLoss()))
 
-    The block runs eager and hybridized, and in inference also converted, in turns: in each round
-    float32, then low precision, and the ratio of the two counts. A training step is a forward and a
-    backward pass and an update by SGD, with the overflow check in low precision. The report ends
-    with a sentence that says whether low precision pays for this model on this machine, and "too
-    noisy to tell" where it can't. `tune` measures accuracy too.
+    The block runs eager and hybridized, and in inference also converted. Each round times float32
+    and then low precision, and compares the two. A training step is a forward pass, a backward pass
+    and an update by SGD, in low precision with the overflow check. The report ends with a sentence
+    that says whether low precision pays for this model on this machine, or is "too noisy to tell".
+    `tune` measures accuracy too.
 
     Parameters
     ----------
     net : Block
         The float32 model. Parameters, gradients, statistics and hybridization are restored
-        afterwards, also after an error. (Parameters whose shape waits for a first input get one,
-        and MXNet's generator of random numbers, which can't be read, is left at another point.)
+        afterwards, also after an error. Parameters with deferred initialization get a shape, and
+        the state of MXNet's random number generator, which can't be read, changes.
     batch : NDArray or tuple
-        The arguments of one call; with a loss, the label as the last element. Of an iterable of
-        batches, such as a DataLoader, the first.
+        The arguments of one call; with a loss, the label is the last element. An iterable of
+        batches, such as a DataLoader, gives its first batch.
     loss : callable, optional
         Called with the net's output and the label; by default the mean of the outputs.
     target_dtype : str or dtype, optional

@@ -105,7 +105,7 @@ def tune(
     policy: Optional[Policy] = None,
     timed: bool = True,
 ) -> Tuning:
-    """Find by measuring the fastest policy whose results are within a tolerance of float32's.
+    """Measure a model, and find the fastest policy within a tolerance of float32's results.
 
     ::
 
@@ -114,24 +114,24 @@ def tune(
         fast = amp.convert_hybrid_block(net, policy=tuning.policy, **tuning.convert_options)
         tuning.save("net.toml")  # and Policy.load("net.toml") later
 
-    The model is run in float32 and under mxamp's policy, on your data. Where the errors are larger
-    than you allow, `tune` searches for a smallest set of layers to keep in float32; the report says
-    whether a smaller one is ruled out. Then it times the ways to run the model in turns, on the
-    first batch: in low precision and in float32, with the faster equivalents of operators, and, for
-    inference, under `init`, converted, and converted with `fuse=True`. Where nothing is faster than
-    plain float32, the policy changes nothing.
+    `tune` runs the model on your data, in float32 and under mxamp's policy. If the errors exceed
+    the tolerance, it searches for the smallest set of layers to keep in float32; the report says
+    whether a smaller set is ruled out. Then it times the forms of the model in turns, on the first
+    batch: low precision, and float32 with faster equivalents of operators; for inference also
+    converted, and converted with `fuse=True`. If no form is faster than plain float32, the policy
+    changes nothing.
 
     Parameters
     ----------
     net : HybridBlock, or (symbol, arg_params, aux_params)
-        The float32 model. It stays as it is, except that parameters whose shape waits for a first
-        input get one. (Where it draws random numbers other than for `Dropout`, MXNet's generator,
-        which can't be read, is left at another point.)
+        The float32 model. It is not changed, except that parameters with deferred initialization
+        get a shape. If the model draws random numbers other than for `Dropout`, the state of
+        MXNet's generator, which can't be read, changes.
     data : NDArray, tuple or dict, or an iterable of them
         One batch, or a few; of an iterable the first 16 are used. With a loss or a metric, a batch
         is a tuple of the net's inputs and the label; for a saved model, a dict of inputs by name.
     loss : callable, optional
-        Called with the net's output and the label. Its gradients are compared too then, and
+        Called with the net's output and the label. With a loss, gradients are compared too, and
         training steps are timed.
     target_dtype : str or dtype, optional
         "float16" or "bfloat16"; by default float16 for GPUs and bfloat16 for CPUs. float16 on a CPU
@@ -140,7 +140,7 @@ def tune(
         The largest relative error (in the L2 norm) of an output in any batch, and of a
         parameter's gradient. By default 0.05 for outputs, and 0.5 for gradients. In training the
         default allows for sensitive nets: an output may have twice the error that rounding the
-        weights causes, and gradients are not compared that rounding changes by half of the limit.
+        weights causes, and a gradient that rounding changes by half of the limit is not compared.
     metric : EvalMetric, str or callable, optional
         In place of `rtol`, or beside it: as `mx.metric.create` takes it. More is better.
     min_metric : float, optional
@@ -156,8 +156,8 @@ def tune(
     policy : Policy, optional
         Where the search starts, in place of mxamp's own policy.
     timed : bool, default True
-        False looks at accuracy alone: the policy is in low precision even if that is slow here.
-        For models that will run on another machine.
+        False tunes the accuracy alone: the policy is in low precision even if that is slow here.
+        Use it for a model that will run on another machine.
 
     Returns
     -------

@@ -41,7 +41,7 @@ class Trial:
     precision : str
         "float32", "bfloat16" or "float16".
     substitutions : tuple of str
-        The faster equivalents of operators that it used.
+        The faster equivalents of operators that were used.
     kept : int
         The number of layers that stayed in float32.
     milliseconds : float
@@ -49,7 +49,7 @@ class Trial:
     spread : float
         The interquartile range of that time, in milliseconds.
     speedup : float
-        Plain float32's time over this one's, the median over rounds.
+        Plain float32's time divided by the trial's, the median over rounds.
     error : float
         The largest relative error of an output; infinite where finite elements were lost, NaN
         where it was not measured.
@@ -108,7 +108,7 @@ class Tuning:
     Parameters
     ----------
     policy : Policy
-        The policy: as fast and as accurate as was asked for, and like any other.
+        The policy that `tune` found.
     way : str
         How to run the model with it: "plain", "autocast", "converted" or "fused"; see `Trial`.
     mode : str
@@ -124,7 +124,7 @@ class Tuning:
     error : float
         The largest relative error of an output in any batch, under `policy`.
     gradient_error : float, optional
-        The same of the gradients.
+        The same for gradients.
     metric, min_metric : float, optional
         Your own metric under `policy`, and the least value that was allowed.
     evaluations : int

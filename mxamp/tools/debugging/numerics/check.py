@@ -353,7 +353,7 @@ def check_numerics(
     dtype: Any = None,
     backward: bool = True,
 ) -> Iterator[NumericsCheck]:
-    """Find the first operator whose values go wrong inside: Inf, NaN, or lost in the low dtype.
+    """Find the first operator of a region whose values become Inf, NaN or, in low dtypes, zero.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.check_numerics(on="collect") as check:
@@ -361,8 +361,8 @@ def check_numerics(
     >>> check.first.operator, check.first.statistics.nan
     ('log', 1)
 
-    An operator is named if its inputs are fine and its output is not; operators that only pass on
-    values that are not finite are not named. So the first finding is the cause, not a symptom.
+    An operator is reported if its inputs are finite and its output is not. Operators that only pass
+    on Inf or NaN are not reported. So the first finding is the cause, not a symptom.
 
     Parameters
     ----------
@@ -382,16 +382,15 @@ def check_numerics(
     backward : bool, default True
         Watch gradients too: of parameters, and between operators.
 
-    The check finds values that are not finite; inputs and parameters that are not finite to begin
-    with; casts that make infinities, or zeros of most values; layers whose outputs are all zero.
-    Infinities written on purpose, such as `-inf` into masks, are followed and reported only if
-    they make NaN.
+    The check finds operators that make Inf or NaN, inputs and parameters that hold Inf or NaN,
+    casts that make Inf, or zeros of most values, and layers whose outputs are all zero. An infinity
+    written on purpose, such as `-inf` into a mask, is reported only if it leads to NaN.
 
     The graph of a hybridized block runs node by node inside, with its casts; hooks of
     `register_op_hook` are called for its forward pass. A module's graph runs once more, without
-    dropout. A loop's body is one node. Steps count from 1, as in a trace: each update, done or
-    skipped, ends one. In training, results may differ in the last bits: probed
-    arrays have the plain memory layout.
+    dropout. A loop's body is one node. Steps count from 1, as in a trace; a skipped update ends a
+    step too. In training, results may differ in the last bits, because probed arrays have the
+    plain memory layout.
 
     Cost: each value is read back and examined; training steps take a few times as long
     (`scripts/bench/overhead tools`). No cost outside the context.

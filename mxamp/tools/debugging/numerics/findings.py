@@ -141,7 +141,7 @@ class Finding:
 
 
 class NumericsError(AmpError, ArithmeticError):
-    """`check_numerics` has found an operator whose values go wrong: `finding`."""
+    """Raised by `check_numerics`; `finding` describes the operator whose values went wrong."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
