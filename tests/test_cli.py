@@ -259,6 +259,16 @@ def test_explain(saved):
     assert {node["precision"] for node in data["nodes"]} == {"float16"}
 
 
+def test_explain_shows_a_converted_model_as_it_is(saved, monkeypatch):
+    folder, _, _ = saved
+    monkeypatch.chdir(folder)
+    run("convert", "net", "--dtype", "float16", "--device", "gpu", "--out", "half")
+    shown = run("explain", "half").output
+    assert "the model as it is: 14 operators: " in shown and " in float16" in shown
+    again = run("explain", "half", "--dtype", "bfloat16").output
+    assert "This model was converted before" in again and "as it is" not in again
+
+
 def test_explain_in_other_modes(saved):
     folder, _, _ = saved
     arguments = ["explain", folder / "net", "--dtype", "bfloat16", "--json"]

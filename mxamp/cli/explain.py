@@ -56,9 +56,8 @@ _EXAMPLES = examples(
 @click.option(
     "--mode",
     type=click.Choice(MODES),
-    default=MODES[0],
-    show_default=True,
-    help="Explain the converted model, or the graph that runs while mixed precision is on.",
+    help="Explain the converted model, the default, or the graph that runs while mixed precision "
+    "is on.",
 )
 @input_option
 def explain(
@@ -70,7 +69,7 @@ def explain(
     dtype: Optional[str],
     as_json: bool,
     graph: Optional[str],
-    mode: str,
+    mode: Optional[str],
     inputs: Sequence[str],
     **wanted: Optional[str],
 ) -> None:
@@ -78,16 +77,19 @@ def explain(
 
     PREFIX is model for the files model-symbol.json and model-0000.params; either file name works
     too. PATTERN is a name in this command's output; * and ? match any characters. Gluon adds _fwd
-    to the name of a layer. --input needs --mode inference or training.
+    to the name of a layer. --input needs --mode inference or training. A model that was converted
+    before is shown as it is, unless an option says how to convert it again.
     """
     symbol, args, auxs = load_model(prefix, epoch)
     shapes, _ = parse_inputs(inputs)
-    if inputs and mode == MODES[0]:
+    if inputs and mode in (None, MODES[0]):
         raise usage_error(f"--input is for --mode {' and '.join(MODES[1:])}; give that too")
+    converted = is_converted(Graph.from_symbol(symbol))
+    as_it_is = converted and not (dtype or policy or device or keep_fp32 or mode)
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol,
-            policy=chosen_policy(dtype, policy, device),
+            policy=None if as_it_is else chosen_policy(dtype, policy, device),
             excluded_sym_names=keep_fp32,
             params={**args, **auxs},
             mode=mode,
@@ -101,7 +103,7 @@ def explain(
         return
     screen = console()
     screen.print(_table(shown))
-    if is_converted(Graph.from_symbol(symbol)):
+    if converted and not as_it_is:
         click.echo(CONVERTED)
     click.echo(in_options(plan.summary()))
 

@@ -84,11 +84,64 @@ def test_a_block_that_has_run_is_explained_as_it_ran():
     with amp.autocast("float16"):
         assert amp.explain(net).target_dtype == "float16"
     assert repr(amp.explain(net)).startswith("<Plan bfloat16 on cpu in training: 1 operator")
-    assert amp.explain(net).summary().startswith("training in bfloat16: 1 operator")
+    last = "training in bfloat16, as last run in mixed precision: 1 operator"
+    assert amp.explain(net).summary().startswith(last)
     assert amp.explain(net, "bfloat16").mode == "converted"
-    fast = amp.convert_hybrid_block(net, "bfloat16")
+
+
+@with_avx512
+@pytest.mark.parametrize(
+    "options", [{}, {"cast_optional_params": True}, {"keep_io_types": False}, {"fuse": True}]
+)
+def test_a_converted_block_is_explained_by_its_own_policy(options, caplog):
+    net, data = mx.gluon.nn.Dense(1024, in_units=1024, activation="relu"), nd.ones((300, 1024))
+    net.initialize()
+    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data, **options)
+
+    def explained():
+        plan = amp.explain(fast)
+        return plan.target_dtype, plan.counts()["bfloat16"]
+
+    before = explained()
     fast(data)
-    assert amp.explain(fast, "bfloat16").mode == "converted"
+    assert before == explained() == ("bfloat16", 2)
+    assert not caplog.records
+    with amp.autocast("float16"):
+        assert not fast._source or explained() == before
+    if not options:
+        fast(data[:2])
+        assert amp.explain(fast).counts()["float32"]  # as it ran: a layer of few rows
+
+
+def test_a_converted_float32_block_is_explained_in_float32(caplog):
+    net, data = made(perceptron)
+    wide = amp.convert_hybrid_block(net, "float32", example_inputs=data)
+    assert set(amp.explain(wide).counts()) == {"float32"}
+    wide(*data)
+    assert amp.explain(wide).summary().startswith("inference in float32")
+    assert not caplog.records
+
+
+def test_a_converted_symbol_is_shown_as_it_is(dtype, caplog):
+    policy = amp.Policy.default(dtype, "gpu" if dtype == "float16" else "cpu")
+    symbol = amp.convert_symbol(dense_net(), policy=policy)
+    caplog.clear()
+    plan = amp.explain(symbol)
+    assert (plan.mode, plan.target_dtype) == ("as it is", dtype)
+    again = amp.explain(symbol, policy=policy)
+    assert [(n.name, n.precision) for n in plan] == [(n.name, n.precision) for n in again]
+    assert plan.casts
+    assert plan["soft"].reason == "its inputs are float32"
+    assert plan.summary().startswith("the model as it is: 4 operators: ")
+    assert f"<Plan {dtype} on cpu as it is: 4 operators" in repr(plan)
+    assert not caplog.records
+    assert amp.explain(symbol, mode="converted").mode == "converted"
+
+
+def test_loops_of_a_converted_symbol_are_shown_as_they_are():
+    symbol = amp.convert_symbol(Control("foreach")(mx.sym.var("data")), policy=GPU)
+    plan = amp.explain(symbol)
+    assert any(n.operator == "FullyConnected" and n.precision == "float16" for n in plan.nodes)
 
 
 def test_integer_inputs_of_a_run_are_known():

@@ -4,7 +4,19 @@ import fnmatch
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import numpy as np
 from mxnet.gluon import HybridBlock
@@ -17,16 +29,25 @@ from ...convert.symbols import widened_for
 from ...errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ...framework.arrays import cast, copy
 from ...framework.keywords import checked_call
+from ...framework.machine import default_device
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.builder import is_inserted_cast
 from ...graph.casts.insert import Rewrite, rewrite
-from ...graph.casts.offline import cast_offline, count_range_errors, is_inserted_copy
-from ...graph.ir import Graph, Usage
+from ...graph.casts.offline import (
+    cast_offline,
+    count_range_errors,
+    is_inserted_copy,
+    without_copies_before_casts,
+)
+from ...graph.casts.widen import has_halves
+from ...graph.inspect import Tensor, precision_of_node
+from ...graph.ir import Graph, Output, Usage, body_usage, infer_outputs, rewrites_bodies
 from ...graph.speed.shape_rules import choose
 from ...patches.announcements import warn_of_model_in_float16
-from ...patches.cached_op import LastGraph, PolicyCachedOp
+from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
 from ...policy.active import current_policy, suspended
+from ...policy.decision import Decision
 from ...policy.overrides import Layers
 from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
@@ -37,9 +58,14 @@ __all__ = ["MODES", "PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan", "ex
 #: What an operator of a plan may compute in; "as is" if its inputs are not cast.
 PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = ("converted", "inference", "training")
+#: The mode of a plan of a model that has half precision already, without another conversion.
+AS_IT_IS = "as it is"
 
 #: The reason of casts that conversions keep.
 ROUNDS = "rounds on purpose: only casts back read it"
+#: The reasons in a plan of a model as it is.
+READS = "its inputs are {dtypes}"
+NO_INPUT = "it has no input"
 
 _GLUON = "_fwd"  # Gluon's suffix for the operator of a layer
 _LOW_BYTES = 2  # of an element in float16 or bfloat16
@@ -94,7 +120,9 @@ class Plan(Result):
 
     `inputs` are the model's inputs without the given parameters. `bytes_before` and `bytes_after`
     are the sizes of the parameters without and with `cast_optional_params`, and `offline` are the
-    parameters that it casts; empty if no parameters were given. `mode` is that of `explain`.
+    parameters that it casts; empty if no parameters were given. `mode` is that of `explain`, or
+    "as it is" for a model in half precision that is not converted again. `has_run` says that the
+    plan is of the graph that a block has run last in mixed precision.
     """
 
     target_dtype: str
@@ -106,6 +134,7 @@ class Plan(Result):
     bytes_after: int = 0
     offline: Tuple[OfflineCast, ...] = ()
     mode: str = MODES[0]
+    has_run: bool = False
 
     @property
     def lossy(self) -> Tuple[OfflineCast, ...]:
@@ -205,7 +234,7 @@ class Plan(Result):
 
     def __repr__(self) -> str:
         numbers = f"{self._counts_text()}; {counted(len(self.casts), 'cast')}"
-        mode = "" if self.mode == MODES[0] else f" in {self.mode}"
+        mode = {MODES[0]: "", AS_IT_IS: f" {AS_IT_IS}"}.get(self.mode, f" in {self.mode}")
         return f"<Plan {self.target_dtype} on {self.device}{mode}: {numbers}>"
 
     def _counts_text(self) -> str:
@@ -223,8 +252,16 @@ class Plan(Result):
             names = shortened([cast.name for cast in self.lossy])
             size += f"; it would lose values of {counted(len(self.lossy), 'parameter')}: {names}"
         casts = counted(len(self.casts), "cast")
-        mode = "" if self.mode == MODES[0] else f"{self.mode} in {self.target_dtype}: "
-        return f"{mode}{self._counts_text()}; {casts}{size}"
+        return f"{self._header()}{self._counts_text()}; {casts}{size}"
+
+    def _header(self) -> str:
+        """Return what the plan shows, as the beginning of its summary; "" for a conversion."""
+        if self.mode == MODES[0]:
+            return ""
+        if self.mode == AS_IT_IS:
+            return "the model as it is: "
+        run = ", as last run in mixed precision" if self.has_run else ""
+        return f"{self.mode} in {self.target_dtype}{run}: "
 
 
 # ---------------------------------------------------------------------- making a plan
@@ -263,8 +300,10 @@ def explain(
         The model.
     target_dtype : str or dtype, optional
         "float16" or "bfloat16". With `policy`, the dtype of that policy. Without both, the plan is
-        of the graph that a block has run last in mixed precision, in training if it has trained;
-        else of the active policy (`init`, `autocast`); else of float16, as for `convert_*`.
+        of the graph that a block has run last in mixed precision, in training if it has trained.
+        Before its first run, a converted block is explained by the policy that it was converted
+        with, and other models by the active policy (`init`, `autocast`). Without an active policy,
+        a model in half precision is shown as it is, and others by float16, as for `convert_*`.
     policy : Policy, optional
         The default is mxamp's own policy for `target_dtype` and this machine's kind of device.
     excluded_sym_names : list of str or Block, optional
@@ -313,57 +352,89 @@ def explain(
         symbol, params = traced.symbol, traced.param_values()
         input_dtypes, example_shapes = traced.input_dtypes(input_dtypes), traced.example_shapes
     else:
-        symbol, used = model, set(model.list_inputs())
-        if params is not None:
-            params = {name: array for name, array in params.items() if name in used}
+        symbol, params = model, _params_read_by(model, params)
     known_params = params or {}
+    is_chosen = policy is not None or target_dtype is not None
+    source: Optional[Source] = None if is_chosen else getattr(model, "_source", None)
     run = None
-    if policy is None and target_dtype is None:
-        policy = current_policy()
+    if not is_chosen:
+        policy = current_policy() if source is None else source.policy
         run = None if mode == MODES[0] else _last_graph(model, policy)
         if run is not None:
             policy, mode = run.policy, mode or (MODES[2] if run.training else MODES[1])
-        elif policy is not None:
+            input_dtypes = {**run.dtypes, **(input_dtypes or {})}
+        elif policy is not None and source is None:
             mode = mode or MODES[1]
+    graph = Graph.from_symbol(symbol) if source is None else source.graph
+    held_dtypes = {name: array.dtype for name, array in known_params.items()}
+    dtypes = resolved_dtypes(symbol, held_dtypes, input_dtypes)
+    if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
+        return _plan_as_it_is(graph, dtypes, known_params)
     mode = mode or MODES[0]
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
     warn_of_model_in_float16(policy)
-    graph = Graph.from_symbol(symbol)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
     with prefix_errors("`input_shapes`"):
         check_names(list(input_shapes), graph.input_names, "input")
     shapes = {name: array.shape for name, array in known_params.items()}
     if mode != "converted":
         shapes.update({**(run.shapes if run is not None else {}), **example_shapes, **input_shapes})
-    held_dtypes = {name: array.dtype for name, array in known_params.items()}
-    if run is not None:
-        input_dtypes = {**run.dtypes, **(input_dtypes or {})}
-    dtypes = resolved_dtypes(symbol, held_dtypes, input_dtypes)
+    stored: FrozenSet[str] = frozenset() if source is None else source.stored
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in stored}
     roundings: Tuple[str, ...] = ()
-    if mode == "converted":
-        graph, variables, roundings = widened_for(graph, policy, dtypes, params, True)
+    if mode == "converted" and source is None:
+        graph, variables, roundings = widened_for(
+            without_copies_before_casts(graph), policy, dtypes, params, True
+        )
         dtypes.update(dict.fromkeys(variables, "float32"))
     usage = Usage(
-        dtypes,
-        shapes,
-        training=mode == "training",
-        converting=mode == "converted",
+        dtypes, shapes, stored=stored, training=mode == MODES[2], converting=mode == MODES[0]
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
-    sizes = {name: _bytes_of(array, dtypes[name]) for name, array in known_params.items()}
-    plan = replace(_make_plan(result, policy, graph.input_names, known_params, sizes), mode=mode)
-    nodes = (replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
-    return replace(plan, nodes=tuple(nodes))
+    target = policy.target_dtype if policy.lowers else "float32"
+    dtypes.update(dict.fromkeys(stored, target))
+    plan = _make_plan(result, target, policy.device, graph.input_names, known_params, dtypes)
+    nodes = tuple(replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
+    return replace(plan, mode=mode, has_run=run is not None, nodes=nodes)
+
+
+def _plan_as_it_is(graph: Graph, dtypes: Mapping[str, str], params: Mapping[str, NDArray]) -> Plan:
+    """Return the plan of a graph with the casts that it has, for inputs of `dtypes`."""
+    unchanged = _unchanged(graph, dtypes)
+    counts = Counter(decision.precision for _, _, decision in unchanged.decided())
+    target = max(TARGETS, key=lambda dtype: counts[dtype])
+    plan = _make_plan(unchanged, target, default_device(), graph.input_names, params, dtypes)
+    return replace(plan, mode=AS_IT_IS)
+
+
+def _unchanged(graph: Graph, dtypes: Mapping[str, str]) -> Rewrite:
+    """Return a graph as the rewrite that changes nothing: decisions by the inputs' dtypes."""
+    values: Dict[Output, Tensor] = {}
+    result = Rewrite(graph)
+    for i, node in enumerate(graph.nodes):
+        reads = [values[output].dtype for output in node.inputs]
+        outputs = (
+            [dtypes.get(node.name, "float32")] if node.is_variable else infer_outputs(node, reads)
+        )
+        values.update({(i, k): Tensor(dtype, None) for k, dtype in enumerate(outputs)})
+        if node.is_variable or is_inserted_cast(node) or is_inserted_copy(node):
+            continue
+        precision = precision_of_node(graph, i, values)
+        reason = READS.format(dtypes=" and ".join(dict.fromkeys(reads))) if reads else NO_INPUT
+        known = precision if precision in PRECISIONS else "as is"
+        result.decisions[i] = Decision((None,) * len(reads), reason, known)
+        if rewrites_bodies(node, training=False):
+            usages = [body_usage(Usage(), node, k, reads) for k in range(len(node.subgraphs))]
+            result.bodies[i] = [
+                _unchanged(body, usage.dtypes) for body, usage in zip(node.subgraphs, usages)
+            ]
+    return result
 
 
 def _last_graph(model: Any, policy: Optional[Policy]) -> Optional[LastGraph]:
-    """Return what a block's last graph under a policy, or any, was made for; None if none ran.
-
-    A converted block runs another graph than the one that it holds, which is explained.
-    """
+    """Return what a block's last graph under a policy, or any, was made for; None if none ran."""
     op = getattr(model, "_cached_op", None)
-    converted = getattr(model, "_source", None) is not None
-    return op.last_graph(policy) if isinstance(op, PolicyCachedOp) and not converted else None
+    return op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
 
 
 def _check_model(model: Any, params: Any) -> None:
@@ -382,16 +453,25 @@ def _check_model(model: Any, params: Any) -> None:
         raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
 
 
+def _params_read_by(
+    symbol: Symbol, params: Optional[Mapping[str, NDArray]]
+) -> Optional[Mapping[str, NDArray]]:
+    """Return the parameters that a symbol reads; None if none were given."""
+    used = set(symbol.list_inputs())
+    return None if params is None else {n: array for n, array in params.items() if n in used}
+
+
 def _make_plan(
     result: Rewrite,
-    policy: Policy,
+    target_dtype: str,
+    device: str,
     inputs: Sequence[str],
     params: Mapping[str, NDArray],
-    sizes: Mapping[str, int],
+    param_dtypes: Mapping[str, str],
 ) -> Plan:
     """Return the plan of a rewritten graph; `inputs` include the known parameters `params`.
 
-    `sizes` are the bytes of the parameters without casts offline.
+    `param_dtypes` are the parameters' dtypes without casts offline.
     """
     nodes = tuple(
         NodePlan(
@@ -404,13 +484,14 @@ def _make_plan(
         for graph, node, decision in result.decided()
     )
     data = tuple(name for name in inputs if name not in params)
-    _, dtypes = cast_offline(result.graph, frozenset(data), policy.target_dtype)
+    _, dtypes = cast_offline(result.graph, frozenset(data), target_dtype)
     offline = tuple(_offline_cast(name, params[name], dtype) for name, dtype in dtypes.items())
+    sizes = {name: _bytes_of(array, param_dtypes[name]) for name, array in params.items()}
     before = sum(sizes.values())
     saved = sum(sizes[cast.name] - cast.size * _LOW_BYTES for cast in offline)
     return Plan(
-        policy.target_dtype,
-        policy.device,
+        target_dtype,
+        device,
         nodes,
         tuple(_inserted_casts(result.graph)),
         data,
