@@ -86,6 +86,13 @@ def attend(x, p):
     return S.reshape(mixed, shape=(0, 0, -3))
 
 
+def attend_interleaved(x, p):
+    """The same by MXNet's operators for the heads of one array."""
+    heads = dense(x, p, "i", units=48, flatten=False)
+    shares = S.softmax(S.contrib.interleaved_matmul_selfatt_qk(heads, heads=2))
+    return S.contrib.interleaved_matmul_selfatt_valatt(heads, shares, heads=2)
+
+
 #: A pattern for each substitution. A new one fails `test_every_pass_has_a_pattern` without it.
 SUBSTITUTED = {
     "relu": Pattern(lambda x, p: S.relu(x), IMAGES, hides_nan=True),
@@ -133,6 +140,16 @@ FUSED = {
     "_drop_no_ops": Pattern(
         lambda x, p: S.Dropout(S.identity(S.Dropout(x, p=0.5)), p=0.5), IMAGES
     ),
+    "_arrange_parameters": Pattern(
+        lambda x, p: S.FullyConnected(
+            x,
+            S.reshape(S.concat(*(p(name, shape=(8, 16)) for name in "ab"), dim=0), shape=(-1, 16)),
+            p("bias"),
+            num_hidden=16,
+            flatten=False,
+        ),
+        (3, 4, 16), **LOW,
+    ),
     "_rename_activations": Pattern(lambda x, p: S.relu(conv(x, p, pad=(1, 1))), IMAGES),
     "fold_into_producers": Pattern(lambda x, p: norm(conv(x, p, pad=(1, 1)), p), IMAGES),
     "pad_channels": Pattern(
@@ -142,7 +159,9 @@ FUSED = {
         lambda x, p: conv(x, p, pad=(1, 1)), (3, 3, 8, 8), keeps_shape=False, **LOW
     ),
     "_merge_groups": Pattern(lambda x, p: conv(x, p, pad=(1, 1), num_group=4), IMAGES),
-    "fuse_attention": Pattern(attend, (3, 4, 16), **LOW),
+    "fuse_attention": Pattern(
+        lambda x, p: attend_interleaved(attend(x, p), p), (3, 4, 16), **LOW
+    ),
     "make_dense_convolutions": Pattern(
         lambda x, p: dense(S.relu(dense(x, p)), p, "e"), (3, 16), **LOW
     ),

@@ -13,6 +13,7 @@ from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import flattens_data, is_true
 from ..edit import Edit, Params, View, without_shape
+from ..inspect import run_node
 from ..ir import Graph, Node, Output
 from .attention import fuse_attention
 from .dense_convolutions import make_dense_convolutions
@@ -35,6 +36,8 @@ from .substitutions import ALL, match_call
 __all__ = ["FUSED", "PASSES", "FusionPass", "fold_into_producers", "fused", "apply_pass"]
 
 _ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
+#: Operators that arrange the values of arrays anew.
+_ARRANGING = frozenset({"Reshape", "Concat", "stack", "transpose", "expand_dims", "slice_axis"})
 _BIAS = 2  # the position of a product's bias among its inputs
 
 _FUSED_DENSE = "_sg_mkldnn_fully_connected"
@@ -138,6 +141,22 @@ def _drop_no_ops(view: FusionView, edit: Edit) -> None:
         # Without the no-op, a graph output that is an input would be the caller's array itself.
         if i not in view.head_nodes or not view.graph.nodes[source[0]].is_variable:
             edit.redirect((i, 0), source)
+
+
+def _arrange_parameters(view: FusionView, edit: Edit) -> None:
+    """Replace each array that is only arranged from parameters with a parameter of its own.
+
+    GluonNLP's BERT joins the weights of queries, keys and values at each call, and a fused dense
+    layer would pack the joined weight each time.
+    """
+    values: Dict[Output, NDArray] = {}
+    for i, node in enumerate(view.graph.nodes):
+        if node.is_variable and node.name in view.params:
+            values[i, 0] = view.params[node.name]
+        elif node.operator in _ARRANGING and values.keys() >= set(node.inputs):
+            inputs = [values[output] for output in node.inputs]
+            values[i, 0] = run_node(node, inputs, inputs[0].context)[0]
+            edit.redirect((i, 0), edit.add_parameter(f"{node.name}_arranged", values[i, 0]))
 
 
 def _rename_activations(view: FusionView, edit: Edit) -> None:
@@ -280,6 +299,7 @@ def _substituted_weight_name(view: FusionView, node: Node, substitution: str) ->
 #: In order: each pass sees the graph that the passes before it have made.
 PASSES = (
     FusionPass(_drop_no_ops),
+    FusionPass(_arrange_parameters),
     FusionPass(fuse_attention, "attention"),
     FusionPass(_rename_activations),
     FusionPass(fold_into_producers),
