@@ -61,6 +61,15 @@ def two_layers():
     return attend(from_three_layers(first)) + first
 
 
+def interleaved(projected=None):
+    """Self-attention as GluonNLP's BERT computes it, in MXNet's float32 operators."""
+    projected = dense(X, 3 * UNITS) if projected is None else projected
+    scores = S.contrib.interleaved_matmul_selfatt_qk(projected, heads=HEADS)
+    shares = S.softmax(scores)
+    mixed = S.contrib.interleaved_matmul_selfatt_valatt(projected, shares, heads=HEADS)
+    return S.Group([mixed, projected, scores, shares])
+
+
 def scores_returned():
     q, k, v = (heads(one) for one in from_one_layer(X))
     scores = S.batch_dot(q, k, transpose_b=True)
@@ -92,6 +101,9 @@ GRAPHS = {
         1,
     ),
     "two layers": (two_layers, 2),
+    "interleaved": (lambda: interleaved()[0], 1),
+    "interleaved data": (lambda: interleaved(S.concat(X, X, X, dim=2))[0], 1),
+    "all of an interleaved one are outputs": (interleaved, 1),
     "scores and shares are outputs": (scores_returned, 1),
 }  # fmt: skip
 
@@ -138,9 +150,9 @@ def transposed_shares():
     return joined(S.batch_dot(shares, v, transpose_a=True))
 
 
-def in_a_region():
+def in_a_region(graph):
     with amp.autocast(enabled=False):
-        return attend(from_one_layer(X))
+        return graph()
 
 
 def with_other_heads():
@@ -161,7 +173,8 @@ LEFT = {
     "the mixed heads are an output": mixed_returned,
     "a slice of the shares": of_the_first_row,
     "transposed shares": transposed_shares,
-    "a region": in_a_region,
+    "a region": lambda: in_a_region(lambda: attend(from_one_layer(X))),
+    "an interleaved one in a region": lambda: in_a_region(interleaved),
     "heads in another order": with_other_heads,
     "rows are flattened": lambda: attend(
         [S.reshape(dense(S.reshape(X, shape=(-3, 0))), shape=(-4, -1, 5, 0)) for _ in range(3)]
@@ -219,6 +232,12 @@ def test_other_graphs_stay(name):
 )
 def test_policies_that_keep_float32_keep_batch_dot(policy):
     assert count_fused(attend(from_one_layer(X)), policy) == 0
+
+
+def test_policies_that_keep_float32_keep_interleaved_products():
+    kept = B.override(fp32=list(attention._INTERLEAVED))
+    assert count_fused(interleaved(), kept) == 0
+    assert count_fused(interleaved(), B.in_float32()) == 0
 
 
 def test_the_substitution_can_be_turned_off():

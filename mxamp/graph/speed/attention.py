@@ -4,6 +4,7 @@ MXNet's `batch_dot` has no bfloat16 kernel. oneDNN's matrix product has one, and
 MXNet call it: `_sg_mkldnn_selfatt_qk` for the scores, `_sg_mkldnn_selfatt_valatt` for the mixed
 values. Both read an array of the shape (length, batch, heads * 3 * size) that holds query, key and
 value of each head side by side. One dense layer with interleaved weights computes that array.
+GluonNLP's models compute it themselves, and call MXNet's float32 operators for the products.
 """
 
 import math
@@ -18,11 +19,15 @@ from ...framework.operators import registry
 from ...policy.regions import policy_for_node
 from ...policy.values import flattens_data, is_true, parse_integers
 from ..edit import Edit
-from ..ir import VERSION, Graph, Node, Shape
+from ..ir import VERSION, Graph, Node, Output, Shape
 from .fusible import FusionView, float32_array
 
 __all__ = ["fuse_attention"]
 
+#: The float32 operators that read such arrays: for scores, and for mixed values.
+_INTERLEAVED = (
+    "_contrib_interleaved_matmul_selfatt_qk", "_contrib_interleaved_matmul_selfatt_valatt",
+)  # fmt: skip
 _SCORES, _MIXED = "_sg_mkldnn_selfatt_qk", "_sg_mkldnn_selfatt_valatt"
 
 #: Operators that keep the shape of their first input, as masks and softmax do.
@@ -70,10 +75,11 @@ def fuse_attention(view: FusionView, edit: Edit) -> None:
     `batch_dot` a class.
     """
     given = view.policy.rule("batch_dot").given
-    if given or not view.policy.lowers or registry().get(_MIXED) is None:
+    if not view.policy.lowers or registry().get(_MIXED) is None:
         return
+    _lower_interleaved(view, edit)
     for i, node in enumerate(view.graph.nodes):
-        values = _projection(view, i, 1) if node.op == "batch_dot" else None
+        values = _projection(view, i, 1) if node.op == "batch_dot" and not given else None
         scores = _scores_above(view, i, values.heads) if values is not None else None
         if values is None or scores is None:
             continue
@@ -238,14 +244,49 @@ def _replace(
 
     rows = edit.add("transpose", f"{name}_rows", [dense.inputs[0]], **_SWAPPED)
     heads = edit.add("FullyConnected", f"{name}_heads", [rows, *parameters], **attrs)
-    # Casts of its own: the list leaves fused operators in the dtype that they were fused for.
-    read = edit.add("amp_cast", f"{name}_heads_low", [heads], **_LOW)
-    product = Node(_SCORES, nodes[scores.node].name, count, [read], [_scores_body(count)])
-    edit.redirect((scores.node, 0), edit.add_node(product))
-    shares = edit.add("amp_cast", f"{name}_shares_low", [nodes[mixed].inputs[0]], **_LOW)
-    product = Node(_MIXED, name, count, [read, shares], [_mixed_body(count)])
-    batch = edit.add("transpose", f"{name}_batch", [edit.add_node(product)], **_SWAPPED)
+    read = _add_low(edit, name, heads)
+    product = _add_scores(edit, nodes[scores.node].name, read, count)
+    edit.redirect((scores.node, 0), product)
+    product = _add_mixed(edit, name, read, nodes[mixed].inputs[0], count)
+    batch = edit.add("transpose", f"{name}_batch", [product], **_SWAPPED)
     edit.redirect((joined, 0), batch)
+
+
+def _lower_interleaved(view: FusionView, edit: Edit) -> None:
+    """Replace the products that read interleaved arrays in float32."""
+    low: Dict[Output, Output] = {}
+    for i, node in enumerate(view.graph.nodes):
+        if node.op not in _INTERLEAVED or view.policy.rule(node.op).given:
+            continue
+        if not _is_lowered(view, i):
+            continue
+        heads, *shares = node.inputs
+        if heads not in low:
+            low[heads] = _add_low(edit, node.name, heads)
+        count = {"heads": node.attrs["heads"]}
+        if shares:
+            product = _add_mixed(edit, node.name, low[heads], shares[0], count)
+        else:
+            product = _add_scores(edit, node.name, low[heads], count)
+        edit.redirect((i, 0), product)
+
+
+def _add_scores(edit: Edit, name: str, heads: Output, count: Dict[str, str]) -> Output:
+    """Add oneDNN's product for scores, of an interleaved array in bfloat16."""
+    return edit.add_node(Node(_SCORES, name, count, [heads], [_scores_body(count)]))
+
+
+def _add_mixed(
+    edit: Edit, name: str, heads: Output, shares: Output, count: Dict[str, str]
+) -> Output:
+    """Add oneDNN's product of shares, in float32, and the values of an interleaved array."""
+    inputs = [heads, _add_low(edit, name, shares)]
+    return edit.add_node(Node(_MIXED, name, count, inputs, [_mixed_body(count)]))
+
+
+def _add_low(edit: Edit, name: str, output: Output) -> Output:
+    """Add a cast to bfloat16: the list leaves fused operators in the dtype they were fused for."""
+    return edit.add("amp_cast", f"{name}_low", [output], **_LOW)
 
 
 def _interleaved(
