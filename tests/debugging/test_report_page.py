@@ -97,6 +97,16 @@ def test_the_page_shows_what_the_trace_holds(tmp_path):
     assert page.count('<figure class="chart" data-chart=') == 4
 
 
+def test_the_page_opens_with_its_summary(tmp_path):
+    traces = [read_trace(full(tmp_path / name)) for name in ("a.jsonl", "b.jsonl")]
+    for count in (1, 2):
+        opening = report_page(traces[:count]).split("</h1>")[1].split("<figure")[0]
+        titles = re.findall("<dt>(.*?)</dt>", opening)
+        assert titles[:3] == ["steps", "skipped", "last loss scale"]
+        assert titles.count("machine") == opening.count("<dd>A CPU, 2 cores</dd>") == count
+        assert re.findall(r">(\w.jsonl)</p>", opening) == ["a.jsonl", "b.jsonl"] * (count - 1)
+
+
 class Elements(HTMLParser):
     """The elements of a page, which closes each that it opens."""
 

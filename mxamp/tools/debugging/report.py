@@ -42,6 +42,7 @@ def report_page(traces: Sequence[TraceFile]) -> str:
     return Template((PAGE / "report.html").read_text(encoding="utf-8")).substitute(
         title=escaped("mxamp report: " + ", ".join(names)),
         style=style_element(),
+        summary="".join(map(_summary, names if names[1:] else [""], traces)),
         charts=charts_of(runs),
         sections="".join(sections),
         # "<" in a name must not end the script element.
@@ -52,7 +53,7 @@ def report_page(traces: Sequence[TraceFile]) -> str:
 
 def _trace_section(trace: TraceFile) -> str:
     """Return as HTML the tables of one trace, which stand below the charts."""
-    parts = [_warnings(trace), _cards(trace), _skips(trace)]
+    parts = [_warnings(trace), _skips(trace)]
     parts += [draw(trace.of_kind(kind)) for kind, draw in _KINDS.items() if trace.of_kind(kind)]
     parts.append(_other_records([record for record in trace.records if record.kind not in _KINDS]))
     rows = [row for header in trace.headers for row in _header_rows(header)]
@@ -86,13 +87,17 @@ def _warnings(trace: TraceFile) -> str:
     return "".join(f'<p class="warning">Note: {escaped(warning)}.</p>' for warning in found)
 
 
-def _cards(trace: TraceFile) -> str:
-    """Return a trace's summary as HTML."""
+def _summary(name: str, trace: TraceFile) -> str:
+    """Return as HTML the cards that a page opens with: a trace's summary and its machine.
+
+    `name` is "" if the page is of one trace, which the title names.
+    """
     cards = "".join(
-        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>"
-        for name, value in trace.summary()
+        f"<div><dt>{escaped(title)}</dt><dd>{escaped(value)}</dd></div>"
+        for title, value in (*trace.summary(), ("machine", _machine_text(trace.header)))
     )
-    return f'<dl class="cards">{cards}</dl>'
+    label = f'<p class="soft">{escaped(name)}</p>' if name else ""
+    return f'{label}<dl class="cards">{cards}</dl>'
 
 
 def _skips(trace: TraceFile) -> str:
@@ -214,6 +219,12 @@ _KINDS: Dict[str, Callable[[Records], str]] = {
 # ---------------------------------------------------------------------- headers
 
 
+def _machine_text(header: Mapping[str, Any]) -> str:
+    """Return a run's processor and number of cores."""
+    machine = header.get("machine", {})
+    return f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
+
+
 def _header_rows(header: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
     """Yield (name, value) of what a header says about its run."""
     machine, policy = header.get("machine", {}), header.get("policy")
@@ -221,7 +232,7 @@ def _header_rows(header: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
     yield "started", f"{started:%Y-%m-%d %H:%M:%S} UTC"
     versions = [f"{name} {header[name]}" for name in ("mxamp", "mxnet", "numpy") if name in header]
     yield "versions", ", ".join([*versions, f"Python {header.get('python', 'unknown')}"])
-    yield "CPU", f"{machine.get('cpu', 'unknown')}, {machine.get('cores', '?')} cores"
+    yield "CPU", _machine_text(header)
     if machine.get("features"):
         yield "CPU features", ", ".join(machine["features"])
     precision = f"{header.get('dtype')}; mixed precision was not on when the trace was opened"
