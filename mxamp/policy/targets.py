@@ -41,9 +41,10 @@ DEVICES = ("cpu", "gpu")
 
 NO_TARGET = "the target dtype must be {allowed}, not {given}"
 IN_FLOAT32 = (
-    "; float32 is what MXNet computes in without mixed precision: leave init out, or write "
-    "autocast(enabled=False)"
+    "; float32 is what MXNet computes in without mixed precision: for a run in float32 call no "
+    "init, give init_trainer a NoScaler(), and write autocast(enabled=False)"
 )
+NOT_POLICY = "; give a policy by its keyword, policy="
 NO_DEVICE = "; leave the device out, as in autocast('float16')"
 
 ONE_DTYPE = (
@@ -86,6 +87,7 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
     if name not in TARGETS:
         said = NO_TARGET.format(allowed=one_of(allowed), given=shown(dtype))
         hint = IN_FLOAT32 if name == "float32" else NO_DEVICE if names_device(dtype) else ""
+        hint = NOT_POLICY if hasattr(dtype, "target_dtype") else hint
         raise ArgumentError(said + hint)
     return name
 

@@ -273,7 +273,7 @@ LOSS = mx.gluon.loss.L2Loss()
     "change, words",
     [
         ({"rtol": 0}, "`rtol` must be a positive"),
-        ({"min_metric": 0.5}, "give the metric too"), ({"metric": "no such metric"}, "metric must be a metric of"),
+        ({"min_metric": 0.5}, "give the metric too"), ({"metric": "no such metric"}, "unknown metric"), ({"metric": 3}, "metric must be a metric of"),
         ({"metric": "acc", "min_metric": "high"}, "min_metric must be a number"),
         ({"metric": "acc", "loss": LOSS}, "asks for training"), ({"metric": "acc"}, "with a loss, a batch is a tuple"),
         ({"metric": "mse"}, "'mse' less is better"), ({"metric": mx.metric.CrossEntropy()}, "less is better"),

@@ -9,7 +9,7 @@ from typing import Any, Callable, FrozenSet, Iterable, List, Optional, Sequence,
 
 import mxnet as mx
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, unknown
 from ...framework.arrays import on_device
 from ...framework.keywords import checked_call
 from ...framework.machine import default_dtype
@@ -213,6 +213,9 @@ def _tolerance(rtol: Any, metric: Any, min_metric: Any, training: bool) -> Toler
     try:
         created = mx.metric.create(metric)
     except Exception:  # MXNet raises what its registry does
+        names = mx.registry.get_registry(mx.metric.EvalMetric)
+        if isinstance(metric, str) and metric.lower() not in names:
+            raise unknown("metric", metric, names) from None
         raise ArgumentError(NOT_A_METRIC.format(given=shown(metric))) from None
     if isinstance(created, _LOSSES):
         raise ArgumentError(LESS_IS_BETTER.format(given=shown(metric)))
