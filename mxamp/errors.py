@@ -63,13 +63,15 @@ def unknown(
     unknown operator 'Convolutoin'; the closest is 'Convolution'
     >>> print(unknown("input", "x", ["data", "mask"]))
     unknown input 'x'; there are 'data', 'mask'
+    >>> print(unknown("layer", "haed_*", ["head_fwd", "body_fwd"]))
+    unknown layer 'haed_*'; the closest is 'head_fwd'
     >>> print(unknown("operator name", "conv0", ["net0_conv0", "net0_conv1"]))
     unknown operator name 'conv0'; the closest is 'net0_conv0'
     """
     known = list(dict.fromkeys(candidates))
     # Gluon puts the names of blocks before those of operators.
     close = [one for one in known if one.endswith(f"_{name}")][:3]
-    close = close or difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    close = close or difflib.get_close_matches(str(name).strip("*"), known, n=3, cutoff=0.6)
     found = ""
     if close:
         found = f"; the closest {'is' if len(close) == 1 else 'are'} " + ", ".join(map(repr, close))

@@ -1,6 +1,5 @@
 """The options that all `convert_*` functions share, and checks of names, dtypes and shapes."""
 
-import fnmatch
 import logging
 import math
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from typing import (
     Dict,
     FrozenSet,
     Iterable,
-    Iterator,
     List,
     Mapping,
     Optional,
@@ -25,7 +23,7 @@ from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
-from ..policy.overrides import Layers, layer_patterns
+from ..policy.overrides import Layers, layer_patterns, unknown_layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS, check_bool, check_target
 
@@ -45,7 +43,6 @@ __all__ = [
 
 logger = logging.getLogger("mxamp")
 
-LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end in _fwd"
 NO_OPERATORS = "`excluded_sym_names`: one of the blocks has no operators and no children"
 NO_DTYPES = "input_dtypes must map names of inputs to dtypes, not {given}"
 NO_DTYPE = "the dtype of input {name!r} must be one of {allowed}, not {given}"
@@ -130,32 +127,20 @@ def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Poli
     Raise for excluded layers that `graph` lacks. A policy may serve several models: its own
     `fp32_layers` that `graph` lacks are logged.
     """
-    layers = list(_layer_names(graph))
-
-    def matches_no_layer(pattern: str) -> bool:
-        return not fnmatch.filter(layers, pattern)
+    layers = graph.layer_names
 
     kept: List[str] = []
     for patterns in layer_patterns("excluded_sym_names", excluded):
         if not patterns:
             raise ArgumentError(NO_OPERATORS)
         # A block may have children that its graph never calls.
-        if all(map(matches_no_layer, patterns)):
-            raise unknown("layer", patterns[0], layers, LAYER_NAMES)
+        errors = unknown_layers(patterns, layers)
+        if len(errors) == len(patterns):
+            raise errors[0]
         kept += patterns
-    for pattern in filter(matches_no_layer, policy.fp32_layers):
-        error = unknown("layer", pattern, layers, LAYER_NAMES)
+    for error in unknown_layers(policy.fp32_layers, layers):
         logger.warning("fp32_layers of the policy: %s", error)
     return policy.override(fp32_layers=kept) if kept else policy
-
-
-def _layer_names(graph: Graph) -> Iterator[str]:
-    """Yield the names of the operator nodes of a graph and of its control-flow bodies."""
-    for node in graph.nodes:
-        if not node.is_variable:
-            yield node.name
-        for inner in node.subgraphs:
-            yield from _layer_names(inner)
 
 
 def resolved_dtypes(

@@ -236,6 +236,15 @@ class Graph:
         inner = (body.operators for node in self.nodes for body in node.subgraphs)
         return frozenset(node.op for node in self.nodes if not node.is_variable).union(*inner)
 
+    @property
+    def layer_names(self) -> List[str]:
+        """The names of all operator nodes, each once, bodies of loops included."""
+        inner = (
+            name for node in self.nodes for body in node.subgraphs for name in body.layer_names
+        )
+        own = (node.name for node in self.nodes if not node.is_variable)
+        return list(dict.fromkeys([*own, *inner]))
+
 
 # ---------------------------------------------------------------------- dtypes
 

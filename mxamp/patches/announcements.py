@@ -8,7 +8,9 @@ from weakref import WeakKeyDictionary
 from mxnet.gluon import HybridBlock
 
 from ..framework import machine
+from ..graph.ir import Graph
 from ..policy.active import current_policy
+from ..policy.overrides import unknown_layers
 from ..policy.policy import Policy
 
 __all__ = [
@@ -17,8 +19,10 @@ __all__ = [
     "announce_off",
     "announce_unscaled_executors",
     "hint_to_hybridize",
+    "record_layers",
     "warn_of_model_in_float16",
     "warn_of_speed",
+    "warn_of_unknown_layers",
     "without_hint",
 ]
 
@@ -49,6 +53,7 @@ NOT_HYBRIDIZED = (
     "block %r runs in bfloat16 but is not hybridized: call its hybridize(). Only graphs get the "
     "full speed of bfloat16 on CPUs. This line is logged once"
 )
+UNKNOWN_LAYER = "fp32_layers of the policy, in the graphs that have run so far: %s"
 # The first calls may only initialize parameters. Few layers gain little.
 _CALLS, _WEIGHTS = 3, 3
 #: The target and the device that graphs are tuned for.
@@ -129,6 +134,22 @@ def hint_to_hybridize(block: HybridBlock) -> None:
     if sum(len(shape or ()) > 1 for shape in shapes) >= _WEIGHTS:
         _logged.eager_calls = None
         logger.warning(NOT_HYBRIDIZED, block.name)
+
+
+def record_layers(policy: Policy, graph: Graph) -> None:
+    """Record the layers of a graph that is about to run under a policy with `fp32_layers`."""
+    if policy.fp32_layers and policy.caches.layers is not None:
+        policy.caches.layers.update(graph.layer_names)
+
+
+def warn_of_unknown_layers(policy: Policy) -> None:
+    """Warn, once a policy, of names in its `fp32_layers` that no graph so far has.
+
+    A policy may serve several graphs, so call this when graphs begin to run again.
+    """
+    layers, policy.caches.layers = policy.caches.layers, None
+    for error in unknown_layers(policy.fp32_layers, sorted(layers or ())) if layers else ():
+        logger.warning(UNKNOWN_LAYER, error)
 
 
 @contextmanager

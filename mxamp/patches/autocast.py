@@ -21,7 +21,13 @@ from ..policy.choice import chosen_policy, describe_difference
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
-from .announcements import announce, announce_float32, announce_off, warn_of_speed
+from .announcements import (
+    announce,
+    announce_float32,
+    announce_off,
+    warn_of_speed,
+    warn_of_unknown_layers,
+)
 from .table import casting
 
 __all__ = [
@@ -176,6 +182,7 @@ def switch_off() -> bool:
         before, active.process.policy = active.process.policy, None
         if not before:
             return False
+        warn_of_unknown_layers(before)
         casting.release()
         return True
 

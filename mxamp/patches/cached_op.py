@@ -39,7 +39,7 @@ from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
-from .announcements import hint_to_hybridize
+from .announcements import hint_to_hybridize, record_layers, warn_of_unknown_layers
 
 __all__ = [
     "LastGraph",
@@ -274,6 +274,10 @@ class PolicyCachedOp:
             accumulated = frozenset(self._names[i] for i in (*self._inputs, *added))
             usage = replace(self._usage(call, differs), accumulated=accumulated)
             op = self._ops[key] = self._build(call, graph, usage, choices)
+            if self._policy is None:
+                record_layers(policy, self._graph)
+        elif policy.fp32_layers and policy.caches.layers:
+            warn_of_unknown_layers(policy)
         return op
 
     def last_graph(self, policy: Optional[Policy]) -> Optional[LastGraph]:

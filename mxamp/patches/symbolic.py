@@ -46,7 +46,7 @@ from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy, custom_classes
 from ..policy.regions import policy_for_regions
-from .announcements import announce_unscaled_executors
+from .announcements import announce_unscaled_executors, record_layers
 
 __all__ = ["build_bind", "build_creator", "build_simple_bind", "scaled_executors"]
 
@@ -156,6 +156,7 @@ class _Binding:
         self._graph = trained_graph(read, frozen) if training else read
         self._is_plain = self._graph is read
         self._policy = policy
+        record_layers(policy, read)
         self._symbols: Dict[Choices, Symbol] = {}
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 

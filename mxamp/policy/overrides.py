@@ -1,5 +1,6 @@
 """Changes to a policy: checks of the given operators and layers, and the changed rules."""
 
+import fnmatch
 from dataclasses import replace
 from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -7,7 +8,7 @@ from mxnet.gluon import SymbolBlock
 from mxnet.gluon.block import Block
 from mxnet.gluon.nn import HybridSequential, Sequential
 
-from ..errors import ArgumentError, unknown
+from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
 from .rules import UNLISTED, Condition, Rule, ShapeRule
@@ -22,6 +23,7 @@ __all__ = [
     "neutral_rules",
     "in_float32",
     "layer_patterns",
+    "unknown_layers",
     "with_overrides",
     "without_rules_for_speed",
 ]
@@ -29,6 +31,7 @@ __all__ = [
 #: Names of layers, with * and ?, and Gluon blocks; or one block.
 Layers = Union[None, Block, Iterable[Union[str, Block]]]
 
+LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end in _fwd"
 NO_LAYERS = "{argument} must be a list of names or of Gluon blocks, not {given}"
 NO_NAMES = (
     "{argument}: the names of block {name}'s operators are ambiguous, since its prefix {prefix!r} "
@@ -58,6 +61,12 @@ def layer_patterns(argument: str, layers: Any) -> List[Sequence[str]]:
     if not all(isinstance(one, (str, Block)) for one in listed):
         raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(listed)))
     return [[one] if isinstance(one, str) else _block_patterns(argument, one) for one in listed]
+
+
+def unknown_layers(patterns: Iterable[str], layers: Sequence[str]) -> List[UnknownNameError]:
+    """Return an error for each pattern that matches none of the names `layers`."""
+    unmatched = (pattern for pattern in patterns if not fnmatch.filter(layers, pattern))
+    return [unknown("layer", pattern, layers, LAYER_NAMES) for pattern in unmatched]
 
 
 def _block_patterns(argument: str, block: Block) -> Sequence[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple, Union
+from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Set, Tuple, Union
 
 from ..errors import ArgumentError
 from ..framework import machine
@@ -46,11 +46,14 @@ _NAMED = 8
 class Caches:
     """Results that other modules derive from one policy, by module."""
 
-    __slots__ = ("eager", "fingerprint", "regions", "workers")
+    __slots__ = ("eager", "fingerprint", "layers", "regions", "workers")
 
     def __init__(self) -> None:
         #: `patches.eager`: the casts of each operator, by its handle.
         self.eager: Optional[Dict[int, Any]] = None
+        #: `patches.announcements`: the layers of graphs under this policy; None once they have been
+        #: compared with `fp32_layers`.
+        self.layers: Optional[Set[str]] = set()
         #: `policy.regions`: the policies of regions in graphs under this policy, by mark.
         self.regions: Dict[str, Policy] = {}
         #: `policy.regions`: a hash of the policy's file.
