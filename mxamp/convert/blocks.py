@@ -17,7 +17,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import cast, dtypes_of, map_arrays
 from ..framework.machine import BFLOAT16, DTYPE_CODES, default_device, device_kind
-from ..framework.wording import shown
+from ..framework.wording import shortened, shown
 from ..patches.cached_op import Source, install_policy_op
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
@@ -40,6 +40,10 @@ NO_GPU = (
     "policy=Policy.default('float16', 'gpu')"
 )
 NO_GRADIENTS = "block %r was fused for inference: autograd gets no gradients through it"
+FROZEN = (
+    "block %r was converted with cast_optional_params, for inference: these parameters get no "
+    "gradients: %s. To train it, convert it without"
+)
 NO_VALUE = "parameter {name!r} has no value yet: initialize the block and run it once"
 
 logger = logging.getLogger("mxamp")
@@ -195,6 +199,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
     _source: Optional[Source] = None
     _input_dtypes: Sequence[Optional[str]] = ()  #: of inputs that the block casts, or None
     _is_fused = False  #: MXNet's gradients of fused operators are wrong
+    _frozen: Sequence[str] = ()  #: parameters that train in the original block only
     _has_warned = False
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
@@ -227,15 +232,26 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         return super().forward(x, *args)
 
     def _call_cached_op(self, *args: Any) -> Any:
-        if self._is_fused and autograd.is_recording():
-            if not self._has_warned:
-                logger.warning(NO_GRADIENTS, self.name)
-                self._has_warned = True
-            with autograd.pause():
-                return self._call_cached_op(*args)
+        if autograd.is_recording():
+            self._warn_of_training()
+            if self._is_fused:
+                with autograd.pause():
+                    return self._call_cached_op(*args)
         if self._source is not None:
             install_policy_op(self, args, self._source)
         return super()._call_cached_op(*args)
+
+    def _warn_of_training(self) -> None:
+        """Warn once if the block runs in training and the conversion has frozen parameters."""
+        if self._has_warned:
+            return
+        frozen = [name for name in self._frozen if self.params[name].grad_req == "null"]
+        if self._is_fused:
+            self._has_warned = True
+            logger.warning(NO_GRADIENTS, self.name)
+        elif frozen and autograd.is_training():
+            self._has_warned = True
+            logger.warning(FROZEN, self.name, shortened(frozen))
 
 
 def _cast_input(value: Any, dtype: Optional[str]) -> Any:
@@ -303,6 +319,8 @@ def build_block(
         warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
         result = (ConvertedRecurrentBlock if recurrent else ConvertedBlock)(symbol, traced.inputs)
     result._source = source
+    trained = (name for name, param in traced.params.items() if param.grad_req != "null")
+    result._frozen = [name for name in trained if name in frozen]
     result._input_dtypes = [(input_dtypes or {}).get(one.name) for one in traced.inputs]
     if recurrent:
         # Past Block.__setattr__, which would make the original a child.
