@@ -112,6 +112,11 @@ WRONG = [
     (lambda: amp.explain(net(), "bfloat16", example_inputs=[[1.0, 2.0]]), r"such as mx\.nd\.ones"),
     (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch is an NDArray .*, not \(2, 3\)"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), (2, 3)), r"such as {'data': mx\.nd\.ones.*, not \(2, 3\)"),
+    # values that mean something else
+    (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
+    (lambda: amp.autocast(GPU), "give a policy by its keyword"),
+    (lambda: amp.init("float32"), r"call no init, give init_trainer a NoScaler\(\)"),
+    (lambda: amp.tune(net(), [(X, mx.nd.zeros(2))], metric="acuracy"), "unknown metric 'acuracy'; the closest are 'accuracy'"),
     # layers, and other libraries' names of operators
     (lambda: GPU.override(fp32=["Dense"]), "unknown operator 'Dense'; MXNet calls it 'FullyConnected'"),
     (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
@@ -231,24 +236,39 @@ def test_a_trainer_that_keeps_another_scaler_is_logged(caplog):
         assert ("the trainer keeps its LossScaler(" in caplog.text) == logged
 
 
-def test_states_of_a_larger_network_are_told(tmp_path, caplog):
-    def stepped(layers):
-        block = gluon.nn.HybridSequential()
-        block.add(*(gluon.nn.Dense(3, in_units=3) for _ in range(layers)))
-        block.initialize()
-        made = gluon.Trainer(block.collect_params(), "adam")
-        amp.init_trainer(made, amp.LossScaler())
-        with autograd.record():
-            with amp.scale_loss(block(X).sum(), made) as loss:
-                loss.backward()
-        made.step(1)
-        return made
+def stepped(*sizes, optimizer="adam"):
+    """A trainer after one step, of layers between these sizes."""
+    block = gluon.nn.HybridSequential()
+    pairs = zip(sizes, sizes[1:])
+    block.add(*(gluon.nn.Dense(n, in_units=m, use_bias=False) for m, n in pairs))
+    block.initialize()
+    made = gluon.Trainer(block.collect_params(), optimizer)
+    amp.init_trainer(made, amp.LossScaler())
+    with autograd.record():
+        with amp.scale_loss(block(X).sum(), made) as loss:
+            loss.backward()
+    made.step(1)
+    return made
 
+
+def test_states_of_a_larger_network_are_told(tmp_path, caplog):
     file = str(tmp_path / "large.states")
-    stepped(3).save_states(file)
+    stepped(3, 3, 3, 3).save_states(file)
     assert not caplog.text
-    stepped(2).load_states(file)
-    assert "states of 6 parameters, and the trainer has 4" in caplog.text
+    stepped(3, 3, 3).load_states(file)
+    assert "states of 3 parameters, and the trainer has 2" in caplog.text
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "groupadagrad"])
+def test_states_of_other_shapes_are_an_error(optimizer, tmp_path):
+    file = str(tmp_path / "other.states")
+    stepped(3, 5, 2, optimizer=optimizer).save_states(file)
+    stepped(3, 5, 2, optimizer=optimizer).load_states(file)
+    made = stepped(3, 4, 2, optimizer=optimizer)
+    before = made._updaters[0].states
+    with pytest.raises(amp.ArgumentError, match=r"of shape \(5, .\) for parameter .* \(4, 3\)"):
+        made.load_states(file)
+    assert made._updaters[0].states is before
 
 
 def bucketing_module():
@@ -285,3 +305,52 @@ def test_rules_are_found_by_any_name_of_an_operator():
 def test_every_other_name_stands_for_an_operator():
     assert set(_OTHER_NAMES.values()) <= registry().keys()
     assert not _OTHER_NAMES.keys() & registry().keys()
+
+
+def test_training_a_block_with_frozen_parameters_is_told_once(caplog):
+    block = net()
+    block.bias.grad_req = "null"
+    low = amp.convert_hybrid_block(block, "bfloat16", example_inputs=X, cast_optional_params=True)
+    low(X)
+    with autograd.record(train_mode=False):
+        low(X)
+    assert not caplog.text
+    for _ in range(2):
+        with autograd.record():
+            low(X)
+    assert len(caplog.records) == 1
+    assert f"these parameters get no gradients: {block.weight.name}. To train" in caplog.text
+
+
+def hybrid(prefix):
+    block = gluon.nn.Dense(3, in_units=3, prefix=prefix)
+    block.initialize()
+    block.hybridize()
+    return block
+
+
+@pytest.mark.parametrize(
+    "layers, warned",
+    [
+        (["head_*"], []),
+        (["haed_*", "body_fwd"], ["unknown layer 'haed_*'; the closest is 'head_fwd'"]),
+    ],
+)
+def test_layers_that_no_graph_has_are_told_once(layers, warned, caplog):
+    amp.init(policy=amp.Policy.default("bfloat16").override(fp32_layers=layers))
+    body, head = hybrid("body_"), hybrid("head_")
+    head(body(X))
+    assert not caplog.text
+    for _ in range(2):
+        with autograd.record():
+            head(body(X))
+        head(body(X))
+    assert len(caplog.records) == len(warned)
+    assert all(text in caplog.text for text in warned)
+
+
+def test_layers_that_no_bound_symbol_has_are_told(caplog):
+    amp.init(policy=amp.Policy.default("bfloat16").override(fp32_layers=["fcc"]))
+    SYMBOL.simple_bind(mx.cpu(), data=(2, 3), grad_req="null").forward()
+    amp.shutdown()
+    assert "unknown layer 'fcc'; the closest is 'fc'" in caplog.text

@@ -14,7 +14,8 @@ import mxnet as mx
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import cast, plain_array
+from ..errors import ArgumentError
+from ..framework.arrays import cast, map_arrays, plain_array
 from ..framework.machine import dtype_name
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
@@ -25,6 +26,10 @@ logger = logging.getLogger("mxamp")
 
 OTHER_NETWORK = (
     "the file holds states of %d parameters, and the trainer has %d: they are of another network"
+)
+OTHER_SHAPE = (
+    "the file holds a state of shape {state} for parameter {name!r} of shape {weight}: its states "
+    "are of another network. The trainer is as it was"
 )
 
 #: A weight that no state starts with.
@@ -80,12 +85,16 @@ def fit_to_parameters(
     `masters` are master weights by index of the parameter, saved beside the states. A float32
     parameter takes the value of a master weight that rounds to its own. States in a form that
     the optimizer does not have stay as they are.
+
+    Raises `ArgumentError` for states of other shapes than the parameters'.
     """
     added: List[Tuple[NDArray, NDArray]] = []
 
     held = {index for updater in _updaters(trainer) for index in updater.states}
     if any(index >= len(trainer._params) for index in held):
         logger.warning(OTHER_NETWORK, len(held), len(trainer._params))
+    if type(trainer._optimizer).__module__.startswith("mxnet.optimizer"):
+        _check_shapes(trainer)
 
     def fit_state(index: int, state: Any) -> Any:
         if index >= len(trainer._params):
@@ -111,6 +120,23 @@ def fit_to_parameters(
 
     _change_states(trainer, fit_state)
     return added
+
+
+def _check_shapes(trainer: Trainer) -> None:
+    """Raise `ArgumentError` unless each state fits the shape of its parameter.
+
+    States of MXNet's optimizers have this shape, with some axes of size 1 for GroupAdaGrad.
+    """
+    for updater in _updaters(trainer):
+        for index, param in enumerate(trainer._params):
+            arrays: List[NDArray] = []
+            map_arrays(updater.states.get(index), arrays.append, lambda other: other)
+            for shape in (array.shape for array in arrays):
+                pairs = zip(shape, param.shape)
+                if len(shape) != len(param.shape) or any(n not in (1, size) for n, size in pairs):
+                    raise ArgumentError(
+                        OTHER_SHAPE.format(state=shape, name=param.name, weight=param.shape)
+                    )
 
 
 def follow_weights(masters: Sequence[Tuple[NDArray, NDArray]]) -> None:
