@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import autograd
@@ -60,6 +60,7 @@ class TracedBlock:
     """
 
     def __init__(self, block: HybridBlock, arguments: Tuple[Any, ...] = ()) -> None:
+        self._name = block.name
         self.inputs, self.symbol = block._cached_graph
         arrays = [array for array in _flatten(arguments, "input")[0] if array is not None]
         names = [one.name for one in self.inputs]
@@ -72,11 +73,15 @@ class TracedBlock:
             name: param for name, param in block.collect_params().items() if name in used
         }
 
-    def infer_shapes(self) -> None:
-        """Raise `MXNetError` if the graph does not run on the call's arguments."""
-        known = {**self.example_shapes, **{n: p.shape for n, p in self.params.items()}}
+    def check_shapes(self) -> None:
+        """Raise `ArgumentError` if the graph does not run on the call's arguments."""
+        of_params = {name: param.shape for name, param in self.params.items() if param.shape}
+        known = {**self.example_shapes, **of_params}
         arguments = self.symbol.list_arguments()
-        self.symbol.infer_shape_partial(**{n: known[n] for n in arguments if n in known})
+        try:
+            self.symbol.infer_shape_partial(**{n: known[n] for n in arguments if n in known})
+        except MXNetError as error:
+            raise _example_error(self._name, self.example_shapes.values(), error) from None
 
     def input_dtypes(self, overrides: Any) -> Any:
         """Return the dtypes of the call's arguments by input name, updated by `overrides`.
@@ -131,7 +136,8 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
         try:
             block(*arguments)
         except (MXNetError, ValueError) as error:  # ValueError: while it infers a deferred shape
-            raise _example_error(block.name, arguments, error) from None
+            shapes = [one.shape for one in _flatten(arguments, "input")[0] if one is not None]
+            raise _example_error(block.name, shapes, error) from None
         except RuntimeError as error:  # of parameters that were not initialized
             raise StateError(f"block {block.name!r} does not run: {error}") from None
     kept = {name: getattr(block, name) for name in _TRACED_ATTRIBUTES}
@@ -139,23 +145,16 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
         block._cached_graph = ()
         called = _forward_arguments(block, arguments)
         block._get_graph(*called)
-        traced = TracedBlock(block, called)
+        return TracedBlock(block, called)
     finally:
         for name, value in kept.items():
             setattr(block, name, value)
-    try:
-        traced.infer_shapes()
-    except MXNetError as error:
-        raise _example_error(block.name, arguments, error) from None
-    return traced
 
 
-def _example_error(name: str, arguments: Any, error: Exception) -> ArgumentError:
+def _example_error(name: str, shapes: Iterable[Any], error: Exception) -> ArgumentError:
     """Return the error for example inputs that the block `name` does not run on."""
-    shapes = " and ".join(
-        str(array.shape) for array in _flatten(arguments, "input")[0] if array is not None
-    )
-    return ArgumentError(NOT_ON_EXAMPLE.format(name=name, shapes=shapes, why=error_reason(error)))
+    given = " and ".join(map(str, shapes))
+    return ArgumentError(NOT_ON_EXAMPLE.format(name=name, shapes=given, why=error_reason(error)))
 
 
 def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:

@@ -260,6 +260,7 @@ def convert_hybrid_block(
     )
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
+    traced.check_shapes()
     options = replace(options, input_dtypes=traced.input_dtypes(input_dtypes))
     converted = convert(traced.symbol, options, traced.param_values())
     values = cast_params(converted.params, converted.inputs)

@@ -167,6 +167,7 @@ class Plan(Result):
             hint += f". Gluon adds {_GLUON} to the name of a layer"
         return unknown("operator name", name, [node.name for node in self.nodes], hint)
 
+    @checked_call(op="write operator=", dtype="write precision=")
     def filter(
         self,
         name: str = "*",
@@ -349,6 +350,7 @@ def explain(
     example_shapes: Mapping[str, Sequence[int]] = {}
     if isinstance(model, HybridBlock):
         traced = trace(model, example_inputs)
+        traced.check_shapes()
         symbol, params = traced.symbol, traced.param_values()
         input_dtypes, example_shapes = traced.input_dtypes(input_dtypes), traced.example_shapes
     else:
