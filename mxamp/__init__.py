@@ -43,5 +43,7 @@ def __getattr__(name: str) -> _Any:
     try:
         found = globals()[name] = _load(name)
     except AttributeError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        from .framework.keywords import missing_attribute
+
+        raise AttributeError(missing_attribute(__name__, name, __all__)) from None
     return found

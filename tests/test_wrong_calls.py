@@ -90,6 +90,9 @@ WRONG = [
     # arguments that no parameter takes, or that are missing
     (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
     (lambda: amp.GradScaler().step(), r"missing a required argument: 'trainer'; write GradScaler\.step\(trainer, batch_size="),
+    (lambda: amp.GradScaler().unscale_(), "missing a required argument: 'trainer'"),
+    (lambda: amp.GradScaler().scale(X, trainer()), r"write GradScaler\.scale\(loss\)"),
+    (lambda: amp.explain(SYMBOL, policy=GPU).filter(op="Dense"), "write operator="),
     (lambda: amp.init(polcy=GPU), "the closest is 'policy'"),
     (lambda: amp.init("bfloat16", opt_level="O1"), r"there is initialize\(net, trainer, opt_level='O1'\)"),
     (lambda: amp.init("bfloat16", [], [], [], GPU), r"too many positional arguments; write init\(target_dtype="),
@@ -117,6 +120,10 @@ WRONG = [
     (lambda: amp.autocast(GPU), "give a policy by its keyword"),
     (lambda: amp.init("float32"), r"call no init, give init_trainer a NoScaler\(\)"),
     (lambda: amp.tune(net(), [(X, mx.nd.zeros(2))], metric="acuracy"), "unknown metric 'acuracy'; the closest are 'accuracy'"),
+    (lambda: amp.init("bfloat16", tuned="no"), "tuned must be True or False"),
+    (lambda: amp.decorate("sgd", use_dynamic_loss_scaling="False"), "must be True or False"),
+    (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense: write 'FullyConnected'"),
+    (lambda: GPU.override(fp32=[mx.nd.softmax]), "the function softmax: write 'softmax'"),
     # layers, and other libraries' names of operators
     (lambda: GPU.override(fp32=["Dense"]), "unknown operator 'Dense'; MXNet calls it 'FullyConnected'"),
     (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
@@ -296,6 +303,19 @@ def test_bucketing_modules_are_bound_before_and_after():
     converted.bind(*shapes, for_training=False)
     converted.forward(batch)
     assert converted.get_outputs()[0].shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("GradScalar", "the closest is 'GradScaler'"), ("init_triner", "closest is 'init_trainer'"),
+        ("cuda", "write amp.autocast"), ("state_dict", "save_states"), ("nothing_like_it", "like_it'$"),
+    ],
+)  # fmt: skip
+def test_names_that_the_module_lacks(name, said):
+    assert not hasattr(amp, name)
+    with pytest.raises(AttributeError, match=said):
+        getattr(amp, name)
 
 
 def test_rules_are_found_by_any_name_of_an_operator():

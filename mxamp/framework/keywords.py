@@ -1,14 +1,16 @@
 """Messages for calls that do not fit a function's parameters, such as calls for other libraries."""
 
+import difflib
 import functools
 import inspect
-from typing import Any, Callable, List, Mapping, Sequence, TypeVar
+from typing import Any, Callable, Iterable, List, Mapping, Sequence, TypeVar
 
 from ..errors import ArgumentError, unknown
 
-__all__ = ["checked_call"]
+__all__ = ["checked_call", "checked_methods", "missing_attribute"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
 
 #: The optional parameters that a message shows.
 _OPTIONAL = 3
@@ -43,6 +45,37 @@ def checked_call(**hints: str) -> Callable[[Function], Function]:
         return wrapper  # type: ignore[return-value]
 
     return decorate
+
+
+def checked_methods(kind: Kind) -> Kind:
+    """Make the public methods of a class `checked_call`s; return the class."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(kind, name, checked_call()(method))
+    return kind
+
+
+#: What to write for names of Apex's, PyTorch's and Paddle's modules.
+_ELSEWHERE: Mapping[str, str] = {
+    "auto_cast": "write amp.autocast(...)",
+    "cuda": "write amp.autocast(...) and amp.GradScaler()",
+    "disable_casts": "write amp.autocast(enabled=False)",
+    "load_state_dict": "trainer.load_states reads the loss scaler's state too",
+    "master_params": "write amp.clip_grad_global_norm(trainer, 1.0) to clip gradients",
+    "scale": "write `with amp.scale_loss(loss, trainer) as scaled:`",
+    "state_dict": "trainer.save_states writes the loss scaler's state too",
+}
+
+
+def missing_attribute(module: str, name: str, public: Iterable[str]) -> str:
+    """Return the message for a name that a module lacks: what to write, or the closest name.
+
+    >>> missing_attribute("mxamp", "GradScalar", ["GradScaler", "init"])
+    "module 'mxamp' has no attribute 'GradScalar'; the closest is 'GradScaler'"
+    """
+    close = difflib.get_close_matches(name, list(public), n=1)
+    hint = _ELSEWHERE.get(name) or (f"the closest is {close[0]!r}" if close else "")
+    return f"module {module!r} has no attribute {name!r}{'; ' if hint else ''}{hint}"
 
 
 def _check_fits(

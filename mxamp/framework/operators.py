@@ -197,16 +197,23 @@ def resolve(name: str) -> Operator:
     try:
         return _by_name()[name]
     except (KeyError, TypeError):
-        if isinstance(name, str):
-            if name in _of_later_versions():
-                since = _of_later_versions()[name]
-                raise UnknownNameError(CAME_LATER.format(name=name, since=since)) from None
-            operator = _by_plain_name().get(_plain_name(name))
-            if operator is not None:
-                raise UnknownNameError(OTHER_NAME.format(name=name, operator=operator)) from None
-            forward = [one for one in _by_name() if not one.startswith("_backward_")]
-            raise unknown("operator", name, forward, listed_by="`mxamp operators`") from None
-    raise UnknownNameError(f"an operator must be named by a string, not by {shown(name)}")
+        raise _unknown_error(name) from None
+
+
+def _unknown_error(given: Any) -> UnknownNameError:
+    """Return the error for a name that is no operator's, or for an object that is no name."""
+    name = given if isinstance(given, str) else str(getattr(given, "__name__", ""))
+    operator = _by_plain_name().get(_plain_name(name))
+    if not isinstance(given, str):
+        hint = f": write {operator!r}" if operator is not None else ""
+        said = f"an operator must be named by a string, not by {shown(given)}"
+        return UnknownNameError(said + hint)
+    if name in _of_later_versions():
+        return UnknownNameError(CAME_LATER.format(name=name, since=_of_later_versions()[name]))
+    if operator is not None:
+        return UnknownNameError(OTHER_NAME.format(name=name, operator=operator))
+    forward = [one for one in _by_name() if not one.startswith("_backward_")]
+    return unknown("operator", name, forward, listed_by="`mxamp operators`")
 
 
 def lacks(name: str) -> bool:

@@ -160,6 +160,7 @@ def _cast_float(array: NDArray, dtype: str) -> NDArray:
     return cast(array, dtype, isinstance(array, mx.np.ndarray))
 
 
+@checked_call()
 def register_half_function(module: Any, name: str) -> None:
     """Make `module.name` a `half_function`, until `shutdown`.
 
@@ -173,6 +174,7 @@ def register_half_function(module: Any, name: str) -> None:
     _register_function(module, name, half_function)
 
 
+@checked_call()
 def register_float_function(module: Any, name: str) -> None:
     """Make `module.name` a `float_function`, until `shutdown`.
 
@@ -183,6 +185,7 @@ def register_float_function(module: Any, name: str) -> None:
     _register_function(module, name, float_function)
 
 
+@checked_call()
 def register_promote_function(module: Any, name: str) -> None:
     """Make `module.name` a `promote_function`, until `shutdown`.
 

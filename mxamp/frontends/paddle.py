@@ -10,6 +10,7 @@ from ..framework.distributed import is_horovod_optimizer
 from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..policy.active import chose_float32
+from ..policy.targets import check_bool
 from ..scaling.scaler import Float32Scaler, LossScaler, Scaler, StaticLossScaler, positive_number
 from ..scaling.shared_scale import SharedScale, scale_of
 from .backward import backward_patches
@@ -94,7 +95,7 @@ def decorate(
     if is_horovod_optimizer(optimizer):
         raise ArgumentError(WRAPPED)
     scaler: Scaler = StaticLossScaler(positive_number("init_loss_scaling", init_loss_scaling))
-    if use_dynamic_loss_scaling:
+    if check_bool("use_dynamic_loss_scaling", use_dynamic_loss_scaling):
         scaler = LossScaler(
             init_loss_scaling,
             incr_ratio,

@@ -124,6 +124,7 @@ def init(
 
     A second call with the same arguments does nothing. After an error nothing is patched.
     """
+    check_bool("tuned", tuned)
     wanted = chosen_policy(
         target_dtype,
         target_precision_ops,
@@ -217,6 +218,7 @@ class autocast:
 
     @checked_call(
         dtype="the first argument is the dtype, and there is no device: write autocast('float16')",
+        device="arrays on the device of the policy are cast: write autocast('float16')",
         device_type="arrays on the device of the policy are cast: write autocast('float16')",
         target_dtype="write autocast(dtype='bfloat16')",
         cache_enabled="casts of weights in a graph are made once anyway: leave it out",

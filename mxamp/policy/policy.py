@@ -194,6 +194,7 @@ class Policy(OperatorList):
             Policy(**vars(read_list(path, kind, machine.onednn_features(), custom_classes())))
         )
 
+    @checked_call()
     def save(self, path: Union[str, Path]) -> None:
         """Write the policy to a TOML file, from which `load` makes the same policy.
 

@@ -18,7 +18,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.keywords import checked_call
+from ..framework.keywords import checked_call, checked_methods
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
@@ -85,6 +85,7 @@ class _ForwardingScaler(Scaler):
         return self
 
 
+@checked_methods
 class GradScaler:
     """A dynamic loss scale for training loops written as for PyTorch.
 

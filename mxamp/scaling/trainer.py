@@ -155,6 +155,7 @@ def _scaler_hint(given: Any) -> str:
     return " of mxnet.contrib.amp" if type(given).__module__.startswith("mxnet.contrib") else ""
 
 
+@checked_call()
 def unscale(optimizer_or_trainer: Trainer) -> None:
     """Divide a trainer's gradients by the loss scale, to clip or read them before the step.
 

@@ -8,6 +8,7 @@ from typing import List, NamedTuple, Optional, Union
 
 from ...errors import ArgumentError, StateError
 from ...framework.files import check_file_path, checked_path, write_file
+from ...framework.keywords import checked_call
 from ...framework.tables import PRECISION_COLORS, cell_text
 from ...framework.wording import one_of, shown
 from .explain import NodePlan, Plan
@@ -59,6 +60,7 @@ def to_dot(plan: Plan, color: str = "precision") -> str:
     return "\n".join([*lines, "}", ""])
 
 
+@checked_call()
 def draw(plan: Plan, path: Union[str, Path], color: str = "precision") -> None:
     """Write a plan as a picture: a .svg, .png, .pdf or .dot file.
 
