@@ -158,6 +158,7 @@ def test_a_wrong_call_says_what_to_write(number):
     with pytest.raises(amp.ArgumentError, match=said) as raised:
         call()
     assert "\n" not in str(raised.value)
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
 
 
 def test_type_errors_from_inside_stay():

@@ -1,9 +1,9 @@
-"""Messages for calls that do not fit a function's parameters, such as calls for other libraries."""
+"""Messages for calls that do not fit a function's parameters, and names that a module lacks."""
 
 import difflib
 import functools
 import inspect
-from typing import Any, Callable, Iterable, List, Mapping, Sequence, TypeVar
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, TypeVar
 
 from ..errors import ArgumentError, unknown
 
@@ -38,9 +38,10 @@ def checked_call(**hints: str) -> Callable[[Function], Function]:
             try:
                 return function(*args, **keywords)
             except TypeError:
-                # A call that fits was entered: its TypeError comes from inside.
-                _check_fits(function, hints, args, keywords)
-                raise
+                error = _call_error(function, hints, args, keywords)
+                if error is None:  # raised inside
+                    raise
+                raise error from None
 
         return wrapper  # type: ignore[return-value]
 
@@ -78,17 +79,17 @@ def missing_attribute(module: str, name: str, public: Iterable[str]) -> str:
     return f"module {module!r} has no attribute {name!r}{'; ' if hint else ''}{hint}"
 
 
-def _check_fits(
+def _call_error(
     function: Callable[..., Any],
     hints: Mapping[str, str],
     args: Sequence[Any],
     keywords: Mapping[str, Any],
-) -> None:
-    """Raise `ArgumentError` if a function can't be called with these arguments."""
+) -> Optional[ArgumentError]:
+    """Return the error for arguments that a function can't be called with; None if it can."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **keywords)
-        return
+        return None
     except TypeError as error:
         reason = str(error)
     qualified = function.__qualname__.rpartition("<locals>.")[2]
@@ -98,14 +99,14 @@ def _check_fits(
     taken, own = positional[: len(args)], [*parameters][is_method:]
     for keyword in keywords:
         if keyword in hints and (keyword in taken or keyword not in parameters):
-            raise ArgumentError(f"{name} takes no {keyword} here: {hints[keyword]}")
+            return ArgumentError(f"{name} takes no {keyword} here: {hints[keyword]}")
         if keyword not in parameters:
-            raise unknown(f"argument of {name}", keyword, own)
+            return unknown(f"argument of {name}", keyword, own)
     required = [n for n in own if parameters[n].default is inspect.Parameter.empty]
     for missing in required:
         if missing in hints and missing not in (*taken, *keywords):
-            raise ArgumentError(f"{name} needs {missing}: {hints[missing]}")
-    raise ArgumentError(f"{name}: {reason}; write {_call_text(name, required, own)}")
+            return ArgumentError(f"{name} needs {missing}: {hints[missing]}")
+    return ArgumentError(f"{name}: {reason}; write {_call_text(name, required, own)}")
 
 
 def _call_text(name: str, required: List[str], parameters: List[str]) -> str:
