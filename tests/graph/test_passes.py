@@ -73,6 +73,19 @@ def lstm(x, p):
     )  # fmt: skip
 
 
+def two_layers(x, p):
+    """Layers of a GRU in both directions, with matrices as Gluon has them."""
+    shapes = [(48, width) for below in (16, 32) for _ in range(2) for width in (below, 16)]
+    shapes += [(48,)] * len(shapes)
+    tensors = [p(f"p{k}", shape=shape) for k, shape in enumerate(shapes)]
+    vectors = [S.reshape(one, shape=(-1,)) for one in tensors]
+    joined = S._internal._rnn_param_concat(*vectors, dim=0, num_args=len(vectors))
+    return S.RNN(
+        x, joined, p("state"), state_size=16, num_layers=2, bidirectional=True, mode="gru",
+        state_outputs=False, name="rnn",
+    )  # fmt: skip
+
+
 def attend(x, p):
     """Self-attention with two heads."""
 
@@ -126,6 +139,7 @@ SUBSTITUTED = {
         lambda x, p: conv(x, p, pad=(1, 1), num_group=4), IMAGES, spreads=True
     ),
     "rnn": Pattern(lstm, (3, 2, 16), modes=("inference",), keeps_shape=False, **LOW),
+    "rnn_layers": Pattern(two_layers, (3, 2, 16), keeps_shape=False),
     "rnn_params": Pattern(
         lambda x, p: S._internal._rnn_param_concat(
             S.reshape(x, shape=(-1,)), p("more", shape=(32,)), dim=0

@@ -50,7 +50,7 @@ def test_it_computes_the_same_in_float32(mode, layers, bidirectional, state_outp
     )
     graph = Graph.from_symbol(symbol)
     choices = Choices(
-        substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH, 1)))})
+        substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH, 1, 0)))})
     )
     float32 = amp.Policy.default("bfloat16").in_float32()
     other = rewrite(graph, float32, Usage(), choices).graph
@@ -226,28 +226,107 @@ def trained(net, x, **options):
                 out = net(x)
             out.backward()
         found = [out, *(p.grad() for p in net.collect_params().values())]
-        op = net._cached_op
-        ran = op.graph_of([x, *(p.data() for p in net.collect_params().values())])[0] if options[
-            "enabled"
-        ] else net._cached_graph[1]  # fmt: skip
+        ran = net._cached_graph[1]
+        if options["enabled"]:
+            params = net.collect_params()
+            arrays = [params[n].data() if n in params else x for n in ran.list_inputs()]
+            ran = net._cached_op.graph_of(arrays)[0]
     return [values(array) for array in found], operators_of(ran)
 
 
 @pytest.mark.parametrize("grad_req", ["write", "add"])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", [rnn.LSTM, rnn.GRU, rnn.RNN])
-def test_parameters_are_joined_as_matrices(kind, bidirectional, grad_req):
+@pytest.mark.parametrize("name", ["rnn_params", "rnn_layers"])
+def test_gradients_of_parameters_joined_as_matrices(name, kind, bidirectional, grad_req):
     net = Inside(kind(16, 2, bidirectional=bidirectional, input_size=5))
     net.initialize(mx.init.Uniform(0.3))
     net.collect_params().setattr("grad_req", grad_req)
     net.hybridize()
-    x, policy = randn(3, 2, 5), amp.Policy.default("bfloat16").in_float32()
+    policy = amp.Policy.default("bfloat16").in_float32().override(substitutions=[name])
+    x = randn(3, 2, 5)
     plain, operators = trained(net, x, enabled=False)
     assert "_rnn_param_concat" in operators
     found, operators = trained(net, x, enabled=True, policy=policy)
     assert "_rnn_param_concat" not in operators
     for mine, theirs in zip(found, plain):
         np.testing.assert_array_equal(mine, theirs)
+
+
+# ---------------------------------------------------------------------- a layer at a time
+
+
+def stacked(mode, layers, directions, width, size, **attrs):
+    """Return a symbol of an RNN with matrices as Gluon has them, and the shapes of its inputs."""
+    rows, widths = MODES[mode] * size, [width] + [size * directions] * (layers - 1)
+    shapes = [(rows, one) for below in widths for _ in range(directions) for one in (below, size)]
+    shapes += [(rows,)] * len(shapes)
+    names = [f"p{k}" for k in range(len(shapes))]
+    vectors = [mx.sym.reshape(mx.sym.var(name), shape=(-1,)) for name in names]
+    joined = mx.sym._internal._rnn_param_concat(*vectors, dim=0, num_args=len(vectors))
+    states = ["state", "cell"] if mode == "lstm" else ["state"]
+    symbol = mx.sym.RNN(
+        mx.sym.var("data"), joined, *map(mx.sym.var, states), mode=mode, num_layers=layers,
+        state_size=size, bidirectional=directions == 2, name="rnn", **attrs,
+    )  # fmt: skip
+    begin = (layers * directions, ROWS, size)
+    return symbol, {**dict(zip(names, shapes)), **dict.fromkeys(states, begin)}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("state_outputs", [False, True])
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("layers, directions", [(1, 1), (1, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("width", [16, 7])
+@pytest.mark.parametrize("mode", MODES)
+def test_each_layer_computes_what_all_layers_do(
+    mode, width, layers, directions, steps, state_outputs, training
+):
+    symbol, shapes = stacked(mode, layers, directions, width, 16, state_outputs=state_outputs)
+    shapes["data"] = (steps, ROWS, width)
+    arrays = {name: randn(*shape, seed=k) * 0.5 for k, (name, shape) in enumerate(shapes.items())}
+    policy = amp.Policy.default("bfloat16").in_float32()
+    plan = amp.explain(symbol, policy=policy, input_shapes=shapes, mode="training")
+    runs = [node for node in plan.nodes if node.operator == "RNN"]
+    assert len(runs) == layers * directions
+    assert not any(node.operator == "_rnn_param_concat" for node in plan.nodes)
+    results = []
+    for enabled in (False, True):
+        with amp.autocast(enabled=enabled, policy=policy):
+            grads = {name: mx.nd.zeros(shape) for name, shape in shapes.items()}
+            grad_req = "write" if training else "null"
+            executor = symbol.bind(mx.cpu(), arrays, args_grad=grads, grad_req=grad_req)
+            outputs = executor.forward(is_train=training)
+            if training:
+                executor.backward([randn(*out.shape, seed=9) for out in outputs])
+            results.append([values(one) for one in (*outputs, *grads.values())])
+    for mine, theirs in zip(*results):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def count_rnns(symbol, shapes):
+    """Return how many RNNs train in a symbol's graph."""
+    policy = amp.Policy.default("bfloat16")
+    plan = amp.explain(symbol, policy=policy, input_shapes=shapes, mode="training")
+    return sum(node.operator == "RNN" for node in plan.nodes)
+
+
+def test_where_each_layer_runs_alone():
+    def count(width=16, **attrs):
+        symbol, shapes = stacked("lstm", 2, 1, width, 16, **attrs)
+        return count_rnns(symbol, {**shapes, "data": (2, ROWS, width)})
+
+    assert count() == count(width=7) == 2
+    assert count(p=0.5) == 1
+    assert count(lstm_state_clip_min=-1.0, lstm_state_clip_max=1.0) == 1
+    symbol, shapes = stacked("lstm", 2, 1, 16, 16)
+    assert count_rnns(symbol, shapes) == 1, "without the data's shape"
+    vector = symbol_of("gru", state_size=16, num_layers=2)
+    assert count_rnns(vector, {"data": DATA}) == 1
+    projected = symbol_of("lstm", state_size=16, num_layers=2, projection_size=8)
+    assert count_rnns(projected, {"data": DATA}) == 1
+    symbol, shapes = stacked("rnn_tanh", 2, 1, 15, 15)
+    assert count_rnns(symbol, {**shapes, "data": (2, ROWS, 15)}) == 1, "rows too narrow"
 
 
 def test_parameters_of_odd_lengths_and_others_are_joined_as_ever():

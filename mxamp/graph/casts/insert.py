@@ -142,9 +142,12 @@ class _Rewriter:
     def run(self, widened: AbstractSet[str]) -> Rewrite:
         """Return the rewritten graph, with arguments of the promote_functions `widened` cast."""
         self.widened = widened
-        for i, node in enumerate(self.graph.nodes):
-            # Substitutions may leave the operators that they open without readers.
-            if node.operator not in substitutions.OPENED:
+        # Substitutions may leave the nodes that they open without readers.
+        opened: Set[int] = set()
+        for i in self.substituted:
+            opened |= substitutions.opened_nodes(self.graph, self.graph.nodes[i])
+        for i in range(len(self.graph.nodes)):
+            if i not in opened:
                 self._add(i)
         heads = self._values_of(self.graph.heads)
         self.result.graph.heads = [

@@ -1,7 +1,8 @@
-"""MXNet's fused `RNN` operator unrolled into steps, for large states in inference.
+"""MXNet's fused `RNN` operator as one per layer, or unrolled into steps.
 
-MXNet's RNN has no bfloat16 kernel. The unrolled layer computes one product for the inputs of all
-steps, and one product per step for the state. Gates and cells are computed in float32.
+MXNet's RNN has no bfloat16 kernel. The unrolled layer, for large states in inference, computes one
+product for the inputs of all steps, and one product per step for the state. Gates and cells are
+computed in float32.
 """
 
 import math
@@ -14,6 +15,8 @@ from .equivalents import Attributes, Call, Detail, Part, Parts
 
 __all__ = [
     "joined_parameters",
+    "layers",
+    "match_layers",
     "match_parameters",
     "match_rnn",
     "reads_unset_flag",
@@ -35,29 +38,68 @@ _WIDE_ROW = 16
 
 
 def match_rnn(call: Call) -> Optional[Detail]:
-    """Return (steps, rows, width, vectors) of an RNN that is faster unrolled; else None.
+    """Return (steps, rows, width, tensors, shaped) of an RNN that is faster unrolled; else None.
 
-    Unrolled are calls in inference with large states and few steps. `vectors` is the number of
-    inputs that hold parameters: one vector, or a weight or bias each.
+    Unrolled are calls in inference with large states and few steps. `tensors` is the number of
+    inputs that hold parameters: one vector, or a weight or bias each. `shaped` is 1 if weights are
+    matrices, and 0 if they are vectors.
     """
     attrs, shape = call.attrs, call.shape
-    if call.training or shape is None or not all(shape):
-        return None
-    special = any(
-        attrs.get(name, "None") != "None"
-        for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max")
-    )
-    if special or is_true(attrs.get("use_sequence_length", "False")):
+    if call.training or shape is None or not all(shape) or _is_special(attrs):
         return None
     layers = int(attrs["num_layers"]) * _directions(attrs)
     weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
     if weight < _LARGE_WEIGHT[attrs["mode"]] or shape[0] * layers > _MOST_STEPS:
         return None
     if len(call.shapes) == 1:
-        return (*shape, 1)
-    vectors = [(math.prod(one),) for one in _shapes(attrs, shape[-1])]
-    found = call.shapes[_PARAMETERS : len(call.shapes) - _state_count(attrs)]
-    return (*shape, len(vectors)) if list(found) == vectors else None
+        return (*shape, 1, 0)
+    shaped = _are_shaped(call)
+    return None if shaped is None else (*shape, len(_shapes(attrs, shape[-1])), shaped)
+
+
+def match_layers(call: Call) -> Optional[Detail]:
+    """Return (rows, width, shaped) of an RNN that is faster as an RNN per layer; else None.
+
+    Each layer's parameters are tensors of their own, which rows can hold. `shaped` is that of
+    `match_rnn`.
+    """
+    attrs, shape = call.attrs, call.shape
+    if shape is None or not all(shape) or _is_special(attrs):
+        return None
+    # MXNet's RNN drops elements between layers.
+    between = int(attrs["num_layers"]) > 1 and float(attrs.get("p", "0")) > 0
+    shaped = None if between or len(call.shapes) == 1 else _are_shaped(call)
+    if shaped is None:
+        return None
+    shapes = _shapes(attrs, shape[-1])
+    narrow = any(_row_width(shapes[k : k + 2]) < _WIDE_ROW for k in range(0, len(shapes) // 2, 2))
+    return None if narrow else (*shape[1:], shaped)
+
+
+def _is_special(attrs: Attributes) -> bool:
+    """Return whether an RNN has a projection, clips its cells or knows the sequences' lengths."""
+    names = ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max")
+    lengths = is_true(attrs.get("use_sequence_length", "False"))
+    return lengths or any(attrs.get(name, "None") != "None" for name in names)
+
+
+def _are_shaped(call: Call) -> Optional[int]:
+    """Return 1 if an RNN's parameters are matrices and biases, 0 if vectors, None if neither."""
+    found = list(call.shapes[_PARAMETERS : len(call.shapes) - _state_count(call.attrs)])
+    wanted = _shapes(call.attrs, (call.shape or ())[-1])
+    if found == wanted:
+        return 1
+    return 0 if found == [(math.prod(shape),) for shape in wanted] else None
+
+
+def _row_width(weights: Sequence[Tuple[int, ...]]) -> int:
+    """Return the width of rows that hold a layer's weights, of these shapes, and its biases.
+
+    It is the width of the weights if that fits, so that they need no other shape.
+    """
+    units = weights[0][0]
+    width = reduce(math.gcd, (columns for _, columns in weights), units)
+    return width if width >= _WIDE_ROW else units
 
 
 def match_parameters(call: Call) -> Optional[Detail]:
@@ -111,38 +153,120 @@ def _shapes(attrs: Attributes, width: int) -> List[Tuple[int, ...]]:
 
 def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     """Return the parts of an unrolled RNN; `detail` is that of `match_rnn`."""
-    steps, rows, width, vectors = detail
+    steps, rows, width, tensors, shaped = detail
     mode, size = attrs["mode"], int(attrs["state_size"])
     directions, layers = _directions(attrs), int(attrs["num_layers"])
-    state = _PARAMETERS + vectors
+    state = _PARAMETERS + tensors
     parts = Parts(inputs=state + _state_count(attrs))
-    parameters = _add_parameters(parts, vectors, _shapes(attrs, width))
-    # MXNet often infers the shape of begin states from their consumers, but not from slices.
-    shape = f"({layers * directions}, {rows}, {size})"
-    begins = [
-        parts.add("Reshape", f"begins{k}", k, shape=shape) for k in range(state, parts.inputs)
-    ]
+    parameters = _add_parameters(parts, tensors, _shapes(attrs, width), bool(shaped))
+    begins = _add_begins(parts, attrs, state, rows)
     below, ends = _DATA, []  # type: int, List[Sequence[int]]
     for layer in range(layers):
         sides = []
         for k in range(layer * directions, (layer + 1) * directions):
             order = range(steps)[:: -1 if k % directions else 1]
-            own = [*parameters[2 * k :][:2], *parameters[len(parameters) // 2 + 2 * k :][:2]]
+            own = _of_layer(parameters, k)
             run = _Layer(parts, f"l{k}", mode, size, own)
             begin = [run.slice_at(f"begin{n}", states, k) for n, states in enumerate(begins)]
             states, end = run.steps(below, order, begin)
             sides.append(_add_concat(parts, f"l{k}", states, axis=0))
             ends.append(end)
         below = _add_concat(parts, f"l{layer}_sides", sides, axis=2)
+    _add_outputs(parts, attrs, below, ends)
+    return parts.made
+
+
+def layers(attrs: Attributes, detail: Detail) -> Sequence[Part]:
+    """Return the parts of an RNN per layer and direction; `detail` is that of `match_layers`.
+
+    MXNet's RNN joins the weights of several layers or directions element by element, in each call
+    in training. The RNN of a single one copies its weights at once.
+    """
+    rows, width, shaped = detail
+    shapes, directions = _shapes(attrs, width), _directions(attrs)
+    state = _PARAMETERS + len(shapes)
+    parts = Parts(inputs=state + _state_count(attrs))
+    parameters = _add_parameters(parts, len(shapes), shapes, bool(shaped))
+    begins = _add_begins(parts, attrs, state, rows)
+    single = {**attrs, "num_layers": "1", "bidirectional": "False"}
+    below, ends = _DATA, []  # type: int, List[Sequence[int]]
+    for layer in range(int(attrs["num_layers"])):
+        sides = []
+        for k in range(layer * directions, (layer + 1) * directions):
+            own = _of_layer(parameters, k)
+            vector = _add_vector(parts, f"l{k}_vector", own, shapes[2 * k : 2 * k + 2])
+            begin = [
+                parts.add("slice_axis", f"l{k}_begin{n}", states, **_bounds(k, k + 1))
+                for n, states in enumerate(begins)
+            ]
+            backward = bool(k % directions)
+            data = _add_reverse(parts, f"l{k}_reversed", below) if backward else below
+            out, *end = _add_rnn(parts, f"l{k}", [data, vector, *begin], single)
+            sides.append(_add_reverse(parts, f"l{k}_out", out) if backward else out)
+            ends.append(end)
+        below = _add_concat(parts, f"l{layer}_sides", sides, axis=2)
+    _add_outputs(parts, attrs, below, ends)
+    return parts.made
+
+
+def _of_layer(parameters: Sequence[int], k: int) -> Sequence[int]:
+    """Return the two weights and two biases of layer k, directions counted as layers."""
+    biases = len(parameters) // 2
+    return [*parameters[2 * k :][:2], *parameters[biases + 2 * k :][:2]]
+
+
+def _add_rnn(parts: Parts, name: str, inputs: Sequence[int], attrs: Attributes) -> Sequence[int]:
+    """Add an RNN; return the numbers of its outputs: also the states, if it has them."""
+    first = parts.add("RNN", name, *inputs, **attrs)
     if not is_true(attrs.get("state_outputs", "False")):
-        parts.add("_copy", "", below)
-        return parts.made
+        return [first]
+    count = 1 + _state_count(attrs)
+    parts.made[-1] = parts.made[-1]._replace(outputs=count)
+    return range(first, first + count)
+
+
+def _add_reverse(parts: Parts, name: str, tensor: int) -> int:
+    """Add the reverse of a tensor in time; return its number."""
+    return parts.add("reverse", name, tensor, axis="0")
+
+
+def _add_vector(
+    parts: Parts, name: str, own: Sequence[int], weights: Sequence[Tuple[int, ...]]
+) -> int:
+    """Add the vector of a layer's parameters `own`, joined row by row; return its number.
+
+    MXNet joins vectors one element after the other. `weights` are the shapes of the weights.
+    """
+    width = _row_width(weights)
+    joined = [
+        tensor
+        if shape[1:] == (width,)
+        else parts.add("Reshape", f"{name}_rows{k}", tensor, shape=f"(-1, {width})")
+        for k, (tensor, shape) in enumerate(zip(own, [*weights, (), ()]))
+    ]
+    rows = _add_concat(parts, f"{name}_rows", joined, axis=0)
+    return parts.add("Reshape", name, rows, shape="(-1,)")
+
+
+def _add_begins(parts: Parts, attrs: Attributes, state: int, rows: int) -> Sequence[int]:
+    """Add the states before the first step, in their shape; input `state` is the first of them.
+
+    MXNet often infers the shape of begin states from their consumers, but not from slices.
+    """
+    count = int(attrs["num_layers"]) * _directions(attrs)
+    shape = f"({count}, {rows}, {attrs['state_size']})"
+    return [parts.add("Reshape", f"begins{k}", k, shape=shape) for k in range(state, parts.inputs)]
+
+
+def _add_outputs(parts: Parts, attrs: Attributes, out: int, ends: Sequence[Sequence[int]]) -> None:
+    """Add the operator's outputs, which come last: also the last states, if it has them."""
+    if not is_true(attrs.get("state_outputs", "False")):
+        parts.add("_copy", "", out)
+        return
     joined = [_add_concat(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
-    # The operator's outputs come last.
-    parts.add("_copy", "out", below)
+    parts.add("_copy", "out", out)
     for k, tensor in enumerate(joined):
         parts.add("_copy", f"end{k}", tensor)
-    return parts.made
 
 
 def _add_concat(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> int:
@@ -152,20 +276,26 @@ def _add_concat(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> i
     return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
 
 
-def _add_parameters(parts: Parts, vectors: int, shapes: Sequence[Tuple[int, ...]]) -> Sequence[int]:
-    """Add the parameters in their shapes, as views of their vectors or cut from a single vector.
+def _add_parameters(
+    parts: Parts, tensors: int, shapes: Sequence[Tuple[int, ...]], shaped: bool
+) -> Sequence[int]:
+    """Add the parameters in their shapes, each from its own tensor or cut from a single vector.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.
     """
     added: List[int] = []
     source, begin = _PARAMETERS, 0
-    if vectors > 1:
-        begin = vectors // 2
-        inputs = range(_PARAMETERS, _PARAMETERS + vectors)
-        for k, shape in zip(inputs[:begin], shapes):
-            added.append(parts.add("Reshape", f"weight{k}", k, shape=str(shape)))
-        ones = [parts.add("slice_axis", f"one{k}", k, **_bounds(0, 1)) for k in inputs[:begin]]
+    if tensors > 1:
+        begin = tensors // 2
+        inputs = range(_PARAMETERS, _PARAMETERS + tensors)
+        added += inputs[:begin]
+        if not shaped:
+            added = [
+                parts.add("Reshape", f"weight{k}", k, shape=str(shape))
+                for k, shape in zip(added, shapes)
+            ]
+        ones = [_add_element(parts, f"one{k}", k, shaped) for k in inputs[:begin]]
         source = _add_concat(parts, "biases", [*ones, *inputs[begin:]], axis=0)
     for k in range(len(added), len(shapes)):
         end = begin + math.prod(shapes[k])
@@ -173,6 +303,14 @@ def _add_parameters(parts: Parts, vectors: int, shapes: Sequence[Tuple[int, ...]
         added.append(parts.add("Reshape", f"parameter{k}", piece, shape=str(shapes[k])))
         begin = end
     return added
+
+
+def _add_element(parts: Parts, name: str, tensor: int, shaped: bool) -> int:
+    """Add a vector of one element of a weight, which gets no gradient; return its number."""
+    begin, end = ("(0, 0)", "(1, 1)") if shaped else ("(0,)", "(1,)")
+    element = parts.add("slice", f"{name}_element", tensor, begin=begin, end=end)
+    element = parts.add("BlockGrad", f"{name}_constant", element)
+    return parts.add("Reshape", name, element, shape="(1,)")
 
 
 def _bounds(begin: int, end: int) -> Attributes:

@@ -8,13 +8,21 @@ substitutions, with their measured gains.
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Callable, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..ir import Graph, Node, Output
 from . import batched_products, convolutions, equivalents, recurrent, reductions
 from .equivalents import Attributes, Call, Detail, Part, Shapes
 
-__all__ = ["ALL", "BY_SHAPE", "OPENED", "Match", "Substitution", "match_call", "opened_inputs"]
+__all__ = [
+    "ALL",
+    "BY_SHAPE",
+    "Match",
+    "Substitution",
+    "match_call",
+    "opened_inputs",
+    "opened_nodes",
+]
 
 Match = Tuple[str, Detail]  #: the name of a substitution, and the detail that its parts depend on
 
@@ -169,6 +177,15 @@ _SUBSTITUTIONS = (
         opens={1: "_rnn_param_concat"},
     ),
     Substitution(
+        name="rnn_layers",
+        operators=frozenset({"RNN"}),
+        match=recurrent.match_layers,
+        build=recurrent.layers,
+        float32=ALWAYS,
+        by_shape={"RNN": (0,)},
+        opens={1: "_rnn_param_concat"},
+    ),
+    Substitution(
         name="rnn_params",
         operators=frozenset({"_rnn_param_concat"}),
         match=recurrent.match_parameters,
@@ -200,8 +217,8 @@ ALL: Mapping[str, Substitution] = MappingProxyType({one.name: one for one in _SU
 #: The inputs whose shapes substitutions read, by operator.
 BY_SHAPE = {name: which for one in ALL.values() for name, which in one.by_shape.items()}
 
-#: The operators that substitutions open.
-OPENED = frozenset(name for one in ALL.values() for name in one.opens.values())
+# Reshapes keep the order of elements: what opens one reads the same elements in another shape.
+_RESHAPES = frozenset({"Reshape", "_np_reshape", "_npx_reshape"})
 
 _BY_OPERATOR = {
     name: tuple(one for one in _SUBSTITUTIONS if name in one.operators)
@@ -210,14 +227,33 @@ _BY_OPERATOR = {
 
 
 def opened_inputs(graph: Graph, node: Node) -> List[Output]:
-    """Return a node's inputs, with those of each operator that its substitution opens."""
+    """Return a node's inputs, with those of each operator that its substitution opens.
+
+    An opened operator's input that is only reshaped for it is opened too.
+    """
     found: List[Output] = []
     offered = _BY_OPERATOR.get(node.operator, ())
     for k, output in enumerate(node.inputs):
         source = graph.nodes[output[0]]
         opened = any(one.opens.get(k) == source.operator for one in offered)
-        found += source.inputs if opened else [output]
+        found += [_before_reshape(graph, one) for one in source.inputs] if opened else [output]
     return found
+
+
+def opened_nodes(graph: Graph, node: Node) -> Set[int]:
+    """Return the indexes of the nodes that `opened_inputs` opens: they may end without readers."""
+    opened: Set[int] = set()
+    read, found = set(node.inputs), set(opened_inputs(graph, node))
+    for i, _ in read - found:
+        opened.add(i)
+        opened.update(source for source, _ in set(graph.nodes[i].inputs) - found)
+    return opened
+
+
+def _before_reshape(graph: Graph, output: Output) -> Output:
+    """Return the input of the reshape that an output comes from; the output without one."""
+    node = graph.nodes[output[0]]
+    return node.inputs[0] if node.operator in _RESHAPES else output
 
 
 def match_call(
