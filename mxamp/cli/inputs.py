@@ -9,7 +9,7 @@ from mxnet import nd
 
 from ..convert.options import check_names, checked_dtype
 from ..convert.outputs import Model, declared_dtypes, finite_input, random_inputs
-from ..errors import prefix_errors
+from ..errors import ArgumentError, prefix_errors
 from ..framework.arrays import cast
 from .options import parse_named_values
 from .output import usage_error
@@ -84,6 +84,8 @@ def read_batches(
         with prefix_errors(f"--data {path}"):
             arrays = _load_numpy("--data", path, dict, NOT_ARRAYS.format(path=path))
             check_names([*arrays], data, "input")
+            if not arrays:
+                raise ArgumentError(f"inputs without a value: {', '.join(data)}")
             yield checked_batch(model, arrays, dtypes)
 
 
