@@ -119,13 +119,13 @@ def test_operators_by_pattern():
     assert "FullyConnected" in run("operators", "--class", "low", "--dtype", "bfloat16").output
     rows = run("operators", "conv*", "concat", "softmax", "softmi?", "--dtype", "float16").output
     assert "Convolution " in rows and "Concat" in rows and "widest" in rows
-    assert rows.count(" softmax ") == 1
-    assert " softmin " in rows
+    assert rows.count("\nsoftmax ") == 1
+    assert "\nsoftmin " in rows
 
 
 @pytest.mark.slow
 def test_tables_in_a_pipe_are_whole_and_plain(saved, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.delenv("COLUMNS", raising=False)
     layer = "a_layer_" + "with_a_long_name_" * 20
     mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name=layer).save(
         str(tmp_path / "long-symbol.json")
@@ -140,9 +140,35 @@ def test_tables_in_a_pipe_are_whole_and_plain(saved, tmp_path, monkeypatch):
         assert "\x1b" not in output
         assert "…" not in output
         assert "..." not in output
-    assert f" {layer} " in run("explain", tmp_path / "long").output
+        assert not set("│┃─") & set(output)
+    assert f"{layer}  " in run("explain", tmp_path / "long").output
     (row,) = [line for line in run("operators", "softmax").output.splitlines() if "softmax" in line]
     assert Policy.default(machine.default_dtype()).rule("softmax").reason in row
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_tables_in_a_pipe_are_as_wide_as_columns(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("operators", "conv*", "softmax", "relu").output.splitlines()
+    assert columns - 20 < max(map(len, lines)) <= columns
+    assert "│" not in "".join(lines)
+
+
+@pytest.mark.parametrize("command", ["operators", "explain net"])
+def test_a_closed_pipe_ends_a_command_quietly(saved, command):
+    folder, _, _ = saved
+    process = subprocess.Popen([sys.executable, "-m", "mxamp", *command.split()], cwd=folder, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns(command):
+    lines = run(command, "-h").output.splitlines()
+    assert max(map(len, lines)) <= 80
 
 
 def test_help_is_whole_and_has_examples():
@@ -158,7 +184,7 @@ def test_help_is_whole_and_has_examples():
 
 @pytest.mark.parametrize(
     "command, place",
-    [("info", "mxamp.cli.doctor.collect"), ("operators", "mxamp.cli.explain.make_table")],
+    [("info", "mxamp.cli.doctor.collect"), ("operators", "mxamp.cli.explain.print_table")],
 )
 def test_interrupted_commands_end_in_one_line(monkeypatch, command, place):
     def interrupt(*_arguments, **_options):

@@ -17,7 +17,7 @@ from .options import (
     saved_model_options,
 )
 from .output import examples, usage_error
-from .screen import console, error_table
+from .screen import print_errors
 
 __all__ = ["convert"]
 
@@ -28,9 +28,9 @@ NOTHING_LOWERED = (
 LARGER = " (larger: the graph now holds casts; --cast-params stores parameters in 16 bits)"
 _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
-    "mxamp convert model --dtype float16 --device gpu --cast-params --out model-fp16",
+    "mxamp convert model --dtype float16 --device gpu --out model-fp16",
     "mxamp convert model-fp16 --dtype float32 --out model-fp32",
-    "mxamp convert model --dtype bfloat16 --check --input data:8,3,224,224 --out checked",
+    "mxamp convert model --dtype bfloat16 --check --input data:8,64 --out checked",
 )
 
 
@@ -103,7 +103,7 @@ def convert(
         **options,
     )
     if check:
-        console().print(error_table(done.errors))
+        print_errors(done.errors)
     if done.renamed:
         click.echo(RENAMED.format(done))
     is_larger = done.bytes_after > done.bytes_before

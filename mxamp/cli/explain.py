@@ -5,8 +5,6 @@ import re
 from typing import Dict, Optional, Sequence
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
 from ..convert.saved import load_model, saved_semantics
 from ..errors import ArgumentError, unknown
@@ -29,7 +27,7 @@ from .options import (
     saved_model_options,
 )
 from .output import examples, help_paragraph, in_options, usage_error
-from .screen import console, make_table
+from .screen import print_table
 
 __all__ = [
     "explain",
@@ -101,8 +99,9 @@ def explain(
     if as_json:
         click.echo(shown.to_json())
         return
-    screen = console()
-    screen.print(_table(shown))
+    headings, rows = shown.rows()
+    colors = {shown.target_dtype: "green", "float32": "yellow"}
+    print_table(headings, ([cell_text(cell) for cell in row] for row in rows), colors)
     if converted and not as_it_is:
         click.echo(CONVERTED)
     click.echo(in_options(plan.summary()))
@@ -118,17 +117,6 @@ def _filtered(plan: Plan, name: Optional[str], precision: Optional[str]) -> Plan
         counts = ", ".join(f"{count} in {other}" for other, count in named.counts().items())
         raise ArgumentError(f"no operator computes in {precision} here: {counts}")
     return shown
-
-
-def _table(plan: Plan) -> Table:
-    """Return a rich table of a plan, with the names of dtypes in color."""
-    colors = {plan.target_dtype: "green", "float32": "yellow"}
-    headings, rows = plan.rows()
-    texts = ([cell_text(cell) for cell in row] for row in rows)
-    return make_table(
-        headings,
-        ([f"[{colors[t]}]{t}[/]" if t in colors else escape(t) for t in row] for row in texts),
-    )
 
 
 _CLASSES = (
@@ -177,7 +165,7 @@ def operators(
     if not rows:
         classes = [f"{name} is {chosen.rule(name).shown_class}" for name in found]
         raise ArgumentError(f"none of these operators is {op_class}: {shortened(classes)}")
-    console().print(make_table(["operator", "class", "reason"], rows))
+    print_table(["operator", "class", "reason"], rows)
 
 
 def _operator_names(names: Sequence[str]) -> Sequence[str]:

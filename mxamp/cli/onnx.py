@@ -9,13 +9,13 @@ from ..tools import onnx
 from .inputs import input_values, parse_input_dtypes
 from .options import check_out, force_option, input_dtype_option, input_option, model_options
 from .output import examples
-from .screen import console, error_table
+from .screen import print_errors
 
 __all__ = ["export_onnx"]
 
 _EXAMPLES = examples(
     "mxamp export-onnx model --input data:1,3,224,224 --out model.onnx",
-    "mxamp export-onnx model --input data:1,3,224,224 --also data:2,3,256,256 --out model.onnx",
+    "mxamp export-onnx model --input data:1,64 --also data:8,64 --out model.onnx",
 )
 
 
@@ -39,4 +39,4 @@ def export_onnx(prefix: str, epoch: int, out: str, force: bool, **texts: Any) ->
         model = load_model(prefix, epoch)
         given = [texts["inputs"], *([texts["also"]] if texts["also"] else [])]
         values = [input_values(model, one, dtypes)[0] for one in given]
-        console().print(error_table(onnx.export_onnx(model, out, values, check=texts["check"])))
+        print_errors(onnx.export_onnx(model, out, values, check=texts["check"]))

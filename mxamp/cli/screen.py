@@ -4,49 +4,59 @@
 """
 
 import logging
+import os
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import click
 from rich.console import Console
-from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import AmpError, ArgumentError, CheckError
 from .output import exit_with, in_options
 
-__all__ = ["console", "error_table", "make_table", "show_messages"]
+__all__ = ["print_errors", "print_table", "show_messages"]
 
-#: The width without a terminal: wider than any table.
+#: The width without a terminal and COLUMNS: wider than any table, so that a row is one line.
 _UNLIMITED = 100_000
 
 
-def console() -> Console:
-    """Return a console for standard output; without a terminal, with no color or line limit."""
-    return Console() if sys.stdout.isatty() else Console(width=_UNLIMITED, no_color=True)
+def print_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    colors: Optional[Mapping[str, str]] = None,
+) -> None:
+    """Print a table: in a box on terminals, in plain columns in pipes and files.
 
-
-def make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a rich table of `rows`, which wraps its cells on narrow terminals."""
-    table = Table(show_header=bool(headings), box=Table().box if headings else None)
+    Lines are as wide as COLUMNS or the terminal; without both, each row is one line. `colors` are
+    the colors of cells by their text.
+    """
+    in_box = sys.stdout.isatty() and bool(headings)
+    table = Table(show_header=bool(headings), box=Table().box if in_box else None, pad_edge=in_box)
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    return table
+        table.add_row(*(Text(cell, (colors or {}).get(cell, "")) for cell in row))
+    fits = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    console = Console() if fits else Console(width=_UNLIMITED)
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
 
 
-def error_table(errors: Iterable[Any]) -> Table:
-    """Return a table of `OutputError`s: the errors of finite elements, and the elements lost."""
+def print_errors(errors: Iterable[Any]) -> None:
+    """Print a table of `OutputError`s: the errors of finite elements, and the elements lost."""
     rows = []
     for one in errors:
         same = "" if one.same_argmax is None else f"{one.same_argmax:.1%}"
         numbers = f"{one.relative:.2e}", f"{one.maximum:.2e}", f"{one.lost:,}"
-        rows.append((escape(one.name), "x".join(map(str, one.shape)), *numbers, same))
+        rows.append((one.name, "x".join(map(str, one.shape)), *numbers, same))
     headings = ("output", "shape", "relative error", "largest", "lost to Inf or NaN", "same argmax")
-    return make_table(headings, rows)
+    print_table(headings, rows)
 
 
 @contextmanager
@@ -68,10 +78,12 @@ def show_messages() -> Iterator[Status]:
             yield status
         except ArgumentError as error:
             raise type(error)(in_options(str(error))) from error
+        except BrokenPipeError:
+            raise  # click ends the process quietly, with status 1: `head` has read enough
         except (AmpError, OSError, MemoryError) as error:
             status.stop()
             if isinstance(error, CheckError):
-                console().print(error_table(error.errors))
+                print_errors(error.errors)
             exit_with(f"error: {in_options(str(error))}", 1)
         finally:
             logger.removeHandler(handler)

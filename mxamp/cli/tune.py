@@ -53,7 +53,7 @@ _USES = {
 
 _EXAMPLES = examples(
     "mxamp tune model --data batch1.npz --data batch2.npz --out policy.toml",
-    "mxamp tune model --input data:8,3,224,224 --budget 5m --rtol 0.01 --out policy.toml",
+    "mxamp tune model --input data:8,3,224,224 --budget 5m --out policy.toml",
     "mxamp convert model --policy policy.toml --out model-tuned",
 )
 
