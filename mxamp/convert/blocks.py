@@ -74,7 +74,9 @@ class TracedBlock:
         }
 
     def check_shapes(self) -> None:
-        """Raise `ArgumentError` if the graph does not run on the call's arguments."""
+        """Raise `ArgumentError` if the graph does not run on the call's arguments, if any."""
+        if not self.example_shapes:  # MXNet can't infer the bodies of loops without the data
+            return
         of_params = {name: param.shape for name, param in self.params.items() if param.shape}
         known = {**self.example_shapes, **of_params}
         arguments = self.symbol.list_arguments()

@@ -187,7 +187,9 @@ def test_the_body_of_a_loop_as_by_hand(dtype):
     loop.hybridize()
     x = randn(3, 2, 4)
     loop(x)
-    low = amp.convert_hybrid_block(loop, policy=amp.Policy.default(dtype, "cpu"))
+    policy = amp.Policy.default(dtype, "cpu")
+    low = amp.convert_hybrid_block(loop, policy=policy)
+    assert same(amp.convert_hybrid_block(loop, policy=policy, example_inputs=x)(x), low(x))
     body = mx.sym.FullyConnected(var("data"), var("w"), num_hidden=4, no_bias=True)
     state, outputs = nd.zeros((2, 4)), []
     for row in x:
@@ -207,6 +209,8 @@ def test_other_control_flow_in_inference(dtype, name):
     low = amp.convert_hybrid_block(loop, policy=amp.Policy.default(dtype, "cpu"))
     assert "amp_cast" in low._cached_graph[1].tojson()
     np.testing.assert_allclose(low(x).asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.1)
+    policy = amp.Policy.default(dtype, "cpu")
+    assert same(amp.convert_hybrid_block(loop, policy=policy, example_inputs=x)(x), low(x))
     assert not same(low(x), plain)
 
 
