@@ -1,8 +1,10 @@
 import json
+import os
 import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
@@ -71,7 +73,10 @@ TRAINING = "explain net --mode training --input"
     "arguments, expected",
     [
         ("operatos", "unknown command 'operatos'; the closest is 'operators'"),
-        ("train.py", "there are 'convert', 'doctor', 'explain', 'export-onnx', 'info', 'launch', "),
+        (
+            "train.py",
+            "there are 'completion', 'convert', 'doctor', 'explain', 'export-onnx', 'info', 'launch', ",
+        ),
         ("info extra", "extra"),
         ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),
         ("operators nom*", "unknown operator 'nom*'"),
@@ -368,6 +373,24 @@ def test_commands_are_completed_without_loading_them(monkeypatch):
     found = completion.get_completions([], "re")
     assert [(item.value, bool(item.help)) for item in found] == [("report", True)]
     assert [item.value for item in completion.get_completions([], "--v")] == ["--version"]
+
+
+def test_bash_completes_commands():
+    script = """
+        eval "$(mxamp completion bash)"
+        COMP_WORDS=(mxamp re) COMP_CWORD=1
+        _mxamp_completion mxamp
+        echo "${COMPREPLY[@]}"
+    """
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", script], env={**os.environ, "PATH": path}, text=True,
+                          capture_output=True, check=True)  # fmt: skip
+    assert (done.stdout, done.stderr) == ("report\n", "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_for_other_shells(shell):
+    assert f"_MXAMP_COMPLETE={shell}_complete" in run("completion", shell).output
 
 
 @pytest.mark.parametrize("columns", [60, 200])

@@ -8,13 +8,14 @@ from click.shell_completion import CompletionItem
 
 from .._version import __version__
 from ..errors import AmpError, unknown
-from .output import examples, exit_with, help_paragraph
+from .output import examples, exit_with
 from .starting import INTERRUPTED, STATUS
 
 __all__ = ["COMMANDS", "main"]
 
 #: The commands in the order of the help: the module of each, and its summary.
 COMMANDS: Dict[str, Tuple[str, str]] = {
+    "completion": ("completion", "Print a script for completion by Tab in bash, zsh or fish."),
     "convert": ("convert", "Convert a saved model to mixed precision."),
     "doctor": ("doctor", "Check the installation, and measure the speed of each dtype."),
     "explain": ("explain", "Show the precision of each operator of a saved model, and why."),
@@ -32,10 +33,7 @@ _EXAMPLES = examples(
     "mxamp run train.py",
     "mxamp explain model",
     "mxamp convert model --dtype bfloat16 --out model-bf16",
-)
-_COMPLETION = help_paragraph(
-    "Tab completion (zsh_source or fish_source for other shells)",
-    "echo 'eval \"$(_MXAMP_COMPLETE=bash_source mxamp)\"' >> ~/.bashrc",
+    "mxamp completion bash >> ~/.bashrc",
 )
 
 
@@ -100,7 +98,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
-    epilog=_EXAMPLES + _COMPLETION,
+    epilog=_EXAMPLES,
 )
 @click.version_option(__version__, prog_name="mxamp")
 @click.pass_context

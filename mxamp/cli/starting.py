@@ -23,8 +23,8 @@ INTERRUPTED = "interrupted"
 STATUS = 130  #: shells' exit status for a program that Ctrl-C has ended
 
 #: Commands that import no MXNet: a setting may make the import end the process, which `doctor`
-#: reports, and `launch` starts processes that import it themselves.
-_COMMANDS = ("doctor", "info", "launch")
+#: reports, `launch` starts processes that import it themselves, and `completion` needs none.
+_COMMANDS = ("completion", "doctor", "info", "launch")
 _OPTIONS = ("-h", "--help", "--version")
 
 
