@@ -14,7 +14,7 @@ from rich.table import Table
 from ..framework.cuda import NEWEST_WHEEL
 from ..tools.doctor.collect import collect
 from ..tools.doctor.facts import Facts, Gpu, wheel_runs_on
-from ..tools.doctor.findings import Finding, findings, verdict
+from ..tools.doctor.findings import Finding, findings, next_step, verdict
 from .output import examples
 
 __all__ = ["doctor", "info"]
@@ -45,7 +45,7 @@ def doctor(as_json: bool, no_measure: bool) -> None:
         _print_facts(facts)
         _print_findings("Problems", problems)
         _print_findings("Notes", notes)
-        click.echo("" if problems else "\nNo problem found.")
+        _print_plain("" if problems else f"\nNo problem found.\n{next_step(facts)}")
     sys.exit(bool(problems))
 
 

@@ -92,7 +92,9 @@ def test_json_holds_what_was_found(monkeypatch):
 @pytest.mark.parametrize(
     "changes, status, words",
     [
-        ({}, 0, "\n\nNo problem found.\n"),
+        ({}, 0, "\n\nNo problem found.\nNext: amp.benchmark(net, batch) times your model"),
+        ({}, 0, "mxamp run train.py"),
+        (cpu(instructions=("avx512",), usable=("avx512",)), 0, "\n\nNo problem found.\nNext: mxamp tune model looks for"),
         ({"numpy": "1.26.4"}, 0, "Notes\n  1. MXNet can't be imported with NumPy 1.26.4"),
         ({"python": "3.14.0"}, 1, "Problems\n  1. Python 3.14.0"),
         ({"python": "3.14.0"}, 1, "\n     What to do: use Python 3.11"),
@@ -103,6 +105,7 @@ def test_the_exit_status_counts_problems_alone(monkeypatch, changes, status, wor
     done = run(monkeypatch, replace(HEALTHY, **changes), "doctor")
     assert done.exit_code == status
     assert words in done.output
+    assert ("Next: " in done.output) == (status == 0)
     assert max(map(len, done.output.splitlines())) <= 100
 
 

@@ -12,13 +12,18 @@ from ...framework.versions import NEWEST, lacking, release
 from ...framework.wording import counted
 from .facts import Facts, wheel_runs_on
 
-__all__ = ["Finding", "findings", "verdict"]
+__all__ = ["Finding", "findings", "next_step", "verdict"]
 
 AUTOMATIC = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
 MAX_ISA = "DNNL_MAX_CPU_ISA"
 _PYTHONS = ((3, 8), (3, 13))
 _TENSOR_CORES = (7, 0)
 _MIN_SPEEDUP = 1.2  #: the least speedup over float32 that counts as a gain
+
+IF_IT_GAINS = (
+    "amp.benchmark(net, batch) times your model; mxamp run train.py runs a script as it is"
+)
+IF_NOT = "mxamp tune model looks for a faster form of a saved model, also in float32"
 
 
 class Finding(NamedTuple):
@@ -40,17 +45,25 @@ def verdict(facts: Facts) -> str:
     """Return in a sentence whether this machine gains from mixed precision, and in which dtype."""
     if facts.mxnet is None:
         return "Nothing runs in mixed precision: MXNet can't be imported."
-    gpu, speedup = facts.device == "gpu", facts.speedup
-    capabilities = [release(gpu.capability) for gpu in facts.gpus if gpu.capability]
-    tensor_cores = not capabilities or max(capabilities) >= _TENSOR_CORES
-    faster = (
-        speedup >= _MIN_SPEEDUP if speedup else tensor_cores if gpu else facts.cpu.computes_bfloat16
-    )
-    measured = f" (measured: {speedup:.2g} times float32's speed)" if speedup else ""
+    measured = f" (measured: {facts.speedup:.2g} times float32's speed)" if facts.speedup else ""
     low = f"{default_dtype(facts.device)} on the {facts.device.upper()}{measured}"
-    if faster:
+    if _gains(facts):
         return f"This machine gains from mixed precision, in {low}."
     return f"This machine computes fastest in float32: {low} saves memory, not time."
+
+
+def next_step(facts: Facts) -> str:
+    """Return in a sentence what to do next on a machine without problems."""
+    return f"Next: {IF_IT_GAINS if _gains(facts) else IF_NOT}."
+
+
+def _gains(facts: Facts) -> bool:
+    """Return whether this machine is faster in mixed precision: as measured, or by its hardware."""
+    if facts.speedup:
+        return facts.speedup >= _MIN_SPEEDUP
+    capabilities = [release(gpu.capability) for gpu in facts.gpus if gpu.capability]
+    tensor_cores = not capabilities or max(capabilities) >= _TENSOR_CORES
+    return tensor_cores if facts.device == "gpu" else facts.cpu.computes_bfloat16
 
 
 # ---------------------------------------------------------------------- versions
