@@ -37,6 +37,7 @@ def test_nothing_is_found_where_nothing_is_wrong(changes):
     "changes, name, what, advice",
     [
         (broken("MXNet is not installed."), "mxnet_import", "not installed", "mxamp[cpu]"),
+        ({**broken("MXNet is not installed."), "python": "3.13.0"}, "mxnet_import", "not installed", "--no-deps mxnet==1.9.1"),
         (broken("libcudnn.so.8: cannot open shared object file"), "mxnet_import", "libcudnn", "mxamp[cu112]"),
         (broken("the driver's libcuda.so.1 can't be loaded"), "mxnet_import", "libcuda", "driver"),
         (broken("Invalid Parameter format for X expect int"), "mxnet_import", "X", "unset it"),
@@ -107,6 +108,16 @@ def test_each_lack_of_an_older_mxnet_is_a_note_with_the_version_that_has_it():
 def test_problems_come_first():
     found = findings(replace(HEALTHY, numpy="1.26.4", **broken("no idea")))
     assert [finding.level for finding in found] == ["problem", "note"]
+
+
+def test_without_mxnet_nothing_else_is_said_of_it():
+    changes = {
+        "numpy": "2.1.3",
+        "wheels": {},
+        **cpu(physical=8),
+        **broken("MXNet is not installed."),
+    }
+    assert [one.name for one in findings(replace(HEALTHY, **changes))] == ["mxnet_import"]
 
 
 @pytest.mark.parametrize(

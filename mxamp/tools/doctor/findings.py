@@ -36,8 +36,13 @@ class Finding(NamedTuple):
 
 
 def findings(facts: Facts) -> Tuple[Finding, ...]:
-    """Return all findings about an installation: the problems, then the notes."""
+    """Return all findings about an installation: the problems, then the notes.
+
+    Without MXNet there are problems only: the notes are about how MXNet runs.
+    """
     unsorted = [finding for check in _CHECKS for finding in check(facts)]
+    if facts.mxnet is None and _NOT_INSTALLED in facts.mxnet_error:
+        unsorted = [finding for finding in unsorted if finding.level == "problem"]
     return tuple(sorted(unsorted, key=lambda finding: finding.level != "problem"))
 
 
@@ -68,10 +73,14 @@ def _gains(facts: Facts) -> bool:
 
 # ---------------------------------------------------------------------- versions
 
+#: In the message of an import without MXNet.
+_NOT_INSTALLED = "not installed"
+#: MXNet's metadata asks for NumPy below 2, of which there is no wheel for Python 3.13.
+_ON_313 = f"pip install --no-deps mxnet=={NEWEST} && pip install requests"
 #: Advice by a part of the message of the failed import; the first part found counts.
 _IMPORT_ADVICE = {
     "is installed, and mxamp runs on": "install one of these; the newest lacks nothing",
-    "not installed": 'pip install "mxamp[cpu]", or for NVIDIA GPUs "mxamp[cu112]"',
+    _NOT_INSTALLED: 'pip install "mxamp[cpu]", or for NVIDIA GPUs "mxamp[cu112]"',
     "libcuda.so": "install the NVIDIA driver, or the CPU build: pip uninstall mxnet-cu112 && "
     "pip install mxnet==1.9.1",
     "cannot open shared object": 'install the CUDA libraries: pip install "mxamp[cu112]"; the CPU '
@@ -87,11 +96,13 @@ _IMPORT_ADVICE = {
 
 def _check_versions(facts: Facts) -> Iterator[Finding]:
     """Yield findings about MXNet's import and the versions of MXNet, Python and NumPy."""
+    python = release(facts.python)[:2]
     if facts.mxnet_error:
         advice = next(text for part, text in _IMPORT_ADVICE.items() if part in facts.mxnet_error)
+        if python >= (3, 13) and _NOT_INSTALLED in facts.mxnet_error:
+            advice = _ON_313
         what = f"MXNet can't be imported: {facts.mxnet_error}"
         yield Finding("mxnet_import", "problem", what, advice)
-    python = release(facts.python)[:2]
     if not _PYTHONS[0] <= python <= _PYTHONS[1]:
         what = f"Python {facts.python}: mxamp is made for Python 3.8 to 3.13"
         advice = "use Python 3.11, which MXNet imports on as it is"
