@@ -133,6 +133,7 @@ class Subject:
         with suspended():
             self.block = copied(model, self.batches[0].inputs)
         if self.block is model or not isinstance(self.block, HybridBlock):
+            _check_that_it_runs(model, self.batches[0].inputs)
             raise ArgumentError(NO_GRAPH.format(name=model.name))
         check_float32(self.block)
         variables, symbol = self.block._cached_graph
@@ -265,6 +266,18 @@ class Verdict(NamedTuple):
     gradient_error: Optional[float]  #: the same of the parameters' gradients
     metric: Optional[float]
     within: bool  #: all of it is within the tolerance
+
+
+def _check_that_it_runs(block: Block, inputs: Sequence[Any]) -> None:
+    """Raise if a block that can't be traced does not run either."""
+    try:
+        with suspended():
+            for array in arrays_in(block(*inputs)):
+                array.wait_to_read()
+    except MXNetError as error:
+        raise ArgumentError(NOT_MEASURED.format(why=error_reason(error))) from None
+    except Exception:  # the user's own code
+        return
 
 
 class Accuracy:

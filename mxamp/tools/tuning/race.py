@@ -21,8 +21,10 @@ __all__ = ["Form", "Race"]
 
 logger = logging.getLogger("mxamp")
 
-#: Forms below this share of the fastest speed leave the race: after the first round, and later.
-_HOPELESS = (0.5, 0.85)
+#: Forms below this share of the fastest speed leave the race: in the first rounds, when one turn
+#: beside other work can halve a speed, and later.
+_HOPELESS = (0.25, 0.85)
+_FIRST_ROUNDS = 3
 #: Forms whose first calls take so many times as long as float32 do not race at all.
 _TOO_SLOW = 8.0
 #: A form has to be so many times as fast as float32 to take its place.
@@ -62,7 +64,7 @@ class Form(Timed):
 
     def trial(self, substitutions: Sequence[str]) -> Trial:
         """Return the measurements as a `Trial`; `substitutions` are those in the model's graph."""
-        low, high = quartiles(self.seconds)
+        low, high = quartiles(self.seconds) if len(self.seconds) > 1 else (math.nan, math.nan)
         policy = self.policy if self.lowers else None
         return Trial(
             self.way,
@@ -103,7 +105,7 @@ class Race:
             racing = [form for policy in policies for form in self._forms_under(policy)]
             for number in range(rounds):
                 best = max([1.0, *(form.speedup for form in racing)])
-                least = best * _HOPELESS[number > 1]
+                least = best * _HOPELESS[number >= _FIRST_ROUNDS]
                 racing = [form for form in racing if not form.ratios or form.speedup >= least]
                 last = [form.seconds[-1] for form in (self.plain, *racing) if form.seconds]
                 self._deadline.check(sum(last) * self._repeats, whole=not number)
@@ -141,8 +143,12 @@ class Race:
         return max([f.speedup for f in self._timed_forms() if f.lowers == lowers], default=0.0)
 
     def low_may_win(self) -> bool:
-        """Return whether a form in low precision is, or by chance could be, the fastest."""
-        low = self.best_speedup(lowers=True)
+        """Return whether a form in low precision is, or by chance could be, the fastest.
+
+        By chance means: as fast as in the better quarter of its turns.
+        """
+        turns = [quartiles(form.ratios) for form in self._timed_forms() if form.lowers]
+        low = max([high for _, high in turns], default=0.0)
         return not low or low * _MARGIN >= max(self.best_speedup(lowers=False), 1.0)
 
     def winner(self) -> Form:

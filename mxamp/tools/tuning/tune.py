@@ -86,7 +86,7 @@ WAYS = {
 #: The shares of the budget at which each phase ends.
 _FIRST_RACE, _LAYERS, _SEARCH, _SECOND_RACE = 0.3, 0.4, 0.65, 0.95
 #: The rounds of the first race, and of the second.
-_FEW, _MORE = 2, 5
+_FEW, _MORE = 3, 5
 
 
 @checked_call(dtype="write target_dtype='bfloat16'")
