@@ -1,5 +1,6 @@
 """Faster equivalents of operators: the same values and gradients, in graphs that run, only there."""
 
+import re
 from dataclasses import replace
 
 import mxnet as mx
@@ -449,6 +450,30 @@ def test_what_is_saved_keeps_its_operators(tmp_path):
     assert same(gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params"))(x), plain)  # fmt: skip
     amp.convert_hybrid_block(net, "bfloat16").export(str(tmp_path / "low"))
     assert "clip" in (tmp_path / "low-symbol.json").read_text()
+
+
+def chain_of_norms(count):
+    net = mx.sym.var("data")
+    for _ in range(count):
+        net = mx.sym.LayerNorm(net)
+    return net
+
+
+def sums_of_temporaries(count):
+    data = mx.sym.var("data")
+    return mx.sym.Group([mx.sym.sum(data + k, axis=1) for k in range(count)])
+
+
+@pytest.mark.parametrize("build, most", [(chain_of_norms, 2), (sums_of_temporaries, 0)])
+def test_tensors_kept_for_the_backward_pass(build, most):
+    """MXNet's memory plan grows by so many tensors of 1 MB with each operator."""
+
+    def megabytes(count):
+        with amp.autocast(policy=FLOAT32):
+            executor = build(count).simple_bind(mx.cpu(), data=(1024, 256))
+        return int(re.search(r"Total (\d+) MB allocated", executor.debug_str())[1])
+
+    assert megabytes(12) - megabytes(4) <= most * 8 + 1
 
 
 @pytest.mark.parametrize("how", ["bind", "simple_bind"])

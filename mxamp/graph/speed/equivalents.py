@@ -136,24 +136,27 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """Return the parts of a LayerNorm whose sums and broadcasts are products with vectors.
 
     Their gradients are products too. The gradients of MXNet's LayerNorm and broadcasts are
-    reductions that add one element at a time.
+    reductions that add one element at a time. The sums are a `batch_dot` of a single pair, whose
+    gradient reads the vector alone: that of `dot` would keep the other input for the backward pass.
     """
     x, gamma, beta = 0, 1, 2
     parts = Parts(inputs=3)
     add = parts.add
+    rows = add("Reshape", "rows", x, shape="(1, -1, 0)", reverse="True")
     ones = add("ones_like", "ones", gamma)
     row = add("Reshape", "row", ones, shape="(1, -1)")
     share = add("broadcast_div", "share", ones, add("sum", "count", ones))
-    weights = add("Reshape", "weights", share, shape="(-1, 1)")
-    mean = add("dot", "mean", x, weights)
-    centered = add("elemwise_sub", "centered", x, add("dot", "means", mean, row))
-    variance = add("dot", "variance", add("square", "square", centered), weights)
+    weights = add("Reshape", "weights", share, shape="(1, -1, 1)")
+    mean = add("batch_dot", "mean", rows, weights)
+    centered = add("elemwise_sub", "centered", rows, add("dot", "means", mean, row))
+    variance = add("batch_dot", "variance", add("square", "square", centered), weights)
     padded = add("_plus_scalar", "padded", variance, scalar=attrs.get("eps", "1e-05"))
     inverse = add("rsqrt", "inverse", padded)
     scale = add("dot", "scale", inverse, add("Reshape", "gammas", gamma, shape="(1, -1)"))
     one = add("ones_like", "one", inverse)
     shift = add("dot", "shift", one, add("Reshape", "betas", beta, shape="(1, -1)"))
-    add("elemwise_add", "", add("elemwise_mul", "scaled", centered, scale), shift)
+    made = add("elemwise_add", "sum", add("elemwise_mul", "scaled", centered, scale), shift)
+    add("reshape_like", "", made, x)
     return parts.made
 
 

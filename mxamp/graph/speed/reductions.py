@@ -89,10 +89,11 @@ def _add_sums(parts: Parts, detail: Detail) -> int:
     summed, inner = math.prod(shape[first:last]), math.prod(shape[last:])
     outer = "-1" if first else "1"
     if inner == 1:
-        rows = parts.add("Reshape", "rows", 0, shape=f"({outer}, {summed})")
-        row = parts.add("slice_axis", "row", rows, axis="0", begin="0", end="1")
+        # One pair of matrices: the gradient of `dot` would keep the rows for the backward pass.
+        rows = parts.add("Reshape", "rows", 0, shape=f"(1, {outer}, {summed})")
+        row = parts.add("slice_axis", "row", rows, axis="1", begin="0", end="1")
         ones = parts.add("ones_like", "ones", row)
-        return parts.add("dot", "sums", rows, ones, transpose_b="True")
+        return parts.add("batch_dot", "sums", rows, ones, transpose_b="True")
     planes = parts.add("Reshape", "planes", 0, shape=f"({outer}, {summed}, {inner})")
     column = parts.add("slice_axis", "column", planes, axis="2", begin="0", end="1")
     ones = parts.add("ones_like", "ones", column)
