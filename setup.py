@@ -38,7 +38,10 @@ def long_description() -> str:
     text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", text)
     text = re.sub(r"\[([^]]*)\]\((?!https?:)\1\)", r"\1", text)
     text = re.sub(r"\[([^]]*)\]\((?!https?:)([^)#]*)[^)]*\)", r"\1 (\2)", text)
-    return f"{text}\nThe files that are named here are in the source distribution.\n"
+    return (
+        f"{text}\nFrom a package index install `mxamp[cpu]` or `mxamp[cu112]` in place of `.[cpu]` "
+        "or `.[cu112]`. The files and scripts named here are in the source distribution.\n"
+    )
 
 
 # Not in build/, where modules of before would still lie, and get into the wheel.

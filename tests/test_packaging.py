@@ -130,7 +130,11 @@ def test_the_metadata(built):
     supported = re.findall(r"3\.\d+", re.search(r'supported="(.*)"', script)[1])
     classifiers = "\n".join(built.metadata.get_all("Classifier"))
     assert re.findall(r"Python :: (3\.\d+)", classifiers) == supported
+    assert "License :: OSI Approved :: Apache Software License" in classifiers
     assert "example.com" not in str(built.metadata)
+    page = built.metadata.get_payload()
+    assert "`mxamp[cpu]`" in page
+    assert not re.findall(r"\]\((?!https?:)", page), "an index has no files to link to"
 
 
 def test_the_readme_s_install_section():
