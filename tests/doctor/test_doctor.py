@@ -144,7 +144,7 @@ def test_without_mxnet(tmp_path):
     assert done.stderr == ""
     assert done.returncode == 1
     assert "MXNet can't be imported: MXNet is not installed" in done.stdout
-    assert 'What to do: pip install "mxamp[cpu]"' in done.stdout
+    assert "What to do: pip install" in done.stdout
 
 
 def test_wrong_usage_is_one_line():
