@@ -267,6 +267,7 @@ def run_step(name: str, step: Callable[[], str]) -> Row:
     except Exception as error:
         traceback.print_exc()
         note, passed = f"{type(error).__name__}: {error}", False
+    print(f"    {'passed' if passed else 'FAILED'}: {note}", flush=True)
     return Row(name, passed, time.monotonic() - begun, note)
 
 

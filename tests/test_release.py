@@ -78,7 +78,9 @@ def test_nothing_is_published_after_a_failure(name, release, monkeypatch, capsys
 def test_an_error_of_a_step_is_a_line_of_the_table(release, monkeypatch, capsys):
     monkeypatch.setattr(release, "docs", lambda options: {}["gone"])
     assert release.main(here("--dry-run")) == 1
-    assert "KeyError: 'gone'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("KeyError: 'gone'") == 2, "as the step ends, and in the table"
+    assert "    passed: " in said and "    FAILED: KeyError" in said
     assert release.ran[-1] == "coverage"
 
 
