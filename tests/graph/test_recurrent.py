@@ -304,10 +304,10 @@ def test_each_layer_computes_what_all_layers_do(
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def count_rnns(symbol, shapes):
-    """Return how many RNNs train in a symbol's graph."""
-    policy = amp.Policy.default("bfloat16")
-    plan = amp.explain(symbol, policy=policy, input_shapes=shapes, mode="training")
+def count_rnns(symbol, shapes, policy=None, mode="training"):
+    """Return how many RNNs a symbol's graph runs."""
+    policy = policy or amp.Policy.default("bfloat16")
+    plan = amp.explain(symbol, policy=policy, input_shapes=shapes, mode=mode)
     return sum(node.operator == "RNN" for node in plan.nodes)
 
 
@@ -327,6 +327,15 @@ def test_where_each_layer_runs_alone():
     assert count_rnns(projected, {"data": DATA}) == 1
     symbol, shapes = stacked("rnn_tanh", 2, 1, 15, 15)
     assert count_rnns(symbol, {**shapes, "data": (2, ROWS, 15)}) == 1, "rows too narrow"
+
+
+@with_avx512
+def test_large_layers_run_alone_where_they_are_not_unrolled():
+    symbol, shapes = stacked("lstm", 2, 1, 16, 256)
+    shapes["data"], policy = (2, ROWS, 16), amp.Policy.default("bfloat16")
+    assert count_rnns(symbol, shapes, policy, "inference") == 0
+    assert count_rnns(symbol, shapes, policy.in_float32(), "inference") == 2
+    assert count_rnns(symbol, shapes, policy.override(fp32_layers=["rnn"]), "inference") == 2
 
 
 def test_parameters_of_odd_lengths_and_others_are_joined_as_ever():

@@ -41,7 +41,7 @@ from .shapes import (
     volume_readers,
     volume_view_readers,
 )
-from .substitutions import Match
+from .substitutions import Match, Substitution
 
 __all__ = ["NONE", "RULES", "Choices", "allowed_match", "choose"]
 
@@ -214,16 +214,19 @@ def allowed_match(
     A user who sets the class of an operator turns its substitutions off. `shapes` are the shapes of
     the inputs, None where unknown.
     """
-    rule = policy.rule(node.operator)
-    match = substitutions.match_call(node.operator, node.attrs, training, shapes)
-    if match is None or match[0] not in policy.substitutions or rule.given:
+    if policy.rule(node.operator).given:
         return None
-    substitution = substitutions.ALL[match[0]]
-    if substitution.lowered is not None:
+
+    def allows(substitution: Substitution) -> bool:
+        if substitution.name not in policy.substitutions:
+            return False
+        if substitution.lowered is None:
+            return True
         product = policy.rule(substitution.lowered)
-        if product.op_class != "low" or product.missing or policy.keeps_layer(node.name):
-            return None
-    return match
+        low = product.op_class == "low" and not product.missing
+        return low and not policy.keeps_layer(node.name)
+
+    return substitutions.match_call(node.operator, node.attrs, training, shapes, allows)
 
 
 # ---------------------------------------------------------------------- the rules

@@ -257,14 +257,18 @@ def _before_reshape(graph: Graph, output: Output) -> Output:
 
 
 def match_call(
-    operator: str, attrs: Attributes, training: bool, shapes: Shapes = ()
+    operator: str,
+    attrs: Attributes,
+    training: bool,
+    shapes: Shapes = (),
+    allows: Callable[[Substitution], bool] = lambda _: True,
 ) -> Optional[Match]:
-    """Return the match of the first substitution that fits a call; None without one.
+    """Return the match of the first allowed substitution that fits a call; None without one.
 
     `shapes` are the shapes of the call's inputs, None where unknown.
     """
-    offered = _BY_OPERATOR.get(operator)
-    if offered is None:
+    offered = [one for one in _BY_OPERATOR.get(operator, ()) if allows(one)]
+    if not offered:
         return None
     wanted = BY_SHAPE.get(operator, ())
     needed = shapes if wanted is None else [(*shapes, None, None)[k] for k in wanted]
