@@ -126,7 +126,7 @@ class Node:
         self.is_variable = self.op == "null"
         self.operator = self.op if self.is_variable else resolve(self.op).name
 
-    @cached_property
+    @property
     def call(self) -> Tuple[Any, ...]:
         """The operator and its attributes without hidden ones: a key that equal calls share."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])

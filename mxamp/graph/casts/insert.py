@@ -37,6 +37,7 @@ from ...policy.regions import (
 )
 from ...policy.values import is_true
 from ..ir import (
+    CASTS,
     TAKES_EMPTY,
     Graph,
     Node,
@@ -137,6 +138,7 @@ class _Rewriter:
         self.values: Dict[Output, _Value] = {}
         # Graphs call the same operators over and over.
         self.decided: Dict[Tuple[Any, ...], Decision] = {}
+        self.inferred: Dict[Tuple[Any, ...], Tuple[Sequence[str], Sequence[str]]] = {}
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
     def run(self, widened: AbstractSet[str]) -> Rewrite:
@@ -176,17 +178,9 @@ class _Rewriter:
             if _fits_dtypes(self.substituted[i][0], opened):
                 return self._add_substitution(i, node, opened)
         inputs: Sequence[_Value] = self._values_of(node.inputs)
-        halves = HALVES - {self.policy.target_dtype}
-        other_half = bool(inputs) and inputs[0].entry.dtype in halves
-        uncast = _input_of_inserted_cast(node, inputs, other_half)
-        if uncast is not None:
-            return [uncast]
-        if is_inserted_cast(node):
-            self.builder.reserve(node.name)
-        if node.op == "amp_cast" and {inputs[0].entry.dtype, node.attrs["dtype"]} <= CASTABLE:
-            # A cast written by hand keeps its name, by which a later conversion recognizes it.
-            entry = self.builder.cast(inputs[0].entry, node.attrs["dtype"], node.name)
-            return [_Value(entry, node.attrs["dtype"])]
+        cast = self._add_cast(node, inputs[0]) if node.op in CASTS else None
+        if cast is not None:
+            return [cast]
         if node.op == "amp_multicast" and _are_castable(inputs):
             # On CPUs amp_multicast has no kernel for float16 next to float32.
             narrow = is_true(node.attrs.get("cast_narrow", "False"))
@@ -204,6 +198,19 @@ class _Rewriter:
             plain = "sparse"
         held = self.policy.target_dtype if node.name in self.usage.stored else plain
         return _Value(Entry((self.builder.add(node), 0), held), plain)
+
+    def _add_cast(self, node: Node, source: _Value) -> Optional[_Value]:
+        """Return the value of a cast in the old graph; None to add it as an operator."""
+        uncast = _input_of_inserted_cast(node, source, self.policy.target_dtype)
+        if uncast is not None:
+            return uncast
+        if is_inserted_cast(node):
+            self.builder.reserve(node.name)
+        dtype = node.attrs["dtype"]
+        if node.op == "amp_cast" and {source.entry.dtype, dtype} <= CASTABLE:
+            # A cast written by hand keeps its name, by which a later conversion recognizes it.
+            return _Value(self.builder.cast(source.entry, dtype, node.name), dtype)
+        return None
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
         """Return an argument of a decorated user function, cast to the dtype that it requires."""
@@ -236,7 +243,10 @@ class _Rewriter:
         entries = [value.entry for value in inputs]
         if op_class == "widest":
             entries = self.builder.cast_down_choices(entries, policy.target_dtype)
-        decision = self._decide(policy, node, entries, kept, original)
+        key = _call_key(policy, node, inputs, entries, kept, original)
+        decision = self.decided.get(key)
+        if decision is None:
+            decision = self.decided[key] = self._decide(policy, node, entries, kept, original)
         if op_class == "untouched":
             reads = [self._restore(value) for value in inputs]
         else:
@@ -253,7 +263,10 @@ class _Rewriter:
         by_choice = (kept is not None and not rule.is_exact(kept)) or (
             op_class in ("neutral", "widest") and any(entry.by_choice for entry in reads)
         )
-        plain, after = _output_dtypes(node, [value.plain for value in inputs], reads)
+        inferred = self.inferred.get(key)
+        if inferred is None:
+            inferred = self.inferred[key] = _output_dtypes(node, inputs, reads)
+        plain, after = inferred
         made = [
             Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
             for k, dtype in enumerate(after)
@@ -272,14 +285,10 @@ class _Rewriter:
         kept: Optional[str],
         original: Optional[Node],
     ) -> Decision:
-        """Return the decision for a call, cached for equal calls."""
+        """Return a call's decision; its reason names the region and the replaced operator."""
         layer = (original or node).name if policy.fp32_layers else None
         dtypes = [entry.dtype for entry in entries]
-        key = (node.call, *dtypes, layer, kept, policy)
-        decision = self.decided.get(key)
-        if decision is None:
-            decision = decide(node.operator, node.attrs, dtypes, policy, layer, kept)
-            self.decided[key] = decision
+        decision = decide(node.operator, node.attrs, dtypes, policy, layer, kept)
         decision = with_region_reason(decision, node.attrs, self.policy)
         if original is None:
             return decision
@@ -367,22 +376,42 @@ class _Rewriter:
         ]
 
 
-def _input_of_inserted_cast(
-    node: Node, inputs: Sequence[_Value], other_half: bool
-) -> Optional[_Value]:
-    """Return the input of a cast that a conversion has inserted; None for other nodes.
+def _call_key(
+    policy: Policy,
+    node: Node,
+    inputs: Sequence[_Value],
+    entries: Sequence[Entry],
+    kept: Optional[str],
+    original: Optional[Node],
+) -> Tuple[Any, ...]:
+    """Return a key that calls share within a graph if their decisions and dtypes are the same."""
+    return (
+        id(node) if node.subgraphs else node.call,
+        node.num_outputs,
+        node.attrs.get(REGION),
+        node.attrs.get(CAST),
+        (original or node).name if policy.fp32_layers else None,
+        kept,
+        original and original.op,
+        *[value.plain for value in inputs],
+        *[entry.dtype for entry in entries],
+    )
 
-    None too for a cast that widens `other_half`, half precision that is not the target: operators
-    would compute in float32 on it, since they read no two half dtypes.
+
+def _input_of_inserted_cast(node: Node, source: _Value, target: str) -> Optional[_Value]:
+    """Return the input of a cast that a conversion has inserted; None for a cast by hand.
+
+    None too for a cast that widens half precision other than `target`: operators would compute in
+    float32 on it, since they read no two half dtypes.
     """
     if not is_inserted_cast(node):
         return None
-    if other_half and node.attrs["dtype"] == "float32":
+    if source.entry.dtype in HALVES - {target} and node.attrs["dtype"] == "float32":
         return None
-    if casts_like_conversions(node, inputs[0].plain):
-        return _Value(inputs[0].entry, node.attrs["dtype"])
+    if casts_like_conversions(node, source.plain):
+        return _Value(source.entry, node.attrs["dtype"])
     # MXNet's own conversion casts integers too, which is a no-op.
-    return inputs[0] if node.op == "amp_cast" else None
+    return source if node.op == "amp_cast" else None
 
 
 def _fits_dtypes(name: str, values: Sequence[_Value]) -> bool:
@@ -397,11 +426,12 @@ def _are_castable(values: Sequence[_Value]) -> bool:
 
 
 def _output_dtypes(
-    node: Node, plain: Sequence[str], reads: Sequence[Entry]
+    node: Node, inputs: Sequence[_Value], reads: Sequence[Entry]
 ) -> Tuple[Sequence[str], Sequence[str]]:
-    """Return the dtypes of a node's outputs for inputs `plain`, without mxamp, and for `reads`."""
-    before, dtypes = infer_outputs(node, plain), [entry.dtype for entry in reads]
-    return before, before if dtypes == list(plain) else infer_outputs(node, dtypes)
+    """Return the dtypes of a node's outputs without mxamp, and for the entries that it `reads`."""
+    plain, dtypes = [value.plain for value in inputs], [entry.dtype for entry in reads]
+    before = infer_outputs(node, plain)
+    return before, before if dtypes == plain else infer_outputs(node, dtypes)
 
 
 def _multicast_dtype(dtypes: Sequence[str], cast_narrow: bool) -> str:

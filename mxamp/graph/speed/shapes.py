@@ -310,11 +310,12 @@ def _infer_shapes(
     """Return the shapes of `outputs` that MXNet can infer from the `shapes` of variables."""
     if graph.symbol is not None:
         outputs, symbol = _visible_outputs(graph), graph.symbol.get_internals()
+        inputs = graph.input_names
     else:
         symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
-    inputs = set(symbol.list_inputs())
+        inputs = symbol.list_inputs()
     try:
-        known = {name: shape for name, shape in shapes.items() if name in inputs}
+        known = {name: shapes[name] for name in inputs if name in shapes}
         _, inferred, _ = symbol.infer_shape_partial(**known)
     except MXNetError:
         return {}  # the graph can't run on these shapes; MXNet says why when it runs
