@@ -5,19 +5,17 @@
 
 A small convolutional net trains with the same seed in float32, in float16 with dynamic loss
 scaling, and in bfloat16. The exported float32 model is converted to both, and loaded by plain MXNet
-with mxamp switched off. On CPUs with avx512, a ResNet-18 with random weights is timed in float32
-and bfloat16. On a GPU the job runs in float32 and float16, without timing.
+with mxamp switched off. On CPUs with avx512, `amp.benchmark` times a ResNet-18 with random weights
+in float32 and bfloat16. On a GPU the job runs in float32 and float16, without timing.
 """
 
 import json
 import logging
-import statistics
 import tempfile
-import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from typing import AbstractSet, Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
 
@@ -39,8 +37,8 @@ from mxamp.framework.machine import cpu_name, dtype_name, onednn_features, threa
 BATCH = 64
 # High enough for overflows in the first steps, so that the scaler has to lower it.
 FIRST_SCALE = 2.0**24
-# The timed net's batch and rounds, and the difference up to which two speeds count as equal.
-IMAGES, ROUNDS, SAME = 2, 3, 0.05
+# The timed net's batch, and the time for it.
+IMAGES, SIZE, BUDGET = 4, 128, "5s"
 
 Data = Tuple[mx.nd.NDArray, mx.nd.NDArray]
 
@@ -200,113 +198,13 @@ NOT_TIMED = (
 )
 
 
-class Speed(NamedTuple):
-    """The time of one way to run the net, and float32's time divided by it."""
-
-    name: str
-    milliseconds: float
-    ratio: float
-
-
-def resnet() -> nn.HybridBlock:
-    """Return a hybridized ResNet-18 with random weights."""
+def speeds() -> amp.Benchmark:
+    """Return the times of a ResNet-18 with random weights."""
     net = vision.resnet18_v1()
     net.initialize()
-    net.hybridize(static_alloc=True, static_shape=True)
-    return net
-
-
-def inference(dtype: Optional[str], convert: bool = False) -> Callable[[], None]:
-    """Return a function that runs a ResNet-18 once."""
-    net, data = resnet(), mx.nd.random.normal(shape=(IMAGES, 3, 224, 224))
-    if convert:
-        net(data)
-        net = amp.convert_hybrid_block(net, dtype, cast_optional_params=True, example_inputs=data)
-        net.hybridize(static_alloc=True, static_shape=True)
-
-    def run() -> None:
-        with amp.autocast(dtype, enabled=dtype is not None and not convert):
-            net(data).wait_to_read()
-
-    return run
-
-
-def training(dtype: Optional[str]) -> Callable[[], None]:
-    """Return a function that trains a ResNet-18 for one step."""
-    net, data = resnet(), mx.nd.random.normal(shape=(IMAGES, 3, 224, 224))
-    loss_function, label = gluon.loss.SoftmaxCrossEntropyLoss(), mx.nd.zeros(IMAGES)
-    # mxamp's trainers update outside the kvstore; float32's does so here for a fair comparison.
-    settings = {"learning_rate": 1e-3, "momentum": 0.9}
-    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
-    if dtype is not None:
-        amp.init_trainer(trainer, amp.NoScaler())
-
-    def step() -> None:
-        with amp.autocast(dtype, enabled=dtype is not None):
-            with autograd.record():
-                backward(loss_function(net(data), label), trainer if dtype else None)
-            trainer.step(IMAGES)
-            mx.nd.waitall()
-
-    return step
-
-
-def time_in_turn(runs: Dict[str, Callable[[], None]], progress: Progress) -> List[Speed]:
-    """Return the median speed of each function; all take turns in each round."""
-    task = progress.add_task("timing a ResNet-18", total=(ROUNDS + 1) * len(runs))
-    times: Dict[str, List[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS + 1):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - began)
-            progress.advance(task)
-    # The first round compiles.
-    base, *_ = seconds = [spent[1:] for spent in times.values()]
-    return [
-        Speed(
-            name,
-            statistics.median(spent) * 1e3,
-            statistics.median(a / b for a, b in zip(base, spent)),
-        )
-        for name, spent in zip(times, seconds)
-    ]
-
-
-def speeds(progress: Progress) -> List[Speed]:
-    """Return the speeds of a ResNet-18: three in inference, two in training."""
-    running = {
-        "inference, float32": inference(None),
-        "inference, bfloat16": inference("bfloat16"),
-        "inference, converted to bfloat16": inference("bfloat16", convert=True),
-    }
-    steps = {
-        f"training step, {dtype or 'float32'}": training(dtype) for dtype in (None, "bfloat16")
-    }
-    return time_in_turn(running, progress) + time_in_turn(steps, progress)
-
-
-def verdict(inferred: float, trained: float, found: AbstractSet[str]) -> str:
-    """Return a sentence on bfloat16's speed, relative to float32's, in inference and training.
-
-    `found` holds the features of the CPU.
-    """
-    inferring, training = (
-        "about float32's speed" if abs(ratio - 1) < SAME else f"{ratio:.2f} times float32's speed"
-        for ratio in (inferred, trained)
-    )
-    says = f"Here bfloat16 runs this net, converted, at {inferring}, and trains it at {training}."
-    arithmetic = bool(found & {"avx512_bf16", "amx_bf16"})
-    slower, faster = min(inferred, trained) < 1 - SAME, max(inferred, trained) > 1 + SAME
-    reasons = {
-        (True, False): "bfloat16 is slower because this CPU has no bfloat16 arithmetic.",
-        (True, True): "This CPU has bfloat16 arithmetic, so that is not expected: was it busy with "
-        "something else? scripts/bench/models measures for longer.",
-        (False, False): "This CPU has no bfloat16 arithmetic: the gain comes from mxamp's "
-        "equivalents of operators, and other nets may be slower.",
-        (False, True): "This CPU has bfloat16 arithmetic.",
-    }
-    return f"{says} {reasons[slower, arithmetic]}" if slower or faster else says
+    images = mx.nd.random.normal(shape=(IMAGES, 3, SIZE, SIZE))
+    batch = images, mx.nd.zeros(IMAGES)
+    return amp.benchmark(net, batch, gluon.loss.SoftmaxCrossEntropyLoss(), budget=BUDGET)
 
 
 # ---------------------------------------------------------------------- the report
@@ -321,16 +219,16 @@ def table(title: str, *headings: str) -> Table:
     return made
 
 
-def show_speeds(found: List[Speed], console: Console) -> None:
-    """Print the table of speeds, and their verdict."""
+def show_speeds(found: amp.Benchmark, console: Console) -> None:
+    """Print the times of `amp.benchmark`, without their spread, and its summary."""
     cores = "1 core" if threads() == 1 else f"{threads()} cores"
-    title = f"ResNet-18, {IMAGES} images of 224 x 224, {cores}"
-    shown = table(title, "ms", "speed against float32")
-    for row in found:
-        shown.add_row(row.name, f"{row.milliseconds:.0f}", f"{row.ratio:.2f}")
+    title = f"amp.benchmark: ResNet-18, {IMAGES} images of {SIZE} x {SIZE}, {cores}"
+    shown = table(title, "float32 ms", f"{found.dtype} ms", "times as fast")
+    for one in found.timings:
+        times = f"{one.float32_ms:.0f}", f"{one.low_ms:.0f}", f"{one.speedup:.2f}"
+        shown.add_row(f"{one.task}, {one.mode}", *times)
     console.print(shown)
-    _, _, converted, _, trained = (row.ratio for row in found)
-    console.print(verdict(converted, trained, onednn_features()), highlight=False)
+    console.print(found.summary(), highlight=False)
     console.print("float16 is not timed: MXNet computes it on CPUs correctly, but slowly.")
 
 
@@ -379,7 +277,6 @@ def main(fast: bool, device: str, json_path: Optional[Path]) -> None:
     """Train and convert in mixed precision on handwritten digits."""
     logging.getLogger("mxamp").setLevel(logging.ERROR)
     console = Console()
-    timed = None
     if device == "cpu":
         console.print(
             f"{cpu_name()}: {', '.join(sorted(onednn_features())) or 'no avx512'}.", highlight=False
@@ -390,11 +287,9 @@ def main(fast: bool, device: str, json_path: Optional[Path]) -> None:
         data, test = digits()
         rows = trained_rows(data, test, 10 if fast else 30, Path(name), progress)
         rows += converted_rows(test, Path(name))
-        if device == "cpu" and "avx512" in onednn_features():
-            timed = speeds(progress)
     show(rows, console)
-    if timed is not None:
-        show_speeds(timed, console)
+    if device == "cpu" and "avx512" in onednn_features():
+        show_speeds(speeds(), console)
     elif device == "cpu":
         console.print(NOT_TIMED, highlight=False)
     problems = failures(rows)
