@@ -12,6 +12,7 @@ from mxnet import autograd
 from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.arrays import has_gradient
 from ..framework.operators import WRITTEN_BY_USERS, auxiliary_states, resolve, starts_backward
 from ..framework.zero_gradients import zero_gradient_inputs
 from .edit import Edit
@@ -60,9 +61,9 @@ def needs_separate_bias(inputs: Sequence[NDArray]) -> bool:
     Only a weight with a gradient array gets a gradient for sure. For a computed weight, an operator
     on the tape may stop gradients, and walking the tape takes too long.
     """
-    if len(inputs) <= _BIAS or inputs[_WEIGHT].grad is not None:
+    if len(inputs) <= _BIAS or has_gradient(inputs[_WEIGHT]):
         return False
-    return inputs[_BIAS].grad is not None or _is_recorded(inputs[_BIAS])
+    return has_gradient(inputs[_BIAS]) or _is_recorded(inputs[_BIAS])
 
 
 def _is_recorded(array: NDArray) -> bool:

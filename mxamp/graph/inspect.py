@@ -28,7 +28,7 @@ from .ir import (
     Usage,
     body_usage,
     infer_types,
-    single_node_symbol,
+    single_node_graph,
     step_shapes,
 )
 
@@ -230,4 +230,5 @@ def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, S
 def _cached_op(node: Node, input_count: int, is_np: bool) -> CachedOp:
     """Return a cached op of a node with subgraphs: a loop or fused operators."""
     symbol_class = _Symbol if is_np else Symbol
-    return CachedOp(single_node_symbol(node, [{}] * input_count, node.num_outputs, symbol_class))
+    graph = single_node_graph(node, [{}] * input_count, node.num_outputs)
+    return CachedOp(graph.to_symbol(symbol_class))

@@ -30,7 +30,7 @@ __all__ = [
     "UNSAFE_LOOPS",
     "Usage",
     "VERSION",
-    "single_node_symbol",
+    "single_node_graph",
     "argument_dtypes",
     "body_inputs",
     "body_usage",
@@ -286,25 +286,19 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
 def _infer_uncached(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     """Return the dtypes that MXNet infers for the outputs of `node`; float32 where it can't."""
     attrs = [{"__dtype__": str(DTYPE_CODES.get(dtype, 0))} for dtype in dtypes]
-    inferred = infer_types(single_node_symbol(node, attrs, node.num_outputs))
+    inferred = infer_types(single_node_graph(node, attrs, node.num_outputs).to_symbol())
     return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
 
 
-def single_node_symbol(
-    node: Node,
-    inputs: Sequence[Mapping[str, str]],
-    outputs: int = 1,
-    symbol_class: Type[Symbol] = Symbol,
-) -> Symbol:
-    """Return a symbol of one operator, with its first `outputs` outputs.
+def single_node_graph(node: Node, inputs: Sequence[Mapping[str, str]], outputs: int = 1) -> Graph:
+    """Return a graph of one operator, with its first `outputs` outputs.
 
     Its inputs are new variables with the attributes `inputs`.
     """
     count = len(inputs)
     variables = [Node("null", f"input{i}", dict(attrs)) for i, attrs in enumerate(inputs)]
     single = replace(node, name="node", inputs=[(i, 0) for i in range(count)])
-    heads = [(count, i) for i in range(outputs)]
-    return Graph([*variables, single], heads, VERSION).to_symbol(symbol_class)
+    return Graph([*variables, single], [(count, i) for i in range(outputs)], VERSION)
 
 
 def infer_types(

@@ -30,6 +30,7 @@ from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
 from ..policy.rules import long_sum_reason
 from ..scaling.loss_outputs import LOSS_OUTPUT_HANDLES, scalable_inputs
+from .eager_graphs import DenseGraphs
 
 __all__ = [
     "INVOKE_MODULES",
@@ -86,7 +87,12 @@ def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
             return _imperative_invoke(_ADD, both, (), (), out, is_np_op, output_is_list)
         if handle == _COPY_TO and dtype_code(ndargs[0]) == _BFLOAT16:
             ndargs = [_cast_for_copy(out, ndargs[0])]
-        operator = _decisions_of(policy)[handle]
+        decisions = _decisions_of(policy)
+        if handle == _DENSE and out is None:
+            output = decisions.dense_graphs.run(ndargs, keys, vals, is_np_op)
+            if output is not None:
+                return output
+        operator = decisions[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
         if decision is not None and handle in _EQUIVALENTS:
             parts = _EQUIVALENTS[handle](decision, policy, ndargs, dict(zip(keys, vals)))
@@ -259,12 +265,12 @@ def decision_for(
     return operator.decide(arrays, keys, vals) if operator is not None else None
 
 
-def _decisions_of(policy: Policy) -> "Dict[int, Optional[_OperatorDecisions]]":
+def _decisions_of(policy: Policy) -> "_PolicyDecisions":
     """Return the decisions of a policy on eager calls, by operator handle."""
-    caches = policy.caches
-    if caches.eager is None:
-        caches.eager = _PolicyDecisions(policy)
-    return caches.eager
+    made: Optional[_PolicyDecisions] = policy.caches.eager
+    if made is None:
+        made = policy.caches.eager = _PolicyDecisions(policy)
+    return made
 
 
 class _PolicyDecisions(Dict[int, Optional["_OperatorDecisions"]]):
@@ -273,6 +279,7 @@ class _PolicyDecisions(Dict[int, Optional["_OperatorDecisions"]]):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
+        self.dense_graphs = DenseGraphs(policy)
 
     def __missing__(self, handle: int) -> "Optional[_OperatorDecisions]":
         operator = by_handle().get(handle)

@@ -50,7 +50,7 @@ class Caches:
 
     def __init__(self) -> None:
         #: `patches.eager`: the casts of each operator, by its handle.
-        self.eager: Optional[Dict[int, Any]] = None
+        self.eager: Optional[Any] = None
         #: `patches.announcements`: the layers of graphs under this policy; None once they have been
         #: compared with `fp32_layers`.
         self.layers: Optional[Set[str]] = set()

@@ -12,7 +12,7 @@ from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import kernel_axes
 from ..casts.builder import is_inserted_cast
-from ..ir import Graph, Node, Output, Shape, Usage, single_node_symbol
+from ..ir import Graph, Node, Output, Shape, Usage, single_node_graph
 from . import substitutions
 from .equivalents import BLOCK, COLORS, Shapes
 
@@ -336,7 +336,7 @@ def _visible_count(node: Node) -> int:
         return 1
     key = (*node.call, len(node.inputs))
     if key not in _visible_counts:
-        symbol = single_node_symbol(node, [{}] * len(node.inputs))
+        symbol = single_node_graph(node, [{}] * len(node.inputs)).to_symbol()
         _visible_counts[key] = len(symbol.get_internals().list_outputs()) - len(node.inputs)
     return _visible_counts[key]
 
