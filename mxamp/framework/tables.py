@@ -54,12 +54,15 @@ def html_lines(*lines: str) -> str:
 
 
 def _html_cell(cell: Any, side: str) -> str:
-    """Return a cell as an HTML `<td>`; a precision in its color."""
-    # In a style of its own: notebooks align all cells to the right.
-    style, text = f"text-align:{side}", cell_text(cell)
+    """Return a cell as an HTML `<td>`; a precision on its color."""
+    text = cell_text(cell)
+    content = html.escape(text)
     if text in PRECISION_COLORS:
-        style += f";background:{PRECISION_COLORS[text]};color:#000"
-    return f'<td style="{style}">{html.escape(text)}</td>'
+        # Not the cell, which is as wide as its column.
+        style = f"background:{PRECISION_COLORS[text]};color:#000;padding:0 .3em"
+        content = f'<span style="{style}">{content}</span>'
+    # In a style of its own: notebooks align all cells to the right.
+    return f'<td style="text-align:{side}">{content}</td>'
 
 
 def _is_numeric_column(rows: Sequence[Sequence[Any]], column: int) -> bool:

@@ -24,16 +24,18 @@ class _Cells(HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag, attrs):
-        assert tag in ("p", "table", "caption", "thead", "tbody", "tr", "th", "td"), tag
+        assert tag in ("p", "table", "caption", "thead", "tbody", "tr", "th", "td", "span"), tag
         self.open.append(tag)
         if tag in ("td", "th"):
             self.cells.append(["", dict(attrs)["style"]])
+        if tag == "span":  # a precision, on its color
+            self.cells[-1][1] += f";{dict(attrs)['style']}"
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open[-1] in ("td", "th"):
+        if self.open[-1] in ("td", "th", "span"):
             self.cells[-1][0] += data
 
 
@@ -43,6 +45,7 @@ def test_text_is_left_and_numbers_are_right_and_precisions_are_colored():
     assert styles["name"] == styles[BAD] == "text-align:left"
     assert styles["n"] == styles["1"] == styles["2.5"] == "text-align:right"
     assert "background:" in styles["bfloat16"] and "color:#000" in styles["bfloat16"]
+    assert '<td style="text-align:left"><span' in html_table(("",), [("bfloat16",)])
     assert html_lines(BAD, "y") == "<p>&lt;b&gt;&amp;x</p><p>y</p>"
     assert text_table(("name", "n"), [(BAD, 1)]).splitlines() == ["name   n", f"{BAD}  1"]
 
