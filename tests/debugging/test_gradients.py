@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 
 import digits
 import mxamp as amp
-from helpers import BF16, randn
+from helpers import BF16, check_picture_for_dark_mode, randn
 from mxamp.tools.debugging.gradients import MARGIN, GradientHistogram
 from nets import NETS, made, masked, perceptron
 from training import batches, setup
@@ -338,6 +338,7 @@ def test_pictures(tmp_path):
     heights = [bar.get_height() for bar in axes.patches if hasattr(bar, "get_height")]
     assert sum(heights[: len(histogram.counts)]) == pytest.approx(1 - histogram.to_dict()["zero"])
     assert "<img" in histogram._repr_html_()
+    check_picture_for_dark_mode(histogram, tmp_path)
     assert counted(np.zeros(3, "float32")).plot() is not figure
 
 

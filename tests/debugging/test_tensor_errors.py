@@ -11,7 +11,7 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from helpers import operators_of, randn, same, values
+from helpers import check_picture_for_dark_mode, operators_of, randn, same, values
 from models import model
 from mxamp.tools.debugging import isolated, results
 from nets import (
@@ -405,11 +405,12 @@ def test_pictures(tmp_path):
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert any("jumps first" in label for label in labels)
     assert "<img" in result._repr_html_()
+    check_picture_for_dark_mode(result, tmp_path)
     with pytest.raises(amp.ArgumentError, match="must be a file of one of"):
         result.plot(tmp_path / "errors.what")
     with pytest.raises(amp.ArgumentError, match="no folder"):
         result.plot(tmp_path / "none" / "errors.png")
-    assert results.new_figure(4.0) is not figure
+    assert results.new_figure(4.0)[0] is not figure
 
 
 def test_masks_of_dropout_keep_the_mean():

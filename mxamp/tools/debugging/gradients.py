@@ -33,7 +33,7 @@ from .isolated import (
     trained_arrays,
 )
 from .observing import Call, Run
-from .results import Drawn, Table, new_figure
+from .results import BLUE, INK, RED, Drawn, Table, add_legend, new_figure
 
 __all__ = ["MARGIN", "GradientHistogram", "gradient_histogram"]
 
@@ -237,26 +237,25 @@ class GradientHistogram(Drawn):
 
     def _figure(self) -> Any:
         """Return a figure: bars of the shares by exponent over float16's range."""
-        figure, shares = new_figure(height=4.6), self.to_dict()
-        axes = figure.subplots()
-        bars = {"color": "#1b6ca8", "edgecolor": "black", "zorder": 2}
+        (figure, axes), shares = new_figure(height=4.6), self.to_dict()
+        bars = {"color": BLUE, "edgecolor": INK, "zorder": 2}
         axes.bar(self.exponents, shares["share"], width=1.0, align="edge", **bars)
         normal, least, top = (e - math.log2(self.scale) for e in (_NORMAL, _VANISHES, _TOP + 1))
-        axes.axvspan(normal, top, color="#cfe8cf", label="float16, all bits")
-        subnormal = {"facecolor": "#eef5e0", "hatch": "///"}
+        axes.axvspan(normal, top, color="#2da44e40", label="float16, all bits")
+        subnormal = {"facecolor": "#2da44e20", "edgecolor": INK, "linewidth": 0, "hatch": "///"}
         axes.axvspan(least, normal, label="float16, fewer bits (subnormal)", **subnormal)
-        axes.axvline(least, color="black", linestyle=":", label="zero below")
+        axes.axvline(least, color=INK, linestyle=":", label="zero below")
         if self._nonzero:
             power = math.log2(shares["recommended_scale"])
             label = f"zero below, at the recommended scale, $2^{{{power:.0f}}}$"
-            axes.axvline(_VANISHES - power, color="#b03030", linestyle="--", label=label)
+            axes.axvline(_VANISHES - power, color=RED, linestyle="--", label=label)
         axes.set_xlim(min((*self.exponents, least)) - 2, max((*self.exponents, top)) + 2)
         axes.set_xlabel("exponent of the gradient: floor of log2(|gradient|), without loss scale")
         axes.set_ylabel("share of all gradients")
         axes.set_title(
             f"Gradients and float16 at loss scale {self.scale:g}; {shares['zero']:.1%} are zero"
         )
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+        add_legend(figure)
         return figure
 
     def _counts_by_exponent(self) -> Dict[int, int]:

@@ -10,9 +10,12 @@ from ...errors import ArgumentError, InstallError
 from ...framework.files import check_file_path, write_file
 from ...framework.tables import html_lines, html_table, text_table
 
-__all__ = ["Drawn", "Result", "Table", "new_figure"]
+__all__ = ["BLUE", "INK", "ORANGE", "RED", "Drawn", "Result", "Table", "add_legend", "new_figure"]
 
 NO_MATPLOTLIB = 'pictures need matplotlib: pip install "matplotlib>=3.7,<4", or mxamp[plots]'
+
+#: Colors of figures, which are transparent: readable on white and on black.
+INK, BLUE, ORANGE, RED = "#768390", "#2f81f7", "#e8a838", "#e5534b"
 
 #: A caption (which may be empty), headings, and rows.
 Table = Tuple[str, Sequence[str], Sequence[Sequence[Any]]]
@@ -84,13 +87,27 @@ class Drawn(Result):
         return f'<img src="data:image/png;base64,{image}">{super()._repr_html_()}'
 
 
-def new_figure(height: float) -> Any:
-    """Return an empty matplotlib figure, made without pyplot."""
+def new_figure(height: float) -> Tuple[Any, Any]:
+    """Return a transparent matplotlib figure and its empty axes, made without pyplot."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise InstallError(NO_MATPLOTLIB) from None
-    return Figure(figsize=(8.0, height), layout="constrained")
+    figure = Figure(figsize=(8.0, height), layout="constrained", facecolor="none")
+    axes = figure.subplots()
+    axes.set_facecolor("none")
+    axes.tick_params(which="both", colors=INK)
+    for spine in axes.spines.values():
+        spine.set_color(INK)
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        text.set_color(INK)
+    return figure, axes
+
+
+def add_legend(figure: Any) -> None:
+    """Add the legend below the axes of a figure."""
+    outside = {"loc": "outside lower center", "ncols": 2, "fontsize": "small"}
+    figure.legend(**outside, labelcolor=INK, facecolor="none", edgecolor=INK)
 
 
 def _image_bytes(figure: Any, file_format: str, dpi: int) -> bytes:

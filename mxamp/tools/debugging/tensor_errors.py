@@ -50,7 +50,7 @@ from .isolated import (
     loss_of,
     trained_arrays,
 )
-from .results import Drawn, Table, new_figure
+from .results import BLUE, INK, ORANGE, RED, Drawn, Table, add_legend, new_figure
 
 __all__ = ["Comparison", "TensorError", "compare"]
 
@@ -141,10 +141,9 @@ class Comparison(Drawn):
 
         Layers without an error to draw lie at the lower edge.
         """
-        figure, errors = new_figure(height=5.0), self.outputs
-        axes = figure.subplots()
+        (figure, axes), errors = new_figure(height=5.0), self.outputs
         least = min((e.relative for e in errors if e.relative), default=1e-8) / 2
-        for halves, color, marker in ((True, "#1b6ca8", "o"), (False, "#e8a838", "s")):
+        for halves, color, marker in ((True, BLUE, "o"), (False, ORANGE, "s")):
             drawn = [i for i, e in enumerate(errors) if (e.precision in HALVES) == halves]
             label = f"computed in {self.dtype if halves else 'float32'}"
             heights = [max(errors[i].relative, least) for i in drawn]
@@ -154,17 +153,17 @@ class Comparison(Drawn):
         if lost:
             places, at_top = [0.97] * len(lost), axes.get_xaxis_transform()
             label = "elements not finite in mixed precision"
-            axes.scatter(lost, places, color="black", marker="x", transform=at_top, label=label)
+            axes.scatter(lost, places, color=INK, marker="x", transform=at_top, label=label)
         if self.first_jump is not None:
             label = f"the error jumps first: {self.first_jump.name}"
             place = errors.index(self.first_jump)
-            axes.axvline(place, color="#b03030", linestyle="--", label=label, zorder=0)
+            axes.axvline(place, color=RED, linestyle="--", label=label, zorder=0)
         axes.set_xlabel("layer, in the order of execution")
         if len(errors) <= _NAMED:
             axes.set_xticks(range(len(errors)), [e.name for e in errors], rotation=60, ha="right")
         axes.set_ylabel("relative error of the output (L2)")
         axes.set_title(f"{self.dtype} against float32")
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+        add_legend(figure)
         return figure
 
 
