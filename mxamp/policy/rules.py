@@ -46,7 +46,7 @@ LIMITED = frozenset({"long_sums"})
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "batch_dot", "global_pool", "pool_in_parts", "image_convolution", "split",
-    "merged_groups", "rnn", "rnn_layers", "rnn_params",
+    "merged_groups", "rnn", "rnn_layers", "rnn_params", "masked_softmax",
     "padded_channels", "dense_convolution", "attention",
     "sgd",
 )  # fmt: skip

@@ -96,7 +96,15 @@ def test_values_and_gradients_agree(name):
 
 
 def test_every_substitution_has_its_case_and_its_measurement():
-    elsewhere = {"batch_dot", "broadcast", "pool_in_parts", "rnn", "rnn_layers", "rnn_params"}
+    elsewhere = {
+        "batch_dot",
+        "broadcast",
+        "pool_in_parts",
+        "rnn",
+        "rnn_layers",
+        "rnn_params",
+        "masked_softmax",
+    }
     here = {*CASES, "split", "image_convolution", "merged_groups", "global_pool"}
     assert here | elsewhere == set(ALL)
     assert set(SUBSTITUTIONS) == set(amp.Policy.default("bfloat16").substitutions)

@@ -65,7 +65,7 @@ def test_a_repeated_init_does_nothing(caplog):
         ({}, {"fp32_ops": ["softmax"]}, "and [0-9,]+ others"),
         (
             {"target_dtype": "bfloat16"}, {"policy": BFLOAT16.override(substitutions=["relu"])},
-            "substitutions: attention, batch_dot, broadcast and 17 others instead of relu",
+            "substitutions: attention, batch_dot, broadcast and 19 others instead of relu",
         ),
         (
             {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},

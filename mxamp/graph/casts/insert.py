@@ -95,6 +95,9 @@ def _count_casts(graph: Graph) -> int:
 #: attributes of this form.
 PRECISION = "__mxamp_precision__"
 
+#: The dtypes of inputs that count elements.
+_LENGTHS = frozenset({"int32", "int64"})
+
 # The attribute of variables declared with a storage type, and its value for dense storage.
 _STORAGE, _DENSE = "__storage_type__", "0"
 
@@ -415,9 +418,13 @@ def _input_of_inserted_cast(node: Node, source: _Value, target: str) -> Optional
 
 
 def _fits_dtypes(name: str, values: Sequence[_Value]) -> bool:
-    """Return whether substitution `name` can replace an operator of these inputs."""
+    """Return whether substitution `name` can replace an operator of these inputs.
+
+    The inputs behind the first may be lengths.
+    """
     dtypes = {"float32"} if substitutions.ALL[name].constants else CASTABLE
-    return {value.plain for value in values} <= dtypes
+    data, *others = (value.plain for value in values)
+    return data in dtypes and set(others) <= dtypes | _LENGTHS
 
 
 def _are_castable(values: Sequence[_Value]) -> bool:

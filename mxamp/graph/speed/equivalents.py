@@ -20,7 +20,9 @@ __all__ = [
     "Shapes",
     "has_elements",
     "layer_norm",
+    "masked_softmax",
     "match_layer_norm",
+    "match_masked_softmax",
     "match_relu6",
     "match_split",
     "relu6",
@@ -157,6 +159,44 @@ def layer_norm(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     shift = add("dot", "shift", one, add("Reshape", "betas", beta, shape="(1, -1)"))
     made = add("elemwise_add", "sum", add("elemwise_mul", "scaled", centered, scale), shift)
     add("reshape_like", "", made, x)
+    return parts.made
+
+
+def match_masked_softmax(call: Call) -> Optional[Detail]:
+    """Return () for a softmax of rows with lengths, along the last axis in inference; else None."""
+    attrs = call.attrs
+    plain = attrs.get("axis", "-1") == "-1" and not {"temperature", "dtype"} & set(attrs)
+    masked = is_true(attrs.get("use_length", "False"))
+    return () if masked and plain and not call.training and has_elements(call) else None
+
+
+def masked_softmax(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
+    """Return the parts of a softmax with lengths by oneDNN's softmax, which takes no lengths.
+
+    Elements past the length are replaced, not added to: they may be NaN. The second mask makes
+    zeros of rows of length 0.
+    """
+    x, length = 0, 1
+    parts = Parts(inputs=2)
+    add = parts.add
+    places = add("_contrib_arange_like", "places", x, axis="-1")
+    zero = add("slice_axis", "zero", places, axis="0", begin="0", end="1")
+    lengths = add(
+        "Concat",
+        "lengths",
+        zero,
+        add("_plus_scalar", "ends", places, scalar="1"),
+        dim="0",
+        num_args="2",
+    )
+    row = add("Reshape", "row", places, shape="(1, -1)")
+    column = add("Reshape", "column", lengths, shape="(-1, 1)")
+    # One mask for each length; copying rows of it is faster than comparing every element.
+    masks = add("broadcast_lesser", "masks", row, column)
+    mask = add("take", "mask", masks, length, mode="clip")
+    least = add("_plus_scalar", "least", add("zeros_like", "zeros", x), scalar="-3e38")
+    shares = add("softmax", "shares", add("where", "apart", mask, x, least))
+    add("elemwise_mul", "", shares, mask)
     return parts.made
 
 

@@ -202,6 +202,13 @@ _SUBSTITUTIONS = (
         lowered="FullyConnected",
     ),
     Substitution(
+        name="masked_softmax",
+        operators=frozenset({"softmax"}),
+        match=equivalents.match_masked_softmax,
+        build=equivalents.masked_softmax,
+        float32=ALWAYS,
+    ),
+    Substitution(
         name="split",
         operators=SPLITS,
         match=equivalents.match_split,

@@ -1,0 +1,79 @@
+"""Softmax of rows with lengths: oneDNN's softmax between masks gives MXNet's values."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from helpers import randn, values
+
+FLOAT32 = amp.Policy.default("bfloat16").in_float32()
+
+
+class Softmax(nn.HybridBlock):
+    def __init__(self, **attrs):
+        super().__init__()
+        self.attrs = {"use_length": True, **attrs}
+
+    def hybrid_forward(self, F, x, lengths):
+        return F.softmax(x, lengths, **self.attrs)
+
+
+def softmax(x, lengths, policy=FLOAT32, **attrs):
+    """Return the output of a hybridized softmax, and the operators that ran."""
+    block = Softmax(**attrs)
+    block.hybridize()
+    if policy is None:
+        with amp.autocast(enabled=False):
+            return values(block(x, lengths)), ["softmax"]
+    with amp.autocast(policy=policy):
+        out = values(block(x, lengths))
+    return out, [node.operator for node in amp.explain(block).nodes]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("shape", [(3, 4, 7), (5, 1), (2, 3, 2, 16)], ids=str)
+def test_values_equal_mxnets_softmax(shape, dtype):
+    x = randn(*shape, scale=5)
+    counts = np.arange(np.prod(shape[:-1])).reshape(shape[:-1]) % (shape[-1] + 1)
+    lengths = mx.nd.array(counts, dtype=dtype)
+    plain, _ = softmax(x, lengths, policy=None)
+    other, operators = softmax(x, lengths)
+    assert "where" in operators
+    np.testing.assert_allclose(other, plain, atol=3e-7)
+    past = np.arange(shape[-1]) >= counts[..., None]
+    assert (other[past] == 0).all()
+
+
+def test_what_stands_past_a_length_is_not_read():
+    x = randn(2, 3, 8)
+    lengths = mx.nd.array([[0, 3, 5], [8, 1, 2]], dtype="int32")
+    clean, _ = softmax(x, lengths)
+    for poison in (np.nan, np.inf, -np.inf):
+        x[0, 1, 3:], x[1, 2, 5] = poison, poison
+        np.testing.assert_array_equal(softmax(x, lengths)[0], clean)
+    x[0, 1, 0] = np.nan
+    assert np.isnan(softmax(x, lengths)[0][0, 1]).any()
+
+
+@pytest.mark.parametrize(
+    "attrs", [{"axis": 1}, {"temperature": 2.0}, {"dtype": "float64"}], ids=str
+)
+def test_other_softmaxes_stay(attrs):
+    x, lengths = randn(2, 3, 3), mx.nd.array([[1, 2, 3]] * 2, dtype="int32")
+    out, operators = softmax(x, lengths, **attrs)
+    assert "where" not in operators
+    np.testing.assert_array_equal(out, softmax(x, lengths, policy=None, **attrs)[0])
+
+
+def test_training_keeps_mxnets_operator():
+    x, lengths = randn(2, 3, 4), mx.nd.array([[1, 2, 3]] * 2, dtype="int32")
+    x.attach_grad()
+    block = Softmax()
+    block.hybridize()
+    with amp.autocast(policy=FLOAT32), autograd.record():
+        block(x, lengths)[:, :, 0].backward()
+    assert [node.operator for node in amp.explain(block).nodes] == ["softmax"]
+    assert np.abs(values(x.grad)).max() > 0
