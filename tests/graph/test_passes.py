@@ -64,11 +64,11 @@ def norm(x, p, name="n"):
 
 
 def lstm(x, p):
-    lengths = {"read": 4 * 256 * 16, "recur": 4 * 256 * 256, "read_bias": 1024, "bias": 1024}
+    lengths = {"read": 4 * 384 * 16, "recur": 4 * 384 * 384, "read_bias": 1536, "bias": 1536}
     vectors = [p(name, shape=(length,)) for name, length in lengths.items()]
     joined = S._internal._rnn_param_concat(*vectors, dim=0, num_args=4)
     return S.RNN(
-        x, joined, p("state"), p("cell"), state_size=256, num_layers=1, mode="lstm",
+        x, joined, p("state"), p("cell"), state_size=384, num_layers=1, mode="lstm",
         state_outputs=False, name="rnn",
     )  # fmt: skip
 

@@ -171,7 +171,7 @@ def test_layers_that_begin_with_zeros(kind):
 @with_avx512
 def test_parameters_are_read_where_they_are():
     """No vector is joined for an unrolled layer, unless something else reads it."""
-    net = Inside(rnn.LSTM(256, 2, input_size=8))
+    net = Inside(rnn.LSTM(384, 2, input_size=8))
     net.initialize()
     symbol = net(mx.sym.var("data"))
     nodes = Graph.from_symbol(symbol).nodes
@@ -331,11 +331,14 @@ def test_where_each_layer_runs_alone():
 
 @with_avx512
 def test_large_layers_run_alone_where_they_are_not_unrolled():
-    symbol, shapes = stacked("lstm", 2, 1, 16, 256)
+    symbol, shapes = stacked("lstm", 2, 1, 16, 384)
     shapes["data"], policy = (2, ROWS, 16), amp.Policy.default("bfloat16")
     assert count_rnns(symbol, shapes, policy, "inference") == 0
     assert count_rnns(symbol, shapes, policy.in_float32(), "inference") == 2
     assert count_rnns(symbol, shapes, policy.override(fp32_layers=["rnn"]), "inference") == 2
+    symbol, shapes = stacked("lstm", 2, 1, 16, 360)
+    shapes["data"] = (2, ROWS, 16)
+    assert count_rnns(symbol, shapes, policy, "inference") == 2
 
 
 def test_parameters_of_odd_lengths_and_others_are_joined_as_ever():
