@@ -28,7 +28,8 @@ Match = Tuple[str, Detail]  #: the name of a substitution, and the detail that i
 
 
 #: The reasons for which all parts of an equivalent compute in float32: always, or in training.
-ALWAYS, IN_TRAINING = "float32 sums", "its gradient is faster in float32"
+SUMS, NO_KERNEL = "float32 sums", "MXNet has no bfloat16 kernel for recurrent layers"
+IN_TRAINING = "its gradient is faster in float32"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Substitution:
     operators: FrozenSet[str]
     match: Callable[[Call], Optional[Detail]]
     build: Callable[[Attributes, Detail], Sequence[Part]]
-    #: When all parts compute in float32: `ALWAYS`, `IN_TRAINING`, or None.
+    #: Why all parts compute in float32: `SUMS`, `NO_KERNEL`, or `IN_TRAINING`, only then; or None.
     float32: Optional[str] = None
     #: The inputs whose shapes `match` reads, by operator; None for all inputs.
     by_shape: Mapping[str, Optional[Tuple[int, ...]]] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Substitution:
 
     def why_float32(self, training: bool) -> Optional[str]:
         """Return the reason for which all parts compute in float32; None without one."""
-        return self.float32 if training or self.float32 == ALWAYS else None
+        return None if self.float32 == IN_TRAINING and not training else self.float32
 
 
 def _activation(act_type: str, operator: str, numpy: str) -> Substitution:
@@ -94,7 +95,7 @@ def _reduction(name: str, build: Callable[..., Sequence[Part]], *operators: str)
         operators=frozenset(operators),
         match=reductions.match_sum,
         build=build,
-        float32=ALWAYS,
+        float32=SUMS,
         by_shape=dict.fromkeys(operators, (0,)),
     )
 
@@ -110,7 +111,7 @@ _SUBSTITUTIONS = (
         operators=frozenset(reductions.OPERATORS),
         match=reductions.match_broadcast,
         build=reductions.broadcast,
-        float32=ALWAYS,
+        float32=SUMS,
         by_shape=dict.fromkeys(reductions.OPERATORS, (0, 1)),
         constants=True,
     ),
@@ -128,7 +129,7 @@ _SUBSTITUTIONS = (
         operators=frozenset({"LayerNorm"}),
         match=equivalents.match_layer_norm,
         build=equivalents.layer_norm,
-        float32=ALWAYS,
+        float32=SUMS,
     ),
     _reduction("mean", reductions.mean, "mean", "_npi_mean"),
     _reduction("sum", reductions.total, "sum", "_np_sum"),
@@ -181,7 +182,7 @@ _SUBSTITUTIONS = (
         operators=frozenset({"RNN"}),
         match=recurrent.match_layers,
         build=recurrent.layers,
-        float32=ALWAYS,
+        float32=NO_KERNEL,
         by_shape={"RNN": (0,)},
         opens={1: "_rnn_param_concat"},
     ),
@@ -190,7 +191,7 @@ _SUBSTITUTIONS = (
         operators=frozenset({"_rnn_param_concat"}),
         match=recurrent.match_parameters,
         build=recurrent.joined_parameters,
-        float32=ALWAYS,
+        float32=NO_KERNEL,
         by_shape={"_rnn_param_concat": None},
     ),
     Substitution(
@@ -206,7 +207,7 @@ _SUBSTITUTIONS = (
         operators=frozenset({"softmax"}),
         match=equivalents.match_masked_softmax,
         build=equivalents.masked_softmax,
-        float32=ALWAYS,
+        float32=SUMS,
     ),
     Substitution(
         name="split",
