@@ -144,7 +144,7 @@ SUBSTITUTED = {
     "merged_groups": Pattern(
         lambda x, p: conv(x, p, pad=(1, 1), num_group=4), IMAGES, spreads=True
     ),
-    "rnn": Pattern(lstm, (3, 2, 16), modes=("inference",), keeps_shape=False, **LOW),
+    "rnn": Pattern(lstm, (3, 16, 16), modes=("inference",), keeps_shape=False, **LOW),
     "rnn_layers": Pattern(two_layers, (3, 2, 16), keeps_shape=False),
     "rnn_params": Pattern(
         lambda x, p: S._internal._rnn_param_concat(

@@ -17,8 +17,8 @@ from mxamp.graph.speed.shape_rules import Choices
 MODES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 STEPS, ROWS, WIDTH, SIZE = 5, 3, 4, 6
 #: The smallest state of an LSTM that is large, and the data of two steps.
-LARGE = {"state_size": 256, "num_layers": 1}
-DATA = (2, 3, 8)
+LARGE = {"state_size": 363, "num_layers": 1}
+DATA = (2, 16, 8)
 
 
 def symbol_of(mode, name="rnn", **attrs):
@@ -74,7 +74,8 @@ def operators(symbol, policy=None, shape=DATA, mode="inference", **shapes):
 def test_where_it_is_done():
     assert "RNN" not in operators(symbol_of("lstm", **LARGE))
     assert "RNN" not in operators(symbol_of("gru", **{**LARGE, "state_size": 419}))
-    assert "RNN" not in operators(symbol_of("rnn_tanh", **{**LARGE, "state_size": 512}))
+    vanilla = symbol_of("rnn_tanh", **{**LARGE, "state_size": 512})
+    assert "RNN" not in operators(vanilla, shape=(2, 32, 8))
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,12 @@ def test_where_it_is_done():
     [
         ({}, {"mode": "training"}),
         ({}, {"mode": "converted"}),
-        ({"state_size": 255}, {}),
-        ({"state_size": 255}, {"shape": (2, 4096, 8)}),
-        ({}, {"shape": (257, 3, 8)}),
-        ({"num_layers": 2, "bidirectional": True}, {"shape": (65, 3, 8)}),
+        ({"state_size": 362}, {}),
+        ({"state_size": 362}, {"shape": (2, 4096, 8)}),
+        ({}, {"shape": (2, 15, 8)}),
+        ({"state_size": 1024}, {"shape": (2, 1, 8)}),
+        ({}, {"shape": (257, 16, 8)}),
+        ({"num_layers": 2, "bidirectional": True}, {"shape": (65, 16, 8)}),
         ({"lstm_state_clip_min": -1.0, "lstm_state_clip_max": 1.0}, {}),
         ({"projection_size": 16}, {}),
     ],
@@ -151,7 +154,7 @@ def test_layers_that_begin_with_zeros(kind):
     for k, parameter in enumerate(net.collect_params(".*bias").values()):
         parameter.set_data(randn(*parameter.shape, seed=k))
     net.hybridize()
-    for rows, steps in ((3, 2), (4, 2), (3, 3)):
+    for rows, steps in ((32, 2), (36, 2), (32, 3)):
         x = randn(rows, steps, 8)
         with amp.autocast("bfloat16"):
             found = values(net(x))
@@ -160,7 +163,7 @@ def test_layers_that_begin_with_zeros(kind):
         assert 0 < np.linalg.norm(found - plain) < 1e-2 * np.linalg.norm(plain)
     symbol = net(mx.sym.var("data"))
     with amp.autocast("bfloat16"):
-        executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=(3, 2, 8))
+        executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=(32, 2, 8))
         for name, parameter in net.collect_params().items():
             executor.arg_dict[name][:] = parameter.data()
         found = values(executor.forward(data=x[:, :2])[0])
@@ -256,7 +259,7 @@ def test_gradients_of_parameters_joined_as_matrices(name, kind, bidirectional, g
 # ---------------------------------------------------------------------- a layer at a time
 
 
-def stacked(mode, layers, directions, width, size, **attrs):
+def stacked(mode, layers, directions, width, size, batch=ROWS, **attrs):
     """Return a symbol of an RNN with matrices as Gluon has them, and the shapes of its inputs."""
     rows, widths = MODES[mode] * size, [width] + [size * directions] * (layers - 1)
     shapes = [(rows, one) for below in widths for _ in range(directions) for one in (below, size)]
@@ -269,7 +272,7 @@ def stacked(mode, layers, directions, width, size, **attrs):
         mx.sym.var("data"), joined, *map(mx.sym.var, states), mode=mode, num_layers=layers,
         state_size=size, bidirectional=directions == 2, name="rnn", **attrs,
     )  # fmt: skip
-    begin = (layers * directions, ROWS, size)
+    begin = (layers * directions, batch, size)
     return symbol, {**dict(zip(names, shapes)), **dict.fromkeys(states, begin)}
 
 
@@ -331,14 +334,15 @@ def test_where_each_layer_runs_alone():
 
 @with_avx512
 def test_large_layers_run_alone_where_they_are_not_unrolled():
-    symbol, shapes = stacked("lstm", 2, 1, 16, 384)
-    shapes["data"], policy = (2, ROWS, 16), amp.Policy.default("bfloat16")
+    symbol, shapes = stacked("lstm", 2, 1, 16, 384, batch=16)
+    shapes["data"], policy = (2, 16, 16), amp.Policy.default("bfloat16")
     assert count_rnns(symbol, shapes, policy, "inference") == 0
     assert count_rnns(symbol, shapes, policy.in_float32(), "inference") == 2
     assert count_rnns(symbol, shapes, policy.override(fp32_layers=["rnn"]), "inference") == 2
-    symbol, shapes = stacked("lstm", 2, 1, 16, 360)
-    shapes["data"] = (2, ROWS, 16)
-    assert count_rnns(symbol, shapes, policy, "inference") == 2
+    for size, batch in ((360, 16), (384, 8)):
+        symbol, shapes = stacked("lstm", 2, 1, 16, size, batch=batch)
+        shapes["data"] = (2, batch, 16)
+        assert count_rnns(symbol, shapes, policy, "inference") == 2
 
 
 def test_parameters_of_odd_lengths_and_others_are_joined_as_ever():

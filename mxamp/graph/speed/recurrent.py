@@ -27,10 +27,10 @@ __all__ = [
 #: GRU reset, update and new.
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 # The least elements of the recurrent weight, reached by an LSTM of 363 units and a GRU of 419. With
-# fewer, an `RNN` per layer in float32 is faster (measured with avx512_bf16, 8 and 32 rows).
+# fewer, or with fewer multiplications in a step, an `RNN` per layer in float32 is faster (measured
+# with avx512_bf16, 1 to 64 rows).
 _LARGE_WEIGHT = {"rnn_relu": 2**18, "rnn_tanh": 2**18, "lstm": 2**19, "gru": 2**19}
-# The same for a single vector of parameters, which can't be divided among layers.
-_LARGE_IN_VECTOR = {**_LARGE_WEIGHT, "lstm": 2**18}
+_LARGE_STEP = 2**23
 # The most steps in all layers: with 15 operators per step, a larger graph takes seconds to build.
 _MOST_STEPS = 256
 _DATA, _PARAMETERS = range(2)
@@ -50,11 +50,12 @@ def match_rnn(call: Call) -> Optional[Detail]:
         return None
     layers = int(attrs["num_layers"]) * _directions(attrs)
     weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
-    in_vector = len(call.shapes) == 1
-    least = (_LARGE_IN_VECTOR if in_vector else _LARGE_WEIGHT)[attrs["mode"]]
-    if weight < least or shape[0] * layers > _MOST_STEPS:
+    steps, rows, _ = shape
+    if weight < _LARGE_WEIGHT[attrs["mode"]] or weight * rows < _LARGE_STEP:
         return None
-    if in_vector:
+    if steps * layers > _MOST_STEPS:
+        return None
+    if len(call.shapes) == 1:
         return (*shape, 1, 0)
     shaped = _are_shaped(call)
     return None if shaped is None else (*shape, len(_shapes(attrs, shape[-1])), shaped)
