@@ -21,35 +21,109 @@ _LISTED = 9
 
 
 class AmpError(Exception):
-    """Base class of every error that mxamp raises on purpose."""
+    """Base class of every error that mxamp raises on purpose.
+
+    >>> import mxamp as amp
+    >>> try:
+    ...     amp.Policy.default("float64")
+    ... except amp.AmpError as error:
+    ...     print(type(error).__name__)
+    ArgumentError
+    """
 
 
 class ArgumentError(AmpError, ValueError):
-    """An argument, an operator list or a file is invalid."""
+    """An argument, an operator list or a file is invalid.
+
+    The message has the argument that was given, and what is allowed. It is a `ValueError` too.
+
+    >>> import mxamp as amp
+    >>> try:
+    ...     amp.LossScaler(growth_factor=1)
+    ... except amp.ArgumentError as error:
+    ...     print(error)
+    growth_factor must be more than 1, not 1
+    """
 
 
 class UnknownNameError(ArgumentError, LookupError):
-    """An operator, a layer or an input that does not exist; the message has the closest names."""
+    """An operator, a layer or an input that does not exist; the message has the closest names.
+
+    >>> import mxamp as amp
+    >>> try:
+    ...     amp.Policy.default().override(fp32=["Convolutoin"])
+    ... except amp.UnknownNameError as error:
+    ...     print(error)
+    unknown operator 'Convolutoin'; the closest are 'Convolution', 'Convolution_v1', 'Deconvolution'
+    """
 
 
 class StateError(AmpError, RuntimeError):
-    """A call out of order: before the call that it needs, or twice."""
+    """A call out of order: before the call that it needs, or twice.
+
+    Correct the order of the calls: the message names the call that is missing or one too many.
+
+    >>> import mxamp as amp
+    >>> amp.init("bfloat16")
+    >>> try:
+    ...     amp.init("bfloat16", tuned=False)
+    ... except amp.StateError:
+    ...     amp.shutdown()  # needed before `init` with other arguments
+    """
 
 
 class CheckError(StateError):
-    """A converted or exported model has wrong outputs; `errors` holds the error of each."""
+    """A converted or exported model has wrong outputs; `errors` holds the error of each.
+
+    Catch it to see the errors. To cure it, keep more layers in float32::
+
+        inputs = {"data": data}
+        try:
+            amp.convert_files("resnet", "resnet-fp16", check_inputs=inputs)
+        except amp.CheckError as error:
+            print([(output.name, output.relative, output.lost) for output in error.errors])
+            layers = ["dense1_fwd"]
+            amp.convert_files(
+                "resnet", "resnet-fp16", check_inputs=inputs, excluded_sym_names=layers
+            )
+
+    Parameters
+    ----------
+    message : str
+        The text of the error.
+    errors : sequence of OutputError
+        The error of each output.
+    """
 
     def __init__(self, message: str, errors: Sequence[Any]) -> None:
         super().__init__(message)
-        self.errors = tuple(errors)  #: an `OutputError` for each output
+        self.errors = tuple(errors)
 
 
 class WriteError(AmpError, OSError):
-    """A file can't be written; an existing file is unchanged."""
+    """A file can't be written; an existing file is unchanged.
+
+    The disk is full or read-only, for example. It is an `OSError` too. Write to another place::
+
+        policy = amp.Policy.default("bfloat16")
+        try:
+            policy.save("/proc/policy.toml")
+        except amp.WriteError:
+            policy.save("policy.toml")
+    """
 
 
 class InstallError(AmpError, ImportError):
-    """MXNet, or a package that a tool needs, can't be imported as it is installed."""
+    """MXNet, or a package that a tool needs, can't be imported as it is installed.
+
+    The message says what to install. It is an `ImportError` too::
+
+        model = mx.model.load_checkpoint("resnet", 0)
+        try:
+            amp.export_onnx(model, "resnet.onnx", {"data": data})
+        except amp.InstallError as error:
+            print(error)
+    """
 
 
 def unknown(
