@@ -68,8 +68,22 @@ SAME_FILES = (
 class ConvertedFiles(NamedTuple):
     """The files that `convert_files` wrote, and the errors of the outputs if it checked them.
 
-    `renamed` is the prefix that the parameters' names were given, as the files replace another
-    symbol; "" if they keep their names.
+    ::
+
+        files = amp.convert_files("resnet", "resnet-fp16", cast_optional_params=True)
+        print(files.params, files.bytes_before, files.bytes_after)
+
+    Parameters
+    ----------
+    symbol, params : Path
+        The files written.
+    bytes_before, bytes_after : int
+        The sizes of both files together, of the model and of the converted model.
+    errors : tuple of OutputError
+        The errors of the outputs; empty without `check_inputs`.
+    renamed : str
+        The prefix that the parameters' names were given, as the files replace another symbol; ""
+        if they keep their names.
     """
 
     symbol: Path
@@ -117,6 +131,10 @@ def convert_files(
         The part of the files' names before `-symbol.json` and `-0000.params`.
     epoch : int, default 0
         The number in the name of the parameter file, of both models.
+    target_dtype : str or dtype, default "float16"
+        "float16", "bfloat16", or "float32" for a model without half precision.
+    policy : Policy, optional
+        A policy in place of `target_dtype` and the operator lists.
     check_inputs : dict of str to array, optional
         Run both models on these inputs before anything is written, and return the errors
         (`compare_models`; `random_inputs` makes inputs).

@@ -87,6 +87,8 @@ def convert_symbol(
 
     Parameters
     ----------
+    sym : Symbol
+        The symbol to convert. It is not changed.
     target_dtype : str or dtype, default "float16"
         "float16", "bfloat16", or "float32" for a model without half precision. Casts in the
         symbol, inserted or written by hand, are removed first: see
@@ -162,13 +164,25 @@ def convert_model(
         sym, args, auxs = amp.convert_model(*model, target_dtype="bfloat16")
         mx.model.save_checkpoint("resnet-bf16", 0, sym, args, auxs)
 
-    The arguments are those of `convert_symbol`. The parameters come back in new dictionaries. With
-    `cast_optional_params`, parameters that are only read in the target dtype are cast to it.
+    The parameters come back in new dictionaries.
 
-    `fuse=True` is for inference on CPUs, in bfloat16 or float32. It folds BatchNorms, in float32,
-    into the products before them. It replaces each product, with the activations and sums that
-    follow, by a fused operator of oneDNN. A fused model runs on MXNet's CPU builds only, and can't
-    be trained; parameters are cast as with `cast_optional_params`.
+    Parameters
+    ----------
+    sym, arg_params, aux_params : Symbol, dict, dict
+        The model to convert. It is not changed.
+    target_dtype : str or dtype, default "float16"
+        "float16", "bfloat16", or "float32" for a model without half precision.
+    policy : Policy, optional
+        A policy in place of `target_dtype` and the operator lists.
+    cast_optional_params : bool, default False
+        Cast the parameters that are only read in the target dtype to it.
+    fuse : bool, default False
+        Fuse operators, for inference on CPUs in bfloat16 or float32. BatchNorms are folded, in
+        float32, into the products before them. Each product, with the activations and sums that
+        follow, becomes a fused operator of oneDNN. A fused model runs on MXNet's CPU builds only,
+        and can't be trained; parameters are cast as with `cast_optional_params`.
+
+    The other parameters are those of `convert_symbol`.
     """
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
     policy = conversion_policy(target_dtype, lists, policy)
@@ -219,13 +233,13 @@ def convert_hybrid_block(
     ::
 
         net.hybridize()
-        net(example)
+        net(data)
         fast = amp.convert_hybrid_block(net, "bfloat16")
         fast(data)
 
     A block that was not hybridized and run needs an example::
 
-        fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=example)
+        fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data)
 
     Nested inputs and outputs and the states of recurrent layers keep their form. The new block
     holds copies of the parameters that its graph reads, under the same names, and can be trained.
@@ -237,6 +251,12 @@ def convert_hybrid_block(
 
     Parameters
     ----------
+    block : HybridBlock
+        The block to convert. It is not changed.
+    target_dtype : str or dtype, default "float16"
+        "float16", "bfloat16", or "float32" for a block without half precision.
+    policy : Policy, optional
+        A policy in place of `target_dtype` and the operator lists.
     ctx : Context or list of Context, optional
         The devices of the new block's parameters; by default the current context.
     example_inputs : NDArray or sequence, optional
@@ -297,14 +317,14 @@ def convert_bucketing_module(
     ::
 
         converted = amp.convert_bucketing_module(module, "bfloat16", fp32_ops=["softmax"])
-        converted.bind(data_shapes, label_shapes, for_training=False)
+        converted.bind(module.data_shapes, module.label_shapes, for_training=False)
 
     The copy has parameters, and is not bound yet.
 
     Parameters
     ----------
     bucketing_mod : BucketingModule
-        A float32 module, bound and with parameters.
+        A float32 module, bound and with parameters. It is not changed.
     cast_optional_params : bool, default False
         Cast the parameters that every bucket reads in the target dtype only: buckets share their
         parameters.

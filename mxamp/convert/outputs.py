@@ -114,10 +114,28 @@ class Distance:
 class OutputError:
     """The error of one output of a model against another model's.
 
-    `relative` is the L2 norm of the difference over that of the first model's output, `maximum`
-    the largest absolute difference; both leave out elements that are not finite in the first.
-    `same_argmax` is the share of rows whose largest element stays the same, for outputs of two
-    dimensions. `lost` counts elements that are finite in the first model and not in the second.
+    ::
+
+        model = mx.model.load_checkpoint("resnet", 0)
+        converted = amp.convert_model(*model, target_dtype="bfloat16")
+        [error] = amp.compare_models(model, converted, {"data": data})
+        print(error.relative, error.lost)
+
+    Parameters
+    ----------
+    name : str
+        The name of the output.
+    shape : tuple of int
+        Its shape.
+    relative : float
+        The L2 norm of the difference over that of the first model's output. Elements that are not
+        finite in the first model are left out.
+    maximum : float
+        The largest absolute difference, without these elements.
+    same_argmax : float, optional
+        The share of rows whose largest element stays the same, for outputs of two dimensions.
+    lost : int
+        The number of elements that are finite in the first model and not in the second.
     """
 
     name: str
@@ -141,7 +159,7 @@ def compare_models(
 
         model = mx.model.load_checkpoint("resnet", 0)
         converted = amp.convert_model(*model, target_dtype="bfloat16")
-        for error in amp.compare_models(model, converted, {"data": batch}):
+        for error in amp.compare_models(model, converted, {"data": data}):
             print(error.name, error.relative)
 
     Parameters
@@ -249,10 +267,33 @@ def random_inputs(
 ) -> Dict[str, NDArray]:
     """Return random values for the inputs of a model: normal floats, integers 0 and 1.
 
+    ::
+
+        model = mx.model.load_checkpoint("resnet", 0)
+        inputs = amp.random_inputs(model, {"data": data.shape})
+        amp.convert_files("resnet", "resnet-bf16", target_dtype="bfloat16", check_inputs=inputs)
+
     Inputs that an Embedding reads are indices into its table, whatever their dtype. Lengths of
     sequences are whole numbers up to the length of the data.
-    `shapes` and `dtypes` are by name; float32 is the default. Shapes that follow from the others,
-    such as those of labels, may be left out.
+
+    Parameters
+    ----------
+    model : (Symbol, arg_params, aux_params)
+        The model that will read the inputs.
+    shapes : dict of str to tuple, optional
+        The shapes of inputs. Shapes that follow from the others, such as those of labels, may be
+        left out.
+    dtypes : dict of str to dtype, optional
+        Dtypes of inputs that are not float32.
+    seed : int, default 0
+        The seed of the random numbers. The same seed gives the same values.
+
+    Raises
+    ------
+    UnknownNameError
+        The model has no such input.
+    ArgumentError
+        A shape is missing, or the shapes don't fit the model.
     """
     symbol, args, auxs = checked_model(model)
     shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})

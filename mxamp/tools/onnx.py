@@ -48,7 +48,7 @@ def export_onnx(
     ::
 
         model = mx.model.load_checkpoint("resnet", 0)
-        amp.export_onnx(model, "resnet.onnx", [{"data": batch}, {"data": larger_batch}])
+        amp.export_onnx(model, "resnet.onnx", [{"data": data}, {"data": larger_data}])
 
     A model in half precision, fused or not, is converted to float32 first.
 
