@@ -66,7 +66,8 @@ def draw(plan: Plan, path: Union[str, Path], color: str = "precision") -> None:
 
     ::
 
-        amp.draw(amp.explain(net, "bfloat16"), "net.svg")
+        plan = amp.explain(net, "bfloat16")
+        amp.draw(plan, "net.svg")
 
     Boxes are operators, colored by their precision; labels on edges are casts. In a plan of
     `Tuning.annotated`, layers that stay in float32 have a thick border. All formats but .dot need

@@ -113,16 +113,33 @@ class Plan(Result):
         plan = amp.explain(net, "bfloat16")
         print(plan)  # a table, and a summary
         plan["dense0_fwd"].reason  # Gluon adds _fwd to the name of a layer
-        plan.filter(precision="float32")
+        plan.filter(precision="float32").counts()
 
     Plans count and iterate over their operators. Under a policy that `tune` has found for this
     model, operators have an `error` and a `gain`, and the table has columns for them.
 
-    `inputs` are the model's inputs without the given parameters. `bytes_before` and `bytes_after`
-    are the sizes of the parameters without and with `cast_optional_params`, and `offline` are the
-    parameters that it casts; empty if no parameters were given. `mode` is that of `explain`, or
-    "as it is" for a model in half precision that is not converted again. `has_run` says that the
-    plan is of the graph that a block has run last in mixed precision.
+    Parameters
+    ----------
+    target_dtype : str
+        The target dtype of the policy.
+    device : str
+        The kind of device, "cpu" or "gpu".
+    nodes : tuple of NodePlan
+        The operators, each with its `name`, `operator`, `precision` and `reason`.
+    casts : tuple of Cast
+        The inserted casts, each with its `source` and `dtype`.
+    inputs : tuple of str
+        The model's inputs without the given parameters.
+    bytes_before, bytes_after : int
+        The sizes of the parameters without and with `cast_optional_params`; 0 if no parameters
+        were given.
+    offline : tuple of OfflineCast
+        The parameters that `cast_optional_params` casts; empty if no parameters were given.
+    mode : str
+        The mode of `explain`, or "as it is" for a model in half precision that is not converted
+        again.
+    has_run : bool
+        Whether the plan is of the graph that a block has run last in mixed precision.
     """
 
     target_dtype: str
@@ -138,7 +155,13 @@ class Plan(Result):
 
     @property
     def lossy(self) -> Tuple[OfflineCast, ...]:
-        """The parameters that lose values when they are cast offline."""
+        """The parameters that lose values when they are cast offline.
+
+        ::
+
+            plan = amp.explain(net, "float16")
+            print([(cast.name, cast.overflown, cast.vanished) for cast in plan.lossy])
+        """
         return tuple(cast for cast in self.offline if cast.overflown or cast.vanished)
 
     def __len__(self) -> int:
@@ -195,7 +218,12 @@ class Plan(Result):
     def compare(self, other: "Plan") -> List[Tuple[str, Optional[str], Optional[str]]]:
         """Return (name, precision here, precision there) of operators that differ.
 
-        None stands for an operator that the other graph does not have.
+        ::
+
+            plan = amp.explain(net, "bfloat16")
+            plan.compare(amp.explain(net, "bfloat16", excluded_sym_names=["dense1_fwd"]))
+
+        None stands for an operator that the `other` plan's graph does not have.
         """
         here = {node.name: node.precision for node in self.nodes}
         there = {node.name: node.precision for node in other.nodes}
@@ -207,7 +235,12 @@ class Plan(Result):
         return dict(Counter(node.precision for node in self.nodes))
 
     def to_dict(self) -> Dict[str, Any]:
-        """Return the plan as plain values; with errors and gains for tuned policies only."""
+        """Return the plan as plain values; with errors and gains for tuned policies only.
+
+        ::
+
+            nodes = amp.explain(net, "bfloat16").to_dict()["nodes"]
+        """
         data = asdict(self)
         for node in data["nodes"]:
             costs = {key: node.pop(key) for key in ("error", "gain")}
@@ -221,7 +254,13 @@ class Plan(Result):
 
     @property
     def is_tuned(self) -> bool:
-        """Whether `tune` has measured errors and gains of the operators."""
+        """Whether `tune` has measured errors and gains of the operators.
+
+        ::
+
+            plan = amp.explain(net, "bfloat16")
+            print(plan.is_tuned)  # False: the policy is mxamp's own
+        """
         return any(node.error is not None or node.gain is not None for node in self.nodes)
 
     def rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
@@ -244,7 +283,12 @@ class Plan(Result):
         return counted(len(self), "operator") + (f": {counts}" if counts else "")
 
     def summary(self) -> str:
-        """Return one line: operators by precision, casts, bytes of the parameters."""
+        """Return one line: operators by precision, casts, bytes of the parameters.
+
+        ::
+
+            print(amp.explain(net, "bfloat16").summary())
+        """
         size = ""
         if self.bytes_before:
             sizes = f"{counted(self.bytes_before, 'byte')}, {self.bytes_after:,}"

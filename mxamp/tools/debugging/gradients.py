@@ -70,11 +70,16 @@ _SHOWN = 10
 class GradientHistogram(Drawn):
     """Gradients counted by exponent, which `gradient_histogram` returns; printing gives a table.
 
+    ::
+
+        histogram = amp.debugging.gradient_histogram(net, batches, loss_function)
+        print(histogram.recommended_scale(), histogram.share_vanishing(1))
+
     Gradients are counted without a loss scale. `scale` is the loss scale in use, which the table
-    and the figure judge float16 at. `by_parameter` and `by_activation` are histograms by name.
-    Shares are of the values that are neither zero nor Inf nor NaN. They are exact for scales that
-    are powers of two, and interpolated for other scales. Histograms of several batches add up:
-    `histogram += another`.
+    and the figure judge float16 at. `by_parameter` and `by_activation` are histograms by name, and
+    `batches` is the number of batches. Shares are of the values that are neither zero nor Inf nor
+    NaN. They are exact for scales that are powers of two, and interpolated for other scales.
+    Histograms of several batches add up: `histogram += another`.
     """
 
     def __init__(

@@ -30,7 +30,23 @@ _CASTS = CASTS | {"_copyto"}
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """The calls of an operator in a dtype."""
+    """The calls of an operator in a dtype.
+
+    >>> import mxnet as mx, mxamp as amp
+    >>> with amp.debugging.operator_stats() as stats:
+    ...     _ = mx.nd.exp(mx.nd.array([1.0]))
+    >>> stats.operators
+    (OperatorCount(operator='exp', dtype='float32', calls=1),)
+
+    Parameters
+    ----------
+    operator : str
+        The name of the operator.
+    dtype : str
+        The dtype that it computed in.
+    calls : int
+        The number of calls.
+    """
 
     operator: str
     dtype: str
@@ -39,7 +55,23 @@ class OperatorCount:
 
 @dataclass(frozen=True)
 class CastCount:
-    """The casts from one dtype to another, and the bytes that they read and write."""
+    """The casts from one dtype to another, and the bytes that they read and write.
+
+    >>> import mxnet as mx, mxamp as amp
+    >>> with amp.debugging.operator_stats() as stats:
+    ...     _ = mx.nd.array([1.0, 2.0]).astype("float16")
+    >>> stats.casts
+    (CastCount(source='float32', target='float16', casts=1, bytes=12),)
+
+    Parameters
+    ----------
+    source, target : str
+        The dtypes cast from and to.
+    casts : int
+        The number of casts.
+    bytes : int
+        The bytes that they read and write.
+    """
 
     source: str
     target: str
@@ -50,8 +82,14 @@ class CastCount:
 class OperatorStats(Result, Observer):
     """The operators and casts that ran; printing gives a table.
 
-    `stats["dot"]` are the calls of an operator by dtype. The statistics may be read while the
-    context is open, and are final after it.
+    >>> import mxnet as mx, mxamp as amp
+    >>> with amp.debugging.operator_stats() as stats:
+    ...     _ = mx.nd.exp(mx.nd.array([1.0]))
+    >>> stats["exp"], len(stats.casts)
+    ({'float32': 1}, 0)
+
+    `operators` is a tuple of `OperatorCount`, `casts` a tuple of `CastCount`. The statistics may be
+    read while the context is open, and are final after it.
     """
 
     def __init__(self, census: Optional[Census] = None) -> None:

@@ -37,7 +37,12 @@ class Result:
         raise NotImplementedError
 
     def to_json(self) -> str:
-        """Return `to_dict()` as JSON."""
+        """Return `to_dict()` as JSON.
+
+        ::
+
+            Path("plan.json").write_text(amp.explain(net, "bfloat16").to_json())
+        """
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:

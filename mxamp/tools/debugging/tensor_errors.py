@@ -74,30 +74,68 @@ _NAMED = 24  #: the figure names up to this many layers
 class TensorError:
     """The error of a layer's output, or of a parameter's gradient, against float32.
 
-    `relative` and `maximum` are the largest values over all batches.
+    ::
+
+        result = amp.debugging.compare(net, data, dtype="bfloat16")
+        for error in result.worst_outputs:
+            print(error.name, error.relative, error.lost)
+
+    Parameters
+    ----------
+    name : str
+        The name of the layer or the parameter.
+    block : str
+        The block that it belongs to; "" if unknown.
+    operator : str
+        The operator of the layer; for a gradient, of the layer that reads the parameter.
+    precision : str
+        The dtype that this operator computes in.
+    shape : tuple of int
+        The shape of the output or gradient.
+    relative : float
+        The L2 norm of the difference over that of float32's values, the largest of all batches.
+    maximum : float
+        The largest absolute difference in any batch.
+    lost : int
+        The number of elements that are finite in float32 only.
     """
 
-    name: str  #: of the layer or the parameter
-    block: str  #: that it belongs to; empty if unknown
-    operator: str  #: of the layer; for a gradient, of the layer that reads the parameter
-    precision: str  #: the dtype that this operator computes in
+    name: str
+    block: str
+    operator: str
+    precision: str
     shape: Tuple[int, ...]
-    relative: float  #: L2 norm of the difference over the L2 norm of float32's values
-    maximum: float  #: largest absolute difference
-    lost: int  #: elements that are finite in float32 only
+    relative: float
+    maximum: float
+    lost: int
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Drawn):
     """The errors that mixed precision adds to a net; printing gives a table, worst first.
 
-    `outputs` holds the error of each layer's output, in the order of execution, `gradients` the
-    error of each parameter's gradient. `first_jump` is the first layer whose error is much larger
-    than the errors of its inputs, or None.
+    ::
+
+        result = amp.debugging.compare(net, (data, label), loss_function, dtype="bfloat16")
+        print(result)
+        print(result.first_jump, result.worst_gradients[0].relative)
+
+    Parameters
+    ----------
+    dtype : str
+        The low dtype.
+    loss_scale : float
+        The loss scale of the backward pass in mixed precision; divided out of the gradients.
+    outputs : tuple of TensorError
+        The error of each layer's output, in the order of execution.
+    gradients : tuple of TensorError
+        The error of each parameter's gradient; empty without a loss.
+    first_jump : TensorError, optional
+        The first layer whose error is much larger than the errors of its inputs.
     """
 
     dtype: str
-    loss_scale: float  #: of the backward pass in mixed precision; divided out of the gradients
+    loss_scale: float
     outputs: Tuple[TensorError, ...]
     gradients: Tuple[TensorError, ...] = ()
     first_jump: Optional[TensorError] = None

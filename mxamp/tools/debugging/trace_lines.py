@@ -63,24 +63,70 @@ TOO_DEEP = (
 
 
 class TraceStep(NamedTuple):
-    """One step of a trainer, as `trace` has written it; None for unknown values."""
+    """One step of a trainer, as `trace` has written it; None for unknown values.
+
+    ::
+
+        for step in amp.debugging.read_trace("trace.jsonl").steps:
+            print(step.step, step.loss, step.loss_scale, "" if step.stepped else step.nonfinite)
+
+    Parameters
+    ----------
+    step : int
+        The number of the step, from 1.
+    trainer : int
+        The trainer's place in the list that `trace` was given.
+    time : float, optional
+        Seconds since 1970.
+    loss : float, optional
+        The loss of the step.
+    loss_finite : bool
+        False if the loss is Inf or NaN.
+    loss_scale, next_loss_scale : float
+        The loss scale of the step, and of the one after it.
+    stepped : bool
+        False for a skipped step.
+    nonfinite : tuple of str
+        The parameters whose gradients held Inf or NaN.
+    seconds : float, optional
+        The time since the step before.
+    memory, gpu_memory : int, optional
+        The bytes in use, by the process, and on all GPUs of the trainer.
+    """
 
     step: int
-    trainer: int = 0  #: the trainer's place in the list that `trace` was given
-    time: Optional[float] = None  #: seconds since 1970
+    trainer: int = 0
+    time: Optional[float] = None
     loss: Optional[float] = None
     loss_finite: bool = True
     loss_scale: float = 1.0
     next_loss_scale: float = 1.0
-    stepped: bool = True  #: False for a skipped step
-    nonfinite: Tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
-    seconds: Optional[float] = None  #: since the step before
-    memory: Optional[int] = None  #: bytes
-    gpu_memory: Optional[int] = None  #: bytes, of all GPUs of the trainer
+    stepped: bool = True
+    nonfinite: Tuple[str, ...] = ()
+    seconds: Optional[float] = None
+    memory: Optional[int] = None
+    gpu_memory: Optional[int] = None
 
 
 class TraceRecord(NamedTuple):
-    """Data written by `Trace.record`, and the number of the step before it."""
+    """Data written by `Trace.record`, and the number of the step before it.
+
+    ::
+
+        with amp.debugging.trace(trainer, "plans.jsonl") as trace:
+            trace.record("plan", amp.explain(net, "bfloat16"))
+        [record] = amp.debugging.read_trace("plans.jsonl").of_kind("plan")
+        print(record.step, record.data["target_dtype"])
+
+    Parameters
+    ----------
+    kind : str
+        The kind that `Trace.record` was given.
+    step : int
+        The number of the step before.
+    data : dict
+        The data.
+    """
 
     kind: str
     step: int

@@ -28,13 +28,32 @@ UNREADABLE = "line {first} can't be read and is left out{more}"
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A trace that was read: `steps`, `records`, and the headers of its runs."""
+    """A trace that was read: `steps`, `records`, and the headers of its runs.
+
+    ::
+
+        run = amp.debugging.read_trace("trace.jsonl")
+        print(len(run.steps), len(run.skipped), run.culprits())
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    headers : tuple of dict
+        Versions, machine, precision and trainers: of the first run, and of each resume.
+    steps : tuple of TraceStep
+        The steps of all trainers.
+    records : tuple of TraceRecord
+        Data written by `Trace.record`.
+    warnings : tuple of str
+        Sentences on unreadable lines.
+    """
 
     path: str
-    headers: Tuple[Mapping[str, Any], ...]  #: one, and one more for each resume
+    headers: Tuple[Mapping[str, Any], ...]
     steps: Tuple[TraceStep, ...]
     records: Tuple[TraceRecord, ...]
-    warnings: Tuple[str, ...] = ()  #: about unreadable lines
+    warnings: Tuple[str, ...] = ()
 
     @property
     def header(self) -> Mapping[str, Any]:
@@ -110,8 +129,17 @@ def read_trace(path: Union[str, Path]) -> TraceFile:
         print(run)
         scales = [step.loss_scale for step in run.steps]
 
-    Unreadable lines are left out, with a warning in `warnings`. Raises `ArgumentError` if there
-    is no such file, if it is no trace, or if a newer mxamp has written it.
+    Unreadable lines are left out, with a warning in `warnings`.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file that `trace` has written.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such file, it is no trace, or a newer mxamp has written it.
     """
     file = Path(path_text(path))
     headers: List[Mapping[str, Any]] = []

@@ -60,9 +60,12 @@ def trace(
 
     ::
 
-        with amp.debugging.trace(trainer, "trace.jsonl"):
+        with amp.debugging.trace(trainer, "trace.jsonl") as trace:
             for data, label in batches:
-                ...
+                with autograd.record():
+                    loss = loss_function(net(data), label)
+                loss.backward()
+                trace.loss(loss)
                 trainer.step(batch_size)
 
     `mxamp report trace.jsonl --out report.html` makes a page of it, and `read_trace` reads it. Each
@@ -97,7 +100,14 @@ def trace(
 
 
 class Trace:
-    """An open trace; `close()` it, or use it in a `with` statement."""
+    """An open trace; `close()` it, or use it in a `with` statement.
+
+    ::
+
+        trace = amp.debugging.trace(trainer, "trace.jsonl")
+        trace.record("plan", amp.explain(net, "bfloat16"))
+        trace.close()
+    """
 
     def __init__(
         self, trainer: Trainers, path: Union[str, "os.PathLike[str]"], tensorboard: Optional[str]

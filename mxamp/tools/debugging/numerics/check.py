@@ -82,6 +82,12 @@ class _ActiveCalls(threading.local):
 class NumericsCheck(Observer):
     """The findings of a check: `findings`, the first of each pass through the program.
 
+    >>> import mxnet as mx, mxamp as amp
+    >>> with amp.debugging.check_numerics(on="collect") as check:
+    ...     _ = mx.nd.log(mx.nd.array([-1.0, 1.0]))
+    >>> len(check), check.first.operator
+    (1, 'log')
+
     `str(check)` is a table. Falsy without findings.
     """
 

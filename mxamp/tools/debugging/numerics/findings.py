@@ -38,7 +38,28 @@ def values_of(array: NDArray) -> Any:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts and range of a tensor; `minimum`, `maximum` and `mean` are of its finite values."""
+    """Counts and range of a tensor; `minimum`, `maximum` and `mean` are of its finite values.
+
+    >>> import mxnet as mx, mxamp as amp
+    >>> with amp.debugging.check_numerics(on="collect") as check:
+    ...     _ = mx.nd.log(mx.nd.array([-1.0, 0.5, 1.0]))
+    >>> statistics = check.first.statistics
+    >>> statistics.nan, statistics.maximum
+    (1, 0.0)
+
+    Parameters
+    ----------
+    dtype : str
+        The dtype of the tensor.
+    shape : tuple of int
+        Its shape.
+    size : int
+        The number of values.
+    nan, inf, zero, subnormal : int
+        How many values are NaN, infinite, zero, and subnormal in the dtype.
+    minimum, maximum, mean : float, optional
+        The range and the mean of the finite values; None without any.
+    """
 
     dtype: str
     shape: Tuple[int, ...]
@@ -103,20 +124,47 @@ class Statistics:
 class Finding:
     """An operator where values went wrong.
 
-    `kind` is "nonfinite" (Inf or NaN from finite values), "input" (an input or a parameter was not
-    finite before anything was computed with it), "overflow" (finite values became infinite in a
-    cast, or would in the low dtype), "vanish" (most became zero there) or "dead" (a layer's
-    output is zero everywhere). `tensor` names the operator's tensor that `statistics` describe.
+    >>> import mxnet as mx, mxamp as amp
+    >>> with amp.debugging.check_numerics(on="collect") as check:
+    ...     _ = mx.nd.log(mx.nd.array([-1.0, 1.0]))
+    >>> check.first.kind, check.first.operator, check.first.tensor
+    ('nonfinite', 'log', 'output')
+
+    Parameters
+    ----------
+    kind : str
+        "nonfinite" (Inf or NaN from finite values), "input" (an input or a parameter was not
+        finite before anything was computed with it), "overflow" (finite values became infinite in
+        a cast, or would in the low dtype), "vanish" (most became zero there) or "dead" (a layer's
+        output is zero everywhere).
+    phase : str
+        "forward" or "backward".
+    step : int
+        The training step, from 1 where the check began; an update ends it.
+    block : str
+        The Gluon block; "" outside of blocks.
+    node : str
+        The graph node; for an eager call the block, or without one the operator.
+    operator : str
+        The name of the operator.
+    tensor : str
+        The operator's tensor that `statistics` describe, such as "output".
+    dtype : str
+        The dtype of the tensor.
+    statistics : Statistics
+        The counts and range of the tensor.
+    detail : str
+        More on the finding, such as the largest value of the dtype; may be "".
     """
 
     kind: str
-    phase: str  #: "forward" or "backward"
-    step: int  #: the training step, from 1 where the check began; an update ends it
-    block: str  #: the Gluon block, "" outside of blocks
-    node: str  #: the graph node; for an eager call the block, or without one the operator
+    phase: str
+    step: int
+    block: str
+    node: str
     operator: str
     tensor: str
-    dtype: str  #: of the tensor
+    dtype: str
     statistics: Statistics
     detail: str = ""
 
@@ -141,7 +189,21 @@ class Finding:
 
 
 class NumericsError(AmpError, ArithmeticError):
-    """Raised by `check_numerics`; `finding` describes the operator whose values went wrong."""
+    """Raised by `check_numerics`; `finding` describes the operator whose values went wrong.
+
+    >>> import mxnet as mx, mxamp as amp
+    >>> try:
+    ...     with amp.debugging.check_numerics():
+    ...         _ = mx.nd.log(mx.nd.array([-1.0, 1.0]))
+    ... except amp.debugging.NumericsError as error:
+    ...     print(error.finding.operator, error.finding.statistics.nan)
+    log 1
+
+    Parameters
+    ----------
+    finding : Finding
+        The operator, its block, and the statistics of its values.
+    """
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
