@@ -97,8 +97,22 @@ class Timing:
 class Benchmark(Result):
     """Times that `benchmark` measured; printing gives a table and a sentence on what to do.
 
-    `timings` has a `Timing` for each task and mode, and `summary()` is the sentence. `rounds` is
-    the number of times that each was measured.
+    ::
+
+        result = amp.benchmark(net, data, budget="20s")
+        print([(timing.mode, timing.speedup) for timing in result.timings])
+        print(result.summary())
+
+    Parameters
+    ----------
+    dtype : str
+        The low dtype.
+    device : str
+        The kind of device, "cpu" or "gpu".
+    rounds : int
+        The number of times that each timing was measured.
+    timings : tuple of Timing
+        The times of each task and mode.
     """
 
     dtype: str
@@ -168,8 +182,7 @@ def benchmark(
 
     ::
 
-        print(amp.benchmark(net, data))
-        print(amp.benchmark(net, (data, label), gluon.loss.SoftmaxCrossEntropyLoss()))
+        print(amp.benchmark(net, (data, label), loss_function, budget="20s"))
 
     The block runs eager and hybridized, and in inference also converted. Each round times float32
     and then low precision, and compares the two. A training step is a forward pass, a backward pass

@@ -109,7 +109,7 @@ def tune(
 
     ::
 
-        tuning = amp.tune(net, [batch1, batch2], budget="60s")
+        tuning = amp.tune(net, [data1, data2], budget="60s")
         print(tuning)  # the measurements, and the layers by what they cost
         fast = amp.convert_hybrid_block(net, policy=tuning.policy, **tuning.convert_options)
         tuning.save("net.toml")  # and Policy.load("net.toml") later

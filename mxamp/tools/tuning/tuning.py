@@ -33,6 +33,11 @@ _HEADER = """\
 class Trial:
     """One timed way to run the model.
 
+    ::
+
+        for trial in amp.tune(net, data).trials:
+            print(trial.way, trial.precision, trial.speedup, trial.error)
+
     Parameters
     ----------
     way : str
@@ -72,6 +77,11 @@ class Trial:
 class LayerCost:
     """The error and the gain of low precision in one layer.
 
+    ::
+
+        for layer in amp.tune(net, data).layers:
+            print(layer.name, layer.kept, layer.error, layer.gain)
+
     Parameters
     ----------
     name : str
@@ -100,7 +110,7 @@ class Tuning:
 
     ::
 
-        tuning = amp.tune(net, batches)
+        tuning = amp.tune(net, batches, loss_function)
         print(tuning)  # the report
         fast = amp.convert_hybrid_block(net, policy=tuning.policy, **tuning.convert_options)
         tuning.save("net.toml")  # Policy.load("net.toml") reads the policy
@@ -167,12 +177,22 @@ class Tuning:
 
     @property
     def ranking(self) -> Tuple[LayerCost, ...]:
-        """The layers, largest error first (NaN is the largest), then largest gain."""
+        """The layers, largest error first (NaN is the largest), then largest gain.
+
+        ::
+
+            print([layer.name for layer in tuning.ranking[:3]])
+        """
         return tuple(sorted(self.layers, key=_rank))
 
     @property
     def convert_options(self) -> Dict[str, bool]:
-        """The arguments of `convert_*` that convert the model as it was measured."""
+        """The arguments of `convert_*` that convert the model as it was measured.
+
+        ::
+
+            fast = amp.convert_hybrid_block(net, policy=tuning.policy, **tuning.convert_options)
+        """
         return {
             "cast_optional_params": self.way in ("converted", "fused"),
             "fuse": self.way == "fused",
@@ -185,6 +205,11 @@ class Tuning:
 
             plan = tuning.annotated(amp.explain(net, policy=tuning.policy))
             amp.draw(plan, "net.svg", color="error")
+
+        Parameters
+        ----------
+        plan : Plan
+            A plan of the tuned model, made by `explain`.
         """
         costs = {layer.name: layer for layer in self.layers}
 
