@@ -91,23 +91,55 @@ def list_lp16_ops(target_dtype: Any) -> List[str]:
 
     >>> "Convolution" in list_lp16_ops("bfloat16")
     True
+
+    Parameters
+    ----------
+    target_dtype : str or dtype
+        "float16" or "bfloat16".
     """
     return _default_policy(target_dtype).operators("low")
 
 
 def list_fp32_ops(target_dtype: Any) -> List[str]:
-    """Return the operators that run in float32."""
+    """Return the operators that run in float32.
+
+    >>> "softmax" in list_fp32_ops("float16")
+    True
+
+    Parameters
+    ----------
+    target_dtype : str or dtype
+        "float16" or "bfloat16".
+    """
     return _default_policy(target_dtype).operators("fp32")
 
 
 def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
-    """Return the operators that follow their inputs or are never cast."""
+    """Return the operators that follow their inputs or are never cast.
+
+    >>> "Flatten" in list_lp16_fp32_ops("float16")
+    True
+
+    Parameters
+    ----------
+    target_dtype : str or dtype
+        "float16" or "bfloat16".
+    """
     policy = _default_policy(target_dtype)
     return sorted(_operators_of_class(policy, "neutral") + policy.operators("untouched"))
 
 
 def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[str]]]:
-    """Return (operator, attribute, values): float32 where the attribute has one of the values."""
+    """Return (operator, attribute, values): float32 where the attribute has one of the values.
+
+    >>> ("Activation", "act_type", ["softrelu"]) in list_conditional_fp32_ops("float16")
+    True
+
+    Parameters
+    ----------
+    target_dtype : str or dtype
+        "float16" or "bfloat16".
+    """
     rules = _default_policy(target_dtype).rules.values()
     return sorted(
         (rule.operator, condition.attribute, list(condition.values))
@@ -118,18 +150,45 @@ def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[st
 
 
 def list_widest_type_cast(target_dtype: Any) -> List[str]:
-    """Return the operators whose inputs are cast to the widest dtype among them."""
+    """Return the operators whose inputs are cast to the widest dtype among them.
+
+    >>> "Concat" in list_widest_type_cast("float16")
+    True
+
+    Parameters
+    ----------
+    target_dtype : str or dtype
+        "float16" or "bfloat16".
+    """
     return sorted(_operators_of_class(_default_policy(target_dtype), "widest"))
 
 
 def list_loss_output_functions(target_dtype: Any) -> List[str]:
-    """Return the operators that ignore head gradients and start the backward pass themselves."""
+    """Return the operators that ignore head gradients and start the backward pass themselves.
+
+    >>> "SoftmaxOutput" in list_loss_output_functions("float16")
+    True
+
+    Parameters
+    ----------
+    target_dtype : str or dtype
+        "float16" or "bfloat16".
+    """
     check_target(target_dtype)
     return list(LOSS_OUTPUTS)
 
 
 def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool]]]:
-    """Return which inputs of an operator stay in float32 (True); None for float16, as in MXNet."""
+    """Return which inputs of an operator stay in float32 (True); None for float16, as in MXNet.
+
+    >>> list_lp16_use_fp32_params("bfloat16")["where"]
+    [True, False, False]
+
+    Parameters
+    ----------
+    target_dtype : str or dtype
+        "float16" or "bfloat16".
+    """
     if check_target(target_dtype) == "float16":
         return None
     rules = [rule for rule in _default_policy(target_dtype).rules.values() if rule.keep_inputs]

@@ -61,10 +61,19 @@ def half_function(function: Function) -> Function:
     ::
 
         @amp.half_function
-        def attention(query, key, value): ...
+        def scores(query, key):
+            return mx.nd.dot(query, key, transpose_b=True)  # both are bfloat16 here
+
+        with amp.autocast("bfloat16"):
+            scores(data, data)
 
     Arrays may stand in lists, tuples and dicts. Operators inside follow the policy. While mixed
     precision is off, the function runs as it is.
+
+    Parameters
+    ----------
+    function : callable
+        The function or method to decorate.
     """
     return _with_casts(function, lambda: TARGET_INSIDE, lambda _, target: target)
 
@@ -76,9 +85,18 @@ def float_function(function: Function) -> Function:
     ::
 
         @amp.float_function
-        def focal_loss(prediction, label): ...
+        def squared_error(prediction, target):
+            return (prediction - target) ** 2  # both are float32 here
+
+        with amp.autocast("bfloat16"):
+            squared_error(net(data), target)
 
     Inside, mixed precision is off. Arrays may stand in lists, tuples and dicts.
+
+    Parameters
+    ----------
+    function : callable
+        The function or method to decorate.
     """
     _check_callable(function)
     check_runs_at_once(function)
@@ -92,10 +110,19 @@ def promote_function(function: Function) -> Function:
     ::
 
         @amp.promote_function
-        def mix(a, b, ratio): ...
+        def mix(a, b):
+            return 0.9 * a + 0.1 * b  # both are float32 here
+
+        with amp.autocast("bfloat16"):
+            mix(data, data.astype(amp.bfloat16))
 
     With a float16 and a float32 array, both are float32 inside. Arrays may stand in lists, tuples
     and dicts.
+
+    Parameters
+    ----------
+    function : callable
+        The function or method to decorate.
     """
 
     def widest_dtype(dtypes: Set[str], _target: str) -> Optional[str]:
@@ -167,9 +194,18 @@ def register_half_function(module: Any, name: str) -> None:
     ::
 
         amp.register_half_function(my_layers, "attention")
+        with amp.autocast("bfloat16"):
+            my_layers.attention(query, key, value)  # its arguments are cast to bfloat16
 
     Calls of `my_layers.attention` get the new function. Code that has imported it by name before
     keeps the old one.
+
+    Parameters
+    ----------
+    module : module or object
+        The owner of the function.
+    name : str
+        The name of the function there.
     """
     _register_function(module, name, half_function)
 
@@ -181,6 +217,15 @@ def register_float_function(module: Any, name: str) -> None:
     ::
 
         amp.register_float_function(my_layers, "focal_loss")
+        with amp.autocast("bfloat16"):
+            my_layers.focal_loss(prediction, label)  # computes in float32
+
+    Parameters
+    ----------
+    module : module or object
+        The owner of the function.
+    name : str
+        The name of the function there.
     """
     _register_function(module, name, float_function)
 
@@ -192,6 +237,15 @@ def register_promote_function(module: Any, name: str) -> None:
     ::
 
         amp.register_promote_function(my_layers, "mix")
+        with amp.autocast("bfloat16"):
+            my_layers.mix(a, b)  # in float32 if one of them is
+
+    Parameters
+    ----------
+    module : module or object
+        The owner of the function.
+    name : str
+        The name of the function there.
     """
     _register_function(module, name, promote_function)
 

@@ -54,7 +54,7 @@ def decorate(
     ::
 
         amp.init("float16")
-        module.fit(data, optimizer=amp.decorate("sgd"), optimizer_params={"learning_rate": 0.1})
+        module.fit(iterator, optimizer=amp.decorate("sgd"), num_epoch=10)
 
         trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.Adam()))
         with autograd.record():

@@ -168,6 +168,12 @@ def switch_on(wanted: Choice) -> bool:
 def shutdown() -> None:
     """Turn mixed precision off for the process, and restore MXNet's functions.
 
+    >>> import mxamp as amp
+    >>> amp.init("bfloat16")
+    >>> amp.shutdown()
+    >>> amp.is_enabled()
+    False
+
     Does nothing if it is off. Blocks stay usable and compute in float32, except in regions that
     their own code enters. Open `autocast` regions stay in force until they end.
     """

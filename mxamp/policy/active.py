@@ -65,13 +65,29 @@ process = _Process()
 
 
 def current_policy() -> Optional[Policy]:
-    """Return the policy in force for the calling code, None where mixed precision is off."""
+    """Return the policy in force for the calling code, None where mixed precision is off.
+
+    >>> import mxamp as amp
+    >>> with amp.autocast("bfloat16"):
+    ...     amp.current_policy().target_dtype
+    'bfloat16'
+    >>> print(amp.current_policy())
+    None
+    """
     regions = _regions.get()
     return (regions[-1] if regions else process.policy) or None
 
 
 def is_enabled() -> bool:
-    """Return whether mixed precision is on for the calling code."""
+    """Return whether mixed precision is on for the calling code.
+
+    >>> import mxamp as amp
+    >>> with amp.autocast("bfloat16"):
+    ...     amp.is_enabled()
+    True
+    >>> amp.is_enabled()
+    False
+    """
     return current_policy() is not None
 
 

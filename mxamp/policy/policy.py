@@ -71,7 +71,20 @@ class Policy(OperatorList):
     'low'
 
     `default`, `load` and `override` make policies, and `tune` finds one. Policies are immutable
-    and compare by value. `fp32_layers` names the layers that stay in float32.
+    and compare by value.
+
+    Parameters
+    ----------
+    target_dtype : str
+        "float16" or "bfloat16".
+    device : str
+        The kind of device, "cpu" or "gpu".
+    rules : dict of str to Rule
+        The class of each operator, and its exceptions.
+    fp32_layers : tuple of str
+        The layers that stay in float32: names of nodes, where * and ? stand for any characters.
+    substitutions : dict of str to str
+        The faster equivalents of operators that graphs may use, each with its measured gain.
     """
 
     def __new__(cls, *args: Any, **fields: Any) -> "Policy":
@@ -83,7 +96,8 @@ class Policy(OperatorList):
     def rule(self, operator: str) -> Rule:
         """Return the rule of an operator, by any of its names.
 
-        Raises `UnknownNameError` for an operator that MXNet does not have.
+        `operator` is any name of an MXNet operator. Raises `UnknownNameError` for an operator that
+        MXNet does not have.
         """
         found = self.rules.get(operator)
         return found if found is not None else self.rules.get(resolve(operator).name, UNLISTED)
@@ -108,7 +122,7 @@ class Policy(OperatorList):
         >>> "Convolution" in Policy.default("float16", "cpu").operators("low")
         True
 
-        The classes are "low", "fp32", "widest", "neutral", "untouched", and "conditional" for
+        `op_class` is "low", "fp32", "widest", "neutral", "untouched", or "conditional" for
         operators that depend on an attribute. The target dtype stands for "low", and "float32" for
         "fp32".
         """
@@ -175,7 +189,16 @@ class Policy(OperatorList):
     def default(cls, target_dtype: Any = "float16", device: Any = None) -> "Policy":
         """Return mxamp's own policy for a dtype and a kind of device ("cpu", "gpu", a Context).
 
-        The default device is the GPU if there is one, else the CPU.
+        >>> Policy.default("float16", device="gpu").target_dtype
+        'float16'
+
+        Parameters
+        ----------
+        target_dtype : str or dtype, default "float16"
+            "float16" or "bfloat16".
+        device : str or Context, optional
+            The kind of device, such as "cpu" or "gpu". The default is the GPU if there is one, else
+            the CPU.
         """
         dtype = targets.check_target(target_dtype)
         kind = targets.check_device(dtype, targets.device_type(device, "device"))
@@ -186,8 +209,23 @@ class Policy(OperatorList):
     def load(cls, path: Union[str, Path], device: Any = None) -> "Policy":
         """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
-        `device` is "cpu", "gpu" or a Context; the default is the file's, else that of `default`. A
-        mistake in the file raises `ArgumentError`, which names the file and the table.
+        ::
+
+            amp.Policy.default("bfloat16").save("my.toml")
+            policy = amp.Policy.load("my.toml")
+
+        Parameters
+        ----------
+        path : str or Path
+            The file to read.
+        device : str or Context, optional
+            The kind of device, such as "cpu" or "gpu". The default is the file's, else that of
+            `default`.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such file, or it has a mistake: the message names the file and the table.
         """
         kind = targets.device_type(device, "device")
         return _interned(
@@ -200,8 +238,9 @@ class Policy(OperatorList):
 
         ::
 
+            policy = amp.Policy.default("bfloat16").override(fp32=["Convolution"])
             policy.save("my.toml")
-            policy = amp.Policy.load("my.toml")
+            assert amp.Policy.load("my.toml") == policy
 
         An existing file is replaced whole, or not at all. Classes of custom operators
         (`register_custom_operator`) belong to a process and are not saved.

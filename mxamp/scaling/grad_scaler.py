@@ -139,7 +139,11 @@ class GradScaler:
         self._stepped: "weakref.WeakSet[TrainerHook]" = weakref.WeakSet()
 
     def is_enabled(self) -> bool:
-        """Return whether the scaler was made with `enabled=True`."""
+        """Return whether the scaler was made with `enabled=True`.
+
+        >>> GradScaler(enabled=False).is_enabled()
+        False
+        """
         return self._enabled
 
     @cached_property
@@ -148,7 +152,11 @@ class GradScaler:
         return self._enabled and not chose_float32()
 
     def get_scale(self) -> float:
-        """Return the scale of the next loss; 1 if disabled, or if "auto" chose float32."""
+        """Return the scale of the next loss; 1 if disabled, or if "auto" chose float32.
+
+        >>> GradScaler(init_scale=1024).get_scale()
+        1024.0
+        """
         return self._scaler.loss_scale if self._scales else 1.0
 
     def get_growth_factor(self) -> float:
@@ -184,6 +192,11 @@ class GradScaler:
         """Return the loss times the scale; also all losses in lists, tuples and dicts.
 
         Works inside `autograd.record()` and outside.
+
+        Parameters
+        ----------
+        loss : NDArray, or lists, tuples and dicts of them
+            The scaled loss has the same containers.
         """
         if not self._enabled:
             return loss
@@ -205,7 +218,21 @@ class GradScaler:
         return result
 
     def unscale_(self, trainer: Trainer) -> None:
-        """Divide a trainer's gradients by the scale, to clip or read them before `step`."""
+        """Divide a trainer's gradients by the scale, to clip or read them before `step`.
+
+        ::
+
+            scaler.scale(loss).backward()
+            scaler.unscale_(trainer)
+            gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 1.0)
+            scaler.step(trainer, batch_size)
+            scaler.update()
+
+        Parameters
+        ----------
+        trainer : gluon.Trainer
+            The trainer of the parameters that the loss depends on.
+        """
         if not self._enabled:
             return
         hook = self._attached_hook(trainer)
@@ -220,9 +247,19 @@ class GradScaler:
     ) -> None:
         """Call `trainer.step(batch_size)` on unscaled gradients; skip it if one is not finite.
 
-        `ignore_stale_grad` is that of `Trainer.step`. Raises `StateError` if this trainer has
-        stepped since the last `update`, or another API scales its losses. The first step after
-        `trainer.load_states` resumes from the scaler's state in the file.
+        The first step after `trainer.load_states` resumes from the scaler's state in the file.
+
+        Parameters
+        ----------
+        trainer : gluon.Trainer
+            The trainer of the parameters that the loss depends on.
+        batch_size, ignore_stale_grad
+            The arguments of `Trainer.step`; `batch_size` has to be given.
+
+        Raises
+        ------
+        StateError
+            This trainer has stepped since the last `update`, or another API scales its losses.
         """
         if batch_size is None:
             raise ArgumentError(NO_BATCH_SIZE)
@@ -274,11 +311,21 @@ class GradScaler:
         self._stepped.clear()
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the scaler's whole state; {} if disabled."""
+        """Return the scaler's whole state; {} if disabled.
+
+        >>> GradScaler(init_scale=1024).state_dict()["loss_scale"]
+        1024.0
+        """
         return self._scaler.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
+        """Restore the `state` that `state_dict` has returned.
+
+        >>> scaler = GradScaler()
+        >>> scaler.load_state_dict(GradScaler(init_scale=1024).state_dict())
+        >>> scaler.get_scale()
+        1024.0
+        """
         if self._enabled:
             self._scaler.load_state_dict(state)
             self._resumes = None

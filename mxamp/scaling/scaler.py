@@ -78,7 +78,11 @@ class Scaler:
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the next backward pass."""
+        """The scale of the next backward pass.
+
+        >>> LossScaler(init_scale=1024).loss_scale
+        1024.0
+        """
         return self._loss_scale
 
     @property
@@ -125,12 +129,21 @@ class Scaler:
         return saved
 
     def state_dict(self) -> Dict[str, Any]:
-        """Return the whole state as plain numbers and strings."""
+        """Return the whole state as plain numbers and strings.
+
+        >>> StaticLossScaler(128).state_dict()
+        {'kind': 'StaticLossScaler', 'version': 1, 'loss_scale': 128.0}
+        """
         values = {name: getattr(self, f"_{name}") for name in self._fields}
         return {"kind": type(self).__name__, "version": STATE_VERSION, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `state_dict`.
+        """Restore the `state` that `state_dict` has returned.
+
+        >>> scaler = LossScaler()
+        >>> scaler.load_state_dict(LossScaler(init_scale=1024).state_dict())
+        >>> scaler.loss_scale
+        1024.0
 
         Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
         scaler, of a newer mxamp, or lacks a field.
@@ -161,6 +174,11 @@ class StaticLossScaler(Scaler):
 
     >>> StaticLossScaler(128).loss_scale
     128.0
+
+    Parameters
+    ----------
+    scale : float, default 1
+        The loss scale; more than 0.
     """
 
     @checked_call(
@@ -171,7 +189,11 @@ class StaticLossScaler(Scaler):
 
 
 class NoScaler(Scaler):
-    """A scale of 1: bfloat16 has float32's range. Steps with non-finite gradients are skipped."""
+    """A scale of 1: bfloat16 has float32's range. Steps with non-finite gradients are skipped.
+
+    >>> NoScaler().loss_scale
+    1.0
+    """
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -214,6 +236,7 @@ class LossScaler(Scaler):
     Parameters
     ----------
     init_scale : float, default 2**16
+        The first loss scale.
     growth_factor : float, default 2
         Multiplies the scale when it grows; more than 1.
     backoff_factor : float, default 0.5
@@ -268,7 +291,7 @@ class LossScaler(Scaler):
 
         ::
 
-            histogram = amp.debugging.gradient_histogram(net, batches, loss)
+            histogram = amp.debugging.gradient_histogram(net, batches, loss_function)
             amp.init_trainer(trainer, amp.LossScaler.calibrated(histogram))
 
         Parameters
@@ -312,7 +335,18 @@ class LossScaler(Scaler):
         return self._loss_scale <= self._min_scale
 
     def set_scale(self, scale: float) -> None:
-        """Set the scale; raise `ArgumentError` outside `min_scale` and `max_scale`."""
+        """Set the scale; raise `ArgumentError` outside `min_scale` and `max_scale`.
+
+        >>> scaler = LossScaler()
+        >>> scaler.set_scale(1024)
+        >>> scaler.loss_scale
+        1024.0
+
+        Parameters
+        ----------
+        scale : float
+            The scale of the next loss.
+        """
         scale = positive_number("scale", scale)
         self._check_limits("scale", scale)
         self._loss_scale = scale

@@ -164,13 +164,22 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
         with amp.scale_loss(loss, trainer) as scaled:
             autograd.backward(scaled)
         amp.unscale(trainer)
-        gluon.utils.clip_global_norm([p.grad() for p in params], 1.0)
+        gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 1.0)
         trainer.step(batch_size)
 
     Covers all devices. If a gradient has overflowed, the step will be skipped, even if you change
-    the gradient to a finite value. Waits for the gradients. Raises `StateError` if the gradients
-    are not scaled, or are unscaled already. Float16 gradients (of parameters cast to float16) lose
-    the small values that the scale has preserved.
+    the gradient to a finite value. Waits for the gradients. Float16 gradients (of parameters cast
+    to float16) lose the small values that the scale has preserved.
+
+    Parameters
+    ----------
+    optimizer_or_trainer : gluon.Trainer
+        After `init_trainer`, `scale_loss` and the backward pass.
+
+    Raises
+    ------
+    StateError
+        The gradients are not scaled, or are unscaled already.
     """
     hook_of(optimizer_or_trainer).unscale()
 
@@ -358,6 +367,7 @@ def scale_loss(
 
     ::
 
+        amp.init_trainer(trainer, amp.LossScaler())
         with autograd.record():
             loss = loss_function(net(data), label)
             with amp.scale_loss(loss, trainer) as scaled:
