@@ -75,10 +75,14 @@ class ConvertedFiles(NamedTuple):
 
     Parameters
     ----------
-    symbol, params : Path
-        The files written.
-    bytes_before, bytes_after : int
-        The sizes of both files together, of the model and of the converted model.
+    symbol : Path
+        The written file of the symbol.
+    params : Path
+        The written file of the parameters.
+    bytes_before : int
+        The size of the model's two files.
+    bytes_after : int
+        The size of the converted model's two files.
     errors : tuple of OutputError
         The errors of the outputs; empty without `check_inputs`.
     renamed : str

@@ -130,9 +130,10 @@ class Plan(Result):
         The inserted casts, each with its `source` and `dtype`.
     inputs : tuple of str
         The model's inputs without the given parameters.
-    bytes_before, bytes_after : int
-        The sizes of the parameters without and with `cast_optional_params`; 0 if no parameters
-        were given.
+    bytes_before : int
+        The size of the parameters; 0 if no parameters were given.
+    bytes_after : int
+        Their size with `cast_optional_params`.
     offline : tuple of OfflineCast
         The parameters that `cast_optional_params` casts; empty if no parameters were given.
     mode : str

@@ -65,8 +65,10 @@ class CastCount:
 
     Parameters
     ----------
-    source, target : str
-        The dtypes cast from and to.
+    source : str
+        The dtype cast from.
+    target : str
+        The dtype cast to.
     casts : int
         The number of casts.
     bytes : int

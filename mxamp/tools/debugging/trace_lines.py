@@ -82,16 +82,20 @@ class TraceStep(NamedTuple):
         The loss of the step.
     loss_finite : bool
         False if the loss is Inf or NaN.
-    loss_scale, next_loss_scale : float
-        The loss scale of the step, and of the one after it.
+    loss_scale : float
+        The loss scale of the step.
+    next_loss_scale : float
+        The loss scale of the next step.
     stepped : bool
         False for a skipped step.
     nonfinite : tuple of str
         The parameters whose gradients held Inf or NaN.
     seconds : float, optional
         The time since the step before.
-    memory, gpu_memory : int, optional
-        The bytes in use, by the process, and on all GPUs of the trainer.
+    memory : int, optional
+        The bytes that the process uses.
+    gpu_memory : int, optional
+        The bytes in use on all GPUs of the trainer.
     """
 
     step: int

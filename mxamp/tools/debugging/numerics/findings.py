@@ -55,10 +55,20 @@ class Statistics:
         Its shape.
     size : int
         The number of values.
-    nan, inf, zero, subnormal : int
-        How many values are NaN, infinite, zero, and subnormal in the dtype.
-    minimum, maximum, mean : float, optional
-        The range and the mean of the finite values; None without any.
+    nan : int
+        The number of values that are NaN.
+    inf : int
+        The number of infinite values.
+    zero : int
+        The number of zeros.
+    subnormal : int
+        The number of values that are subnormal in the dtype.
+    minimum : float, optional
+        The least finite value; None without any.
+    maximum : float, optional
+        The largest finite value.
+    mean : float, optional
+        The mean of the finite values.
     """
 
     dtype: str
