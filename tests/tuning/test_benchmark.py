@@ -236,9 +236,10 @@ def able(monkeypatch):
          "bfloat16 trains this model as fast as float32, and runs it 0.80 to 1.40 times as fast, "
          "too noisy to tell."),
         (((0.5, 0.6), (0.9, 0.95)), "Stay in float32 for this model"),
+        (((1.7, 1.9), (0.9, 0.95), (1.3, 1.4)), "and runs it 0.93 times as fast. For serving, convert"),
         (((0.5, 0.6), (0.9, 0.95), (0.8, 0.85)), "Stay in float32 for this model"),
         (((1.7, 1.9), (1.5, 1.6), (2.0, 2.2)),
-         "runs it 1.6 times as fast. For serving, convert the model: it then runs 2.1 times as fast."),
+         "runs it 1.6 times as fast. For serving, convert the model with `fuse=True`: it then runs 2.1 times as fast."),
         (((1.7, 1.9), (0.9, 0.95)), "0.93 times as fast. Run inference in float32: `with amp.autocast(enabled=False)`"),
     ],
 )  # fmt: skip
