@@ -28,7 +28,7 @@ from .saved import (
     write_model,
 )
 
-__all__ = ["TOLERANCE", "ConvertedFiles", "convert_files"]
+__all__ = ["DETECTION", "TOLERANCE", "ConvertedFiles", "convert_files"]
 
 logger = logging.getLogger("mxamp")
 
@@ -57,7 +57,8 @@ DETECTOR = (
     ". This model selects and sorts boxes, and a small error reorders them: compare the inputs of "
     "that selection instead, with compare_models"
 )
-_DETECTION = frozenset({"_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal"})
+#: Operators that select and sort boxes.
+DETECTION = frozenset({"_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal"})
 NO_OUT = "the prefix of the files to write is empty: give another `out`"
 SAME_FILES = (
     "{out!r} names the files of the model itself ({path!r}), which a conversion never overwrites: "
@@ -235,4 +236,4 @@ def _check_errors(errors: Sequence[OutputError], tolerance: float, symbol: Symbo
     if worst is not None and worst.relative > tolerance:
         message = FAR_OFF.format(name=worst.name, found=worst.relative, limit=tolerance)
         operators = {node.operator for node in Graph.from_symbol(symbol).nodes}
-        raise CheckError(message + (DETECTOR if operators & _DETECTION else ""), errors)
+        raise CheckError(message + (DETECTOR if operators & DETECTION else ""), errors)

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
@@ -16,6 +17,7 @@ import mxamp as amp
 from mxamp.policy.overrides import exact_pattern
 from mxamp.tools.tuning.accuracy import Accuracy, Subject, Tolerance
 from mxamp.tools.tuning.deadline import Deadline, seconds_of
+from mxamp.tools.tuning.tune import Tuner
 
 KINDS = {"overflow": "float16", "cancellation": "bfloat16"}
 
@@ -416,3 +418,21 @@ def test_costs_are_those_of_layers_alone(training):
                 amp.Policy.default("float16").override(fp32_layers=others)
             ).error
             assert 0.3 < layer.error / alone < 3
+
+
+def test_notes_name_what_exported_files_lack_and_operators_that_sort_boxes():
+    def notes(way, substitutions, operators):
+        tuner = SimpleNamespace(
+            notes=[], timed=True, substitutions=substitutions,
+            base=amp.Policy.default("bfloat16"), deadline=SimpleNamespace(complete=True),
+            race=None, subject=SimpleNamespace(graph=SimpleNamespace(operators=operators)),
+            accuracy=SimpleNamespace(
+                notes=list, tolerance=SimpleNamespace(rtol=None), plain=SimpleNamespace(metric=None)
+            ),
+        )  # fmt: skip
+        return " ".join(Tuner._notes(tuner, way, tuner.base))
+
+    assert "operators in place of mean, relu: load" in notes("fused", ("mean", "relu"), set())
+    assert "in place of" not in notes("autocast", ("mean",), set())
+    assert "in place of" not in notes("converted", (), set())
+    assert "_contrib_box_nms selects and sorts boxes" in notes("plain", (), {"_contrib_box_nms"})

@@ -9,6 +9,7 @@ from typing import Any, Callable, FrozenSet, Iterable, List, Optional, Sequence,
 
 import mxnet as mx
 
+from ...convert.files import DETECTION
 from ...errors import ArgumentError, unknown
 from ...framework.arrays import on_device
 from ...framework.keywords import checked_call
@@ -72,7 +73,18 @@ NOT_PAID = (
     "at best; the fastest form without it, {others:.2f} times."
 )
 STOPPED = "The search was stopped by Ctrl-C."
-OUT_OF_TIME = "The budget was spent before all was tried: a larger one may find a faster policy."
+OUT_OF_TIME = (
+    "The budget was too short to try all: the next measurement would have passed it. A larger one "
+    "may find a faster policy."
+)
+BOXES = (
+    "{names} selects and sorts boxes, and a small error reorders them: the errors above mean "
+    "little. Tune the model without that selection, or give a metric."
+)
+IN_FILES = (
+    "Exported files keep MXNet's operators in place of {names}: load them under `mxamp.init`, or "
+    "they run slower than measured here."
+)
 SEARCHED = "With {kept} of {layers} in float32 the model is accurate enough{proof}."
 MORE_DATA = f"Of the data, the first {MOST_BATCHES} batches were used."
 USED = "Measured as it runs by {call}."
@@ -393,6 +405,11 @@ class Tuner:
             others = max(self.race.best_speedup(lowers=False), 1.0)
             notes.append(NOT_PAID.format(dtype=dtype, low=low, others=others))
         notes += self.accuracy.notes()
+        boxes = sorted(DETECTION & self.subject.graph.operators)
+        if boxes and self.accuracy.tolerance.rtol is None and self.accuracy.plain.metric is None:
+            notes.append(BOXES.format(names=", ".join(boxes)))
+        if way in ("converted", "fused") and self.substitutions:
+            notes.append(IN_FILES.format(names=", ".join(self.substitutions)))
         if self.timed and way in WAYS:
             notes.append(USED.format(call=WAYS[way]))
         return notes
