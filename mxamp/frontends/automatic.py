@@ -51,7 +51,10 @@ UNKNOWN_VALUE = (
 )
 INSTEAD = f"set {VARIABLE}=bfloat16"
 SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
-OWN_AMP = "%s uses mxamp itself: automatic mixed precision leaves it alone"
+OWN_AMP = (
+    "%s imports mxamp: it runs in the precision that it asks for itself. To choose the precision "
+    "here, remove the import"
+)
 OWN_CALLS = "%s calls %s: from here on it runs by its own calls, by way of mxamp"
 
 
