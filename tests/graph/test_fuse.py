@@ -229,6 +229,28 @@ def test_narrow_groups_are_merged(narrow, groups):
     assert after(merge, twice, params, B)[1]["c_weight"].shape == (32, narrow, 3, 5)
 
 
+@pytest.mark.usefixtures("unfused")
+def test_arranged_parameters_become_parameters():
+    S = mx.sym
+    arrange = next(one for one in PASSES if one.rewrite.__name__ == "_arrange_parameters")
+    parts = [S.var(name, shape=(4, 6)) for name in "ab"]
+    joined = S.reshape(S.concat(*parts, dim=0), shape=(-1, 6), name="joined")
+    dense = S.FullyConnected(S.var("data"), joined, num_hidden=8, no_bias=True)
+    vectors = [S.reshape(S.var(name, shape=(6, 2)), shape=(-1,)) for name in "cd"]
+    vector = S._internal._rnn_param_concat(*vectors, dim=0, num_args=2)
+    symbol = S.Group([dense, joined, vector])
+    params, data = model(symbol, (3, 6))
+    new, new_params = after(arrange, symbol, params, B)
+    # What is an output, or a recurrent layer's, stays; the inner join has become a parameter.
+    assert operators_of(new).count("Concat") == 0
+    assert operators_of(new).count("Reshape") == 3
+    for one, other in zip(run(symbol, params, data), run(new, new_params, data)):
+        np.testing.assert_array_equal(other, one)
+    alone, alone_params = after(arrange, dense, {name: params[name] for name in "ab"}, B)
+    assert operators_of(alone) == ["FullyConnected"]
+    assert sorted(alone_params) == ["joined_arranged"]
+
+
 @with_avx512
 def test_layers_are_kept_in_float32_by_name():
     net, test, _ = network(trained=0)

@@ -147,16 +147,21 @@ def _arrange_parameters(view: FusionView, edit: Edit) -> None:
     """Replace each array that is only arranged from parameters with a parameter of its own.
 
     GluonNLP's BERT joins the weights of queries, keys and values at each call, and a fused dense
-    layer would pack the joined weight each time.
+    layer would pack the joined weight each time. Recurrent layers read the matrices, not the
+    vectors that Gluon makes of them.
     """
+    nodes = view.graph.nodes
     values: Dict[Output, NDArray] = {}
-    for i, node in enumerate(view.graph.nodes):
+    for i, node in enumerate(nodes):
         if node.is_variable and node.name in view.params:
             values[i, 0] = view.params[node.name]
         elif node.operator in _ARRANGING and values.keys() >= set(node.inputs):
             inputs = [values[output] for output in node.inputs]
             values[i, 0] = run_node(node, inputs, inputs[0].context)[0]
-            edit.redirect((i, 0), edit.add_parameter(f"{node.name}_arranged", values[i, 0]))
+            readers = {nodes[k].operator for k, _ in view.consumers.get((i, 0), ())}
+            # A graph output that is a parameter would be the parameter's own array.
+            if i not in view.head_nodes and readers != {"_rnn_param_concat"}:
+                edit.redirect((i, 0), edit.add_parameter(f"{node.name}_arranged", values[i, 0]))
 
 
 def _rename_activations(view: FusionView, edit: Edit) -> None:
