@@ -535,6 +535,8 @@ def test_data_of_many_shapes_share_one_graph_at_last(monkeypatch):
 RECURRENT = {
     "projection": (lambda: rnn.LSTM(40, projection_size=10, input_size=24), False),
     "dropout": (lambda: rnn.GRU(40, num_layers=2, dropout=0.5, input_size=24), False),
+    "two layers": (lambda: rnn.LSTM(40, num_layers=2, input_size=24), False),
+    "two directions": (lambda: rnn.GRU(40, bidirectional=True, input_size=24), False),
     "plain": (lambda: rnn.LSTM(40, input_size=24), True),
 }
 

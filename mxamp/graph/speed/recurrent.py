@@ -422,9 +422,14 @@ def reads_unset_flag(node: Node) -> bool:
     """Return whether an RNN runs wrong under static_shape, which leaves its training flag unset.
 
     Where the uninitialized flag says training, an LSTM with a projection fails in inference with
-    "No training support", and an LSTM with dropout drops elements.
+    "No training support", and an LSTM with dropout drops elements. Where it changes between a
+    forward and a backward pass, one of several `RNN` nodes, such as `rnn_layers` makes, fails with
+    "_M_range_check".
     """
     if node.op != "RNN":
         return False
     attrs = node.attrs
-    return attrs.get("projection_size", "None") != "None" or float(attrs.get("p", "0")) > 0
+    divided = int(attrs["num_layers"]) * _directions(attrs) > 1
+    return (
+        divided or attrs.get("projection_size", "None") != "None" or float(attrs.get("p", "0")) > 0
+    )
