@@ -68,6 +68,19 @@ def test_other_softmaxes_stay(attrs):
     np.testing.assert_array_equal(out, softmax(x, lengths, policy=None, **attrs)[0])
 
 
+@pytest.mark.parametrize("low", [-np.inf, np.finfo(np.float32).min, -3.3e38])
+def test_scores_as_low_as_masks_are_scores(low):
+    x = mx.nd.array([[low, low, 5, 5], [low, 1, low, 9], [low, low, low, low]])
+    lengths = mx.nd.array([2, 3, 0], dtype="int32")
+    found, plain = softmax(x, lengths)[0], softmax(x, lengths, policy=None)[0]
+    np.testing.assert_allclose(found, plain, atol=3e-7)
+
+
+def test_lengths_that_are_no_integers_stay_an_error():
+    with pytest.raises(mx.MXNetError, match="only support integer types"):
+        softmax(randn(2, 4), mx.nd.array([2.5, 1]))
+
+
 def test_training_keeps_mxnets_operator():
     x, lengths = randn(2, 3, 4), mx.nd.array([[1, 2, 3]] * 2, dtype="int32")
     x.attach_grad()

@@ -95,8 +95,7 @@ def _count_casts(graph: Graph) -> int:
 #: attributes of this form.
 PRECISION = "__mxamp_precision__"
 
-#: The dtypes of inputs that count elements.
-_LENGTHS = frozenset({"int32", "int64"})
+_INTEGERS = frozenset({"int32", "int64"})
 
 # The attribute of variables declared with a storage type, and its value for dense storage.
 _STORAGE, _DENSE = "__storage_type__", "0"
@@ -418,13 +417,13 @@ def _input_of_inserted_cast(node: Node, source: _Value, target: str) -> Optional
 
 
 def _fits_dtypes(name: str, values: Sequence[_Value]) -> bool:
-    """Return whether substitution `name` can replace an operator of these inputs.
-
-    The inputs behind the first may be lengths.
-    """
-    dtypes = {"float32"} if substitutions.ALL[name].constants else CASTABLE
-    data, *others = (value.plain for value in values)
-    return data in dtypes and set(others) <= dtypes | _LENGTHS
+    """Return whether substitution `name` can replace an operator of these inputs."""
+    one = substitutions.ALL[name]
+    floats = {"float32"} if one.constants else CASTABLE
+    return all(
+        value.plain in (_INTEGERS if k in one.integers else floats)
+        for k, value in enumerate(values)
+    )
 
 
 def _are_castable(values: Sequence[_Value]) -> bool:

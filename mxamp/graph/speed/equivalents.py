@@ -174,7 +174,7 @@ def masked_softmax(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     """Return the parts of a softmax with lengths by oneDNN's softmax, which takes no lengths.
 
     Elements past the length are replaced, not added to: they may be NaN. The second mask makes
-    zeros of rows of length 0.
+    zeros of rows of length 0, for which the softmax gives NaN.
     """
     x, length = 0, 1
     parts = Parts(inputs=2)
@@ -194,9 +194,10 @@ def masked_softmax(_attrs: Attributes, _detail: Detail) -> Sequence[Part]:
     # One mask for each length; copying rows of it is faster than comparing every element.
     masks = add("broadcast_lesser", "masks", row, column)
     mask = add("take", "mask", masks, length, mode="clip")
-    least = add("_plus_scalar", "least", add("zeros_like", "zeros", x), scalar="-3e38")
+    zeros = add("zeros_like", "zeros", x)
+    least = add("_plus_scalar", "least", zeros, scalar="-inf")
     shares = add("softmax", "shares", add("where", "apart", mask, x, least))
-    add("elemwise_mul", "", shares, mask)
+    add("where", "", mask, shares, zeros)
     return parts.made
 
 

@@ -54,6 +54,8 @@ class Substitution:
     guesses_shapes: bool = False
     #: Its parts hold float32 constants, so only float32 calls fit.
     constants: bool = False
+    #: The positions of inputs that are integers, such as lengths.
+    integers: FrozenSet[int] = frozenset()
     #: Applies only where this operator computes in the target dtype, by its class.
     lowered: Optional[str] = None
     #: The gradient of its first input is in blocks of 16 channels, and MXNet's operator has plain
@@ -208,6 +210,7 @@ _SUBSTITUTIONS = (
         match=equivalents.match_masked_softmax,
         build=equivalents.masked_softmax,
         float32=SUMS,
+        integers=frozenset({1}),
     ),
     Substitution(
         name="split",
