@@ -59,13 +59,8 @@ class DenseGraphs(threading.local):
         # A cached op plans its memory anew when shapes change: give each weight its own.
         key = (codes, tuple(keys), tuple(map(str, vals)), shape, leaves, is_np_op)
         try:
-            op = self._ops[key]
-        except KeyError:
-            op = self._make_op(key)
-        if op is None:
-            return None
-        try:
-            return op(*arrays)
+            op = self._ops[key] if key in self._ops else self._make_op(key)
+            return op(*arrays) if op is not None else None
         except MXNetError:
             # Arrays of two devices, such as shared memory, are right in single calls. Other errors
             # occur there again, and name the operator of the program.
