@@ -139,3 +139,21 @@ def test_data_tables_alone_are_laid_out_by_hand():
         lines = (PACKAGE / path).read_text().splitlines()
         marked = [i for i, line in enumerate(lines) if line.rstrip().endswith("# fmt: skip")]
         assert all(lines[i].strip()[0] in ")}" for i in marked), path
+
+
+#: The files of the repository's root.
+IN_ROOT = {
+    ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
+    "MANIFEST.in", "Makefile", "README.md", "SECURITY.md", "mkdocs.yml", "noxfile.py",
+    "pyproject.toml", "setup.cfg", "setup.py",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no clone")
+def test_the_root_holds_no_file_that_a_run_has_left():
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert {path for path in listed if "/" not in path} == IN_ROOT
+    written = (".params", ".states", ".npz", ".log", ".onnx")
+    assert not [path for path in listed if path.endswith(written)]
