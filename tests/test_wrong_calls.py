@@ -33,6 +33,23 @@ def deferred():
     return block
 
 
+def stacked():
+    block = gluon.nn.HybridSequential()
+    block.add(gluon.nn.Dense(4))
+    block.initialize()
+    return block
+
+
+class Adds(gluon.Block):
+    """A block of two inputs that is no HybridBlock."""
+
+    def forward(self, x, y):
+        return x + y
+
+
+LOSS = gluon.loss.L2Loss()
+
+
 def trainer():
     return gluon.Trainer(net().collect_params(), "sgd")
 
@@ -115,6 +132,16 @@ WRONG = [
     (lambda: amp.explain(net(), "bfloat16", example_inputs=[[1.0, 2.0]]), r"such as mx\.nd\.ones"),
     (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch is an NDArray .*, not \(2, 3\)"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), (2, 3)), r"such as {'data': mx\.nd\.ones.*, not \(2, 3\)"),
+    # the label in a batch, without a loss
+    (lambda: amp.tune(deferred(), [(X, X)]), r"on this batch of 2 arrays: .*\. Without loss= or metric=, a batch"),
+    (lambda: amp.tune(stacked(), [(X, X)]), r"on this batch of 2 arrays: .*takes 3 positional"),
+    (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*pass loss= or metric= too"),
+    (lambda: amp.debugging.compare(deferred(), [(X, X)]), r"on this batch of 2 arrays: .*\. Without loss=, a batch"),
+    (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*pass loss= too"),
+    (lambda: amp.debugging.compare(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays and a label: .* given$"),
+    (lambda: amp.debugging.gradient_histogram(net(), (X, X, X), LOSS), "on this batch of 2 arrays and a label"),
+    (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "; example_inputs holds the arguments of one call"),
+    (lambda: amp.convert_hybrid_block(stacked(), "bfloat16", example_inputs=(X, X)), "holds the arguments of one call"),
     # values that mean something else
     (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
     (lambda: amp.autocast(GPU), "give a policy by its keyword"),
@@ -159,6 +186,17 @@ def test_a_wrong_call_says_what_to_write(number):
         call()
     assert "\n" not in str(raised.value)
     assert raised.value.__suppress_context__ or raised.value.__context__ is None
+
+
+@pytest.mark.parametrize("call", [amp.tune, amp.debugging.compare])
+def test_type_errors_of_a_net_are_the_cause(call):
+    class Fails(gluon.HybridBlock):
+        def hybrid_forward(self, _, x):
+            return x + len(5)
+
+    with pytest.raises(amp.ArgumentError, match="of 1 array: .*'int' has no len") as raised:
+        call(Fails(), X)
+    assert isinstance(raised.value.__cause__, TypeError)
 
 
 def test_type_errors_from_inside_stay():

@@ -35,6 +35,7 @@ NO_EXAMPLE = (
     "of the arguments of one call, not {given}"
 )
 NOT_ON_EXAMPLE = "block {name!r} does not run on example_inputs of shape {shapes}: {why}"
+ONE_CALL = "; example_inputs holds the arguments of one call"
 NO_GPU = (
     "ctx is {given}, and MXNet sees no GPU here: leave ctx out. To convert for GPUs here, give "
     "policy=Policy.default('float16', 'gpu')"
@@ -134,29 +135,36 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
         if not block._cached_graph:
             raise StateError(NOT_RUN.format(name=block.name))
         return TracedBlock(block)
+    shapes = [one.shape for one in _flatten(arguments, "input")[0] if one is not None]
     if any(p._data is None for p in block.collect_params().values()):
         try:
             block(*arguments)
         except (MXNetError, ValueError) as error:  # ValueError: while it infers a deferred shape
-            shapes = [one.shape for one in _flatten(arguments, "input")[0] if one is not None]
             raise _example_error(block.name, shapes, error) from None
         except RuntimeError as error:  # of parameters that were not initialized
             raise StateError(f"block {block.name!r} does not run: {error}") from None
+        except TypeError as error:
+            raise _example_error(block.name, shapes, error, ONE_CALL) from error
     kept = {name: getattr(block, name) for name in _TRACED_ATTRIBUTES}
     try:
         block._cached_graph = ()
         called = _forward_arguments(block, arguments)
         block._get_graph(*called)
         return TracedBlock(block, called)
+    except TypeError as error:
+        raise _example_error(block.name, shapes, error, ONE_CALL) from error
     finally:
         for name, value in kept.items():
             setattr(block, name, value)
 
 
-def _example_error(name: str, shapes: Iterable[Any], error: Exception) -> ArgumentError:
+def _example_error(
+    name: str, shapes: Iterable[Any], error: Exception, hint: str = ""
+) -> ArgumentError:
     """Return the error for example inputs that the block `name` does not run on."""
     given = " and ".join(map(str, shapes))
-    return ArgumentError(NOT_ON_EXAMPLE.format(name=name, shapes=given, why=error_reason(error)))
+    why = error_reason(error)
+    return ArgumentError(NOT_ON_EXAMPLE.format(name=name, shapes=given, why=why) + hint)
 
 
 def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:

@@ -281,7 +281,7 @@ LOSS = mx.gluon.loss.L2Loss()
         ({"metric": "mse"}, "'mse' less is better"), ({"metric": mx.metric.CrossEntropy()}, "less is better"),
         ({"budget": "soon"}, "`budget` must be"), ({"budget": 0}, "`budget` must be"), ({"budget": True}, "`budget` must be"),
         ({"target_dtype": "int8"}, "target dtype must be"), ({"net": 3}, "the model must be a Block"),
-        ({"net": Eager()}, "can't be traced"), ({"data": []}, "no batch"), ({"data": {"data": X}}, "can't be traced"),
+        ({"net": Eager()}, "can't be traced"), ({"data": []}, "no batch"), ({"data": {"data": X}}, "does not run on this batch of 1 array: "),
         ({"data": X[:, :5]}, "does not run on this data"), ({"data": [X, mx.nd.ones((5, 7))]}, "does not run on this"),
         ({"policy": "fast"}, "policy must be"), ({"loss": "bfloat16"}, "loss must be a function of .*, not .bfloat16"), ({"seed": -1}, "seed must be"), ({"seed": "a"}, "seed must be"),
         ({"policy": amp.Policy.default("float16", "gpu")}, "is for the gpu, and the data is on cpu"),

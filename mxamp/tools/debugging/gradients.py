@@ -376,7 +376,8 @@ def _count_on_data(
             run = _ActivationRun(seeds, activations)
             with isolated.block(batch.inputs) as block:
                 with run.opened(), autograd.record():
-                    output = block(*batch.inputs)
+                    with isolated.explained_errors(batch.inputs):
+                        output = block(*batch.inputs)
                     run.adds_zeros = False
                     value = loss_of(loss, output, batch.label)
                 params = trained_arrays(block)

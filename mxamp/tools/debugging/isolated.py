@@ -13,7 +13,18 @@ import threading
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Type
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Type,
+)
 
 import mxnet as mx
 import numpy as np
@@ -27,10 +38,11 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ...convert.blocks import build_block, trace
-from ...errors import ArgumentError, StateError
+from ...convert.outputs import error_reason
+from ...errors import AmpError, ArgumentError, StateError
 from ...framework.arrays import as_list, cast, dtypes_of, map_arrays
 from ...framework.patching import original
-from ...framework.wording import shown
+from ...framework.wording import counted, shown
 from ...graph.edit import Edit
 from ...graph.inspect import Tensor, tensors_of
 from ...graph.ir import LOOPS, Graph, Node, Output
@@ -49,6 +61,7 @@ __all__ = [
     "arrays_in",
     "copied",
     "dense_values",
+    "explained_errors",
     "gradients_of",
     "loss_of",
     "restored",
@@ -68,6 +81,11 @@ _HYBRID = ("_active", "_cached_graph", "_cached_op", "_cached_op_args", "_in_for
 #: `autograd.backward` without the front ends' patches, which scale losses.
 _backward = original(autograd, "backward")
 
+NOT_ON_BATCH = "block {name!r} does not run on this batch of {arrays}: {why}{hint}"
+UNLABELED = (
+    ". Without {label_by}, a batch holds the net's arguments only; if its last element is the "
+    "label, pass {label_by} too"
+)
 NO_LOSS_VALUE = (
     "the loss must return an NDArray that is computed from the net's output, not {given}"
 )
@@ -308,6 +326,27 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
     return build_block(net, traced, traced.symbol, traced.param_values(), [context])
 
 
+@contextlib.contextmanager
+def explained_errors(
+    net: Block, inputs: Sequence[Any], labeled: bool, label_by: str = "loss="
+) -> Iterator[None]:
+    """Context that raises `ArgumentError` for Python's errors where `net` does not take `inputs`.
+
+    `label_by` names the arguments that make the last element of a batch its label.
+    """
+    try:
+        yield
+    except AmpError:
+        raise
+    except (TypeError, ValueError) as error:  # ValueError: while it infers a deferred shape
+        count = len(arrays_in(inputs))
+        arrays = counted(count, "array") + (" and a label" if labeled else "")
+        hint = "" if labeled or count == 1 else UNLABELED.format(label_by=label_by)
+        why = error_reason(error)
+        message = NOT_ON_BATCH.format(name=net.name, arrays=arrays, why=why, hint=hint)
+        raise ArgumentError(message) from error  # it may be of the user's own code
+
+
 class IsolatedNet:
     """A net and its loss, which measurements leave unchanged."""
 
@@ -318,10 +357,15 @@ class IsolatedNet:
     @contextlib.contextmanager
     def block(self, inputs: Sequence[Any]) -> Iterator[Block]:
         """Context with a copy of the net, or with the net itself, which is restored afterwards."""
-        copy = self._copy = self._copy or copied(self.net, inputs)
+        with self.explained_errors(inputs):
+            copy = self._copy = self._copy or copied(self.net, inputs)
         used = (copy if copy is self.net else None, self.loss)
         with restored([block for block in used if isinstance(block, Block)]):
             yield copy
+
+    def explained_errors(self, inputs: Sequence[Any]) -> ContextManager[None]:
+        """Return the context for a call of the net on `inputs`; see `explained_errors`."""
+        return explained_errors(self.net, inputs, labeled=self.loss is not None)
 
 
 @contextlib.contextmanager

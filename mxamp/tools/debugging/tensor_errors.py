@@ -370,7 +370,8 @@ class _Comparer:
         training = self.loss is not None
         recording = autograd.record() if training else autograd.pause(train_mode=False)
         with autocast(enabled=policy is not None, policy=policy), run.opened():
-            with recording, run.recording(block, batch.inputs):
+            explained = self.isolated.explained_errors(batch.inputs)
+            with recording, run.recording(block, batch.inputs), explained:
                 first = [block(*batch.inputs)]
             if self.loss is None:
                 return run, {}

@@ -43,6 +43,7 @@ from ..debugging.isolated import (
     arrays_in,
     copied,
     dense_values,
+    explained_errors,
     loss_of,
     trained_arrays,
 )
@@ -130,10 +131,14 @@ class Subject:
             model, batches = block_of(model, batches)
         self.batches: List[Batch] = list(itertools.islice(batches, MOST_BATCHES))
         self.more = next(iter(batches), None) is not None
-        with suspended():
-            self.block = copied(model, self.batches[0].inputs)
-        if self.block is model or not isinstance(self.block, HybridBlock):
-            _check_that_it_runs(model, self.batches[0].inputs)
+        inputs = self.batches[0].inputs
+        explained = explained_errors(model, inputs, labelled, label_by="loss= or metric=")
+        with suspended(), explained:
+            self.block = copied(model, inputs)
+            traced = self.block is not model and isinstance(self.block, HybridBlock)
+            if not traced:
+                _check_that_it_runs(model, inputs)
+        if not traced:
             raise ArgumentError(NO_GRAPH.format(name=model.name))
         check_float32(self.block)
         variables, symbol = self.block._cached_graph
@@ -271,11 +276,12 @@ class Verdict(NamedTuple):
 def _check_that_it_runs(block: Block, inputs: Sequence[Any]) -> None:
     """Raise if a block that can't be traced does not run either."""
     try:
-        with suspended():
-            for array in arrays_in(block(*inputs)):
-                array.wait_to_read()
+        for array in arrays_in(block(*inputs)):
+            array.wait_to_read()
     except MXNetError as error:
         raise ArgumentError(NOT_MEASURED.format(why=error_reason(error))) from None
+    except (TypeError, ValueError):  # the arguments may not be the block's
+        raise
     except Exception:  # the user's own code
         return
 
