@@ -55,6 +55,17 @@ def test_arguments_are_the_scripts(tmp_path, arguments):
 
 
 @pytest.mark.slow
+def test_options_after_the_script_are_told(tmp_path):
+    write(tmp_path / "train.py", "")
+    mxamp_run(tmp_path, "train.py", "--dtype=float16", "--epochs", "3", "--dtype", "x")
+    told = [line for line in log_lines(tmp_path) if "go before it" in line]
+    assert told == [
+        "mxamp: --dtype stands after train.py and went to the script; options of mxamp run go "
+        "before it"
+    ]
+
+
+@pytest.mark.slow
 def test_a_script_in_another_folder_is_the_main_module(tmp_path):
     write(tmp_path / "far" / "beside.py", "x = 1", start="")
     text = """
@@ -157,6 +168,7 @@ def test_a_script_that_calls_init_hears_once_what_has_not_changed(tmp_path, dtyp
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["python", "train.py"], "'python'; mxamp run takes the script itself"), (["python3.11"], "itself: mxamp run train.py"),
         ([""], "no file ''"), (["n" * 300], "no file 'nnn"), (["none.py"], "no file 'none.py'"),
         (["empty"], "can't find '__main__' module in"), (["empty.zip"], "can't find '__main__' module in"),
         (["-m", "none"], "No module named none"), (["-m", "empty"], "No module named empty.__main__"),

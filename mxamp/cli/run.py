@@ -2,6 +2,7 @@
 
 import os
 import pkgutil
+import re
 import runpy
 import sys
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,11 @@ _DTYPE_HELP = (
     "Default: float16 with a GPU, else bfloat16. auto: the same, but float32 on CPUs without "
     "bfloat16 instructions."
 )
+TAKES_SCRIPTS = "mxamp run takes the script itself: mxamp run train.py"
+TO_THE_SCRIPT = "%s stands after %s and went to the script; options of mxamp run go before it"
+#: The name of an interpreter.
+_PYTHON = re.compile(r"python[\d.]*(\.exe)?$")
+
 _EXAMPLES = examples(
     "mxamp run train.py --epochs 3",
     "mxamp run --dtype float16 -m package.train --epochs 3",
@@ -63,6 +69,8 @@ def run(
         sys.excepthook(type(error), error.with_traceback(None), None)  # as Python shows it
         sys.exit(1)
     automatic.show_log()
+    for option in _own_options(arguments):
+        automatic.logger.info(TO_THE_SCRIPT, option, script)
     if automatic.imports_mxamp(program.code):
         automatic.logger.info(automatic.OWN_AMP, script)
     else:
@@ -73,6 +81,13 @@ def run(
             os.environ[automatic.VARIABLE] = dtype or "1"
     with _operator_table_at_end() if stats else nullcontext():
         _execute(program, [program.name, *arguments])
+
+
+def _own_options(arguments: Sequence[str]) -> List[str]:
+    """Return the long options of `mxamp run` among the arguments of a script."""
+    own = {name for one in run.params for name in one.opts if name.startswith("--")}
+    given = (argument.partition("=")[0] for argument in arguments)
+    return [name for name in dict.fromkeys(given) if name in own]
 
 
 @contextmanager
@@ -111,7 +126,8 @@ def _find_script(name: str) -> _Program:
         code = compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True)
         return _Program(name, code, "", "<stdin>", None)
     if not os.path.exists(name):
-        raise AmpError(f"there is no file {name!r}")
+        hint = f"; {TAKES_SCRIPTS}" if _PYTHON.match(name) else ""
+        raise AmpError(f"there is no file {name!r}{hint}")
     file = os.path.join(os.getcwd(), name)
     if pkgutil.get_importer(file) is not None:
         path, sys.path = sys.path, [file]
