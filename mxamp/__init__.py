@@ -45,5 +45,5 @@ def __getattr__(name: str) -> _Any:
     except AttributeError:
         from .framework.keywords import missing_attribute
 
-        raise AttributeError(missing_attribute(__name__, name, __all__)) from None
+        raise AttributeError(missing_attribute(f"module {__name__!r}", name, __all__)) from None
     return found

@@ -82,6 +82,9 @@ WRONG = [
     (lambda: amp.convert_model(SYMBOL, {"arg:fc_weight": X}, {}), "load_checkpoint drops arg:"),
     (lambda: amp.export_onnx(net(), "model.onnx", {"data": X}), "a model must be .symbol, arg_params"),
     (lambda: amp.export_onnx("mod", "model.onnx", {"data": X}), "a model must be .*not 'mod'"),
+    (lambda: amp.export_onnx(net(), "model.onnx", X), r"net\.export\('net'\), and give mx\.model\.load_checkpoint\('net', 0\)$"),
+    (lambda: amp.compare_models((SYMBOL, {}, {}), net(), {"data": X}), r"there is mxamp\.debugging\.compare"),
+    (lambda: amp.convert_model(net(), target_dtype="bfloat16"), "; convert_hybrid_block takes Gluon blocks$"),
     (lambda: amp.init_trainer(trainer(), amp.GradScaler()), "a GradScaler needs no init_trainer"),
     (lambda: amp.init_trainer(trainer(), ContribScaler()), "not a LossScaler of mxnet.contrib.amp"),
     # PyTorch's
@@ -91,6 +94,10 @@ WRONG = [
     (lambda: amp.autocast("cuda"), r"leave the device out, as in autocast\('float16'\)"),
     (lambda: amp.autocast(target_dtype="bfloat16"), r"write autocast\(dtype="),
     (lambda: amp.autocast(cache_enabled=True), "leave it out"),
+    (lambda: amp.autocast(custom_black_list=["exp"]), r"default\('float16'\)\.override\(fp32="),
+    (lambda: amp.autocast(dtype="bf16", custom_white_list=["exp"]), r"default\('bfloat16'\)\.override\(low="),
+    (lambda: amp.autocast(True, "bfloat16", custom_black_list=["exp"]), r"default\('float16'\)"),
+    (lambda: amp.init("bfloat16", fp32=["exp"]), r"write policy=Policy\.default\('bfloat16'\)"),
     (lambda: amp.GradScaler("cuda"), "leave the device out"),
     # names that other functions of mxamp have
     (lambda: amp.init(dtype="bfloat16"), r"write init\(target_dtype="),
@@ -355,6 +362,26 @@ def test_names_that_the_module_lacks(name, said):
     assert not hasattr(amp, name)
     with pytest.raises(AttributeError, match=said):
         getattr(amp, name)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("minimize", r"; write scaler\.step\(trainer, batch_size\) and scaler\.update\(\)$"),
+        ("get_loss_scaling", "get_scale"), ("unscale", "unscale_"), ("udpate", "the closest is 'update'"),
+        ("nothing_like_it", "'GradScaler' object has no attribute 'nothing_like_it'$"),
+    ],
+)  # fmt: skip
+def test_names_that_a_grad_scaler_lacks(name, said):
+    assert not hasattr(amp.GradScaler(), name)
+    with pytest.raises(AttributeError, match=said):
+        getattr(amp.GradScaler(), name)
+
+
+def test_lists_go_into_a_policy_of_the_dtype_in_force():
+    with amp.autocast("bfloat16"):
+        with pytest.raises(amp.ArgumentError, match=r"default\('bfloat16'\)\.override"):
+            amp.autocast(custom_black_list=["exp"])
 
 
 def test_rules_are_found_by_any_name_of_an_operator():

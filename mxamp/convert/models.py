@@ -35,7 +35,8 @@ __all__ = [
 
 _THREE = (
     "convert_model(sym, arg_params, aux_params) takes what mx.model.load_checkpoint returns, as in "
-    "convert_model(*model); convert_files takes the names of saved models"
+    "convert_model(*model); convert_files takes the names of saved models; convert_hybrid_block "
+    "takes Gluon blocks"
 )
 _CALL = checked_call(
     dtype="write target_dtype='bfloat16'",

@@ -51,7 +51,7 @@ Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 NO_MODEL = (
     "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}{blocks}"
 )
-BLOCKS = ": for Gluon blocks there is mxamp.debugging.compare(net, batches)"
+COMPARE_BLOCKS = ": for Gluon blocks there is mxamp.debugging.compare(net, batches)"
 NO_INPUTS = (
     "the inputs must map names to arrays, such as {{'data': mx.nd.ones((1, 3, 224, 224))}}, not "
     "{given}"
@@ -180,7 +180,7 @@ def compare_models(
         The other model does not run here, such as a model converted for GPUs on a CPU.
     """
     for one in (model, other):
-        checked_model(one)
+        checked_model(one, COMPARE_BLOCKS)
     if not isinstance(inputs, Mapping):
         raise ArgumentError(NO_INPUTS.format(given=shown(inputs)))
     ctx = ctx or current_context()
@@ -361,12 +361,15 @@ def _random_array(
     return values if dtype == "float32" else cast(values, dtype)
 
 
-def checked_model(model: Model) -> Model:
-    """Return `model`; raise `ArgumentError` unless it is (symbol, arg_params, aux_params)."""
+def checked_model(model: Model, for_blocks: str = "") -> Model:
+    """Return `model`; raise `ArgumentError` unless it is (symbol, arg_params, aux_params).
+
+    `for_blocks` is the end of the message for a Gluon block.
+    """
     kinds = (Symbol, Mapping, Mapping)
     listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)
     if not (listed and all(map(isinstance, model, kinds))):
-        blocks = BLOCKS if isinstance(model, Block) else ""
+        blocks = for_blocks if isinstance(model, Block) else ""
         raise ArgumentError(NO_MODEL.format(given=shown(model), blocks=blocks))
     return model
 

@@ -3,11 +3,11 @@
 import difflib
 import functools
 import inspect
-from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, TypeVar
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, TypeVar, Union
 
 from ..errors import ArgumentError, unknown
 
-__all__ = ["checked_call", "checked_methods", "missing_attribute"]
+__all__ = ["Hint", "checked_call", "checked_methods", "missing_attribute"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)
@@ -16,7 +16,11 @@ Kind = TypeVar("Kind", bound=type)
 _OPTIONAL = 3
 
 
-def checked_call(**hints: str) -> Callable[[Function], Function]:
+#: What to write instead: a text, or a function of the call's arguments by name.
+Hint = Union[str, Callable[[Mapping[str, Any]], str]]
+
+
+def checked_call(**hints: Hint) -> Callable[[Function], Function]:
     """Return a decorator: a call that does not fit the parameters raises `ArgumentError`.
 
     `hints` say what to write, by the name of a parameter that is missing, is given twice, or that
@@ -68,20 +72,22 @@ _ELSEWHERE: Mapping[str, str] = {
 }
 
 
-def missing_attribute(module: str, name: str, public: Iterable[str]) -> str:
-    """Return the message for a name that a module lacks: what to write, or the closest name.
+def missing_attribute(
+    owner: str, name: str, public: Iterable[str], hints: Mapping[str, str] = _ELSEWHERE
+) -> str:
+    """Return the message for a name that a module or class lacks: what to write, or the closest.
 
-    >>> missing_attribute("mxamp", "GradScalar", ["GradScaler", "init"])
+    >>> missing_attribute("module 'mxamp'", "GradScalar", ["GradScaler", "init"])
     "module 'mxamp' has no attribute 'GradScalar'; the closest is 'GradScaler'"
     """
     close = difflib.get_close_matches(name, list(public), n=1)
-    hint = _ELSEWHERE.get(name) or (f"the closest is {close[0]!r}" if close else "")
-    return f"module {module!r} has no attribute {name!r}{'; ' if hint else ''}{hint}"
+    hint = hints.get(name) or (f"the closest is {close[0]!r}" if close else "")
+    return f"{owner} has no attribute {name!r}{'; ' if hint else ''}{hint}"
 
 
 def _call_error(
     function: Callable[..., Any],
-    hints: Mapping[str, str],
+    hints: Mapping[str, Hint],
     args: Sequence[Any],
     keywords: Mapping[str, Any],
 ) -> Optional[ArgumentError]:
@@ -97,15 +103,20 @@ def _call_error(
     parameters = signature.parameters
     positional = [n for n, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     taken, own = positional[: len(args)], [*parameters][is_method:]
+
+    def hint_for(parameter: str) -> str:
+        hint = hints[parameter]
+        return hint if isinstance(hint, str) else hint({**dict(zip(taken, args)), **keywords})
+
     for keyword in keywords:
         if keyword in hints and (keyword in taken or keyword not in parameters):
-            return ArgumentError(f"{name} takes no {keyword} here: {hints[keyword]}")
+            return ArgumentError(f"{name} takes no {keyword} here: {hint_for(keyword)}")
         if keyword not in parameters:
             return unknown(f"argument of {name}", keyword, own)
     required = [n for n in own if parameters[n].default is inspect.Parameter.empty]
     for missing in required:
         if missing in hints and missing not in (*taken, *keywords):
-            return ArgumentError(f"{name} needs {missing}: {hints[missing]}")
+            return ArgumentError(f"{name} needs {missing}: {hint_for(missing)}")
     return ArgumentError(f"{name}: {reason}; write {_call_text(name, required, own)}")
 
 

@@ -7,11 +7,12 @@ regions while mixed precision is off around it, the patches stay until `shutdown
 import functools
 import inspect
 import logging
-from typing import Any, Callable, Iterable, Optional, TypeVar
+from typing import Any, Callable, Iterable, Mapping, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.keywords import checked_call
+from ..framework.keywords import Hint, checked_call
+from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..framework.worker_process import prepare_worker
@@ -20,7 +21,7 @@ from ..policy.active import FLOAT32, Choice
 from ..policy.choice import chosen_policy, describe_difference
 from ..policy.overrides import Conditional
 from ..policy.policy import Policy
-from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
+from ..policy.targets import DEFAULT_TARGET, TARGETS, TARGETS_OR_AUTO, check_bool, check_target
 from .announcements import (
     announce,
     announce_float32,
@@ -56,11 +57,24 @@ CHOSE_FLOAT32 = (
 NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
 
 
+def _override(parameter: str) -> Hint:
+    """Return the hint for operators or layers given to a function that takes them in a policy."""
+
+    def hint(given: Mapping[str, Any]) -> str:
+        policy = active.current_policy()
+        dtype = given.get("dtype", given.get("target_dtype"))
+        name = dtype_name(dtype) if dtype is not None else policy and policy.target_dtype
+        target = name if name in TARGETS else DEFAULT_TARGET
+        return f"write policy=Policy.default({target!r}).override({parameter}=[...])"
+
+    return hint
+
+
 @checked_call(
     dtype="write init(target_dtype='bfloat16')",
-    fp32="write policy=Policy.default('bfloat16').override(fp32=[...])",
-    low="write policy=Policy.default('bfloat16').override(low=[...])",
-    fp32_layers="write policy=Policy.default('bfloat16').override(fp32_layers=[...])",
+    fp32=_override("fp32"),
+    low=_override("low"),
+    fp32_layers=_override("fp32_layers"),
     enabled="without init, mixed precision is off; init('auto') turns it on where it is fast",
     opt_level="for levels there is initialize(net, trainer, opt_level='O1')",
     level="for levels there is initialize(net, trainer, opt_level='O1')",
@@ -229,8 +243,8 @@ class autocast:
         target_dtype="write autocast(dtype='bfloat16')",
         cache_enabled="casts of weights in a graph are made once anyway: leave it out",
         level="for levels there is initialize(net, trainer, opt_level='O1')",
-        custom_white_list="write policy=Policy.default('bfloat16').override(low=[...])",
-        custom_black_list="write policy=Policy.default('bfloat16').override(fp32=[...])",
+        custom_white_list=_override("low"),
+        custom_black_list=_override("fp32"),
     )
     def __init__(
         self, dtype: Any = None, enabled: bool = True, policy: Optional[Policy] = None

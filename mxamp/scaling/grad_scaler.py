@@ -18,7 +18,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.keywords import checked_call, checked_methods
+from ..framework.keywords import checked_call, checked_methods, missing_attribute
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
@@ -51,6 +51,21 @@ OTHER_LOSSES = (
     "the gradients of this step carry a scale of %g, of another GradScaler or from before the last "
     "update(): call scale, step and update of one GradScaler, and update() after all steps"
 )
+
+
+#: What to write for methods of Paddle's GradScaler, TensorFlow's optimizers and Keras'.
+_ELSEWHERE = {
+    "apply_gradients": "write scaler.step(trainer, batch_size) and scaler.update()",
+    "get_init_loss_scaling": "write scaler.get_scale()",
+    "get_loss_scaling": "write scaler.get_scale()",
+    "get_scaled_loss": "write scaler.scale(loss)",
+    "get_unscaled_gradients": "write scaler.unscale_(trainer)",
+    "is_enable": "write scaler.is_enabled()",
+    "loss_scale": "write scaler.get_scale()",
+    "minimize": "write scaler.step(trainer, batch_size) and scaler.update()",
+    "set_init_loss_scaling": "write scaler.update(new_scale)",
+    "unscale": "write scaler.unscale_(trainer)",
+}
 
 
 class _ForwardingScaler(Scaler):
@@ -347,6 +362,10 @@ class GradScaler:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state, _stepped=weakref.WeakSet())
+
+    def __getattr__(self, name: str) -> Any:
+        public = [known for known in dir(type(self)) if not known.startswith("_")]
+        raise AttributeError(missing_attribute("'GradScaler' object", name, public, _ELSEWHERE))
 
     def _attached_hook(self, trainer: Trainer) -> TrainerHook:
         """Return a trainer's hook, attached at first use; raise if it is another scaler's."""
