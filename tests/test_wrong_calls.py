@@ -132,6 +132,11 @@ WRONG = [
     (lambda: amp.Policy.default(dtype="float16"), "write target_dtype="),
     (lambda: amp.debugging.compare(net(), X, target_dtype="bfloat16"), "write dtype="),
     (lambda: amp.debugging.check_numerics(ops=["softmax"]), "write operators="),
+    (lambda: amp.debugging.check_numerics(net()), r"takes no net: write `with check_numerics\(\):` around"),
+    (lambda: amp.debugging.check_numerics("stop"), "on must be 'raise'"),
+    (lambda: amp.debugging.check_numerics(operators=["Convolutoin"]), "the closest are 'Convolution'"),
+    (lambda: amp.debugging.check_numerics(steps=0), "steps must be"),
+    (lambda: amp.debugging.operator_stats(net()), "takes 0 positional|too many positional"),
     # shapes, and arrays of wrong shapes
     (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"such as mx\.nd\.ones\(.*, not \(2, 3\)"),
     (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=mx.nd.ones((2, 5))), r"of shape \(2, 5\): .*Provided = \[4,3\]"),
@@ -227,6 +232,33 @@ def test_scale_loss_without_with(use):
         amp.StateError, match=r"write `with scale_loss\(loss, trainer\) as scaled:`"
     ):
         use(scaled())
+
+
+@pytest.mark.parametrize(
+    "make, use",
+    [
+        (amp.debugging.operator_stats, lambda stats: stats.operators),
+        (amp.debugging.operator_stats, lambda stats: stats["exp"]),
+        (amp.debugging.operator_stats, len),
+        (amp.debugging.check_numerics, lambda check: check.first),
+        (amp.debugging.check_numerics, lambda check: check.findings),
+        (amp.debugging.check_numerics, bool),
+    ],
+)
+def test_observers_without_with(make, use):
+    with pytest.raises(amp.StateError, match=rf"write `with {make.__name__}\(\) as"):
+        use(make())
+    assert "write `with" in str(make())
+
+
+def test_checks_decorate_functions():
+    @amp.debugging.check_numerics()
+    def step():
+        return mx.nd.log(mx.nd.array([-1.0]))
+
+    for _ in range(2):
+        with pytest.raises(amp.debugging.NumericsError):
+            step()
 
 
 def test_a_scaled_loss_has_no_other_attributes():

@@ -15,6 +15,7 @@ from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import dtype_of, map_arrays
+from ..framework.contexts import OnlyWith
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
 from ..framework.keywords import checked_call
@@ -329,30 +330,6 @@ def _keep_updates_skippable(trainer: Trainer, scaler: Scaler) -> None:
         check_kvstore(trainer)
 
 
-class _ScaledLoss:
-    """The context that `scale_loss` returns; an error where it is taken for the loss."""
-
-    def __init__(self, context: ContextManager[Any]) -> None:
-        self._context = context
-
-    def __enter__(self) -> Any:
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._context.__exit__(*error)
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(NDArray, name):
-            raise StateError(WITHOUT_WITH)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _raise(self, *_others: Any) -> Any:
-        raise StateError(WITHOUT_WITH)
-
-    __len__ = __iter__ = __getitem__ = __add__ = __mul__ = __truediv__ = _raise
-    __radd__ = __rmul__ = _raise
-
-
 @checked_call(
     optimizer_or_trainer="write `with scale_loss(loss, trainer) as scaled:`",
     trainer="give the trainer by position, `with scale_loss(loss, trainer) as scaled:`",
@@ -388,7 +365,7 @@ def scale_loss(
     unchanged. Scaling a loss twice raises `StateError`. So does the step of a trainer with
     gradients of the scaled loss that was not passed here.
     """
-    return _ScaledLoss(_scaling(loss, optimizer_or_trainer))
+    return OnlyWith(_scaling(loss, optimizer_or_trainer), NDArray, WITHOUT_WITH)
 
 
 @contextmanager

@@ -12,7 +12,19 @@ import json
 import logging
 import threading
 from dataclasses import replace
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from mxnet import autograd
 from mxnet.executor import Executor
@@ -26,6 +38,7 @@ from mxnet.symbol.numpy import _Symbol
 from ....convert.options import name_list
 from ....errors import ArgumentError, StateError
 from ....framework.arrays import as_list
+from ....framework.contexts import OnlyWith
 from ....framework.keywords import checked_call
 from ....framework.operators import resolve
 from ....framework.patching import Patch, original
@@ -51,6 +64,11 @@ _MOST_FINDINGS = 1000
 HIGHER_ORDER = (
     "check_numerics watches gradients by functions that can't be differentiated again: use "
     "check_numerics(backward=False) around autograd.grad(create_graph=True)"
+)
+TAKES_NO_NET = "check_numerics takes no net: write `with check_numerics():` around the code"
+WITHOUT_WITH = (
+    "check_numerics returns a context, not the check: write `with check_numerics() as check:` "
+    "around the code to check"
 )
 
 # Below all patches: loss scaling must not see the second run of a bound symbol.
@@ -101,7 +119,7 @@ class NumericsCheck(Observer):
         backward: bool,
     ) -> None:
         super().__init__()
-        self.findings: List[Finding] = []
+        self._findings: List[Finding] = []
         self._on, self._operators, self._skip, self._steps = on, operators, skip, steps
         self._inspection = Inspection(low_policy)
         self._gradient_watch = GradientWatch() if backward else None
@@ -109,6 +127,11 @@ class NumericsCheck(Observer):
         self._reported = 0
         self._parameters: Dict[int, Tuple[NDArray, str]] = {}
         self._reruns: Dict[int, Tuple[Executor, Sequence[NDArray]]] = {}
+
+    @property
+    def findings(self) -> List[Finding]:
+        """The findings, the first of each pass through the program."""
+        return self._findings
 
     @property
     def first(self) -> Optional[Finding]:
@@ -349,7 +372,6 @@ class NumericsCheck(Observer):
 
 
 @checked_call(ops="write operators=[...]")
-@contextlib.contextmanager
 def check_numerics(
     on: str = "raise",
     operators: Optional[Iterable[str]] = None,
@@ -358,7 +380,7 @@ def check_numerics(
     *,
     dtype: Any = None,
     backward: bool = True,
-) -> Iterator[NumericsCheck]:
+) -> ContextManager[NumericsCheck]:
     """Find the first operator of a region whose values become Inf, NaN or, in low dtypes, zero.
 
     >>> import mxnet as mx, mxamp as amp
@@ -401,6 +423,8 @@ def check_numerics(
     Cost: each value is read back and examined; training steps take a few times as long
     (`scripts/bench/overhead tools`). No cost outside the context.
     """
+    if isinstance(on, Block):
+        raise ArgumentError(TAKES_NO_NET)
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
     if steps is not None and (type(steps) is not int or steps < 1):
@@ -408,7 +432,14 @@ def check_numerics(
     low_policy = Policy.default(check_target(dtype)) if dtype is not None else None
     named = _as_name_list("operators", operators)
     known = None if operators is None else [resolve(name).name for name in named]
-    check = NumericsCheck(on, known, _as_name_list("skip", skip), steps, low_policy, backward)
+    settings = on, known, _as_name_list("skip", skip), steps, low_policy, backward
+    return OnlyWith(_checking(*settings), NumericsCheck, WITHOUT_WITH)
+
+
+@contextlib.contextmanager
+def _checking(*settings: Any) -> Iterator[NumericsCheck]:
+    """Yield a new check with these settings, of what runs until the context ends."""
+    check = NumericsCheck(*settings)
     with check.opened():
         yield check
 
