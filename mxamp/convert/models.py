@@ -263,7 +263,9 @@ def convert_hybrid_block(
     example_inputs : NDArray or sequence, optional
         The arguments of one call, to trace a block that has no graph yet.
     fuse : bool, default False
-        As for `convert_model`; freezes all parameters of the new block.
+        As for `convert_model`; freezes all parameters of the new block, and hybridizes it with
+        `static_alloc` and `static_shape`: without them, fused operators pack their weights anew at
+        each call.
 
     The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
     data given to it in float32 or the other half precision.
@@ -294,7 +296,10 @@ def convert_hybrid_block(
     fast = build_block(
         block, traced, converted.symbol, values, contexts, frozen, source, input_dtypes
     )
-    fast._is_fused = options.fuse
+    if options.fuse:
+        fast._is_fused = True
+        # Under other flags, fused operators pack their weights anew at each call.
+        fast.hybridize(static_alloc=True, static_shape=True)
     return fast
 
 

@@ -9,7 +9,18 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import down, exported, float16_policy, kind, operators_of, randn, same, up, values
+from helpers import (
+    down,
+    exported,
+    float16_policy,
+    kind,
+    operators_of,
+    randn,
+    same,
+    up,
+    values,
+    with_avx512,
+)
 from models import model, policy_for
 from mxamp.framework.machine import BFLOAT16
 from nets import convolutional, made, perceptron
@@ -432,3 +443,22 @@ def test_unused_parameters_are_no_hindrance(dtype):
         warnings.simplefilter("ignore")
         net(*data)
     assert amp.convert_hybrid_block(net, policy=policy_for(dtype))(*data).shape == (4, 3)
+
+
+@with_avx512
+def test_a_fused_block_keeps_its_packed_weights():
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, 3, in_channels=16), nn.Activation("relu"))
+    net.initialize()
+    x = randn(2, 16, 8, 8)
+    fused = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
+    assert {("static_alloc", True), ("static_shape", True)} <= set(fused._flags)
+    plain = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x)
+    assert not dict(plain._flags).get("static_shape")
+    first = values(fused(x))
+    for rows in (3, 1, 2):  # shapes that change, and outputs that are kept
+        fused(randn(rows, 16, 8, 8, seed=rows)).wait_to_read()
+    np.testing.assert_array_equal(values(fused(x)), first)
+    kept = fused(x)
+    fused(randn(2, 16, 8, 8, seed=5)).wait_to_read()
+    np.testing.assert_array_equal(values(kept), first)
