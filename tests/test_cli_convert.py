@@ -189,6 +189,7 @@ BAD = [
     (f"m {F16} --out x --check", ["shapes of the inputs data", "--input"], 2),
     (f"nothing-symbol.json {F16} --out x", ["no file 'nothing-symbol.json'"], 2),
     (f"m.onnx {F16} --out x", ["give the prefix", "('m')"], 2),
+    (f"nothing.onnx {F16} --out x", ["'nothing.onnx' is an ONNX file", "give the prefix"], 2),
     (f"nothing {F16} --out x", ["no file 'nothing-symbol.json'", "the prefix"], 2),
     (f"m {F16} --epoch 4 --out x", ["no file 'm-0004.params'", "epoch 0 (--epoch)"], 2),
     (f"many {F16} --epoch 4 --out x", ["epoch 3, 7 (--epoch)"], 2),

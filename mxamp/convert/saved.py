@@ -84,6 +84,10 @@ NO_PREFIX = (
     "{path!r} is the name of a file: give the prefix, which is what comes before -symbol.json "
     "({prefix!r}{epoch})"
 )
+ONNX_FILE = (
+    "{path!r} is an ONNX file, and mxamp reads models that MXNet has saved: give the prefix of the "
+    "files that block.export writes, PREFIX-symbol.json and PREFIX-0000.params"
+)
 A_FILE = (
     "`out` must be the prefix of the files to write, not the name of one: {prefix!r}, not {out!r}"
 )
@@ -220,6 +224,8 @@ def _missing_file_error(prefix: Prefix, path: Path) -> ArgumentError:
     """Return the error for the missing file `path`, with a hint at the right prefix or epoch."""
     name = os.fspath(prefix)
     match = _MODEL_FILE.match(name)
+    if name.endswith(".onnx") and not Path(name[: -len(".onnx")] + _SYMBOL).is_file():
+        return ArgumentError(ONNX_FILE.format(path=name))
     if match is not None:
         epoch = f", epoch {int(match[3])}" if match[3] else ""
         return ArgumentError(NO_PREFIX.format(path=name, prefix=match[1], epoch=epoch))
