@@ -432,7 +432,9 @@ def test_notes_name_what_exported_files_lack_and_operators_that_sort_boxes():
         )  # fmt: skip
         return " ".join(Tuner._notes(tuner, way, tuner.base))
 
-    assert "operators in place of mean, relu: load" in notes("fused", ("mean", "relu"), set())
+    assert "operators in place of mean, relu: load" in notes("converted", ("mean", "relu"), set())
+    assert "operators in place of mean: load" in notes("fused", ("mean", "relu"), set())
+    assert "static_shape=True" in notes("fused", ("relu",), set())
     assert "in place of" not in notes("autocast", ("mean",), set())
     assert "in place of" not in notes("converted", (), set())
     assert "_contrib_box_nms selects and sorts boxes" in notes("plain", (), {"_contrib_box_nms"})

@@ -85,6 +85,12 @@ IN_FILES = (
     "Exported files keep MXNet's operators in place of {names}: load them under `mxamp.init`, or "
     "they run slower than measured here."
 )
+STATIC = (
+    "Call hybridize(static_alloc=True, static_shape=True) on a block imported from its files: only "
+    "so are fused weights kept packed."
+)
+#: The substitutions that files of fused models hold.
+_FUSED_IN = {"relu", "sigmoid", "tanh", "image_convolution", "merged_groups"}
 SEARCHED = "With {kept} of {layers} in float32 the model is accurate enough{proof}."
 MORE_DATA = f"Of the data, the first {MOST_BATCHES} batches were used."
 USED = "Measured as it runs by {call}."
@@ -408,8 +414,11 @@ class Tuner:
         boxes = sorted(DETECTION & self.subject.graph.operators)
         if boxes and self.accuracy.tolerance.rtol is None and self.accuracy.plain.metric is None:
             notes.append(BOXES.format(names=", ".join(boxes)))
-        if way in ("converted", "fused") and self.substitutions:
-            notes.append(IN_FILES.format(names=", ".join(self.substitutions)))
+        lost = [n for n in self.substitutions if way != "fused" or n not in _FUSED_IN]
+        if way in ("converted", "fused") and lost:
+            notes.append(IN_FILES.format(names=", ".join(lost)))
+        if way == "fused":
+            notes.append(STATIC)
         if self.timed and way in WAYS:
             notes.append(USED.format(call=WAYS[way]))
         return notes
