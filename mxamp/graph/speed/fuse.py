@@ -33,7 +33,15 @@ from .pad_channels import pad_channels
 from .shape_rules import allowed_match
 from .substitutions import ALL, match_call
 
-__all__ = ["FUSED", "PASSES", "FusionPass", "fold_into_producers", "fused", "apply_pass"]
+__all__ = [
+    "FUSED",
+    "IN_FUSED_FILES",
+    "PASSES",
+    "FusionPass",
+    "apply_pass",
+    "fold_into_producers",
+    "fused",
+]
 
 _ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
 #: Operators that arrange the values of arrays anew.
@@ -313,3 +321,6 @@ PASSES = (
     FusionPass(_merge_groups, "merged_groups"),
     FusionPass(make_dense_convolutions, "dense_convolution"),
 )
+
+#: The substitutions that the graph of a fused model holds, in files too.
+IN_FUSED_FILES = _ACTIVATIONS.union(one.name for one in PASSES if one.name is not None)

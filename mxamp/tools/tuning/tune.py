@@ -15,6 +15,7 @@ from ...framework.arrays import on_device
 from ...framework.keywords import checked_call
 from ...framework.machine import default_dtype
 from ...framework.wording import counted, shown
+from ...graph.speed.fuse import IN_FUSED_FILES
 from ...policy.active import suspended
 from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy
@@ -89,8 +90,6 @@ STATIC = (
     "Call hybridize(static_alloc=True, static_shape=True) on a block imported from its files: only "
     "so are fused weights kept packed."
 )
-#: The substitutions that files of fused models hold.
-_FUSED_IN = {"relu", "sigmoid", "tanh", "image_convolution", "merged_groups"}
 SEARCHED = "With {kept} of {layers} in float32 the model is accurate enough{proof}."
 MORE_DATA = f"Of the data, the first {MOST_BATCHES} batches were used."
 USED = "Measured as it runs by {call}."
@@ -414,7 +413,7 @@ class Tuner:
         boxes = sorted(DETECTION & self.subject.graph.operators)
         if boxes and self.accuracy.tolerance.rtol is None and self.accuracy.plain.metric is None:
             notes.append(BOXES.format(names=", ".join(boxes)))
-        lost = [n for n in self.substitutions if way != "fused" or n not in _FUSED_IN]
+        lost = [n for n in self.substitutions if way != "fused" or n not in IN_FUSED_FILES]
         if way in ("converted", "fused") and lost:
             notes.append(IN_FILES.format(names=", ".join(lost)))
         if way == "fused":
