@@ -254,13 +254,14 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         """Warn once if the block runs in training and the conversion has frozen parameters."""
         if self._has_warned:
             return
-        frozen = [name for name in self._frozen if self.params[name].grad_req == "null"]
         if self._is_fused:
             self._has_warned = True
             logger.warning(NO_GRADIENTS, self.name)
-        elif frozen and autograd.is_training():
-            self._has_warned = True
-            logger.warning(FROZEN, self.name, shortened(frozen))
+        elif autograd.is_training():
+            frozen = [name for name in self._frozen if self.params[name].grad_req == "null"]
+            if frozen:
+                self._has_warned = True
+                logger.warning(FROZEN, self.name, shortened(frozen))
 
 
 def _cast_input(value: Any, dtype: Optional[str]) -> Any:
