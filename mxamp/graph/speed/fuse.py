@@ -166,9 +166,12 @@ def _arrange_parameters(view: FusionView, edit: Edit) -> None:
         elif node.operator in _ARRANGING and values.keys() >= set(node.inputs):
             inputs = [values[output] for output in node.inputs]
             values[i, 0] = run_node(node, inputs, inputs[0].context)[0]
+            if (
+                i in view.head_nodes
+            ):  # as a parameter, the output would be the parameter's own array
+                continue
             readers = {nodes[k].operator for k, _ in view.consumers.get((i, 0), ())}
-            # A graph output that is a parameter would be the parameter's own array.
-            if i not in view.head_nodes and readers != {"_rnn_param_concat"}:
+            if readers != {"_rnn_param_concat"}:
                 edit.redirect((i, 0), edit.add_parameter(f"{node.name}_arranged", values[i, 0]))
 
 
