@@ -10,12 +10,23 @@ has replaced since is not restored.
 
 import functools
 import logging
+import sys
 import threading
+from types import ModuleType
 from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
 
 from .locks import hold_during_forks
 
-__all__ = ["FrontEnd", "Original", "Patch", "PatchSet", "original", "patched", "wrapping"]
+__all__ = [
+    "FrontEnd",
+    "Original",
+    "Patch",
+    "PatchSet",
+    "original",
+    "patched",
+    "patches_of_function",
+    "wrapping",
+]
 
 logger = logging.getLogger("mxamp")
 
@@ -123,6 +134,18 @@ def original(owner: Any, name: str) -> Any:
     """Return the value of an owner's attribute below all patches, for calls that bypass them."""
     stack = _installed.stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
+
+
+def patches_of_function(owner: Any, name: str, build: Callable[..., Any]) -> List[Patch]:
+    """Return the patches of a function, in its module and in modules that have imported it."""
+    first, current = original(owner, name), getattr(owner, name)
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    holding = [
+        m
+        for m in modules
+        if m is not owner and (vars(m).get(name) is first or vars(m).get(name) is current)
+    ]
+    return [Patch(module, name, build) for module in (owner, *holding)]
 
 
 def patched() -> List[str]:

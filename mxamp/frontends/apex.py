@@ -30,7 +30,7 @@ from ..patches.autocast import init, switch_on
 from ..policy.active import FLOAT32, chose_float32, current_policy
 from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
-from ..scaling.scaler import Float32Scaler, LossScaler, NoScaler, Scaler, StaticLossScaler
+from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler, unchecked_scaler
 from ..scaling.trainer import active_hook, attach_hook
 from .automatic import end_automatic_run
 
@@ -174,9 +174,9 @@ def _checked_level(name: str, keep_batchnorm_fp32: Optional[bool]) -> _Level:
 
 def _scaler_factory(
     level: _Level, loss_scale: Union[None, float, str], target: str
-) -> Callable[[], Scaler]:
+) -> Callable[[], LossScaler]:
     """Return a function that makes the loss scaler of one trainer; raise for a wrong loss scale."""
-    make: Callable[[], Scaler] = LossScaler
+    make: Callable[[], LossScaler] = LossScaler
     if loss_scale is None:
         make = LossScaler if level.dynamic and target == "float16" else NoScaler
     elif not isinstance(loss_scale, str):
@@ -184,7 +184,7 @@ def _scaler_factory(
         make = functools.partial(StaticLossScaler, loss_scale)
     elif loss_scale != "dynamic":
         raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
-    return Float32Scaler if target == "float32" else make
+    return unchecked_scaler if target == "float32" else make
 
 
 def _as_list(name: str, value: Any, kind: type) -> List[Any]:

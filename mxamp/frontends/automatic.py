@@ -23,8 +23,7 @@ from ..patches.autocast import switch_off, switch_on
 from ..policy.active import current_policy, process
 from ..policy.policy import Policy
 from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO, check_target
-from ..scaling.scaler import LossScaler, NoScaler
-from ..scaling.shared_scale import SharedScale
+from ..scaling.scaler import LossScaler, NoScaler, SharedScale
 from .backward import backward_patches
 from .contrib import contrib_patches
 from .module_api import module_patches
@@ -87,8 +86,7 @@ class _AutomaticRun(FrontEnd):
     def close(self) -> None:
         """Undo the patch, forget the scale, and leave the trainers to other APIs."""
         super().close()
-        if self.scale is not None:
-            self.scale.retire_hooks(backward_patches.trainers)
+        backward_patches.retire_hooks()
         self.policy = self.scale = None
 
     def summarize(self) -> None:

@@ -1,21 +1,31 @@
 """Backward passes that scale, for scripts that scale no loss themselves.
 
 `autograd.backward`, `NDArray.backward` and `autograd.grad` multiply the gradients of their heads by
-the shared scale, and unscale the gradients that come back. Trainers skip steps that overflowed.
+the shared scale, and unscale the gradients that come back: a script that knows of no loss scale
+sees the gradients that float32 would give, and may clip or log them. Taking the scale out finds the
+gradients that are not finite, in the same read. Trainers skip steps that overflowed; a gradient
+that no trainer owns stays Inf.
+
+An `autograd.Function` may clip the gradient it is given, or ignore it. So its `backward` gets
+gradients without the scale, and its results are scaled again. A backward pass that it runs itself
+scales and unscales on its own. `scaling.loss_outputs` does the same for custom operators.
 """
 
+import functools
 import gc
 import logging
+import threading
 import weakref
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, ContextManager, Iterable, List, Optional, Sequence, Set
 
+import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOpProp
 
 from ..errors import AmpError
+from ..framework.arrays import cast
 from ..framework.contrib_amp import (
     CONTRIB_AMP_MODULES,
     REFUSED,
@@ -24,38 +34,36 @@ from ..framework.contrib_amp import (
 )
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
-from ..patches.eager import updated_arrays
-from ..scaling.hook import TrainerHook
-from ..scaling.loss_outputs import build_custom_op_init
-from ..scaling.shared_scale import (
-    SharedScale,
-    attach_shared_scale,
-    lowest_scale,
-    scale_of,
-    shared_scale_hook,
-)
-from .scaled_pass import Heads, PassResult, ScaledPass, unscaled
-from .variables import Variables, patches_of_function
-
-__all__ = ["backward_patches"]
+from ..policy.active import suspended
+from ..policy.decision import CASTABLE
+from ..scaling.finite import multiply, unscale
+from ..scaling.loss_outputs import build_custom_op_init, in_unscaled_backward, scaled_outputs
+from ..scaling.passes import passes, without_flags
+from ..scaling.scaler import SharedScale, scale_of
+from ..scaling.state import Stage, State
+from ..scaling.trainer import active_hook, attach_hook, hook_of
+from .variables import Variable, Variables, by_gradient
 
 logger = logging.getLogger("mxamp")
 
-RUN_AGAIN = (
-    "a gradient that no trainer owns overflowed with the loss scale %g: the backward pass was run "
-    "again with %g, %s"
-)
-NOT_FINITE = (
-    "a gradient that no trainer owns is not finite with a loss scale of 1 either: float32 would "
-    "overflow too, or half precision has no room for it. No step was skipped for it"
+OVERFLOW = (
+    "a gradient that no trainer owns overflowed with the loss scale %g, and is Inf or NaN: no step "
+    "is skipped for it, and the scale stays. Skip an update of your own with it"
 )
 
-# The largest power of two that a float16 head gradient can hold.
+#: The largest power of two that a float16 head gradient can hold.
 _HALF_LIMIT = 2.0**15
+#: Float16 can't hold one factor of 2^-25 and less.
+_LARGEST_FACTOR = 2.0**14
+#: A trainer that has not stepped for this many times the backward passes of a step is unused.
+_UNUSED = 8
+
+#: Runs the original backward pass with the given gradients of its heads.
+Compute = Callable[[Any], Any]
 
 
 class _BackwardPatches(FrontEnd):
-    """Patches of backward passes and trainers, with the trainers and variables found so far."""
+    """Scales that never leave the backward pass, with their trainers and variables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,17 +72,18 @@ class _BackwardPatches(FrontEnd):
         self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
         self._has_new_trainer = False  # since the last backward pass
         self.variables = Variables()
-        self.pass_ = ScaledPass()
+        self._scale = 1.0  # of the running pass
+        self._functions = threading.local()  # depth: of functions with unscaled gradients
+        self._nested: List[NDArray] = []  # gradients of these arrays are unscaled already
+        self._overflown: Set[int] = set()  # by nested passes, by `id`
+        self._has_warned = False
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         return [
-            Patch(Trainer, "__init__", wrapping(_patched_init)),
-            *patches_of_function(autograd, "backward", wrapping(_patched_backward)),
-            Patch(NDArray, "backward", wrapping(_patched_array_backward)),
-            *patches_of_function(autograd, "grad", wrapping(_patched_grad)),
+            Patch(Trainer, "__init__", wrapping(self._patched_init)),
             *self.variables.patches(),
-            self.pass_.patch(),
+            Patch(autograd.Function, "__call__", wrapping(self._patched_call)),
             Patch(CustomOpProp, "__init__", build_custom_op_init),
             # The scale may be in use without the casting patches, which refuse contrib too.
             *(Patch(CONTRIB_AMP_MODULES[1], name, refuse_contrib) for name in REFUSED),
@@ -85,178 +94,233 @@ class _BackwardPatches(FrontEnd):
         check_contrib_is_off()
         with self._lock:
             if not self.is_open:
+                passes.open()
                 super().open()
                 self.variables.add_existing()
-                updated_arrays.watch()
+                passes.automatic = self
 
     def close(self) -> None:
         """Undo the patches, and forget trainers and variables."""
+        passes.automatic = None
         super().close()
-        self.default_scale = None
+        self.default_scale, self._has_warned = None, False
         self.trainers.clear()
         self.variables.clear()
-        updated_arrays.stop()
 
-    def add_trainer(self, trainer: Trainer, shared_scale: SharedScale) -> None:
-        """Scale a trainer's losses by a shared scale from now on, inside backward passes."""
-        attach_shared_scale(trainer, shared_scale)
+    def _patched_init(
+        self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
+    ) -> None:
+        """Initialize a trainer, with a loss scale if there is one for it."""
+        original(trainer, *args, **kwargs)
+        given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
+        own_scale = scale_of(given) or scale_of(trainer._optimizer)
+        shared = own_scale or self.default_scale
+        if shared is None:
+            return
+        try:
+            attach_hook(trainer, shared.scaler, scaled_by=shared.scaled_by)
+        except AmpError as error:
+            if own_scale is not None:
+                raise
+            logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
+            return
+        # For a first step whose gradients only other workers have computed.
+        hook_of(trainer).last_stage = Stage.UNSCALED
         self.trainers.add(trainer)
         self._has_new_trainer = True
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context in which no other backward pass runs; then forget variables nobody else holds."""
-        with self.pass_.running():
-            try:
-                yield
-            finally:
-                # Not before: a script may drop an array and keep its gradient.
-                self.variables.prune()
+    def retire_hooks(self) -> None:
+        """Leave the trainers to other APIs; gradients that wait for their step are checked."""
+        for hook in self._hooks():
+            hook.retired = True
 
-    def hooks(self) -> List[TrainerHook]:
-        """Return the hooks of the trainers of `add_trainer` that still have a shared scale."""
+    def _hooks(self) -> List[State]:
+        """Return the states of the trainers that still have a shared scale."""
         if self._has_new_trainer:
             self._has_new_trainer = False
             # A trainer and its hook hold each other: collect the trainers that this one replaces.
             gc.collect()
-        found = [shared_scale_hook(trainer) for trainer in list(self.trainers)]
-        return [hook for hook in found if hook is not None]
+        found = [active_hook(trainer) for trainer in list(self.trainers)]
+        return [hook for hook in found if hook is not None and hook.is_shared]
+
+    def run(
+        self,
+        compute: Compute,
+        heads: Sequence[NDArray],
+        head_grads: Any,
+        recorded: ContextManager[None],
+    ) -> None:
+        """Run a backward pass with the lowest scale of all trainers, and unscale gradients.
+
+        `recorded` is the context in which `passes` records the gradients that it writes.
+        """
+        hooks = self._hooks()
+        scale, overflown = _lowest_scale(hooks, heads), set()
+        with recorded:
+            if scale == 1:
+                # No scale to take out; trainers check the gradients they are about to use.
+                compute(head_grads)
+            else:
+                overflown = self._run_scaled(compute, heads, head_grads, scale)
+        losses = [head.detach() for head in heads] if head_grads is None else []
+        for hook in hooks:
+            hook.mark_unscaled(scale, overflown, losses)
+        owned = {id(entry.data) for hook in hooks for entry in hook.gradients.entries()}
+        if not overflown <= owned and not self._has_warned:
+            self._has_warned = True
+            logger.warning(OVERFLOW, scale)
+
+    def _run_scaled(
+        self, compute: Compute, heads: Sequence[NDArray], head_grads: Any, scale: float
+    ) -> Set[int]:
+        """Run a backward pass with a scale; return the arrays whose gradients have overflowed."""
+        variables = self.variables.all()
+        adding = [group[0].gradient for group in by_gradient(v for v in variables if v.adds)]
+        with without_flags([v.array for v in variables]):
+            # The sum has to carry the same scale as what is added to it.
+            multiply(adding, scale)
+            self._scale, self._nested, self._overflown = scale, [], set()
+            try:
+                with scaled_outputs(scale, unscaled_outside=True):
+                    compute(_scaled_gradients(heads, head_grads, scale))
+                    mx.nd.waitall()
+            except BaseException:
+                multiply(adding, 1 / scale)
+                raise
+            finally:
+                self._scale = 1.0
+            written = {id(v.array) for v in variables if v.array._fresh_grad}
+            found = _unscaled([v for v in variables if v.adds or id(v.array) in written], scale)
+            for array in self._nested:
+                array._fresh_grad = True
+        self.variables.prune({*written, *map(id, self._nested)})
+        return (found & written) | self._overflown
+
+    def run_nested(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> None:
+        """Run a backward pass inside another one, in a function or operator in Python.
+
+        Written gradients are unscaled at once. Sums carry the scale of the pass around it.
+        """
+        if self._scale == 1 or not self._is_unscaled:
+            # A custom operator in float16 is given scaled gradients, and passes them on.
+            compute(head_grads)
+            return
+        variables = self.variables.all()
+        with without_flags([v.array for v in variables]):
+            compute(_scaled_gradients(heads, head_grads, self._scale))
+            written = [v for v in variables if v.array._fresh_grad and not v.adds]
+            self._overflown |= _unscaled(written, self._scale)
+            for variable in written:
+                variable.array._fresh_grad = False
+            self._nested += [variable.array for variable in written]
+
+    @property
+    def _is_unscaled(self) -> bool:
+        """Whether the caller runs in a `backward` in Python that was given unscaled gradients."""
+        return bool(getattr(self._functions, "depth", 0)) or in_unscaled_backward()
+
+    def run_grad(
+        self, compute: Compute, heads: Sequence[NDArray], head_grads: Any, nested: bool
+    ) -> Any:
+        """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
+        if nested:
+            scale = self._scale if self._is_unscaled else 1.0
+        else:
+            scale = _lowest_scale(self._hooks(), heads)
+        if scale == 1:
+            return compute(head_grads)
+        gradients = _scaled_gradients(heads, head_grads, scale)
+        if nested:
+            found = compute(gradients)
+        else:
+            self._scale = scale
+            try:
+                with scaled_outputs(scale, unscaled_outside=True):
+                    found = compute(gradients)
+                    mx.nd.waitall()
+            finally:
+                self._scale = 1.0
+        with suspended():
+            if isinstance(found, NDArray):
+                return _divided(found, scale)
+            return [_divided(gradient, scale) for gradient in found]
+
+    def _patched_call(self, original: Original, function: autograd.Function, *inputs: Any) -> Any:
+        """Call an `autograd.Function` whose backward computes on unscaled gradients."""
+        backward = function.backward
+
+        @functools.wraps(backward)
+        def unscaled_backward(*gradients: Any) -> Any:
+            scale = self._scale
+            if scale == 1:
+                return backward(*gradients)
+            self._functions.depth = getattr(self._functions, "depth", 0) + 1
+            try:
+                results = backward(*(_times_in_float32(one, 1 / scale) for one in gradients))
+            finally:
+                self._functions.depth -= 1
+            if isinstance(results, NDArray):
+                return _times_in_float32(results, scale)
+            return [_times_in_float32(result, scale) for result in results]
+
+        function.backward = unscaled_backward
+        return original(function, *inputs)
 
 
 #: One a process, like the functions that it patches.
 backward_patches = _BackwardPatches()
 
 
-def _patched_init(original: Original, self: Trainer, *args: Any, **kwargs: Any) -> None:
-    """Initialize a trainer; add it to `backward_patches` if there is a loss scale for it."""
-    original(self, *args, **kwargs)
-    given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
-    own_scale = scale_of(given) or scale_of(self._optimizer)
-    shared_scale = own_scale or backward_patches.default_scale
-    if shared_scale is None:
-        return
-    try:
-        backward_patches.add_trainer(self, shared_scale)
-    except AmpError as error:
-        if own_scale is not None:
-            raise
-        logger.warning("%s: this trainer is left as it is: %s", shared_scale.scaled_by, error)
+def _lowest_scale(hooks: Sequence[State], heads: Sequence[NDArray]) -> float:
+    """Return the scale that is lowest now among the trainers in use; 1 without trainers.
+
+    A trainer is unused if it has not stepped for far more backward passes than steps take here, or
+    if all its parameters have another trainer since.
+    """
+    owning = [
+        hook for hook in hooks if any(p._trainer is hook.trainer for p in hook.trainer._params)
+    ] or hooks
+    limit = _UNUSED * max([1, *(hook.most_passes for hook in owning)])
+    used = [hook for hook in owning if hook.passes <= limit] or owning
+    scale = min([hook.scaler.loss_scale for hook in used], default=1.0)
+    is_half = any(dtype_name(head.dtype) == "float16" for head in heads)
+    return min(scale, _HALF_LIMIT) if is_half else scale
 
 
-def _patched_backward(
-    original: Original,
-    heads: Any,
-    head_grads: Any = None,
-    retain_graph: bool = False,
-    train_mode: bool = True,
-) -> None:
-    """Run a backward pass with scaled head gradients, and unscale the gradients it computes."""
-    hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
-    # A custom operator in float16 is given scaled gradients, and passes them on.
-    if not hooks or (pass_.is_nested and not pass_.is_nested_unscaled):
-        original(heads, head_grads, retain_graph, train_mode)
-        return
-    listed = Heads(heads, head_grads)
-
-    def run_original(scale: float, keep_graph: bool) -> None:
-        gradients = listed.scaled_gradients(scale)
-        original(listed.heads, gradients, retain_graph or keep_graph, train_mode)
-
-    if pass_.is_nested:
-        pass_.run_nested(run_original, backward_patches.variables.all())
-        return
-    result = _run_scaled(run_original, hooks, listed)
-    losses = listed.losses()
-    for hook in hooks:
-        hook.mark_unscaled(*result, losses)
+def _scaled_gradients(
+    heads: Sequence[NDArray], head_grads: Any, scale: float
+) -> List[Optional[NDArray]]:
+    """Return the gradients of the heads times the scale; ones where none are given."""
+    given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
+    with autograd.pause(), suspended():
+        return [
+            (_ones_like(head) if gradient is None else gradient) * scale
+            for head, gradient in zip(heads, given or [None] * len(heads))
+        ]
 
 
-def _run_scaled(
-    compute: Callable[[float, bool], None], hooks: Sequence[TrainerHook], heads: Heads
-) -> PassResult:
-    """Run a backward pass with the lowest scale of the hooks' trainers, and unscale gradients."""
-    scale = _scale_for(hooks, heads)
-    if scale == 1:
-        # No scale to take out; trainers check the gradients they are about to use.
-        compute(scale, False)
-        return PassResult(scale, set(), set())
-    with backward_patches.running():
-        # Arrays whose updates trainers skip.
-        params = (param for hook in hooks for param in hook.trainer._params)
-        owned = {id(data) for param in params if param._grad is not None for data in param._data}
-        variables = backward_patches.variables.all()
-        result = backward_patches.pass_.run(compute, scale, variables, owned)
-    _report_second_run(hooks, scale, result.scale, finite=result.overflown <= owned)
-    return result
+def _ones_like(head: NDArray) -> NDArray:
+    return (mx.np if isinstance(head, mx.np.ndarray) else mx.nd).ones_like(head)
 
 
-def _patched_array_backward(
-    original: Original,
-    self: NDArray,
-    out_grad: Any = None,
-    retain_graph: bool = False,
-    train_mode: bool = True,
-) -> None:
-    """Run `NDArray.backward` through the patched `autograd.backward` if there are trainers."""
-    if backward_patches.trainers:
-        # The patched function, looked up at each call.
-        autograd.backward([self], [out_grad], retain_graph, train_mode)
-    else:
-        original(self, out_grad, retain_graph, train_mode)
+def _divided(gradient: NDArray, scale: float) -> NDArray:
+    """Return a gradient divided by the scale; autograd may record the division."""
+    first = min(scale, _LARGEST_FACTOR)
+    gradient = gradient * (1 / first)
+    return gradient if first == scale else gradient * (first / scale)
 
 
-def _patched_grad(
-    original: Original,
-    heads: Any,
-    variables: Any,
-    head_grads: Any = None,
-    retain_graph: Optional[bool] = None,
-    create_graph: bool = False,
-    train_mode: bool = True,
-) -> Any:
-    """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
-    hooks, pass_ = backward_patches.hooks(), backward_patches.pass_
-    listed = Heads(heads, head_grads)
-    inner, scale = pass_.is_nested, 1.0
-    if inner and pass_.is_nested_unscaled:
-        scale = pass_.scale
-    elif hooks and not inner:
-        scale = _scale_for(hooks, listed)
-    if scale == 1:
-        return original(heads, variables, head_grads, retain_graph, create_graph, train_mode)
-
-    def scaled_gradients(scale: float) -> List[NDArray]:
-        gradients = listed.scaled_gradients(scale)
-        # The graph is kept, to run again after an overflow.
-        return list(original(listed.heads, variables, gradients, True, create_graph, train_mode))
-
-    if inner:
-        return [unscaled(gradient, scale) for gradient in scaled_gradients(scale)]
-    with backward_patches.running():
-        found, used, finite = pass_.run_grad(scaled_gradients, scale)
-    _report_second_run(hooks, scale, used, finite)
-    return found
+def _unscaled(variables: Iterable[Variable], scale: float) -> Set[int]:
+    """Divide gradients by the scale; return the arrays whose gradients are not finite, by `id`."""
+    groups = by_gradient(variables)
+    positions = unscale([group[0].gradient for group in groups], scale)
+    return {id(v.array) for i in positions for v in groups[i]}
 
 
-def _scale_for(hooks: Sequence[TrainerHook], heads: Heads) -> float:
-    """Return the loss scale of a backward pass from `heads`: the lowest of all trainers."""
-    scale = lowest_scale(hooks).loss_scale
-    if any(dtype_name(head.dtype) == "float16" for head in heads.heads):
-        scale = min(scale, _HALF_LIMIT)
-    return scale
-
-
-def _report_second_run(
-    hooks: Sequence[TrainerHook], tried: float, used: float, finite: bool
-) -> None:
-    """Log a pass that overflowed and ran again; lower the shared scale if that cured it."""
-    if used == tried:
-        return
-    if not finite:
-        logger.warning(NOT_FINITE)
-    elif any(hook.reduction.is_distributed for hook in hooks):
-        # All workers hold the same scale, and this overflow is seen by one of them.
-        logger.info(RUN_AGAIN, tried, used, "in this worker alone")
-    else:
-        after = f"and the next one uses {lowest_scale(hooks).lower(tried):g}"
-        logger.info(RUN_AGAIN, tried, used, after)
+def _times_in_float32(gradient: Any, factor: float) -> Any:
+    """Return a gradient times a factor, in float32: half precision would lose small ones."""
+    if gradient is None:
+        return None
+    with autograd.pause(), suspended():
+        wide = cast(gradient, "float32") if dtype_name(gradient.dtype) in CASTABLE else gradient
+        return wide * factor

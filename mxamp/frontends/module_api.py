@@ -8,7 +8,6 @@ workers skip the update.
 import logging
 import os
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Callable, Iterator, List, Optional, Sequence
 from weakref import WeakKeyDictionary
 
@@ -28,9 +27,8 @@ from ..policy.active import chose_float32, current_policy, suspended
 from ..scaling.distributed import COMPRESSED, GRADIENTS, Workers, fill_with_inf
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
-from ..scaling.shared_scale import SharedScale, scale_of
-
-__all__ = ["DecoratedName", "check_kvstore", "module_patches"]
+from ..scaling.scaler import LossScaler, SharedScale, scale_of
+from ..scaling.statistics import RunningStatistics
 
 logger = logging.getLogger("mxamp")
 
@@ -55,16 +53,25 @@ _WORKERS = "_amp_workers"
 class DecoratedName(str):
     """An optimizer's name that carries a scale to `Module`, which makes the optimizer itself."""
 
+    _amp_scaling: SharedScale
     scaling: SharedScale
 
 
-@dataclass
 class _State:
     """A module's loss scaling, from its last forward and backward passes."""
 
-    in_graph: bool = False  #: its graph takes the scale
-    scale: float = 1.0  #: in its graph since the last forward
-    overflown: bool = False  #: a gradient was not finite
+    def __init__(self, module: Module, in_graph: bool = False) -> None:
+        self.in_graph = in_graph  #: its graph takes the scale
+        self.scale = 1.0  #: in its graph since the last forward
+        self.overflown = False  #: a gradient was not finite
+        arrays = module._exec_group.aux_arrays
+        self.statistics = RunningStatistics(
+            lambda: {
+                f"{name} on {array.context}": array
+                for name, of_one in zip(module._aux_names, arrays)
+                for array in of_one
+            }
+        )
 
 
 class _ModulePatches(FrontEnd):
@@ -115,7 +122,7 @@ def _patched_bind(
     with _with_symbol(self, scalable), scaled_executors():
         original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
     if scalable is not None:
-        module_patches.states[self] = _State(in_graph=True)
+        module_patches.states[self] = _State(self, in_graph=True)
 
 
 @contextmanager
@@ -140,7 +147,7 @@ def _patched_init_optimizer(
 ) -> None:
     """Initialize a module's optimizer, and attach its loss scale, if any, to it."""
     shared_scale = scale_of(optimizer) or module_patches.default_scale
-    checks = shared_scale is not None and shared_scale.checks
+    checks = shared_scale is not None and shared_scale.scaler.checks
     if checks:
         if is_horovod_optimizer(optimizer):
             raise StateError(HOROVOD)
@@ -163,8 +170,8 @@ def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any
     """Run a module forward with the current loss scale in its input for the scale."""
     state = module_patches.states.get(self)
     if state is not None and state.in_graph:
-        shared_scale = _module_scale(self)
-        state.scale = 1.0 if shared_scale is None else shared_scale.loss_scale
+        scaler = _scaler_of(self)
+        state.scale = 1.0 if scaler is None else scaler.loss_scale
         # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
         # forward pass.
         group = self._exec_group
@@ -174,21 +181,23 @@ def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any
     original(self, *args, **kwargs)
 
 
-def _module_scale(module: Module) -> Optional[SharedScale]:
-    """Return the `SharedScale` of a module's optimizer; None if its losses are not scaled."""
-    shared_scale = scale_of(module._optimizer) if module.optimizer_initialized else None
-    return shared_scale if shared_scale is not None and shared_scale.checks else None
+def _scaler_of(module: Module) -> Optional[LossScaler]:
+    """Return the scaler of a module's optimizer; None if its losses are not scaled."""
+    shared = scale_of(module._optimizer) if module.optimizer_initialized else None
+    return shared.scaler if shared is not None and shared.scaler.checks else None
 
 
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
     """Run a module backward with scaled gradients, unscale them, and record an overflow."""
-    shared_scale = _module_scale(self)
-    state = module_patches.states.setdefault(self, _State())
+    scaler = _scaler_of(self)
+    state = module_patches.states.setdefault(self, _State(self))
     state.overflown = False
-    if shared_scale is None or not (state.in_graph or out_grads is not None):
+    if scaler is None or not (state.in_graph or out_grads is not None):
         original(self, out_grads)
         return
-    scale = state.scale if state.in_graph else shared_scale.loss_scale
+    if scaler.scales:
+        state.statistics.before_pass()
+    scale = state.scale if state.in_graph else scaler.loss_scale
     # The sum has to carry the same scale as what is added to it.
     multiply(_gradients(self, adding=True), scale)
     with scaled_custom_ops(scale, unscaled_outside=True):
@@ -209,22 +218,25 @@ def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
 
 def _patched_update(original: Original, self: Module) -> None:
     """Update a module's parameters if all gradients are finite, then update the loss scale."""
-    shared_scale = scale_of(self._optimizer)
-    if shared_scale is None or self not in module_patches.states:
+    shared = scale_of(self._optimizer)
+    if shared is None or self not in module_patches.states:
         original(self)
         return
-    state, finite = module_patches.states[self], True
-    workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
-    if shared_scale.checks:
-        with log_long_wait(GRADIENTS, workers.rank) if workers else nullcontext():
-            finite = _update_if_finite(self, shared_scale, state.overflown, original)
-    else:
+    state, scaler = module_patches.states[self], shared.scaler
+    if not scaler.checks:
         original(self)
-    shared_scale.update(finite)
+        scaler.update(True)
+        return
+    workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
+    with log_long_wait(GRADIENTS, workers.rank) if workers else nullcontext():
+        finite = _update_if_finite(self, scaler, state.overflown, original)
+    if scaler.scales:
+        state.statistics.after_step(finite)
+    scaler.update(finite)
 
 
 def _update_if_finite(
-    module: Module, shared_scale: SharedScale, overflown: bool, original: Callable[..., Any]
+    module: Module, scaler: LossScaler, overflown: bool, original: Callable[..., Any]
 ) -> bool:
     """Update a module's parameters if all gradients are finite; return whether they are."""
     group, kvstore = module._exec_group, module._kvstore
@@ -237,7 +249,7 @@ def _update_if_finite(
                 kvstore.push(name, gradients, priority=-i)
                 kvstore.pull(name, out=gradients, priority=-i)
     if overflown or not all_finite(_trained_gradients(group)):
-        logger.info(SKIPPED, shared_scale.loss_scale)
+        logger.info(SKIPPED, scaler.loss_scale)
         return False
     module._kvstore = None
     try:

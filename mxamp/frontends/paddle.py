@@ -11,8 +11,14 @@ from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
-from ..scaling.scaler import Float32Scaler, LossScaler, Scaler, StaticLossScaler, positive_number
-from ..scaling.shared_scale import SharedScale, scale_of
+from ..scaling.scaler import (
+    LossScaler,
+    SharedScale,
+    StaticLossScaler,
+    positive_number,
+    scale_of,
+    unchecked_scaler,
+)
 from .backward import backward_patches
 from .module_api import DecoratedName, module_patches
 
@@ -94,7 +100,7 @@ def decorate(
         raise StateError("this optimizer is decorated already: its losses would be scaled twice")
     if is_horovod_optimizer(optimizer):
         raise ArgumentError(WRAPPED)
-    scaler: Scaler = StaticLossScaler(positive_number("init_loss_scaling", init_loss_scaling))
+    scaler: LossScaler = StaticLossScaler(positive_number("init_loss_scaling", init_loss_scaling))
     if check_bool("use_dynamic_loss_scaling", use_dynamic_loss_scaling):
         scaler = LossScaler(
             init_loss_scaling,
@@ -106,7 +112,7 @@ def decorate(
             hysteresis=decr_every_n_nan_or_inf,
         )
     if chose_float32():
-        scaler = Float32Scaler()
+        scaler = unchecked_scaler()
     decorated = _decorated(optimizer, SharedScale(scaler, "decorate"))
     backward_patches.open()
     module_patches.open()
@@ -119,7 +125,7 @@ def _decorated(optimizer: Any, shared_scale: SharedScale) -> Any:
         if optimizer.lower() not in Optimizer.opt_registry:
             raise unknown("optimizer", optimizer, Optimizer.opt_registry)
         decorated = DecoratedName(optimizer)
-        decorated.scaling = shared_scale
+        decorated._amp_scaling = decorated.scaling = shared_scale
         return decorated
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(NO_OPTIMIZER.format(given=shown(optimizer)))

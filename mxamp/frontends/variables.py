@@ -1,14 +1,13 @@
 """The arrays that autograd writes gradients of: its variables.
 
 MXNet does not list them. The garbage collector finds the variables marked before the patches;
-patches of `attach_grad` and `mark_variables` see later ones. A variable is forgotten when nobody
-else holds it or its gradient, since a graph may still write that gradient.
+patches of `attach_grad` and `mark_variables` see later ones. A variable is forgotten after the
+first pass that does not write its gradient while Python does not hold the array any more.
 """
 
 import gc
 import sys
-from types import ModuleType
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple
+from typing import AbstractSet, Any, Dict, Iterable, List, NamedTuple, Tuple
 
 import mxnet as mx
 from mxnet import autograd
@@ -16,33 +15,18 @@ from mxnet.contrib import autograd as contrib_autograd
 from mxnet.gluon import Parameter
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import address, count_holders, shallow_copy
-from ..framework.patching import Original, Patch, original, wrapping
-
-__all__ = [
-    "Variable",
-    "Variables",
-    "by_gradient",
-    "patches_of_function",
-    "parameters_without_gradients",
-]
+from ..framework.arrays import address, shallow_copy
+from ..framework.patching import Original, Patch, patches_of_function, wrapping
 
 # References to an array that only `Variables` holds: its entry, and the argument of getrefcount.
 _OURS = 2
-# Holders of the memory of an array or gradient that nobody else has: autograd, and the Python
-# object passed to `holders`.
-_OUR_HOLDERS = 2
 
 
 class Variable(NamedTuple):
-    """An array that autograd writes a gradient of, and whether that gradient is a sum (`adds`).
-
-    `marked_again`: the array has a new gradient; earlier graphs still write this one.
-    """
+    """An array that autograd writes a gradient of, and whether that gradient is a sum (`adds`)."""
 
     array: NDArray
     adds: bool
-    marked_again: bool = False
 
     @property
     def gradient(self) -> NDArray:
@@ -95,10 +79,12 @@ class Variables:
         """Return all variables."""
         return list(self._variables.values())
 
-    def prune(self) -> None:
-        """Forget the variables that nobody else holds."""
-        for key in [key for key, v in self._variables.items() if _is_unused(v)]:
-            del self._variables[key]
+    def prune(self, written: AbstractSet[int]) -> None:
+        """Forget the variables, by `id` not among the `written` ones, that Python does not hold."""
+        for key in [*self._variables]:
+            held = sys.getrefcount(self._variables[key].array) > _OURS
+            if not held and key not in written:
+                del self._variables[key]
 
     def _patched_mark(
         self, original: Original, variables: Any, gradients: Any, grad_reqs: Any = "write"
@@ -121,11 +107,11 @@ class Variables:
         self.add([array], grad_req)
 
     def _keep_gradient(self, array: NDArray) -> None:
-        """Add the gradient that an array is about to lose as a variable on its own, if in use."""
+        """Add the gradient that an array is about to lose: a graph may still write it."""
         before = self._variables.get(id(array))
-        if before is not None and count_holders(before.gradient) > _OUR_HOLDERS:
+        if before is not None:
             copy = shallow_copy(array)
-            self._variables[id(copy)] = Variable(copy, before.adds, marked_again=True)
+            self._variables[id(copy)] = Variable(copy, before.adds)
 
 
 def _hold_any(classes: Tuple[type, ...]) -> bool:
@@ -135,15 +121,6 @@ def _hold_any(classes: Tuple[type, ...]) -> bool:
     return any(issubclass(kind, classes) for kind in kinds.values())
 
 
-def _is_unused(variable: Variable) -> bool:
-    """Return whether only autograd and `Variables` hold the array and its gradient."""
-    return (
-        sys.getrefcount(variable.array) <= _OURS
-        and (variable.marked_again or count_holders(variable.array) <= _OUR_HOLDERS)
-        and count_holders(variable.gradient) <= _OUR_HOLDERS
-    )
-
-
 def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:
     """Group variables that share the memory of one gradient."""
     groups: Dict[Tuple[int, int], List[Variable]] = {}
@@ -151,22 +128,3 @@ def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:
         gradient = variable.gradient
         groups.setdefault((address(gradient) or -id(variable), gradient.size), []).append(variable)
     return list(groups.values())
-
-
-def parameters_without_gradients() -> List[NDArray]:
-    """Return the arrays of all parameters without gradients, such as running statistics."""
-    params = [param for param in gc.get_objects() if issubclass(type(param), Parameter)]
-    frozen = (p for p in params if p.grad_req == "null" and p._data is not None)
-    return [array for param in frozen for array in param._data]
-
-
-def patches_of_function(owner: Any, name: str, build: Callable[..., Any]) -> List[Patch]:
-    """Return the patches of a function, in its module and in modules that have imported it."""
-    first, current = original(owner, name), getattr(owner, name)
-    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
-    holding = [
-        m
-        for m in modules
-        if m is not owner and (vars(m).get(name) is first or vars(m).get(name) is current)
-    ]
-    return [Patch(module, name, build) for module in (owner, *holding)]

@@ -6,7 +6,6 @@ covers functions that user code imported before.
 """
 
 import functools
-import sys
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from mxnet import autograd, nd
@@ -18,7 +17,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import KIND_NAMES, as_list, cast, dtype_code, kind_code, on_device
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
-from ..framework.operators import Operator, auxiliary_states, by_handle, handle_of, registry
+from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
 from ..graph.ir import Node
@@ -40,7 +39,6 @@ __all__ = [
     "build_scope_enter",
     "build_scope_exit",
     "build_tensordot",
-    "updated_arrays",
 ]
 
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
@@ -79,8 +77,6 @@ def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         policy = current_policy()
         if policy is None:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        if handle in updated_arrays.handles and autograd.is_recording():
-            updated_arrays.remember(handle, ndargs, dict(zip(keys, vals)))
         if handle == _DENSE and autograd.is_recording() and needs_separate_bias(ndargs):
             product, repeated = _product_and_bias(_imperative_invoke, ndargs, keys, vals, is_np_op)
             both = [product, repeated]
@@ -397,59 +393,3 @@ def _write_out(outputs: Any, out: Any) -> Any:
         castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
         mx_arrays.cast_into(result, target, dtype, castable)
     return out
-
-
-# ---------------------------------------------------------------------- arrays updated by backward
-
-
-class _UpdatedArrays:
-    """The running statistics that recorded eager calls update, between `watch` and `stop`.
-
-    Hybridized blocks update Gluon parameters, which are found without this.
-    """
-
-    #: `sys.getrefcount` of an array that only this table holds: the entry, and the argument.
-    _OURS = 2
-
-    def __init__(self) -> None:
-        #: The positions of the inputs that each watched operator updates, by its handle.
-        self.handles: Mapping[int, Tuple[int, ...]] = {}
-        self._arrays: Dict[int, NDArray] = {}
-        self._most = 1000
-
-    def watch(self) -> None:
-        """Start to remember the arrays that recorded eager calls update."""
-        self.handles = _updated_inputs()
-
-    def remember(self, handle: int, arrays: Sequence[NDArray], attrs: Mapping[str, Any]) -> None:
-        """Remember the arrays that a recorded call of a watched operator updates."""
-        positions = self.handles[handle]
-        if not positions:
-            count = len(arrays)
-            positions = tuple(range(count - auxiliary_states(attrs), count))
-        if len(self._arrays) > self._most:
-            self._most = 2 * len(self.all()) + 1000
-        self._arrays.update((id(arrays[i]), arrays[i]) for i in positions if i < len(arrays))
-
-    def all(self) -> List[NDArray]:
-        """Return the remembered arrays that the program still holds."""
-        for key in list(self._arrays):
-            if sys.getrefcount(self._arrays[key]) <= self._OURS:
-                del self._arrays[key]
-        return list(self._arrays.values())
-
-    def stop(self) -> None:
-        """Stop to remember arrays, and release them."""
-        self.handles = {}
-        self._arrays.clear()
-
-
-#: Global, as the patched functions are.
-updated_arrays = _UpdatedArrays()
-
-
-@functools.lru_cache(maxsize=1)
-def _updated_inputs() -> Mapping[int, Tuple[int, ...]]:
-    """Return the positions of inputs that operators update, by handle; () for Custom."""
-    found = {op.handle: op.mutable_inputs for op in registry().values() if op.mutable_inputs}
-    return {**found, handle_of("Custom"): ()}

@@ -10,7 +10,7 @@ import math
 import os
 import weakref
 import zlib
-from typing import AbstractSet, Any, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -34,9 +34,8 @@ from ..framework.worker_process import (
 )
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
-from .scaler import Scaler
-
-__all__ = ["COMPRESSED", "GRADIENTS", "Reduction", "Workers", "check_kvstore", "fill_with_inf"]
+from .passes import Entry, Gradients
+from .scaler import LossScaler
 
 #: Checksums have this many bits: float32 holds them exactly.
 _CHECKSUM = 2**24 - 1
@@ -194,7 +193,7 @@ class Reduction:
             mx.nd.waitall()
             self._uninitialized = len(trainer._params_to_init)
 
-    def compare_workers(self, scaler: Scaler) -> None:
+    def compare_workers(self, scaler: LossScaler) -> None:
         """Raise `StateError` in the first step if the workers' settings differ."""
         if self.workers is not None or not self.is_distributed:
             return
@@ -204,45 +203,40 @@ class Reduction:
         workers.check_settings(scaler.state_dict())
         self.workers = workers
 
-    def sum(self, overflown: AbstractSet[int]) -> None:
-        """Sum the trainer's gradients, after setting those of `overflown` arrays (by `id`) to Inf.
+    def sum(self, gradients: Gradients) -> None:
+        """Sum the trainer's gradients, after setting those that have overflowed to Inf.
 
         A script may have made such a gradient finite since, by clipping it element by element.
         """
-        stale = self._reset_stale(overflown) if self.workers is not None else []
+        stale = self._reset_stale(gradients) if self.workers is not None else []
         self.end_wait()
         if self.workers is not None:
             self._wait_timer = start_wait_timer(GRADIENTS, self.workers.rank)
         type(self._trainer)._allreduce_grads(self._trainer)
-        for data, gradient in stale:
+        for entry in stale:
             # Computed by another worker, which updates with it: so does this worker.
-            data._fresh_grad = bool(gradient.asnumpy().any())
+            entry.data._fresh_grad = bool(entry.gradient.asnumpy().any())
 
     def end_wait(self) -> None:
         """Stop the timer that warns of a long sum."""
         cancel_wait_timer(self._wait_timer)
 
-    def _reset_stale(self, overflown: AbstractSet[int]) -> List[Tuple[NDArray, NDArray]]:
-        """Set overflown gradients to Inf and stale ones to 0; return stale (array, gradient) pairs.
+    def _reset_stale(self, gradients: Gradients) -> List[Entry]:
+        """Set overflown gradients to Inf and stale ones to 0; return the stale ones.
 
         A stale gradient, not computed since the last step, holds that step's sum. It is set to 0,
         because MXNet would add the old sum again.
         """
-        by_horovod = is_horovod_trainer(self._trainer)
-        stale = []
-        for param in self._trainer._params:
-            if param.grad_req == "null" or param._grad is None:
-                continue
-            if by_horovod:
-                check_horovod_gradients(param.name, param.list_grad())
-            for data, gradient in zip(param.list_data(), param.list_grad()):
-                if id(data) in overflown:
-                    fill_with_inf([gradient])
-                elif not data._fresh_grad:
-                    stale.append((data, gradient))
+        entries = gradients.entries()
+        if is_horovod_trainer(self._trainer):
+            for entry in entries:
+                check_horovod_gradients(entry.param.name, entry.param.list_grad())
+        overflown = gradients.overflown
+        fill_with_inf([entry.gradient for entry in entries if entry.key in overflown])
+        stale = [e for e in entries if not e.is_fresh and e.key not in overflown]
         with suspended():
-            for _, gradient in stale:
-                gradient[:] = 0
+            for entry in stale:
+                entry.gradient[:] = 0
         return stale
 
 

@@ -12,7 +12,6 @@ import weakref
 from functools import cached_property
 from typing import Any, Dict, List, Mapping, Optional
 
-from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
@@ -22,12 +21,10 @@ from ..framework.keywords import checked_call, checked_methods, missing_attribut
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
-from .hook import Stage, TrainerHook
-from .passes import ScaledLosses, passes
-from .scaler import OTHER_KIND, LossScaler, Scaler, from_state_dict, positive_number
-from .trainer import active_hook, attach_hook, check_unscaled, hook_of, map_losses, scaled_loss
-
-__all__ = ["GradScaler"]
+from .passes import passes
+from .scaler import LossScaler, positive_number
+from .state import Stage, State
+from .trainer import active_hook, attach_hook, check_unscaled, hook_of, scale_losses
 
 logger = logging.getLogger("mxamp")
 
@@ -48,10 +45,13 @@ NOT_SCALED = (
     "gradients may be lost. Call scaler.scale(loss).backward(), not loss.backward()"
 )
 OTHER_LOSSES = (
-    "the gradients of this step carry a scale of %g, of another GradScaler or from before the last "
-    "update(): call scale, step and update of one GradScaler, and update() after all steps"
+    "the gradients of this step carry a scale of %g, of another GradScaler: call scale, step and "
+    "update of one GradScaler"
 )
 
+
+#: The losses of one step that are looked at after an overflow.
+_LOSSES = 100
 
 #: What to write for methods of Paddle's GradScaler, TensorFlow's optimizers and Keras'.
 _ELSEWHERE = {
@@ -66,38 +66,6 @@ _ELSEWHERE = {
     "set_init_loss_scaling": "write scaler.update(new_scale)",
     "unscale": "write scaler.unscale_(trainer)",
 }
-
-
-class _ForwardingScaler(Scaler):
-    """Scaler of one trainer's hook that forwards to the `GradScaler` of all its trainers."""
-
-    def __init__(self, owner: "GradScaler") -> None:
-        super().__init__(1.0)
-        self.owner = owner
-
-    @property
-    def loss_scale(self) -> float:
-        return self.owner.get_scale()
-
-    @property
-    def origin(self) -> Scaler:
-        return self.owner._scaler
-
-    @property
-    def checks(self) -> bool:
-        return self.owner._scales
-
-    def update(self, finite: bool) -> float:
-        self.owner._finite.append(finite)
-        return self.loss_scale
-
-    def state_dict(self) -> Dict[str, Any]:
-        return self.owner.state_dict()
-
-    def resumed(self, state: Mapping[str, Any]) -> Scaler:
-        """Load a saved state into the `GradScaler`; return this scaler."""
-        self.owner._resume(state)
-        return self
 
 
 @checked_methods
@@ -147,11 +115,11 @@ class GradScaler:
         grows = growth_factor, backoff_factor, growth_interval
         self._scaler = LossScaler(init_scale, *grows, min_scale, max_scale, hysteresis)
         self._enabled = check_bool("enabled", enabled)
-        self._resumes: Optional[LossScaler] = None  #: from a file, from the next update on
-        # Since the last update: the results of steps, the unscaled losses, and the trainers' hooks.
-        self._finite: List[bool] = []
+        # Since the last update: results of steps, unscaled losses, and the trainers' states.
+        self._results: List[bool] = []
         self._losses: List[NDArray] = []
-        self._stepped: "weakref.WeakSet[TrainerHook]" = weakref.WeakSet()
+        self._first = 1.0, -1  #: the scale of the first of these losses, and count of passes before
+        self._stepped: "weakref.WeakSet[State]" = weakref.WeakSet()
 
     def is_enabled(self) -> bool:
         """Return whether the scaler was made with `enabled=True`.
@@ -162,9 +130,10 @@ class GradScaler:
         return self._enabled
 
     @cached_property
-    def _scales(self) -> bool:
-        """Whether losses are scaled: decided once, so that a loss and its step agree."""
-        return self._enabled and not chose_float32()
+    def _active(self) -> LossScaler:
+        """The scaler, which scales and checks unless "auto" chose float32 before its first use."""
+        self._scaler.checks = not chose_float32()
+        return self._scaler
 
     def get_scale(self) -> float:
         """Return the scale of the next loss; 1 if disabled, or if "auto" chose float32.
@@ -172,36 +141,7 @@ class GradScaler:
         >>> GradScaler(init_scale=1024).get_scale()
         1024.0
         """
-        return self._scaler.loss_scale if self._scales else 1.0
-
-    def get_growth_factor(self) -> float:
-        """Return the factor by which the scale grows."""
-        return float(self._settings["growth_factor"])
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows: more than 1."""
-        self._scaler.change(growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Return the factor by which the scale falls at an overflow."""
-        return float(self._settings["backoff_factor"])
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale falls at an overflow: between 0 and 1."""
-        self._scaler.change(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Return after how many finite steps in a row the scale grows."""
-        return int(self._settings["growth_interval"])
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many finite steps in a row the scale grows: at least 1."""
-        self._scaler.change(growth_interval=new_interval)
-
-    @property
-    def _settings(self) -> Dict[str, Any]:
-        """State of the scaler as a dictionary, settings included."""
-        return self._scaler.state_dict()
+        return self._active.loss_scale if self._enabled else 1.0
 
     def scale(self, loss: Any) -> Any:
         """Return the loss times the scale; also all losses in lists, tuples and dicts.
@@ -216,21 +156,14 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
-        scale = self.get_scale()
         check_unscaled(loss)
-        losses = ScaledLosses(scale, (self,), scales_outputs=True)
-
-        def scale_array(array: NDArray) -> NDArray:
-            self._losses.append(array.detach())
-            scaled = scaled_loss(array, scale)
-            if scaled is not array:
-                losses.scaled[id(scaled)] = scaled
-            return scaled
-
-        with autograd.record(train_mode=autograd.is_training()):
-            result = map_losses(loss, scale_array)
-        passes.add(losses)
-        return result
+        if self.get_scale() != 1:
+            passes.open()
+        scaled, unscaled = scale_losses(loss, self.get_scale(), [self._active.number])
+        if not self._losses:
+            self._first = self.get_scale(), passes.count
+        self._losses = [*self._losses, *unscaled][-_LOSSES:]
+        return scaled
 
     def unscale_(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by the scale, to clip or read them before `step`.
@@ -252,8 +185,8 @@ class GradScaler:
             return
         hook = self._attached_hook(trainer)
         if hook.stage is Stage.NONE:
-            self._warn_of_other_losses(trainer)
-            hook.mark_scaled()
+            self._warn_of_other_losses(hook)
+            hook.mark_scaled(*self._first)
         hook.unscale()
 
     @checked_call(optimizer="give the trainer first: scaler.step(trainer, batch_size)")
@@ -284,18 +217,21 @@ class GradScaler:
         hook = self._attached_hook(trainer)
         hook.check("step")
         if hook.stage is Stage.NONE:
-            self._warn_of_other_losses(trainer)
-        hook.mark_scaled(self._losses)
+            self._warn_of_other_losses(hook)
+        hook.mark_scaled(*self._first, self._losses)
         trainer.step(batch_size, ignore_stale_grad)
         hook.set_stepped(True)
         self._stepped.add(hook)
 
-    def _warn_of_other_losses(self, trainer: Trainer) -> None:
+    def _warn_of_other_losses(self, hook: State) -> None:
         """Warn if the gradients of a trainer do not come from losses of this scaler."""
-        own, carried = self.get_scale(), passes.scale_of(trainer)
+        own, carried = self.get_scale(), hook.gradients.carried
+        is_unseen = self._losses and passes.count == self._first[1]
+        if is_unseen or self._scaler.number in hook.gradients.owners:
+            return
         if self._losses and own != 1 and carried == 1:
             logger.warning(NOT_SCALED, own)
-        elif not self._losses and carried not in (None, 1):
+        elif not self._losses and carried != 1:
             logger.warning(OTHER_LOSSES, carried)
         elif not self._losses:
             logger.warning(NOTHING_SCALED, own)
@@ -308,19 +244,17 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if new_scale is None and not self._finite:
+        if new_scale is None and not self._results:
             raise StateError(NOTHING_TO_UPDATE)
         before = self.get_scale()
-        if self._resumes is not None:
-            self._scaler, self._resumes = self._resumes, None
         if new_scale is not None:
             self._scaler.set_scale(positive_number("new_scale", new_scale))
-        elif self._scales:
-            self._scaler.update(all(self._finite))
+        elif self._active.checks:
+            self._scaler.update(all(self._results))
         if self.get_scale() != before:
             logger.info("loss scale %g -> %g", before, self.get_scale())
-        self._finite, self._losses = [], []
-        passes.forget(self)
+        self._losses, self._first = [], (1.0, -1)
+        self._results.clear()
         for hook in list(self._stepped):
             hook.set_stepped(False)
         self._stepped.clear()
@@ -343,22 +277,13 @@ class GradScaler:
         """
         if self._enabled:
             self._scaler.load_state_dict(state)
-            self._resumes = None
-
-    def _resume(self, state: Mapping[str, Any]) -> None:
-        """Resume from the state in a trainer's file; losses scaled already keep their scale."""
-        saved = from_state_dict(state)
-        if not isinstance(saved, LossScaler):
-            logger.warning(OTHER_KIND, saved, self)
-        elif self._losses:
-            self._resumes = saved
-        else:
-            self._scaler = saved
 
     def __getstate__(self) -> Dict[str, Any]:
         # Steps since the last update stay with the original.
-        own = {"_scaler": copy.copy(self._scaler), "_resumes": copy.copy(self._resumes)}
-        return {**vars(self), **own, "_finite": [*self._finite], "_losses": [], "_stepped": None}
+        scaler = copy.copy(self._scaler)
+        own = {"_scaler": scaler, "_results": [*self._results], "_losses": [], "_stepped": None}
+        own.update({"_active": scaler} if "_active" in vars(self) else {})
+        return {**vars(self), **own}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state, _stepped=weakref.WeakSet())
@@ -367,15 +292,16 @@ class GradScaler:
         public = [known for known in dir(type(self)) if not known.startswith("_")]
         raise AttributeError(missing_attribute("'GradScaler' object", name, public, _ELSEWHERE))
 
-    def _attached_hook(self, trainer: Trainer) -> TrainerHook:
-        """Return a trainer's hook, attached at first use; raise if it is another scaler's."""
+    def _attached_hook(self, trainer: Trainer) -> State:
+        """Return a trainer's state, attached at first use; raise if it is another scaler's."""
         if active_hook(trainer) is None:
             if not isinstance(trainer, Trainer):
                 raise ArgumentError(f"a GradScaler takes a gluon.Trainer, not {shown(trainer)}")
-            attach_hook(trainer, _ForwardingScaler(self), scaled_by="GradScaler")
+            attach_hook(trainer, self._active, scaled_by="GradScaler")
+            hook_of(trainer).results = self._results
         hook = hook_of(trainer)
         hook.check_scaled_by("GradScaler")
-        if not isinstance(hook.scaler, _ForwardingScaler) or hook.scaler.owner is not self:
+        if hook.scaler is not self._scaler:
             raise StateError(OTHER_GRAD_SCALER)
         return hook
 

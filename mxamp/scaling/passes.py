@@ -1,34 +1,48 @@
 """Backward passes, and the loss scale that each gradient carries after them.
 
-A scaled loss scales the gradient of every parameter behind it, of any trainer. Each backward pass
-records the scale that it gave to each trainer's gradients, and a step looks it up. While all
-gradients of a trainer carry one scale, the record is one number, and no array is read. Where a
-pass brings another scale, MXNet's flag `_fresh_grad` of each parameter's array marks the
-gradients that the pass has written.
+A scaled loss carries a mark: MXNet keeps the text of a scalar operand, so a multiplication by
+"65536.0", twenty zeros and the numbers of the scalers computes the same bits, and autograd's graph
+shows the text. A backward pass reads the marks of its heads. It then tells the `Gradients` of each
+trainer with which scale it writes them: while that is the scale which they carry already, no array
+is looked at. Where it is another one, MXNet's flag `_fresh_grad` of each parameter's array tells
+the gradients that the pass has written.
 """
 
 import gc
+import json
 import logging
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
-from mxnet import autograd
+import numpy as np
+from mxnet import autograd, nd
 from mxnet.base import MXNetError
-from mxnet.gluon import Parameter, Trainer
+from mxnet.gluon import Constant, Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray.numpy import _internal as np_internal
+from mxnet.numpy import ndarray as np_ndarray
 
 from ..errors import StateError
 from ..framework.locks import hold_during_forks
-from ..framework.patching import FrontEnd, Original, Patch, wrapping
-from ..graph.ir import Graph
-from .finite import multiply
+from ..framework.patching import FrontEnd, Original, Patch, patches_of_function, wrapping
+from .finite import multiply, unscale
 from .loss_outputs import scaled_outputs
-
-__all__ = ["Gradients", "ScaledLosses", "fresh_gradients", "passes"]
+from .statistics import RunningStatistics
 
 logger = logging.getLogger("mxamp")
 
@@ -43,108 +57,257 @@ FOREIGN = (
     "`with mxamp.scale_loss(loss, [trainer, other]) as scaled`; with a GradScaler call "
     "scaler.step(trainer, batch_size)"
 )
-
 SEVERAL_SCALES = (
     "this backward pass starts from losses that were scaled apart, or not all scaled: scale them "
     "together, `with mxamp.scale_loss([one, other], [trainer, ...]) as scaled`, or call backward "
     "for each"
 )
 
-#: Parameters, each with its gradients on all devices.
-Gradients = List[Tuple[Parameter, List[NDArray]]]
+# ---------------------------------------------------------------------- the mark of a scaled loss
 
-#: The operators that multiply a loss by its scale.
-_TIMES = frozenset({"_mul_scalar", "_npi_multiply_scalar"})
+#: Between a scale and the numbers of its scalers: digits too small to change the scale, which no
+#: program writes. Each number has a 1 before it and eight digits.
+_ZEROS = "0" * 20
+_DIGITS = 9
 
 
-def fresh_gradients(params: Sequence[Parameter], stale: bool = False) -> Gradients:
-    """Return the gradients that backward wrote since the last step; with `stale`, all."""
-    found = []
-    for param in params:
-        if param.grad_req == "null" or param._grad is None:
-            continue
-        pairs = zip(param.list_data(), param.list_grad())
-        gradients = [gradient for data, gradient in pairs if stale or data._fresh_grad]
-        if gradients:
-            found.append((param, gradients))
+class Mark(NamedTuple):
+    """The scale of a scaled loss, and the numbers of the scalers that it was scaled for."""
+
+    scale: float = 1.0
+    owners: FrozenSet[int] = frozenset()
+
+
+def marked(loss: NDArray, scale: float, owners: Iterable[int]) -> NDArray:
+    """Return a loss times a scale, with a mark; a scale of 1 needs neither."""
+    if scale == 1:
+        return loss
+    numbers = "".join(f"1{number:08d}" for number in owners)
+    text = f"{np.format_float_positional(scale, trim='0')}{_ZEROS}{numbers}"
+    if isinstance(loss, np_ndarray):
+        return np_internal.multiply_scalar(loss, scalar=text)
+    return nd._internal._mul_scalar(loss, scalar=text)
+
+
+def _parsed(scalar: Optional[str]) -> Optional[Mark]:
+    """Return the mark in the text of a scalar operand; None if it holds none."""
+    text, zeros, digits = (scalar or "").rpartition(_ZEROS)
+    if not zeros or not digits:
+        return None
+    numbers = (digits[i + 1 : i + _DIGITS] for i in range(0, len(digits), _DIGITS))
+    return Mark(float(text), frozenset(map(int, numbers)))
+
+
+def mark_of(head: NDArray) -> Optional[Mark]:
+    """Return the mark of a scaled loss; None for any other array. Takes some 3 us."""
+    try:
+        return _parsed(autograd.get_symbol(head).attr("scalar"))
+    except MXNetError:
+        return None  # not the result of a recorded call
+
+
+def _marks_behind(head: NDArray) -> Set[Mark]:
+    """Return the marks of a head: its own, or those of the scaled losses that it is made from."""
+    own = mark_of(head)
+    if own is not None:
+        return {own}
+    try:
+        text = autograd.get_symbol(head).tojson()
+    except MXNetError:
+        return set()
+    if _ZEROS not in text:
+        return set()
+    graph = json.loads(text)
+    found: Set[Mark] = set()
+    seen: Set[int] = set()
+    waiting = [head[0] for head in graph["heads"]]
+    while waiting:
+        index = waiting.pop()
+        node = graph["nodes"][index]
+        mark = _parsed(node.get("attrs", {}).get("scalar"))
+        if mark is not None:
+            found.add(mark)
+        elif node["op"] != "BlockGrad" and index not in seen:  # no gradient passes a BlockGrad
+            waiting += [source[0] for source in node["inputs"]]
+        seen.add(index)
     return found
 
 
-def _gradients_of(trainer: Trainer) -> Iterator[Tuple[str, NDArray, NDArray]]:
-    """Yield `grad_req`, array and gradient of a trainer's parameters on each device."""
-    for param in trainer._params:
-        if param.grad_req != "null" and param._grad is not None:
-            for data, gradient in zip(param.list_data(), param.list_grad()):
-                yield param.grad_req, data, gradient
+#: Whether the running code is inside of `scale_loss`, with a scale other than 1.
+inside_scale_loss: "ContextVar[bool]" = ContextVar("mxamp_inside_scale_loss", default=False)
+
+# ---------------------------------------------------------------------- the gradients of a trainer
 
 
-class _GradientScales(NamedTuple):
-    """The scale of a trainer's fresh gradients; exceptions by `id` of parameters' arrays."""
+class Entry(NamedTuple):
+    """The gradient of one parameter on one device."""
 
-    scale: float
-    exceptions: Dict[int, float]
+    key: Tuple[int, int]  #: the positions of the parameter and of the device
+    param: Parameter
+    data: NDArray
+    gradient: NDArray
 
-    def of(self, array: NDArray) -> float:
-        """Return the scale of the gradient of a parameter's array."""
-        return self.exceptions.get(id(array), self.scale)
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a backward pass has written the gradient since the last update."""
+        return bool(self.data._fresh_grad)
 
-    def are_all(self, scale: float) -> bool:
-        """Return whether every gradient has this scale."""
-        return self.scale == scale and not self.exceptions
+    @property
+    def adds(self) -> bool:
+        """Whether backward passes add to the gradient."""
+        return bool(self.param.grad_req == "add")
 
 
 @contextmanager
-def _tracked_scales(
-    trainer: Trainer, before: _GradientScales, after: _GradientScales
-) -> Iterator[None]:
-    """Context of a backward pass with a new scale: note in `after` which gradients keep the old.
+def without_flags(arrays: Iterable[NDArray]) -> Iterator[None]:
+    """Context in which `_fresh_grad` marks just the arrays that it writes the gradients of.
 
-    `before` are the scales of the trainer's gradients so far. Gradients that the pass may add to
-    are brought to its scale. `after` receives the gradients that the pass did not write.
+    Afterwards the arrays that were marked before are marked again.
     """
-    fresh, added_to = [], []
-    for grad_req, data, gradient in _gradients_of(trainer):
-        if data._fresh_grad:
-            fresh.append(data)
-            data._fresh_grad = False
-        if grad_req == "add":  # the pass also adds to gradients that an earlier step has used
-            with autograd.pause():
-                added_to.append((data, gradient, gradient.copy()))
-            multiply([gradient], after.scale / before.of(data))
+    fresh = [array for array in arrays if array._fresh_grad]
+    for array in fresh:
+        array._fresh_grad = False
     try:
         yield
     finally:
-        untouched = [data for data in fresh if not data._fresh_grad]
-        for data, gradient, old in added_to:
-            if not data._fresh_grad:
-                with autograd.pause():
-                    old.copyto(gradient)
-                untouched.append(data)
-        for data in untouched:
-            if before.of(data) != after.scale:
-                after.exceptions[id(data)] = before.of(data)
-        for data in fresh:
-            data._fresh_grad = True
+        for array in fresh:
+            array._fresh_grad = True
 
 
-@dataclass(eq=False)
-class ScaledLosses:
-    """The losses of one `scale_loss` or `GradScaler.scale`, kept until their step."""
+class Gradients:
+    """The loss scales that the gradients of one trainer carry, stale ones included."""
 
-    scale: float
-    owners: Sequence[Any]  #: hooks of the trainers that step, or a `GradScaler`
-    unscaled: Dict[int, NDArray] = field(default_factory=dict)  #: by `id`
-    scaled: Dict[int, NDArray] = field(default_factory=dict)  #: by `id`
-    #: Whether the pass sets the scale of output operators, which no scaled head reaches.
-    scales_outputs: bool = False
+    def __init__(self, trainer: Trainer, carried: float) -> None:
+        self.trainer, self.carried = trainer, carried
+        self.exceptions: Dict[Tuple[int, int], float] = {}  #: other scales than `carried`
+        self.overflown: Set[Tuple[int, int]] = set()  #: found not finite, and not replaced since
+        #: The scalers of the losses that gradients come from, by number; none since the last step.
+        self.owners: FrozenSet[int] = frozenset()
+        self.statistics = RunningStatistics(self._running_statistics)
 
-    def includes(self, heads: Sequence[NDArray]) -> bool:
-        """Return whether one of `heads` is one of the scaled losses."""
-        return any(id(head) in self.scaled for head in heads)
+    def _running_statistics(self) -> Dict[str, NDArray]:
+        """Return the running statistics of BatchNorm among the parameters, on all devices.
+
+        MXNet does not tell them from other parameters without a gradient; vectors are small.
+        """
+        return {
+            f"{param.name} on {data.context}": data
+            for param in self.trainer._params
+            if param.grad_req == "null" and param._data is not None
+            if not isinstance(param, Constant) and len(param.shape) == 1
+            for data in param.list_data()
+        }
+
+    def entries(self, keys: Optional[Iterable[Any]] = None) -> List[Entry]:
+        """Return the gradients of all parameters on all devices, or those of some `keys`."""
+        wanted = None if keys is None else set(keys)
+        return [
+            Entry((i, k), param, data, gradient)
+            for i, param in enumerate(self.trainer._params)
+            if param.grad_req != "null" and param._grad is not None
+            for k, (data, gradient) in enumerate(zip(param.list_data(), param.list_grad()))
+            if wanted is None or (i, k) in wanted
+        ]
+
+    def fresh(self) -> List[Entry]:
+        """Return the gradients that backward passes have written since the last update."""
+        return [entry for entry in self.entries() if entry.is_fresh]
+
+    def scale_of(self, entry: Entry) -> float:
+        """Return the scale that a gradient carries."""
+        return self.exceptions.get(entry.key, self.carried)
+
+    @contextmanager
+    def written(self, mark: Mark) -> Iterator[None]:
+        """Context of a backward pass from losses with a mark, which may write these gradients."""
+        known = self.carried == mark.scale
+        if known and not self.exceptions and not self.overflown:
+            self.owners |= mark.owners
+            yield
+            return
+        entries = self.entries({*self.exceptions, *self.overflown} if known else None)
+        with without_flags([entry.data for entry in entries]):
+            kept = [(entry, self._prepared(entry, mark.scale)) for entry in entries if entry.adds]
+            try:
+                yield
+            finally:
+                for entry, before in kept:
+                    if before is not None and not entry.is_fresh:
+                        with autograd.pause():
+                            before.copyto(entry.gradient)
+                self._record(entries, mark, known)
+
+    def _prepared(self, entry: Entry, scale: float) -> Optional[NDArray]:
+        """Bring a gradient that the pass may add to to its scale; return a copy from before."""
+        factor, before = scale / self.scale_of(entry), None
+        if factor != 1:
+            with autograd.pause():
+                before = entry.gradient.copy()
+            multiply([entry.gradient], factor)
+        return before
+
+    def _record(self, entries: Sequence[Entry], mark: Mark, known: bool) -> None:
+        """Record the scale of the `entries` that a pass has written."""
+        written = {entry.key: entry for entry in entries if entry.is_fresh}
+        if written or known:
+            self.owners |= mark.owners
+        if written:
+            self.overflown -= {key for key, entry in written.items() if not entry.adds}
+            scales = {entry.key: self.scale_of(entry) for entry in entries}
+            self.carried = mark.scale
+            self.exceptions = {
+                key: scale
+                for key, scale in scales.items()
+                if key not in written and scale != mark.scale
+            }
+
+    def assume(self, scale: float, count: int) -> None:
+        """Take the gradients for those of a loss with `scale` if no pass was seen since `count`.
+
+        The pass was then made by a function that the program has looked up before the patches.
+        """
+        if passes.count == count:
+            self.carried, self.exceptions = scale, {}
+
+    def equalize(self) -> float:
+        """Multiply gradients so that all fresh ones carry one scale; return it."""
+        for entry in self.entries(self.exceptions) if self.exceptions else ():
+            if entry.is_fresh or entry.adds:
+                multiply([entry.gradient], self.carried / self.exceptions.pop(entry.key))
+        return self.carried
+
+    def unscale(self) -> None:
+        """Divide all gradients by their scales, and record which fresh ones are not finite."""
+        entries = [one for one in self.entries() if one.is_fresh or self.scale_of(one) != 1]
+        for scale in {self.scale_of(entry) for entry in entries}:
+            group = [entry for entry in entries if self.scale_of(entry) == scale]
+            bad = [group[i] for i in unscale([entry.gradient for entry in group], scale)]
+            self.overflown |= {entry.key for entry in bad if entry.is_fresh}
+        self.carried, self.exceptions, self.owners = 1.0, {}, frozenset()
+
+    def end_step(self) -> None:
+        """Record that the gradients have been used."""
+        self.overflown, self.owners = set(), frozenset()
+
+    def check_unscaled(self) -> None:
+        """Raise `StateError` if a fresh gradient carries a scale, which nothing will take out."""
+        if self.carried == 1 and not self.exceptions:
+            return
+        scales = {self.scale_of(entry) for entry in self.fresh()} - {1.0}
+        if scales:
+            raise StateError(FOREIGN.format(scale=max(scales)))
 
 
-#: The losses of the innermost `scale_loss` around the running code.
-_innermost: "ContextVar[Optional[ScaledLosses]]" = ContextVar("mxamp_scaled_losses", default=None)
+def gradients_of(trainer: Trainer) -> Gradients:
+    """Return the record of a trainer's gradients, which its attribute `_amp_gradients` holds."""
+    found: Optional[Gradients] = vars(trainer).get("_amp_gradients")
+    if found is None:
+        # A trainer that is made after a backward pass steps on the gradients of that pass.
+        found = trainer._amp_gradients = Gradients(trainer, passes.last_scale)
+    return found
+
+
+# ---------------------------------------------------------------------- the one patch of backward
 
 
 class _Passes(FrontEnd):
@@ -152,11 +315,11 @@ class _Passes(FrontEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        self._losses: Dict[int, ScaledLosses] = {}  #: by `id`; changed by several threads
-        self._trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
-        self._scales: "weakref.WeakKeyDictionary[Trainer, _GradientScales]" = (
-            weakref.WeakKeyDictionary()
-        )
+        self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
+        self.last_scale = 1.0  #: of the last pass
+        self.count = 0  #: of the passes that the patches have seen
+        #: The front end whose scale never leaves the backward pass, if it is on.
+        self.automatic: Any = None
         #: Held by passes and steps of several trainers while they read and set flags.
         self._pass_lock = threading.RLock()
         self._thread = threading.local()
@@ -164,8 +327,9 @@ class _Passes(FrontEnd):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         return [
-            Patch(autograd, "backward", wrapping(self._patched_backward)),
-            Patch(NDArray, "backward", wrapping(self._patched_backward)),
+            *patches_of_function(autograd, "backward", wrapping(self._patched_backward)),
+            *patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
+            Patch(NDArray, "backward", wrapping(_patched_array_backward)),
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "step", wrapping(self._patched_step)),
             Patch(Trainer, "update", wrapping(self._patched_step)),
@@ -174,178 +338,141 @@ class _Passes(FrontEnd):
     def open(self) -> None:
         """Patch backward passes and trainers, and find the existing trainers in memory."""
         if not self.is_open:
-            alive = [one for one in gc.get_objects() if issubclass(type(one), Trainer)]
-            self._trainers.update(alive)
+            self.trainers.update(one for one in gc.get_objects() if issubclass(type(one), Trainer))
         super().open()
 
     def close(self) -> None:
-        """Undo the patches, and forget losses and trainers."""
+        """Undo the patches. No pass is seen from then on: no gradient carries a scale any more."""
         super().close()
-        self._losses.clear()
-        self._trainers.clear()
-        self._scales.clear()
-
-    def is_scaled(self, losses: Sequence[NDArray]) -> bool:
-        """Return whether one of these losses is scaled already."""
-        return any(one.includes(losses) for one in list(self._losses.values()))
-
-    def add(self, losses: ScaledLosses) -> None:
-        """Record scaled losses, until `forget`, so that backward passes know their scale."""
-        if losses.scale != 1:
-            self.open()
-            self._losses[id(losses)] = losses
-            # A copied trainer has run no constructor.
-            self._trainers.update(one.trainer for one in losses.owners if hasattr(one, "trainer"))
-
-    @contextmanager
-    def within_scale_loss(self, losses: ScaledLosses) -> Iterator[None]:
-        """Context of one `scale_loss`: `add` its losses, and forget them if the body fails."""
-        self.add(losses)
-        before = _innermost.set(losses)
-        try:
-            yield
-        except BaseException:
-            self._losses.pop(id(losses), None)
-            raise
-        finally:
-            _innermost.reset(before)
-
-    def forget(self, owner: Any, trainer: Optional[Trainer] = None) -> None:
-        """Forget an owner's losses and, after a step, the scales of its trainer's gradients."""
-        for one in list(self._losses.values()):
-            if owner in one.owners:
-                self._losses.pop(id(one), None)
-        if trainer is not None:
-            self._forget_scales(trainer)
-
-    def _forget_scales(self, trainer: Trainer) -> None:
-        """Forget the scales of a trainer's gradients, unless later passes add to them."""
-        if all(param.grad_req != "add" for param in trainer._params):
-            self._scales.pop(trainer, None)
-
-    def check_gradients_unscaled(self, trainer: Trainer) -> None:
-        """Raise `StateError` if a fresh gradient of a trainer carries a loss scale."""
-        scales = self._scales.get(trainer)
-        if scales is None or scales.are_all(1):
-            return
-        found = {scales.of(data) for _, data, _ in _gradients_of(trainer) if data._fresh_grad}
-        if found - {1.0}:
-            raise StateError(FOREIGN.format(scale=max(found - {1.0})))
-
-    def rescale(self, trainer: Trainer, scale: float) -> None:
-        """Multiply a trainer's fresh gradients so that all carry `scale`."""
-        scales = self._scales.get(trainer)
-        if scales is None or scales.are_all(scale):
-            return
-        for grad_req, data, gradient in _gradients_of(trainer):
-            if data._fresh_grad or grad_req == "add":
-                multiply([gradient], scale / scales.of(data))
-        self.set_scale(trainer, scale)
-
-    def scale_of(self, trainer: Trainer) -> Optional[float]:
-        """Return the scale of all of a trainer's gradients; None if unknown or not one."""
-        scales = self._scales.get(trainer)
-        return None if scales is None or scales.exceptions else scales.scale
-
-    def set_scale(self, trainer: Trainer, scale: float) -> None:
-        """Record that all fresh gradients of a trainer carry `scale`."""
-        if self.is_open:
-            self._scales[trainer] = _GradientScales(scale, {})
+        for trainer in list(self.trainers):
+            hook = getattr(trainer, "_amp_loss_scaler", None)
+            getattr(hook, "leave_passes", gradients_of(trainer).unscale)()
+        self.trainers.clear()
+        self.last_scale = 1.0
 
     @property
-    def _has_several_trainers(self) -> bool:
-        return len(self._trainers) > 1
+    def is_nested(self) -> bool:
+        """Whether the caller runs inside a backward pass, in a function or operator in Python.
 
-    def _losses_of(self, heads: Sequence[NDArray]) -> Optional[ScaledLosses]:
-        """Return the `ScaledLosses` that `heads` come from, or None if they are not scaled.
-
-        Raises `StateError` if the pass would mix several scales.
+        MXNet calls it in the thread of the pass or in a thread of MXNet, unknown to Python.
         """
-        inside, known = _innermost.get(), list(self._losses.values())
-        found = [one for one in known if one.includes(heads)]
-        for head in heads if found else ():
-            of_head = [one for one in found if one.includes([head])]
-            apart = any(one.owners != found[0].owners for one in of_head)
-            if apart or not (of_head or _is_any_scaled([head], found[0].scale)):
-                raise StateError(SEVERAL_SCALES)
-        if not found and not any(id(head) in one.unscaled for one in known for head in heads):
-            # For example the sum of scaled losses.
-            found = [one for one in known if _is_any_scaled(heads, one.scale)][-1:]
-        if not found and inside is not None and inside.scale != 1:
-            logger.warning(UNSCALED)
-        return found[0] if found else None
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        return foreign or getattr(self._thread, "runs", False)
+
+    def _mark_of_heads(self, heads: Sequence[NDArray]) -> Mark:
+        """Return the mark of a pass; raise `StateError` if it would mix several scales."""
+        behind = [_marks_behind(head) for head in heads]
+        marks = set().union(*behind)
+        if len({mark.scale for mark in marks}) > 1 or (marks and not all(behind)):
+            raise StateError(SEVERAL_SCALES)
+        if not marks:
+            if inside_scale_loss.get():
+                logger.warning(UNSCALED)
+            return Mark()
+        return Mark(marks.pop().scale, frozenset().union(*(mark.owners for mark in marks)))
 
     @contextmanager
-    def _recorded_pass(self, scale: float) -> Iterator[None]:
-        """Context of a backward pass from losses with `scale`: record it for each trainer."""
-        if not self._has_several_trainers and not self._other_scales(scale):
-            yield
-            return
-        with self._pass_lock, ExitStack() as stack:
-            for trainer, before in self._other_scales(scale):
-                after = self._scales[trainer] = _GradientScales(scale, {})
-                stack.enter_context(_tracked_scales(trainer, before, after))
-            yield
-
-    def _other_scales(self, scale: float) -> List[Tuple[Trainer, _GradientScales]]:
-        """Return the trainers with gradients of other scales than `scale`, and their scales."""
-        scales = [
-            (trainer, self._scales.setdefault(trainer, _GradientScales(scale, {})))
-            for trainer in list(self._trainers)
-        ]
-        return [(trainer, before) for trainer, before in scales if not before.are_all(scale)]
-
-    def _patched_backward(self, original: Original, heads: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass, and record for each trainer the scale of its gradients."""
-        # MXNet runs Python functions in its own threads, as part of another pass.
-        foreign = isinstance(threading.current_thread(), threading._DummyThread)
-        if foreign or getattr(self._thread, "runs", False):
-            original(heads, *args, **kwargs)
-            return
+    def _running(self, heads: Sequence[NDArray]) -> Iterator[Mark]:
+        """Context of a backward pass: yield its mark, and set the scale of output operators."""
+        mark = self._mark_of_heads(heads)
         self._thread.runs = True
         try:
-            losses = self._losses_of([heads] if isinstance(heads, NDArray) else heads)
-            scale = losses.scale if losses else 1.0
-            output_scale = scale if losses and losses.scales_outputs else 1.0
-            with scaled_outputs(output_scale), self._recorded_pass(scale):
-                original(heads, *args, **kwargs)
+            with scaled_outputs(mark.scale):
+                yield mark
         finally:
             self._thread.runs = False
+
+    @contextmanager
+    def _recorded(self, mark: Mark) -> Iterator[None]:
+        """Context of a pass that writes gradients: record its scale for each trainer."""
+        records = [gradients_of(trainer) for trainer in list(self.trainers)]
+        self.last_scale, self.count = mark.scale, self.count + 1
+        alone = len(records) == 1 and records[0].carried == mark.scale and self.automatic is None
+        with nullcontext() if alone else self._pass_lock, ExitStack() as stack:
+            for record in records:
+                record.statistics.before_pass()
+                stack.enter_context(record.written(mark))
+            yield
+
+    def _patched_backward(
+        self,
+        original: Original,
+        heads: Any,
+        head_grads: Any = None,
+        retain_graph: bool = False,
+        train_mode: bool = True,
+    ) -> None:
+        """Run a backward pass, and record for each trainer the scale of its gradients."""
+
+        def compute(gradients: Any) -> None:
+            original(heads, gradients, retain_graph, train_mode)
+
+        heads = [heads] if isinstance(heads, NDArray) else heads
+        if self.is_nested:
+            if self.automatic is None:
+                compute(head_grads)
+            else:
+                self.automatic.run_nested(compute, heads, head_grads)
+            return
+        with self._running(heads) as mark:
+            if self.automatic is None:
+                with self._recorded(mark):
+                    compute(head_grads)
+            else:
+                self.automatic.run(compute, heads, head_grads, self._recorded(mark))
+
+    def _patched_grad(
+        self,
+        original: Original,
+        heads: Any,
+        variables: Any,
+        head_grads: Any = None,
+        retain_graph: Optional[bool] = None,
+        create_graph: bool = False,
+        train_mode: bool = True,
+    ) -> Any:
+        """Run `autograd.grad`; gradients of a scaled loss carry its scale."""
+
+        def compute(gradients: Any) -> Any:
+            return original(heads, variables, gradients, retain_graph, create_graph, train_mode)
+
+        heads = [heads] if isinstance(heads, NDArray) else heads
+        nested = self.is_nested
+        with nullcontext() if nested else self._running(heads):
+            if self.automatic is None:
+                return compute(head_grads)
+            return self.automatic.run_grad(compute, heads, head_grads, nested)
 
     def _patched_init(
         self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
     ) -> None:
         """Initialize a trainer, and add it to the known trainers."""
         original(trainer, *args, **kwargs)
-        self._trainers.add(trainer)
+        self.trainers.add(trainer)
 
     def _patched_step(
         self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
     ) -> None:
         """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
-        hook = getattr(trainer, "_amp_loss_scaler", None)
-        if not hasattr(hook, "stage"):  # nothing takes the scale out
-            self.check_gradients_unscaled(trainer)
-        with self._pass_lock if self._has_several_trainers else nullcontext():
+        self.trainers.add(trainer)  # a copied trainer has run no constructor
+        if not hasattr(getattr(trainer, "_amp_loss_scaler", None), "stage"):
+            gradients_of(trainer).check_unscaled()
+        with self._pass_lock if len(self.trainers) > 1 else nullcontext():
             original(trainer, *args, **kwargs)
-        self._forget_scales(trainer)
-        if trainer._update_on_kvstore:  # then MXNet does not clear the flags
-            self.set_scale(trainer, 1.0)
+
+
+def _patched_array_backward(
+    original: Original,
+    array: NDArray,
+    out_grad: Any = None,
+    retain_graph: bool = False,
+    train_mode: bool = True,
+) -> None:
+    """Run `NDArray.backward` through the patched `autograd.backward`, looked up at each call."""
+    del original
+    autograd.backward([array], [out_grad], retain_graph, train_mode)
 
 
 #: One per process, like the functions that it patches.
 passes = _Passes()
 hold_during_forks(passes._pass_lock)
-
-
-def _is_any_scaled(heads: Sequence[NDArray], scale: float) -> bool:
-    """Return whether autograd's graph of one of `heads` holds a multiplication by `scale`."""
-    for head in heads:
-        try:
-            graph = Graph.from_symbol(autograd.get_symbol(head))
-        except MXNetError:
-            continue  # not the result of a recorded call
-        for node in graph.nodes:
-            if node.op in _TIMES and float(node.attrs["scalar"]) == scale:
-                return True
-    return False

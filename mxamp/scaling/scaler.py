@@ -8,44 +8,29 @@ After each step `update` takes whether all gradients were finite, and returns th
 backward pass.
 """
 
+import itertools
 import logging
 import math
 import numbers
-from typing import Any, Dict, Mapping, Tuple, Type, TypeVar
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 from ..errors import ArgumentError
 from ..framework.keywords import checked_call
 from ..framework.wording import shown
 
-__all__ = [
-    "Float32Scaler",
-    "LossScaler",
-    "NoScaler",
-    "Scaler",
-    "StaticLossScaler",
-    "from_state_dict",
-    "positive_number",
-    "whole_number",
-]
-
 logger = logging.getLogger("mxamp")
 
 STATE_VERSION = 1
-NO_RECOMMENDATION = (
-    "calibrated takes the result of amp.debugging.gradient_histogram, not {given}, and finds "
-    "init_scale itself"
-)
 NO_STATE = (
     "the state must be what state_dict of a {kind} gives, not {given}: version {version} has the "
     "fields {fields}"
 )
 OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
-
-_LossScaler = TypeVar("_LossScaler", bound="LossScaler")
-
-
 DYNAMIC = ": without arguments, LossScaler() and GradScaler() scale dynamically"
 NO_DEVICE = ": leave the device out, as in GradScaler()"
+
+#: Numbers of scalers, which scaled losses carry: see `passes`.
+_numbers = itertools.count(1)
 
 
 def positive_number(name: str, value: Any) -> float:
@@ -68,170 +53,14 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
     return int(value)
 
 
-class Scaler:
-    """A loss scale, its reaction to each step, and its saved state: the base of all scalers."""
-
-    _fields: Tuple[str, ...] = ("loss_scale",)
-
-    def __init__(self, loss_scale: float) -> None:
-        self._loss_scale = loss_scale
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale of the next backward pass.
-
-        >>> LossScaler(init_scale=1024).loss_scale
-        1024.0
-        """
-        return self._loss_scale
-
-    @property
-    def checks(self) -> bool:
-        """Whether gradients are checked, and steps with non-finite ones skipped."""
-        return True
-
-    @property
-    def origin(self) -> "Scaler":
-        """The scaler that holds the scale: not `self` where several trainers share a scale."""
-        return self
-
-    @property
-    def is_lowest(self) -> bool:
-        """Whether an overflow can't lower the scale."""
-        return True
-
-    def set_scale(self, scale: float) -> None:
-        """Set the scale; raise `ArgumentError` outside the scaler's limits."""
-        self._loss_scale = positive_number("scale", scale)
-
-    def assign_scale(self, scale: float) -> None:
-        """Set the scale, and widen the limits where it is outside of them."""
-        self._loss_scale = positive_number("loss_scale", scale)
-
-    def back_off_from(self, scale: float) -> None:
-        """Lower the scale to `scale`, of another scaler, with which this step overflowed."""
-
-    def update(self, finite: bool) -> float:
-        """Record a step whose gradients were all `finite`, or not; return the new scale."""
-        del finite
-        return self._loss_scale
-
-    def resumed(self, state: Mapping[str, Any]) -> "Scaler":
-        """Return the scaler that resumes from `state` in place of this one.
-
-        It may be of another kind. But a scaler that scales is not replaced by one that does not,
-        nor the other way round: a run in float16 may resume from one in bfloat16.
-        """
-        saved = from_state_dict(state)
-        if isinstance(saved, NoScaler) != isinstance(self, NoScaler):
-            logger.warning(OTHER_KIND, saved, self)
-            return self
-        return saved
-
-    def state_dict(self) -> Dict[str, Any]:
-        """Return the whole state as plain numbers and strings.
-
-        >>> StaticLossScaler(128).state_dict()
-        {'kind': 'StaticLossScaler', 'version': 1, 'loss_scale': 128.0}
-        """
-        values = {name: getattr(self, f"_{name}") for name in self._fields}
-        return {"kind": type(self).__name__, "version": STATE_VERSION, **values}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the `state` that `state_dict` has returned.
-
-        >>> scaler = LossScaler()
-        >>> scaler.load_state_dict(LossScaler(init_scale=1024).state_dict())
-        >>> scaler.loss_scale
-        1024.0
-
-        Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
-        scaler, of a newer mxamp, or lacks a field.
-        """
-        self._check_state(state)
-        vars(self).update({f"_{name}": state[name] for name in self._fields})
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        own = {"kind": type(self).__name__, "version": STATE_VERSION}
-        given = state if isinstance(state, Mapping) else {}
-        same = all(given.get(name) == value for name, value in own.items())
-        if not same or not given.keys() >= {*self._fields}:
-            fields = ", ".join(self._fields)
-            raise ArgumentError(NO_STATE.format(given=shown(state), fields=fields, **own))
-        positive_number("loss_scale", state["loss_scale"])
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._loss_scale:g})"
-
-
-class StaticLossScaler(Scaler):
-    """A constant loss scale; steps that overflow are still skipped.
-
-    >>> StaticLossScaler(128).loss_scale
-    128.0
-
-    Parameters
-    ----------
-    scale : float, default 1
-        The loss scale; more than 0.
-    """
-
-    @checked_call(
-        loss_scale="write StaticLossScaler(128)", init_scale="write StaticLossScaler(128)"
-    )
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(positive_number("scale", scale))
-
-
-class NoScaler(Scaler):
-    """A scale of 1: bfloat16 has float32's range. Steps with non-finite gradients are skipped.
-
-    >>> NoScaler().loss_scale
-    1.0
-    """
-
-    def __init__(self) -> None:
-        super().__init__(1.0)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-
-class Float32Scaler(NoScaler):
-    """A scale of 1 without a check: where "auto" has chosen float32, updates are plain MXNet's.
-
-    Its state is that of a `NoScaler`, so state files move between machines.
-    """
-
-    @property
-    def checks(self) -> bool:
-        """False: plain MXNet checks no gradient."""
-        return False
-
-    def resumed(self, state: Mapping[str, Any]) -> Scaler:
-        """Check `state` and return this scaler: there is nothing to resume."""
-        super().resumed(state)
-        return self
-
-    def assign_scale(self, scale: float) -> None:
-        """Keep the scale of 1: a script may assign a scale saved on another machine."""
-
-    def state_dict(self) -> Dict[str, Any]:
-        """Return the state of a `NoScaler`."""
-        return NoScaler().state_dict()
-
-
-class LossScaler(Scaler):
+class LossScaler:
     """A loss scale that is lowered at each overflow and raised after a run of clean steps.
 
     >>> scaler = LossScaler(init_scale=1024, growth_interval=2)
     >>> [scaler.update(finite) for finite in (False, True, True)]
     [512.0, 512.0, 1024.0]
+
+    Several trainers may share one.
 
     Parameters
     ----------
@@ -249,10 +78,14 @@ class LossScaler(Scaler):
         The scale is lowered from this many overflows on; the count restarts when the scale grows.
     """
 
-    _fields = (
+    #: The fields of a saved state: the settings of the constructor, and two counts.
+    _fields: Tuple[str, ...] = (
         "loss_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale",
         "max_scale", "hysteresis", "clean_steps", "overflows_left",
     )  # fmt: skip
+    #: Whether gradients are checked, and steps with non-finite ones skipped. Where "auto" has
+    #: chosen float32, they are not, the scale is 1, and updates are plain MXNet's.
+    checks = True
 
     @checked_call(
         loss_scale="write LossScaler(init_scale=128), or StaticLossScaler(128) for a constant one",
@@ -268,7 +101,7 @@ class LossScaler(Scaler):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
-        super().__init__(positive_number("init_scale", init_scale))
+        self._start(positive_number("init_scale", init_scale))
         self._growth_factor = positive_number("growth_factor", growth_factor)
         self._backoff_factor = positive_number("backoff_factor", backoff_factor)
         self._growth_interval = whole_number("growth_interval", growth_interval, least=1)
@@ -280,35 +113,36 @@ class LossScaler(Scaler):
         if self._backoff_factor >= 1:
             raise ArgumentError(f"backoff_factor must be less than 1, not {shown(backoff_factor)}")
         self._check_limits("init_scale", self._loss_scale)
-        self._clean_steps = 0
         self._overflows_left = self._hysteresis
 
-    @classmethod
-    def calibrated(
-        cls: Type[_LossScaler], histogram: Any, keep: float = 0.999, **options: Any
-    ) -> _LossScaler:
-        """Return a scaler that starts from the scale recommended by a gradient histogram.
+    def _start(self, scale: float) -> None:
+        """Set all fields for a constant scale: one that grows and falls by a factor of 1."""
+        self.number, self.kind = next(_numbers), type(self).__name__
+        self.steps = self.skips = 0  #: updates done and skipped
+        self._loss_scale = scale
+        self._growth_factor = self._backoff_factor = 1.0
+        self._min_scale, self._max_scale = 0.0, math.inf
+        self._growth_interval = self._hysteresis = self._overflows_left = 1
+        self._clean_steps = 0
 
-        ::
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next backward pass.
 
-            histogram = amp.debugging.gradient_histogram(net, batches, loss_function)
-            amp.init_trainer(trainer, amp.LossScaler.calibrated(histogram))
-
-        Parameters
-        ----------
-        histogram : GradientHistogram
-            Or any object whose `recommended_scale(keep)` returns a scale.
-        keep : float, default 0.999
-            The share of nonzero gradients that float16 has to keep at that scale.
-        **options
-            The arguments of `LossScaler`, except `init_scale`. Limits that are not given are
-            widened to hold the scale.
+        >>> LossScaler(init_scale=1024).loss_scale
+        1024.0
         """
-        if not hasattr(histogram, "recommended_scale") or "init_scale" in options:
-            raise ArgumentError(NO_RECOMMENDATION.format(given=type(histogram).__name__))
-        scale = positive_number("recommended_scale", histogram.recommended_scale(keep))
-        limits = {"min_scale": min(scale, 1.0), "max_scale": max(scale, 2.0**24)}
-        return cls(init_scale=scale, **{**limits, **options})
+        return self._loss_scale if self.checks else 1.0
+
+    @property
+    def scales(self) -> bool:
+        """Whether it scales at all: a `NoScaler` does not."""
+        return self.kind != NoScaler.__name__
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether an overflow can't lower the scale."""
+        return self._backoff_factor == 1 or self._loss_scale <= self._min_scale
 
     def _check_limits(self, name: str, scale: float) -> None:
         if not self._min_scale <= scale <= self._max_scale:
@@ -316,23 +150,6 @@ class LossScaler(Scaler):
                 f"{name} must be between min_scale and max_scale, {self._min_scale:g} and "
                 f"{self._max_scale:g}, not {scale:g}"
             )
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        # The constructor checks the settings; the two counts at the end are not among them.
-        LossScaler(state["loss_scale"], **{name: state[name] for name in self._fields[1:-2]})
-        for name in self._fields[-2:]:
-            whole_number(name, state[name])
-
-    def change(self, **settings: Any) -> None:
-        """Change settings, given by their names in the constructor; an error changes nothing."""
-        state = self.state_dict()
-        self.load_state_dict({**state, **settings})
-
-    @property
-    def is_lowest(self) -> bool:
-        """Whether the scale has reached `min_scale`."""
-        return self._loss_scale <= self._min_scale
 
     def set_scale(self, scale: float) -> None:
         """Set the scale; raise `ArgumentError` outside `min_scale` and `max_scale`.
@@ -352,17 +169,20 @@ class LossScaler(Scaler):
         self._loss_scale = scale
 
     def assign_scale(self, scale: float) -> None:
-        """Set the scale, and widen the limits where it is outside of them."""
-        super().assign_scale(scale)
-        self._min_scale = min(self._min_scale, self._loss_scale)
-        self._max_scale = max(self._max_scale, self._loss_scale)
+        """Set the scale, and widen the limits where it is outside of them; a no-op in float32."""
+        if self.checks:
+            self._loss_scale = positive_number("loss_scale", scale)
+            self._min_scale = min(self._min_scale, self._loss_scale)
+            self._max_scale = max(self._max_scale, self._loss_scale)
 
     def back_off_from(self, scale: float) -> None:
         """Lower the scale to `scale`, with which this step overflowed; a larger one would too."""
-        self._loss_scale = max(min(self._loss_scale, scale), self._min_scale)
+        if self._backoff_factor < 1:
+            self._loss_scale = max(min(self._loss_scale, scale), self._min_scale)
 
     def update(self, finite: bool) -> float:
         """Record a step whose gradients were all `finite`, or not; return the new scale."""
+        self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         if finite:
             self._clean_steps += 1
             if self._clean_steps >= self._growth_interval:
@@ -375,13 +195,151 @@ class LossScaler(Scaler):
             self._overflows_left = max(self._overflows_left - 1, 0)
             if not self._overflows_left:
                 self._loss_scale = max(self._loss_scale * self._backoff_factor, self._min_scale)
-        return self._loss_scale
+        return self.loss_scale
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return the whole state as plain numbers and strings.
+
+        >>> StaticLossScaler(128).state_dict()
+        {'kind': 'StaticLossScaler', 'version': 1, 'loss_scale': 128.0}
+        """
+        values = {name: getattr(self, f"_{name}") for name in self._saved_fields}
+        return {"kind": self.kind, "version": STATE_VERSION, **values}
+
+    @property
+    def _saved_fields(self) -> Tuple[str, ...]:
+        return _KINDS.get(self.kind, type(self))._fields
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the `state` that `state_dict` has returned.
+
+        >>> scaler = LossScaler()
+        >>> scaler.load_state_dict(LossScaler(init_scale=1024).state_dict())
+        >>> scaler.loss_scale
+        1024.0
+
+        Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
+        scaler, of a newer mxamp, or lacks a field.
+        """
+        own, fields = {"kind": self.kind, "version": STATE_VERSION}, self._saved_fields
+        given = state if isinstance(state, Mapping) else {}
+        same = all(given.get(name) == value for name, value in own.items())
+        if not same or not given.keys() >= {*fields}:
+            raise ArgumentError(
+                NO_STATE.format(given=shown(state), fields=", ".join(fields), **own)
+            )
+        positive_number("loss_scale", state["loss_scale"])
+        if self.kind == LossScaler.__name__:
+            # The constructor checks the settings; the two counts at the end are not among them.
+            LossScaler(state["loss_scale"], **{name: state[name] for name in fields[1:-2]})
+            for name in fields[-2:]:
+                whole_number(name, state[name])
+        vars(self).update({f"_{name}": state[name] for name in fields})
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state of any kind, for all trainers that share this scaler.
+
+        A scaler that scales does not become one that does not, nor the other way round: a run in
+        float16 may resume from one in bfloat16. In float32 there is nothing to resume.
+        """
+        saved = from_state_dict(state)
+        if not self.checks:
+            return
+        if saved.scales != self.scales:
+            logger.warning(OTHER_KIND, saved, self)
+            return
+        vars(self).update({**vars(saved), "number": self.number})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LossScaler):
+            return False
+        return self.state_dict() == other.state_dict() and self.checks == other.checks
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({f'{self.loss_scale:g}' if self.scales else ''})"
 
 
-def from_state_dict(state: Mapping[str, Any]) -> Scaler:
-    """Return a new scaler with the state that `state_dict` returned."""
-    kinds = {kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)}
-    kind = state.get("kind") if isinstance(state, Mapping) else None
-    scaler: Scaler = kinds.get(str(kind), LossScaler)()
-    scaler.load_state_dict(state)
+class StaticLossScaler(LossScaler):
+    """A constant loss scale; steps that overflow are still skipped.
+
+    >>> StaticLossScaler(128).loss_scale
+    128.0
+
+    Parameters
+    ----------
+    scale : float, default 1
+        The loss scale; more than 0.
+    """
+
+    _fields = ("loss_scale",)
+
+    @checked_call(
+        loss_scale="write StaticLossScaler(128)", init_scale="write StaticLossScaler(128)"
+    )
+    def __init__(self, scale: float = 1.0) -> None:
+        self._start(positive_number("scale", scale))
+
+
+class NoScaler(LossScaler):
+    """A scale of 1: bfloat16 has float32's range. Steps with non-finite gradients are skipped.
+
+    >>> NoScaler().loss_scale
+    1.0
+    """
+
+    _fields = ("loss_scale",)
+
+    def __init__(self) -> None:
+        self._start(1.0)
+
+
+_KINDS = {kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)}
+
+
+def unchecked_scaler() -> LossScaler:
+    """Return the scaler where "auto" has chosen float32; its state is that of a `NoScaler`."""
+    scaler = NoScaler()
+    scaler.checks = False
     return scaler
+
+
+def from_state_dict(state: Mapping[str, Any]) -> LossScaler:
+    """Return a new scaler with the state that `state_dict` returned."""
+    kind = state.get("kind") if isinstance(state, Mapping) else None
+    scaler = _KINDS.get(str(kind), LossScaler)()
+    scaler.load_state_dict(state)
+    counts = (whole_number(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips"))
+    scaler.steps, scaler.skips = counts
+    return scaler
+
+
+class SharedScale:
+    """A loss scaler in an optimizer, for the API `scaled_by`, whose trainers and modules share it.
+
+    Copies of the optimizer share it too. MXNet pickles optimizers into state files, which plain
+    MXNet has to load: pickles leave it out.
+    """
+
+    def __init__(self, scaler: LossScaler, scaled_by: str) -> None:
+        self.scaler, self.scaled_by = scaler, scaled_by
+
+    loss_scale = property(lambda self: self.scaler.loss_scale)  #: of the next backward pass
+    steps = property(lambda self: self.scaler.steps)  #: updates done, of all trainers and modules
+    skips = property(lambda self: self.scaler.skips)
+
+    def __deepcopy__(self, memo: Any) -> "SharedScale":
+        return self
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+    def __repr__(self) -> str:
+        return f"<{self.scaler!r} of {self.scaled_by}: {self.steps} steps, {self.skips} skipped>"
+
+
+def scale_of(optimizer: Any) -> Optional[SharedScale]:
+    """Return the `SharedScale` of a decorated optimizer, or of its name; None for any other."""
+    scale = getattr(optimizer, "_amp_scaling", None)
+    return scale if isinstance(scale, SharedScale) else None

@@ -1,12 +1,12 @@
 """Loss scaling for a Gluon Trainer, from `init_trainer` and `scale_loss` to the step.
 
-`hook` holds the trainer's state.
+`state` holds the trainer's state.
 """
 
 import logging
 import math
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, ContextManager, Iterator, List, Optional, Sequence, Union
+from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tuple, Union
 
 from mxnet import autograd
 from mxnet.gluon import Trainer
@@ -24,24 +24,10 @@ from ..policy.active import chose_float32, current_policy
 from .checkpoint import pop_scaler_state
 from .distributed import check_kvstore
 from .finite import multiply, square_sum
-from .hook import TrainerHook, install_overflow_check
-from .loss_outputs import scaled_outputs
 from .optimizer_states import share_step_counts
-from .passes import ScaledLosses, fresh_gradients, passes
-from .scaler import Float32Scaler, LossScaler, NoScaler, Scaler, positive_number, whole_number
-
-__all__ = [
-    "attach_hook",
-    "check_unscaled",
-    "clip_grad_global_norm",
-    "active_hook",
-    "hook_of",
-    "init_trainer",
-    "map_losses",
-    "scale_loss",
-    "scaled_loss",
-    "unscale",
-]
+from .passes import inside_scale_loss, mark_of, marked, passes
+from .scaler import LossScaler, NoScaler, positive_number, unchecked_scaler, whole_number
+from .state import State
 
 logger = logging.getLogger("mxamp")
 
@@ -84,7 +70,7 @@ NO_TRAINERS = "scale_loss takes a gluon.Trainer or a list of them, not an empty 
 )
 def init_trainer(
     optimizer_or_trainer: Trainer,
-    loss_scaler: Optional[Scaler] = None,
+    loss_scaler: Optional[LossScaler] = None,
     max_consecutive_skips: Optional[int] = None,
 ) -> None:
     """Give a Gluon Trainer loss scaling.
@@ -133,7 +119,7 @@ def init_trainer(
     if not isinstance(trainer, Trainer):
         hint = "; call it once for each" if isinstance(trainer, (list, tuple)) else ""
         raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {shown(trainer)}{hint}")
-    if loss_scaler is not None and not isinstance(loss_scaler, Scaler):
+    if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
         raise ArgumentError(
             "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, such as LossScaler() "
             f"or StaticLossScaler(128), not {shown(loss_scaler)}{_scaler_hint(loss_scaler)}"
@@ -207,7 +193,8 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     trainer : gluon.Trainer
         After `init_trainer`, `scale_loss` and the backward pass.
     max_norm : float
-        Gradients with a larger norm are multiplied by `max_norm / norm`.
+        Gradients with a larger norm are multiplied by `max_norm / norm`. Inf clips nothing, to
+        read the norm alone.
 
     Returns
     -------
@@ -220,11 +207,11 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
         The gradients are not scaled, or are unscaled already.
     """
     hook = hook_of(trainer)
-    limit = positive_number("max_norm", max_norm)
+    limit = max_norm if max_norm == math.inf else positive_number("max_norm", max_norm)
     hook.check("unscale")
     trainer.allreduce_grads()
     hook.unscale()
-    gradients = [g for _, of_one in fresh_gradients(trainer._params) for g in of_one]
+    gradients = [entry.gradient for entry in hook.gradients.fresh()]
     first = trainer._contexts[0]
     norm = math.sqrt(square_sum([g for g in gradients if g.context == first]))
     if math.isfinite(norm) and norm > limit:
@@ -232,13 +219,13 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     return norm
 
 
-def active_hook(trainer: Any) -> Optional[TrainerHook]:
+def active_hook(trainer: Any) -> Optional[State]:
     """Return a trainer's hook; None if it has none, or a retired one."""
     hook = getattr(trainer, "_amp_loss_scaler", None)
-    return hook if isinstance(hook, TrainerHook) and not hook.retired else None
+    return hook if isinstance(hook, State) and not hook.retired else None
 
 
-def hook_of(trainer: Any) -> TrainerHook:
+def hook_of(trainer: Any) -> State:
     """Return a trainer's hook; raise if the trainer has no loss scaling."""
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
@@ -251,7 +238,7 @@ def hook_of(trainer: Any) -> TrainerHook:
 
 def attach_hook(
     trainer: Trainer,
-    loss_scaler: Optional[Scaler],
+    loss_scaler: Optional[LossScaler],
     max_consecutive_skips: Optional[int] = None,
     scaled_by: str = "init_trainer",
 ) -> None:
@@ -264,22 +251,22 @@ def attach_hook(
     hook = active_hook(trainer)
     if hook is not None and hook.trainer is trainer:
         hook.check_scaled_by(scaled_by)
-        if isinstance(hook.scaler, Float32Scaler) and current_policy() is not None:
+        if not hook.scaler.checks and current_policy() is not None:
             loss_scaler = loss_scaler or _default_scaler()
         if loss_scaler is not None:
             _keep_updates_skippable(trainer, loss_scaler)
             hook.scaler = loss_scaler
             hook.publish(trainer.amp_last_step)
-        elif current_policy() is not None and type(_default_scaler()) is not type(hook.scaler):
+        elif current_policy() is not None and _default_scaler().kind != hook.scaler.kind:
             logger.info(KEEPS_SCALER, shown(hook.scaler))
         if max_consecutive_skips is not None:
             hook.max_consecutive_skips = max_consecutive_skips
         return
     scaler = loss_scaler if loss_scaler is not None else _default_scaler()
     _keep_updates_skippable(trainer, scaler)
-    hook = TrainerHook(trainer, scaler, max_consecutive_skips, scaled_by)
+    hook = State(trainer, scaler, max_consecutive_skips, scaled_by)
     retired = getattr(trainer, "_amp_loss_scaler", None)
-    if isinstance(retired, TrainerHook) and retired.trainer is trainer:
+    if isinstance(retired, State) and retired.trainer is trainer:
         hook.take_over(retired)
     share_step_counts(trainer)
     saved = pop_scaler_state(trainer) or (hook.loaded if loss_scaler is None else None)
@@ -288,26 +275,25 @@ def attach_hook(
     _install(trainer, hook)
 
 
-def _default_scaler() -> Scaler:
+def _default_scaler() -> LossScaler:
     """Return the scaler for the current policy; raise `StateError` if mixed precision is off."""
     policy = current_policy()
     if policy is None and chose_float32():
-        return Float32Scaler()
+        return unchecked_scaler()
     if policy is None:
         raise StateError(NO_POLICY)
     return LossScaler() if policy.target_dtype == "float16" else NoScaler()
 
 
-def _install(trainer: Trainer, hook: TrainerHook) -> None:
+def _install(trainer: Trainer, hook: State) -> None:
     """Install the hook as the trainer's loss scaler, and wrap its save, load and allreduce."""
     # Methods of the hook, not closures: a copied trainer gets its own.
     trainer.save_states, trainer.load_states = hook.save_states, hook.load_states
     trainer._allreduce_grads = hook.reduce
     trainer._amp_loss_scaler, trainer._amp_original_scale = hook, RefusedScale()
-    install_overflow_check(trainer)
 
 
-def _keep_updates_skippable(trainer: Trainer, scaler: Scaler) -> None:
+def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
     """Move updates off the kvstore; raise if they can't be skipped and `scaler` needs that."""
     settings, obstacle = trainer._kvstore_params, None
     kvstore = settings["kvstore"]
@@ -381,24 +367,35 @@ def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator
         hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
     check_unscaled(loss)
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
-    scales = [hook.loss_scale for hook in hooks if not isinstance(hook.scaler, NoScaler)]
+    scales = [hook.loss_scale for hook in hooks if hook.scaler.scales]
     scale = min(scales, default=hooks[0].loss_scale)
     arrays = _flat_arrays(loss)
     if not arrays:
         raise ArgumentError(NO_LOSS.format(given=shown(loss)))
-    unscaled = [array.detach() for array in arrays]
-    with autograd.record(train_mode=autograd.is_training()):
-        scaled = map_losses(loss, lambda array: scaled_loss(array, scale))
-    losses = ScaledLosses(scale, hooks)
     if scale != 1:
-        losses.unscaled = {id(array): array for array in arrays}
-        losses.scaled = {id(array): array for array in _flat_arrays(scaled)}
+        passes.open()
+    scaled, unscaled = scale_losses(loss, scale, [hook.scaler.number for hook in hooks])
     with ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(hook.scaling(scale, unscaled))
-        stack.enter_context(scaled_outputs(scale))
-        stack.enter_context(passes.within_scale_loss(losses))
+        before = inside_scale_loss.set(scale != 1)
+        stack.callback(inside_scale_loss.reset, before)
         yield scaled
+
+
+def scale_losses(loss: Any, scale: float, owners: Sequence[int]) -> Tuple[Any, List[NDArray]]:
+    """Return marked losses times a scale, in the same containers, and the unscaled ones."""
+    unscaled = []
+
+    def scaled_in_float32(array: NDArray) -> NDArray:
+        unscaled.append(array.detach())
+        if dtype_of(array) not in ("float32", "float64"):
+            array = array.astype("float32")  # 65504 is float16's largest number
+        return marked(array, scale, owners)
+
+    with autograd.record(train_mode=autograd.is_training()):
+        mapped = map_arrays(loss, scaled_in_float32, _raise_no_loss)
+    return _Losses(mapped) if type(mapped) is list else mapped, unscaled
 
 
 def _flat_arrays(loss: Any) -> List[NDArray]:
@@ -410,14 +407,8 @@ def _flat_arrays(loss: Any) -> List[NDArray]:
 
 def check_unscaled(loss: Any) -> None:
     """Raise `StateError` if a loss, or one of several, is scaled already."""
-    if passes.is_scaled(_flat_arrays(loss)):
+    if any(mark_of(array) is not None for array in _flat_arrays(loss)):
         raise StateError(SCALED_ALREADY)
-
-
-def map_losses(loss: Any, function: Callable[[NDArray], NDArray]) -> Any:
-    """Return `loss` with `function` applied to each array, in the same containers."""
-    mapped = map_arrays(loss, function, _raise_no_loss)
-    return _Losses(mapped) if type(mapped) is list else mapped
 
 
 class _Losses(List[NDArray]):
@@ -430,10 +421,3 @@ class _Losses(List[NDArray]):
 
 def _raise_no_loss(value: Any) -> Any:
     raise ArgumentError(NO_LOSS.format(given=shown(value)))
-
-
-def scaled_loss(loss: NDArray, scale: float) -> NDArray:
-    """Return a loss times `scale`; a half-precision loss becomes float32."""
-    if dtype_of(loss) not in ("float32", "float64"):
-        loss = loss.astype("float32")  # 65504 is float16's largest number
-    return loss * scale if scale != 1 else loss

@@ -275,7 +275,8 @@ def test_training_from_a_calibrated_scale(name):
     if name == "tiny":
         assert wanted.largest < 2.0**-24
         assert wanted.share_vanishing(1) == 1
-    scaler = amp.LossScaler.calibrated(wanted)
+    scale = wanted.recommended_scale()
+    scaler = amp.LossScaler(scale, max_scale=max(scale, 2.0**24))
     assert wanted.share_vanishing(scaler.loss_scale) <= 0.001
     assert scaler.loss_scale * wanted.largest * MARGIN <= 65504
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.001})

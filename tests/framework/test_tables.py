@@ -8,7 +8,7 @@ import pytest
 import mxamp as amp
 from mxamp.debugging import Finding, Statistics
 from mxamp.framework.tables import html_lines, html_table, text_table
-from mxamp.scaling.hook import StepReport
+from mxamp.scaling.state import StepReport
 from mxamp.tools.tuning.benchmark import Benchmark, Timing
 
 BAD = "<b>&x"

@@ -122,41 +122,31 @@ def test_an_overflow_that_the_script_hides_before_it_adds_more(run):
     assert trainer.amp_last_step.stepped
 
 
-def test_hand_written_sgd_beside_a_trainer_never_sees_an_overflow(run):
+def test_an_overflow_that_no_trainer_owns_is_infinite_as_in_torch(run, caplog):
+    """The pass is not run again, no step is skipped for it, and the scale stays."""
     net, trainer = net_and_trainer()
-    w = nd.ones((4, 3))
+    w, passes = nd.ones((4, 3)), []
     w.attach_grad()
+
+    class Counted(autograd.Function):
+        def forward(self, x):
+            return x * 1
+
+        def backward(self, dy):
+            passes.append(1)
+            return dy
+
     for _ in range(3):
         with autograd.record():
-            loss = (nd.dot(randn(8, 4), w) ** 2).sum() * 20 + (net(randn(16, 4)) ** 2).mean()
+            loss = (nd.dot(randn(8, 4), Counted()(w)) ** 2).sum() * 20
+            loss = loss + (net(randn(16, 4)) ** 2).mean()
         loss.backward()
-        assert np.isfinite(w.grad.asnumpy()).all()
-        w[:] = w - 1e-3 * w.grad
+        assert not np.isfinite(w.grad.asnumpy()).all()
         trainer.step(1)
         assert trainer.amp_last_step.stepped
-    assert run.loss_scale < 2.0**16
-    assert run.skips == 0
-    found = w.asnumpy()
-    amp.shutdown()
-    w = nd.ones((4, 3))
-    w.attach_grad()
-    for _ in range(3):
-        with autograd.record():
-            loss = (nd.dot(randn(8, 4), w) ** 2).sum() * 20
-        loss.backward()
-        w[:] = w - 1e-3 * w.grad
-    np.testing.assert_allclose(found, w.asnumpy(), rtol=1e-2, atol=1e-3)
-
-
-def test_a_true_infinity_comes_through(run):
-    net, trainer = net_and_trainer()
-    w = nd.ones((4, 3))
-    w.attach_grad()
-    with autograd.record():
-        loss = (w * np.inf).sum() + net(randn(2, 4)).sum()
-    loss.backward()
-    assert np.isinf(w.grad.asnumpy()).all()
-    assert trainer is not None
+    assert len(passes) == 3
+    assert (run.loss_scale, run.skips) == (2.0**16, 0)
+    assert caplog.text.count("no trainer owns") == 1
 
 
 @pytest.mark.parametrize("scales", [(2.0**16, 2.0**16), (2.0**16, 2.0**10)])
@@ -273,20 +263,6 @@ def test_variables_that_nobody_holds_are_forgotten(run):
     backward(net, randn(2, 4))
     assert len(backward_patches.variables.all()) == count
     assert trainer is not None
-
-
-def test_an_infinity_that_float32_has_too_does_not_lower_the_scale(run, caplog):
-    net, trainer = net_and_trainer()
-    w = nd.ones((4, 3))
-    w.attach_grad()
-    for _ in range(3):
-        with autograd.record():
-            loss = (w * np.inf).sum() + (net(randn(2, 4)) ** 2).mean()
-        loss.backward()
-        assert np.isinf(w.grad.asnumpy()).all()
-        trainer.step(1)
-    assert run.loss_scale == 2.0**16
-    assert "loss scale of 1 either" in caplog.text
 
 
 def test_a_module_that_clips(run):

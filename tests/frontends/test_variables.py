@@ -4,7 +4,6 @@ All values are small integers, exact in half precision, and the scale is a power
 are those of plain float32 MXNet bit for bit.
 """
 
-import random
 import sys
 import types
 
@@ -18,8 +17,8 @@ import mxamp as amp
 from mxamp.frontends import automatic, variables
 
 DTYPES = ("float16", "bfloat16")
-#: Scales with which no gradient overflows here, and some of all programs do.
-FITS, OVERFLOWS = 2.0**4, 2.0**16
+#: A scale with which no gradient overflows here.
+FITS = 2.0**4
 STARTS = ("decorate", "automatic")
 
 
@@ -48,7 +47,7 @@ class Automatic(Plain):
     def start(self):
         amp.shutdown()
         automatic.start(policy=amp.Policy.default(self.dtype, "cpu"))
-        automatic._run.scale.scaler = amp.LossScaler(self.scale)
+        automatic._run.scale.scaler.set_scale(self.scale)
 
 
 def way(start, dtype, scale):
@@ -249,110 +248,14 @@ PROGRAMS = (
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
-@pytest.mark.parametrize("scale", [FITS, OVERFLOWS])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_all_gradients_leave_the_pass_without_the_scale(program, start, dtype, scale, hybrid):
-    if program is two_nets and scale == OVERFLOWS:
-        pytest.skip("a step is skipped")
+def test_all_gradients_leave_the_pass_without_the_scale(program, start, dtype, hybrid):
     wanted = program(Plain(), hybrid)
-    found = program(way(start, dtype, scale), hybrid)
+    found = program(way(start, dtype, FITS), hybrid)
     for one, other in zip(found, wanted):
         np.testing.assert_array_equal(one.asnumpy(), other.asnumpy())
-
-
-# ---------------------------------------------------------------------- passes that run again
-
-
-class Noisy(autograd.Function):
-    """An identity that draws random numbers in its backward pass."""
-
-    def forward(self, x):
-        return x * 1
-
-    def backward(self, dy):
-        return dy * float(np.random.randint(1, 4)) * random.randint(1, 3)
-
-
-@mx.operator.register("test_counting")
-class CountingProp(mx.operator.CustomOpProp):
-    """An identity that counts its backward passes in an auxiliary state."""
-
-    def list_auxiliary_states(self):
-        return ["count"]
-
-    def infer_shape(self, in_shape):
-        return in_shape, [in_shape[0]], [(1,)]
-
-    def create_operator(self, ctx, shapes, dtypes):
-        return Counting()
-
-
-class Counting(mx.operator.CustomOp):
-    def forward(self, is_train, req, in_data, out_data, aux):
-        self.assign(out_data[0], req[0], in_data[0])
-
-    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        self.assign(in_grad[0], req[0], out_grad[0] * random.randint(1, 3))
-        aux[0][:] = aux[0] + 1
-
-
-class Statistics(nn.HybridBlock):
-    """A net with all that a backward pass updates."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.norm = nn.BatchNorm(in_channels=3)
-            self.count = self.params.get("count", shape=(1,), init="zeros", grad_req="null")
-
-    def hybrid_forward(self, F, x, count):
-        return F.Custom(self.norm(x), count, op_type="test_counting")
-
-
-def statistics(run, hybrid, recording, raw):
-    """Run one pass of a net that no trainer owns; return all that it has changed."""
-    mx.random.seed(3)
-    np.random.seed(3)
-    random.seed(3)
-    net, other, x = Statistics(), dense(hybrid=hybrid), X.copy()
-    net.initialize()
-    if hybrid:
-        net.hybridize()
-    x.attach_grad("add")
-    run.start()
-    run.trainer(other)
-    gamma, beta, mean, var, count = (nd.ones((n,)) for n in (3, 3, 3, 3, 1))
-    with autograd.record():
-        if raw:
-            y = nd.BatchNorm(x, gamma, beta, mean, var, fix_gamma=False)
-            y = nd.Custom(y, count, op_type="test_counting")
-        else:
-            y = net(x)
-        loss = (other(Noisy()(y) + x) * nd.array([[8, 64]])).sum()
-        if recording:
-            loss.backward()
-    if not recording:
-        loss.backward()
-    mx.nd.waitall()
-    drawn = [nd.array([np.random.rand(), random.random()])]
-    held = [mean, var, count] if raw else [p.data() for p in net.collect_params().values()]
-    return [*held, *drawn, x.grad]
-
-
-@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
-@pytest.mark.parametrize("recording", [False, True], ids=["outside", "inside record()"])
-@pytest.mark.parametrize("raw", [False, True], ids=["block", "arrays"])
-@pytest.mark.parametrize("start", STARTS)
-def test_a_pass_that_is_run_again_leaves_no_trace(start, recording, raw, hybrid):
-    wanted = statistics(Plain(), hybrid, recording, raw)
-    run = way(start, "float16", OVERFLOWS)
-    found = statistics(run, hybrid, recording, raw)
-    scale = run.optimizer.scaling if start == "decorate" else automatic._run.scale
-    assert scale.loss_scale < OVERFLOWS
-    for one, other in zip(found, wanted):
-        np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=2e-3, atol=2e-3)
 
 
 # ---------------------------------------------------------------------- as MXNet does by itself
@@ -412,7 +315,7 @@ def test_functions_that_a_script_has_imported_by_name(monkeypatch, name):
     for one in ("backward", "grad", "mark_variables"):
         setattr(module, one, getattr(autograd, one))
     monkeypatch.setitem(sys.modules, "script", module)
-    run = way("decorate", "float16", OVERFLOWS)
+    run = way("decorate", "float16", 2.0**16)
     run.start()
     net, x, gradient = dense(), X * 1e-7, nd.zeros(X.shape)
     run.trainer(net)

@@ -125,7 +125,7 @@ def trained(way, net, passes):
     elif way == "GradScaler":
         scaler = amp.GradScaler(SCALE, growth_interval=1000)
     elif way == "automatic":
-        automatic._run.scale.scaler = scaler
+        automatic._run.scale.scaler.resume(scaler.state_dict())
     before = net.dense.weight.data().copy()
     for _ in range(passes):
         with autograd.record():

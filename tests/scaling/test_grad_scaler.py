@@ -271,22 +271,3 @@ def test_a_loop_in_pytorchs_manner_reaches_float32s_accuracy(dtype):
     assert abs(digits.accuracy(net) - digits.accuracy(plain)) < 0.02
     assert digits.accuracy(net) > digits.ACCURACY
     assert not amp.is_enabled()
-
-
-def test_getters_and_setters_are_those_of_torch():
-    scaler = amp.GradScaler(init_scale=8.0)
-    settings = {
-        "growth_factor": (2.0, 3.0),
-        "backoff_factor": (0.5, 0.25),
-        "growth_interval": (2000, 7),
-    }
-    for name, (before, after) in settings.items():
-        assert getattr(scaler, f"get_{name}")() == before
-        getattr(scaler, f"set_{name}")(after)
-        assert getattr(scaler, f"get_{name}")() == after
-        with pytest.raises(amp.ArgumentError, match=name):
-            getattr(scaler, f"set_{name}")(0)
-        assert getattr(scaler, f"get_{name}")() == after
-    assert scaler.get_scale() == 8
-    reference = amp.LossScaler(8.0, 3.0, 0.25, 7)
-    assert scaler.state_dict() == reference.state_dict()

@@ -108,39 +108,6 @@ def test_foreign_states_change_nothing(change):
     assert scaler.state_dict() == before
 
 
-class Recommending:
-    def __init__(self, scale):
-        self.scale = scale
-
-    def recommended_scale(self, keep):
-        self.keep = keep
-        return self.scale
-
-
-@pytest.mark.parametrize("scale", [2.0**-3, 1.0, 2.0**10, 2.0**30])
-def test_calibrated_starts_from_the_recommended_scale(scale):
-    source = Recommending(scale)
-    scaler = LossScaler.calibrated(source, keep=0.9, growth_interval=7)
-    assert source.keep == 0.9
-    assert scaler == LossScaler(
-        scale, growth_interval=7, min_scale=min(scale, 1), max_scale=max(scale, 2.0**24)
-    )
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        (3, {}, "gradient_histogram"),
-        (Recommending(4), {"init_scale": 2}, "init_scale itself"),
-        (Recommending(4), {"max_scale": 2}, "between min_scale and max_scale"),
-        (Recommending(0), {}, "positive finite number"),
-    ],
-)
-def test_calibrated_says_what_it_needs(source, options, message):
-    with pytest.raises(ArgumentError, match=message):
-        LossScaler.calibrated(source, **options)
-
-
 @pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan"), "8"])
 def test_a_state_with_a_scale_that_is_none_changes_nothing(scale):
     scaler = StaticLossScaler(4)

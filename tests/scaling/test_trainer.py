@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import kind, randn, same
-from mxamp.scaling.hook import Stage, StepReport
+from mxamp.scaling.state import Stage, StepReport
 from training import (
     CONTEXTS,
     assert_as_plain,

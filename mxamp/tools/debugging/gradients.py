@@ -18,9 +18,8 @@ from ...graph.inspect import FLOATS
 from ...graph.ir import Node
 from ...patches.autocast import autocast
 from ...policy.active import suspended
-from ...scaling.hook import Stage, TrainerHook
-from ...scaling.passes import fresh_gradients
 from ...scaling.scaler import positive_number
+from ...scaling.state import Stage, State
 from .batches import batches_of
 from .isolated import (
     BoundGraph,
@@ -348,19 +347,24 @@ def _count_existing(source: Union[Block, Trainer], scale: Optional[float]) -> Gr
     if isinstance(source, Trainer):
         params = source._params
         hook = getattr(source, "_amp_loss_scaler", None)
-        if scale is None and isinstance(hook, TrainerHook):
+        if scale is None and isinstance(hook, State):
             used = hook.loss_scale
             carried = used if hook.stage is Stage.SCALED else 1.0
     else:
         params = list(source.collect_params().values())
-    fresh = fresh_gradients(params)
+    fresh = [
+        (param, gradient)
+        for param in params
+        if param.grad_req != "null" and param._grad is not None
+        for data, gradient in zip(param.list_data(), param.list_grad())
+        if data._fresh_grad
+    ]
     if not fresh:
         raise StateError(NO_GRADIENTS)
     by_parameter: Dict[str, GradientHistogram] = {}
-    for param, gradients in fresh:
-        for gradient in gradients:
-            found = by_parameter.setdefault(param.name, GradientHistogram(used))
-            _count_array(found, gradient, carried)
+    for param, gradient in fresh:
+        found = by_parameter.setdefault(param.name, GradientHistogram(used))
+        _count_array(found, gradient, carried)
     return GradientHistogram(used, by_parameter)
 
 

@@ -40,7 +40,7 @@ from mxnet.symbol import Symbol
 from ...convert.blocks import build_block, trace
 from ...convert.outputs import error_reason
 from ...errors import AmpError, ArgumentError, StateError
-from ...framework.arrays import as_list, cast, dtypes_of, map_arrays
+from ...framework.arrays import as_list, cast, dtype_of, dtypes_of, map_arrays
 from ...framework.patching import original
 from ...framework.wording import counted, shown
 from ...graph.edit import Edit
@@ -48,7 +48,6 @@ from ...graph.inspect import Tensor, tensors_of
 from ...graph.ir import LOOPS, Graph, Node, Output
 from ...policy.active import suspended
 from ...scaling.loss_outputs import scaled_outputs
-from ...scaling.trainer import scaled_loss
 from .blocks import blocks_in
 from .observing import Call, Observer, Run
 
@@ -451,6 +450,10 @@ def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
     return found
 
 
+def _in_float32(loss: NDArray) -> NDArray:
+    return loss if dtype_of(loss) in ("float32", "float64") else loss.astype("float32")
+
+
 def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDArray]:
     """Return the gradients of a recorded loss times a scale for `arrays`, which are their buffers.
 
@@ -459,7 +462,7 @@ def gradients_of(loss: Any, arrays: Sequence[NDArray], scale: float) -> List[NDA
     if not arrays:
         return []
     with suspended(), autograd.record():
-        heads = [scaled_loss(one, scale) for one in arrays_in(loss)]
+        heads = [_in_float32(one) * scale for one in arrays_in(loss)]
     with suspended(), autograd.pause(), scaled_outputs(scale):
         for gradient in [array.grad for array in arrays]:
             # backward skips arrays that the loss does not depend on, and adds to grad_req="add".

@@ -25,7 +25,7 @@ from ...framework.arrays import cast, flat_view, plain_array
 from ...framework.keywords import checked_call
 from ...framework.wording import shown
 from ...policy.active import current_policy, suspended
-from ...scaling.hook import StepReport, TrainerHook, observe_steps, stop_observing
+from ...scaling.state import State, StepReport, observe_steps, stop_observing
 from .numerics.check import NumericsCheck
 from .numerics.findings import values_of
 from .trace_lines import SCHEMA, LineFile, encode_line, path_text, to_jsonable
@@ -421,7 +421,7 @@ def _header_line(
 def _describe_trainer(trainer: Trainer) -> Dict[str, Any]:
     """Return a trainer's entry in the header."""
     hook = getattr(trainer, "_amp_loss_scaler", None)
-    scaling = hook if isinstance(hook, TrainerHook) else None
+    scaling = hook if isinstance(hook, State) else None
     shapes = [param.shape for param in trainer._params]
     known = all(shape is not None and 0 not in shape for shape in shapes)
     return {

@@ -6,24 +6,22 @@ the update on True. By then `step` has reduced the gradients of all devices and 
 
 Whether gradients carry the scale is a state of the trainer:
 
-    none ── scale_loss ──► scaled ── unscale ──► unscaled
-      ▲                      │                      │
-      └────────── step or update, done or skipped ──┘
+    none ── a loss is scaled ──► scaled ── unscale ──► unscaled
+      ▲                            │                      │
+      └─────────── step or update, done or skipped ───────┘
 
 With a `GradScaler` the step leads to "stepped", and the scaler's `update()` from there to "none".
-A step without `scale_loss` finds "none" and is MXNet's plain step. It raises a `StateError` if its
-gradients come from a loss that was scaled for another trainer (see `passes`).
+Which scale each gradient carries is recorded by the backward passes (see `passes`). A step in
+"none" is MXNet's plain step, and a `StateError` if another trainer's loss has scaled its gradients.
 """
 
 import logging
 import threading
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import (
-    AbstractSet,
     Any,
     Callable,
     Dict,
@@ -37,7 +35,7 @@ from typing import (
     Tuple,
 )
 
-from mxnet.gluon import Parameter, Trainer
+from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import LBSGD
 
@@ -45,25 +43,14 @@ from ..errors import StateError
 from ..framework.arrays import as_float, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.tables import html_table
-from ..framework.versions import has_feature
 from ..framework.wording import counted, shortened, shown
 from ..policy.active import current_policy
 from .checkpoint import load_states, parse_state, save_states
 from .distributed import Reduction
-from .finite import all_finite, multiply, unscale
+from .finite import all_finite, multiply
 from .optimizer_states import follow_weights
-from .passes import Gradients, fresh_gradients, passes
-from .scaler import LossScaler, Scaler, whole_number
-
-__all__ = [
-    "Stage",
-    "StepReport",
-    "TrainerHook",
-    "install_overflow_check",
-    "observe_steps",
-    "stop_observing",
-    "unscale_update",
-]
+from .passes import Entry, gradients_of, passes
+from .scaler import OTHER_KIND, LossScaler, from_state_dict, whole_number
 
 logger = logging.getLogger("mxamp")
 
@@ -71,6 +58,8 @@ logger = logging.getLogger("mxamp")
 _STUCK = 10
 #: The parameters that a step's report shows; its field `nonfinite` holds all of them.
 _CULPRITS = 6
+#: The losses of one step that are looked at after an overflow: those of validation may be many.
+_LOSSES = 100
 _HALF = {"float16", "bfloat16"}
 
 SCALED_TWICE = (
@@ -150,58 +139,28 @@ class StepReport(NamedTuple):
         return html_table(("", ""), [(name, str(value)) for name, value in fields.items()])
 
 
-@dataclass
-class _Pending:
-    """The gradients of one trainer between backward pass and step."""
-
-    stage: Stage = Stage.NONE
-    scale: float = 1.0  #: of the losses, and of the gradients until they are unscaled
-    loss_count: int = 0  #: how many were scaled
-    losses: List[NDArray] = field(default_factory=list)  #: the unscaled losses
-    overflown: AbstractSet[int] = frozenset()  #: arrays with non-finite gradients, by `id`
-    reduced: bool = False  #: summed over devices already
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether the gradients come from a scaled loss and wait for their step."""
-        return self.stage in (Stage.SCALED, Stage.UNSCALED)
-
-    def add(self, scale: float, losses: Sequence[NDArray]) -> None:
-        """Record scaled losses; the first of them set `scale` and `stage` until the step."""
-        if self.stage is Stage.NONE:
-            self.scale, self.stage = scale, Stage.SCALED  # in this order: other threads read both
-        self.loss_count += 1
-        self.losses.extend(losses)
-
-    def remove(self, losses: Sequence[NDArray]) -> None:
-        """Undo `add` for losses whose scaling failed."""
-        self.loss_count = max(self.loss_count - 1, 0)
-        self.stage = self.stage if self.loss_count else Stage.NONE
-        self.losses = [one for one in self.losses if all(one is not value for value in losses)]
-
-
-#: Held while a hook marks its gradients: several threads may scale losses of one trainer.
+#: Held while a state changes its stage: several threads may scale losses of one trainer.
 _lock = threading.Lock()
 
 
 def _loss_scaler_property(name: str, check: Callable[[Any], Any]) -> Any:
-    """Return a property of hooks for the attribute `name` of their `LossScaler`.
+    """Return a property of states for the attribute `name` of their `LossScaler`.
 
     With any other scaler, it is the attribute of a new `LossScaler`, and can't be changed.
     """
 
-    def read_attribute(hook: "TrainerHook") -> Any:
-        return getattr(hook.scaler.origin, name, getattr(LossScaler(), name))
+    def read_attribute(state: "State") -> Any:
+        return getattr(state.scaler if state.is_dynamic else LossScaler(), name)
 
-    def assign_checked(hook: "TrainerHook", value: Any) -> None:
+    def assign_checked(state: "State", value: Any) -> None:
         value = check(value)
-        if isinstance(hook.scaler.origin, LossScaler):
-            setattr(hook.scaler.origin, name, value)
+        if state.is_dynamic:
+            setattr(state.scaler, name, value)
 
     return property(read_attribute, assign_checked)
 
 
-class TrainerHook:
+class State:
     """One trainer's loss scaling: the object in `trainer._amp_loss_scaler`.
 
     `loss_scale` is the scale of the current gradients, as scripts written for `mxnet.contrib.amp`
@@ -212,11 +171,14 @@ class TrainerHook:
     def __init__(
         self,
         trainer: Trainer,
-        scaler: Scaler,
+        scaler: LossScaler,
         max_consecutive_skips: Optional[int] = None,
         scaled_by: str = "init_trainer",
     ) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
+        self.gradients = gradients_of(trainer)
+        #: The results of steps for a GradScaler's `update`; None: each step updates the scaler.
+        self.results: Optional[List[bool]] = None
         #: Weights and master weights to set to them: parameters may be loaded after the states.
         self._new_masters: List[Tuple[NDArray, NDArray]] = []
         self.retired = False  #: the API that scaled the losses has ended; another may take over
@@ -225,26 +187,50 @@ class TrainerHook:
         self._skips_in_a_row, self._has_warned_of_skips = 0, False
         self._first_nonfinite: Tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
-        self.max_loss_count = 0  #: the most losses scaled for one step
-        self.reduction = Reduction(trainer)
-        self._pending = _Pending()
+        self.passes = self.most_passes = 0  #: losses scaled since the last step, and at most
+        self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
+        self._count = 0  #: of passes before these losses
+        self._losses: List[NDArray] = []  #: these losses, unscaled
+        self._is_reduced = False  #: summed over devices already
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
         self._may_warn = scaled_by in ("init_trainer", "initialize")  #: of a loss never scaled
+        self.reduction = Reduction(trainer)
         self.publish(None)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a scale that never leaves the backward pass is shared with other trainers."""
+        return self.scaled_by not in ("init_trainer", "initialize", "GradScaler")
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scaler is a `LossScaler` that changes its scale."""
+        return self.scaler.kind == LossScaler.__name__
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the gradients: whether they carry the scale now."""
+        # A pass from a loss that was scaled before the last step, or before `unscale`. A trainer of
+        # a GradScaler steps by the GradScaler alone.
+        again = self.results is None and self._stage in (Stage.NONE, Stage.UNSCALED)
+        if again and self.scaler.number in self.gradients.owners:
+            return Stage.SCALED
+        return self._stage
 
     @property
     def loss_scale(self) -> float:
         """The scale of the current gradients and of the next loss."""
-        scaled = self.stage is Stage.SCALED
-        return self._pending.scale if scaled else self.scaler.loss_scale
+        if self.stage is not Stage.SCALED:
+            return self.scaler.loss_scale
+        return self._scale if self._stage is Stage.SCALED else self.gradients.carried
 
     def _assign_scale(self, scale: float) -> None:
         """Set the scale of the scaler and `trainer.amp_loss_scale`."""
-        self.scaler.origin.assign_scale(scale)
+        self.scaler.assign_scale(scale)
         self._publish_scale()
 
     # The attributes of contrib's scaler, which scripts save and restore by themselves.
-    _loss_scale = _next_loss_scale = property(lambda hook: hook.scaler.loss_scale, _assign_scale)
+    _loss_scale = _next_loss_scale = property(lambda one: one.scaler.loss_scale, _assign_scale)
     _unskipped = _loss_scaler_property("_clean_steps", partial(whole_number, "_unskipped"))
     _scale_seq_len = _loss_scaler_property(
         "_growth_interval", partial(whole_number, "_scale_seq_len", least=1)
@@ -257,16 +243,6 @@ class TrainerHook:
             one, other = self.scaled_by, allowed[0]
             rest = " or ".join(sorted({one, other} - {"GradScaler"}))
             raise StateError(SCALED_TWICE.format(one=one, other=other, rest=rest))
-
-    @property
-    def stage(self) -> Stage:
-        """The stage of the gradients: whether they carry the scale now."""
-        return self._pending.stage
-
-    @property
-    def loss_count(self) -> int:
-        """The number of losses scaled since the last step; with a shared scale, of any trainer."""
-        return self._pending.loss_count
 
     def check(self, action: str) -> None:
         """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now.
@@ -286,118 +262,139 @@ class TrainerHook:
         """
         with _lock:
             self.check("scale")
-            pending = self._pending
-            pending.add(scale, losses)
-            pending.reduced, self._may_warn = False, False
+            before = self._stage, self._scale, self.passes, self._losses
+            self._mark(scale, passes.count)
+            self._losses = [*self._losses, *losses][-_LOSSES:]
+            self._is_reduced = self._may_warn = False
         try:
             yield
         except BaseException:
             with _lock:
-                pending.remove(losses)
+                self._stage, self._scale, self.passes, self._losses = before
             raise
 
-    def mark_scaled(self, losses: Sequence[NDArray] = ()) -> None:
-        """Mark the gradients as scaled, without `scale_loss`; `losses` are the unscaled losses."""
+    def _mark(self, scale: float, count: int) -> None:
+        """Set the stage to SCALED; the first losses since a step set scale and count of passes."""
+        if self._stage is not Stage.SCALED:
+            self._count, self._scale = count, scale
+            self._stage = Stage.SCALED  # after the scale: other threads read both
+        self.passes += 1
+        passes.trainers.add(self.trainer)  # a copied trainer has run no constructor
+
+    def mark_scaled(self, scale: float, count: int, losses: Sequence[NDArray] = ()) -> None:
+        """Mark the gradients as scaled, without `scale_loss`.
+
+        `losses` are the unscaled losses, `scale` is theirs, and `count` that of passes before them.
+        """
         with _lock:
-            self._pending.add(self.loss_scale, losses)
+            if self._stage is not Stage.UNSCALED:
+                self._mark(scale, count)
+            self._losses = [*losses]
 
     def mark_unscaled(
-        self,
-        scale: float,
-        replaced: AbstractSet[int],
-        overflown: AbstractSet[int],
-        losses: Sequence[NDArray] = (),
+        self, scale: float, overflown: "set[int]", losses: Sequence[NDArray] = ()
     ) -> None:
         """Record a backward pass that has scaled its losses and unscaled the gradients.
 
-        `replaced` and `overflown` are arrays by `id`: those whose gradients the pass has replaced,
-        and those whose gradients are not finite. `losses` are the losses of the pass. Losses of
-        earlier passes, possibly for other trainers, are forgotten.
+        `overflown` are arrays, by `id`, whose gradients are not finite. `losses` are the losses of
+        the pass. Losses of earlier passes, possibly for other trainers, are forgotten.
         """
         with _lock:
-            found = (self._pending.overflown - replaced) | overflown
-            loss_count = self._pending.loss_count + 1
-            self._pending = _Pending(Stage.UNSCALED, scale, loss_count, list(losses), found)
+            if overflown:
+                entries = self.gradients.entries()
+                bad = {entry.key for entry in entries if id(entry.data) in overflown}
+                self.gradients.overflown |= bad
+            self._stage, self._scale, self._losses = Stage.UNSCALED, scale, [*losses]
+            self.passes += 1
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale, and record which are not finite."""
         self.check("unscale")
-        self._equalize_scales()
-        pairs = [(p, g) for p, of_one in fresh_gradients(self.trainer._params) for g in of_one]
-        bad = unscale([gradient for _, gradient in pairs], self._pending.scale)
-        if self._checks_gradients:
-            self._pending.overflown |= {id(pairs[i][0].list_data()[0]) for i in bad}
-        self._pending.stage = Stage.UNSCALED
-        passes.set_scale(self.trainer, 1.0)
+        self._scale = self.loss_scale
+        self._equalize()
+        self.gradients.unscale()
+        if not self.scaler.checks and self._scale == 1:
+            self.gradients.overflown.clear()
+        self._stage = Stage.UNSCALED
+
+    def leave_passes(self) -> None:
+        """Unscale the gradients, because no backward pass is seen from now on."""
+        if self.stage is Stage.SCALED and passes.count != self._count:
+            self.unscale()
+        self.gradients.unscale()
 
     def set_stepped(self, stepped: bool) -> None:
         """Set the stage to STEPPED, in which another `step` raises, or back to NONE."""
-        self._pending.stage = Stage.STEPPED if stepped else Stage.NONE
+        self._stage = Stage.STEPPED if stepped else Stage.NONE
         self._publish_scale()
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
         check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
-        if self._pending.reduced:  # to clip them, before `step`
+        if self._is_reduced:  # to clip them, before `step`
             return
-        self._equalize_scales()
+        self._equalize()
         self.reduction.wait_for_weights()
         if self.scaler.checks:
             self.reduction.compare_workers(self.scaler)
-            computed = self._pending.is_marked or fresh_gradients(self.trainer._params)
+            computed = self.stage is not Stage.NONE or self.gradients.fresh()
             if self.reduction.workers is not None and not computed:
                 # Only other workers have computed gradients: scaled as in the last step.
-                self._pending.stage, self._pending.scale = self.last_stage, self.loss_scale
-        self.reduction.sum(self._pending.overflown)
-        self._pending.reduced = self._pending.is_marked
+                self._scale, self._stage = self.loss_scale, self.last_stage
+                self.gradients.carried = self._scale if self._stage is Stage.SCALED else 1.0
+        self.reduction.sum(self.gradients)
+        self._is_reduced = self.stage is not Stage.NONE
 
-    def _equalize_scales(self) -> None:
-        """Rescale all gradients to one scale; raise if another trainer's loss has scaled them."""
-        if not self._pending.is_marked:
-            passes.check_gradients_unscaled(self.trainer)
-        else:
-            scale = self._pending.scale if self.stage is Stage.SCALED else 1.0
-            passes.rescale(self.trainer, scale)
+    def _equalize(self) -> float:
+        """Bring all gradients to one scale, and return it.
 
-    @property
-    def _checks_gradients(self) -> bool:
-        """Whether `step` checks the gradients for overflow."""
-        return self.scaler.checks or self._pending.scale != 1
+        Raises `StateError` if another trainer's loss has scaled them.
+        """
+        if self._stage is Stage.SCALED:
+            self.gradients.assume(self._scale, self._count)
+        elif self.stage is Stage.NONE:
+            self.gradients.check_unscaled()
+        return self.gradients.equalize()
 
-    def has_overflow(self, params: Sequence[Parameter]) -> bool:
+    def has_overflow(self, params: Any = None) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
-        self._equalize_scales()
+        del params  # the trainer's
+        carried, stage = self._equalize(), self.stage
         follow_weights(self._new_masters)
         self._new_masters = []
         optimizer = self.trainer._optimizer
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
-        pending, scale, stage = self._pending, self._pending.scale, self.stage
-        self.last_stage = stage if pending.is_marked else Stage.NONE
-        if not pending.is_marked:
+        self.last_stage = stage
+        if stage is Stage.NONE:
             self._warn_if_never_scaled()
-            self._notify(StepReport(True, 1.0, self.loss_scale), ())
+            self._notify(StepReport(True, 1.0, self.loss_scale))
             return False
+        gradients, known = self.gradients, self._stage is stage and self._scale != 1
+        scale = self._scale if known else carried
         # All workers use the gradients that one of them has computed.
-        stale = self.reduction.workers is not None
-        fresh = fresh_gradients(params, stale) if self._checks_gradients else []
-        arrays = [gradient for _, of_one in fresh for gradient in of_one]
+        used = gradients.entries() if self.reduction.workers is not None else gradients.fresh()
+        used = used if self.scaler.checks or scale != 1 else []
         # A script may have hidden an overflow since, for example by clipping element by element.
-        hidden = bool(pending.overflown) and any(self._has_overflown(p) for p, _ in fresh)
-        finite = not hidden and all_finite(arrays)
-        if finite and stage is Stage.SCALED:
-            unscale_update(optimizer, arrays, scale)
-        report = self._update_scaler(finite, scale, fresh)
-        self._pending = _Pending()
-        self.max_loss_count = max(self.max_loss_count, pending.loss_count)
-        passes.forget(self, self.trainer)
+        finite = not any(entry.key in gradients.overflown for entry in used)
+        finite = finite and all_finite([entry.gradient for entry in used])
+        arrays = [entry.gradient for entry in used]
+        if finite and carried != 1 and unscale_update(optimizer, arrays, carried):
+            gradients.exceptions.update((entry.key, 1.0) for entry in used)
+        report = self._update_scaler(finite, scale, used)
+        losses, self._losses = self._losses, []
+        self._stage, self._is_reduced = Stage.NONE, False
+        self.most_passes, self.passes = max(self.most_passes, self.passes), 0
+        gradients.end_step()
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
+        if self.scaler.scales and self.scaler.checks:
+            gradients.statistics.after_step(finite)
         self.publish(report)
-        self._notify(report, pending.losses)
+        self._notify(report, losses)
         self._check_skips(report)
         return not finite
 
-    def _notify(self, report: StepReport, losses: Sequence[NDArray]) -> None:
+    def _notify(self, report: StepReport, losses: Sequence[NDArray] = ()) -> None:
         """Call the trainer's observers, and stop the timer that warns of a long sum."""
         _notify_observers(self.trainer, report, losses)
         self.reduction.end_wait()
@@ -421,31 +418,29 @@ class TrainerHook:
         if steps == self.max_consecutive_skips:
             self._skips_in_a_row = 0
             raise StateError(message)
-        stuck = steps >= _STUCK or (steps > 1 and self.scaler.origin.is_lowest)
+        stuck = steps >= _STUCK or (steps > 1 and self.scaler.is_lowest)
         if stuck and not self._has_warned_of_skips:
             self._has_warned_of_skips = True
             logger.warning(message)
 
-    def _update_scaler(self, finite: bool, scale: float, fresh: Gradients) -> StepReport:
+    def _update_scaler(self, finite: bool, scale: float, used: Sequence[Entry]) -> StepReport:
         """Update the loss scale after a step with these gradients; return the step's report."""
-        if finite:
-            return StepReport(True, scale, self.scaler.update(True))
-        names = tuple(
-            param.name
-            for param, gradients in fresh
-            if self._has_overflown(param) or not all_finite(gradients)
-        )
-        # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
-        for param, _ in fresh:
-            for data in param.list_data():
-                data._fresh_grad = False
-        loss_finite = all_finite(self._pending.losses)
-        self.scaler.back_off_from(scale)
-        return StepReport(False, scale, self.scaler.update(False), names, loss_finite)
-
-    def _has_overflown(self, param: Parameter) -> bool:
-        """Return whether a backward pass found a gradient of the parameter that is not finite."""
-        return any(id(data) in self._pending.overflown for data in param.list_data())
+        names: Tuple[str, ...] = ()
+        if not finite:
+            overflown = self.gradients.overflown
+            bad = [e for e in used if e.key in overflown or not all_finite([e.gradient])]
+            names = tuple(dict.fromkeys(entry.param.name for entry in bad))
+            # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
+            for entry in used:
+                entry.data._fresh_grad = False
+            if not self.is_shared:  # the lowest of several scales may be that of an idle trainer
+                self.scaler.back_off_from(scale)
+        if self.results is None:
+            self.scaler.update(finite)
+        else:
+            self.results.append(finite)
+        loss_finite = finite or all_finite(self._losses)
+        return StepReport(finite, scale, self.scaler.loss_scale, names, loss_finite)
 
     def _warn_if_never_scaled(self) -> None:
         """Warn once, if steps begin without a scaled loss; bfloat16 needs none."""
@@ -462,43 +457,44 @@ class TrainerHook:
         self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
 
     def _publish_scale(self) -> None:
-        """Set `trainer.amp_loss_scale`."""
-        self.trainer.amp_loss_scale = self._published_scale = self.loss_scale
-
-    @property
-    def _by_level(self) -> bool:
-        """Whether an optimization level decides the precision of the parameters."""
-        return self.scaled_by == "initialize"
+        self.trainer.amp_loss_scale = self._published_scale = self.scaler.loss_scale
 
     def save_states(self, fname: str) -> None:
         """Write the trainer's states with the loss scaler's: the whole file or none."""
-        save_states(self.trainer, fname, self.state_dict(), self._by_level)
+        save_states(self.trainer, fname, self.state_dict(), self.scaled_by == "initialize")
 
     def load_states(self, fname: str) -> None:
         """Read the trainer's states with the loss scaler's; an error changes nothing.
 
         Load only files that you trust: MXNet unpickles them.
         """
-        self._new_masters = load_states(self.trainer, fname, self.load_state_dict, self._by_level)
+        by_level = self.scaled_by == "initialize"
+        self._new_masters = load_states(self.trainer, fname, self.load_state_dict, by_level)
 
     def state_dict(self) -> Dict[str, Any]:
         """Return the scaler's state and the counts of steps and skips."""
-        return {"scaler": self.scaler.state_dict(), "steps": self.steps, "skips": self.skips}
+        scaler = self.scaler.state_dict()
+        if self.is_shared:
+            scaler.update(shared_steps=self.scaler.steps, shared_skips=self.scaler.skips)
+        return {"scaler": scaler, "steps": self.steps, "skips": self.skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`; raise `ArgumentError` if `state` is something else."""
         scaler, steps, skips = parse_state(state)
-        self.scaler, self.steps, self.skips = self.scaler.resumed(scaler), steps, skips
-        self.loaded = state
+        if self.scaled_by == "GradScaler" and scaler.get("kind") != self.scaler.kind:
+            logger.warning(OTHER_KIND, from_state_dict(scaler), self.scaler)
+        else:
+            self.scaler.resume(scaler)
+        self.steps, self.skips, self.loaded = steps, skips, state
         self.publish(None)
 
-    def take_over(self, retired: "TrainerHook") -> None:
-        """Take waiting gradients and loaded states from a hook whose API has ended."""
-        self._pending = retired._pending
+    def take_over(self, retired: "State") -> None:
+        """Take waiting gradients and loaded states from the state of an API that has ended."""
+        self._stage, self._scale, self._losses = retired._stage, retired._scale, retired._losses
         self.loaded = retired.loaded
 
     def __repr__(self) -> str:
-        return f"<TrainerHook of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
+        return f"<State of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
 
 
 def _log_step(report: StepReport) -> None:
@@ -512,11 +508,12 @@ def _log_step(report: StepReport) -> None:
     logger.info("%s%s", "" if report.stepped else skipped, scale)
 
 
-def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> None:
+def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> bool:
     """Divide an optimizer's `rescale_grad`, or else the gradients, by the loss scale.
 
-    MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Optimizers
-    that may not do so, or read gradients before, get gradients that are divided here.
+    Returns whether it was the gradients. MXNet's optimizers multiply them by `rescale_grad`, which
+    costs nothing extra. Optimizers that may not do so, or read gradients before, get gradients that
+    are divided here.
     """
     dtypes = set(map(dtype_of, gradients))
     # LBSGD sums unrescaled gradients over steps, and takes its warm-up from their norm. In float16
@@ -526,32 +523,16 @@ def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -
     trusted = type(optimizer).__module__.startswith("mxnet.optimizer") or dtypes & _HALF
     if trusted and not underflows and not isinstance(optimizer, LBSGD):
         optimizer.rescale_grad /= scale
-    else:
-        multiply(gradients, 1.0 / scale)
-
-
-def install_overflow_check(trainer: Trainer) -> None:
-    """Make a trainer of MXNet 1.7 call `has_overflow` before updates, as later versions do."""
-    if has_feature("skipped_updates"):
-        return
-    trainer._update = partial(_update_if_finite, trainer)
-    optimizer = trainer._optimizer  # mxnet.contrib.amp may have replaced its method
-    own = getattr(optimizer, "old_update_multi_precision", None)
-    if own is not None:
-        optimizer.update_multi_precision = own
-
-
-def _update_if_finite(trainer: Trainer, ignore_stale_grad: bool = False) -> None:
-    """Update a trainer's parameters, unless its hook reports an overflow."""
-    if not trainer._amp_loss_scaler.has_overflow(trainer._params):
-        type(trainer)._update(trainer, ignore_stale_grad)
+        return False
+    multiply(gradients, 1.0 / scale)
+    return True
 
 
 #: Called with the report on a step and its unscaled losses, if known. The gradients, and so the
 #: losses, are computed by then.
 StepObserver = Callable[[StepReport, Sequence[NDArray]], None]
 
-#: Global, and not in the hook: a trainer without loss scaling can be observed too.
+#: Global, and not in the state: a trainer without loss scaling can be observed too.
 _observers: MutableMapping[Trainer, List[StepObserver]] = weakref.WeakKeyDictionary()
 
 
@@ -572,11 +553,10 @@ class _StepReporter:
 def observe_steps(trainer: Trainer, observer: StepObserver) -> None:
     """Call `observer` after each of a trainer's steps, until `stop_observing`."""
     scaler = getattr(trainer, "_amp_loss_scaler", None)
-    if scaler is not None and not isinstance(scaler, (TrainerHook, _StepReporter)):
+    if scaler is not None and not isinstance(scaler, (State, _StepReporter)):
         raise StateError(FOREIGN_SCALER.format(kind=type(scaler).__module__))
     if scaler is None:
         trainer._amp_loss_scaler = _StepReporter(trainer)
-        install_overflow_check(trainer)
     _observers.setdefault(trainer, []).append(observer)
 
 
@@ -588,7 +568,6 @@ def stop_observing(trainer: Trainer, observer: StepObserver) -> None:
     del _observers[trainer]
     if isinstance(getattr(trainer, "_amp_loss_scaler", None), _StepReporter):
         del trainer._amp_loss_scaler
-        vars(trainer).pop("_update", None)  # of install_overflow_check
 
 
 def _notify_observers(trainer: Trainer, report: StepReport, losses: Sequence[NDArray]) -> None:
