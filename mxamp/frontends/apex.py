@@ -34,8 +34,6 @@ from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler, unchecked_s
 from ..scaling.trainer import active_hook, attach_hook
 from .automatic import end_automatic_run
 
-__all__ = ["initialize"]
-
 logger = logging.getLogger("mxamp")
 
 _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
@@ -68,16 +66,8 @@ STAY_FLOAT32 = (
 
 @checked_call(
     optimizers="write trainers=",
-    level="write opt_level='O1'",
-    target_dtype="write dtype='float16'",
-    cast_model_type="opt_level='O2' casts parameters to float16",
-    patch_torch_functions="opt_level='O1' runs operators by list",
-    master_weights="opt_level='O2' has float32 master weights",
     enabled="opt_level='O0' leaves mixed precision off",
     num_losses="a trainer has one loss scale for all of its losses: leave it out",
-    verbosity="set the level of logging.getLogger('mxamp')",
-    min_loss_scale="give the trainer a scaler: init_trainer(trainer, LossScaler(min_scale=1))",
-    max_loss_scale="give the trainer a scaler: init_trainer(trainer, LossScaler(max_scale=2**24))",
 )
 def initialize(
     models: Union[Block, Sequence[Block]],
