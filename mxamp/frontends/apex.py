@@ -12,12 +12,10 @@ With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no
 
 import functools
 import logging
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
 from mxnet.gluon.contrib.nn import SparseEmbedding
-from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
@@ -143,7 +141,7 @@ def initialize(
         logger.info(STAY_FLOAT32, opt_level)
     for net in nets if casts else ():
         _cast_to_float16(net, level.float_norms or bool(keep_batchnorm_fp32), master_weights)
-        _save_in_float32(net)
+        _keep_files_in_float32(net)
     for trainer in optimizers:
         if master_weights:
             trainer._optimizer.multi_precision = True
@@ -233,60 +231,32 @@ def _cast_to_float16(net: Block, float_norms: bool, float_embeddings: bool) -> N
 
 # ------------------------------------------------- files of nets with float16 parameters: float32
 
-_LOAD_OPTIONS = ("ctx", "allow_missing", "ignore_extra", "cast_dtype")
 
-
-def _save_in_float32(net: Block) -> None:
+def _keep_files_in_float32(net: Block) -> None:
     """Make a net's `save_parameters` and `export` write float32, and `load_parameters` read it."""
     # Partial objects, not closures: a deep copy of the net gets its own.
-    net.save_parameters = functools.partial(_save_parameters, net)
-    net.load_parameters = functools.partial(_load_parameters, net)
+    net.save_parameters = functools.partial(_write_float32, net, "save_parameters")
+    net.load_parameters = functools.partial(type(net).load_parameters, net, cast_dtype=True)
     if isinstance(net, HybridBlock):
-        net.export = functools.partial(_export, net)
+        net.export = functools.partial(_write_float32, net, "export")
 
 
-def _save_parameters(net: Block, *args: Any, **kwargs: Any) -> None:
-    """Save a net's parameters in float32, with the arguments of `Block.save_parameters`."""
-    with _saving_float32(net):
-        type(net).save_parameters(net, *args, **kwargs)
-
-
-def _load_parameters(net: Block, filename: str, *args: Any, **kwargs: Any) -> None:
-    """Load parameters into a net, cast to its dtypes unless the caller says otherwise."""
-    options = {"cast_dtype": True, **dict(zip(_LOAD_OPTIONS, args)), **kwargs}
-    type(net).load_parameters(net, filename, **options)
-
-
-def _export(net: HybridBlock, *args: Any, **kwargs: Any) -> Any:
-    """Export a net with float32 parameters, with the arguments of `HybridBlock.export`."""
-    traced = net._cached_graph
-    with _saving_float32(net) as params:
-        if traced:
-            inputs, symbol = traced
-            net._cached_graph = inputs, _with_float32_variables(symbol, params)
-        try:
-            return type(net).export(net, *args, **kwargs)
-        finally:
-            net._cached_graph = traced
-
-
-@contextmanager
-def _saving_float32(net: Block) -> Iterator[Dict[str, Parameter]]:
-    """Context in which a net saves its float16 parameters as float32; yield them by name."""
-    params = net.collect_params().items()
-    halves = {name: param for name, param in params if dtype_name(param.dtype) == "float16"}
+def _write_float32(net: Block, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a net's method that writes a file, with float16 parameters written as float32."""
+    params = net.collect_params().values()
+    halves = {param.name: param for param in params if dtype_name(param.dtype) == "float16"}
+    traced = net._cached_graph if method == "export" else ()
     for param in halves.values():
-        param._reduce = functools.partial(_reduced_in_float32, param)
+        param._reduce = lambda param=param: type(param)._reduce(param).astype("float32")
     try:
-        yield halves
+        if traced:
+            net._cached_graph = traced[0], _with_float32_variables(traced[1], halves)
+        return getattr(type(net), method)(net, *args, **kwargs)
     finally:
+        if traced:
+            net._cached_graph = traced
         for param in halves.values():
             del param._reduce
-
-
-def _reduced_in_float32(param: Parameter) -> NDArray:
-    """Return the mean of a parameter's values on its devices, as a float32 array."""
-    return type(param)._reduce(param).astype("float32")
 
 
 def _with_float32_variables(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
