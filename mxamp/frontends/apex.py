@@ -10,15 +10,16 @@
 With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no bfloat16 ones.
 """
 
+import copy
 import functools
 import logging
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
 from mxnet.gluon.contrib.nn import SparseEmbedding
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, StateError
+from ..errors import ArgumentError, StateError, unknown
 from ..framework.keywords import checked_call
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
@@ -34,28 +35,9 @@ from .automatic import end_automatic_run
 
 logger = logging.getLogger("mxamp")
 
+_LEVELS = ("O0", "O1", "O2", "O3")
 _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
-
-class _Level(NamedTuple):
-    """An optimization level."""
-
-    patched: bool = True  #: operators run by list
-    cast: bool = False  #: parameters, to float16
-    dynamic: bool = False  #: loss scale
-    float_norms: bool = True  #: normalization stays float32
-
-
-_LEVELS = {
-    "O0": _Level(patched=False),
-    "O1": _Level(dynamic=True),
-    "O2": _Level(cast=True, dynamic=True),
-    "O3": _Level(cast=True, float_norms=False),
-}
-
-NO_HALF_BATCHNORM = (
-    "keep_batchnorm_fp32=False: MXNet's BatchNorm takes float32 parameters and statistics only"
-)
 STAY_FLOAT32 = (
     "opt_level %s in bfloat16: parameters stay float32 and are cast where they are used, as in O1, "
     "because MXNet's optimizers know no bfloat16 ones"
@@ -121,67 +103,52 @@ def initialize(
         net has float16 parameters.
     """
     end_automatic_run("initialize")
-    level = _checked_level(opt_level, keep_batchnorm_fp32)
+    if opt_level not in _LEVELS:
+        raise unknown("opt_level", opt_level, _LEVELS, "Levels begin with the letter O, not zero")
+    if keep_batchnorm_fp32 is False:
+        raise ArgumentError("keep_batchnorm_fp32=False: BatchNorm takes float32 parameters only")
     nets, optimizers = _as_list("models", models, Block), _as_list("trainers", trainers, Trainer)
     policy = chosen_policy(dtype, ctx=ctx)
     if chose_float32():
         policy = FLOAT32
-    target = policy.target_dtype
-    if policy is FLOAT32:
-        level = _LEVELS["O0"]
-    casts = level.cast and target == "float16"
-    master_weights = casts and level.dynamic
-    scaler = _scaler_factory(level, loss_scale, target)
+    in_float16 = policy.target_dtype == "float16"
+    scaler = _scaler(loss_scale, is_dynamic=in_float16 and opt_level in ("O1", "O2"))
     _check_fresh(nets, optimizers)
-    if isinstance(policy, Policy) and level.patched:
-        init(policy=_o3_policy(policy) if casts and not level.dynamic else policy)
-    elif policy is FLOAT32 and switch_on(policy):
-        announce_float32()
-    if level.cast and not casts:
+    if not isinstance(policy, Policy):
+        opt_level, scaler = "O0", unchecked_scaler()
+        if switch_on(policy):
+            announce_float32()
+    elif opt_level != "O0":
+        init(policy=_o3_policy(policy) if in_float16 and opt_level == "O3" else policy)
+    if opt_level in ("O2", "O3") and not in_float16:
         logger.info(STAY_FLOAT32, opt_level)
-    for net in nets if casts else ():
-        _cast_to_float16(net, level.float_norms or bool(keep_batchnorm_fp32), master_weights)
-        _keep_files_in_float32(net)
+    elif opt_level in ("O2", "O3"):
+        for net in nets:
+            _cast_to_float16(net, opt_level == "O2", bool(keep_batchnorm_fp32))
+            _keep_files_in_float32(net)
     for trainer in optimizers:
-        if master_weights:
+        if in_float16 and opt_level == "O2":
             trainer._optimizer.multi_precision = True
-        attach_hook(trainer, scaler(), scaled_by="initialize")
+        attach_hook(trainer, copy.deepcopy(scaler), scaled_by="initialize")
     return models if trainers is None else (models, trainers)
 
 
-def _checked_level(name: str, keep_batchnorm_fp32: Optional[bool]) -> _Level:
-    """Return the optimization level of a name; raise `ArgumentError` for a wrong argument."""
-    if name not in _LEVELS:
-        raise ArgumentError(
-            f"opt_level must be one of {', '.join(_LEVELS)} (the letter O, not zero), not {name!r}"
-        )
-    if keep_batchnorm_fp32 is False:
-        raise ArgumentError(NO_HALF_BATCHNORM)
-    return _LEVELS[name]
-
-
-def _scaler_factory(
-    level: _Level, loss_scale: Union[None, float, str], target: str
-) -> Callable[[], LossScaler]:
-    """Return a function that makes the loss scaler of one trainer; raise for a wrong loss scale."""
-    make: Callable[[], LossScaler] = LossScaler
+def _scaler(loss_scale: Union[None, float, str], is_dynamic: bool) -> LossScaler:
+    """Return the loss scaler that `loss_scale` describes, None the level's own; else raise."""
     if loss_scale is None:
-        make = LossScaler if level.dynamic and target == "float16" else NoScaler
-    elif not isinstance(loss_scale, str):
-        StaticLossScaler(loss_scale)
-        make = functools.partial(StaticLossScaler, loss_scale)
-    elif loss_scale != "dynamic":
+        return LossScaler() if is_dynamic else NoScaler()
+    if not isinstance(loss_scale, str):
+        return StaticLossScaler(loss_scale)
+    if loss_scale != "dynamic":
         raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
-    return unchecked_scaler if target == "float32" else make
+    return LossScaler()
 
 
-def _as_list(name: str, value: Any, kind: type) -> List[Any]:
-    """Return the argument `name`, a `kind`, a list of them or None, as a list; else raise."""
-    listed = [] if value is None else [value] if isinstance(value, kind) else value
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(x, kind) for x in listed):
-        raise ArgumentError(
-            f"{name} must be a {kind.__name__} or a list of them, not {shown(value)}"
-        )
+def _as_list(name: str, value: Any, cls: type) -> List[Any]:
+    """Return the argument `name`, a `cls`, a list of them or None, as a list; else raise."""
+    listed = [] if value is None else [value] if isinstance(value, cls) else value
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(x, cls) for x in listed):
+        raise ArgumentError(f"{name} must be a {cls.__name__} or list of them, not {shown(value)}")
     return list(listed)
 
 
@@ -211,18 +178,19 @@ def _o3_policy(policy: Policy) -> Policy:
     return policy.override(fp32=kept, replace_lists=True)
 
 
-def _cast_to_float16(net: Block, float_norms: bool, float_embeddings: bool) -> None:
-    """Cast a net to float16, except norms and embeddings.
+def _cast_to_float16(net: Block, is_o2: bool, float_norms: bool) -> None:
+    """Cast a net to float16, except BatchNorm, and in O2 all norms and embeddings.
 
     With a float16 weight, GPUs sum the gradient of a frequent token in float16, and have no sparse
-    gradient.
+    gradient: embeddings with one stay float32 in O3 too.
     """
     net.cast("float16")
+    norms = _NORMS if is_o2 or float_norms else nn.BatchNorm
 
     def restore_float32(block: Block) -> None:
-        is_float = isinstance(block, _NORMS if float_norms else nn.BatchNorm)
+        is_float = isinstance(block, norms)
         if isinstance(block, (nn.Embedding, SparseEmbedding)):
-            is_float = float_embeddings or block.weight._grad_stype != "default"
+            is_float = is_o2 or block.weight._grad_stype != "default"
         for param in block._reg_params.values() if is_float else ():
             param.cast("float32")
 
