@@ -7,7 +7,7 @@ The policy's lists hold built-in operators only. Authors of Python functions of 
 import functools
 import itertools
 from contextlib import nullcontext
-from typing import Any, Callable, List, Optional, Set, TypeVar
+from typing import Any, Callable, Iterable, List, Optional, TypeVar
 
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
@@ -22,39 +22,21 @@ from ..framework.wording import one_of, shown
 from ..patches.autocast import autocast, check_runs_at_once
 from ..policy.active import current_policy, is_enabled, suspended
 from ..policy.decision import CASTABLE
-from ..policy.policy import custom_classes, set_custom_class
+from ..policy.policy import Policy, custom_classes, set_custom_class
 from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE
-
-__all__ = [
-    "float_function",
-    "half_function",
-    "promote_function",
-    "register_custom_operator",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: For the decorators, which take the function itself.
-_WITHOUT_PARENTHESES = checked_call(function="decorate it by the name alone, without ()")
-
-TOO_LATE = (
-    "mixed precision is on, by a policy that does not know the custom operator {name!r}: call "
-    "register_custom_operator before init, or shutdown, register it, and init again"
-)
+_without_parentheses = checked_call(function="decorate it by the name alone, without ()")
 
 #: Class by the user's name for a precision.
 _CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
 
-#: On a registered function: the decorator, so that a second registration does nothing.
-_MARK = "_amp_registered_as"
 #: Numbers the traced calls of promote_functions: the arguments of one call are cast together.
 _calls = itertools.count()
 
 
-@_WITHOUT_PARENTHESES
+@_without_parentheses
 def half_function(function: Function) -> Function:
     """Cast a function's float arrays to the target dtype, while mixed precision is on.
 
@@ -75,10 +57,10 @@ def half_function(function: Function) -> Function:
     function : callable
         The function or method to decorate.
     """
-    return _with_casts(function, lambda: TARGET_INSIDE, lambda _, target: target)
+    return _with_casts(function, TARGET_INSIDE)
 
 
-@_WITHOUT_PARENTHESES
+@_without_parentheses
 def float_function(function: Function) -> Function:
     """Cast a function's half-precision arrays to float32, and run it as without mxamp.
 
@@ -98,12 +80,10 @@ def float_function(function: Function) -> Function:
     function : callable
         The function or method to decorate.
     """
-    _check_callable(function)
-    check_runs_at_once(function)
-    return _with_casts(function, lambda: FLOAT32_INSIDE, lambda *_: "float32", off_inside=True)
+    return _with_casts(function, FLOAT32_INSIDE)
 
 
-@_WITHOUT_PARENTHESES
+@_without_parentheses
 def promote_function(function: Function) -> Function:
     """Cast a function's float arrays to the widest dtype among them, while mixed precision is on.
 
@@ -124,67 +104,55 @@ def promote_function(function: Function) -> Function:
     function : callable
         The function or method to decorate.
     """
-
-    def widest_dtype(dtypes: Set[str], _target: str) -> Optional[str]:
-        return "float32" if len(dtypes & CASTABLE) > 1 else None
-
-    return _with_casts(function, lambda: f"{WIDEST_INSIDE} {next(_calls)}", widest_dtype)
+    return _with_casts(function, WIDEST_INSIDE)
 
 
-def _with_casts(
-    function: Function,
-    region: Callable[[], str],
-    dtype_for: Callable[[Set[str], str], Optional[str]],
-    off_inside: bool = False,
-) -> Function:
+def _with_casts(function: Function, inside: str) -> Function:
     """Return `function` with its array arguments cast, in eager calls and in graphs.
 
-    `region` marks the symbols of one call. `dtype_for` takes the dtypes of the arrays and the
-    target dtype, and returns the dtype to cast to. `off_inside` turns mixed precision off inside.
+    `inside` is TARGET_INSIDE, WIDEST_INSIDE, or FLOAT32_INSIDE, which turns mixed precision off.
     """
-    _check_callable(function)
+    if not callable(function):
+        raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
+    if inside is FLOAT32_INSIDE:
+        check_runs_at_once(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        given, policy = (args, kwargs), current_policy()
-        arrays: List[NDArray] = []
-        others: List[Any] = []
-        map_arrays(given, arrays.append, others.append)
-        # A call with symbols builds a graph, which runs later.
-        if any(isinstance(one, Symbol) for one in others):
-            mark = region()
-            args, kwargs = map_arrays(
-                given, lambda array: array, lambda one: _with_cast_mark(one, mark)
-            )
-            with autocast(enabled=False) if off_inside else nullcontext():
-                return function(*args, **kwargs)
-        if policy is None:
+        leaves: List[Any] = []
+        map_arrays((args, kwargs), leaves.append, leaves.append)
+        # A call with symbols builds a graph, which runs later, maybe with mixed precision on.
+        policy, is_graph = current_policy(), any(isinstance(one, Symbol) for one in leaves)
+        if policy is None and not is_graph:
             return function(*args, **kwargs)
-        target = policy.target_dtype if policy.lowers else "float32"
-        dtype = dtype_for({dtype_name(array.dtype) for array in arrays}, target)
-        if dtype is not None:
-            args, kwargs = map_arrays(
-                given, lambda one: _cast_float(one, dtype), lambda other: other
-            )
-        with suspended() if off_inside else nullcontext():
+        region = f"{inside} {next(_calls)}" if inside is WIDEST_INSIDE else inside
+        dtype = _dtype_inside(inside, leaves, policy) if policy and not is_graph else None
+        change = functools.partial(_cast_argument, dtype=dtype, region=region)
+        args, kwargs = map_arrays((args, kwargs), change, change)
+        off = autocast(enabled=False) if is_graph else suspended()
+        with off if inside is FLOAT32_INSIDE else nullcontext():
             return function(*args, **kwargs)
 
+    wrapper._amp_inside = inside  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
 
 
-def _with_cast_mark(value: Any, region: str) -> Any:
-    """Return a copy of a symbol that is cast when its graph runs; any other value as it is."""
-    if not isinstance(value, Symbol):
+def _dtype_inside(inside: str, leaves: Iterable[Any], policy: Policy) -> str:
+    """Return the dtype that the float arrays among the arguments of a call are cast to."""
+    dtypes = {dtype_name(one.dtype) for one in leaves if isinstance(one, NDArray)} & CASTABLE
+    if inside is WIDEST_INSIDE and len(dtypes) == 1:
+        return dtypes.pop()
+    return policy.target_dtype if inside is TARGET_INSIDE and policy.lowers else "float32"
+
+
+def _cast_argument(value: Any, dtype: Optional[str], region: str) -> Any:
+    """Return a float array in `dtype`, a symbol that casts when it runs, or the value as it is."""
+    if isinstance(value, Symbol):
+        copy = mx.sym.identity(value.as_nd_ndarray(), attr={CAST: region})
+        return copy.as_np_ndarray() if isinstance(value, mx.sym.np._Symbol) else copy
+    if dtype is None or not isinstance(value, NDArray) or dtype_name(value.dtype) not in CASTABLE:
         return value
-    copy = mx.sym.identity(value.as_nd_ndarray(), attr={CAST: region})
-    return copy.as_np_ndarray() if isinstance(value, mx.sym.np._Symbol) else copy
-
-
-def _cast_float(array: NDArray, dtype: str) -> NDArray:
-    """Return a float array cast to a dtype, and any other array as it is."""
-    if dtype_name(array.dtype) not in CASTABLE:
-        return array
-    return cast(array, dtype, isinstance(array, mx.np.ndarray))
+    return cast(value, dtype, isinstance(value, mx.np.ndarray))
 
 
 @checked_call()
@@ -207,7 +175,7 @@ def register_half_function(module: Any, name: str) -> None:
     name : str
         The name of the function there.
     """
-    _register_function(module, name, half_function)
+    _register(module, name, TARGET_INSIDE)
 
 
 @checked_call()
@@ -227,7 +195,7 @@ def register_float_function(module: Any, name: str) -> None:
     name : str
         The name of the function there.
     """
-    _register_function(module, name, float_function)
+    _register(module, name, FLOAT32_INSIDE)
 
 
 @checked_call()
@@ -247,34 +215,21 @@ def register_promote_function(module: Any, name: str) -> None:
     name : str
         The name of the function there.
     """
-    _register_function(module, name, promote_function)
+    _register(module, name, WIDEST_INSIDE)
 
 
-def _register_function(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace `module.name` by `wrap(module.name)` until `shutdown`, once per decorator."""
-    attributes = getattr(module, "__dict__", None)
-    if attributes is None:
+def _register(module: Any, name: str, inside: str) -> None:
+    """Replace `module.name` by the function with casts until `shutdown`, once for each region."""
+    if not hasattr(module, "__dict__"):
         raise ArgumentError(f"the first argument must be a module, not {shown(module)}")
-    functions = [one for one, value in attributes.items() if callable(value)]
+    functions = {key: value for key, value in vars(module).items() if callable(value)}
     if name not in functions:
         raise unknown(f"function of {shown(module)}", name, functions)
-    if getattr(attributes[name], _MARK, None) is wrap:
-        return
-
-    def wrap_and_mark(function: Any) -> Any:
-        wrapped = wrap(function)
-        setattr(wrapped, _MARK, wrap)
-        return wrapped
-
-    FrontEnd([Patch(module, name, wrap_and_mark)]).open()
+    if getattr(functions[name], "_amp_inside", None) != inside:
+        FrontEnd([Patch(module, name, lambda function: _with_casts(function, inside))]).open()
 
 
-def _check_callable(function: Any) -> None:
-    if not callable(function):
-        raise ArgumentError(f"the decorator takes a function, not {shown(function)}")
-
-
-@checked_call(name="write op_type=", precision="write kind=", dtype="write kind='half'")
+@checked_call()
 def register_custom_operator(op_type: str, kind: str = "half") -> None:
     """Set the precision of a custom operator (`mx.operator.Custom`), which is float32 by default.
 
@@ -303,5 +258,8 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise ArgumentError(f"kind must be {one_of(_CLASSES)}, not {shown(kind)}")
     if is_enabled() and (op_type, _CLASSES[kind]) not in custom_classes():
-        raise StateError(TOO_LATE.format(name=op_type))
+        raise StateError(
+            "mixed precision is on, by a policy that does not know the custom operator "
+            f"{op_type!r}: call register_custom_operator before init, or after shutdown"
+        )
     set_custom_class(op_type, _CLASSES[kind])
