@@ -14,28 +14,20 @@ from ..policy.active import is_enabled
 from ..policy.policy import Policy
 from ..policy.targets import check_target
 
-__all__ = [
-    "contrib_patches",
-    "list_conditional_fp32_ops",
-    "list_fp32_ops",
-    "list_loss_output_functions",
-    "list_lp16_fp32_ops",
-    "list_lp16_ops",
-    "list_lp16_use_fp32_params",
-    "list_widest_type_cast",
-    "patch_contrib",
-]
-
 
 class _StandIn(ModuleType):
-    """A module of `mxnet.contrib.amp` whose functions are mxamp's."""
+    """A module of `mxnet.contrib.amp` whose functions are mxamp's.
+
+    Python lets a module change its class, for attributes that are computed when they are read. So
+    scripts that hold the module already get mxamp's functions, those that contrib lacks included.
+    """
 
     def __getattribute__(self, name: str) -> Any:
         # GluonNLP reads it, to mask attention with numbers that half precision can hold.
         if name == "_amp_initialized":
             return is_enabled()
         # mxamp loads a public name when it is first used: look it up as late as possible.
-        public = sys.modules[__name__.split(".", maxsplit=1)[0]]
+        public = sys.modules[__name__.partition(".")[0]]
         return getattr(public, name) if name in public.__all__ else super().__getattribute__(name)
 
 
@@ -82,10 +74,6 @@ def patch_contrib() -> None:
 # ------------------------------------------------- the operator lists, under MXNet's names for them
 
 
-def _default_policy(target_dtype: Any) -> Policy:
-    return Policy.default(check_target(target_dtype))
-
-
 def list_lp16_ops(target_dtype: Any) -> List[str]:
     """Return the operators that run in the target dtype.
 
@@ -97,7 +85,7 @@ def list_lp16_ops(target_dtype: Any) -> List[str]:
     target_dtype : str or dtype
         "float16" or "bfloat16".
     """
-    return _default_policy(target_dtype).operators("low")
+    return _operators(target_dtype, "low")
 
 
 def list_fp32_ops(target_dtype: Any) -> List[str]:
@@ -111,7 +99,7 @@ def list_fp32_ops(target_dtype: Any) -> List[str]:
     target_dtype : str or dtype
         "float16" or "bfloat16".
     """
-    return _default_policy(target_dtype).operators("fp32")
+    return _operators(target_dtype, "fp32")
 
 
 def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
@@ -125,8 +113,7 @@ def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
     target_dtype : str or dtype
         "float16" or "bfloat16".
     """
-    policy = _default_policy(target_dtype)
-    return sorted(_operators_of_class(policy, "neutral") + policy.operators("untouched"))
+    return _operators(target_dtype, "neutral", "untouched")
 
 
 def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[str]]]:
@@ -140,10 +127,9 @@ def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[st
     target_dtype : str or dtype
         "float16" or "bfloat16".
     """
-    rules = _default_policy(target_dtype).rules.values()
     return sorted(
         (rule.operator, condition.attribute, list(condition.values))
-        for rule in rules
+        for rule in Policy.default(target_dtype).rules.values()
         for condition in rule.conditions
         if condition.values
     )
@@ -160,7 +146,7 @@ def list_widest_type_cast(target_dtype: Any) -> List[str]:
     target_dtype : str or dtype
         "float16" or "bfloat16".
     """
-    return sorted(_operators_of_class(_default_policy(target_dtype), "widest"))
+    return _operators(target_dtype, "widest")
 
 
 def list_loss_output_functions(target_dtype: Any) -> List[str]:
@@ -191,24 +177,20 @@ def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool
     """
     if check_target(target_dtype) == "float16":
         return None
-    rules = [rule for rule in _default_policy(target_dtype).rules.values() if rule.keep_inputs]
-    inputs = {rule.operator: registry()[rule.operator].inputs for rule in rules}
     return {
-        rule.operator: [name in rule.keep_inputs for name in inputs[rule.operator]]
-        for rule in rules
+        rule.operator: [name in rule.keep_inputs for name in registry()[rule.operator].inputs]
+        for rule in Policy.default(target_dtype).rules.values()
+        if rule.keep_inputs
     }
 
 
-def _operators_of_class(policy: Policy, op_class: str) -> List[str]:
-    """Return the operators of a class, including those with a condition on a range of numbers.
+def _operators(target_dtype: Any, *classes: str) -> List[str]:
+    """Return the operators of some classes, including those with a condition on a range of numbers.
 
     The lists of `mxnet.contrib.amp` know conditions on single values only.
     """
-    ranged = [
+    return sorted(
         rule.operator
-        for rule in policy.rules.values()
-        if rule.op_class == op_class
-        and rule.conditions
-        and not any(condition.values for condition in rule.conditions)
-    ]
-    return policy.operators(op_class) + ranged
+        for rule in Policy.default(target_dtype).rules.values()
+        if rule.op_class in classes and not any(one.values for one in rule.conditions)
+    )
