@@ -1,20 +1,11 @@
 """`mxnet.contrib.amp` beside mxamp: both in one process would cast twice, so that is an error."""
 
-import inspect
 import sys
 from typing import Any
 
 from mxnet.contrib import amp as contrib_amp
 
 from ..errors import StateError
-
-__all__ = [
-    "CONTRIB_AMP_MODULES",
-    "REFUSED",
-    "RefusedScale",
-    "check_contrib_is_off",
-    "refuse_contrib",
-]
 
 CONTRIB_IS_ON = (
     "mxnet.contrib.amp is on in this process: its init has changed MXNet's operators and can't be "
@@ -42,10 +33,12 @@ def check_contrib_is_off() -> None:
         raise StateError(CONTRIB_IS_ON)
 
 
-class _OffFlag:
-    """contrib's flag of being initialized, while mxamp is on: false, and an error in its functions.
+class _Refusal:
+    """A global of contrib's functions that makes them raise; as contrib's flag, False elsewhere.
 
-    Functions that a script has imported by name read this global, whatever replaces them.
+    A script may have imported the functions by name, so replacing them would not do: they read
+    these globals wherever they were imported, and GluonNLP reads the flag. A check inside mxamp's
+    functions would come too late, since contrib's `init` changes MXNet's operators for good.
     """
 
     def __bool__(self) -> bool:
@@ -54,13 +47,19 @@ class _OffFlag:
             raise StateError(MXAMP_IS_ON.format(name=caller.f_code.co_name))
         return False
 
-
-class _TrainerModule:
-    """`mxnet.gluon.trainer` as contrib's functions see it while mxamp is on: an error."""
-
     @property
     def Trainer(self) -> None:  # noqa: N802
         raise StateError(MXAMP_IS_ON.format(name=sys._getframe(1).f_code.co_name))
+
+
+#: The globals of `mxnet.contrib.amp.amp` that `refuse_contrib` replaces: `init` and `init_trainer`
+#: read the flag, `unscale` reads `trainer.Trainer`.
+REFUSED = ("_amp_initialized", "trainer")
+
+
+def refuse_contrib(_original: Any) -> Any:
+    """Return the replacement for one of the globals in `REFUSED`."""
+    return _Refusal()
 
 
 class RefusedScale:
@@ -68,13 +67,3 @@ class RefusedScale:
 
     def __truediv__(self, _scale: float) -> None:
         raise StateError(SCALED_BY_MXAMP)
-
-
-def refuse_contrib(original: Any) -> Any:
-    """Return a replacement for a global of contrib's functions that makes them raise."""
-    return _TrainerModule() if inspect.ismodule(original) else _OffFlag()
-
-
-#: The globals of `mxnet.contrib.amp.amp` that `refuse_contrib` replaces: `init` and `init_trainer`
-#: read the first, `unscale` the second.
-REFUSED = ("_amp_initialized", "trainer")
