@@ -210,20 +210,13 @@ def _end_in_child() -> None:
         contrib_patches.open()
 
 
-class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Shows mxamp's log lines as long as no other handler does."""
-
-    def handle(self, record: logging.LogRecord) -> Any:
-        """Show a line if no other handler does; return whether it was shown."""
-        handlers = (*logger.handlers, *logging.getLogger().handlers)
-        return all(other is self for other in handlers) and super().handle(record)
-
-
 def show_log() -> None:
     """Show mxamp's log lines, unless the program has chosen a level before."""
     if logger.level or logger.handlers or logging.getLogger().level != logging.WARNING:
         return
     logger.setLevel(logging.INFO)
-    handler = _FallbackHandler()
+    handler = logging.StreamHandler()
+    # As long as no other handler shows them.
+    handler.addFilter(lambda _: [*logger.handlers, *logging.getLogger().handlers] == [handler])
     handler.setFormatter(logging.Formatter("mxamp: %(message)s"))
     logger.addHandler(handler)
