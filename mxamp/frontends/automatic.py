@@ -5,7 +5,6 @@ script begins, with one loss scale for all its trainers and modules.
 """
 
 import atexit
-import functools
 import logging
 import multiprocessing
 import os
@@ -21,22 +20,13 @@ from ..framework.wording import counted
 from ..patches.announcements import announce, announce_float32
 from ..patches.autocast import switch_off, switch_on
 from ..policy.active import current_policy, process
+from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
-from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO, check_target
+from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO
 from ..scaling.scaler import LossScaler, NoScaler, SharedScale
 from .backward import backward_patches
 from .contrib import contrib_patches
 from .module_api import module_patches
-
-__all__ = [
-    "OWN_AMP",
-    "VARIABLE",
-    "end_automatic_run",
-    "imports_mxamp",
-    "show_log",
-    "start",
-    "start_from_environment",
-]
 
 logger = logging.getLogger("mxamp")
 
@@ -58,49 +48,39 @@ OWN_CALLS = "%s calls %s: from here on it runs by its own calls, by way of mxamp
 
 
 class _AutomaticRun(FrontEnd):
-    """An automatic run: its policy and its loss scale.
+    """An automatic run: its patches and its loss scale.
 
     It ends when the program calls `init` or `initialize`, of mxamp or of `mxnet.contrib.amp`. An
     import of `mxnet.contrib.amp` alone does not end it: many scripts use it on demand.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy: Optional[Policy] = None
-        self.scale: Optional[SharedScale] = None
+    scale: Optional[SharedScale] = None  #: None while the run is off
 
     def patches(self) -> Sequence[Patch]:
         """Return the patch of the public `init`; `initialize` calls `end_automatic_run` itself."""
-        public = sys.modules[__name__.split(".", maxsplit=1)[0]]
+        public = sys.modules[__name__.partition(".")[0]]
         return [Patch(public, "init", wrapping(_patched_init))]
 
-    def begin(self, policy: Policy, scale: SharedScale) -> None:
+    def begin(self, scale: SharedScale) -> None:
         """Scale the backward passes of all trainers and modules from now on."""
-        self.policy, self.scale = policy, scale
-        contrib_patches.open()
-        backward_patches.open()
-        module_patches.open()
+        self.scale = scale
+        for front_end in (contrib_patches, backward_patches, module_patches, self):
+            front_end.open()
         backward_patches.default_scale = module_patches.default_scale = scale
-        self.open()
 
     def close(self) -> None:
         """Undo the patch, forget the scale, and leave the trainers to other APIs."""
         super().close()
         backward_patches.retire_hooks()
-        self.policy = self.scale = None
+        self.scale = None
 
     def summarize(self) -> None:
         """Log the run's dtype, steps, skips and last scale, unless it has ended before."""
-        if self.policy is not None and self.scale is not None:
-            logger.info(
-                SUMMARY,
-                self.policy.target_dtype if self.policy.lowers else "float32",
-                self.policy.device,
-                counted(len(process.lowered), "operator"),
-                counted(self.scale.steps, "step"),
-                self.scale.skips,
-                self.scale.loss_scale,
-            )
+        policy, scale = process.policy, self.scale
+        if policy and scale is not None:
+            dtype = policy.target_dtype if policy.lowers else "float32"
+            counts = [counted(len(process.lowered), "operator"), counted(scale.steps, "step")]
+            logger.info(SUMMARY, dtype, policy.device, *counts, scale.skips, scale.loss_scale)
 
 
 #: One a process: a script is run in mixed precision once.
@@ -123,19 +103,15 @@ def start(
         raise StateError(f"{name} comes before anything else, and mixed precision is on already")
     if policy is not None and dtype is not None:
         raise ArgumentError("a policy holds its target dtype: give policy or dtype, not both")
-    if dtype == AUTO and machine.fast_dtype() == "float32":
+    chosen = policy or chosen_policy(dtype or machine.default_dtype())
+    if not isinstance(chosen, Policy):
         announce_float32(instead)
         return
-    if policy is None:
-        # "auto" that does not stay off is the default dtype.
-        given = dtype and dtype != AUTO
-        policy = Policy.default(check_target(dtype) if given else machine.default_dtype())
-    switch_on(policy)
-    announce(policy)
-    scaler = LossScaler() if policy.target_dtype == "float16" else NoScaler()
+    switch_on(chosen)
+    announce(chosen)
+    scaler = LossScaler() if chosen.target_dtype == "float16" else NoScaler()
     process.lowered.clear()
-    _run.begin(policy, SharedScale(scaler, name))
-    _register_at_fork_and_exit()
+    _run.begin(SharedScale(scaler, name))
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
@@ -168,10 +144,14 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
 # ------------------------------------------------------------ programs that use mxamp themselves
 
 
-def end_automatic_run(function: str) -> None:
-    """End an automatic run, if one is on, because the program calls `function` of mxamp itself."""
+def end_automatic_run(function: str = "") -> None:
+    """End an automatic run, if one is on.
+
+    `function` is the function of mxamp that the program calls; a forked process gives none.
+    """
     if _run.is_open:
-        logger.info(OWN_CALLS, sys.argv[0] or "this program", function)
+        if function:
+            logger.info(OWN_CALLS, sys.argv[0] or "this program", function)
         switch_off()
         # The program may import mxnet.contrib.amp later.
         contrib_patches.open()
@@ -195,21 +175,6 @@ def imports_mxamp(code: Union[CodeType, str, bytes]) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _register_at_fork_and_exit() -> None:
-    """Register, once, the summary at exit and the end of the run in forked processes."""
-    atexit.register(_run.summarize)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_end_in_child)
-
-
-def _end_in_child() -> None:
-    """End an automatic run in a forked process: data loaders compute as without mxamp."""
-    if _run.is_open:
-        switch_off()
-        contrib_patches.open()
-
-
 def show_log() -> None:
     """Show mxamp's log lines, unless the program has chosen a level before."""
     if logger.level or logger.handlers or logging.getLogger().level != logging.WARNING:
@@ -220,3 +185,9 @@ def show_log() -> None:
     handler.addFilter(lambda _: [*logger.handlers, *logging.getLogger().handlers] == [handler])
     handler.setFormatter(logging.Formatter("mxamp: %(message)s"))
     logger.addHandler(handler)
+
+
+atexit.register(_run.summarize)
+if hasattr(os, "register_at_fork"):
+    # The workers of data loaders compute as without mxamp.
+    os.register_at_fork(after_in_child=end_automatic_run)
