@@ -15,25 +15,14 @@ Which scale each gradient carries is recorded by the backward passes (see `passe
 "none" is MXNet's plain step, and a `StateError` if another trainer's loss has scaled its gradients.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
-import weakref
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    MutableMapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
@@ -42,7 +31,6 @@ from mxnet.optimizer import LBSGD
 from ..errors import StateError
 from ..framework.arrays import as_float, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.tables import html_table
 from ..framework.wording import counted, shortened, shown
 from ..policy.active import current_policy
 from .checkpoint import load_states, parse_state, save_states
@@ -81,10 +69,6 @@ NEVER_SCALED = (
     "a trainer with a loss scale of %g steps, and no loss was ever scaled for it: small gradients "
     "are lost in float16. Run backward from the scaled loss, "
     "`with mxamp.scale_loss(loss, trainer) as scaled`"
-)
-FOREIGN_SCALER = (
-    "this trainer's loss scaler is a {kind} and not mxamp's, so its steps can't be observed: use "
-    "mxamp.init_trainer(trainer), or mxamp.patch_contrib() for scripts of mxnet.contrib.amp"
 )
 
 
@@ -125,7 +109,7 @@ class StepReport(NamedTuple):
     stepped: bool  #: False if the update was skipped
     loss_scale: float  #: the scale that the gradients carried
     next_loss_scale: float
-    nonfinite: Tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
+    nonfinite: tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
     loss_finite: bool = True  #: False if the loss was Inf or NaN before it was scaled
 
     def __repr__(self) -> str:
@@ -133,10 +117,6 @@ class StepReport(NamedTuple):
         if len(self.nonfinite) > _CULPRITS:
             fields["nonfinite"] = f"({shortened([*map(repr, self.nonfinite)], _CULPRITS)})"
         return f"StepReport({', '.join(f'{name}={text}' for name, text in fields.items())})"
-
-    def _repr_html_(self) -> str:
-        fields = {**self._asdict(), "nonfinite": shortened(self.nonfinite, _CULPRITS)}
-        return html_table(("", ""), [(name, str(value)) for name, value in fields.items()])
 
 
 #: Held while a state changes its stage: several threads may scale losses of one trainer.
@@ -172,25 +152,25 @@ class State:
         self,
         trainer: Trainer,
         scaler: LossScaler,
-        max_consecutive_skips: Optional[int] = None,
+        max_consecutive_skips: int | None = None,
         scaled_by: str = "init_trainer",
     ) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
         self.gradients = gradients_of(trainer)
         #: The results of steps for a GradScaler's `update`; None: each step updates the scaler.
-        self.results: Optional[List[bool]] = None
+        self.results: list[bool] | None = None
         #: Weights and master weights to set to them: parameters may be loaded after the states.
-        self._new_masters: List[Tuple[NDArray, NDArray]] = []
+        self._new_masters: list[tuple[NDArray, NDArray]] = []
         self.retired = False  #: the API that scaled the losses has ended; another may take over
-        self.loaded: Optional[Mapping[str, Any]] = None  #: the state from a file
+        self.loaded: Mapping[str, Any] | None = None  #: the state from a file
         self.max_consecutive_skips = max_consecutive_skips
         self._skips_in_a_row, self._has_warned_of_skips = 0, False
-        self._first_nonfinite: Tuple[str, ...] = ()  #: of these skips
+        self._first_nonfinite: tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
         self.passes = self.most_passes = 0  #: losses scaled since the last step, and at most
         self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
         self._count = 0  #: of passes before these losses
-        self._losses: List[NDArray] = []  #: these losses, unscaled
+        self._losses: list[NDArray] = []  #: these losses, unscaled
         self._is_reduced = False  #: summed over devices already
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
         self._may_warn = scaled_by in ("init_trainer", "initialize")  #: of a loss never scaled
@@ -395,8 +375,9 @@ class State:
         return not finite
 
     def _notify(self, report: StepReport, losses: Sequence[NDArray] = ()) -> None:
-        """Call the trainer's observers, and stop the timer that warns of a long sum."""
-        _notify_observers(self.trainer, report, losses)
+        """Call the functions that the debugging tools have put into `_amp_observers`."""
+        for observer in vars(self.trainer).get("_amp_observers", ()):
+            observer(report, losses)
         self.reduction.end_wait()
 
     def _check_skips(self, report: StepReport) -> None:
@@ -425,7 +406,7 @@ class State:
 
     def _update_scaler(self, finite: bool, scale: float, used: Sequence[Entry]) -> StepReport:
         """Update the loss scale after a step with these gradients; return the step's report."""
-        names: Tuple[str, ...] = ()
+        names: tuple[str, ...] = ()
         if not finite:
             overflown = self.gradients.overflown
             bad = [e for e in used if e.key in overflown or not all_finite([e.gradient])]
@@ -450,7 +431,7 @@ class State:
             logger.warning(NEVER_SCALED, self.loss_scale)
         self._may_warn = False
 
-    def publish(self, report: Optional[StepReport]) -> None:
+    def publish(self, report: StepReport | None) -> None:
         """Set the trainer's `amp_loss_scale`, `amp_last_step`, `amp_steps` and `amp_skips`."""
         self._publish_scale()
         self.trainer.amp_last_step = report
@@ -471,7 +452,7 @@ class State:
         by_level = self.scaled_by == "initialize"
         self._new_masters = load_states(self.trainer, fname, self.load_state_dict, by_level)
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state and the counts of steps and skips."""
         scaler = self.scaler.state_dict()
         if self.is_shared:
@@ -526,50 +507,3 @@ def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -
         return False
     multiply(gradients, 1.0 / scale)
     return True
-
-
-#: Called with the report on a step and its unscaled losses, if known. The gradients, and so the
-#: losses, are computed by then.
-StepObserver = Callable[[StepReport, Sequence[NDArray]], None]
-
-#: Global, and not in the state: a trainer without loss scaling can be observed too.
-_observers: MutableMapping[Trainer, List[StepObserver]] = weakref.WeakKeyDictionary()
-
-
-class _StepReporter:
-    """Stands in for a loss scaler, and reports a trainer's steps to observers."""
-
-    loss_scale = 1.0
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def has_overflow(self, params: Sequence[Any]) -> bool:
-        del params
-        _notify_observers(self._trainer, StepReport(True, 1.0, 1.0), ())
-        return False
-
-
-def observe_steps(trainer: Trainer, observer: StepObserver) -> None:
-    """Call `observer` after each of a trainer's steps, until `stop_observing`."""
-    scaler = getattr(trainer, "_amp_loss_scaler", None)
-    if scaler is not None and not isinstance(scaler, (State, _StepReporter)):
-        raise StateError(FOREIGN_SCALER.format(kind=type(scaler).__module__))
-    if scaler is None:
-        trainer._amp_loss_scaler = _StepReporter(trainer)
-    _observers.setdefault(trainer, []).append(observer)
-
-
-def stop_observing(trainer: Trainer, observer: StepObserver) -> None:
-    """Remove an observer; after the last one, undo the changes to the trainer."""
-    _observers[trainer].remove(observer)
-    if _observers[trainer]:
-        return
-    del _observers[trainer]
-    if isinstance(getattr(trainer, "_amp_loss_scaler", None), _StepReporter):
-        del trainer._amp_loss_scaler
-
-
-def _notify_observers(trainer: Trainer, report: StepReport, losses: Sequence[NDArray]) -> None:
-    for observer in tuple(_observers.get(trainer, ())):
-        observer(report, losses)

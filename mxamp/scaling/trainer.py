@@ -3,10 +3,12 @@
 `state` holds the trainer's state.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 from contextlib import ExitStack, contextmanager
-from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, Sequence
 
 from mxnet import autograd
 from mxnet.gluon import Trainer
@@ -15,7 +17,6 @@ from mxnet.optimizer import Optimizer
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import dtype_of, map_arrays
-from ..framework.contexts import OnlyWith
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
 from ..framework.keywords import checked_call
@@ -39,39 +40,30 @@ NOT_INITIALIZED = (
     "the trainer of {names} has no loss scaler: call mxamp.init_trainer(trainer) with it first"
 )
 ON_KVSTORE = (
-    "this trainer updates its parameters on the kvstore, where a gradient that overflowed can't "
-    "be kept out any more: make it with Trainer(..., update_on_kvstore=False)"
+    "this trainer updates its parameters on the kvstore{why}, where a gradient that overflowed "
+    "can't be kept out any more: make it with Trainer(..., update_on_kvstore=False)"
 )
 ASYNCHRONOUS = (
     "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
     "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
 )
 HOROVOD_OPTIMIZER = (
-    "the optimizer of this trainer has Horovod sum the gradients in each update, where a gradient "
-    "that overflowed in one worker alone can't be kept out in all: make the trainer with "
-    "hvd.DistributedTrainer, and with the optimizer as it was before hvd.DistributedOptimizer"
+    "this optimizer has Horovod sum the gradients in each update, where an overflow in one worker "
+    "can't be kept out of the others: make the trainer with hvd.DistributedTrainer, and with the "
+    "optimizer as it was before hvd.DistributedOptimizer"
 )
 KEEPS_SCALER = "the trainer keeps its %s: give init_trainer a `loss_scaler` to change it"
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 SCALED_ALREADY = (
     "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
 )
-LOSS_FIRST = "scale_loss takes the loss first: write `with scale_loss(loss, trainer) as scaled:`"
-WITHOUT_WITH = (
-    "scale_loss returns a context, not the scaled loss: write `with scale_loss(loss, trainer) as "
-    "scaled:` and call backward on `scaled` inside"
-)
-NO_TRAINERS = "scale_loss takes a gluon.Trainer or a list of them, not an empty list"
 
 
-@checked_call(
-    loss_scale="write init_trainer(trainer, StaticLossScaler(128))",
-    init_scale="write init_trainer(trainer, LossScaler(init_scale=1024))",
-)
+@checked_call()
 def init_trainer(
     optimizer_or_trainer: Trainer,
-    loss_scaler: Optional[LossScaler] = None,
-    max_consecutive_skips: Optional[int] = None,
+    loss_scaler: LossScaler | None = None,
+    max_consecutive_skips: int | None = None,
 ) -> None:
     """Give a Gluon Trainer loss scaling.
 
@@ -111,35 +103,21 @@ def init_trainer(
         its kvstore already, or has to.
     """
     trainer = optimizer_or_trainer
-    if isinstance(trainer, Optimizer):
-        raise ArgumentError(
-            "init_trainer takes a gluon.Trainer; an Optimizer alone can't skip a step: make a "
-            "Trainer with it, or wrap it with mxamp.decorate"
-        )
     if not isinstance(trainer, Trainer):
         hint = "; call it once for each" if isinstance(trainer, (list, tuple)) else ""
+        if isinstance(trainer, Optimizer):
+            hint = ": an Optimizer alone can't skip a step; make a Trainer with it, or decorate it"
         raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {shown(trainer)}{hint}")
     if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
         raise ArgumentError(
-            "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, such as LossScaler() "
-            f"or StaticLossScaler(128), not {shown(loss_scaler)}{_scaler_hint(loss_scaler)}"
+            "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler of mxamp, such as "
+            f"LossScaler() or StaticLossScaler(128), not {shown(loss_scaler)}"
         )
     if max_consecutive_skips is not None:
-        max_consecutive_skips = whole_number(
-            "max_consecutive_skips", max_consecutive_skips, least=1
-        )
-    if loss_scaler is not None and chose_float32():
-        loss_scaler = None
-    attach_hook(trainer, loss_scaler, max_consecutive_skips)
+        whole_number("max_consecutive_skips", max_consecutive_skips, least=1)
+    attach_hook(trainer, None if chose_float32() else loss_scaler, max_consecutive_skips)
     if hook_of(trainer).loss_scale != 1:
         passes.open()
-
-
-def _scaler_hint(given: Any) -> str:
-    """Return what to do with a scaler that `init_trainer` does not take; "" for other values."""
-    if type(given).__name__ == "GradScaler":
-        return ": a GradScaler needs no init_trainer"
-    return " of mxnet.contrib.amp" if type(given).__module__.startswith("mxnet.contrib") else ""
 
 
 @checked_call()
@@ -219,7 +197,7 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     return norm
 
 
-def active_hook(trainer: Any) -> Optional[State]:
+def active_hook(trainer: Any) -> State | None:
     """Return a trainer's hook; None if it has none, or a retired one."""
     hook = getattr(trainer, "_amp_loss_scaler", None)
     return hook if isinstance(hook, State) and not hook.retired else None
@@ -238,8 +216,8 @@ def hook_of(trainer: Any) -> State:
 
 def attach_hook(
     trainer: Trainer,
-    loss_scaler: Optional[LossScaler],
-    max_consecutive_skips: Optional[int] = None,
+    loss_scaler: LossScaler | None,
+    max_consecutive_skips: int | None = None,
     scaled_by: str = "init_trainer",
 ) -> None:
     """Give a trainer a hook for losses that the API `scaled_by` scales, or update its hook.
@@ -262,7 +240,7 @@ def attach_hook(
         if max_consecutive_skips is not None:
             hook.max_consecutive_skips = max_consecutive_skips
         return
-    scaler = loss_scaler if loss_scaler is not None else _default_scaler()
+    scaler = loss_scaler or _default_scaler()
     _keep_updates_skippable(trainer, scaler)
     hook = State(trainer, scaler, max_consecutive_skips, scaled_by)
     retired = getattr(trainer, "_amp_loss_scaler", None)
@@ -301,9 +279,9 @@ def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
         obstacle = HOROVOD_OPTIMIZER
     elif trainer._kv_initialized:
         if trainer._kvstore is not None and trainer._update_on_kvstore:
-            obstacle = ON_KVSTORE
+            obstacle = ON_KVSTORE.format(why="")
     elif trainer._contains_sparse_weight:
-        obstacle = ON_KVSTORE + " (row_sparse parameters, which need it, can't be scaled)"
+        obstacle = ON_KVSTORE.format(why=" because row_sparse parameters need it")
     elif "async" in str(getattr(kvstore, "type", kvstore)):
         obstacle = ASYNCHRONOUS
     if obstacle is None:
@@ -316,16 +294,9 @@ def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
         check_kvstore(trainer)
 
 
-@checked_call(
-    optimizer_or_trainer="write `with scale_loss(loss, trainer) as scaled:`",
-    trainer="give the trainer by position, `with scale_loss(loss, trainer) as scaled:`",
-    optimizers="give the trainer by position, `with scale_loss(loss, trainer) as scaled:`",
-    loss_id="a trainer has one loss scale for all of its losses: leave it out",
-    delay_unscale="gradients are unscaled in the step, or by unscale(trainer): leave it out",
-)
-def scale_loss(
-    loss: Any, optimizer_or_trainer: Union[Trainer, Sequence[Trainer]]
-) -> ContextManager[Any]:
+@checked_call()
+@contextmanager
+def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> Iterator[Any]:
     """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
 
     ::
@@ -351,18 +322,11 @@ def scale_loss(
     unchanged. Scaling a loss twice raises `StateError`. So does the step of a trainer with
     gradients of the scaled loss that was not passed here.
     """
-    return OnlyWith(_scaling(loss, optimizer_or_trainer), NDArray, WITHOUT_WITH)
-
-
-@contextmanager
-def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator[Any]:
-    """Yield a loss scaled for trainers; see `scale_loss`."""
-    if isinstance(loss, Trainer):
-        raise ArgumentError(LOSS_FIRST)
+    trainers = optimizer_or_trainer
     listed = trainers if isinstance(trainers, (list, tuple)) else [trainers]
     hooks = list(dict.fromkeys(hook_of(trainer) for trainer in listed))
     if not hooks:
-        raise ArgumentError(NO_TRAINERS)
+        raise ArgumentError("scale_loss takes a gluon.Trainer or a list of them, not an empty list")
     for hook in hooks:
         hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
     check_unscaled(loss)
@@ -383,7 +347,7 @@ def _scaling(loss: Any, trainers: Union[Trainer, Sequence[Trainer]]) -> Iterator
         yield scaled
 
 
-def scale_losses(loss: Any, scale: float, owners: Sequence[int]) -> Tuple[Any, List[NDArray]]:
+def scale_losses(loss: Any, scale: float, owners: Sequence[int]) -> tuple[Any, list[NDArray]]:
     """Return marked losses times a scale, in the same containers, and the unscaled ones."""
     unscaled = []
 
@@ -398,9 +362,9 @@ def scale_losses(loss: Any, scale: float, owners: Sequence[int]) -> Tuple[Any, L
     return _Losses(mapped) if type(mapped) is list else mapped, unscaled
 
 
-def _flat_arrays(loss: Any) -> List[NDArray]:
+def _flat_arrays(loss: Any) -> list[NDArray]:
     """Return the arrays in a loss: itself, or those in lists, tuples and dicts."""
-    arrays: List[NDArray] = []
+    arrays: list[NDArray] = []
     map_arrays(loss, arrays.append, _raise_no_loss)
     return arrays
 
@@ -411,7 +375,7 @@ def check_unscaled(loss: Any) -> None:
         raise StateError(SCALED_ALREADY)
 
 
-class _Losses(List[NDArray]):
+class _Losses(list):  # type: ignore[type-arg]
     """A list of losses with the method `backward` that one loss has."""
 
     def backward(self, *args: Any, **keywords: Any) -> None:

@@ -8,7 +8,6 @@ import pytest
 import mxamp as amp
 from mxamp.debugging import Finding, Statistics
 from mxamp.framework.tables import html_lines, html_table, text_table
-from mxamp.scaling.state import StepReport
 from mxamp.tools.tuning.benchmark import Benchmark, Timing
 
 BAD = "<b>&x"
@@ -62,7 +61,6 @@ RESULTS = {
         lambda: amp.Policy.default("float16", "gpu").override(fp32_layers=[BAD]),
         (BAD, "low", "float16", "float32"),
     ),
-    "step": (lambda: StepReport(False, 65536.0, 32768.0, (BAD,)), (BAD, "65536.0", "False")),
     "finding": (
         lambda: Finding("overflow", "forward", 3, BAD, "n", "dot", "output", "float16", STATISTICS),
         (BAD, "float16", "overflow", "3"),
@@ -85,4 +83,4 @@ def test_results_show_in_notebooks(name):
     for text, style in cells:
         assert ("background" in style) == (text in ("float16", "float32", "bfloat16"))
     # The repr is as before.
-    assert repr(result).startswith(("<", "StepReport(", "Finding("))
+    assert repr(result).startswith(("<", "Finding("))

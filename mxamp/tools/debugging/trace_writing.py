@@ -25,9 +25,10 @@ from ...framework.arrays import cast, flat_view, plain_array
 from ...framework.keywords import checked_call
 from ...framework.wording import shown
 from ...policy.active import current_policy, suspended
-from ...scaling.state import State, StepReport, observe_steps, stop_observing
+from ...scaling.state import State, StepReport
 from .numerics.check import NumericsCheck
 from .numerics.findings import values_of
+from .steps import observe_steps, stop_observing
 from .trace_lines import SCHEMA, LineFile, encode_line, path_text, to_jsonable
 from .trace_reading import last_step_numbers
 
