@@ -6,11 +6,13 @@ scaler.step(trainer, batch_size)
 scaler.update()
 """
 
+from __future__ import annotations
+
 import copy
 import logging
 import weakref
 from functools import cached_property
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Mapping
 
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
@@ -23,49 +25,15 @@ from ..policy.active import chose_float32
 from ..policy.targets import check_bool
 from .passes import passes
 from .scaler import LossScaler, positive_number
-from .state import Stage, State
+from .state import LOSSES, Stage, State
 from .trainer import active_hook, attach_hook, check_unscaled, hook_of, scale_losses
 
 logger = logging.getLogger("mxamp")
 
-NOTHING_TO_UPDATE = "update() comes after step(trainer, batch_size), and no trainer has stepped"
-OTHER_GRAD_SCALER = (
-    "this trainer has its own GradScaler already: call scale, step and update of that one"
-)
-NO_BATCH_SIZE = (
-    "step needs the batch size, as Trainer.step does: scaler.step(trainer, batch_size), which is 1 "
-    "where the loss is a mean"
-)
-NOTHING_SCALED = (
-    "step is about to divide gradients by the scale of %g, and no loss was scaled since the last "
-    "update(): call scaler.scale(loss).backward(), not loss.backward()"
-)
 NOT_SCALED = (
-    "a loss was scaled by %g, but backward was called on a loss that is not scaled: small float16 "
-    "gradients may be lost. Call scaler.scale(loss).backward(), not loss.backward()"
+    "the gradients of this step carry no loss scale, and small float16 ones may be lost: call "
+    "scaler.scale(loss).backward(), not loss.backward()"
 )
-OTHER_LOSSES = (
-    "the gradients of this step carry a scale of %g, of another GradScaler: call scale, step and "
-    "update of one GradScaler"
-)
-
-
-#: The losses of one step that are looked at after an overflow.
-_LOSSES = 100
-
-#: What to write for methods of Paddle's GradScaler, TensorFlow's optimizers and Keras'.
-_ELSEWHERE = {
-    "apply_gradients": "write scaler.step(trainer, batch_size) and scaler.update()",
-    "get_init_loss_scaling": "write scaler.get_scale()",
-    "get_loss_scaling": "write scaler.get_scale()",
-    "get_scaled_loss": "write scaler.scale(loss)",
-    "get_unscaled_gradients": "write scaler.unscale_(trainer)",
-    "is_enable": "write scaler.is_enabled()",
-    "loss_scale": "write scaler.get_scale()",
-    "minimize": "write scaler.step(trainer, batch_size) and scaler.update()",
-    "set_init_loss_scaling": "write scaler.update(new_scale)",
-    "unscale": "write scaler.unscale_(trainer)",
-}
 
 
 @checked_methods
@@ -95,11 +63,7 @@ class GradScaler:
     after `step`, `update` before any `step`.
     """
 
-    @checked_call(
-        device="arrays on any device are scaled: leave the device out, as in GradScaler()",
-        init_loss_scaling="write init_scale=",
-        loss_scale="write init_scale=",
-    )
+    @checked_call()
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -116,10 +80,10 @@ class GradScaler:
         self._scaler = LossScaler(init_scale, *grows, min_scale, max_scale, hysteresis)
         self._enabled = check_bool("enabled", enabled)
         # Since the last update: results of steps, unscaled losses, and the trainers' states.
-        self._results: List[bool] = []
-        self._losses: List[NDArray] = []
+        self._results: list[bool] = []
+        self._losses: list[NDArray] = []
         self._first = 1.0, -1  #: the scale of the first of these losses, and count of passes before
-        self._stepped: "weakref.WeakSet[State]" = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[State] = weakref.WeakSet()
 
     def is_enabled(self) -> bool:
         """Return whether the scaler was made with `enabled=True`.
@@ -162,7 +126,7 @@ class GradScaler:
         scaled, unscaled = scale_losses(loss, self.get_scale(), [self._active.number])
         if not self._losses:
             self._first = self.get_scale(), passes.count
-        self._losses = [*self._losses, *unscaled][-_LOSSES:]
+        self._losses = [*self._losses, *unscaled][-LOSSES:]
         return scaled
 
     def unscale_(self, trainer: Trainer) -> None:
@@ -185,11 +149,9 @@ class GradScaler:
             return
         hook = self._attached_hook(trainer)
         if hook.stage is Stage.NONE:
-            self._warn_of_other_losses(hook)
-            hook.mark_scaled(*self._first)
+            self._mark_scaled(hook)
         hook.unscale()
 
-    @checked_call(optimizer="give the trainer first: scaler.step(trainer, batch_size)")
     def step(
         self, trainer: Trainer, batch_size: Any = None, ignore_stale_grad: bool = False
     ) -> None:
@@ -210,33 +172,26 @@ class GradScaler:
             This trainer has stepped since the last `update`, or another API scales its losses.
         """
         if batch_size is None:
-            raise ArgumentError(NO_BATCH_SIZE)
+            raise ArgumentError("step needs the batch size: scaler.step(trainer, batch_size)")
         if not self._enabled:
             trainer.step(batch_size, ignore_stale_grad)
             return
         hook = self._attached_hook(trainer)
         hook.check("step")
-        if hook.stage is Stage.NONE:
-            self._warn_of_other_losses(hook)
-        hook.mark_scaled(*self._first, self._losses)
+        self._mark_scaled(hook)
         trainer.step(batch_size, ignore_stale_grad)
         hook.set_stepped(True)
         self._stepped.add(hook)
 
-    def _warn_of_other_losses(self, hook: State) -> None:
-        """Warn if the gradients of a trainer do not come from losses of this scaler."""
-        own, carried = self.get_scale(), hook.gradients.carried
-        is_unseen = self._losses and passes.count == self._first[1]
-        if is_unseen or self._scaler.number in hook.gradients.owners:
-            return
-        if self._losses and own != 1 and carried == 1:
-            logger.warning(NOT_SCALED, own)
-        elif not self._losses and carried != 1:
-            logger.warning(OTHER_LOSSES, carried)
-        elif not self._losses:
-            logger.warning(NOTHING_SCALED, own)
+    def _mark_scaled(self, hook: State) -> None:
+        """Mark a trainer's gradients as scaled; warn if they come from a loss that is not."""
+        was_unseen = self._losses and passes.count == self._first[1]
+        unmarked = hook.stage is Stage.NONE and hook.gradients.carried == 1 and not was_unseen
+        if unmarked and self.get_scale() != 1:
+            logger.warning(NOT_SCALED)
+        hook.mark_scaled(*self._first, self._losses)
 
-    def update(self, new_scale: Optional[float] = None) -> None:
+    def update(self, new_scale: float | None = None) -> None:
         """Set the scale of the next losses: by the steps since the last update, or to `new_scale`.
 
         Raises `StateError` if no trainer has stepped since, and `ArgumentError` for a `new_scale`
@@ -245,7 +200,7 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is None and not self._results:
-            raise StateError(NOTHING_TO_UPDATE)
+            raise StateError("update() comes after step(), and no trainer has stepped")
         before = self.get_scale()
         if new_scale is not None:
             self._scaler.set_scale(positive_number("new_scale", new_scale))
@@ -259,7 +214,7 @@ class GradScaler:
             hook.set_stepped(False)
         self._stepped.clear()
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the scaler's whole state; {} if disabled.
 
         >>> GradScaler(init_scale=1024).state_dict()["loss_scale"]
@@ -278,7 +233,7 @@ class GradScaler:
         if self._enabled:
             self._scaler.load_state_dict(state)
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         # Steps since the last update stay with the original.
         scaler = copy.copy(self._scaler)
         own = {"_scaler": scaler, "_results": [*self._results], "_losses": [], "_stepped": None}
@@ -290,7 +245,7 @@ class GradScaler:
 
     def __getattr__(self, name: str) -> Any:
         public = [known for known in dir(type(self)) if not known.startswith("_")]
-        raise AttributeError(missing_attribute("'GradScaler' object", name, public, _ELSEWHERE))
+        raise AttributeError(missing_attribute("'GradScaler' object", name, public))
 
     def _attached_hook(self, trainer: Trainer) -> State:
         """Return a trainer's state, attached at first use; raise if it is another scaler's."""
@@ -302,7 +257,7 @@ class GradScaler:
         hook = hook_of(trainer)
         hook.check_scaled_by("GradScaler")
         if hook.scaler is not self._scaler:
-            raise StateError(OTHER_GRAD_SCALER)
+            raise StateError("this trainer has its own GradScaler already: use that one for it")
         return hook
 
     def __repr__(self) -> str:

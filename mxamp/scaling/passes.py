@@ -8,6 +8,8 @@ is looked at. Where it is another one, MXNet's flag `_fresh_grad` of each parame
 the gradients that the pass has written.
 """
 
+from __future__ import annotations
+
 import gc
 import json
 import logging
@@ -15,19 +17,7 @@ import threading
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import (
-    Any,
-    Dict,
-    FrozenSet,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 from mxnet import autograd, nd
@@ -75,7 +65,7 @@ class Mark(NamedTuple):
     """The scale of a scaled loss, and the numbers of the scalers that it was scaled for."""
 
     scale: float = 1.0
-    owners: FrozenSet[int] = frozenset()
+    owners: frozenset[int] = frozenset()
 
 
 def marked(loss: NDArray, scale: float, owners: Iterable[int]) -> NDArray:
@@ -89,7 +79,7 @@ def marked(loss: NDArray, scale: float, owners: Iterable[int]) -> NDArray:
     return nd._internal._mul_scalar(loss, scalar=text)
 
 
-def _parsed(scalar: Optional[str]) -> Optional[Mark]:
+def _parsed(scalar: str | None) -> Mark | None:
     """Return the mark in the text of a scalar operand; None if it holds none."""
     text, zeros, digits = (scalar or "").rpartition(_ZEROS)
     if not zeros or not digits:
@@ -98,7 +88,7 @@ def _parsed(scalar: Optional[str]) -> Optional[Mark]:
     return Mark(float(text), frozenset(map(int, numbers)))
 
 
-def mark_of(head: NDArray) -> Optional[Mark]:
+def mark_of(head: NDArray) -> Mark | None:
     """Return the mark of a scaled loss; None for any other array. Takes some 3 us."""
     try:
         return _parsed(autograd.get_symbol(head).attr("scalar"))
@@ -106,7 +96,7 @@ def mark_of(head: NDArray) -> Optional[Mark]:
         return None  # not the result of a recorded call
 
 
-def _marks_behind(head: NDArray) -> Set[Mark]:
+def _marks_behind(head: NDArray) -> set[Mark]:
     """Return the marks of a head: its own, or those of the scaled losses that it is made from."""
     own = mark_of(head)
     if own is not None:
@@ -118,8 +108,8 @@ def _marks_behind(head: NDArray) -> Set[Mark]:
     if _ZEROS not in text:
         return set()
     graph = json.loads(text)
-    found: Set[Mark] = set()
-    seen: Set[int] = set()
+    found: set[Mark] = set()
+    seen: set[int] = set()
     waiting = [head[0] for head in graph["heads"]]
     while waiting:
         index = waiting.pop()
@@ -134,7 +124,7 @@ def _marks_behind(head: NDArray) -> Set[Mark]:
 
 
 #: Whether the running code is inside of `scale_loss`, with a scale other than 1.
-inside_scale_loss: "ContextVar[bool]" = ContextVar("mxamp_inside_scale_loss", default=False)
+inside_scale_loss: ContextVar[bool] = ContextVar("mxamp_inside_scale_loss", default=False)
 
 # ---------------------------------------------------------------------- the gradients of a trainer
 
@@ -142,7 +132,7 @@ inside_scale_loss: "ContextVar[bool]" = ContextVar("mxamp_inside_scale_loss", de
 class Entry(NamedTuple):
     """The gradient of one parameter on one device."""
 
-    key: Tuple[int, int]  #: the positions of the parameter and of the device
+    key: tuple[int, int]  #: the positions of the parameter and of the device
     param: Parameter
     data: NDArray
     gradient: NDArray
@@ -179,13 +169,13 @@ class Gradients:
 
     def __init__(self, trainer: Trainer, carried: float) -> None:
         self.trainer, self.carried = trainer, carried
-        self.exceptions: Dict[Tuple[int, int], float] = {}  #: other scales than `carried`
-        self.overflown: Set[Tuple[int, int]] = set()  #: found not finite, and not replaced since
+        self.exceptions: dict[tuple[int, int], float] = {}  #: other scales than `carried`
+        self.overflown: set[tuple[int, int]] = set()  #: found not finite, and not replaced since
         #: The scalers of the losses that gradients come from, by number; none since the last step.
-        self.owners: FrozenSet[int] = frozenset()
+        self.owners: frozenset[int] = frozenset()
         self.statistics = RunningStatistics(self._running_statistics)
 
-    def _running_statistics(self) -> Dict[str, NDArray]:
+    def _running_statistics(self) -> dict[str, NDArray]:
         """Return the running statistics of BatchNorm among the parameters, on all devices.
 
         MXNet does not tell them from other parameters without a gradient; vectors are small.
@@ -198,7 +188,7 @@ class Gradients:
             for data in param.list_data()
         }
 
-    def entries(self, keys: Optional[Iterable[Any]] = None) -> List[Entry]:
+    def entries(self, keys: Iterable[Any] | None = None) -> list[Entry]:
         """Return the gradients of all parameters on all devices, or those of some `keys`."""
         wanted = None if keys is None else set(keys)
         return [
@@ -209,7 +199,7 @@ class Gradients:
             if wanted is None or (i, k) in wanted
         ]
 
-    def fresh(self) -> List[Entry]:
+    def fresh(self) -> list[Entry]:
         """Return the gradients that backward passes have written since the last update."""
         return [entry for entry in self.entries() if entry.is_fresh]
 
@@ -237,7 +227,7 @@ class Gradients:
                             before.copyto(entry.gradient)
                 self._record(entries, mark, known)
 
-    def _prepared(self, entry: Entry, scale: float) -> Optional[NDArray]:
+    def _prepared(self, entry: Entry, scale: float) -> NDArray | None:
         """Bring a gradient that the pass may add to to its scale; return a copy from before."""
         factor, before = scale / self.scale_of(entry), None
         if factor != 1:
@@ -300,7 +290,7 @@ class Gradients:
 
 def gradients_of(trainer: Trainer) -> Gradients:
     """Return the record of a trainer's gradients, which its attribute `_amp_gradients` holds."""
-    found: Optional[Gradients] = vars(trainer).get("_amp_gradients")
+    found: Gradients | None = vars(trainer).get("_amp_gradients")
     if found is None:
         # A trainer that is made after a backward pass steps on the gradients of that pass.
         found = trainer._amp_gradients = Gradients(trainer, passes.last_scale)
@@ -315,7 +305,7 @@ class _Passes(FrontEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
+        self.trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
         self.last_scale = 1.0  #: of the last pass
         self.count = 0  #: of the passes that the patches have seen
         #: The front end whose scale never leaves the backward pass, if it is on.
@@ -427,7 +417,7 @@ class _Passes(FrontEnd):
         heads: Any,
         variables: Any,
         head_grads: Any = None,
-        retain_graph: Optional[bool] = None,
+        retain_graph: bool | None = None,
         create_graph: bool = False,
         train_mode: bool = True,
     ) -> Any:

@@ -8,11 +8,14 @@ After each step `update` takes whether all gradients were finite, and returns th
 backward pass.
 """
 
+from __future__ import annotations
+
+import copy
 import itertools
 import logging
 import math
 import numbers
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Mapping
 
 from ..errors import ArgumentError
 from ..framework.keywords import checked_call
@@ -21,13 +24,8 @@ from ..framework.wording import shown
 logger = logging.getLogger("mxamp")
 
 STATE_VERSION = 1
-NO_STATE = (
-    "the state must be what state_dict of a {kind} gives, not {given}: version {version} has the "
-    "fields {fields}"
-)
+NO_STATE = "the state must be what state_dict of a {kind} gives, with {fields}, not {given}"
 OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
-DYNAMIC = ": without arguments, LossScaler() and GradScaler() scale dynamically"
-NO_DEVICE = ": leave the device out, as in GradScaler()"
 
 #: Numbers of scalers, which scaled losses carry: see `passes`.
 _numbers = itertools.count(1)
@@ -37,9 +35,7 @@ def positive_number(name: str, value: Any) -> float:
     """Return `value` as a float; raise unless it is a positive finite number."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
-        hint = DYNAMIC if isinstance(value, str) and value == "dynamic" else ""
-        hint = NO_DEVICE if isinstance(value, str) and value in ("cuda", "cpu", "gpu") else hint
-        raise ArgumentError(f"{name} must be a positive finite number, not {shown(value)}{hint}")
+        raise ArgumentError(f"{name} must be a positive finite number, not {shown(value)}")
     return float(value)
 
 
@@ -79,7 +75,7 @@ class LossScaler:
     """
 
     #: The fields of a saved state: the settings of the constructor, and two counts.
-    _fields: Tuple[str, ...] = (
+    _fields: tuple[str, ...] = (
         "loss_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale",
         "max_scale", "hysteresis", "clean_steps", "overflows_left",
     )  # fmt: skip
@@ -87,10 +83,7 @@ class LossScaler:
     #: chosen float32, they are not, the scale is 1, and updates are plain MXNet's.
     checks = True
 
-    @checked_call(
-        loss_scale="write LossScaler(init_scale=128), or StaticLossScaler(128) for a constant one",
-        scale="write LossScaler(init_scale=128), or StaticLossScaler(128) for a constant one",
-    )
+    @checked_call()
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -197,7 +190,7 @@ class LossScaler:
                 self._loss_scale = max(self._loss_scale * self._backoff_factor, self._min_scale)
         return self.loss_scale
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain numbers and strings.
 
         >>> StaticLossScaler(128).state_dict()
@@ -207,7 +200,7 @@ class LossScaler:
         return {"kind": self.kind, "version": STATE_VERSION, **values}
 
     @property
-    def _saved_fields(self) -> Tuple[str, ...]:
+    def _saved_fields(self) -> tuple[str, ...]:
         return _KINDS.get(self.kind, type(self))._fields
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,13 +214,11 @@ class LossScaler:
         Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
         scaler, of a newer mxamp, or lacks a field.
         """
-        own, fields = {"kind": self.kind, "version": STATE_VERSION}, self._saved_fields
-        given = state if isinstance(state, Mapping) else {}
-        same = all(given.get(name) == value for name, value in own.items())
-        if not same or not given.keys() >= {*fields}:
-            raise ArgumentError(
-                NO_STATE.format(given=shown(state), fields=", ".join(fields), **own)
-            )
+        own, fields = self.state_dict(), self._saved_fields
+        fits = isinstance(state, Mapping) and state.keys() >= own.keys()
+        if not fits or any(state[name] != own[name] for name in ("kind", "version")):
+            names = ", ".join(own)
+            raise ArgumentError(NO_STATE.format(kind=self.kind, fields=names, given=shown(state)))
         positive_number("loss_scale", state["loss_scale"])
         if self.kind == LossScaler.__name__:
             # The constructor checks the settings; the two counts at the end are not among them.
@@ -249,6 +240,11 @@ class LossScaler:
             logger.warning(OTHER_KIND, saved, self)
             return
         vars(self).update({**vars(saved), "number": self.number})
+
+    def __deepcopy__(self, memo: Any) -> LossScaler:
+        copied = copy.copy(self)
+        copied.number = next(_numbers)
+        return copied
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LossScaler):
@@ -275,9 +271,7 @@ class StaticLossScaler(LossScaler):
 
     _fields = ("loss_scale",)
 
-    @checked_call(
-        loss_scale="write StaticLossScaler(128)", init_scale="write StaticLossScaler(128)"
-    )
+    @checked_call()
     def __init__(self, scale: float = 1.0) -> None:
         self._start(positive_number("scale", scale))
 
@@ -339,7 +333,7 @@ class SharedScale:
         return f"<{self.scaler!r} of {self.scaled_by}: {self.steps} steps, {self.skips} skipped>"
 
 
-def scale_of(optimizer: Any) -> Optional[SharedScale]:
+def scale_of(optimizer: Any) -> SharedScale | None:
     """Return the `SharedScale` of a decorated optimizer, or of its name; None for any other."""
     scale = getattr(optimizer, "_amp_scaling", None)
     return scale if isinstance(scale, SharedScale) else None

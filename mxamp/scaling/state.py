@@ -47,7 +47,7 @@ _STUCK = 10
 #: The parameters that a step's report shows; its field `nonfinite` holds all of them.
 _CULPRITS = 6
 #: The losses of one step that are looked at after an overflow: those of validation may be many.
-_LOSSES = 100
+LOSSES = 100
 _HALF = {"float16", "bfloat16"}
 
 SCALED_TWICE = (
@@ -55,20 +55,18 @@ SCALED_TWICE = (
     "remove {rest}"
 )
 TOO_MANY_SKIPS = (
-    "skipped {steps} in a row, and the loss scale is down to {scale:g}. The first had "
-    "gradients that are not finite in {names}.{loss} Look for a learning rate that is too high, a "
+    "skipped {steps} in a row, and the loss scale is down to {scale:g}. The first had gradients "
+    "that are not finite in {names}.{loss} Look for a learning rate that is too high, and for a "
     "division by zero or a logarithm of zero."
 )
 LOSS_NOT_FINITE = " The loss itself was not finite either."
 ASSIGNED = (
     "trainer.amp_loss_scale only shows the scale, and {given} was assigned to it: to set the "
-    "scale, write init_trainer(trainer, LossScaler(init_scale=128)), or scaler.update(128) with a "
-    "GradScaler"
+    "scale, write init_trainer(trainer, LossScaler(init_scale=128))"
 )
 NEVER_SCALED = (
-    "a trainer with a loss scale of %g steps, and no loss was ever scaled for it: small gradients "
-    "are lost in float16. Run backward from the scaled loss, "
-    "`with mxamp.scale_loss(loss, trainer) as scaled`"
+    "a trainer with a loss scale of %g steps, and no loss was ever scaled for it: run backward "
+    "from the scaled loss, `with mxamp.scale_loss(loss, trainer) as scaled`"
 )
 
 
@@ -123,21 +121,12 @@ class StepReport(NamedTuple):
 _lock = threading.Lock()
 
 
-def _loss_scaler_property(name: str, check: Callable[[Any], Any]) -> Any:
-    """Return a property of states for the attribute `name` of their `LossScaler`.
-
-    With any other scaler, it is the attribute of a new `LossScaler`, and can't be changed.
-    """
-
-    def read_attribute(state: "State") -> Any:
-        return getattr(state.scaler if state.is_dynamic else LossScaler(), name)
-
-    def assign_checked(state: "State", value: Any) -> None:
-        value = check(value)
-        if state.is_dynamic:
-            setattr(state.scaler, name, value)
-
-    return property(read_attribute, assign_checked)
+def _forwarded(name: str, check: Callable[[Any], Any]) -> Any:
+    """Return a property of states for an attribute of their scalers."""
+    return property(
+        lambda state: getattr(state.scaler, name),
+        lambda state, value: setattr(state.scaler, name, check(value)),
+    )
 
 
 class State:
@@ -183,11 +172,6 @@ class State:
         return self.scaled_by not in ("init_trainer", "initialize", "GradScaler")
 
     @property
-    def is_dynamic(self) -> bool:
-        """Whether the scaler is a `LossScaler` that changes its scale."""
-        return self.scaler.kind == LossScaler.__name__
-
-    @property
     def stage(self) -> Stage:
         """The stage of the gradients: whether they carry the scale now."""
         # A pass from a loss that was scaled before the last step, or before `unscale`. A trainer of
@@ -211,11 +195,9 @@ class State:
 
     # The attributes of contrib's scaler, which scripts save and restore by themselves.
     _loss_scale = _next_loss_scale = property(lambda one: one.scaler.loss_scale, _assign_scale)
-    _unskipped = _loss_scaler_property("_clean_steps", partial(whole_number, "_unskipped"))
-    _scale_seq_len = _loss_scaler_property(
-        "_growth_interval", partial(whole_number, "_scale_seq_len", least=1)
-    )
-    _max_loss_scale = _loss_scaler_property("_max_scale", float)
+    _unskipped = _forwarded("_clean_steps", partial(whole_number, "_unskipped"))
+    _scale_seq_len = _forwarded("_growth_interval", partial(whole_number, "steps", least=1))
+    _max_loss_scale = _forwarded("_max_scale", float)
 
     def check_scaled_by(self, *allowed: str) -> None:
         """Raise `StateError` if an API that is not `allowed` scales this trainer's losses."""
@@ -240,52 +222,40 @@ class State:
 
         `losses` are unscaled arrays, checked if the step overflows.
         """
-        with _lock:
-            self.check("scale")
-            before = self._stage, self._scale, self.passes, self._losses
-            self._mark(scale, passes.count)
-            self._losses = [*self._losses, *losses][-_LOSSES:]
-            self._is_reduced = self._may_warn = False
+        self.check("scale")
+        before = self._stage, self._scale, self.passes, self._losses
+        self.mark_scaled(scale, passes.count, [*self._losses, *losses][-LOSSES:])
+        self._is_reduced = self._may_warn = False
         try:
             yield
         except BaseException:
-            with _lock:
-                self._stage, self._scale, self.passes, self._losses = before
+            self._stage, self._scale, self.passes, self._losses = before
             raise
 
-    def _mark(self, scale: float, count: int) -> None:
-        """Set the stage to SCALED; the first losses since a step set scale and count of passes."""
-        if self._stage is not Stage.SCALED:
-            self._count, self._scale = count, scale
-            self._stage = Stage.SCALED  # after the scale: other threads read both
-        self.passes += 1
-        passes.trainers.add(self.trainer)  # a copied trainer has run no constructor
+    def mark_scaled(self, scale: float, count: int, losses: Sequence[NDArray]) -> None:
+        """Mark the gradients as scaled; the first losses since a step set the scale.
 
-    def mark_scaled(self, scale: float, count: int, losses: Sequence[NDArray] = ()) -> None:
-        """Mark the gradients as scaled, without `scale_loss`.
-
-        `losses` are the unscaled losses, `scale` is theirs, and `count` that of passes before them.
+        `losses` are the unscaled losses, and `count` is that of the passes before them.
         """
         with _lock:
-            if self._stage is not Stage.UNSCALED:
-                self._mark(scale, count)
-            self._losses = [*losses]
+            if self._stage in (Stage.NONE, Stage.STEPPED):
+                self._count, self._scale = count, scale
+                self._stage = Stage.SCALED  # after the scale: other threads read both
+            self.passes, self._losses = self.passes + 1, [*losses]
+        passes.trainers.add(self.trainer)  # a copied trainer has run no constructor
 
     def mark_unscaled(
-        self, scale: float, overflown: "set[int]", losses: Sequence[NDArray] = ()
+        self, scale: float, overflown: set[int], losses: Sequence[NDArray] = ()
     ) -> None:
         """Record a backward pass that has scaled its losses and unscaled the gradients.
 
         `overflown` are arrays, by `id`, whose gradients are not finite. `losses` are the losses of
         the pass. Losses of earlier passes, possibly for other trainers, are forgotten.
         """
-        with _lock:
-            if overflown:
-                entries = self.gradients.entries()
-                bad = {entry.key for entry in entries if id(entry.data) in overflown}
-                self.gradients.overflown |= bad
-            self._stage, self._scale, self._losses = Stage.UNSCALED, scale, [*losses]
-            self.passes += 1
+        entries = self.gradients.entries() if overflown else []
+        self.gradients.overflown |= {one.key for one in entries if id(one.data) in overflown}
+        self._stage, self._scale, self._losses = Stage.UNSCALED, scale, [*losses]
+        self.passes += 1
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale, and record which are not finite."""
@@ -293,8 +263,6 @@ class State:
         self._scale = self.loss_scale
         self._equalize()
         self.gradients.unscale()
-        if not self.scaler.checks and self._scale == 1:
-            self.gradients.overflown.clear()
         self._stage = Stage.UNSCALED
 
     def leave_passes(self) -> None:
@@ -348,7 +316,7 @@ class State:
         self.last_stage = stage
         if stage is Stage.NONE:
             self._warn_if_never_scaled()
-            self._notify(StepReport(True, 1.0, self.loss_scale))
+            self._notify(StepReport(True, 1.0, self.loss_scale), ())
             return False
         gradients, known = self.gradients, self._stage is stage and self._scale != 1
         scale = self._scale if known else carried
@@ -374,7 +342,7 @@ class State:
         self._check_skips(report)
         return not finite
 
-    def _notify(self, report: StepReport, losses: Sequence[NDArray] = ()) -> None:
+    def _notify(self, report: StepReport, losses: Sequence[NDArray]) -> None:
         """Call the functions that the debugging tools have put into `_amp_observers`."""
         for observer in vars(self.trainer).get("_amp_observers", ()):
             observer(report, losses)
