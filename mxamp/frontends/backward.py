@@ -11,12 +11,14 @@ gradients without the scale, and its results are scaled again. A backward pass t
 scales and unscales on its own. `scaling.loss_outputs` does the same for custom operators.
 """
 
+from __future__ import annotations
+
 import functools
 import gc
 import logging
 import threading
 import weakref
-from typing import Any, Callable, ContextManager, Iterable, List, Optional, Sequence, Set
+from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -55,8 +57,6 @@ OVERFLOW = (
 _HALF_LIMIT = 2.0**15
 #: Float16 can't hold one factor of 2^-25 and less.
 _LARGEST_FACTOR = 2.0**14
-#: A trainer that has not stepped for this many times the backward passes of a step is unused.
-_UNUSED = 8
 
 #: Runs the original backward pass with the given gradients of its heads.
 Compute = Callable[[Any], Any]
@@ -68,14 +68,14 @@ class _BackwardPatches(FrontEnd):
     def __init__(self) -> None:
         super().__init__()
         #: For trainers whose optimizer was not decorated; None leaves them as they are.
-        self.default_scale: Optional[SharedScale] = None
-        self.trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
+        self.default_scale: SharedScale | None = None
+        self.trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
         self._has_new_trainer = False  # since the last backward pass
         self.variables = Variables()
         self._scale = 1.0  # of the running pass
         self._functions = threading.local()  # depth: of functions with unscaled gradients
-        self._nested: List[NDArray] = []  # gradients of these arrays are unscaled already
-        self._overflown: Set[int] = set()  # by nested passes, by `id`
+        self._nested: list[NDArray] = []  # gradients of these arrays are unscaled already
+        self._overflown: set[int] = set()  # by nested passes, by `id`
         self._has_warned = False
 
     def patches(self) -> Sequence[Patch]:
@@ -134,7 +134,7 @@ class _BackwardPatches(FrontEnd):
         for hook in self._hooks():
             hook.retired = True
 
-    def _hooks(self) -> List[State]:
+    def _hooks(self) -> list[State]:
         """Return the states of the trainers that still have a shared scale."""
         if self._has_new_trainer:
             self._has_new_trainer = False
@@ -172,7 +172,7 @@ class _BackwardPatches(FrontEnd):
 
     def _run_scaled(
         self, compute: Compute, heads: Sequence[NDArray], head_grads: Any, scale: float
-    ) -> Set[int]:
+    ) -> set[int]:
         """Run a backward pass with a scale; return the arrays whose gradients have overflowed."""
         variables = self.variables.all()
         adding = [group[0].gradient for group in by_gradient(v for v in variables if v.adds)]
@@ -272,24 +272,21 @@ backward_patches = _BackwardPatches()
 
 
 def _lowest_scale(hooks: Sequence[State], heads: Sequence[NDArray]) -> float:
-    """Return the scale that is lowest now among the trainers in use; 1 without trainers.
+    """Return the lowest scale of the trainers, or 1.
 
-    A trainer is unused if it has not stepped for far more backward passes than steps take here, or
-    if all its parameters have another trainer since.
+    A trainer does not count if all its parameters have another one since.
     """
     owning = [
         hook for hook in hooks if any(p._trainer is hook.trainer for p in hook.trainer._params)
-    ] or hooks
-    limit = _UNUSED * max([1, *(hook.most_passes for hook in owning)])
-    used = [hook for hook in owning if hook.passes <= limit] or owning
-    scale = min([hook.scaler.loss_scale for hook in used], default=1.0)
+    ]
+    scale = min([hook.scaler.loss_scale for hook in owning or hooks], default=1.0)
     is_half = any(dtype_name(head.dtype) == "float16" for head in heads)
     return min(scale, _HALF_LIMIT) if is_half else scale
 
 
 def _scaled_gradients(
     heads: Sequence[NDArray], head_grads: Any, scale: float
-) -> List[Optional[NDArray]]:
+) -> list[NDArray | None]:
     """Return the gradients of the heads times the scale; ones where none are given."""
     given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
     with autograd.pause(), suspended():
@@ -310,7 +307,7 @@ def _divided(gradient: NDArray, scale: float) -> NDArray:
     return gradient if first == scale else gradient * (first / scale)
 
 
-def _unscaled(variables: Iterable[Variable], scale: float) -> Set[int]:
+def _unscaled(variables: Iterable[Variable], scale: float) -> set[int]:
     """Divide gradients by the scale; return the arrays whose gradients are not finite, by `id`."""
     groups = by_gradient(variables)
     positions = unscale([group[0].gradient for group in groups], scale)

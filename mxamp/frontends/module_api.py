@@ -5,10 +5,14 @@ of the module. `backward` unscales the gradients. If one of them is not finite, 
 workers skip the update.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Callable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import mxnet as mx
@@ -19,12 +23,11 @@ from mxnet.symbol import Symbol
 from ..errors import StateError
 from ..framework.distributed import PARAMETER_SERVER, is_distributed, is_horovod_optimizer
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
-from ..framework.worker_process import log_long_wait
 from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
-from ..scaling.distributed import COMPRESSED, GRADIENTS, Workers, fill_with_inf
+from ..scaling.distributed import COMPRESSED, Workers, fill_with_inf
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.scaler import LossScaler, SharedScale, scale_of
@@ -45,10 +48,6 @@ HOROVOD = (
 SKIPPED = "module update skipped, gradients are not finite; loss scale %g"
 NOT_DECORATED = "nothing scales this module's losses, which float16 needs: decorate its optimizer"
 
-#: The workers of a kvstore, as an attribute of it: the modules of several buckets share a kvstore.
-#: A reference from anywhere else would keep it alive past MXNet's end, and the process would abort.
-_WORKERS = "_amp_workers"
-
 
 class DecoratedName(str):
     """An optimizer's name that carries a scale to `Module`, which makes the optimizer itself."""
@@ -57,21 +56,14 @@ class DecoratedName(str):
     scaling: SharedScale
 
 
+@dataclass
 class _State:
     """A module's loss scaling, from its last forward and backward passes."""
 
-    def __init__(self, module: Module, in_graph: bool = False) -> None:
-        self.in_graph = in_graph  #: its graph takes the scale
-        self.scale = 1.0  #: in its graph since the last forward
-        self.overflown = False  #: a gradient was not finite
-        arrays = module._exec_group.aux_arrays
-        self.statistics = RunningStatistics(
-            lambda: {
-                f"{name} on {array.context}": array
-                for name, of_one in zip(module._aux_names, arrays)
-                for array in of_one
-            }
-        )
+    in_graph: bool = False  #: its graph takes the scale
+    scale: float = 1.0  #: in its graph since the last forward
+    overflown: bool = False  #: a gradient was not finite
+    statistics: RunningStatistics = field(default_factory=RunningStatistics)
 
 
 class _ModulePatches(FrontEnd):
@@ -80,8 +72,8 @@ class _ModulePatches(FrontEnd):
     def __init__(self) -> None:
         super().__init__()
         #: For modules whose optimizer was not decorated; None leaves them as they are.
-        self.default_scale: Optional[SharedScale] = None
-        self.states: "WeakKeyDictionary[Module, _State]" = WeakKeyDictionary()
+        self.default_scale: SharedScale | None = None
+        self.states: WeakKeyDictionary[Module, _State] = WeakKeyDictionary()
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
@@ -122,11 +114,11 @@ def _patched_bind(
     with _with_symbol(self, scalable), scaled_executors():
         original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
     if scalable is not None:
-        module_patches.states[self] = _State(self, in_graph=True)
+        module_patches.states[self] = _State(in_graph=True)
 
 
 @contextmanager
-def _with_symbol(module: Module, scalable: Optional[Symbol]) -> Iterator[None]:
+def _with_symbol(module: Module, scalable: Symbol | None) -> Iterator[None]:
     """Context in which a module binds `scalable`; its own symbol, which it saves, stays."""
     symbol, names = module._symbol, module._state_names
     try:
@@ -146,24 +138,24 @@ def _patched_init_optimizer(
     **kwargs: Any,
 ) -> None:
     """Initialize a module's optimizer, and attach its loss scale, if any, to it."""
-    shared_scale = scale_of(optimizer) or module_patches.default_scale
-    checks = shared_scale is not None and shared_scale.scaler.checks
+    shared = scale_of(optimizer) or module_patches.default_scale
+    checks = shared is not None and shared.scaler.checks
     if checks:
         if is_horovod_optimizer(optimizer):
             raise StateError(HOROVOD)
         check_kvstore(self, kvstore)
     with _updates_off_kvstore() if checks else nullcontext():
         original(self, kvstore, optimizer, *args, **kwargs)
-    if shared_scale is None:
+    if shared is None:
         policy = current_policy()
         if policy is not None and policy.target_dtype == "float16":
             logger.warning(NOT_DECORATED)
         return
     if checks and self._update_on_kvstore:
         raise StateError(ON_KVSTORE.format(kind=getattr(self._kvstore, "type", kvstore)))
-    self._optimizer._amp_scaling = shared_scale
+    self._optimizer._amp_scaling = shared
     if checks and is_distributed(self._kvstore):
-        _synchronize_workers(self, shared_scale)
+        _synchronize_workers(self, shared)
 
 
 def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
@@ -181,7 +173,7 @@ def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any
     original(self, *args, **kwargs)
 
 
-def _scaler_of(module: Module) -> Optional[LossScaler]:
+def _scaler_of(module: Module) -> LossScaler | None:
     """Return the scaler of a module's optimizer; None if its losses are not scaled."""
     shared = scale_of(module._optimizer) if module.optimizer_initialized else None
     return shared.scaler if shared is not None and shared.scaler.checks else None
@@ -190,13 +182,13 @@ def _scaler_of(module: Module) -> Optional[LossScaler]:
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
     """Run a module backward with scaled gradients, unscale them, and record an overflow."""
     scaler = _scaler_of(self)
-    state = module_patches.states.setdefault(self, _State(self))
+    state = module_patches.states.setdefault(self, _State())
     state.overflown = False
     if scaler is None or not (state.in_graph or out_grads is not None):
         original(self, out_grads)
         return
     if scaler.scales:
-        state.statistics.before_pass()
+        state.statistics.before_pass(partial(_running_statistics, self))
     scale = state.scale if state.in_graph else scaler.loss_scale
     # The sum has to carry the same scale as what is added to it.
     multiply(_gradients(self, adding=True), scale)
@@ -205,7 +197,17 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
     state.overflown = bool(unscale(_gradients(self), scale))
 
 
-def _gradients(module: Module, adding: bool = False) -> List[NDArray]:
+def _running_statistics(module: Module) -> dict[str, NDArray]:
+    """Return a module's auxiliary states on all devices."""
+    group = module._exec_group
+    return {
+        f"{name} on {array.context}": array
+        for name, arrays in zip(group.aux_names, group.aux_arrays)
+        for array in arrays
+    }
+
+
+def _gradients(module: Module, adding: bool = False) -> list[NDArray]:
     """Return all gradients of a module; with `adding`, those with `grad_req="add"`."""
     group = module._exec_group
     return [
@@ -227,11 +229,9 @@ def _patched_update(original: Original, self: Module) -> None:
         original(self)
         scaler.update(True)
         return
-    workers: Optional[Workers] = getattr(self._kvstore, _WORKERS, None)
-    with log_long_wait(GRADIENTS, workers.rank) if workers else nullcontext():
-        finite = _update_if_finite(self, scaler, state.overflown, original)
+    finite = _update_if_finite(self, scaler, state.overflown, original)
     if scaler.scales:
-        state.statistics.after_step(finite)
+        state.statistics.after_step(finite, partial(_running_statistics, self))
     scaler.update(finite)
 
 
@@ -259,7 +259,7 @@ def _update_if_finite(
     return True
 
 
-def _trained_gradients(group: Any) -> List[NDArray]:
+def _trained_gradients(group: Any) -> list[NDArray]:
     """Return the gradients of the trained parameters, on all devices."""
     return [g for of_one in group.grad_arrays for g in of_one if g is not None]
 
@@ -301,7 +301,7 @@ def check_kvstore(module: Module, kvstore: Any) -> None:
         PARAMETER_SERVER.check_arrays(f"the parameter {name!r}", arrays)
 
 
-def _synchronize_workers(module: Module, shared_scale: SharedScale) -> None:
+def _synchronize_workers(module: Module, shared: SharedScale) -> None:
     """Give a module the weights of worker 0, and compare the workers' settings.
 
     MXNet shares weights only if the kvstore updates them.
@@ -311,6 +311,4 @@ def _synchronize_workers(module: Module, shared_scale: SharedScale) -> None:
         kvstore.pull(name, out=arrays)
     mx.nd.waitall()
     module._params_dirty = True
-    workers = Workers(kvstore, string_keys=True)
-    workers.check_settings(shared_scale.scaler.state_dict())
-    setattr(kvstore, _WORKERS, workers)
+    Workers(kvstore, string_keys=True).check_settings(shared.scaler.state_dict())

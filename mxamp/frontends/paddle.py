@@ -37,15 +37,7 @@ _TO_CAST = "initialize(net, trainer, opt_level='O2') casts a net for training"
 _COPIED = ("_index_update_count", "_all_index_update_counts", "lr_mult", "wd_mult", "idx2name")
 
 
-@checked_call(
-    models=_TO_CAST,
-    optimizers=_TO_CAST,
-    level=_TO_CAST,
-    dtype=_TO_CAST,
-    master_weight=_TO_CAST,
-    learning_rate="write decorate(mx.optimizer.create('sgd', learning_rate=0.1))",
-    init_scale="write init_loss_scaling=",
-)
+@checked_call(models=_TO_CAST, level=_TO_CAST)
 def decorate(
     optimizer: Union[str, Optimizer],
     init_loss_scaling: float = 2.0**16,

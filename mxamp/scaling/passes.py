@@ -173,9 +173,9 @@ class Gradients:
         self.overflown: set[tuple[int, int]] = set()  #: found not finite, and not replaced since
         #: The scalers of the losses that gradients come from, by number; none since the last step.
         self.owners: frozenset[int] = frozenset()
-        self.statistics = RunningStatistics(self._running_statistics)
+        self.statistics = RunningStatistics()
 
-    def _running_statistics(self) -> dict[str, NDArray]:
+    def running_statistics(self) -> dict[str, NDArray]:
         """Return the running statistics of BatchNorm among the parameters, on all devices.
 
         MXNet does not tell them from other parameters without a gradient; vectors are small.
@@ -380,7 +380,7 @@ class _Passes(FrontEnd):
         alone = len(records) == 1 and records[0].carried == mark.scale and self.automatic is None
         with nullcontext() if alone else self._pass_lock, ExitStack() as stack:
             for record in records:
-                record.statistics.before_pass()
+                record.statistics.before_pass(record.running_statistics)
                 stack.enter_context(record.written(mark))
             yield
 

@@ -156,7 +156,6 @@ class State:
         self._skips_in_a_row, self._has_warned_of_skips = 0, False
         self._first_nonfinite: tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
-        self.passes = self.most_passes = 0  #: losses scaled since the last step, and at most
         self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
         self._count = 0  #: of passes before these losses
         self._losses: list[NDArray] = []  #: these losses, unscaled
@@ -223,13 +222,13 @@ class State:
         `losses` are unscaled arrays, checked if the step overflows.
         """
         self.check("scale")
-        before = self._stage, self._scale, self.passes, self._losses
+        before = self._stage, self._scale, self._losses
         self.mark_scaled(scale, passes.count, [*self._losses, *losses][-LOSSES:])
         self._is_reduced = self._may_warn = False
         try:
             yield
         except BaseException:
-            self._stage, self._scale, self.passes, self._losses = before
+            self._stage, self._scale, self._losses = before
             raise
 
     def mark_scaled(self, scale: float, count: int, losses: Sequence[NDArray]) -> None:
@@ -241,7 +240,7 @@ class State:
             if self._stage in (Stage.NONE, Stage.STEPPED):
                 self._count, self._scale = count, scale
                 self._stage = Stage.SCALED  # after the scale: other threads read both
-            self.passes, self._losses = self.passes + 1, [*losses]
+            self._losses = [*losses]
         passes.trainers.add(self.trainer)  # a copied trainer has run no constructor
 
     def mark_unscaled(
@@ -255,7 +254,6 @@ class State:
         entries = self.gradients.entries() if overflown else []
         self.gradients.overflown |= {one.key for one in entries if id(one.data) in overflown}
         self._stage, self._scale, self._losses = Stage.UNSCALED, scale, [*losses]
-        self.passes += 1
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale, and record which are not finite."""
@@ -332,11 +330,10 @@ class State:
         report = self._update_scaler(finite, scale, used)
         losses, self._losses = self._losses, []
         self._stage, self._is_reduced = Stage.NONE, False
-        self.most_passes, self.passes = max(self.most_passes, self.passes), 0
         gradients.end_step()
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         if self.scaler.scales and self.scaler.checks:
-            gradients.statistics.after_step(finite)
+            gradients.statistics.after_step(finite, gradients.running_statistics)
         self.publish(report)
         self._notify(report, losses)
         self._check_skips(report)

@@ -4,8 +4,10 @@ In float16 an activation that overflows makes them Inf or NaN, and no later batc
 again. A skipped step puts back the values of the last finite step.
 """
 
+from __future__ import annotations
+
 import logging
-from typing import Callable, Dict, Mapping, Optional
+from typing import Callable, Mapping
 
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
@@ -26,37 +28,39 @@ LOST = (
 )
 
 
+Arrays = Callable[[], Mapping[str, NDArray]]
+
+
 class RunningStatistics:
     """The running statistics of one trainer or module, as they were after its last finite step.
 
-    `arrays` returns them by name.
+    Its methods take a function that returns them by name.
     """
 
-    def __init__(self, arrays: Callable[[], Mapping[str, NDArray]]) -> None:
-        self._arrays = arrays
-        self._saved: Optional[Dict[str, NDArray]] = None
+    def __init__(self) -> None:
+        self._saved: dict[str, NDArray] | None = None
         self._has_logged = False
 
-    def before_pass(self) -> None:
+    def before_pass(self, arrays: Arrays) -> None:
         """Save the statistics before the first backward pass, which updates them."""
         if self._saved is None:
-            self._saved = self._copied()
+            self._save(arrays)
 
-    def _copied(self) -> Dict[str, NDArray]:
+    def _save(self, arrays: Arrays) -> None:
         with autograd.pause(), suspended():
-            return {name: array.copy() for name, array in self._arrays().items()}
+            self._saved = {name: array.copy() for name, array in arrays().items()}
 
-    def after_step(self, finite: bool) -> None:
+    def after_step(self, finite: bool, arrays: Arrays) -> None:
         """Save the statistics after a finite step; after another, put back the last finite ones."""
         if finite or self._saved is None:
-            self._saved = self._copied()
+            self._save(arrays)
             return
-        arrays = self._arrays()
-        bad = {name for name, array in arrays.items() if not all_finite([array])}
-        known = {name for name in bad if name in self._saved and all_finite([self._saved[name]])}
+        bad = {name: array for name, array in arrays().items() if not all_finite([array])}
+        saved = {name: self._saved[name] for name in bad if name in self._saved}
+        known = {name for name, array in saved.items() if all_finite([array])}
         for name in known:
-            self._saved[name].copyto(arrays[name])
-        for message, names in ((RESTORED, known), (LOST, bad - known)):
+            saved[name].copyto(bad[name])
+        for message, names in ((RESTORED, known), (LOST, bad.keys() - known)):
             if names and not self._has_logged:
                 logger.warning(message, shortened(sorted(names)))
         self._has_logged |= bool(bad)

@@ -7,7 +7,7 @@ import os
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.module import Module
 
 import digits
@@ -336,34 +336,6 @@ def test_a_decorated_trainer_goes_on_from_the_file_of_another_one(tmp_path):
     scaling = optimizer.scaling
     assert (scaling.loss_scale, scaling.steps, scaling.skips) == (256, 0, 0)
     assert trainer.amp_steps == 1
-
-
-@pytest.mark.parametrize("accumulated", [1, 20])
-def test_a_trainer_that_is_not_used_any_more_lowers_no_other_ones_scale(accumulated):
-    amp.init("float16", ctx=mx.cpu())
-    old, new = (gluon.nn.Dense(1, in_units=4) for _ in range(2))
-    trainers = []
-    for net, scale in ((old, 2.0), (new, 512.0)):
-        net.initialize()
-        net.collect_params().setattr("grad_req", "add")
-        optimizer = amp.decorate(mx.optimizer.SGD(learning_rate=1e-3), init_loss_scaling=scale)
-        trainers.append(gluon.Trainer(net.collect_params(), optimizer))
-
-    def step(net, trainer):
-        for _ in range(accumulated):
-            with autograd.record():
-                loss = net(randn(2, 4)).sum()
-            loss.backward()
-        trainer.step(2)
-        net.collect_params().zero_grad()
-        return trainer.amp_last_step.loss_scale
-
-    assert step(old, trainers[0]) == 2
-    # The old one may be stepped next: its limit holds for a while.
-    scales = [step(new, trainers[1]) for _ in range(20)]
-    assert (scales[0], scales[-1]) == (2, 512)
-    # And again from when it steps again: alternating trainers share the lower scale.
-    assert [step(old, trainers[0]), step(new, trainers[1])] == [512, 2]
 
 
 def test_the_optimizer_that_was_given_keeps_its_own_counts():

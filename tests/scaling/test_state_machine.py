@@ -209,9 +209,7 @@ class Programs(RuleBasedStateMachine):
             levels = {0: ("O0", None), 1: ("O1", "dynamic"), 2: ("O1", scales[0])}
             level, scale = levels[grows]
             nets, trainers = zip(*((one.net, one.trainer) for one in self.owners))
-            amp.initialize(
-                [*nets], [*trainers], opt_level=level, loss_scale=scale, ctx=mx.cpu()
-            )
+            amp.initialize([*nets], [*trainers], opt_level=level, loss_scale=scale, ctx=mx.cpu())
 
     def teardown(self):
         amp.shutdown()
@@ -314,7 +312,9 @@ class Programs(RuleBasedStateMachine):
         legality = WRONG if any(one.unscaled for one in way) else LEGAL
         with self.expect(legality) as result:
             try:
-                with autograd.record(), amp.scale_loss(loss.array, [o.trainer for o in way]) as array:
+                with autograd.record(), amp.scale_loss(
+                    loss.array, [o.trainer for o in way]
+                ) as array:
                     scaled = self.scaled(loss, array, way)
                     self.keep(loss, scaled)
                     if use == "error":
@@ -359,7 +359,9 @@ class Programs(RuleBasedStateMachine):
 
     def run(self, losses, retain):
         """Call backward on losses."""
-        losses = list({id(loss.array): loss for loss in losses}.values())  # a scale of 1 copies none
+        losses = list(
+            {id(loss.array): loss for loss in losses}.values()
+        )  # a scale of 1 copies none
         scalings = [scaling for loss in losses for scaling in loss.scalings]
         scales = {s.scale for s in scalings} | {1.0 for loss in losses if not loss.scalings}
         reused = any(s.spent and s.scale != 1 for s in scalings)
@@ -467,7 +469,7 @@ class Programs(RuleBasedStateMachine):
         in_two=st.booleans(),
         reuse=st.booleans(),
     )
-    def step(self, pick, batch_size, ignore_stale_grad, in_two, reuse):
+    def step(self, pick, batch_size, ignore_stale_grad, in_two, reuse):  # noqa: PLR0912
         owner = self.owner(pick)
         overflows = not all(weight.finite for weight in owner.fresh)
         if owner.forgot_to_scale or (overflows and not owner.checks):
@@ -494,7 +496,11 @@ class Programs(RuleBasedStateMachine):
             seen_before = any(weight.hidden for weight in fresh)
             assert skipped == overflows or seen_before, "skipped" if skipped else "not skipped"
         if owner.kind == "scale_loss":
-            assert trainer.amp_loss_scale <= old_scale if skipped else trainer.amp_loss_scale >= old_scale
+            assert (
+                trainer.amp_loss_scale <= old_scale
+                if skipped
+                else trainer.amp_loss_scale >= old_scale
+            )
         for weight in fresh:
             if skipped:
                 weight.fresh = False
