@@ -17,6 +17,7 @@ import threading
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import numpy as np
@@ -72,13 +73,20 @@ def marked(loss: NDArray, scale: float, owners: Iterable[int]) -> NDArray:
     """Return a loss times a scale, with a mark; a scale of 1 needs neither."""
     if scale == 1:
         return loss
-    numbers = "".join(f"1{number:08d}" for number in owners)
-    text = f"{np.format_float_positional(scale, trim='0')}{_ZEROS}{numbers}"
+    text = _text(scale, tuple(owners))
     if isinstance(loss, np_ndarray):
         return np_internal.multiply_scalar(loss, scalar=text)
     return nd._internal._mul_scalar(loss, scalar=text)
 
 
+@lru_cache(maxsize=64)
+def _text(scale: float, owners: tuple[int, ...]) -> str:
+    """Return a scale with its mark, as MXNet reads and keeps it."""
+    numbers = "".join(f"1{number:08d}" for number in owners)
+    return f"{np.format_float_positional(scale, trim='0')}{_ZEROS}{numbers}"
+
+
+@lru_cache(maxsize=64)
 def _parsed(scalar: str | None) -> Mark | None:
     """Return the mark in the text of a scalar operand; None if it holds none."""
     text, zeros, digits = (scalar or "").rpartition(_ZEROS)
@@ -207,17 +215,17 @@ class Gradients:
         """Return the scale that a gradient carries."""
         return self.exceptions.get(entry.key, self.carried)
 
+    def carry_all(self, scale: float) -> bool:
+        """Return whether no backward pass with `scale` changes this record."""
+        return self.carried == scale and not self.exceptions and not self.overflown
+
     @contextmanager
-    def written(self, mark: Mark) -> Iterator[None]:
-        """Context of a backward pass from losses with a mark, which may write these gradients."""
-        known = self.carried == mark.scale
-        if known and not self.exceptions and not self.overflown:
-            self.owners |= mark.owners
-            yield
-            return
+    def written(self, scale: float) -> Iterator[None]:
+        """Context of a backward pass with a scale, which may write these gradients."""
+        known = self.carried == scale
         entries = self.entries({*self.exceptions, *self.overflown} if known else None)
         with without_flags([entry.data for entry in entries]):
-            kept = [(entry, self._prepared(entry, mark.scale)) for entry in entries if entry.adds]
+            kept = [(entry, self._prepared(entry, scale)) for entry in entries if entry.adds]
             try:
                 yield
             finally:
@@ -225,7 +233,7 @@ class Gradients:
                     if before is not None and not entry.is_fresh:
                         with autograd.pause():
                             before.copyto(entry.gradient)
-                self._record(entries, mark, known)
+                self._record(entries, scale)
 
     def _prepared(self, entry: Entry, scale: float) -> NDArray | None:
         """Bring a gradient that the pass may add to to its scale; return a copy from before."""
@@ -236,20 +244,14 @@ class Gradients:
             multiply([entry.gradient], factor)
         return before
 
-    def _record(self, entries: Sequence[Entry], mark: Mark, known: bool) -> None:
+    def _record(self, entries: Sequence[Entry], scale: float) -> None:
         """Record the scale of the `entries` that a pass has written."""
-        written = {entry.key: entry for entry in entries if entry.is_fresh}
-        if written or known:
-            self.owners |= mark.owners
+        written = {entry.key for entry in entries if entry.is_fresh}
         if written:
-            self.overflown -= {key for key, entry in written.items() if not entry.adds}
-            scales = {entry.key: self.scale_of(entry) for entry in entries}
-            self.carried = mark.scale
-            self.exceptions = {
-                key: scale
-                for key, scale in scales.items()
-                if key not in written and scale != mark.scale
-            }
+            self.overflown -= {one.key for one in entries if one.key in written and not one.adds}
+            others = {one.key: self.scale_of(one) for one in entries if one.key not in written}
+            self.carried = scale
+            self.exceptions = {key: other for key, other in others.items() if other != scale}
 
     def assume(self, scale: float, count: int) -> None:
         """Take the gradients for those of a loss with `scale` if no pass was seen since `count`.
@@ -377,11 +379,16 @@ class _Passes(FrontEnd):
         """Context of a pass that writes gradients: record its scale for each trainer."""
         records = [gradients_of(trainer) for trainer in list(self.trainers)]
         self.last_scale, self.count = mark.scale, self.count + 1
-        alone = len(records) == 1 and records[0].carried == mark.scale and self.automatic is None
-        with nullcontext() if alone else self._pass_lock, ExitStack() as stack:
+        for record in records:
+            record.statistics.before_pass(record.running_statistics)
+            record.owners |= mark.owners
+        if len(records) == 1 and self.automatic is None and records[0].carry_all(mark.scale):
+            yield
+            return
+        with self._pass_lock, ExitStack() as stack:
             for record in records:
-                record.statistics.before_pass(record.running_statistics)
-                stack.enter_context(record.written(mark))
+                if not record.carry_all(mark.scale):
+                    stack.enter_context(record.written(mark.scale))
             yield
 
     def _patched_backward(

@@ -52,8 +52,9 @@ class RunningStatistics:
 
     def after_step(self, finite: bool, arrays: Arrays) -> None:
         """Save the statistics after a finite step; after another, put back the last finite ones."""
-        if finite or self._saved is None:
-            self._save(arrays)
+        if finite or not self._saved:
+            if self._saved != {}:  # there are none
+                self._save(arrays)
             return
         bad = {name: array for name, array in arrays().items() if not all_finite([array])}
         saved = {name: self._saved[name] for name in bad if name in self._saved}
