@@ -79,10 +79,13 @@ class GradScaler:
         grows = growth_factor, backoff_factor, growth_interval
         self._scaler = LossScaler(init_scale, *grows, min_scale, max_scale, hysteresis)
         self._enabled = check_bool("enabled", enabled)
+        if self._enabled:
+            check_contrib_is_off()
+            passes.open()  # now: `autograd.backward(scaler.scale(loss))` looks backward up first
         # Since the last update: results of steps, unscaled losses, and the trainers' states.
         self._results: list[bool] = []
         self._losses: list[NDArray] = []
-        self._first = 1.0, -1  #: the scale of the first of these losses, and count of passes before
+        self._first = 1.0  #: the scale of the first of these losses
         self._stepped: weakref.WeakSet[State] = weakref.WeakSet()
 
     def is_enabled(self) -> bool:
@@ -125,7 +128,7 @@ class GradScaler:
             passes.open()
         scaled, unscaled = scale_losses(loss, self.get_scale(), [self._active.number])
         if not self._losses:
-            self._first = self.get_scale(), passes.count
+            self._first = self.get_scale()
         self._losses = [*self._losses, *unscaled][-LOSSES:]
         return scaled
 
@@ -185,11 +188,10 @@ class GradScaler:
 
     def _mark_scaled(self, hook: State) -> None:
         """Mark a trainer's gradients as scaled; warn if they come from a loss that is not."""
-        was_unseen = self._losses and passes.count == self._first[1]
-        unmarked = hook.stage is Stage.NONE and hook.gradients.carried == 1 and not was_unseen
-        if unmarked and self.get_scale() != 1:
+        is_plain = hook.gradients.carried == 1 and (hook.gradients.is_known or not self._losses)
+        if hook.stage is Stage.NONE and is_plain and self.get_scale() != 1:
             logger.warning(NOT_SCALED)
-        hook.mark_scaled(*self._first, self._losses)
+        hook.mark_scaled(self._first, self._losses)
 
     def update(self, new_scale: float | None = None) -> None:
         """Set the scale of the next losses: by the steps since the last update, or to `new_scale`.
@@ -208,7 +210,7 @@ class GradScaler:
             self._scaler.update(all(self._results))
         if self.get_scale() != before:
             logger.info("loss scale %g -> %g", before, self.get_scale())
-        self._losses, self._first = [], (1.0, -1)
+        self._losses, self._first = [], 1.0
         self._results.clear()
         for hook in list(self._stepped):
             hook.set_stepped(False)

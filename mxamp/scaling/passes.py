@@ -181,6 +181,7 @@ class Gradients:
         self.overflown: set[tuple[int, int]] = set()  #: found not finite, and not replaced since
         #: The scalers of the losses that gradients come from, by number; none since the last step.
         self.owners: frozenset[int] = frozenset()
+        self.is_known = False  #: a pass was seen since the last step
         self.statistics = RunningStatistics()
 
     def running_statistics(self) -> dict[str, NDArray]:
@@ -253,12 +254,12 @@ class Gradients:
             self.carried = scale
             self.exceptions = {key: other for key, other in others.items() if other != scale}
 
-    def assume(self, scale: float, count: int) -> None:
-        """Take the gradients for those of a loss with `scale` if no pass was seen since `count`.
+    def assume(self, scale: float) -> None:
+        """Take the gradients for those of a loss with `scale` if no pass was seen since the step.
 
         The pass was then made by a function that the program has looked up before the patches.
         """
-        if passes.count == count:
+        if not self.is_known:
             self.carried, self.exceptions = scale, {}
 
     def equalize(self) -> float:
@@ -279,7 +280,7 @@ class Gradients:
 
     def end_step(self) -> None:
         """Record that the gradients have been used."""
-        self.overflown, self.owners = set(), frozenset()
+        self.overflown, self.owners, self.is_known = set(), frozenset(), False
 
     def check_unscaled(self) -> None:
         """Raise `StateError` if a fresh gradient carries a scale, which nothing will take out."""
@@ -309,7 +310,6 @@ class _Passes(FrontEnd):
         super().__init__()
         self.trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
         self.last_scale = 1.0  #: of the last pass
-        self.count = 0  #: of the passes that the patches have seen
         #: The front end whose scale never leaves the backward pass, if it is on.
         self.automatic: Any = None
         #: Held by passes and steps of several trainers while they read and set flags.
@@ -378,10 +378,11 @@ class _Passes(FrontEnd):
     def _recorded(self, mark: Mark) -> Iterator[None]:
         """Context of a pass that writes gradients: record its scale for each trainer."""
         records = [gradients_of(trainer) for trainer in list(self.trainers)]
-        self.last_scale, self.count = mark.scale, self.count + 1
+        self.last_scale = mark.scale
         for record in records:
             record.statistics.before_pass(record.running_statistics)
             record.owners |= mark.owners
+            record.is_known = True
         if len(records) == 1 and self.automatic is None and records[0].carry_all(mark.scale):
             yield
             return

@@ -157,7 +157,6 @@ class State:
         self._first_nonfinite: tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
         self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
-        self._count = 0  #: of passes before these losses
         self._losses: list[NDArray] = []  #: these losses, unscaled
         self._is_reduced = False  #: summed over devices already
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
@@ -223,7 +222,7 @@ class State:
         """
         self.check("scale")
         before = self._stage, self._scale, self._losses
-        self.mark_scaled(scale, passes.count, [*self._losses, *losses][-LOSSES:])
+        self.mark_scaled(scale, [*self._losses, *losses][-LOSSES:])
         self._is_reduced = self._may_warn = False
         try:
             yield
@@ -231,14 +230,11 @@ class State:
             self._stage, self._scale, self._losses = before
             raise
 
-    def mark_scaled(self, scale: float, count: int, losses: Sequence[NDArray]) -> None:
-        """Mark the gradients as scaled; the first losses since a step set the scale.
-
-        `losses` are the unscaled losses, and `count` is that of the passes before them.
-        """
+    def mark_scaled(self, scale: float, losses: Sequence[NDArray]) -> None:
+        """Mark the gradients as scaled; the first unscaled `losses` since a step set the scale."""
         with _lock:
             if self._stage in (Stage.NONE, Stage.STEPPED):
-                self._count, self._scale = count, scale
+                self._scale = scale
                 self._stage = Stage.SCALED  # after the scale: other threads read both
             self._losses = [*losses]
         passes.trainers.add(self.trainer)  # a copied trainer has run no constructor
@@ -265,7 +261,7 @@ class State:
 
     def leave_passes(self) -> None:
         """Unscale the gradients, because no backward pass is seen from now on."""
-        if self.stage is Stage.SCALED and passes.count != self._count:
+        if self.stage is Stage.SCALED and self.gradients.is_known:
             self.unscale()
         self.gradients.unscale()
 
@@ -297,7 +293,7 @@ class State:
         Raises `StateError` if another trainer's loss has scaled them.
         """
         if self._stage is Stage.SCALED:
-            self.gradients.assume(self._scale, self._count)
+            self.gradients.assume(self._scale)
         elif self.stage is Stage.NONE:
             self.gradients.check_unscaled()
         return self.gradients.equalize()
