@@ -255,12 +255,12 @@ class Gradients:
             self.exceptions = {key: other for key, other in others.items() if other != scale}
 
     def assume(self, scale: float) -> None:
-        """Take the gradients for those of a loss with `scale` if no pass was seen since the step.
+        """Take fresh gradients for those of a loss with `scale` if no pass was seen since the step.
 
         The pass was then made by a function that the program has looked up before the patches.
         """
         if not self.is_known:
-            self.carried, self.exceptions = scale, {}
+            self._record(self.entries(), scale)
 
     def equalize(self) -> float:
         """Multiply gradients so that all fresh ones carry one scale; return it."""

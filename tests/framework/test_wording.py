@@ -63,7 +63,7 @@ def trainer():
     (lambda: amp.LossScaler(backoff_factor=1), "backoff_factor must be less than 1, not 1"),
     (lambda: amp.LossScaler(growth_interval=0), "growth_interval must be a whole number of at least 1, not 0"),
     (lambda: amp.LossScaler(init_scale=0.5), "init_scale must be between min_scale and max_scale, 1 and .*, not 0.5"),
-    (lambda: amp.LossScaler().load_state_dict(BF16), "the state must be what state_dict of a LossScaler gives, not bfloat16"),
+    (lambda: amp.LossScaler().load_state_dict(BF16), "the state must be what state_dict of a LossScaler gives, with .*, not bfloat16"),
     (lambda: amp.init_trainer(dict), "init_trainer takes a gluon.Trainer, not the class dict"),
     (lambda: amp.unscale(mx.nd.zeros(2)), "the trainer must be a gluon.Trainer, not an NDArray of 2 in float32"),
     (lambda: amp.GradScaler().step(3, 1), "a GradScaler takes a gluon.Trainer, not 3"),
