@@ -25,10 +25,11 @@ from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
 from ..graph.ir import Graph
 from ..patches.announcements import announce_float32
-from ..patches.autocast import init, switch_on
+from ..patches.autocast import autocast, init, switch_on
 from ..policy.active import FLOAT32, chose_float32, current_policy
 from ..policy.choice import chosen_policy
 from ..policy.policy import Policy
+from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler, unchecked_scaler
 from ..scaling.trainer import active_hook, attach_hook
 from .automatic import end_automatic_run
@@ -97,7 +98,8 @@ def initialize(
     Raises
     ------
     ArgumentError
-        An unknown level, dtype or loss scale, or `keep_batchnorm_fp32=False`.
+        An unknown level, dtype or loss scale, `keep_batchnorm_fp32=False`, or an optimizer that
+        can't update float16 weights, with O3.
     StateError
         Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
         net has float16 parameters.
@@ -119,7 +121,7 @@ def initialize(
         if switch_on(policy):
             announce_float32()
     elif opt_level != "O0":
-        init(policy=_o3_policy(policy) if in_float16 and opt_level == "O3" else policy)
+        init(policy=_o3_policy(policy, optimizers) if in_float16 and opt_level == "O3" else policy)
     if opt_level in ("O2", "O3") and not in_float16:
         logger.info(STAY_FLOAT32, opt_level)
     elif opt_level in ("O2", "O3"):
@@ -172,10 +174,17 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
                 raise StateError(f"parameter {name!r} is float16 already: was it cast before?")
 
 
-def _o3_policy(policy: Policy) -> Policy:
-    """Return the policy of O3: float32 operators follow their inputs if MXNet has a half kernel."""
+def _o3_policy(policy: Policy, trainers: Sequence[Trainer]) -> Policy:
+    """Return the policy of O3: float32 operators follow their inputs if MXNet has a half kernel.
+
+    Raises if the optimizer of a trainer can't update float16 weights.
+    """
     kept = [name for name in policy.operators("fp32") if policy.rule(name).missing is not None]
-    return policy.override(fp32=kept, replace_lists=True)
+    policy = policy.override(fp32=kept, replace_lists=True)
+    with autocast(policy=policy):
+        for trainer in trainers:
+            check_float16_update(trainer, casts=True)
+    return policy
 
 
 def _cast_to_float16(net: Block, is_o2: bool, float_norms: bool) -> None:

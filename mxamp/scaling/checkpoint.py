@@ -9,7 +9,8 @@ Like every pickle, a state file can run code when it is loaded: load only files 
 
 import os
 import pickletools
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
@@ -19,18 +20,15 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError
 from ..framework.files import NOT_THE_SAME, checksum, replaced_file
 from ..framework.wording import shown
-from .optimizer_states import fit_to_parameters, saved_in_float32, share_step_counts
+from .optimizer_states import fit_to_parameters, saved_in_float32, share_step_counts, updaters_of
 from .scaler import whole_number
-
-__all__ = ["load_states", "save_states", "parse_state", "pop_scaler_state"]
 
 _ATTRIBUTE, _MASTERS = "_amp_state", "_amp_masters"
 
 NO_STATES = (
-    "{path!r} holds no states of a trainer ({why}); the trainer is as it was. Was it written by "
-    "trainer.save_states, and to its end?"
+    "{path!r} holds no states of a trainer ({error!r}); the trainer is as it was. Was it written "
+    "by trainer.save_states, and to its end?"
 )
-
 NO_STATE = "the state must come from state_dict, with scaler, steps and skips, not {given}"
 
 
@@ -44,37 +42,29 @@ def save_states(
 
     Raises `WriteError` if that fails.
     """
-    optimizer = trainer._optimizer
-    with ExitStack() as stack:
-        added: Dict[str, Any] = {_ATTRIBUTE: dict(state)}
-        if by_level:
-            added[_MASTERS] = stack.enter_context(saved_in_float32(trainer))
-        vars(optimizer).update(added)
-        for name in added:
-            stack.callback(delattr, optimizer, name)
-        with replaced_file(path, _check_complete) as temporary:
+    in_float32 = saved_in_float32(trainer) if by_level else nullcontext({})
+    with in_float32 as masters, replaced_file(path, _check_complete) as temporary:
+        added = {_ATTRIBUTE: dict(state), **({_MASTERS: masters} if by_level else {})}
+        vars(trainer._optimizer).update(added)
+        try:
             type(trainer).save_states(trainer, os.fspath(temporary))
+        finally:
+            for name in added:
+                delattr(trainer._optimizer, name)
 
 
 def _check_complete(path: Path) -> None:
     """Raise `OSError` unless a file holds one whole pickle: a pickle marks its own end."""
     checksum(path)  # from the disk, into memory
-    try:
-        with open(path, "rb") as file:
-            for _ in pickletools.genops(file):
-                pass
-            whole = not file.read(1)
-    except ValueError:
-        whole = False
-    if not whole:
-        raise OSError(NOT_THE_SAME)
+    with suppress(ValueError), open(path, "rb") as file:
+        deque(pickletools.genops(file), maxlen=0)
+        if not file.read(1):
+            return
+    raise OSError(NOT_THE_SAME)
 
 
 def load_states(
-    trainer: Trainer,
-    path: str,
-    resume: Callable[[Mapping[str, Any]], None],
-    by_level: bool = False,
+    trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None], by_level: bool = False
 ) -> List[Tuple[NDArray, NDArray]]:
     """Load a trainer's states, and call `resume` with the loss scaler's; an error changes nothing.
 
@@ -92,8 +82,7 @@ def load_states(
         except OSError:
             raise
         except Exception as error:  # unpickling damaged states may raise anything
-            why = f"{type(error).__name__}: {error}"
-            raise ArgumentError(NO_STATES.format(path=path, why=why)) from error
+            raise ArgumentError(NO_STATES.format(path=path, error=error)) from error
         if by_level:
             trainer._optimizer.multi_precision = has_masters
         share_step_counts(trainer)
@@ -124,11 +113,11 @@ def _restored_on_error(trainer: Trainer) -> Iterator[None]:
     if not trainer._kv_initialized:
         trainer._init_kvstore()
     optimizer = trainer._optimizer
-    before = [dict(vars(updater)) for updater in trainer._updaters or ()]
+    before = [(updater, dict(vars(updater))) for updater in updaters_of(trainer)]
     try:
         yield
     except BaseException:
         trainer._optimizer = optimizer
-        for updater, attributes in zip(trainer._updaters or (), before):
+        for updater, attributes in before:
             vars(updater).update(attributes)
         raise

@@ -2,25 +2,26 @@
 
 For float16 weights with `multi_precision=True`, MXNet's optimizers pair the states with float32
 master weights: (master, states), or (states, master). Without it the states are float16 as the
-weights are; those of float32 weights are float32. An optimizer fails on states of another form.
+weights are, or float32 for a few optimizers; those of float32 weights are float32. An optimizer
+fails on states of another form.
+
+The form that an optimizer wants for a weight is that of a new state, and it is filled with the
+arrays of the old one.
 """
 
 import copy
 import logging
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
+from mxnet import autograd
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
-from ..framework.arrays import cast, map_arrays, plain_array
-from ..framework.machine import dtype_name
+from ..framework.arrays import cast, dtype_of, map_arrays, plain_array
 from ..policy.active import suspended
-from ..policy.decision import CASTABLE
-
-__all__ = ["fit_to_parameters", "follow_weights", "saved_in_float32", "share_step_counts"]
 
 logger = logging.getLogger("mxamp")
 
@@ -32,150 +33,59 @@ OTHER_SHAPE = (
     "are of another network. The trainer is as it was"
 )
 
-#: A weight that no state starts with.
-_MARK = 7.0
-
-
-class _State(NamedTuple):
-    """One parameter's state: what the optimizer keeps, and the float32 master weight if any."""
-
-    kept: Any
-    master: Optional[NDArray]
-
-
-class _Forms:
-    """The two forms of an optimizer's state for weights of some shape."""
-
-    def __init__(self, optimizer: Any, index: int, weight: NDArray) -> None:
-        probe = copy.copy(optimizer)
-        held = vars(optimizer).items()
-        vars(probe).update({k: copy.copy(v) for k, v in held if isinstance(v, (dict, list, set))})
-        probe.multi_precision = True
-        mark = mx.nd.full((1,) * weight.ndim, _MARK)
-        self._plain = _form(probe.create_state_multi_precision(index, mark))
-        paired = probe.create_state_multi_precision(index, mark.astype("float16"))
-        self._paired = _form(paired)
-        #: The place of the master weight in a pair; None if the optimizer makes none.
-        self.place = None
-        if isinstance(paired, tuple) and len(paired) == 2:  # noqa: PLR2004
-            for place, other in enumerate(paired[::-1]):
-                if _is_mark(paired[place]) and _form(other) == self._plain:
-                    self.place = place
-
-    def split(self, state: Any) -> Optional[_State]:
-        """Return the parts of a state; None if it is in neither form."""
-        form = _form(state)
-        if self.place is not None and form == self._paired:
-            return _State(state[1 - self.place], state[self.place])
-        return _State(state, None) if form == self._plain else None
-
-    def pair(self, kept: Any, master: NDArray) -> Any:
-        """Return a state with its master weight."""
-        return (master, kept) if self.place == 0 else (kept, master)
-
 
 def fit_to_parameters(
     trainer: Trainer, masters: Dict[int, NDArray]
 ) -> List[Tuple[NDArray, NDArray]]:
     """Convert a trainer's loaded states to the precision of its parameters.
 
-    Returns pairs of a weight and its new master weight, for `follow_weights` before the next
-    update: parameters may be loaded after the states.
+    Returns pairs of a weight and its master weight, for `follow_weights` before the next update:
+    parameters may be loaded after the states.
 
-    `masters` are master weights by index of the parameter, saved beside the states. A float32
-    parameter takes the value of a master weight that rounds to its own. States in a form that
-    the optimizer does not have stay as they are.
+    `masters` are master weights by index of the parameter, saved beside the states. States in a
+    form that the optimizer does not have stay as they are.
 
     Raises `ArgumentError` for states of other shapes than the parameters'.
     """
-    added: List[Tuple[NDArray, NDArray]] = []
-
-    held = {index for updater in _updaters(trainer) for index in updater.states}
-    if any(index >= len(trainer._params) for index in held):
-        logger.warning(OTHER_NETWORK, len(held), len(trainer._params))
-    if type(trainer._optimizer).__module__.startswith("mxnet.optimizer"):
-        _check_shapes(trainer)
-
-    def fit_state(index: int, state: Any) -> Any:
-        if index >= len(trainer._params):
-            return state
-        param = trainer._params[index]
-        weight = param.list_data()[0]
-        forms = _forms(trainer, index, weight)
-        found = forms.split(state) if forms is not None else None
-        if forms is None or found is None:
-            return state
-        master = found.master if found.master is not None else masters.get(index)
-        # Each device updates its own.
-        master = master if master is None else master.copy()
-        dtype = dtype_name(weight.dtype)
-        if dtype == "float16" and trainer._optimizer.multi_precision and forms.place is not None:
-            master = cast(weight, "float32") if master is None else master
-            if found.master is None:
-                added.append((weight, master))
-            return forms.pair(_cast_all(found.kept, "float32"), master)
-        if dtype == "float32" and master is not None:
-            _take_master(param, weight, master)
-        return _cast_all(found.kept, dtype) if dtype in CASTABLE else found.kept
-
-    _change_states(trainer, fit_state)
-    return added
-
-
-def _check_shapes(trainer: Trainer) -> None:
-    """Raise `ArgumentError` unless each state fits the shape of its parameter.
-
-    States of MXNet's optimizers have this shape, with some axes of size 1 for GroupAdaGrad.
-    """
-    for updater in _updaters(trainer):
-        for index, param in enumerate(trainer._params):
-            arrays: List[NDArray] = []
-            map_arrays(updater.states.get(index), arrays.append, lambda other: other)
-            for shape in (array.shape for array in arrays):
-                pairs = zip(shape, param.shape)
-                if len(shape) != len(param.shape) or any(n not in (1, size) for n, size in pairs):
-                    raise ArgumentError(
-                        OTHER_SHAPE.format(state=shape, name=param.name, weight=param.shape)
-                    )
-
-
-def follow_weights(masters: Sequence[Tuple[NDArray, NDArray]]) -> None:
-    """Set master weights that round to other values than their weights to these weights.
-
-    `masters` holds pairs of a weight and its master weight. A plain trainer that loads and saves a
-    state file passes on the master weights in it, which its own steps have made stale.
-    """
-    with suspended():
-        for weight, master in (map(plain_array, pair) for pair in masters):
-            given = cast(weight.as_in_context(master.context), "float32")
-            rounded = cast(cast(master, "float16"), "float32")
-            master[:] = mx.nd.where(rounded == given, master, given)
+    pairs, params = [], trainer._params
+    held = updaters_of(trainer)[0].states
+    if any(index >= len(params) for index in held):
+        logger.warning(OTHER_NETWORK, len(held), len(params))
+    for device, updater in enumerate(updaters_of(trainer)):
+        own = copy.deepcopy(masters)  # each device updates its own
+        updater.states, found = _converted(trainer, device, updater.states, own)
+        pairs += [(plain_array(params[i].list_data()[device]), found[i]) for i in found]
+    return pairs
 
 
 @contextmanager
 def saved_in_float32(trainer: Trainer) -> Iterator[Dict[int, NDArray]]:
-    """Context in which a trainer's states have the form for float32 parameters.
+    """Context in which the states that a trainer saves have the form for float32 parameters.
 
     Yields the master weights that these states lack, by index of the parameter.
     """
-    masters: Dict[int, NDArray] = {}
-    kept = [dict(updater.states) for updater in _updaters(trainer)]
-
-    def state_in_float32(index: int, state: Any) -> Any:
-        forms = _forms(trainer, index, trainer._params[index].list_data()[0])
-        found = forms.split(state) if forms is not None else None
-        if found is None:
-            return state
-        if found.master is not None:
-            masters[index] = found.master
-        return _cast_all(found.kept, "float32")
-
+    updater = updaters_of(trainer)[0]  # MXNet saves the states of the first device
+    held = updater.states
+    updater.states, masters = _converted(trainer, 0, held)
     try:
-        _change_states(trainer, state_in_float32)
         yield masters
     finally:
-        for updater, states in zip(_updaters(trainer), kept):
-            updater.states.update(states)
+        updater.states = held
+
+
+def follow_weights(pairs: Sequence[Tuple[NDArray, NDArray]]) -> None:
+    """Set master weights that round to other values than their weights to these weights.
+
+    A plain trainer that loads and saves a state file passes on the master weights in it, which its
+    own steps have made stale. A float32 weight has no master weight: it takes the values of the
+    saved one where they round to its own.
+    """
+    with suspended(), autograd.pause():
+        for weight, master in pairs:
+            given = cast(weight.as_in_context(master.context), "float32")
+            rounded = cast(cast(master, "float16"), "float32")
+            follower = weight if dtype_of(weight) == "float32" else master
+            follower[:] = mx.nd.where(rounded == given, master, given)
 
 
 def share_step_counts(trainer: Trainer) -> None:
@@ -186,60 +96,82 @@ def share_step_counts(trainer: Trainer) -> None:
     devices' weights would drift apart.
     """
     counts = trainer._optimizer._all_index_update_counts
-    largest: Dict[Any, int] = {}
-    for held in counts.values():
-        largest.update({i: max(count, largest.get(i, 0)) for i, count in held.items()})
+    indices = {index for held in counts.values() for index in held}
+    largest = {i: max(held.get(i, 0) for held in counts.values()) for i in indices}
     for ctx in trainer._contexts:
         counts.setdefault(ctx.device_id, {}).update(largest)
 
 
-def _updaters(trainer: Trainer) -> List[Any]:
+def updaters_of(trainer: Trainer) -> List[Any]:
     """Return the objects that hold a trainer's states: one a device, or the kvstore's."""
-    if trainer._update_on_kvstore:
-        updater = getattr(trainer._kvstore, "_updater", None)
-        return [] if updater is None else [updater]
-    return list(trainer._updaters or ())
+    on_kvstore = getattr(trainer._kvstore, "_updater", None) if trainer._update_on_kvstore else None
+    return trainer._updaters if on_kvstore is None else [on_kvstore]
 
 
-def _change_states(trainer: Trainer, change: Callable[[int, Any], Any]) -> None:
-    """Replace the state of each parameter by `change(index, state)`."""
-    with suspended():
-        for updater in _updaters(trainer):
-            for index, state in updater.states.items():
-                updater.states[index] = change(index, state)
+def _converted(
+    trainer: Trainer, device: int, states: Any, saved: Optional[Dict[int, NDArray]] = None
+) -> Tuple[Dict[int, Any], Dict[int, NDArray]]:
+    """Return states in the form for the weights of a device, and master weights, by index.
 
+    `saved` are master weights that the states lack; without it, the form is that for float32.
+    If the optimizer has another form for one state, all stay as they are.
 
-def _forms(trainer: Trainer, index: int, weight: NDArray) -> Optional[_Forms]:
-    """Return the forms of a parameter's state; None where the optimizer fails on a probe."""
+    Raises `ArgumentError` if an optimizer of MXNet's holds states of other shapes than the weights.
+    """
+    optimizer, converted, found = trainer._optimizer, dict(states), {}
     try:
-        return _Forms(trainer._optimizer, index, weight)
-    except Exception:  # an optimizer of the user's may need the shape or context of its weight
-        return None
+        probe = copy.deepcopy(optimizer)  # a custom optimizer may count the states that it makes
+        place = _place_of_master(copy.copy(probe))
+        for index, param in enumerate(trainer._params):
+            if index not in states:
+                continue
+            weight = plain_array(param.list_data()[device])
+            wide = dtype_of(weight) == "float16" and (saved is None or optimizer.multi_precision)
+            weight = cast(weight, "float32") if wide else weight
+            with suspended():
+                new = probe.create_state(index, weight)
+            form, state, master = _form(new), states[index], (saved or {}).get(index)
+            if _form(state) == ((form, NDArray) if place else (NDArray, form)):
+                state, master = state if place else state[::-1]
+            state = _filled(new, state, param)
+            master = None if master is None else _filled(weight, master, param)
+            if wide and saved is not None:
+                master = weight if master is None else master
+                state = (state, master) if place else (master, state)
+            converted[index] = state
+            if master is not None and dtype_of(weight) == "float32":
+                found[index] = master
+    except Exception as error:
+        if isinstance(error, ArgumentError) and type(optimizer).__module__.startswith("mxnet."):
+            raise
+        return states, {}
+    return converted, found
 
 
-def _take_master(param: Parameter, weight: NDArray, master: NDArray) -> None:
-    """Set a parameter to its master weight, unless it has another value since."""
-    rounded = cast(cast(master, "float16"), "float32")
-    if (rounded == weight.as_in_context(rounded.context)).min().asscalar():
-        param.set_data(master)
+def _place_of_master(optimizer: Any) -> int:
+    """Return the place of the master weight beside the state of a float16 weight: 0 or -1."""
+    optimizer.multi_precision, optimizer.create_state = True, lambda index, weight: optimizer
+    pair = optimizer.create_state_multi_precision(0, mx.nd.zeros((1,), dtype="float16"))
+    return [part is optimizer for part in pair].index(True) - 1
 
 
 def _form(state: Any) -> Any:
-    """Return the nesting of a state, without its values."""
-    if isinstance(state, (tuple, list)):
-        return tuple(map(_form, state))
-    return NDArray if isinstance(state, NDArray) else type(state)
+    """Return the nesting of a state, with types in place of its values."""
+    return map_arrays(state, lambda array: NDArray, type)
 
 
-def _is_mark(state: Any) -> bool:
-    """Return whether a state is an array in which every element is `_MARK`."""
-    return isinstance(state, NDArray) and bool((state == _MARK).min().asscalar())
+def _filled(new: Any, state: Any, param: Parameter) -> Any:
+    """Return a state with its arrays cast to the dtypes of a new one; raise if it does not fit."""
+    if _form(state) != _form(new):
+        raise TypeError
+    arrays: List[NDArray] = []
+    map_arrays(new, arrays.append, type)
 
+    def fill(one: NDArray) -> NDArray:
+        like = arrays.pop(0)
+        if one.shape != like.shape:
+            shapes = {"state": one.shape, "weight": param.shape}
+            raise ArgumentError(OTHER_SHAPE.format(name=param.name, **shapes))
+        return cast(one, dtype_of(like))
 
-def _cast_all(state: Any, dtype: str) -> Any:
-    """Return a state with its half-precision and float32 arrays in a dtype."""
-    if isinstance(state, (tuple, list)):
-        return type(state)(_cast_all(one, dtype) for one in state)
-    if isinstance(state, NDArray) and dtype_name(state.dtype) in CASTABLE - {dtype}:
-        return cast(state, dtype)
-    return state
+    return map_arrays(state, fill, lambda other: other)

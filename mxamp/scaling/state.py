@@ -36,6 +36,7 @@ from ..policy.active import current_policy
 from .checkpoint import load_states, parse_state, save_states
 from .distributed import Reduction
 from .finite import all_finite, multiply
+from .float16_optimizers import check_float16_update
 from .optimizer_states import follow_weights
 from .passes import Entry, gradients_of, passes
 from .scaler import OTHER_KIND, LossScaler, from_state_dict, whole_number
@@ -158,6 +159,7 @@ class State:
         self.steps = self.skips = 0
         self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
         self._losses: list[NDArray] = []  #: these losses, unscaled
+        self._is_probed = False  #: its optimizer can update these weights
         self._is_reduced = False  #: summed over devices already
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
         self._may_warn = scaled_by in ("init_trainer", "initialize")  #: of a loss never scaled
@@ -302,6 +304,9 @@ class State:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
         del params  # the trainer's
         carried, stage = self._equalize(), self.stage
+        if not self._is_probed:
+            check_float16_update(self.trainer)
+            self._is_probed = True
         follow_weights(self._new_masters)
         self._new_masters = []
         optimizer = self.trainer._optimizer

@@ -1,4 +1,8 @@
-"""Trainer states move between optimization levels, both dtypes, plain trainers and `init_trainer`."""
+"""Trainer states move between optimization levels, both dtypes, plain trainers and `init_trainer`.
+
+"contrib" is a script of mxnet.contrib.amp that casts its net and has `multi_precision=True`: its
+files hold master weights inside the states.
+"""
 
 import itertools
 from contextlib import nullcontext
@@ -25,6 +29,13 @@ CASES = [*itertools.product(WAYS, WAYS, ("momentum", "adam"))]
 CASES += itertools.product(
     ["plain", "O2 float16", "O3 float16"], ["O0 float16", "O2 float16"], ("plain sgd", "nag")
 )
+CASES += [
+    pair
+    for way in WAYS
+    for optimizer in ("momentum", "adam", "plain sgd")
+    for pair in (("contrib", way, optimizer), (way, "contrib", optimizer))
+    if pair[:2] != ("contrib", "plain")  # plain MXNet does not drop master weights
+]
 DATA, LABELS = randn(16, 12), randn(16, 3, seed=1)
 LOSS = gluon.loss.L2Loss()
 
@@ -40,16 +51,19 @@ class Run:
             self.net.add(gluon.nn.LayerNorm(in_channels=8), gluon.nn.Dense(3, in_units=8))
         self.net.initialize(mx.init.Xavier())
         name, settings = OPTIMIZERS[optimizer]
+        if way == "contrib":
+            self.net.cast("float16")
+            settings = {**settings, "multi_precision": True}
         self.trainer = gluon.Trainer(self.net.collect_params(), name, dict(settings))
         self.scales = way != "plain"
         level, _, dtype = way.partition(" ")
-        if level == "init_trainer":
-            amp.init(dtype, ctx=mx.cpu())
+        if level in ("init_trainer", "contrib"):
+            amp.init(dtype or "float16", ctx=mx.cpu())
             amp.init_trainer(self.trainer, amp.StaticLossScaler(64))
         elif level != "plain":
             amp.initialize(self.net, self.trainer, level, loss_scale=64, dtype=dtype, ctx=mx.cpu())
         if load is not None:
-            self.net.load_parameters(f"{load}.params")
+            self.net.load_parameters(f"{load}.params", cast_dtype=True)
             self.trainer.load_states(f"{load}.states")
 
     def train(self, steps):
@@ -94,15 +108,98 @@ def test_three_more_steps_are_those_of_the_run_that_was_not_interrupted(
     assert error < 0.01
 
 
-@pytest.mark.parametrize("first", ["plain", "O0 float16", "O2 float16"])
-def test_parameters_may_be_loaded_after_the_states(first, uninterrupted, tmp_path):
+@pytest.mark.filterwarnings("ignore:Accumulating with float16")
+@pytest.mark.parametrize("first", ["plain", "O0 float16", "O2 float16", "contrib"])
+@pytest.mark.parametrize("then", ["O0 float16", "O2 float16", "O3 float16", "init_trainer float16"])
+def test_parameters_may_be_loaded_after_the_states(first, then, uninterrupted, tmp_path):
     Run(first, "momentum").train(3).save(tmp_path / "net")
     amp.shutdown()
-    run = Run("O2 float16", "momentum")
+    other = Run(then, "momentum", tmp_path / "net").train(3).weights()
+    amp.shutdown()
+    run = Run(then, "momentum")
     run.trainer.load_states(str(tmp_path / "net.states"))
-    run.net.load_parameters(str(tmp_path / "net.params"))
+    run.net.load_parameters(str(tmp_path / "net.params"), cast_dtype=True)
     weights, expected = run.train(3).weights(), uninterrupted["momentum"]
+    assert (weights == other).all()
     assert np.linalg.norm(weights - expected) < 0.01 * np.linalg.norm(expected)
+
+
+def test_a_float32_weight_takes_the_bits_of_its_master_weight(tmp_path):
+    run = Run("O2 float16", "plain sgd").train(3)
+    run.save(tmp_path / "net")
+    masters = {
+        i: state[1].asnumpy() for i, state in run.trainer._updaters[0].states.items() if state
+    }
+    amp.shutdown()
+    run = Run("O0 float16", "plain sgd", tmp_path / "net")
+    run.trainer.set_learning_rate(0)
+    run.train(1)
+    for index, master in masters.items():
+        np.testing.assert_array_equal(run.trainer._params[index].data().asnumpy(), master)
+
+
+class Counting(mx.optimizer.Optimizer):
+    """A custom optimizer that counts the states it makes, with a number in each."""
+
+    made = 0
+
+    def create_state(self, index, weight):
+        self.made += 1
+        return [0, mx.nd.zeros_like(weight), None]
+
+    def update(self, index, weight, grad, state):
+        state[0] += 1
+        state[1][:] += grad
+
+
+class Failing(Counting):
+    """One that makes no states once it is copied."""
+
+    def create_state(self, index, weight):
+        if hasattr(self, "was_copied"):
+            raise RuntimeError
+        return super().create_state(index, weight)
+
+    def __setstate__(self, attributes):
+        super().__setstate__({**attributes, "was_copied": True})
+
+
+class Growing(Counting):
+    """One whose states grow."""
+
+    def update(self, index, weight, grad, state):
+        state.append(grad.copy())
+
+
+def described(state):
+    """A state with the dtypes and sums of its arrays."""
+    if isinstance(state, (tuple, list)):
+        return type(state)(map(described, state))
+    return (
+        (state.dtype, float(state.sum().asscalar())) if isinstance(state, mx.nd.NDArray) else state
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer created manually")
+@pytest.mark.parametrize("first, then", itertools.permutations(("O0", "O2"), 2))
+@pytest.mark.parametrize("kind", [Counting, Failing, Growing])
+def test_states_of_custom_optimizers(kind, first, then, tmp_path, monkeypatch):
+    """They are converted if a new state has their form, and kept as they are if not."""
+    monkeypatch.setitem(OPTIMIZERS, "custom", (kind(), {}))
+    saved = Run(f"{first} float16", "custom").train(2)
+    saved.save(tmp_path / "net")
+    amp.shutdown()
+    monkeypatch.setitem(OPTIMIZERS, "custom", (kind(), {}))
+    loaded = Run(f"{then} float16", "custom", tmp_path / "net")
+    assert saved.trainer._optimizer.made == loaded.trainer._optimizer.made == 6
+    for index, before in saved.trainer._updaters[0].states.items():
+        after = loaded.trainer._updaters[0].states[index]
+        if kind is Counting:
+            half = loaded.trainer._params[index].dtype == "float16"
+            assert isinstance(after, tuple) == half
+            before, after = (one[1] if isinstance(one, tuple) else one for one in (before, after))
+            assert after[0] == 2
+        assert described(after) == described(before)
 
 
 def test_each_device_has_its_own_master_weights(tmp_path):

@@ -1,0 +1,186 @@
+"""Optimizers of MXNet with float16 weights make sound updates, or an error says what to write.
+
+No optimizer of MXNet 1.9.1 ends the process or fails later than in the call, so they run here.
+"""
+
+import copy
+from contextlib import nullcontext
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+
+import mxamp as amp
+from helpers import randn
+from mxamp.scaling.float16_optimizers import check_float16_update
+
+REGISTERED = sorted(
+    name
+    for name, kind in mx.optimizer.Optimizer.opt_registry.items()
+    if kind.__module__.startswith("mxnet.")
+)
+#: Their default epsilon is 0 in float16, or too small.
+LOSE_EPSILON = {
+    "adam": "1e-08 is 0",
+    "nadam": "1e-08 is 0",
+    "ftml": "1e-08 is 0",
+    "lamb": "1e-06 is 1.01328e-06",
+}
+#: They fail on float16 weights whatever their arguments: their states are float32.
+FLOAT32_STATES = {"rmsprop", "ftrl"}
+#: Not comparable to a float32 run: the first adds noise, and the second diverges.
+ERRATIC = {"sgld", "test"}
+DATA, LABELS = randn(16, 12), randn(16, 3, seed=1)
+LOSS = gluon.loss.L2Loss()
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accumulating with float16")
+
+
+def made(optimizer, **options):
+    """A net and its trainer."""
+    mx.random.seed(0)
+    net = gluon.nn.HybridSequential()
+    bias = optimizer != "groupadagrad"  # which takes matrices alone
+    net.add(gluon.nn.Dense(8, activation="relu", in_units=12, use_bias=bias))
+    net.add(gluon.nn.Dense(3, in_units=8, use_bias=bias))
+    net.initialize(mx.init.Xavier())
+    return net, gluon.Trainer(net.collect_params(), optimizer, options)
+
+
+def trained(net, trainer, level=None):
+    """The weights after some steps at a level, or of plain MXNet."""
+    if level is not None:
+        amp.initialize(net, trainer, level, loss_scale=64, ctx=mx.cpu())
+    for _ in range(6):
+        with autograd.record():
+            data = DATA.astype("float16") if level else DATA
+            loss = LOSS(net(data).astype("float32"), LABELS)
+            if level is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, trainer) as scaled:
+                    scaled.backward()
+        trainer.step(16)
+    params = net.collect_params().values()
+    return np.concatenate([p.data().astype("float32").asnumpy().ravel() for p in params])
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("optimizer", REGISTERED)
+def test_every_optimizer_makes_sound_updates_or_is_refused(optimizer, level):
+    net, trainer = made(optimizer)
+    if level == "O3" and optimizer in FLOAT32_STATES.union(LOSE_EPSILON):
+        with pytest.raises(amp.ArgumentError) as raised:
+            trained(net, trainer, level)
+        assert type(trainer.optimizer).__name__ in str(raised.value)
+        assert "opt_level='O2'" in str(raised.value)
+        named = f"its epsilon={LOSE_EPSILON.get(optimizer)}" in str(raised.value)
+        advised = str(raised.value).endswith("or write epsilon=1e-3")
+        assert named == advised == (optimizer in LOSE_EPSILON)
+        return
+    weights = trained(net, trainer, level)
+    amp.shutdown()
+    assert np.isfinite(weights).all()
+    if optimizer not in ERRATIC:
+        np.testing.assert_allclose(weights, trained(*made(optimizer)), atol=0.02)
+
+
+@pytest.mark.parametrize("optimizer", sorted(LOSE_EPSILON))
+def test_the_advice_is_right(optimizer):
+    weights = trained(*made(optimizer, epsilon=1e-3), level="O3")
+    amp.shutdown()
+    np.testing.assert_allclose(weights, trained(*made(optimizer, epsilon=1e-3)), atol=0.1)
+
+
+@pytest.mark.parametrize("optimizer", sorted(LOSE_EPSILON))
+def test_an_epsilon_that_float16_holds_badly_is_refused(optimizer):
+    """Updates are finite, and thousands of times too large."""
+    with pytest.raises(amp.ArgumentError, match=r"epsilon=1e-07 is 1.19209e-07 in float16"):
+        trained(*made(optimizer, epsilon=1e-7), level="O3")
+
+
+def test_a_refused_optimizer_changes_nothing():
+    net, trainer = made("adam")
+    with pytest.raises(amp.ArgumentError):
+        amp.initialize(net, trainer, "O3", ctx=mx.cpu())
+    assert amp.current_policy() is None
+    assert {param.data().dtype for param in net.collect_params().values()} == {np.float32}
+    assert not hasattr(trainer, "_amp_loss_scaler")
+    amp.initialize(net, trainer, "O2", ctx=mx.cpu())
+
+
+def cast_to_float16(optimizer, **options):
+    """A trainer of a net that a script has cast."""
+    net, _ = made(optimizer)
+    net.cast("float16")
+    return gluon.Trainer(net.collect_params(), optimizer, options)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adadelta", "adam"])
+def test_the_policy_in_force_decides(optimizer):
+    """AdaGrad's float32 states and float16 gradients meet in operators that the policy casts."""
+    trainer = cast_to_float16(optimizer, **({"epsilon": 1e-3} if optimizer == "adam" else {}))
+    if optimizer != "adam":
+        with pytest.raises(amp.ArgumentError, match="MXNet raises .*expected float32, got float16"):
+            check_float16_update(trainer)
+    with amp.autocast("float16"):
+        check_float16_update(trainer)
+
+
+def test_weights_that_are_not_updated_in_float16_are_not_checked():
+    check_float16_update(cast_to_float16("adam", multi_precision=True))
+    check_float16_update(made("adam")[1])
+    trainer = cast_to_float16("adam")
+    with pytest.raises(amp.ArgumentError, match="Adam can't update float16 weights"):
+        check_float16_update(trainer)
+    for param in trainer._params:
+        param.grad_req = "null"
+    check_float16_update(trainer)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgld", "nadam", "lbsgd", "dcasgd", "lamb"])
+def test_a_check_leaves_no_trace(optimizer):
+    schedule = mx.lr_scheduler.FactorScheduler(1, 0.5, base_lr=0.1)
+    trainer = cast_to_float16(optimizer, learning_rate=0.1, lr_scheduler=schedule)
+    before = copy.deepcopy(vars(trainer.optimizer))
+    mx.random.seed(1)
+    drawn = mx.nd.random.normal(shape=(4,)).asnumpy()
+    mx.random.seed(1)
+    with pytest.raises(amp.ArgumentError) if optimizer in LOSE_EPSILON else nullcontext():
+        check_float16_update(trainer)
+    assert (mx.nd.random.normal(shape=(4,)).asnumpy() == drawn).all()
+    after = vars(trainer.optimizer)
+    assert vars(after.pop("lr_scheduler")) == vars(before.pop("lr_scheduler"))
+    assert {k: after[k] for k in before if k != "param_dict"} == {
+        k: v for k, v in before.items() if k != "param_dict"
+    }
+    assert not trainer._updaters[0].states
+
+
+class Inverse(mx.optimizer.Optimizer):
+    """A custom optimizer that divides by a number of its own."""
+
+    def __init__(self, tiny, **options):
+        super().__init__(**options)
+        self.tiny = tiny
+
+    def update(self, index, weight, grad, state):
+        weight[:] -= 1e-9 * grad / (grad * grad + self.tiny)
+
+
+class Named(mx.optimizer.Optimizer):
+    """A custom optimizer that looks its parameters up."""
+
+    def update(self, index, weight, grad, state):
+        weight[:] -= self.param_dict[index].lr_mult * grad / 0
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer created manually")
+def test_custom_optimizers():
+    trainer = cast_to_float16(Inverse(1e-8))
+    with pytest.raises(amp.ArgumentError, match="Inverse .*: updates become NaN") as raised:
+        check_float16_update(trainer)
+    assert str(raised.value).endswith("multi_precision=True")
+    check_float16_update(cast_to_float16(Inverse(1e-3)))
+    check_float16_update(cast_to_float16(Named()))  # a probe can't run it
